@@ -44,9 +44,6 @@ def room(chunks: int) -> int:
     return chunks * stored_chunk_bytes(tiny_adapter().layout, 16)
 
 
-# -- the queue ------------------------------------------------------------------------------------
-
-
 def test_poisson_arrivals_wait_as_queueing_theory_predicts() -> None:
     """M/D/1: the mean wait is ρ / (2 (1 - ρ)) of the service time."""
     assert Queue([served(1.0), served(3.0)]).mean(1e-9) == pytest.approx(2.0)
@@ -70,9 +67,6 @@ def test_half_the_service_time_sustains_twice_the_rate() -> None:
     assert Queue([served(3.0)]).rate_of(2.0) == 0.0
 
 
-# -- the requests ---------------------------------------------------------------------------------
-
-
 def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same() -> None:
     plans, again = (make_requests(tiny_adapter(), PROMPT, 30, 105)[1] for _ in "ab")
     assert len(plans) == 105
@@ -80,9 +74,6 @@ def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same() -> Non
     assert [plan.ids for plan in plans] == [plan.ids for plan in again]
     asked = Counter(str(segment.chunk_id) for plan in plans for segment in plan.chunks)
     assert asked["chunk-0"] > 3 * asked["chunk-29"]
-
-
-# -- the three ways -------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -125,9 +116,6 @@ def test_a_corpus_that_fits_is_reused_from_the_first_request_on() -> None:
     blend = next(way for way in result.ways if way.way == "blend")
     tokens = PROMPT.chunks * PROMPT.chunk_tokens
     assert blend.reused == pytest.approx(tokens / PROMPT.prompt_tokens)
-
-
-# -- the result -----------------------------------------------------------------------------------
 
 
 def test_every_way_is_drawn_at_every_rate_with_the_ttft_that_they_are_compared_at() -> None:

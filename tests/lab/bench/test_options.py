@@ -44,9 +44,6 @@ class Measured:
     name: str
 
 
-# -- options --------------------------------------------------------------------------------------
-
-
 def test_a_function_that_measures_becomes_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "BENCHES", {})
 
@@ -104,9 +101,6 @@ def test_benches_share_their_options(name: str) -> None:
     assert ("plot" in parameters) == (name in ("sweep", "trace", "load"))
 
 
-# -- rounds ---------------------------------------------------------------------------------------
-
-
 def test_each_round_starts_with_another_way_and_the_first_does_not_count() -> None:
     calls: list[str] = []
     seconds = {"slow": iter([9.0, 4, 8, 6]), "fast": iter([9.0, 2, 1, 3])}
@@ -124,9 +118,6 @@ def test_each_round_starts_with_another_way_and_the_first_does_not_count() -> No
 def test_peak_memory_is_measured_from_the_start_of_the_work() -> None:
     peak = peak_bytes(lambda: torch.ones(16 << 20, dtype=torch.uint8).sum(), torch.device("cpu"))
     assert peak is None or peak >= 15 << 20
-
-
-# -- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

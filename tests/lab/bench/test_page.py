@@ -79,9 +79,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return docs
 
 
-# -- what is written ------------------------------------------------------------------------------
-
-
 def test_a_region_has_the_command_the_table_and_the_machine(tmp_path: Path) -> None:
     docs = page_of(tmp_path, "auto", "ttft", "ttft-fast")
     before = (docs / "performance.md").read_text(encoding="utf-8")
@@ -152,9 +149,6 @@ def test_equal_files_give_an_equal_page(whole: Path) -> None:
     assert {path.name: path.read_bytes() for path in whole.rglob("*.*")} == before
 
 
-# -- bad input ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [("{broken", "Expecting property name"), ("[]", "list indices"), ({}, "'command'"),
@@ -194,9 +188,6 @@ def test_a_page_with_bad_regions_is_refused_in_one_sentence(
     write(tmp_path, "ttft", TTFT)
     with pytest.raises(InvalidInputError, match=sentence):
         write_page(tmp_path, tmp_path)
-
-
-# -- this repository ------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

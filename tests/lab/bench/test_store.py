@@ -68,9 +68,6 @@ def doing_nothing() -> Iterator[None]:
         yield
 
 
-# -- the result -----------------------------------------------------------------------------------
-
-
 def test_every_part_has_rows_for_the_store_and_its_baselines(result: StoreResult) -> None:
     rows = {(row.part, row.way): row for row in result.rows}
     assert rows.keys() == {
@@ -94,9 +91,6 @@ def test_every_part_has_rows_for_the_store_and_its_baselines(result: StoreResult
         )
     shown = store_table(result).rows
     assert [row[:2] for row in shown] == [[row.part, row.way] for row in result.rows]
-
-
-# -- reads ----------------------------------------------------------------------------------------
 
 
 def test_every_way_reads_the_chunks_bit_for_bit_and_doing_nothing_is_an_error(
@@ -141,9 +135,6 @@ def test_files_are_written_to_dir_and_no_read_is_cold_if_the_page_cache_keeps_it
     assert result.cold_cached_share == 1.0
 
 
-# -- puts -----------------------------------------------------------------------------------------
-
-
 def test_both_ways_of_writing_sync_the_same_bytes_and_doing_nothing_is_an_error(
     tmp_path: Path, kv_store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,9 +157,6 @@ def test_puts_remove_what_they_stored(tmp_path: Path) -> None:
     with contextlib.closing(PayloadFiles(root / "store")) as files:
         assert list(files.walk()) == []
     assert not (root / "final").exists()
-
-
-# -- misses and decoding --------------------------------------------------------------------------
 
 
 def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(

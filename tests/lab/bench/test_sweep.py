@@ -74,9 +74,6 @@ def test_every_factor_has_default_values() -> None:
     assert all(len(make_cases(factor, None, base)) > 1 for factor in FACTORS)
 
 
-# -- the figure -----------------------------------------------------------------------------------
-
-
 def line(axes: Axes, label: str) -> Line2D:
     return next(found for found in axes.get_lines() if found.get_label() == label)
 

@@ -27,9 +27,6 @@ def kv() -> ChunkKV:
     return tiny_adapter().encode((), tiny.random_ids(TOKENS)[0].tolist())
 
 
-# -- a throttled store ----------------------------------------------------------------------------
-
-
 def test_a_throttled_read_delivers_the_same_bytes_no_sooner_than_its_device(kv: ChunkKV) -> None:
     size = stored_chunk_bytes(kv.layout, TOKENS)
     slow = ThrottledStore(MemoryStore(1 << 20), Throttle(size / 0.2), "slow")
@@ -70,9 +67,6 @@ def test_encoded_chunks_take_fewer_bytes_of_the_device(
     assert encoded < 0.6 * native
 
 
-# -- names ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"), [("0.5GB/s", 5e8), ("200 MB/s", 2e8), ("1kb/s", 1e3)]
 )
@@ -88,9 +82,6 @@ def test_a_bad_tier_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(InvalidInputError, match="is none of memory, disk, cold") as caught:
         parse_tier(text)
     assert tiny.one_sentence(str(caught.value))
-
-
-# -- where a bench reads from ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["memory", "disk", "9GB/s"])

@@ -45,9 +45,6 @@ def layers_of(timeline: Timeline, what: str, pass_name: str = "") -> list[int]:
     return [s.layer for s in timeline.spans if (s.what, s.pass_name) == (what, pass_name)]
 
 
-# -- the timeline ---------------------------------------------------------------------------------
-
-
 def test_every_layer_is_loaded_waited_for_and_computed_once(there: TierStore) -> None:
     timeline = traced(there, "random")
     for what in (LOAD, WAIT, LAYER):
@@ -102,9 +99,6 @@ def test_a_span_that_ends_in_an_error_is_recorded() -> None:
     assert layers_of(timeline, LOAD) == [3]
 
 
-# -- the overlap ----------------------------------------------------------------------------------
-
-
 def test_overlap_is_the_hidden_share_of_the_shorter_one() -> None:
     assert overlap(10, 10, 6) == overlap(10, 6, 10) == 1.0
     assert [overlap(wall, 10, 6) for wall in (16, 13)] == pytest.approx([0.0, 0.5])
@@ -141,9 +135,6 @@ def test_loading_alone_reads_the_layers_of_the_request(
     before = read_bytes(there)
     load_ms(bench, reads)
     assert read_bytes(there) - before == bench.kv_bytes * layers // LAYERS
-
-
-# -- the command ----------------------------------------------------------------------------------
 
 
 def test_the_trace_file_opens_in_a_viewer(tmp_path: Path) -> None:

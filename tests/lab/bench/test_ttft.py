@@ -39,14 +39,6 @@ def test_figures_follow_from_the_times_and_rows_of_all_modes() -> None:
     assert figures["floor_speedup"] == pytest.approx(LAYERS * PROMPT_TOKENS / rows)
 
 
-def test_the_charged_ratio_counts_layer_0_of_hkvd(bench: PromptBench) -> None:
-    counts = bench.blend(policy="hkvd")[1].counts()
-    assert counts.ratio == pytest.approx(0.15, abs=1 / (CHUNK_TOKENS * (LAYERS - 1)))
-    assert counts.charged_ratio == pytest.approx((1 + counts.ratio * (LAYERS - 1)) / LAYERS)
-    rows = LAYERS * (counts.charged_ratio * CHUNK_TOKENS + PROMPT_TOKENS - CHUNK_TOKENS)
-    assert bench.floor_speedup(counts) == pytest.approx(LAYERS * PROMPT_TOKENS / rows)
-
-
 def test_ways_that_compute_everything_choose_the_token_of_stock_prefill(bench: PromptBench) -> None:
     prefix = CachedPrefix(bench)
     assert prefix.stock() == prefix.fused() == bench.full()

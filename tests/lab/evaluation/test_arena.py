@@ -12,7 +12,7 @@ import tiny
 from blendrag.config import DEFAULT_POLICY
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.engine.request import RagPrompt
-from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
+from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.lab.evaluation.arena import Arena, Engines, source_digest
 from blendrag.lab.evaluation.asking import ObservedAnswer
 from blendrag.lab.evaluation.datasets import Case, synthetic_dataset
@@ -57,9 +57,6 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     monkeypatch.setattr(Arena, "_reply", spy)
     return seen
-
-
-# -- rows -----------------------------------------------------------------------------------------
 
 
 def test_there_is_a_row_for_every_way_and_kind(rows: list[ArenaRow]) -> None:
@@ -165,9 +162,6 @@ def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model
     assert row_of(found, REUSE, "coreference").pgr < 0.75  # type: ignore[operator]
 
 
-# -- the order of questions -----------------------------------------------------------------------
-
-
 def test_ways_are_asked_in_a_new_order_for_every_question(turns: list[tuple[str, str]]) -> None:
     cases = lab.cases(1, 12)
     lab.arena(REUSING, cases).run()
@@ -243,16 +237,6 @@ def test_the_digest_of_the_source_covers_only_code_that_decides_answers(tmp_path
     assert digest() == before
     own.write_text("one = 2\n", encoding="utf-8")
     assert digest() != before
-
-
-# -- bad input ------------------------------------------------------------------------------------
-
-
-def test_prompts_longer_than_the_context_are_named_before_anything_is_asked() -> None:
-    case = Case("big", "0", "k", "why?", ("x",), tuple(tiny.sentence(i) for i in range(400)))
-    with pytest.raises(InvalidInputError, match=r"the prompt of big takes .* fewer --chunks") as e:
-        lab.arena(BASE, [case])
-    assert not isinstance(e.value, ContextOverflowError)
 
 
 def test_an_empty_chunk_list_and_a_model_without_reusable_kv_are_refused() -> None:

@@ -23,8 +23,6 @@ from blendrag.model.tokens import Tokens
 from blendrag.planning.calibration import Calibration, Questions, calibrations
 from lab.evaluation import lab
 
-# -- ways -----------------------------------------------------------------------------------------
-
 
 def test_a_policy_is_combined_with_every_schedule_ratio_and_prefix() -> None:
     assert make_ways(["full", "none"], ["constant"], [0.1], [True]) == (Way("none"), Way("full"))
@@ -74,9 +72,6 @@ def test_an_unknown_way_is_one_sentence(
         make_ways(*given, [True])
 
 
-# -- wording --------------------------------------------------------------------------------------
-
-
 def test_the_demo_model_reads_what_it_was_trained_on() -> None:
     tokens = load_tokens("demo")
     assert wording_for(tokens.tokenizer, "f1") == DEMO
@@ -111,9 +106,6 @@ def test_a_forced_answer_is_judged_as_one_forward_over_it(tmp_path: Path) -> Non
     assert reply.logits is not None
     assert tiny.difference(reply.logits, rows) < 1e-4
     assert reply.tokens == tuple(rows.argmax(-1).tolist())
-
-
-# -- chains ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -35,9 +35,6 @@ def read(path: Path, *records: Any, **more: Any) -> Dataset:
     return read_text(path, json.dumps(records), **more)
 
 
-# -- forms ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", ["[{0},{0}]", "{0}\n{0}"])
 def test_passages_become_the_nearest_chunks_nearest_first(tmp_path: Path, form: str) -> None:
     text = form.format(json.dumps(ASKED))
@@ -96,9 +93,6 @@ def test_a_record_without_texts_is_asked_over_retrieved_chunks(tmp_path: Path) -
     assert len(whole.chunks) == 6  # its own passages
 
 
-# -- bad files ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("records", "sentence"),
     [([], "holds no records"),
@@ -144,9 +138,6 @@ def test_invalid_json_is_named_by_file_and_line(tmp_path: Path, text: str, line:
 def test_an_absent_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="cannot be read"):
         read_dataset(tmp_path / "absent.json", None, None)  # type: ignore[arg-type]
-
-
-# -- generated ------------------------------------------------------------------------------------
 
 
 def test_generated_cases_are_grouped_by_context_and_balanced_over_kinds() -> None:

@@ -12,7 +12,6 @@ import torch
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.lab.evaluation import deviation
-from blendrag.lab.evaluation.datasets import Case
 from blendrag.lab.evaluation.deviation import (
     ORACLE,
     Deviation,
@@ -22,7 +21,6 @@ from blendrag.lab.evaluation.deviation import (
     measure,
 )
 from blendrag.model import ModelAdapter
-from blendrag.model.tokens import Tokens
 from blendrag.text.prompt import Segment, SegmentedPrompt
 from cli.commands import invoke_program
 
@@ -140,15 +138,6 @@ def test_a_prompt_without_chunks_is_refused_in_one_sentence(adapter: ModelAdapte
     with pytest.raises(InvalidInputError) as empty:
         measure([], ["hkvd"], ["constant"], [0.1])
     assert tiny.one_sentence(str(empty.value))
-
-
-def test_a_case_becomes_a_prompt_that_is_cut_at_its_chunks() -> None:
-    made = tiny.tokenizer()
-    chunks = tuple(tiny.sentence(number) for number in range(3))
-    case = Case("c", "c", "direct", "What did the company do?", ("ships",), chunks)
-    cut = deviation.plan_of(Tokens(made), case)
-    assert [segment.text for segment in cut.chunks] == list(chunks)
-    assert case.question in cut.segments[-1].text
 
 
 def test_the_command_prints_a_report_or_one_sentence() -> None:

@@ -41,9 +41,6 @@ def published(name: str) -> Result:
     return load_result(PUBLISHED.with_suffix("") / f"{name}.json")
 
 
-# -- the page -------------------------------------------------------------------------------------
-
-
 def test_the_published_page_is_short_and_written_from_its_results(tmp_path: Path) -> None:
     text = PUBLISHED.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
@@ -70,9 +67,6 @@ def test_a_missing_result_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError) as refused:
         load_result(tmp_path / "x.json")
     assert tiny.one_sentence(str(refused.value))
-
-
-# -- the default and its rivals -------------------------------------------------------------------
 
 
 def test_another_policy_is_significantly_better_only_by_more_than_the_interval() -> None:
@@ -107,9 +101,6 @@ def test_a_calibrated_schedule_is_compared_with_the_families_of_its_policy() -> 
     ]
     assert rivals(rows, calibrated, same_policy=True) == [constant, linear]
     assert ahead([constant, linear], calibrated) == [constant]
-
-
-# -- figures --------------------------------------------------------------------------------------
 
 
 def curve(axes: Axes, label: str) -> tuple[list[float], list[float]]:
@@ -159,9 +150,6 @@ def test_chunks_schedules_and_deviations_are_drawn_as_measured() -> None:
     assert curve(axes, "layer 11")[0] == list(report.distribution[-1].quantiles)
     bars = plots.layer_correlation(report).axes[0].patches
     assert [bar.get_height() for bar in bars] == [pair.rho for pair in report.correlation]  # type: ignore[attr-defined]
-
-
-# -- the runs -------------------------------------------------------------------------------------
 
 
 def printing(text: str) -> str:

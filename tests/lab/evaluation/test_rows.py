@@ -11,8 +11,6 @@ from blendrag.lab.evaluation.report import reuse_note, tables
 from blendrag.lab.evaluation.rows import ArenaRow, Journal, Outcome
 from lab.evaluation import invented
 
-# -- the journal ----------------------------------------------------------------------------------
-
 
 def outcome(case: str, way: str, accuracy: float = 1.0) -> Outcome:
     return Outcome(case, way, "Pórto\n", accuracy, 1.0, None, 0.25, 0.5, 0.1, 0.2, 3.5)
@@ -59,9 +57,6 @@ def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
         Journal(tmp_path / "file" / "x.jsonl").add([outcome("a", "full")])
 
 
-# -- notes ----------------------------------------------------------------------------------------
-
-
 def answered(policy: str, *scores: float, recovered: float = 0.0) -> ArenaRow:
     """``scores`` of one question in each context."""
     return invented.row(
@@ -85,9 +80,6 @@ def test_there_is_a_note_unless_a_policy_beats_reuse_by_more_than_the_interval()
     assert reuse_note([close, answered("query", 1.0, 1.0, 1.0, 1.0)]) == ""
     assert reuse_note([close, answered("full", 0.0, 0.0, 0.0, 0.0)]) == ""
     assert reuse_note([answered("query", 0.0, 0.0)]) == ""
-
-
-# -- the table on a terminal ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [80, 200])

@@ -76,8 +76,6 @@ def test_agreement_ends_at_the_first_difference() -> None:
     assert scoring.agreement([], []) == 1.0
 
 
-# -- PGR ------------------------------------------------------------------------------------------
-
 ALL_RIGHT, NONE_RIGHT = [1.0] * 60, [0.0] * 60
 
 

@@ -23,9 +23,6 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
 
 
-# -- the model ------------------------------------------------------------------------------------
-
-
 def test_the_weights_are_small_bf16_and_of_a_stock_class() -> None:
     assert (demo_model_path() / "model.safetensors").stat().st_size <= 16 * 10**6
     config = json.loads((demo_model_path() / "config.json").read_text())
@@ -94,9 +91,6 @@ def test_importing_the_demo_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# -- the tokenizer --------------------------------------------------------------------------------
-
-
 def test_any_text_comes_back_unchanged(tokenizer: PreTrainedTokenizerBase) -> None:
     rng = random.Random(0)
     texts = ["", " ", "\n\n a\t\r\n", "naïve 東京 🦉 \x00\x7f", "def f(x):\n    return x  # ☃"]
@@ -126,9 +120,6 @@ def test_the_chat_template_writes_every_role(tokenizer: PreTrainedTokenizerBase)
         "<|bos|><|system|>s<|end|><|user|>u<|end|>"
         "<|assistant|> a<|end|><|user|>v<|end|><|assistant|>"
     )
-
-
-# -- the command check ----------------------------------------------------------------------------
 
 
 def test_check_prints_a_line_per_form_mode_and_kind(capsys: pytest.CaptureFixture[str]) -> None:

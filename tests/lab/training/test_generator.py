@@ -49,9 +49,6 @@ def written(
     return documents(random.Random(seed), split, kinds, [Shape(facts)] * n)
 
 
-# -- documents ------------------------------------------------------------------------------------
-
-
 def test_no_name_is_in_two_splits() -> None:
     for split in SPLITS:
         names = {d.name for seed in range(20) for d in written(seed, split)}
@@ -121,9 +118,6 @@ def test_an_unknown_split_is_refused() -> None:
         InvalidInputError, match="split 'exam' is not one of train, validation, test"
     ):
         written(0, "exam")  # type: ignore[arg-type]
-
-
-# -- questions and contexts -----------------------------------------------------------------------
 
 
 def test_equal_seeds_give_equal_contexts(tokenizer: PreTrainedTokenizerBase) -> None:
