@@ -1,8 +1,7 @@
 """``blendrag bench auto``: ratio ``auto`` against fixed ratios on each tier, and predictions of TTFT.
 
 The profile is measured in the same process, as ``blendrag profile`` does; a throttled tier enters it with its
-throughput. Fixed ratios and the automatic one are interleaved. Each request runs from opening the chunks to
-the first token of ``generate``.
+throughput. Each request runs from opening the chunks to the first token of ``generate``.
 """
 
 from __future__ import annotations
@@ -77,9 +76,7 @@ class AutoResult(BlendResult):
     prompt_tokens: int
     tiers: tuple[TierResult, ...]
     close: float
-    """Over all tiers."""
     auto_close: float
-    """The same for requests at the automatic ratio."""
     requests: int
 
 

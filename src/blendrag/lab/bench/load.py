@@ -84,7 +84,6 @@ class LoadResult(BlendResult):
 
     limit_bytes: int
     doubled_ttft_ms: float
-    """Twice full prefill's mean TTFT without load."""
     ways: tuple[WayResult, ...]
     rows: tuple[RateRow, ...]
     requests: int

@@ -136,9 +136,7 @@ class Machine:
     """Hardware, dtype and versions, without the host's name."""
 
     processor: str
-    """Name of the GPU or the CPU."""
     cores: int
-    """CPU cores that the process may use."""
     threads: int
     dtype: str
     """Of the model and of KV as computed."""

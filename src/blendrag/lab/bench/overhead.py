@@ -50,7 +50,6 @@ class OverheadRow:
     host_ms: float
     """Median CPU time of the computing thread: Python and dispatch."""
     layer_us: float
-    """Microseconds per layer, from the median."""
     over_stock: float
     """Operators over those of stock prefill of the same prompt."""
 

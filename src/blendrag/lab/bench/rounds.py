@@ -99,7 +99,6 @@ class WayRow:
     """One way over all rounds."""
 
     part: str
-    """What is done: ``warm read``, ``cold read``, ``put``, ``miss``, ``decode``."""
     way: str
     ms: Timing
     speed: float | None

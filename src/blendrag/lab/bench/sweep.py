@@ -1,8 +1,4 @@
-"""``blendrag bench sweep``: TTFT over one factor, with all values interleaved in one run.
-
-A factor is a part of the workload (ratio, number or length of chunks, length of the prompt), the model's
-geometry, the tier that KV comes from, or the encoding it is stored in.
-"""
+"""``blendrag bench sweep``: TTFT over one factor, with all values interleaved in one run."""
 
 from __future__ import annotations
 

@@ -59,7 +59,6 @@ class TraceResult(BlendResult):
     wall_ms: Timing
     """The whole request, from opening its chunks to its first token."""
     load_ms: Timing
-    """Opening and reading alone."""
     compute_ms: Timing
     """Everything else alone, with all KV in place."""
     overlap: float

@@ -80,9 +80,7 @@ class ObservedAnswer:
     charged_ratio: float
     ttft_s: float
     policy: str = ""
-    """The policy that chose."""
     schedule: str = ""
-    """The schedule that ran."""
 
 
 class Witness(LogitsProcessor):

@@ -62,7 +62,6 @@ class Case:
     question: str
     answers: tuple[str, ...]
     chunks: tuple[str, ...]
-    """Texts in prompt order."""
 
     @property
     def digest(self) -> str:
