@@ -94,12 +94,17 @@ def test_bad_input_is_one_sentence(engine: BlendEngine, name: str) -> None:
     assert tiny.one_sentence(str(raised.value))
 
 
-def test_after_an_error_the_next_request_works(engine: BlendEngine) -> None:
+def test_after_an_error_inside_the_model_the_next_request_works(engine: BlendEngine) -> None:
+    def explode(*_: Any) -> None:
+        raise ZeroDivisionError
+
     text = tiny.prompt(engine, 0)
-    for schedule in ("2,1", "3,2,1,1"):
-        with pytest.raises(InvalidInputError, match="this model needs 3"):
-            engine.generate(text, Options(schedule=schedule))
-        assert engine.generate(text, Options(schedule="3,2,1")).metrics.reused_tokens > 0
+    with engine.adapter.stack.layers[2].mlp.register_forward_hook(explode):
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(text)
+        with pytest.raises(ZeroDivisionError):
+            list(engine.stream(text))
+    assert engine.generate(text).metrics.reused_tokens > 0
 
 
 def test_an_overflow_names_its_size_and_a_prompt_that_just_fits_is_answered(
@@ -221,20 +226,22 @@ def test_a_closed_engine_refuses_every_call(tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
-def test_a_template_that_refuses_the_messages_is_one_sentence(tmp_path: Path) -> None:
-    strict = tiny.tokenizer()
-    strict.chat_template = "{{ raise_exception('only user may speak') }}"
-    with tiny.engine(tiny.llama(), tmp_path / "s", tokenizer=strict) as engine:
-        with pytest.raises(InvalidInputError, match="only user may speak") as raised:
-            engine.generate("hi")
-        assert tiny.one_sentence(str(raised.value))
-
-
-def test_messages_without_a_template_are_refused_and_strings_sent_raw(tmp_path: Path) -> None:
-    plain = tiny.tokenizer()
-    plain.chat_template = None
-    with tiny.engine(tiny.llama(), tmp_path / "s", tokenizer=plain) as engine:
-        with pytest.raises(InvalidInputError, match="no chat template"):
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{ raise_exception('only user may speak') }}", "only user may speak"),
+        (None, "no chat template"),
+    ],
+)
+def test_messages_without_a_template_that_takes_them_are_refused(
+    tmp_path: Path, template: str | None, error: str
+) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    with tiny.engine(tiny.llama(), tmp_path / "s", tokenizer=tokenizer) as engine:
+        with pytest.raises(InvalidInputError, match=error) as raised:
             engine.generate([{"role": "user", "content": "hi"}])
-        assert engine.resources.tokens.decode(engine.segments("hi there").ids) == "hi there"
-        assert engine.generate("hi there").metrics.new_tokens == 6
+        assert tiny.one_sentence(str(raised.value))
+        if template is None:  # texts are sent as they are
+            assert engine.resources.tokens.decode(engine.segments("hi there").ids) == "hi there"
+            assert engine.generate("hi there").metrics.new_tokens == 6

@@ -241,7 +241,7 @@ def test_a_timeout_stops_decoding(engine: BlendEngine) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"mode": "reuse"}, {"mode": "reuse", "generate": {"num_beams": 2}}], ids=str
 )
-def test_a_timeout_stops_a_prefill_at_the_next_layer(
+def test_a_late_or_abandoned_request_stops_its_prefill_at_the_next_layer(
     engine: BlendEngine, options: dict[str, Any]
 ) -> None:
     engine.ingest([tiny.document(0, 2)])
@@ -258,8 +258,15 @@ def test_a_timeout_stops_a_prefill_at_the_next_layer(
             hooks.enter_context(layer.register_forward_pre_hook(enter))
         with pytest.raises(RequestTimeout):
             engine.generate(text, Options(**options, timeout_s=0.15))
-        time.sleep(0.2)
-    assert 1 <= len(entered) <= 2  # of four
+        engine.drain()
+        assert 1 <= len(entered) <= 2  # of four
+        entered.clear()
+        pieces = engine.stream(text, Options(**options))
+        while not entered:
+            time.sleep(0.005)
+        pieces.close()
+        engine.drain()
+        assert 1 <= len(entered) <= 2
     assert_free(engine)
 
 

@@ -57,7 +57,8 @@ def test_chunks_that_were_not_reused_are_named_with_the_reason(
     engine: BlendEngine, lines: Callable[[], list[str]]
 ) -> None:
     chunks = engine.generate(tiny.prompt(engine, 0), Options(mode="full")).metrics.chunks
-    engine.generate("Nothing of this was ingested.")
+    plain = engine.generate("Nothing of this was ingested.").metrics
+    assert (plain.chunks, plain.reused_tokens) == ((), 0)
     full, unknown = lines()
     assert f"{len(chunks)} of {len(chunks)} chunks not reused: doc0.txt#" in full
     assert all(chunk.chunk_id[:12] in full for chunk in chunks)

@@ -17,9 +17,6 @@ from blendrag.engine import BlendEngine, Options, kv_validity
 from blendrag.engine.kv_validity import _alike, _encoded
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import gate
-from blendrag.fusor.selection import Schedule, make_policy
-from blendrag.planning.controller import Controller, PlanOptions
-from blendrag.planning.plan import ReasonCode
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.encodings.int8 import Int8
 from blendrag.store.kv import ChunkKV
@@ -57,20 +54,6 @@ def test_a_corrupt_chunk_is_computed_as_if_it_were_missing(tmp_path: Path, seque
         engine.drain()
         again = engine.generate(text, options)
         assert "computed" not in [c.outcome for c in again.metrics.chunks]
-
-
-def test_a_corrupt_key_is_not_opened_again_in_the_same_request(engine: BlendEngine) -> None:
-    used, namespace = engine.resources, engine.adapter.identity.namespace
-    controller = Controller(engine.adapter, used.store, namespace, used.prefix_ids, 8)
-    options = PlanOptions("reuse", make_policy("reuse"), lambda _: Schedule("constant"), 0.0)
-    corrupt = frozenset(tiny.chunk_keys(engine, 1)[:1])
-    made = controller.plan(engine.segments(tiny.prompt(engine, 1)), options, corrupt)
-    made.close()
-    first, *others = made.chunks
-    assert (first.span, first.reason.code) == (None, ReasonCode.CORRUPT)
-    assert "verification" in first.reason.text
-    assert others
-    assert all(chunk.span is not None and not chunk.span.exact for chunk in others)
 
 
 def test_stored_kv_is_not_used_if_the_machine_computes_other_kv(tmp_path: Path) -> None:

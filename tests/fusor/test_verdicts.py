@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from blendrag.fusor import gate, verdicts
 from blendrag.fusor.gate import Verification
 
@@ -38,19 +37,6 @@ def test_a_verdict_holds_for_its_model_device_libraries_and_gate(
     assert verdicts.recall(NAMESPACE, CPU) is None
 
 
-@pytest.mark.usefixtures("empty_cache")
-def test_the_gate_runs_once_for_all_stores_of_a_model(tmp_path: Path) -> None:
-    model = tiny.llama()
-    with tiny.engine(model, tmp_path / "first") as engine:
-        result = engine.verify()
-    with (
-        tiny.engine(model, tmp_path / "second") as engine,
-        tiny.counted(engine.adapter, "prefill_at") as prefills,
-    ):
-        assert engine.verify() == result
-    assert prefills == []
-
-
 @pytest.mark.parametrize(
     ("mode", "value"), [(4, pickle.dumps("x")), (2, b"x"), (3, None), (1, 1.5)]
 )
@@ -75,16 +61,14 @@ def test_an_incomplete_verdict_is_ignored(
     assert verdicts.recall(NAMESPACE, CPU) is None
 
 
-def test_a_damaged_database_holds_no_verdicts_and_raises_nothing(empty_cache: Path) -> None:
-    database(empty_cache).parent.mkdir(parents=True)
-    database(empty_cache).write_bytes(b"not a database" * 100)
-    verdicts.remember(NAMESPACE, CPU, VERDICT)
-    assert verdicts.recall(NAMESPACE, CPU) is None
-
-
-def test_a_cache_that_cannot_be_made_holds_no_verdicts_and_raises_nothing(
-    empty_cache: Path,
+@pytest.mark.parametrize("is_damaged", [True, False], ids=("damaged", "cannot be made"))
+def test_an_unusable_database_holds_no_verdicts_and_raises_nothing(
+    empty_cache: Path, is_damaged: bool
 ) -> None:
-    empty_cache.write_text("a file")
+    if is_damaged:
+        database(empty_cache).parent.mkdir(parents=True)
+        database(empty_cache).write_bytes(b"not a database" * 100)
+    else:
+        empty_cache.write_text("a file")
     verdicts.remember(NAMESPACE, CPU, VERDICT)
     assert verdicts.recall(NAMESPACE, CPU) is None

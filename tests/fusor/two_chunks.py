@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -31,17 +32,14 @@ def exact_spans(adapter: ModelAdapter, noise: float = 0.0) -> list[LoadedSpan]:
 def rows_through(modules: Sequence[torch.nn.Module]) -> Iterator[list[list[int]]]:
     """Rows of each forward of each module."""
     seen: list[list[int]] = [[] for _ in modules]
-    hooks = [
-        module.register_forward_hook(
-            lambda module, args, out, rows=rows: rows.append(args[0].shape[1])
-        )
-        for module, rows in zip(modules, seen, strict=True)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module, rows in zip(modules, seen, strict=True):
+
+            def note(module: Any, args: Any, rows: list[int] = rows) -> None:
+                rows.append(args[0].shape[1])
+
+            hooks.enter_context(module.register_forward_pre_hook(note))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def assert_same_kv(one: BlendCache, other: BlendCache, tolerance: float = 1e-3) -> None:

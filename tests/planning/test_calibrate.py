@@ -314,18 +314,6 @@ def test_a_gain_within_noise_is_no_gain(gain: float, error: float | None, is_noi
         assert tiny.one_sentence(report.note)
 
 
-def test_the_calibrated_schedule_decides_how_many_tokens_are_recomputed(
-    engine: BlendEngine,
-) -> None:
-    asked = Options(schedule="calibrated", ratio=RATIO, max_new_tokens=1)
-    charged = []
-    for weights in ((0.2, 0.2, 0.2), (0.6, 0.0, 0.0)):
-        kept(engine).keep(found(weights=weights))
-        charged.append(engine.generate(prompt(engine), asked).metrics.charged_ratio)
-    assert charged[0] == pytest.approx(0.2, abs=0.02)
-    assert charged[1] == pytest.approx(0.3, abs=0.02)  # what enters layer 1 enters layer 0
-
-
 def test_calibrating_again_continues_and_stores_no_kv(engine: BlendEngine) -> None:
     store, namespace = engine.resources.store, engine.adapter.identity.namespace
     before = sorted(store.keys(namespace))

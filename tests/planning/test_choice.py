@@ -31,7 +31,7 @@ def best_s(made: Profile, asked: PromptParts) -> float:
 # -- ratio -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bytes_per_s", [3e4, 5e4, 1e6])
+@pytest.mark.parametrize("bytes_per_s", [2.2e4, 5e4, 1e6])
 @pytest.mark.parametrize(
     "flags", [{}, {"needs_deviation": True}, {"scouted_layers": 2}, {"scouted_layers": LAYERS}]
 )
@@ -50,17 +50,8 @@ def test_the_ratio_is_the_largest_that_hides_or_the_smallest(
 
     hiding = [ratio for ratio in (i * STEP for i in range(15, 101)) if is_hidden(ratio)]
     assert found.ratio == pytest.approx(max(hiding, default=0.15))
+    assert bytes_per_s > 1e5 or found.ratio > 0.15
     assert found.forecast == at(made, asked, found.ratio, found.loaded)
-
-
-def test_a_slow_load_hides_more_recompute_and_a_fast_one_does_not() -> None:
-    asked = prompt(fresh=1)
-    slow, fast = chosen(profile(2.2e4), asked), chosen(profile(1e9), asked)
-    assert len(slow.loaded) == 3
-    assert slow.ratio > 0.15
-    assert "hides behind the load" in slow.reason
-    assert fast.ratio == 0.15
-    assert "smallest that keeps quality" in fast.reason
 
 
 @pytest.mark.parametrize("scouted_layers", [0, LAYERS])
