@@ -11,12 +11,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from blendrag.engine import Answer, BlendEngine, Options
-from blendrag.errors import CorruptKVError
+from blendrag.errors import CorruptKVError, InvalidInputError
 from blendrag.fusor import BlendRequest, Fusion, Fusor
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
@@ -196,17 +197,26 @@ def random_ids(n: int, seed: int = 0, low: int = 3, high: int = 590) -> torch.Te
 
 
 class Held:
-    """A reader over KV in memory that records the layers read."""
+    """A reader over KV in memory that records the layers read and raises ``error`` in layer ``fails_at``."""
 
     tier = "memory"
 
-    def __init__(self, kv: ChunkKV, key: str = "0" * 64) -> None:
+    def __init__(
+        self,
+        kv: ChunkKV,
+        key: str = "0" * 64,
+        fails_at: int | None = None,
+        error: type[Exception] = CorruptKVError,
+    ) -> None:
         self.kv, self.key, self.tokens = kv, key, kv.tokens
+        self.fails_at, self.error = fails_at, error
         self.read: list[int] = []
         self.closed = False
 
     @torch.inference_mode()
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        if layer == self.fails_at:
+            raise self.error("cannot be read")
         if self.kv.layers[layer].shape != out.shape:
             raise CorruptKVError("another shape than asked for")
         self.read.append(layer)
@@ -297,6 +307,14 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def one_sentence(text: str) -> bool:
     """Short, on one line, and ended by what to do or where."""
     return bool(text) and "\n" not in text and len(text) < 400
+
+
+@contextmanager
+def refuses(match: str, error: type[Exception] = InvalidInputError) -> Iterator[None]:
+    """The context raises ``error`` in one sentence that matches."""
+    with pytest.raises(error, match=match) as raised:
+        yield
+    assert one_sentence(str(raised.value)), str(raised.value)
 
 
 class WordEmbedder:

@@ -257,27 +257,28 @@ def stock_logprobs(
     return torch.log_softmax(logits[-len(found) - 1 : -1].float(), -1)
 
 
-@pytest.mark.parametrize("mode", ["full", "blend"])
-def test_logprobs_are_those_of_a_stock_forward(engine: BlendEngine, mode: Any) -> None:
+@pytest.mark.parametrize(
+    ("logprobs", "options"),
+    [
+        (3, {"mode": "full"}),
+        (3, {"mode": "blend", "ratio": 1.0}),
+        (0, {"mode": "full", "temperature": 5.0, "top_p": 0.9, "seed": 3}),
+    ],
+)
+def test_logprobs_are_those_of_a_stock_forward(
+    engine: BlendEngine, logprobs: int, options: dict[str, Any]
+) -> None:
     text = tiny.prompt(engine, 0)
-    options = Options(mode=mode, ratio=1.0, logprobs=3, max_new_tokens=16)
-    found = engine.generate(text, options).logprobs or ()
+    given = Options(logprobs=logprobs, max_new_tokens=16, **options)
+    found = engine.generate(text, given).logprobs or ()
     assert len(found) > 8  # of 16: incomplete characters at the end are not in the text
-    for place, entry in zip(stock_logprobs(engine, text, found), found, strict=True):
-        assert entry.logprob == pytest.approx(float(place[entry.id]), abs=1e-3)
-        assert [p for _, p in entry.top] == pytest.approx(place.topk(3).values.tolist(), abs=1e-3)
-        assert entry.logprob == entry.top[0][1]  # decoding is greedy
-
-
-def test_logprobs_do_not_depend_on_sampling(engine: BlendEngine) -> None:
-    text = tiny.prompt(engine, 0)
-    options = Options(mode="full", temperature=5.0, top_p=0.9, seed=3, logprobs=0)
-    found = engine.generate(text, options).logprobs or ()
     expected = stock_logprobs(engine, text, found)
     for place, entry in zip(expected, found, strict=True):
         assert entry.logprob == pytest.approx(float(place[entry.id]), abs=1e-3)
-        assert entry.top == ()
-    assert any(e.id != int(p.argmax()) for p, e in zip(expected, found, strict=True))
+        likeliest = place.topk(logprobs).values.tolist()
+        assert [p for _, p in entry.top] == pytest.approx(likeliest, abs=1e-3)
+    is_greedy = [e.id == int(p.argmax()) for p, e in zip(expected, found, strict=True)]
+    assert all(is_greedy) == ("seed" not in options)
 
 
 def test_logprobs_cover_the_answer_without_its_end_token(says: BlendEngine) -> None:

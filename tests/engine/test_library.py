@@ -35,14 +35,13 @@ def found(library: Library, query: Any, count: int = 9) -> list[str]:
     return [hit.entry.id for hit in library.search(query, count)]
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return tiny.llama()
+def opened(root: Path, **changes: Any) -> BlendEngine:
+    return tiny.engine(tiny.llama(), root / "s", **changes)
 
 
 @pytest.fixture
-def engine(model: Any, tmp_path: Path) -> Iterator[BlendEngine]:
-    with tiny.engine(model, tmp_path / "s") as made:
+def engine(tmp_path: Path) -> Iterator[BlendEngine]:
+    with opened(tmp_path) as made:
         yield made
 
 
@@ -63,19 +62,21 @@ def stored(engine: BlendEngine) -> int:
 # -- add, change, delete ------------------------------------------------------------------------
 
 
-def test_an_added_entry_is_found_and_recognised(engine: BlendEngine, library: Library) -> None:
-    assert counts(library.add(entries(4))) == (4, 0, 0, 4)
-    assert library.ids() == ["id0", "id1", "id2", "id3"]
-    assert library.has_kv(["id2", "unknown"]) == {"id2": True}
-    hits = library.search(tiny.sentence(2), 2)
+def test_an_added_entry_is_found_and_recognised(
+    engine: BlendEngine,
+) -> None:
+    assert counts(engine.library.add(entries(4))) == (4, 0, 0, 4)
+    assert engine.library.ids() == ["id0", "id1", "id2", "id3"]
+    assert engine.library.has_kv(["id2", "unknown"]) == {"id2": True}
+    hits = engine.library.search(tiny.sentence(2), 2)
     assert hits[0].entry == entry(2)
     assert hits[0].similarity == pytest.approx(1.0, abs=1e-5)
     assert hits[0].distance <= hits[1].distance
     assert reused(engine, tiny.sentence(2)) > 20
     assert engine.retrieve(tiny.sentence(3), 1)[0].text == tiny.sentence(3)
-    added = library.add([entry(8), entry(9), entry(8, text=tiny.sentence(7))])
+    added = engine.library.add([entry(8), entry(9), entry(8, text=tiny.sentence(7))])
     assert counts(added) == (2, 0, 0, 2), "of an id given twice the last is kept"
-    assert library.get(["id8"])[0].text == tiny.sentence(7)
+    assert engine.library.get(["id8"])[0].text == tiny.sentence(7)
 
 
 def test_entries_are_returned_exactly_as_they_were_given(library: Library) -> None:
@@ -94,73 +95,77 @@ def test_entries_are_returned_exactly_as_they_were_given(library: Library) -> No
 
 
 def test_unchanged_texts_are_neither_encoded_nor_embedded_again(
-    engine: BlendEngine, library: Library, monkeypatch: pytest.MonkeyPatch
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library.add([entry(1), entry(2)])
+    engine.library.add([entry(1), entry(2)])
 
     def refuse(*args: Any) -> None:
         raise AssertionError("model or embedder was used")
 
     monkeypatch.setattr(engine.adapter, "encode", refuse)
     monkeypatch.setattr(engine.resources.embedder, "embed", refuse)
-    assert counts(library.add([entry(2), entry(1)])) == (0, 0, 2, 0)
-    moved = library.add([entry(1, metadata={"new": True}), entry(3, text=tiny.sentence(2))])
+    assert counts(engine.library.add([entry(2), entry(1)])) == (0, 0, 2, 0)
+    moved = engine.library.add([entry(1, metadata={"new": True}), entry(3, text=tiny.sentence(2))])
     assert counts(moved) == (1, 1, 0, 0)
-    assert library.get(["id1"])[0].metadata == {"new": True}
+    assert engine.library.get(["id1"])[0].metadata == {"new": True}
 
 
-def test_a_changed_text_replaces_vector_and_kv(engine: BlendEngine, library: Library) -> None:
-    library.add([entry(1)])
-    assert counts(library.add([entry(1, text=tiny.sentence(9))])) == (0, 1, 0, 1)
-    assert library.has_kv(["id1"]) == {"id1": True}
+def test_a_changed_text_replaces_vector_and_kv(
+    engine: BlendEngine,
+) -> None:
+    engine.library.add([entry(1)])
+    assert counts(engine.library.add([entry(1, text=tiny.sentence(9))])) == (0, 1, 0, 1)
+    assert engine.library.has_kv(["id1"]) == {"id1": True}
     assert stored(engine) == 1
     assert reused(engine, tiny.sentence(1)) == 0
     assert reused(engine, tiny.sentence(9)) > 20
-    assert [h.entry.text for h in library.search(tiny.sentence(1), 9)] == [tiny.sentence(9)]
+    assert [h.entry.text for h in engine.library.search(tiny.sentence(1), 9)] == [tiny.sentence(9)]
 
 
-def test_deleting_removes_rows_vectors_and_kv(engine: BlendEngine, library: Library) -> None:
-    library.add(entries(3))
-    assert library.delete(["id1", "id1", "unknown"]) == ["id1"]
-    assert library.ids() == ["id0", "id2"]
+def test_deleting_removes_rows_vectors_and_kv(
+    engine: BlendEngine,
+) -> None:
+    engine.library.add(entries(3))
+    assert engine.library.delete(["id1", "id1", "unknown"]) == ["id1"]
+    assert engine.library.ids() == ["id0", "id2"]
     assert reused(engine, tiny.sentence(1)) == 0
     engine.drain()
     assert stored(engine) == 2, "a query does not compute it again"
-    assert "id1" not in found(library, tiny.sentence(1))
-    assert library.clear() == 2
-    assert (len(library), stored(engine)) == (0, 0)
-    assert library.search("anything", 3) == []
+    assert "id1" not in found(engine.library, tiny.sentence(1))
+    assert engine.library.clear() == 2
+    assert (len(engine.library), stored(engine)) == (0, 0)
+    assert engine.library.search("anything", 3) == []
 
 
 def test_a_text_under_two_ids_is_stored_until_both_are_deleted(
-    engine: BlendEngine, library: Library
+    engine: BlendEngine,
 ) -> None:
     twice = [entry(1), entry(2, text=f" {tiny.sentence(1)}\n")]
-    assert counts(library.add(twice)) == (2, 0, 0, 1)
+    assert counts(engine.library.add(twice)) == (2, 0, 0, 1)
     assert stored(engine) == 1
-    assert sorted(found(library, tiny.sentence(1))) == ["id1", "id2"]
-    library.delete(["id1"])
-    assert library.has_kv(["id2"]) == {"id2": True}
-    library.delete(["id2"])
+    assert sorted(found(engine.library, tiny.sentence(1))) == ["id1", "id2"]
+    engine.library.delete(["id1"])
+    assert engine.library.has_kv(["id2"]) == {"id2": True}
+    engine.library.delete(["id2"])
     assert stored(engine) == 0
 
 
 def test_documents_and_entries_share_texts_and_are_removed_apart(
-    engine: BlendEngine, library: Library
+    engine: BlendEngine,
 ) -> None:
     engine.ingest([tiny.document(0, paragraphs=1)])
     (text,) = tiny.chunk_texts(engine, 0)
-    chunk = library.search(text, 1)[0].entry
+    chunk = engine.library.search(text, 1)[0].entry
     assert (chunk.text, chunk.parent, chunk.title) == (text, "doc0.txt", "doc0")
     assert chunk.metadata["chunk_id"] == chunk.id
-    assert len(library) == 0, "a chunk of a document is found but is not an entry"
-    assert counts(library.add([entry(5, text=text), entry(6)])) == (2, 0, 0, 1)
+    assert len(engine.library) == 0, "a chunk of a document is found but is not an entry"
+    assert counts(engine.library.add([entry(5, text=text), entry(6)])) == (2, 0, 0, 1)
     with pytest.raises(InvalidInputError, match="is not in the corpus"):
         engine.remove(["id6"])
     assert engine.remove(["."]) == 1
-    assert library.has_kv(["id5", "id6"]) == {"id5": True, "id6": True}
+    assert engine.library.has_kv(["id5", "id6"]) == {"id5": True, "id6": True}
     engine.ingest([tiny.document(0, paragraphs=1)])
-    assert library.clear() == 2
+    assert engine.library.clear() == 2
     assert tiny.chunk_texts(engine, 0) == [text]
     assert reused(engine, text) > 20
 
@@ -175,69 +180,69 @@ def test_a_filtered_search_goes_on_until_k_are_found(library: Library) -> None:
 
 
 def test_entries_of_one_parent_are_read_in_order_and_deleted_together(
-    engine: BlendEngine, library: Library
+    engine: BlendEngine,
 ) -> None:
     first = [entry(i, parent="one.md", start=100 - i) for i in range(2)]
-    library.add([*first, entry(2, parent="two.md")])
+    engine.library.add([*first, entry(2, parent="two.md")])
     chunks = engine.retrieve(tiny.sentence(0), 3)
     assert [c.source for c in chunks] == ["one.md", "one.md", "two.md"]
     assert [c.start for c in chunks[:2]] == [99, 100]
-    assert library.delete_parents(["one.md", "unknown"]) == ["id0", "id1"]
-    assert library.ids() == ["id2"]
+    assert engine.library.delete_parents(["one.md", "unknown"]) == ["id0", "id1"]
+    assert engine.library.ids() == ["id2"]
 
 
 def test_kv_left_for_later_is_computed_after_a_query_missed_it(
-    engine: BlendEngine, library: Library
+    engine: BlendEngine,
 ) -> None:
-    assert counts(library.add([entry(1)], precompute=False)) == (1, 0, 0, 0)
-    assert library.has_kv(["id1"]) == {"id1": False}
+    assert counts(engine.library.add([entry(1)], precompute=False)) == (1, 0, 0, 0)
+    assert engine.library.has_kv(["id1"]) == {"id1": False}
     assert reused(engine, tiny.sentence(1)) == 0
     engine.drain()
-    assert library.has_kv(["id1"]) == {"id1": True}
+    assert engine.library.has_kv(["id1"]) == {"id1": True}
     corpus = engine.resources.require_corpus()
     ((_, key),) = kv_writer.kv_keys(engine.resources, corpus, tiny.sentence(1))
     tiny.lose_kv(engine, key)
-    assert counts(library.add([entry(1)])) == (0, 0, 1, 1), "or by the next add"
+    assert counts(engine.library.add([entry(1)])) == (0, 0, 1, 1), "or by the next add"
 
 
 # -- the application's own vectors --------------------------------------------------------------
 
 
 def test_given_vectors_are_searched_by_vector_at_unit_length(
-    engine: BlendEngine, library: Library
+    engine: BlendEngine,
 ) -> None:
-    library.add(entries(3), np.eye(3) * 5, embedder="mine")
-    hits = library.search([0.0, 7.0, 0.1], 3)
+    engine.library.add(entries(3), np.eye(3) * 5, embedder="mine")
+    hits = engine.library.search([0.0, 7.0, 0.1], 3)
     assert hits[0].entry.id == "id1"
     assert hits[0].similarity > 0.99
     assert np.linalg.norm(hits[0].vector) == pytest.approx(1.0)
-    for by_text in (lambda: library.search("a text", 2), lambda: engine.retrieve("text", 2)):
+    for by_text in (lambda: engine.library.search("a text", 2), lambda: engine.retrieve("text", 2)):
         with pytest.raises(InvalidInputError, match=r"given by the application.*mine"):
             by_text()
     with pytest.raises(CorpusError, match="given:mine"):
-        library.add([entry(5)], [[1.0, 0.0, 0.0]], embedder="another")
+        engine.library.add([entry(5)], [[1.0, 0.0, 0.0]], embedder="another")
     with pytest.raises(InvalidInputError, match="given by the application"):
-        library.add([entry(5)])
+        engine.library.add([entry(5)])
     for bad in ([[1.0, 0.0]], [[1.0, 0.0, 0.0]] * 2, [1.0], [[np.nan, 1.0, 0.0]]):
         with pytest.raises(InvalidInputError, match="vector"):
-            library.add([entry(5)], bad, embedder="mine")
-        assert (library.ids(), stored(engine)) == (["id0", "id1", "id2"], 3)
-    changed = library.add([entry(0)], [[0.0, 0.0, 1.0]], embedder="mine")
+            engine.library.add([entry(5)], bad, embedder="mine")
+        assert (engine.library.ids(), stored(engine)) == (["id0", "id1", "id2"], 3)
+    changed = engine.library.add([entry(0)], [[0.0, 0.0, 1.0]], embedder="mine")
     assert counts(changed) == (0, 1, 0, 0)
 
 
 def test_entries_without_vectors_are_recognised_and_never_found(
-    engine: BlendEngine, library: Library
+    engine: BlendEngine,
 ) -> None:
-    library.add(entries(3), embed=False)
-    assert library.search(tiny.sentence(1), 3) == []
+    engine.library.add(entries(3), embed=False)
+    assert engine.library.search(tiny.sentence(1), 3) == []
     assert reused(engine, tiny.sentence(1)) > 20
-    library.add([entry(9)], [[0.0, 1.0]], embedder="mine")
-    assert found(library, [1.0, 1.0]) == ["id9"]
-    library.add([entry(1)], [[1.0, 0.0]], embedder="mine")
-    assert sorted(found(library, [1.0, 1.0])) == ["id1", "id9"]
-    library.delete(["id9", "id1"])
-    assert library.search([1.0, 1.0], 9) == []
+    engine.library.add([entry(9)], [[0.0, 1.0]], embedder="mine")
+    assert found(engine.library, [1.0, 1.0]) == ["id9"]
+    engine.library.add([entry(1)], [[1.0, 0.0]], embedder="mine")
+    assert sorted(found(engine.library, [1.0, 1.0])) == ["id1", "id9"]
+    engine.library.delete(["id9", "id1"])
+    assert engine.library.search([1.0, 1.0], 9) == []
 
 
 # -- crashes and errors -------------------------------------------------------------------------
@@ -252,15 +257,15 @@ def killed(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_a_crash_after_rows_were_removed_is_repaired_by_the_next_change(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tiny.engine(model, tmp_path / "s") as engine, monkeypatch.context() as patch:
+    with opened(tmp_path) as engine, monkeypatch.context() as patch:
         engine.library.add(entries(3))
         patch.setattr(libraries, "drop_orphaned_kv", killed)
         with pytest.raises(Killed):
             engine.library.delete(["id0", "id1"])
         assert stored(engine) == 3
-    with tiny.engine(model, tmp_path / "s") as engine:
+    with opened(tmp_path) as engine:
         engine.library.add([entry(1)])  # its KV is still there, and now is wanted again
         assert stored(engine) == 2
         assert engine.library.has_kv(["id1", "id2"]) == {"id1": True, "id2": True}
@@ -268,16 +273,16 @@ def test_a_crash_after_rows_were_removed_is_repaired_by_the_next_change(
 
 
 def test_a_crash_before_rows_were_written_is_resumed_or_repaired(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tiny.engine(model, tmp_path / "s") as engine, monkeypatch.context() as patch:
+    with opened(tmp_path) as engine, monkeypatch.context() as patch:
         engine.library.add([entry(9)])
         patch.setattr("blendrag.corpus.documents.EntryTable.put", killed)
         with pytest.raises(Killed):
             engine.library.add(entries(3))
         assert stored(engine) == 4
         assert engine.library.ids() == ["id9"]
-    with tiny.engine(model, tmp_path / "s") as engine:
+    with opened(tmp_path) as engine:
         assert counts(engine.library.add([entry(0)])) == (1, 0, 0, 0), "its KV was kept"
         assert stored(engine) == 4, "the others may be another process's, just now"
         corpus = engine.resources.require_corpus()
@@ -315,15 +320,15 @@ def failing_at(engine: BlendEngine, stored_chunks: int, failure: Exception) -> A
 
 @pytest.mark.parametrize("failure", [StoreFullError("full"), RuntimeError("foreign")])
 def test_an_error_halfway_adds_nothing_and_leaves_no_kv(
-    engine: BlendEngine, library: Library, monkeypatch: pytest.MonkeyPatch, failure: Exception
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
-    library.add([entry(0)])
+    engine.library.add([entry(0)])
     monkeypatch.setattr(KVWriter, "write", failing_at(engine, 3, failure))
     with pytest.raises(type(failure)):
-        library.add(entries(5))
-    assert library.ids() == ["id0"]
+        engine.library.add(entries(5))
+    assert engine.library.ids() == ["id0"]
     assert stored(engine) == 1
-    assert library.has_kv(["id0"]) == {"id0": True}
+    assert engine.library.has_kv(["id0"]) == {"id0": True}
 
 
 def test_an_error_of_cleaning_up_does_not_hide_a_full_store(
@@ -357,13 +362,13 @@ def test_an_error_of_cleaning_up_does_not_hide_a_full_store(
     ],
 )
 def test_an_entry_that_cannot_be_stored_is_refused(
-    engine: BlendEngine, library: Library, bad: Entry, error: str
+    engine: BlendEngine, bad: Entry, error: str
 ) -> None:
     with pytest.raises(InvalidInputError) as caught:
-        library.add([entry(1), bad])
+        engine.library.add([entry(1), bad])
     assert error in str(caught.value)
     assert tiny.one_sentence(str(caught.value))
-    assert (library.ids(), stored(engine)) == ([], 0)
+    assert (engine.library.ids(), stored(engine)) == ([], 0)
 
 
 # -- stores -------------------------------------------------------------------------------------
@@ -381,10 +386,10 @@ def test_an_empty_store_answers_without_a_model_and_stays_empty(tmp_path: Path) 
     assert not (tmp_path / "s").exists()
 
 
-def test_a_read_only_library_is_read_but_not_changed(model: Any, tmp_path: Path) -> None:
-    with tiny.engine(model, tmp_path / "s") as engine:
+def test_a_read_only_library_is_read_but_not_changed(tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
         engine.library.add([entry(1)])
-    with tiny.engine(model, tmp_path / "s", read_only=True) as engine:
+    with opened(tmp_path, read_only=True) as engine:
         assert engine.library.get(["id1"]) == [entry(1)]
         assert found(engine.library, tiny.sentence(1)) == ["id1"]
         with pytest.raises(CorpusError, match="read-only"):
@@ -410,10 +415,10 @@ def test_threads_add_delete_and_search_at_once(engine: BlendEngine) -> None:
     assert stored(engine) == len(ids)
 
 
-def test_another_engine_sees_each_change_at_once(model: Any, tmp_path: Path) -> None:
+def test_another_engine_sees_each_change_at_once(tmp_path: Path) -> None:
     with (
-        tiny.engine(model, tmp_path / "s") as one,
-        tiny.engine(model, tmp_path / "s") as other,
+        opened(tmp_path) as one,
+        opened(tmp_path) as other,
     ):
         one.library.add([entry(1)])
         assert reused(other, tiny.sentence(1)) > 20

@@ -340,18 +340,12 @@ HARBOUR = "The harbour is open on all days but Monday."
 @pytest.mark.parametrize(
     ("before", "chunk", "after", "others", "expected"),
     [
-        ("Use this.\n\nQuestion: ", HARBOUR, "\nAnswer:", False, True),
         ("The user's question is:\n**", HARBOUR, "** Think.", False, True),
-        ("", HARBOUR, "", False, True),
-        ("a\n\n", HARBOUR, "</q>\n", True, True),
         ("问题：", HARBOUR, "\n答案：", False, True),
-        ("a\n\n", HARBOUR, "\n\nPlease answer briefly.", True, True),
         ("", HARBOUR, "\nAnswer in French.", False, True),
         ("Do it.\n", "“When does it open?”", "\nBe brief.", False, True),
-        ("Context:\n", HARBOUR, "\n\nQuestion: who?", True, False),
         ("Context:\n", "Who knows?", "\n\nQuestion: who?", True, False),
         ("Context:\n", HARBOUR * 20, "\n\nTell me about it.", True, False),
-        ("Summarise:\n", HARBOUR, "\nSummary:", False, False),
         ("The questions are of no account here: all of them.\n", HARBOUR, "\nWho?", True, False),
     ],
 )

@@ -15,7 +15,6 @@ import torch
 import tiny
 from blendrag.engine import BlendEngine, Options, kv_validity
 from blendrag.engine.kv_validity import _alike, _encoded
-from blendrag.errors import InvalidInputError
 from blendrag.fusor import gate
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.encodings.int8 import Int8
@@ -142,10 +141,9 @@ def test_a_store_remembers_its_encoding(tmp_path: Path) -> None:
         engine.ingest(documents)
     with (
         made(tmp_path / "s", "native") as engine,
-        pytest.raises(InvalidInputError, match="in encoding int8, not native") as no,
+        tiny.refuses("in encoding int8, not native"),
     ):
         engine.ingest(documents)
-    assert tiny.one_sentence(str(no.value))
     with made(tmp_path / "s") as engine:  # readers need not name the encoding
         assert engine.ingest(documents).chunks_computed == 0
         assert engine.ingest([tiny.document(7)]).chunks_computed > 0

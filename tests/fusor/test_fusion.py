@@ -89,9 +89,9 @@ def test_ratio_one_equals_full_prefill_over_useless_kv(
     "bounds", [[(0, 149)], [(100, 149)], [(0, 20), (20, 40), (41, 42)], [(3, 4)], []]
 )
 def test_ratio_one_equals_full_prefill_wherever_the_chunks_are(
-    adapter: ModelAdapter, fusor: Fusor, stock: torch.Tensor, bounds: list[tuple[int, int]]
+    fusor: Fusor, stock: torch.Tensor, bounds: list[tuple[int, int]]
 ) -> None:
-    spans = [tiny.span(adapter, IDS, a, b, stored_at=5, noise=3.0) for a, b in bounds]
+    spans = [tiny.span(fusor.adapter, IDS, a, b, stored_at=5, noise=3.0) for a, b in bounds]
     logits, _, _ = tiny.fuse(fusor, IDS, spans, "hkvd", ratio=1.0, all_rows=True)
     assert tiny.difference(logits[0], stock) < 1e-4
 
@@ -123,12 +123,10 @@ def test_models_of_one_and_two_layers(layers: int) -> None:
         assert fusion.counts().rows == (N,) * layers  # without chunks, no scout and no peek
 
 
-def test_an_exact_prefix_is_loaded_and_never_computed(
-    adapter: ModelAdapter, fusor: Fusor, stock: torch.Tensor
-) -> None:
+def test_an_exact_prefix_is_loaded_and_never_computed(fusor: Fusor, stock: torch.Tensor) -> None:
     for policy in ("hkvd", "full", "reuse", "query"):
-        prefix = tiny.span(adapter, IDS, 0, 10, exact=True)
-        spans = [prefix, *exact_spans(adapter)]
+        prefix = tiny.span(fusor.adapter, IDS, 0, 10, exact=True)
+        spans = [prefix, *exact_spans(fusor.adapter)]
         logits, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.3)
         assert tiny.difference(logits[0, 0], stock[-1]) < 1e-4
         assert max(fusion.counts().rows) <= N - 10
@@ -137,10 +135,10 @@ def test_an_exact_prefix_is_loaded_and_never_computed(
 
 
 def test_kv_of_chosen_tokens_is_fresh_and_of_others_loaded(
-    adapter: ModelAdapter, fusor: Fusor, stock_kv: list[torch.Tensor]
+    fusor: Fusor, stock_kv: list[torch.Tensor]
 ) -> None:
     policy = Recording()
-    spans = exact_spans(adapter, noise=3.0)
+    spans = exact_spans(fusor.adapter, noise=3.0)
     _, cache, _ = tiny.fuse(fusor, IDS, spans, policy, ratio=0.2)
     for i in (0, 1):  # computed in full, or peeked
         assert tiny.difference(cache.layers[i].keys[0], stock_kv[i][0]) < 1e-5
@@ -148,10 +146,10 @@ def test_kv_of_chosen_tokens_is_fresh_and_of_others_loaded(
     loaded = [torch.full_like(layer, float("nan")) for layer in stock_kv]
     for span in spans:
         at = slice(span.start, span.end)
-        tables = adapter.repositioner.tables(torch.full((span.tokens,), span.offset))
+        tables = fusor.adapter.repositioner.tables(torch.full((span.tokens,), span.offset))
         for i in range(LAYERS):
             loaded[i][:, :, at] = span.reader.kv.layers[i]  # type: ignore[attr-defined]
-            adapter.repositioner.rotate_(loaded[i][0, :, at], i, tables)
+            fusor.adapter.repositioner.rotate_(loaded[i][0, :, at], i, tables)
     for i in range(2, LAYERS):
         kept = torch.zeros(N, dtype=torch.bool)
         kept[EVERYWHERE] = True
@@ -164,15 +162,13 @@ def test_kv_of_chosen_tokens_is_fresh_and_of_others_loaded(
         assert fresh < 1e-4 if i == 2 else fresh > 1e-3
 
 
-def test_recomputing_more_brings_the_logits_nearer_to_full_prefill(
-    adapter: ModelAdapter, fusor: Fusor
-) -> None:
+def test_recomputing_more_brings_the_logits_nearer_to_full_prefill(fusor: Fusor) -> None:
     ratios = (0.0, 0.15, 0.5, 1.0)
     deviations = dict.fromkeys(ratios, 0.0)
     for seed in range(6):
         ids = tiny.random_ids(N, seed=100 + seed)
-        full = tiny.stock(adapter.model, ids)[0, -1]
-        encoded = [adapter.encode((0,), ids[0, a:b].tolist()) for a, b in CHUNKS]
+        full = tiny.stock(fusor.adapter.model, ids)[0, -1]
+        encoded = [fusor.adapter.encode((0,), ids[0, a:b].tolist()) for a, b in CHUNKS]
         spans = [
             LoadedSpan(a, b, tiny.Held(kv), 1, exact=False)
             for (a, b), kv in zip(CHUNKS, encoded, strict=True)
@@ -190,9 +186,9 @@ def test_recomputing_more_brings_the_logits_nearer_to_full_prefill(
 
 @pytest.mark.parametrize(("ratio", "schedule"), [(0, "constant"), (0.15, "linear"), (1, "9,3,1")])
 def test_chosen_sets_are_nested_and_follow_the_schedule(
-    adapter: ModelAdapter, fusor: Fusor, schedule: str, ratio: float
+    fusor: Fusor, schedule: str, ratio: float
 ) -> None:
-    spans = exact_spans(adapter, 3.0)
+    spans = exact_spans(fusor.adapter, 3.0)
     _, _, fusion = tiny.fuse(fusor, IDS, spans, "hkvd", ratio, schedule)
     wanted = Schedule.parse(schedule).counts(ratio, LAYERS, CANDIDATES)
     sets = [set(tokens.tolist()) for tokens in fusion.recomputed]
@@ -205,8 +201,8 @@ def test_chosen_sets_are_nested_and_follow_the_schedule(
     assert sum(counts.recomputed_per_span) == pytest.approx(counts.ratio * CANDIDATES)
 
 
-def test_hkvd_chooses_the_tokens_that_deviate(adapter: ModelAdapter, fusor: Fusor) -> None:
-    spans = exact_spans(adapter)
+def test_hkvd_chooses_the_tokens_that_deviate(fusor: Fusor) -> None:
+    spans = exact_spans(fusor.adapter)
     wrong = [12, 13, 40, 69, 74, 129]
     for span in spans:
         at = [position - span.start for position in wrong if span.start <= position < span.end]
@@ -221,10 +217,10 @@ def test_hkvd_chooses_the_tokens_that_deviate(adapter: ModelAdapter, fusor: Fuso
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_counts_are_the_rows_the_model_ran_and_what_the_policy_declares(
-    adapter: ModelAdapter, fusor: Fusor, policy: str
+    fusor: Fusor, policy: str
 ) -> None:
-    spans = exact_spans(adapter, 1.0)
-    with rows_through([layer.mlp for layer in adapter.stack.layers]) as seen:
+    spans = exact_spans(fusor.adapter, 1.0)
+    with rows_through([layer.mlp for layer in fusor.adapter.stack.layers]) as seen:
         _, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.2, "linear", all_rows=True)
     counts = fusion.counts()
     assert tuple(sum(rows) for rows in seen) == counts.rows
@@ -262,9 +258,9 @@ def test_the_last_token_is_as_if_all_rows_went_on(name: str) -> None:
 @pytest.mark.parametrize("policy", ["hkvd", "query", "blend"])
 @pytest.mark.usefixtures("ends_early")
 def test_the_last_layer_computes_keys_of_all_rows_and_then_one_row(
-    adapter: ModelAdapter, fusor: Fusor, policy: str
+    fusor: Fusor, policy: str
 ) -> None:
-    last, spans = adapter.stack.layers[-1], exact_spans(adapter, 1.0)
+    last, spans = fusor.adapter.stack.layers[-1], exact_spans(fusor.adapter, 1.0)
     with rows_through([last.self_attn.k_proj, last.mlp]) as seen:
         _, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.2)
     scout = [FRESH] if policy == "blend" else []  # query's ends earlier
@@ -272,7 +268,7 @@ def test_the_last_layer_computes_keys_of_all_rows_and_then_one_row(
     assert seen == [[*scout, rows, 1], [*scout, 1]]
 
 
-def test_a_batch_of_two_is_refused_and_leaves_no_hook(adapter: ModelAdapter, fusor: Fusor) -> None:
+def test_a_batch_of_two_is_refused_and_leaves_no_hook(fusor: Fusor) -> None:
     with pytest.raises(UnsupportedModelError, match="one prompt at a time"):
-        tiny.fuse(fusor, IDS.repeat(2, 1), exact_spans(adapter), "hkvd", 0.2)
-    assert_untouched(adapter)
+        tiny.fuse(fusor, IDS.repeat(2, 1), exact_spans(fusor.adapter), "hkvd", 0.2)
+    assert_untouched(fusor.adapter)

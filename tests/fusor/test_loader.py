@@ -46,19 +46,6 @@ class Gated(tiny.Held):
         super().read_layer(layer, out)
 
 
-class Failing(tiny.Held):
-    """Raises in one layer."""
-
-    def __init__(self, kv: ChunkKV, layer: int, error: type[Exception] = CorruptKVError) -> None:
-        super().__init__(kv)
-        self.layer, self.error = layer, error
-
-    def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        if layer == self.layer:
-            raise self.error("cannot be read")
-        super().read_layer(layer, out)
-
-
 @pytest.fixture(scope="module")
 def kv(adapter: ModelAdapter) -> ChunkKV:
     return tiny.kv_between(adapter, IDS, 0, 30)
@@ -161,7 +148,7 @@ def test_only_wanted_layers_are_read_and_need_slots(kv: ChunkKV) -> None:
 def test_an_error_of_a_layer_is_raised_to_who_waits_for_it_and_names_its_span(
     kv: ChunkKV, span_of: Any, error: type[Exception], raised_as: type[Exception]
 ) -> None:
-    bad = span_of(Failing(kv, 2, error))
+    bad = span_of(tiny.Held(kv, fails_at=2, error=error))
     with loading(LoadedSpan(0, 3, tiny.Held(kv), 0, False), bad) as loader:
         with pytest.raises(raised_as, match="cannot be read") as raised:
             loader.synchronize(2)
@@ -173,7 +160,7 @@ def test_a_loader_that_met_a_corrupt_layer_holds_no_buffers_once_it_is_dropped(k
     gc.collect()
     gc.disable()
     try:
-        loader = LayerLoader(buffers(), [[whole(Failing(kv, 0))]] * LAYERS)
+        loader = LayerLoader(buffers(), [[whole(tiny.Held(kv, fails_at=0))]] * LAYERS)
         loader.start()
         with pytest.raises(SpanCorruptError):
             loader.synchronize(0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 import tiny
-from blendrag.errors import CorruptKVError, RequestCancelled
+from blendrag.errors import RequestCancelled
 from blendrag.fusor import BlendCache, Fusor, PackedPrompt, Prefilled
 from blendrag.fusor.loader import LoadedSpan, SpanCorruptError
 from blendrag.fusor.selection import LayerView
@@ -95,13 +95,11 @@ def test_prompts_in_one_forward_get_what_they_get_alone(name: str) -> None:
         assert tiny.difference(logits, fusor.first_logits([one])[0]) < 1e-4
 
 
-def test_prompts_share_each_layer_the_scout_pass_and_the_peek(
-    adapter: ModelAdapter, fusor: Fusor
-) -> None:
+def test_prompts_share_each_layer_the_scout_pass_and_the_peek(fusor: Fusor) -> None:
     asked = [Asked(80 + i, ((5, 60),), "query", 0.2) for i in range(3)]
     asked += [Asked(70, ((5, 60),), "reuse"), Asked(90, ((5, 60),), "hkvd", 0.2)]
-    prompts = [prompt(adapter, one) for one in asked]
-    layer, last = adapter.stack.layers[1], adapter.stack.layers[3]
+    prompts = [prompt(fusor.adapter, one) for one in asked]
+    layer, last = fusor.adapter.stack.layers[1], fusor.adapter.stack.layers[3]
     modules = [layer.self_attn.k_proj, layer.mlp, last.self_attn.k_proj, last.mlp]
     with rows_through(modules) as (keys, rows, last_keys, last_rows):
         outcomes = fusor.batched_prefill(prompts)
@@ -115,21 +113,6 @@ def test_prompts_share_each_layer_the_scout_pass_and_the_peek(
         assert_as_alone(fusor, one, got)
 
 
-@pytest.mark.parametrize("asked", [HKVD, QUERY, REUSE], ids=lambda asked: asked.policy)
-def test_greedy_decoding_goes_on_as_after_a_prefill_alone(
-    adapter: ModelAdapter, fusor: Fusor, asked: Asked
-) -> None:
-    got = fusor.batched_prefill([prompt(adapter, one) for one in (BOTH, asked)])[-1]
-    assert isinstance(got, Prefilled)
-    with got.replayed(adapter.stack.base) as cache:
-        tokens = greedy(adapter, asked.ids, cache)
-    assert cache.get_seq_length() == asked.tokens + NEW_TOKENS - 1
-    alone = prompt(adapter, asked)
-    cache = fusor.new_cache(asked.tokens, NEW_TOKENS)
-    with adapter.lock, fusor.fuse(cache, alone.request):
-        assert torch.equal(tokens, greedy(adapter, asked.ids, cache))
-
-
 def greedy(adapter: ModelAdapter, ids: torch.Tensor, cache: Any, n: int = NEW_TOKENS) -> Any:
     tokens = adapter.model.generate(
         ids, past_key_values=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False
@@ -137,13 +120,13 @@ def greedy(adapter: ModelAdapter, ids: torch.Tensor, cache: Any, n: int = NEW_TO
     return tokens[0, ids.shape[1] :]
 
 
-def test_an_answer_longer_than_its_room_harms_no_other(adapter: ModelAdapter, fusor: Fusor) -> None:
-    first, second = fusor.batched_prefill([prompt(adapter, BOTH) for _ in range(2)])
+def test_an_answer_longer_than_its_room_harms_no_other(fusor: Fusor) -> None:
+    first, second = fusor.batched_prefill([prompt(fusor.adapter, BOTH) for _ in range(2)])
     assert isinstance(first, Prefilled)
     assert isinstance(second, Prefilled)
     before = [layer.keys.clone() for layer in second.fusion.cache.layers]
-    with first.replayed(adapter.stack.base) as cache:
-        greedy(adapter, BOTH.ids, cache, 40)
+    with first.replayed(fusor.adapter.stack.base) as cache:
+        greedy(fusor.adapter, BOTH.ids, cache, 40)
     for layer, keys in zip(second.fusion.cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
 
@@ -151,23 +134,10 @@ def test_an_answer_longer_than_its_room_harms_no_other(adapter: ModelAdapter, fu
 # -- a prompt leaves ----------------------------------------------------------------------------
 
 
-class Damaged(tiny.Held):
-    """Its bytes fail verification in one layer."""
-
-    def __init__(self, held: tiny.Held, layer: int) -> None:
-        super().__init__(held.kv, "damaged")
-        self.layer = layer
-
-    def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        if layer == self.layer:
-            raise CorruptKVError("checksum differs")
-        super().read_layer(layer, out)
-
-
 def damaged(adapter: ModelAdapter, asked: Asked, layer: int) -> PackedPrompt:
     spans = [
-        LoadedSpan(s.start, s.end, Damaged(s.reader, layer), s.stored_position, s.exact)  # type: ignore[arg-type]
-        for s in asked.spans(adapter)
+        replace(span, reader=tiny.Held(span.reader.kv, "damaged", layer))  # type: ignore[attr-defined]
+        for span in asked.spans(adapter)
     ]
     return prompt(adapter, asked, spans)
 
@@ -184,11 +154,11 @@ def leaving(after: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize(("asked", "layer"), [(HKVD, 3), (QUERY, 0), (BOTH, 1)])
 def test_a_prompt_whose_kv_is_corrupt_leaves_and_the_others_get_theirs(
-    adapter: ModelAdapter, fusor: Fusor, asked: Asked, layer: int
+    fusor: Fusor, asked: Asked, layer: int
 ) -> None:
     others = VARIED[1:4]
-    prompts = [prompt(adapter, one) for one in others]
-    prompts.insert(2, damaged(adapter, asked, layer))
+    prompts = [prompt(fusor.adapter, one) for one in others]
+    prompts.insert(2, damaged(fusor.adapter, asked, layer))
     got = fusor.batched_prefill(prompts)
     failed = got.pop(2)
     assert isinstance(failed, SpanCorruptError)
@@ -198,24 +168,20 @@ def test_a_prompt_whose_kv_is_corrupt_leaves_and_the_others_get_theirs(
 
 
 @pytest.mark.parametrize(("prompts", "layer"), [(1, 1), (3, 3)])
-def test_a_pack_that_all_prompts_left_ends(
-    adapter: ModelAdapter, fusor: Fusor, prompts: int, layer: int
-) -> None:
+def test_a_pack_that_all_prompts_left_ends(fusor: Fusor, prompts: int, layer: int) -> None:
     for asked in (BOTH, QUERY):
-        leavers = [damaged(adapter, asked, layer) for _ in range(prompts)]
-        with rows_through([adapter.stack.layers[3].mlp]) as (last,):
+        leavers = [damaged(fusor.adapter, asked, layer) for _ in range(prompts)]
+        with rows_through([fusor.adapter.stack.layers[3].mlp]) as (last,):
             got = fusor.batched_prefill(leavers)
         assert [type(one) for one in got] == [SpanCorruptError] * prompts
         assert last == []
-    assert_untouched(adapter)
+    assert_untouched(fusor.adapter)
 
 
 @pytest.mark.parametrize("asked", [QUERY, REUSE], ids=lambda asked: asked.policy)
 @pytest.mark.parametrize("after", [0, 5])
-def test_a_caller_who_has_gone_leaves_alone(
-    adapter: ModelAdapter, fusor: Fusor, asked: Asked, after: int
-) -> None:
-    prompts = [prompt(adapter, HKVD), prompt(adapter, asked, check=leaving(after))]
+def test_a_caller_who_has_gone_leaves_alone(fusor: Fusor, asked: Asked, after: int) -> None:
+    prompts = [prompt(fusor.adapter, HKVD), prompt(fusor.adapter, asked, check=leaving(after))]
     first, second = fusor.batched_prefill(prompts)
     assert_as_alone(fusor, HKVD, first)
     if after == 5 and asked is REUSE:
@@ -224,15 +190,15 @@ def test_a_caller_who_has_gone_leaves_alone(
         assert isinstance(second, RequestCancelled)
 
 
-def test_errors_of_prompts_hold_no_kv(adapter: ModelAdapter, fusor: Fusor) -> None:
+def test_errors_of_prompts_hold_no_kv(fusor: Fusor) -> None:
     """Not even until garbage is collected: the errors hold no frame of the forward."""
     gc.collect()
     gc.disable()
     try:
         prompts = [
-            prompt(adapter, HKVD),
-            prompt(adapter, BOTH, check=leaving(2)),
-            damaged(adapter, QUERY, 2),
+            prompt(fusor.adapter, HKVD),
+            prompt(fusor.adapter, BOTH, check=leaving(2)),
+            damaged(fusor.adapter, QUERY, 2),
         ]
         failed = fusor.batched_prefill(prompts)[1:]
         assert [type(one) for one in failed] == [RequestCancelled, SpanCorruptError]
@@ -250,13 +216,17 @@ class Failing(HKVDPolicy):
         return super().select(layer, view, budget)
 
 
-def test_rows_of_a_prompt_that_fails_are_computed_to_the_end_of_the_layer(
-    adapter: ModelAdapter, fusor: Fusor
-) -> None:
+def test_rows_of_a_prompt_that_fails_are_computed_to_the_end_of_the_layer(fusor: Fusor) -> None:
     asked, other = Asked(110, ((5, 60),), "hkvd", 0.2), Asked(90, ((5, 60),), "reuse")
-    request = tiny.request(asked.ids, asked.spans(adapter), Failing(), asked.ratio, "constant")
-    prompts = [prompt(adapter, other), PackedPrompt(asked.ids, request), prompt(adapter, other)]
-    with rows_through([adapter.stack.layers[i].mlp for i in (1, 2)]) as (second, third):
+    request = tiny.request(
+        asked.ids, asked.spans(fusor.adapter), Failing(), asked.ratio, "constant"
+    )
+    prompts = [
+        prompt(fusor.adapter, other),
+        PackedPrompt(asked.ids, request),
+        prompt(fusor.adapter, other),
+    ]
+    with rows_through([fusor.adapter.stack.layers[i].mlp for i in (1, 2)]) as (second, third):
         first, failed, last = fusor.batched_prefill(prompts)
     assert isinstance(failed, ZeroDivisionError)
     assert second == [35 + 55 + 11 + 35]
@@ -265,15 +235,15 @@ def test_rows_of_a_prompt_that_fails_are_computed_to_the_end_of_the_layer(
     assert_as_alone(fusor, other, last)
 
 
-def test_the_model_is_untouched_afterwards(adapter: ModelAdapter, fusor: Fusor) -> None:
-    expected = tiny.stock(adapter.model, HKVD.ids)
-    (got,) = fusor.batched_prefill([prompt(adapter, QUERY)])
-    assert_untouched(adapter)
+def test_the_model_is_untouched_afterwards(fusor: Fusor) -> None:
+    expected = tiny.stock(fusor.adapter.model, HKVD.ids)
+    (got,) = fusor.batched_prefill([prompt(fusor.adapter, QUERY)])
+    assert_untouched(fusor.adapter)
     assert isinstance(got, Prefilled)
-    with pytest.raises(KeyError), got.replayed(adapter.stack.base):
+    with pytest.raises(KeyError), got.replayed(fusor.adapter.stack.base):
         raise KeyError
-    assert_untouched(adapter)
-    assert torch.equal(tiny.stock(adapter.model, HKVD.ids), expected)
+    assert_untouched(fusor.adapter)
+    assert torch.equal(tiny.stock(fusor.adapter.model, HKVD.ids), expected)
 
 
 def test_models_whose_attention_takes_masks_are_not_packed() -> None:

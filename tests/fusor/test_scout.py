@@ -26,7 +26,6 @@ from fusor.two_chunks import (
     IDS,
     LAYERS,
     N,
-    assert_untouched,
     exact_spans,
     rows_through,
 )
@@ -87,20 +86,18 @@ def test_over_exact_kv_the_scout_observes_eager_attention(name: str) -> None:
 
 
 def test_attention_in_blocks_of_rows_is_the_same(
-    adapter: ModelAdapter, fusor: Fusor, monkeypatch: pytest.MonkeyPatch
+    fusor: Fusor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, blocks = Recording(), Recording()
-    tiny.fuse(fusor, IDS, exact_spans(adapter, 1.0), whole, 0.3)
+    tiny.fuse(fusor, IDS, exact_spans(fusor.adapter, 1.0), whole, 0.3)
     monkeypatch.setattr(scout, "BLOCK_WEIGHTS", 4 * N * 7)  # 7 rows of four heads
-    tiny.fuse(fusor, IDS, exact_spans(adapter, 1.0), blocks, 0.3)
+    tiny.fuse(fusor, IDS, exact_spans(fusor.adapter, 1.0), blocks, 0.3)
     assert tiny.difference(whole.attention, blocks.attention) < 1e-5
 
 
-def test_the_tokens_attended_most_are_chosen_in_nested_sets(
-    adapter: ModelAdapter, fusor: Fusor
-) -> None:
+def test_the_tokens_attended_most_are_chosen_in_nested_sets(fusor: Fusor) -> None:
     policy = Recording()
-    _, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter, 3.0), policy, 0.2, "9,3,1")
+    _, _, fusion = tiny.fuse(fusor, IDS, exact_spans(fusor.adapter, 3.0), policy, 0.2, "9,3,1")
     ranked = EVERYWHERE[policy.attention.argsort(descending=True)].tolist()
     counts = fusion.counts()
     for chosen, n in zip(fusion.recomputed, counts.candidate_rows, strict=True):
@@ -109,11 +106,9 @@ def test_the_tokens_attended_most_are_chosen_in_nested_sets(
     assert abs(counts.ratio - 0.2) <= 0.5 / ((LAYERS - 1) * CANDIDATES)
 
 
-def test_the_scout_is_counted_and_layer_zero_is_not_computed_for_all(
-    adapter: ModelAdapter, fusor: Fusor
-) -> None:
-    spans = exact_spans(adapter, 1.0)
-    with rows_through([layer.mlp for layer in adapter.stack.layers]) as seen:
+def test_the_scout_is_counted_and_layer_zero_is_not_computed_for_all(fusor: Fusor) -> None:
+    spans = exact_spans(fusor.adapter, 1.0)
+    with rows_through([layer.mlp for layer in fusor.adapter.stack.layers]) as seen:
         _, _, fusion = tiny.fuse(fusor, IDS, spans, "query", 0.2, "constant", all_rows=True)
     counts = fusion.counts()
     scouted = QueryPolicy().attention_layers(LAYERS).stop
@@ -125,16 +120,14 @@ def test_the_scout_is_counted_and_layer_zero_is_not_computed_for_all(
     assert counts.charged_ratio == pytest.approx(counts.ratio, abs=1 / CANDIDATES)
 
 
-def test_query_repairs_what_the_question_attends_to_most(
-    adapter: ModelAdapter, fusor: Fusor
-) -> None:
+def test_query_repairs_what_the_question_attends_to_most(fusor: Fusor) -> None:
     """One token's KV is useless: repaired by query exactly if the question attends to it."""
     policy = Recording()
-    tiny.fuse(fusor, IDS, exact_spans(adapter), policy, 0.1)
-    stock = tiny.stock(adapter.model, IDS)[0, -1]
+    tiny.fuse(fusor, IDS, exact_spans(fusor.adapter), policy, 0.1)
+    stock = tiny.stock(fusor.adapter.model, IDS)[0, -1]
     ranked = EVERYWHERE[policy.attention.argsort(descending=True)].tolist()
     for position, is_repaired in ((ranked[0], True), (ranked[-1], False)):
-        disturbed = exact_spans(adapter)
+        disturbed = exact_spans(fusor.adapter)
         for span in disturbed:
             if span.start <= position < span.end:
                 for layer in span.reader.kv.layers:  # type: ignore[attr-defined]
@@ -168,24 +161,6 @@ def test_the_metrics_name_the_policy_that_decided(tmp_path: Path) -> None:
         prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
         metrics = engine.generate(prompt).metrics
     assert (metrics.policy, metrics.schedule) == ("hkvd", UNCALIBRATED_SCHEDULE)
-
-
-@pytest.mark.parametrize("after", [0, LAYERS + 1])
-def test_a_forward_abandoned_in_the_scout_or_later_leaves_nothing_behind(
-    adapter: ModelAdapter, fusor: Fusor, after: int
-) -> None:
-    calls = iter(range(100))
-
-    def check() -> None:
-        if next(calls) == after:
-            raise InterruptedError
-
-    before = tiny.stock(adapter.model, IDS)
-    request = tiny.request(IDS, exact_spans(adapter), "query", 0.2)
-    with pytest.raises(InterruptedError):
-        fusor.prefill(IDS, request, check=check)
-    assert_untouched(adapter)
-    assert torch.equal(tiny.stock(adapter.model, IDS), before)
 
 
 class Squares(TorchDispatchMode):
