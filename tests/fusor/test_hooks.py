@@ -51,8 +51,12 @@ def test_the_model_is_untouched_after_an_exception_in_a_layer(
         raise ZeroDivisionError
 
     spans = exact_spans(fusor.adapter)
-    broken = getattr(fusor.adapter.stack.layers[layer], part).register_forward_hook(explode)
-    with unchanged(fusor.adapter), broken, pytest.raises(ZeroDivisionError):
+    module = getattr(fusor.adapter.stack.layers[layer], part)
+    with (
+        unchanged(fusor.adapter),
+        module.register_forward_hook(explode),
+        pytest.raises(ZeroDivisionError),
+    ):
         tiny.fuse(fusor, IDS, spans, "hkvd", 0.2)
 
 
