@@ -33,9 +33,6 @@ def damage(store: Path, number: int = 0) -> Path:
     return path
 
 
-# -- what they do ---------------------------------------------------------------------------------
-
-
 def test_stats_names_the_model_counts_and_limits(ingested: Path, model_dir: Path) -> None:
     found = printed("store", "stats", "--store", ingested)
     (namespace,) = found["namespaces"]
@@ -162,9 +159,6 @@ def test_export_leaves_out_damage_and_import_reports_a_cut_archive(
     assert "is incomplete: it ends early" in said(result)
 
 
-# -- bad input ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "command",
     [["stats"], ["check"], ["check", "--repair"], ["gc"], ["clear", "--yes"], ["export", "x.tar"]],
@@ -175,9 +169,6 @@ def test_a_path_without_a_store_is_refused_and_nothing_is_made(
     monkeypatch.chdir(tmp_path)
     assert "no store at" in refused("store", *command, "--store", tmp_path / "none")
     assert os.listdir(tmp_path) == []
-
-
-# -- imports and Ctrl-C ---------------------------------------------------------------------------
 
 
 def test_no_command_imports_torch(ingested: Path, tmp_path: Path) -> None:
