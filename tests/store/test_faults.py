@@ -6,7 +6,7 @@ import os
 import pytest
 from soak.audit import Report
 from soak.faults import OPERATIONS, Bench, cut_everywhere, fail_everything, faults_of
-from soak.tracer import Call, unavailable
+from soak.tracer import unavailable
 
 from blendrag.errors import StoreError
 from blendrag.store import DiskStore
@@ -75,13 +75,3 @@ def test_a_put_that_hides_its_failure_and_an_unnamed_error_are_noticed(tmp_path,
     assert bench.run(fault).lost
     monkeypatch.setattr(DiskStore, "put", fail)
     assert any("no named error: OSError" in text for text in bench.run(fault).complaints)
-
-
-def test_the_faults_of_a_call_depend_on_the_call():
-    def kinds(name, creates=False):
-        return {str(fault).split()[0] for fault in faults_of(Call(0, name, "x", creates))}
-
-    assert kinds("pread") == {"EIO", "kill", "half"}
-    assert kinds("rename") == {"EIO", "kill", "ENOSPC"}
-    assert kinds("open", creates=True) == {"EIO", "kill", "EMFILE", "ENOSPC"}
-    assert kinds("unlock") == {"kill"}

@@ -1,7 +1,6 @@
 """Killed and interrupted writers lose nothing that was acknowledged."""
 
 import os
-import random
 import signal
 import time
 
@@ -42,22 +41,3 @@ def test_the_audit_notices_lost_and_wrong_chunks_and_stray_files(lab, root, monk
 def test_a_hang_and_a_crash_of_a_child_are_told_apart(action, complaint):
     (said,) = Child(action).wait(patience_s=0.2).complaints
     assert said.startswith(complaint)
-
-
-class InterruptingFinaliser:
-    """Sends SIGINT from ``__del__``, out of which Python lets no exception come."""
-
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_an_interrupt_that_python_swallows_is_repeated():
-    def work(teller):
-        dropped = InterruptingFinaliser()
-        del dropped
-        while True:
-            time.sleep(0.01)
-
-    child = Child(work, interruptible=True)
-    child.interrupt(0, random.Random(0))
-    assert child.kill().complaints == []

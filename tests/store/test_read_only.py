@@ -157,39 +157,24 @@ def test_no_store_is_made_on_a_read_only_mount(root, on_read_only_mount):
     assert list(root.iterdir()) == []
 
 
-@pytest.fixture
-def disk_turns_read_only(root, monkeypatch):
-    """``disk_turns_read_only()``: from then on every call that changes a file fails.
-
-    Faked, because a mount with open writers cannot be made read-only.
-    """
-    changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-
-    def refusing(real, is_change):
-        def call(*args, **kwargs):
-            if is_change(*args):
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-            return real(*args, **kwargs)
-
-        return call
-
-    def turn():
-        monkeypatch.setattr(os, "open", refusing(os.open, lambda path, flags, *_: flags & changes))
-        for name in ("rename", "replace", "unlink", "mkdir", "fsync"):
-            monkeypatch.setattr(os, name, refusing(getattr(os, name), lambda *_: True))
-        real = os.access
-        monkeypatch.setattr(
-            os, "access", lambda path, mode, **kw: not mode & os.W_OK and real(path, mode, **kw)
-        )
-
-    return turn
-
-
-def test_queries_go_on_when_the_disk_of_an_open_store_turns_read_only(
-    lab, filled, disk_turns_read_only, monkeypatch
-):
+def test_queries_go_on_when_the_disk_of_an_open_store_turns_read_only(lab, filled, monkeypatch):
+    """Faked, because a mount with open writers cannot be made read-only."""
     lab.flip(lab.file(filled, 2), -1)
-    disk_turns_read_only()
+    changes, real_open, real_access = os.O_WRONLY | os.O_RDWR | os.O_CREAT, os.open, os.access
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def open_for_reading(path, flags, *args, **kwargs):
+        return (refuse if flags & changes else real_open)(path, flags, *args, **kwargs)
+
+    def access_for_reading(path, mode, **kwargs):
+        return not mode & os.W_OK and real_access(path, mode, **kwargs)
+
+    for name in ("rename", "replace", "unlink", "mkdir", "fsync"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(os, "open", open_for_reading)
+    monkeypatch.setattr(os, "access", access_for_reading)
     right = []
     thread = threading.Thread(target=lambda: right.append(lab.is_right(filled, 3)))
     thread.start()
