@@ -275,11 +275,10 @@ def fuse(
     ratio: float = 0.2,
     schedule: str = "geometric",
     all_rows: bool = False,
-    new_tokens: int = 0,
 ) -> tuple[torch.Tensor, BlendCache, Fusion]:
     """One blended prefill of ``ids`` over ``spans``."""
     asked = request(ids, spans, policy, ratio, schedule)
-    return fusor.prefill(ids, asked, new_tokens, 0 if all_rows else 1)
+    return fusor.prefill(ids, asked, 0, 0 if all_rows else 1)
 
 
 def request(
