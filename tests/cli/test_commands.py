@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,18 @@ def test_ask_prints_the_answer_and_metrics_on_stderr(ingested: Path) -> None:
     assert chosen.endswith("mode blend, query at ratio 0.15, schedule 0.4,0.2")
     for more in (("--policy", "boundary(3)"), ("--mode", "reuse")):  # these follow no schedule
         assert "schedule" not in said(invoke(*args, *more))
+
+
+def test_ask_explains_the_answer_in_a_page(ingested: Path, tmp_path: Path) -> None:
+    args = ("ask", QUESTION, "--store", str(ingested), "--max-new-tokens", "2", "--explain")
+    page = tmp_path / "answer.html"
+    assert invoke(*args, str(page)).exit_code == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert escape(QUESTION) in text
+    assert "Layer by layer" in text
+    for place in (tmp_path / "missing" / "a.html", tmp_path / "a.png"):
+        assert "expected a file that ends in .html" in refused(*args, str(place))
 
 
 def test_modes_policies_and_schedules_can_be_chosen(ingested: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import print_json, say
+from blendrag.cli.plots import require_place
 from blendrag.errors import check_unicode
 
 if TYPE_CHECKING:
@@ -42,12 +44,20 @@ def ask(
     device: options.Device = None,
     lora: options.Lora = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    explain: Annotated[
+        Path | None,
+        options.optional(
+            "Write an HTML page: each token's state, each chunk's reason, a timeline."
+        ),
+    ] = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
     """Answer a question over the ingested documents; the answer streams to stdout."""
     begin(verbose, "the answer was abandoned; the store is intact")
     check_unicode(question, "the question")
+    if explain is not None:
+        require_place("--explain", explain, ".html")
     from blendrag.engine import Options
 
     asked = Options(
@@ -59,6 +69,7 @@ def ask(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         stop=tuple(stop or ()),
+        explain=explain is not None,
     )
     with options.engine_for(context) as engine:
         pieces = engine.ask_stream(question, top_k, asked)
@@ -77,6 +88,8 @@ def ask(
             print_json(_fields(answer))
         else:
             say_metrics(answer.metrics)
+        if explain is not None:
+            explain.write_text(answer.explain().page(question), encoding="utf-8")
         interrupt.expect("the answer is complete; some chunks are not precomputed yet")
         engine.drain()  # store KV of chunks that had none, for the next question
     return DONE

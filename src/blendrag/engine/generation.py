@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from blendrag.engine.decoding import SeededDraws, sampling
+from blendrag.engine.explanation import Trace
 from blendrag.engine.request import Answer, Request
 from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.fusor import Fusion, Fusor, Prefilled
-from blendrag.metrics import RequestMetrics
+from blendrag.metrics import RequestMetrics, Timeline
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import in_this_thread
 from blendrag.planning.plan import Plan
@@ -41,6 +42,7 @@ class Generation:
         self._fusor = fusor
         self._request = request
         self._stream = stream
+        self._timeline = Timeline() if request.options.explain else None
         configured = adapter.model.generation_config.eos_token_id
         eos = request.options.generate.get("eos_token_id", configured)
         self._ends = set(eos) if isinstance(eos, list | tuple) else {eos}
@@ -75,14 +77,14 @@ class Generation:
         fusor, tokens = self._fusor(), ids.shape[1]
         cache = fusor.new_cache(tokens, self._request.max_new_tokens)
         request, check = plan.request(tokens), self._stream.check
-        with fusor.fuse(cache, request, check, last_row_only=True) as fusion:
+        with fusor.fuse(cache, request, check, self._timeline, last_row_only=True) as fusion:
             return self._generate(ids, cache), fusion
 
     def _two_step(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:
         """Blend all but the last token, repeat the cache per sequence, then an ordinary ``generate``."""
         n = ids.shape[1] - 1
         _, cache, fusion = self._fusor().prefill(
-            ids[:, :n], plan.request(n), check=self._stream.check
+            ids[:, :n], plan.request(n), check=self._stream.check, timeline=self._timeline
         )
         cache.batch_repeat_interleave(self._request.sequences)
         return self._generate(ids, cache), fusion
@@ -142,7 +144,10 @@ class Generation:
             logprobs = stream.likely.of(texts[0], stream.tokens, decode)
         metrics = self._metrics(plan, fusion, sum(len(row) for row in rows), batch_size)
         finish_reason = "stop" if is_over else "length"
-        return Answer(texts[0], tuple(texts), finish_reason, metrics, logprobs=logprobs)
+        trace = None
+        if self._timeline is not None:
+            trace = Trace.of(plan, fusion, self._timeline, decode)
+        return Answer(texts[0], tuple(texts), finish_reason, metrics, (), logprobs, trace)
 
     def _until_end(self, row: list[int]) -> list[int]:
         """Token ids up to and with the end token, without padding."""

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from blendrag.config import AUTO, Mode, Ratio
 from blendrag.corpus.retriever import RetrievedChunk
+from blendrag.engine.explanation import Explanation, Trace
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import RequestMetrics
@@ -69,6 +70,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "template": (Mapping, "a dictionary"),
     "generate": (Mapping, "a dictionary"),
     "apply_chat_template": (bool, "True or False"),
+    "explain": (bool, "True or False"),
 }
 
 
@@ -137,6 +139,8 @@ class Options:
     tokens of tool calls (:func:`blendrag.frameworks.tools.parse`)."""
     opening: str = ""
     """Beginning of the answer, appended to the rendered prompt; the answer's text continues it."""
+    explain: bool = False
+    """Keep what :meth:`Answer.explain` shows: the state of each prompt token and the timeline."""
 
     def __post_init__(self) -> None:
         for name, (kind, called) in _KINDS.items():
@@ -241,3 +245,16 @@ class Answer:
     metrics: RequestMetrics
     sources: tuple[RetrievedChunk, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    trace: Trace | None = None
+    """With ``Options(explain=True)``."""
+
+    def explain(self) -> Explanation:
+        """What became of each prompt token, why, and when: a page, or an object that a notebook shows.
+
+        Raises :class:`InvalidInputError` unless it was asked with ``Options(explain=True)``.
+        """
+        if self.trace is None:
+            raise InvalidInputError(
+                "this answer kept no trace of its tokens; ask with Options(explain=True)"
+            )
+        return Explanation(self, self.trace)

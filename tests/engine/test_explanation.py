@@ -1,0 +1,109 @@
+"""One answer as a page: the state of each token, the chunks' reasons, the timeline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+
+import pytest
+
+import tiny
+from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.errors import InvalidInputError
+from blendrag.metrics import COMPUTE, LOAD, SELECT
+
+EXPLAINED = Options(policy="hkvd", ratio=0.3, max_new_tokens=2, explain=True)
+MARKUP = '<script>alert("x")</script> & <b>bold</b>'
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("explained")) as made:
+        made.ingest([tiny.document(i) for i in range(3)])
+        yield made
+
+
+@pytest.fixture(scope="module")
+def answer(engine: BlendEngine) -> Answer:
+    return engine.generate(tiny.prompt(engine, 0, 1, 2) + MARKUP, EXPLAINED)
+
+
+def test_every_token_has_the_state_that_the_metrics_count(answer: Answer) -> None:
+    trace, metrics = answer.explain().trace, answer.metrics
+    assert len(trace.texts) == len(trace.recomputed) == metrics.prompt_tokens
+    assert sum(end - start for start, end in trace.reused) == metrics.reused_tokens
+    assert sum(trace.recomputed) == pytest.approx(metrics.recomputed_tokens, abs=1)
+    assert 0 < sum(map(bool, trace.recomputed)) < metrics.reused_tokens
+    for chunk, (start, end) in zip(metrics.chunks, trace.chunks, strict=True):
+        assert end - start == chunk.tokens
+        assert sum(trace.recomputed[start:end]) == pytest.approx(chunk.recomputed_tokens, abs=0.51)
+    assert MARKUP in "".join(trace.texts)
+
+
+def test_the_timeline_has_loading_selecting_and_computing_of_each_layer(answer: Answer) -> None:
+    spans = answer.explain().trace.spans
+    layers = {what: {s.layer for s in spans if s.what == what} for what in (LOAD, COMPUTE, SELECT)}
+    assert layers[COMPUTE] == {0, 1, 2, 3}
+    assert layers[LOAD] >= {1, 2, 3}  # layer 0 is computed for all tokens, so it need not be loaded
+    assert layers[SELECT]
+
+
+def test_the_page_shows_the_prompt_and_refers_to_nothing_outside(answer: Answer) -> None:
+    page = answer.explain().page("Who & what?")
+    assert "<title>Who &amp; what?</title>" in page
+    assert not re.search(r"<script|<link|<img|https?:|@import|url\(", page)
+
+    class Text(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.inside = "", False
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.inside = tag == "span"
+
+        def handle_data(self, data: str) -> None:
+            self.seen += data * self.inside
+
+    text = Text()
+    text.feed(page[page.index("<h3>Prompt</h3>") :])
+    assert text.seen.strip() == "".join(answer.explain().trace.texts).strip()
+    for state in ("reused", "recomputed in", "computed"):
+        assert f'title="{state}' in page
+    for chunk in answer.metrics.chunks:
+        assert chunk.reason in page
+
+
+def test_a_notebook_shows_the_page_without_its_head(answer: Answer) -> None:
+    shown = answer.explain()._repr_html_()
+    assert shown.startswith('<div class="blendrag">')
+    assert shown in answer.explain().page()
+
+
+@pytest.mark.parametrize("mode", ["full", "prefix", "reuse"])
+def test_every_mode_can_be_explained(engine: BlendEngine, mode: str) -> None:
+    options = Options(mode=mode, max_new_tokens=1, explain=True)  # type: ignore[arg-type]
+    answer = engine.generate(tiny.prompt(engine, 0, 1), options)
+    trace = answer.explain().trace
+    assert not any(trace.recomputed)
+    assert bool(trace.spans) == bool(trace.reused) == (mode == "reuse")  # no chunk is a prefix here
+    assert "<h3>Prompt</h3>" in answer.explain().page()
+
+
+def test_prompts_of_a_batch_are_explained_without_a_timeline(engine: BlendEngine) -> None:
+    prompts = [tiny.prompt(engine, 0, 1), tiny.prompt(engine, 1, 2)]
+    for answer in engine.batch(prompts, EXPLAINED):
+        trace = answer.explain().trace
+        assert sum(trace.recomputed) == pytest.approx(answer.metrics.recomputed_tokens, abs=1)
+
+
+def test_an_answer_without_a_trace_says_how_to_get_one(engine: BlendEngine) -> None:
+    answer = engine.generate("hello", Options(max_new_tokens=1))
+    with pytest.raises(InvalidInputError, match=r"ask with Options\(explain=True\)"):
+        answer.explain()
+
+
+def test_the_page_of_a_question_names_its_sources(engine: BlendEngine) -> None:
+    answer = engine.ask("What did the company of Place0 build?", options=EXPLAINED)
+    page = answer.explain().page()
+    assert all(source.title in page for source in answer.sources)
