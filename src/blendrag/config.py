@@ -96,15 +96,16 @@ class Settings(BaseSettings):
 
 
 def absolute_model(model: str | Path) -> str:
-    """The absolute path of a local directory, as a model's name is part of its identity; other names
-    unchanged.
+    """The absolute path of a local directory or GGUF file, as a model's name is part of its identity; other
+    names unchanged.
 
     ``demo`` is the embedded model even if there is a directory of that name; ``./demo`` is the directory.
     """
     if model == DEMO_MODEL:
         return DEMO_MODEL
-    folder = Path(os.path.expanduser(model))
-    return str(folder.resolve()) if folder.is_dir() else str(model)
+    place = Path(os.path.expanduser(model))
+    is_local = place.is_dir() or (place.suffix == ".gguf" and place.is_file())
+    return str(place.resolve()) if is_local else str(model)
 
 
 @lru_cache(maxsize=1)

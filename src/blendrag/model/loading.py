@@ -27,6 +27,7 @@ from blendrag.errors import (
     is_out_of_threads,
 )
 from blendrag.model.adapter import ModelAdapter, context_tokens_of
+from blendrag.model.gguf_files import is_gguf, unpacked_directory
 from blendrag.model.tokens import Tokens
 from blendrag.store.kv import dtype_name
 from blendrag.store.tensor_bytes import DTYPES
@@ -41,7 +42,7 @@ def load_adapter(
     lora: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelAdapter:
-    """Load ``name`` (hub id, directory or ``demo``) and probe it.
+    """Load ``name`` (hub id, directory, GGUF file or ``demo``) and probe it.
 
     Args:
         dtype: ``auto`` (the checkpoint's, or float32 on a CPU without fast products in it) or a key of
@@ -87,9 +88,11 @@ def _pretrained(kind: str, name: str, **options: Any) -> Any:
 
 
 def _resolve_model(name: str) -> str:
-    """``demo`` → the directory inside the package; anything else unchanged."""
-    demo = Path(__file__).resolve().parent.parent / "demo" / "model"
-    return str(demo) if name == DEMO_MODEL else name
+    """``demo`` → the directory inside the package, a GGUF file → that of its unpacked weights; other names
+    unchanged."""
+    if name == DEMO_MODEL:
+        return str(Path(__file__).resolve().parent.parent / "demo" / "model")
+    return str(unpacked_directory(name)) if is_gguf(name) else name
 
 
 def resolve_device(device: str) -> torch.device:

@@ -1,0 +1,139 @@
+"""Models in GGUF files: ``model.gguf`` or ``owner/repository:model.gguf``.
+
+The quantised weights are unpacked once, to an ordinary directory in bfloat16 in the user's cache, and loaded
+from there. Needs ``blendrag[gguf]``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from filelock import FileLock
+
+from blendrag.config import settings
+from blendrag.errors import ModelLoadError, is_out_of_memory, is_out_of_space
+
+log = logging.getLogger(__name__)
+
+_ON_HUB = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<file>[^:]+\.gguf)")
+#: Bytes of an unpacked weight.
+_WEIGHT_BYTES = torch.bfloat16.itemsize
+
+
+def is_gguf(name: str) -> bool:
+    """Whether ``name`` is that of a GGUF file, here or on the hub."""
+    return name.endswith(".gguf")
+
+
+def unpacked_directory(name: str) -> Path:
+    """The directory of the unpacked model; unpacks it if it is not there.
+
+    Raises :class:`ModelLoadError` for a file that is missing, damaged or of an unknown architecture, and if
+    there is no room for its weights.
+    """
+    file = _file_of(name)
+    status = file.stat()
+    of_path = f"{file.stem}-{xxhash.xxh3_64_hexdigest(str(file).encode())}"
+    target = _models() / f"{of_path}-{status.st_size}-{status.st_mtime_ns}"
+    if target.is_dir():
+        return target
+    with FileLock(_models() / f"{of_path}.lock"):
+        if not target.is_dir():
+            for earlier in _models().glob(f"{of_path}-*"):  # the file has changed
+                shutil.rmtree(earlier, ignore_errors=True)
+            _unpack(file, target)
+    return target
+
+
+def _models() -> Path:
+    folder = settings().cache.expanduser() / "gguf"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _file_of(name: str) -> Path:
+    """Of a path; of a name on the hub, the downloaded file."""
+    file = Path(os.path.expanduser(name))
+    if not file.is_file() and (on_hub := _ON_HUB.fullmatch(name)):
+        from huggingface_hub import hf_hub_download
+
+        try:
+            file = Path(hf_hub_download(on_hub["repository"], on_hub["file"]))
+        except (OSError, ValueError) as exc:
+            raise ModelLoadError(
+                f"{name!r} could not be loaded from the hub; expected owner/repository:file.gguf "
+                f"({_first_line(exc)})"
+            ) from exc
+    if not file.is_file():
+        raise ModelLoadError(
+            f"there is no file {name}; expected a GGUF file, or owner/repository:file.gguf on the hub"
+        )
+    return file.resolve()
+
+
+def _unpack(file: Path, target: Path) -> None:
+    """``file`` as a directory of config, tokenizer and weights in bfloat16, completely or not at all."""
+    needed = _weights(file) * _WEIGHT_BYTES
+    free = shutil.disk_usage(target.parent).free
+    if needed > free:
+        raise ModelLoadError(
+            f"{file.name} needs {needed / 1e9:.1f} GB for its unpacked weights, but {target.parent} has "
+            f"{free / 1e9:.1f} GB free; make room or name another directory in BLENDRAG_CACHE"
+        )
+    log.warning("unpacking %s once, %.1f GB in %s", file.name, needed / 1e9, target.parent)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unpacking-") as scratch:
+        try:
+            _dequantise(file, Path(scratch))
+        except Exception as exc:
+            if is_out_of_memory(exc) or is_out_of_space(exc):
+                raise
+            raise ModelLoadError(
+                f"{file} cannot be unpacked: {_first_line(exc)}; expected a causal LM of an architecture "
+                "that transformers reads from GGUF"
+            ) from exc
+        os.rename(scratch, target)
+        os.mkdir(scratch)  # for the context manager to remove
+
+
+def _weights(file: Path) -> int:
+    """Numbers of all tensors. Raises :class:`ModelLoadError` for a damaged file."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as exc:
+        raise ModelLoadError(
+            f"{file.name} needs the package gguf: pip install 'blendrag[gguf]'"
+        ) from exc
+    try:
+        return sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
+    except Exception as exc:  # numpy's and struct's errors for what is not there
+        raise ModelLoadError(
+            f"{file} is not a complete GGUF file ({_first_line(exc)}); download it again"
+        ) from exc
+
+
+def _dequantise(file: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.quantization_config import GgufConfig
+
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    # transformers 5.17 leaves the marks of a quantised model, which cannot be saved
+    model.config.__dict__.pop("quantization_config", None)
+    model.hf_quantizer, model.is_quantized = None, False
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+def _first_line(exc: BaseException) -> str:
+    text = str(exc).strip() or type(exc).__name__
+    return text.splitlines()[0][:200]
