@@ -28,6 +28,8 @@ from blendrag.store.kv import ChunkKV
 from blendrag.text.readers import Document
 
 WINDOW = 24
+#: A prefix that no prompt of an engine begins with directly before a chunk, so that no chunk is exact.
+BOS = "<|bos|>"
 COMMON: dict[str, Any] = {
     "vocab_size": 640, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,

@@ -19,7 +19,9 @@ MARKUP = '<script>alert("x")</script> & <b>bold</b>'
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("explained")) as made:
+    with tiny.engine(
+        tiny.llama(), tmp_path_factory.mktemp("explained"), prefix_text=tiny.BOS
+    ) as made:
         made.ingest([tiny.document(i) for i in range(3)])
         yield made
 

@@ -12,6 +12,7 @@ import pytest
 import tiny
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine import BlendEngine, Options, resources
+from blendrag.engine.rendering import prompt_over
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.text.readers import Document
 
@@ -242,6 +243,19 @@ def test_without_encode_prefix_chunks_are_encoded_alone(tmp_path: Path) -> None:
     with made(tmp_path) as engine:
         assert engine.resources.prefix_ids == (), "the corpus remembers it"
         assert engine.generate(text).metrics.reused_tokens > 0
+
+
+def test_chunks_are_encoded_after_the_head_of_the_engines_own_prompts(tmp_path: Path) -> None:
+    with made(tmp_path) as engine:
+        engine.ingest(DOCUMENTS[:2])
+        head = engine.resources.prefix_ids
+        answer = engine.ask("What did the company of Place0 build?")
+        assert len(head) > 1
+        asked = engine.segments(prompt_over("What?", tiny.chunk_texts(engine, 1)))
+    assert asked.leading_ids == head
+    first, *others = [chunk.outcome for chunk in answer.metrics.chunks]
+    assert first == "exact"
+    assert set(others) == {"blended"}
 
 
 def before_first_document(engine: BlendEngine, action: Any) -> None:

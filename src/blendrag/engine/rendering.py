@@ -88,6 +88,18 @@ def prompt_over(question: str, texts: Sequence[str]) -> RagPrompt:
     return RagPrompt(f"{asked}\nAnswer:", tuple(matches), (end - len(question), end))
 
 
+def head_ids(tokens: Tokens) -> tuple[int, ...]:
+    """Ids of what precedes the first chunk in :func:`prompt_over`'s prompt: BOS, the chat template's
+    beginning, the instruction.
+
+    Chunks are encoded after them by default, because KV that was computed after an instruction is nearer to
+    that of a full prefill than KV computed after BOS alone (docs/quality.md).
+    """
+    rendered = [render(prompt_over("?", [text]), tokens, Options()).text for text in ("A", "1")]
+    first, second = (tuple(tokens.encode_prompt(text, begins=True).ids) for text in rendered)
+    return first[: common_prefix(first, second)]
+
+
 def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
     """Render ``prompt``. Raises :class:`InvalidInputError` if it cannot be rendered."""
     _check_tools(tokens, options)

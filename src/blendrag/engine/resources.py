@@ -22,6 +22,7 @@ from blendrag.corpus.embedder import GIVEN, Embedder, absolute_embedder, embedde
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.retriever import Retriever
 from blendrag.engine.kv_validity import KVValidity
+from blendrag.engine.rendering import head_ids
 from blendrag.engine.worker import CLOSED
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.fusor import Fusor
@@ -82,7 +83,7 @@ class CorpusSettings:
         if self.prefix_text:
             prefix_ids = tuple(tokens.encode_template(self.prefix_text))
         elif self.encode_prefix:
-            prefix_ids = tokens.default_prefix_ids()
+            prefix_ids = head_ids(tokens)
         return Manifest(
             model=model,
             model_signature="",
