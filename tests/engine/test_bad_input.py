@@ -172,7 +172,7 @@ def test_a_store_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     file.write_text("not a store")
     with (
         tiny.engine(tiny.llama(), file) as engine,
-        tiny.refuses("", StoreUnavailableError),
+        tiny.refuses("is a file, expected a directory", StoreUnavailableError),
     ):
         engine.ingest([tiny.document(0)])
     assert file.read_text() == "not a store"
