@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.ttft import CachedPrefix, ttft, ttft_table
 from blendrag.lab.bench.workload import PromptBench, Workload
 from lab.bench.small import LAYERS, no_peak_bytes, printed, timed, tiny_bench
@@ -70,3 +71,10 @@ def test_a_compiled_stock_prefill_has_its_own_row_if_a_compiler_works(
     assert "\n" not in note
     shown = [row[0] for row in ttft_table(found).rows]
     assert ("full, compiled" in shown) == works
+
+
+@torch.inference_mode()
+def test_models_loaded_in_inference_mode_have_ordinary_parameters() -> None:
+    """Prefill over parameters made in inference mode is a third slower, which would favour blending."""
+    made = (TimedModel("tiny").adapter, TimedModel(model="demo").adapter)
+    assert not any(p.is_inference() for adapter in made for p in adapter.model.parameters())

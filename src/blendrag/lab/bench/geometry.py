@@ -65,6 +65,7 @@ def config_of(geometry: str) -> dict[str, Any]:
     return dict(zip(FIELDS, GEOMETRIES[geometry], strict=True))
 
 
+@torch.inference_mode(False)  # as in load_adapter
 def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A Qwen2 model of that geometry with random weights and sdpa attention."""
     from transformers import AutoModelForCausalLM, Qwen2Config
