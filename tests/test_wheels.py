@@ -1,4 +1,4 @@
-"""The wheels: every package builds, with its licence; the main one has the demo's model and corpus."""
+"""The wheels: every package builds, with its licence; the main one has the demo's model and texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blendrag.demo import demo_corpus_path, demo_questions
+from blendrag.demo import demo_corpus_path, demo_questions, handbook_path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECTS = [ROOT, *sorted(p.parent for p in ROOT.glob("integrations/*/pyproject.toml"))]
@@ -44,8 +44,11 @@ def test_wheels_have_their_licence_and_what_the_demo_needs(
     assert documents == {name for name in sizes if name.startswith("blendrag/demo/corpus/")}
     asked = {f"blendrag/demo/corpus/{question.document_id}.txt" for question in demo_questions()}
     assert asked <= documents
+    for path in handbook_path().glob("*.md"):
+        assert f"blendrag/demo/handbook/{path.name}" in sizes
     for name in (
         "questions.json",
+        "handbook_questions.json",
         "model/config.json",
         "model/tokenizer.json",
         "model/tokenizer_config.json",

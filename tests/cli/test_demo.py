@@ -1,4 +1,4 @@
-"""``blendrag demo`` and the quick start: with a tiny model that knows nothing, and with the real one."""
+"""The demo's tour and the quick start: with a tiny model that knows nothing, and with the embedded one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from blendrag.demo import Question
-from blendrag.demo.tour import MODES, Reply, Stop, Tour, table, take_tour, totals
+from blendrag.demo.tables import table, totals
+from blendrag.demo.tour import MODES, Reply, Stop, Tour, take_tour
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import ModelLoadError, StoreFullError
 from cli.commands import invoke
@@ -97,7 +98,7 @@ def test_the_quick_start_works_and_the_demo_shows_the_point(
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     commands = re.findall(r"(?m)^\$ blendrag (.*)$", page)
     assert len(commands) >= 6
-    for command in [*commands, "demo --json --store kv"]:
+    for command in [*commands, "demo --model embedded --json --store kv"]:
         result = invoke(*shlex.split(command))
         assert result.exit_code == 0, (command, result.stderr)
     stops = json.loads(result.stdout)["stops"]

@@ -12,6 +12,7 @@ from blendrag import __version__
 from blendrag.cli import options, output
 from blendrag.cli.ask import ask
 from blendrag.cli.calibrate import calibrate
+from blendrag.cli.demo import demo
 from blendrag.cli.ingest import ingest, remove
 from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
 from blendrag.cli.profile import profile
@@ -88,19 +89,6 @@ def verify(
         equal = "yes" if result.greedy_equal else "no"
         typer.echo(f"  greedy continuation equal to stock: {equal}")
     return DONE if result.blendable else REFUSED_MODEL
-
-
-@reporting
-def demo(
-    store: options.Store = None, json: options.Json = False, verbose: options.Verbose = False
-) -> int:
-    """Ingest the demo corpus and compare full prefill, reuse and blend on its questions."""
-    begin(verbose, "the tour was not finished")
-    from blendrag.demo.tour import print_tour, take_tour
-
-    tour = take_tour(store)
-    output.print_json(tour.as_dict()) if json else print_tour(tour)
-    return DONE
 
 
 for command in (ingest, remove, ask, verify, demo, calibrate, profile):

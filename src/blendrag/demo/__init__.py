@@ -1,4 +1,4 @@
-"""The embedded default model ``demo``: its weights, its corpus and its questions.
+"""What the demo needs: the embedded model ``demo`` and its corpus, the handbook for SmolLM2, and questions.
 
 Importing this loads neither torch nor transformers.
 """
@@ -24,6 +24,15 @@ class Question:
     document_id: str
     needs: tuple[Paragraph, ...] = ()
     """The paragraphs that are needed for the answer."""
+    accepted: tuple[str, ...] = ()
+    """An answer that contains one of these is right. Empty: the answer must be ``answer`` itself."""
+
+    def is_answered_by(self, answer: str) -> bool:
+        """Whether ``answer`` is right; case does not matter."""
+        given = answer.strip(" .\n").casefold()
+        if self.accepted:
+            return any(text.casefold() in given for text in self.accepted)
+        return given == self.answer.strip(" .\n").casefold()
 
 
 _HERE = Path(__file__).parent
@@ -48,4 +57,32 @@ def demo_questions() -> tuple[Question, ...]:
     )
 
 
-__all__ = ["Paragraph", "Question", "demo_corpus_path", "demo_model_path", "demo_questions"]
+def handbook_path() -> Path:
+    """The directory of the handbook: ``*.md`` files about a line of cargo bikes that does not exist."""
+    return _HERE / "handbook"
+
+
+def handbook_questions() -> tuple[Question, ...]:
+    """The questions on the handbook; ``document_id`` is the file name without ``.md``."""
+    records = json.loads((_HERE / "handbook_questions.json").read_text(encoding="utf-8"))
+    return tuple(
+        Question(
+            record["text"],
+            record["accepted"][0],
+            "direct",
+            record["document_id"],
+            accepted=tuple(record["accepted"]),
+        )
+        for record in records
+    )
+
+
+__all__ = [
+    "Paragraph",
+    "Question",
+    "demo_corpus_path",
+    "demo_model_path",
+    "demo_questions",
+    "handbook_path",
+    "handbook_questions",
+]

@@ -1,15 +1,17 @@
-"""What ``make demo`` runs: a small corpus, a dozen questions, and three ways to answer each.
+"""The run of the demo: ingest a corpus, then ask each question in several modes.
+
+There are two tours. The embedded model compares ``full``, ``reuse`` and ``blend`` on a small corpus: half of
+what it says can only be understood with the paragraph before, which is another chunk, so ``reuse`` must fail
+there. SmolLM2 compares ``full`` and ``blend`` on a handbook, where blending saves seconds.
 
 ``full`` prefills the whole prompt, ``reuse`` loads every chunk's KV as it was stored, ``blend`` loads it and
-recomputes a small share (CacheBlend). Half of what the corpus says can only be understood with the paragraph
-before, which is another chunk, so ``reuse`` must fail there.
+recomputes a small share (CacheBlend).
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +19,16 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from blendrag.config import DEMO_MODEL, Mode
-from blendrag.demo import Question, demo_corpus_path, demo_questions
+from blendrag.demo import (
+    Question,
+    demo_corpus_path,
+    demo_questions,
+    handbook_path,
+    handbook_questions,
+)
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from blendrag.engine import BlendEngine
+    from blendrag.engine import BlendEngine, IngestReport
 
 MODES: tuple[Mode, ...] = ("full", "reuse", "blend")
 #: One paragraph of the corpus fits, two do not, so each paragraph is a chunk.
@@ -31,11 +37,14 @@ EMBEDDER = "minilm-offline"
 #: The engine's default; the model was trained on contexts of this size.
 TOP_K = 6
 MAX_NEW_TOKENS = 16
-LEGEND = (
-    "full prefills the whole prompt; reuse loads every chunk's KV as it was stored; blend loads it and "
-    "recomputes a small share. TTFT: time to first token. For this small model, fixed costs hide most of "
-    "what blending saves: blendrag bench ttft measures a larger one."
-)
+
+HANDBOOK_MODES: tuple[Mode, ...] = ("full", "blend")
+HANDBOOK_CHUNK_TOKENS = 512
+#: Enough for one sentence, which is all that the questions need.
+HANDBOOK_MAX_NEW_TOKENS = 32
+
+Show = Callable[[str], None]
+"""Shows how far the tour is."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,11 @@ class Reply:
     reused_tokens: int
     recomputed_tokens: int
 
+    @property
+    def reused_share(self) -> float:
+        """Share of the prompt whose KV was loaded and used as it was, in [0, 1]."""
+        return (self.reused_tokens - self.recomputed_tokens) / self.prompt_tokens
+
 
 @dataclass(frozen=True)
 class Stop:
@@ -59,6 +73,14 @@ class Stop:
     """As in :class:`blendrag.demo.Question`."""
     expected: str
     replies: dict[str, Reply]
+    sources: tuple[str, ...] = ()
+    """Names of the files that the retrieved chunks are from, the same in all modes."""
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether ``full`` and ``blend`` gave the same answer; case and white space do not matter."""
+        full, blend = (self.replies[mode].answer.casefold().split() for mode in ("full", "blend"))
+        return full == blend
 
 
 @dataclass(frozen=True)
@@ -69,11 +91,15 @@ class Tour:
     chunks: int
     stops: tuple[Stop, ...]
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return tuple(self.stops[0].replies)
+
     def totals(self) -> dict[str, dict[str, float]]:
         """By mode: the number of correct answers, the median TTFT, and the median over the questions of full
         prefill's TTFT divided by this mode's."""
         found: dict[str, dict[str, float]] = {}
-        for mode in MODES:
+        for mode in self.modes:
             pairs = [(stop.replies["full"], stop.replies[mode]) for stop in self.stops]
             found[mode] = {
                 "correct": sum(reply.correct for _, reply in pairs),
@@ -82,9 +108,29 @@ class Tour:
             }
         return found
 
+    @property
+    def alike(self) -> int:
+        """Questions that ``full`` and ``blend`` answered alike."""
+        return sum(stop.is_alike for stop in self.stops)
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, with the totals."""
-        return asdict(self) | {"questions": len(self.stops), "totals": self.totals()}
+        totals = {"questions": len(self.stops), "alike": self.alike, "totals": self.totals()}
+        return asdict(self) | totals
+
+
+def take_handbook_tour(model: Any, store: Path | None = None, show: Show | None = None) -> Tour:
+    """Ask the questions on the handbook of ``model``, in the modes ``full`` and ``blend``."""
+    return take_tour(
+        store,
+        model,
+        handbook_path(),
+        handbook_questions(),
+        HANDBOOK_MODES,
+        show,
+        chunk_tokens=HANDBOOK_CHUNK_TOKENS,
+        max_new_tokens=HANDBOOK_MAX_NEW_TOKENS,
+    )
 
 
 def take_tour(
@@ -92,6 +138,8 @@ def take_tour(
     model: Any = DEMO_MODEL,
     corpus: Path | None = None,
     questions: Sequence[Question] | None = None,
+    modes: Sequence[Mode] = MODES,
+    show: Show | None = None,
     **settings: Any,
 ) -> Tour:
     """Ingest the corpus into ``store`` (``None``: a temporary one) and ask every question in every mode.
@@ -104,22 +152,39 @@ def take_tour(
     from blendrag.engine import BlendEngine
 
     asked = tuple(questions if questions is not None else demo_questions())
-    defaults = {"embedder": EMBEDDER, "max_new_tokens": MAX_NEW_TOKENS, "top_k": TOP_K}
-    settings = {**defaults, **settings}
+    tell: Show = show or (lambda text: None)
+    defaults: dict[str, Any] = {
+        "chunk_tokens": CHUNK_TOKENS,
+        "embedder": EMBEDDER,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "top_k": TOP_K,
+    }
     with ExitStack() as stack:
         if store is None:
             folder = tempfile.TemporaryDirectory(prefix="blendrag-demo-")
             store = Path(stack.enter_context(folder)) / "store"
-        engine = BlendEngine(model, store, chunk_tokens=CHUNK_TOKENS, **settings)
-        stack.enter_context(engine)
-        report = engine.ingest([corpus if corpus is not None else demo_corpus_path()]).whole()
-        for mode in MODES:  # warm up: the first answer of a mode takes longer
+        engine = stack.enter_context(BlendEngine(model, store, **defaults | settings))
+        tell("loading the model")
+        documents = [corpus if corpus is not None else demo_corpus_path()]
+        report = engine.ingest(documents, lambda so_far: tell(_ingested(so_far))).whole()
+        tell("warming up")
+        for mode in modes:  # the first answer of a mode takes longer
             _reply(engine, asked[0], mode)
-        stops = tuple(
-            Stop(each.text, each.kind, each.answer, {m: _reply(engine, each, m) for m in MODES})
-            for each in asked
-        )
-    return Tour(report.documents, report.chunks, stops)
+        stops = []
+        for number, question in enumerate(asked, start=1):
+            tell(f"question {number} of {len(asked)}")
+            stops.append(_stop(engine, question, modes))
+    return Tour(report.documents, report.chunks, tuple(stops))
+
+
+def _ingested(so_far: IngestReport) -> str:
+    return f"ingesting: {so_far.documents} documents, {so_far.chunks} chunks"
+
+
+def _stop(engine: BlendEngine, question: Question, modes: Sequence[Mode]) -> Stop:
+    replies: dict[str, Reply] = {mode: _reply(engine, question, mode) for mode in modes}
+    sources = dict.fromkeys(Path(chunk.source).name for chunk in engine.retrieve(question.text))
+    return Stop(question.text, question.kind, question.answer, replies, tuple(sources))
 
 
 def _reply(engine: BlendEngine, question: Question, mode: Mode) -> Reply:
@@ -130,74 +195,9 @@ def _reply(engine: BlendEngine, question: Question, mode: Mode) -> Reply:
     metrics = answer.metrics
     return Reply(
         answer.text.strip(),
-        _normalized(answer.text) == _normalized(question.answer),
+        question.is_answered_by(answer.text),
         metrics.ttft_s,
         metrics.prompt_tokens,
         metrics.reused_tokens,
         metrics.recomputed_tokens,
     )
-
-
-def _normalized(answer: str) -> str:
-    return answer.strip(" .\n").casefold()
-
-
-# -- printing -------------------------------------------------------------------------------------
-
-
-def print_tour(tour: Tour) -> None:
-    """Print the table and the line of totals."""
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table(tour))
-    console.print(totals(tour), highlight=False, markup=False, soft_wrap=True)
-
-
-def table(tour: Tour) -> Table:
-    """One row per question; wrong answers are marked ✗."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    drawn = Table(
-        title=f"{tour.documents} documents, {tour.chunks} chunks of KV",
-        caption=LEGEND,
-        caption_justify="left",
-        row_styles=["", "dim"],
-    )
-    drawn.add_column("question", ratio=3)
-    drawn.add_column("expected")
-    for mode in MODES:
-        drawn.add_column(mode)
-    for heading in ("TTFT ms\n" + " / ".join(MODES), "prompt", "reused", "of them\nrecomputed"):
-        drawn.add_column(heading, justify="right")
-    for stop in tour.stops:
-        replies = [stop.replies[mode] for mode in MODES]
-        blend = stop.replies["blend"]
-        drawn.add_row(
-            escape(stop.question),
-            escape(stop.expected),
-            *map(_marked, replies),
-            " / ".join(f"{1e3 * reply.ttft_s:.0f}" for reply in replies),
-            str(blend.prompt_tokens),
-            str(blend.reused_tokens),
-            str(blend.recomputed_tokens),
-        )
-    return drawn
-
-
-def _marked(reply: Reply) -> str:
-    from rich.markup import escape
-
-    printable = "".join(c if c.isprintable() else "�" for c in " ".join(reply.answer.split()))
-    shown = escape(printable or "(nothing)")
-    return shown if reply.correct else f"[bold red]✗ {shown}[/]"
-
-
-def totals(tour: Tour) -> str:
-    """The line below the table."""
-    found, n = tour.totals(), len(tour.stops)
-    right = ", ".join(f"{mode} {of['correct']}/{n}" for mode, of in found.items())
-    times = ", ".join(f"{mode} {1e3 * of['ttft_s']:.0f} ms" for mode, of in found.items())
-    speed = ", ".join(f"{mode} {found[mode]['speedup']:.1f}×" for mode in ("reuse", "blend"))
-    return f"correct: {right}; median TTFT: {times}; speed over full prefill: {speed}"
