@@ -40,8 +40,9 @@ MAX_NEW_TOKENS = 16
 
 HANDBOOK_MODES: tuple[Mode, ...] = ("full", "blend")
 HANDBOOK_CHUNK_TOKENS = 512
-#: Enough for one sentence, which is all that the questions need.
+#: The questions need one sentence; a small model would go on.
 HANDBOOK_MAX_NEW_TOKENS = 32
+HANDBOOK_STOP = ("\n",)
 
 Show = Callable[[str], None]
 """Shows how far the tour is."""
@@ -128,6 +129,7 @@ def take_handbook_tour(model: Any, store: Path | None = None, show: Show | None 
         handbook_questions(),
         HANDBOOK_MODES,
         show,
+        HANDBOOK_STOP,
         chunk_tokens=HANDBOOK_CHUNK_TOKENS,
         max_new_tokens=HANDBOOK_MAX_NEW_TOKENS,
     )
@@ -140,12 +142,13 @@ def take_tour(
     questions: Sequence[Question] | None = None,
     modes: Sequence[Mode] = MODES,
     show: Show | None = None,
+    stop: tuple[str, ...] = (),
     **settings: Any,
 ) -> Tour:
     """Ingest the corpus into ``store`` (``None``: a temporary one) and ask every question in every mode.
 
-    ``settings`` go to :class:`BlendEngine`. The modes take turns, so that other load on the machine affects
-    all of them equally; retrieval is not timed.
+    ``stop`` ends an answer; ``settings`` go to :class:`BlendEngine`. The modes take turns, so that other load
+    on the machine affects all of them equally; retrieval is not timed.
 
     Raises :class:`KeyboardInterrupt` and :class:`StoreFullError` if the ingest was cut short.
     """
@@ -169,11 +172,11 @@ def take_tour(
         report = engine.ingest(documents, lambda so_far: tell(_ingested(so_far))).whole()
         tell("warming up")
         for mode in modes:  # the first answer of a mode takes longer
-            _reply(engine, asked[0], mode)
+            _reply(engine, asked[0], mode, stop)
         stops = []
         for number, question in enumerate(asked, start=1):
             tell(f"question {number} of {len(asked)}")
-            stops.append(_stop(engine, question, modes))
+            stops.append(_stop(engine, question, modes, stop))
     return Tour(report.documents, report.chunks, tuple(stops))
 
 
@@ -181,16 +184,18 @@ def _ingested(so_far: IngestReport) -> str:
     return f"ingesting: {so_far.documents} documents, {so_far.chunks} chunks"
 
 
-def _stop(engine: BlendEngine, question: Question, modes: Sequence[Mode]) -> Stop:
-    replies: dict[str, Reply] = {mode: _reply(engine, question, mode) for mode in modes}
+def _stop(
+    engine: BlendEngine, question: Question, modes: Sequence[Mode], stop: tuple[str, ...]
+) -> Stop:
+    replies: dict[str, Reply] = {mode: _reply(engine, question, mode, stop) for mode in modes}
     sources = dict.fromkeys(Path(chunk.source).name for chunk in engine.retrieve(question.text))
     return Stop(question.text, question.kind, question.answer, replies, tuple(sources))
 
 
-def _reply(engine: BlendEngine, question: Question, mode: Mode) -> Reply:
+def _reply(engine: BlendEngine, question: Question, mode: Mode, stop: tuple[str, ...]) -> Reply:
     from blendrag.engine import Options
 
-    answer = engine.ask(question.text, options=Options(mode=mode))
+    answer = engine.ask(question.text, options=Options(mode=mode, stop=stop))
     engine.drain()  # finish background work before the next question is timed
     metrics = answer.metrics
     return Reply(
