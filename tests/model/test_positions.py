@@ -227,7 +227,7 @@ def test_prompts_beyond_the_blend_limit_run_only_in_mode_full(tmp_path: Path) ->
     assert limit is not None
     adapter.model.config.max_position_embeddings = 2048
     blend, full = (Options(mode=mode, max_new_tokens=4) for mode in ("blend", "full"))
-    with tiny.engine(adapter, tmp_path / "s") as engine:
+    with tiny.engine(adapter, tmp_path / "s", prefix_text=tiny.BOS) as engine:
         engine.ingest([tiny.document(0)])
         beyond = "the town of Place " * (limit // 4)
         assert limit < len(engine.segments(beyond).ids) < 2000
