@@ -22,12 +22,11 @@ AUTO: Literal["auto"] = "auto"
 #: Name of the embedded model.
 DEMO_MODEL = "demo"
 
+#: Name of the policy that ``blendrag calibrate`` found for the model, else :data:`DEFAULT_POLICY`.
+CALIBRATED = "calibrated"
 #: The lowest mean KL from full prefill over four pretrained models (docs/quality.md).
 DEFAULT_POLICY = "query"
-#: What ``blendrag calibrate`` found for the model, policy and nearest ratio.
-DEFAULT_SCHEDULE = "calibrated"
-#: The schedule of a model and policy that were not calibrated.
-UNCALIBRATED_SCHEDULE = "constant"
+DEFAULT_SCHEDULE = "constant"
 
 
 def _user_cache() -> str:
@@ -63,8 +62,9 @@ class Settings(BaseSettings):
     """Chunks retrieved for a question."""
 
     mode: Mode = "blend"
-    policy: str = DEFAULT_POLICY
-    """Selection policy of mode ``blend``: ``query``, ``hkvd`` (the paper's), ``boundary(k)``, …
+    policy: str = CALIBRATED
+    """Selection policy of mode ``blend``: calibrated (found by ``blendrag calibrate``; before that
+    :data:`DEFAULT_POLICY`), ``query``, ``hkvd`` (the paper's), ``boundary(k)``, …
     (:mod:`blendrag.fusor.selection`)."""
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = 0.15
     """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16); ``auto``: the
@@ -72,8 +72,8 @@ class Settings(BaseSettings):
     min_ratio: float = Field(default=0.15, ge=0.0, le=1.0)
     """The smallest ratio that keeps quality: ``auto`` uses it if a larger one would cost time."""
     schedule: str = DEFAULT_SCHEDULE
-    """How r is spread over the layers: calibrated (found by ``blendrag calibrate``; before that
-    :data:`UNCALIBRATED_SCHEDULE`), constant, linear, geometric[:g], first:m or a comma-separated vector."""
+    """How r is spread over the layers: constant, linear, geometric[:g], first:m or a comma-separated
+    vector."""
     max_new_tokens: int = Field(default=128, ge=1)
     batch_bytes: int = Field(default=2 * 1024**3, ge=0)
     """Memory limit for prompts of a batch that are prefilled together: their KV and activations. 0: one

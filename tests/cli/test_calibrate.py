@@ -1,4 +1,4 @@
-"""``blendrag calibrate``: what it prints, how ``ask`` uses the schedule found, and bad input."""
+"""``blendrag calibrate``: what it prints, how ``ask`` uses what was found, and bad input."""
 
 from __future__ import annotations
 
@@ -8,56 +8,58 @@ from pathlib import Path
 import pytest
 
 from blendrag.cli.progress import StatusLine
-from cli.commands import ask, invoke, refused
+from cli.commands import ask, ingest_args, invoke, refused
 
-FEW = ("--samples", "2", "--top-k", "3", "--minutes", "0.3", "--ratio", "0.2", "--policy", "query")
+FEW = ("--samples", "10", "--top-k", "3", "--ratio", "0.2")
 
 
 @pytest.mark.slow
-def test_the_schedule_found_is_printed_kept_and_used(store: Path) -> None:
+def test_what_was_found_is_printed_kept_and_used(store: Path) -> None:
     result = invoke("calibrate", "--store", store, *FEW, "--json")
     assert result.exit_code == 0, result.stderr
-    assert "used only with --schedule calibrated" in result.stderr
-    found = json.loads(result.stdout)
-    assert found["policy"] == "query"
-    assert found["prompts"] == 2
-    assert found["deviation"] <= min(found["families"].values())
-    assert sum(found["weights"]) / len(found["weights"]) == pytest.approx(0.2)
-    asked = ask(store, "--policy", "query", "--ratio", "0.2", "--schedule", "calibrated")
-    ran = asked["metrics"]["schedule"]
-    assert ran == "calibrated:" + ",".join(f"{weight:g}" for weight in found["weights"])
+    report = json.loads(result.stdout)
+    assert len(report["rows"]) == 10
+    found = report["calibration"]
+    assert found["policy"] in (found["candidate"], "query")
+    ran = ask(store, "--ratio", "0.2")["metrics"]["policy"]
+    assert ran.partition("(")[0] == found["policy"].partition("(")[0]
 
 
-def test_the_table_names_schedules_the_source_of_the_questions_and_the_time_limit(
-    store: Path, tmp_path: Path
-) -> None:
+def test_too_few_questions_are_reported(store: Path, tmp_path: Path) -> None:
     questions = tmp_path / "questions.txt"
     questions.write_text("What is the topic of document 1?\n\nWhere is the windmill?\n")
-    given = ("--questions", str(questions), "--minutes", "0.0001")
-    result = invoke("calibrate", "--store", store, *FEW, *given)
-    assert "on 2 prompts (questions given)" in result.stdout
-    assert "constant: " in result.stdout
-    assert "the search stopped after 0.0001 minutes; allow more with --minutes" in result.stderr
-    assert "--schedule calibrated;" not in result.stderr
+    result = invoke("calibrate", "--store", store, *FEW, "--questions", str(questions))
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("2 prompts are too few to choose a policy")
+    assert "2 prompts in " in result.stdout
 
 
-def test_an_interrupted_search_keeps_the_best_so_far(
+def test_an_interrupted_calibration_says_what_was_used(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def impatient(line: StatusLine, text: str) -> None:
+    def impatient(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StatusLine, "show", impatient)
     result = invoke("calibrate", "--store", store, *FEW, "--json")
     assert result.exit_code == 130
-    assert "the best schedule so far is kept" in result.stderr.splitlines()[-1]
-    assert json.loads(result.stdout)["tried"] == 1
+    assert "the prompts measured so far were used" in result.stderr.splitlines()[-1]
+    assert len(json.loads(result.stdout)["rows"]) == 1
+
+
+def test_ingest_offers_to_calibrate(
+    model_dir: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blendrag.engine.calibration.DEEP_LAYERS", 3)
+    for name, more, offers in (("a", (), True), ("a", (), False), ("b", ("--json",), False)):
+        result = invoke(*ingest_args(docs, model_dir, tmp_path / name, *more))
+        assert result.exit_code == 0, result.stderr
+        assert ("note: blendrag calibrate would" in result.stderr) == offers
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--policy", "boundary(3)"), "follows no schedule"),
         (("--ratio", "1.0"), "ratio 1.0"),
         (("--minutes", "0"), "minutes is 0"),
         (("--questions", "nowhere.txt"), "cannot be read"),

@@ -93,7 +93,7 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(
         stream = AnswerStream(adapter.tokens.tokenizer, (), 0.0)
         with (
             adapter.lock,
-            closing(KVAccess(request, adapter, controller, schedule=constant).plan()) as made,
+            closing(KVAccess(request, adapter, controller).plan()) as made,
         ):
             return Generation(adapter, lambda: used.fusor, request, stream).run(made)
 

@@ -201,7 +201,6 @@ def test_answers_of_a_batch_are_those_of_each_prompt_alone(
         "Where was it built?",
         tiny.prompt(engine, 0, ask="Why?"),
     ]
-    engine.generate(prompts[0], OPTIONS[kind])  # notes that no schedule is calibrated
     alone = [engine.generate(text, OPTIONS[kind]) for text in prompts]
     engine.drain()
     found = engine.batch(prompts, OPTIONS[kind])

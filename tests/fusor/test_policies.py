@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
+from blendrag.config import DEFAULT_POLICY
 from blendrag.fusor.rows import PromptRows, nested_rows
 from blendrag.fusor.selection import POLICIES, LayerView, PromptGeometry, Schedule, make_policy
 from blendrag.fusor.selection.base import top
@@ -88,12 +89,13 @@ def test_sets_are_nested_ascending_and_within_the_budget(
         assert sets[0].numel() == sets[1].numel()  # layer 0 computes nothing that layer 1 drops
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "boundary(3)", " blend(7) "])
+@pytest.mark.parametrize("name", [*POLICIES, "boundary(3)", " blend(7) ", "query(50-100)"])
 def test_a_policy_is_made_by_its_name_and_prints_it(name: str) -> None:
     made = make_policy(name)
     assert str(made).startswith(name.strip())
     assert str(make_policy(str(made))) == str(made)
     assert make_policy(made) is made
+    assert str(make_policy("calibrated")) == DEFAULT_POLICY
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,10 @@ def test_a_policy_is_made_by_its_name_and_prints_it(name: str) -> None:
         "query+",
         "offset+query",
         "query(4)",
+        "query(50-101)",
+        "query(50-50)",
+        "blend(0-50)",
+        "hkvd(0-50)",
         "blend(x)",
         "blend(-1)",
         f"boundary({10**20})",
@@ -203,6 +209,7 @@ def test_the_scout_pass_of_query_ends_early_in_deep_models_only() -> None:
         policy = make_policy(name)
         assert policy.attention_layers(32) == range(10, 21)
         assert policy.attention_layers(12) == range(12)
+        assert make_policy(f"{name}(50-100)").attention_layers(12) == range(6, 12)
     assert make_policy("blend").attention_layers(32) == range(8, 32)
     assert make_policy("hkvd").attention_layers(32) == range(0)
     assert make_policy("blend").attention_layers(1) == range(1)

@@ -68,7 +68,6 @@ def test_what_the_cap_takes_goes_to_later_layers() -> None:
         ("first:2", 0.2, [0.4, 0.4, 0.0, 0.0]),
         ("first:9", 0.4, [0.4] * 4),
         ("4,2,2", 0.2, [0.3, 0.15, 0.15]),
-        ("calibrated:4,2,2", 0.2, [0.3, 0.15, 0.15]),
         ([0.1 + 0.2, 0.3, 0.1 + 0.2], 0.2, [0.2] * 3),  # a rise of rounding
         ("constant", 0.5, []),
     ],
@@ -79,14 +78,7 @@ def test_shapes_are_what_their_names_say(text: Any, ratio: float, shares: list[f
     assert got == sorted(got, reverse=True)
 
 
-def test_calibrated_is_open_until_it_carries_weights() -> None:
-    assert not Schedule.parse("calibrated:3,2,1").is_open
-    assert Schedule.parse("calibrated").is_open
-    with pytest.raises(InvalidInputError, match="look them up"):
-        Schedule.parse("calibrated").shares(0.2, 4)
-
-
-@pytest.mark.parametrize("weights", ["3,1,2", "calibrated:3,1,2", [3.0, 1.0, 2.0]])
+@pytest.mark.parametrize("weights", ["3,1,2", [3.0, 1.0, 2.0]])
 def test_a_vector_that_rises_is_refused_because_sets_are_nested(weights: Any) -> None:
     with tiny.refuses("rises from 1 to 2 at layer 3"):
         Schedule.parse(weights)
@@ -94,13 +86,12 @@ def test_a_vector_that_rises_is_refused_because_sets_are_nested(weights: Any) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["constant", "linear", "geometric:0.6", "first:3", "3,2,1", "calibrated", "calibrated:3,2,1"],
+    ["constant", "linear", "geometric:0.6", "first:3", "3,2,1"],
 )
 def test_a_schedule_prints_as_it_is_read(text: str) -> None:
     assert str(Schedule.parse(text)) == text
     assert Schedule.parse(str(Schedule.parse(text))) == Schedule.parse(text)
     assert Schedule.parse("geometric:") == Schedule.parse("geometric")
-    assert Schedule.parse("calibrated:") == Schedule.parse("calibrated")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +100,7 @@ def test_a_schedule_prints_as_it_is_read(text: str) -> None:
         "", "cubic", "constant:2", "linear:1", "geometric:0", "geometric:1.5", "geometric:-1",
         "geometric:x", "geometric:nan", "1,2,x", "0,0,0", "1,-1,2", ",", "1,,2", "0.5",
         "nan,1,1", "inf,1,1", "first", "first:", "first:0", "first:-1", "first:1.5",
-        "calibrated:x", "calibrated:0,0", [], [0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0],
+        "calibrated", [], [0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0],
     ],
 )  # fmt: skip
 def test_a_bad_schedule_is_one_sentence(text: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
-from blendrag.config import UNCALIBRATED_SCHEDULE
+from blendrag.config import DEFAULT_SCHEDULE
 from blendrag.fusor import Fusor, attention, scout
 from blendrag.fusor.selection import LayerView
 from blendrag.fusor.selection.blend import BlendPolicy
@@ -160,7 +160,7 @@ def test_the_metrics_name_the_policy_that_decided(tmp_path: Path) -> None:
         engine.ingest([tiny.document(0)])
         prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
         metrics = engine.generate(prompt).metrics
-    assert (metrics.policy, metrics.schedule) == ("hkvd", UNCALIBRATED_SCHEDULE)
+    assert (metrics.policy, metrics.schedule) == ("hkvd", DEFAULT_SCHEDULE)
 
 
 class Squares(TorchDispatchMode):

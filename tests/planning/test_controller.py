@@ -14,10 +14,9 @@ from blendrag.config import Settings
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.lab.bench.tiers import Throttle, ThrottledStore
-from blendrag.planning.calibration import Calibration, Questions, calibrations
 from blendrag.planning.controller import PlanOptions
 from blendrag.planning.plan import Plan, ReasonCode
-from blendrag.planning.profile import Curve, Tier, conditions_of, profiles
+from blendrag.planning.profile import Tier, conditions_of, profiles
 from blendrag.text.prompt import SegmentedPrompt
 from planning.invented import LAYERS, line, profile
 
@@ -83,7 +82,7 @@ def planned(
     avoid: tuple[str, ...] = (),
 ) -> Plan:
     controller = engine._planner.controller(engine.resources.kv_validity.namespace)
-    options = PlanOptions(mode, make_policy("random"), lambda _: Schedule("constant"), 0.5)
+    options = PlanOptions(mode, make_policy("random"), Schedule("constant"), 0.5)
     plan = controller.plan(asked or engine.segments(prompt(engine)), options, frozenset(avoid))
     plan.close()
     return plan
@@ -149,25 +148,6 @@ def test_from_a_fast_store_the_smallest_ratio_is_taken(engine: BlendEngine) -> N
     assert metrics.schedule == "constant"
     assert None not in (metrics.predicted_ttft_s, metrics.predicted_compute_s)
     assert ask(engine, replace(AUTO, schedule="linear")).metrics.schedule == "linear"
-
-
-def test_the_calibrated_schedule_is_that_of_the_ratio_chosen(engine: BlendEngine) -> None:
-    root, namespace = engine.resources.root, engine.resources.kv_validity.namespace
-    near, far = (
-        Calibration("random", ratio, weights, 0, "", 0, 1, 4, 0, Questions.GIVEN)
-        for ratio, weights in ((0.15, (0.45, 0.0, 0.0)), (0.9, (1.0, 1.0, 0.7)))
-    )
-    for each in (near, far):
-        calibrations(root, namespace).keep(each)
-    flat = Curve((1.0, 4096.0), (1e-3, 1e-3), 0.0)  # as on a GPU, to which all these rows are few
-    profiled(engine, 1e12, layer=flat, last=flat, prefill=line(1.0))
-    metrics = ask(engine).metrics
-    assert metrics.ratio > 0.6
-    assert metrics.schedule == str(far.schedule)
-    ran = [note for note in metrics.notes if "found at ratio 0.9, the nearest to" in note]
-    assert len(ran) == len(metrics.notes) == (metrics.ratio != 0.9)
-    fixed = ask(engine, replace(AUTO, ratio=0.15)).metrics
-    assert (fixed.schedule, fixed.notes) == (str(near.schedule), ())
 
 
 # -- load or compute ---------------------------------------------------------------------------------

@@ -93,6 +93,8 @@ def _ingest(engine: BlendEngine, paths: list[Path], json: bool) -> int:
         return interrupted()
     if report.stopped:
         say("error", report.stopped)
+    elif not json and (offer := engine.calibration_offer(report)):
+        say("note", offer)
     return FAILED if report.stopped or report.failed else DONE
 
 

@@ -138,7 +138,7 @@ Mode = Annotated[str | None, optional("blend, full, prefix or reuse.", callback=
 Policy = Annotated[str | None, optional("Selection policy: which tokens are recomputed.")]
 Schedule = Annotated[
     str | None,
-    optional("constant, linear, geometric[:g], first:m, calibrated or one ratio per layer."),
+    optional("constant, linear, geometric[:g], first:m or one ratio per layer."),
 ]
 Ratio = Annotated[float | None, number("Share of tokens recomputed.", 0, 1)]
 AutoRatio = Annotated[

@@ -60,10 +60,9 @@ def profile(
     from blendrag.fusor.selection import make_policy
     from blendrag.planning.storage import choose_storage
 
-    policy = policy or settings().policy
+    policy = str(make_policy(policy or settings().policy))  # fail before any work
     ratio = settings().fixed_ratio if ratio is None else ratio
     chunks = top_k or settings().top_k
-    make_policy(policy)  # fail before any work
     plots.require_plot(plot)
     with options.engine_for(context) as engine:
         with StatusLine() as line:

@@ -13,7 +13,7 @@ All model work runs on one worker thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
@@ -59,7 +59,6 @@ from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.calibrate import Found
 from blendrag.planning.plan import Plan, Reason, ReasonCode
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
@@ -442,20 +441,25 @@ class BlendEngine:
     def calibrate(
         self,
         options: CalibrationOptions | None = None,
-        watch: Callable[[Found], None] = lambda found: None,
+        watch: calibrating.Watch = lambda race, done: None,
     ) -> CalibrationReport:
-        """Search for the schedule that brings blended answers closest to full prefill.
+        """Find the policy that brings blended answers closest to full prefill.
 
-        Measures schedules on prompts sampled from the corpus, and keeps the best one in the store as
-        schedule ``calibrated``. Ctrl-C ends the search and keeps the best so far. ``watch`` is called
-        after each schedule. Raises :class:`InvalidInputError`, :class:`CorpusError`, and
-        :class:`StoreUnavailableError` for a store that cannot be written.
+        Measures the candidates on prompts sampled from the corpus, and checks the best on other prompts.
+        What is found is kept in the store and is the policy of every request that names none: the best
+        candidate, or the default if the check does not show a gain. Ctrl-C concludes from the finished
+        prompts. ``watch`` is called after each prompt. Raises :class:`InvalidInputError`,
+        :class:`CorpusError`, and :class:`StoreUnavailableError` for a store that cannot be written.
         """
         s = self.settings
-        options = options or CalibrationOptions(s.policy, s.fixed_ratio, top_k=s.top_k)
+        options = options or CalibrationOptions(s.fixed_ratio, top_k=s.top_k)
         return calibrating.calibrate(
             self.resources, self._planner, self.segments, self._worker, options, watch
         )
+
+    def calibration_offer(self, report: IngestReport) -> str:
+        """After an ingest: a sentence on what :meth:`calibrate` would do, if it is worth offering."""
+        return calibrating.offer(self.resources, report)
 
     def profile(
         self,

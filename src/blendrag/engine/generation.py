@@ -164,10 +164,8 @@ class Generation:
         ratio = counts.ratio if counts else computed_share
         policy = schedule = ""
         if fusion is not None and counts and counts.candidates and request.mode == "blend":
-            # the fallback, if the model's attention could not be seen
-            is_fallback = fusion.policy is not fusion.request.policy
-            policy = str(fusion.policy) if is_fallback else request.policy
-            schedule = str(fusion.schedule)
+            # what ran: a fallback, if the model's attention could not be seen
+            policy, schedule = str(fusion.policy), str(fusion.schedule)
         # a forecast is of a request that is prefilled alone
         predicted = plan.forecast if batch_size == 1 else None
         return RequestMetrics(

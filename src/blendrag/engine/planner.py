@@ -1,4 +1,4 @@
-"""From a request to its plan: may stored KV be used, with which schedule, machine profile and controller."""
+"""From a request to its plan: may stored KV be used, with which policy, machine profile and controller."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from blendrag.config import UNCALIBRATED_SCHEDULE, Settings
+from blendrag.config import CALIBRATED, DEFAULT_POLICY, Settings
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
 from blendrag.engine.resources import Resources
 from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
-from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.calibration import Calibration, calibrations_of, nearest
+from blendrag.planning.calibration import calibrations
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode
 from blendrag.planning.profile import Profile
 from blendrag.text.prompt import SegmentedPrompt
 
-FALLBACK = Schedule.parse(UNCALIBRATED_SCHEDULE)
 UNTRUSTED = Reason(
     ReasonCode.UNTRUSTED,
     "stored KV is not used: its probe entry is damaged, or this machine computes different KV than the one "
     "that ingested the corpus; ingest again to renew it",
 )
-UNCALIBRATED = (
-    f"no schedule is calibrated for this model and policy, so {UNCALIBRATED_SCHEDULE} is used; find one "
-    "with blendrag calibrate --questions FILE"
+OLD_CALIBRATION = (
+    "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
+    "calibrate"
 )
 
 
@@ -73,9 +71,6 @@ class KVAccess:
     controller: Controller | None = None
     """``None`` if no stored KV may be used."""
     why_not: Reason = MODE_FULL
-    schedule: Schedule = FALLBACK
-    """Used at every ratio that has no calibrated schedule."""
-    calibrated: tuple[Calibration, ...] = ()
     notes: tuple[str, ...] = ()
 
     def plan(self, avoid: frozenset[str] = frozenset()) -> Plan:
@@ -90,7 +85,7 @@ class KVAccess:
             options = PlanOptions(
                 request.mode,
                 request.new_policy(),
-                self._schedule_at,
+                request.schedule,
                 request.ratio,
                 request.is_auto,
             )
@@ -103,17 +98,10 @@ class KVAccess:
                 f"prompt of {tokens} tokens passes {limit}, where {self.adapter.model_id}'s rotary "
                 "table changes with the length; use mode full or a shorter prompt"
             )
-        found = nearest(self.calibrated, plan.ratio)
-        note = found.note(plan.ratio) if found is not None else ""
-        notes = tuple(filter(None, (*self.notes, note, *plan.notes)))
         if plan.forecast is not None:  # from when the caller asked, like the measured TTFT
             ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
             plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
-        return replace(plan, notes=notes)
-
-    def _schedule_at(self, ratio: float) -> Schedule:
-        found = nearest(self.calibrated, ratio)
-        return found.schedule if found is not None else self.schedule
+        return replace(plan, notes=(*self.notes, *plan.notes))
 
 
 class Planner:
@@ -125,11 +113,11 @@ class Planner:
         self._resources = resources
         self._settings = settings
         self._background = background
-        self._told: set[tuple[str, str]] = set()
-        """Namespaces and policies for which the note about a missing calibration was given."""
+        self._told: set[str] = set()
+        """Namespaces for which :data:`OLD_CALIBRATION` was given."""
 
     def access(self, request: Request, check: Callable[[], None] | None) -> KVAccess:
-        """May ``request`` use stored KV, and with which schedule, profile and controller?
+        """May ``request`` use stored KV, and with which policy, profile and controller?
 
         If other requests wait, the chunks that it misses are encoded now, so that they are not computed
         twice. ``check`` is called before each and raises for a request that is over; ``None`` encodes
@@ -143,7 +131,7 @@ class Planner:
         if not resources.kv_validity.is_valid(namespace):
             resources.forget_signature()
             return KVAccess(request, adapter, why_not=UNTRUSTED, notes=(UNTRUSTED.text,))
-        schedule, calibrated, notes = self._schedule(request, namespace)
+        request, notes = self._calibrated(request, namespace)
         profile, profile_notes = self._profile(request, namespace)
         controller = self.controller(namespace, profile)
         notes += profile_notes
@@ -153,9 +141,7 @@ class Planner:
                 notes += (
                     f"{encoded} chunks were encoded before the answer because other requests waited",
                 )
-        return KVAccess(
-            request, adapter, controller, schedule=schedule, calibrated=calibrated, notes=notes
-        )
+        return KVAccess(request, adapter, controller, notes=notes)
 
     def controller(self, namespace: str, profile: Profile | None = None) -> Controller:
         """The loading controller over what is stored under ``namespace``."""
@@ -170,28 +156,18 @@ class Planner:
             profile,
         )
 
-    def _schedule(
-        self, request: Request, namespace: str
-    ) -> tuple[Schedule, tuple[Calibration, ...], tuple[str, ...]]:
-        """The schedule, the calibrated ones for other ratios, and notes.
-
-        A calibrated schedule that the request names may come from any calibration; the default only takes
-        one found on questions.
-        """
-        if not request.schedule.is_open:
-            return request.schedule, (), ()
-        named = request.options.schedule is not None
-        known = calibrations_of(
-            self._resources.root, namespace, request.policy, of_questions=not named
-        )
-        found = nearest(known, request.ratio)
-        matters = request.mode == "blend" and make_policy(request.policy).follows_schedule
-        if found is not None:
-            return found.schedule, known if matters else (), ()
-        tell = matters and (named or (namespace, request.policy) not in self._told)
-        if tell:
-            self._told.add((namespace, request.policy))
-        return FALLBACK, (), (UNCALIBRATED,) if tell else ()
+    def _calibrated(self, request: Request, namespace: str) -> tuple[Request, tuple[str, ...]]:
+        """``request`` with the policy that was found for the model, unless it names one; and notes."""
+        if request.policy != CALIBRATED:
+            return request, ()
+        known = calibrations(self._resources.root, namespace)
+        found = known.entries()
+        policy = found[-1].policy if found else DEFAULT_POLICY
+        notes: tuple[str, ...] = ()
+        if not found and namespace not in self._told and known.unchecked():
+            self._told.add(namespace)
+            notes = (OLD_CALIBRATION,)
+        return replace(request, policy=policy), notes
 
     def _profile(self, request: Request, namespace: str) -> tuple[Profile | None, tuple[str, ...]]:
         """The machine profile; a note if ratio auto needs one and there is none."""

@@ -1,6 +1,6 @@
-"""Finds the schedule with the smallest deviation at a given ratio: sampled prompts, measure, search.
+"""Finds the policy that is closest to full prefill at a given ratio: sampled prompts, measure, choice.
 
-The deviation of a schedule is the KL divergence of blended answers from those of a full prefill.
+The deviation of a policy is the KL divergence of blended answers from those of a full prefill.
 """
 
 from __future__ import annotations
@@ -8,18 +8,22 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
 
+from blendrag.config import DEFAULT_POLICY
 from blendrag.corpus.corpus import Corpus
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
-from blendrag.fusor.selection import Schedule, SelectionPolicy
+from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.calibration import Calibration
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.text.prompt import SegmentedPrompt
 
@@ -27,9 +31,9 @@ from blendrag.text.prompt import SegmentedPrompt
 
 #: Chunks of a document taken together: one and those before it, to which it may refer.
 RUN = 3
-#: Longest sentence that is used as a question.
-QUESTION_CHARS = 200
-_SENTENCE = re.compile(r".+?[.!?](?=\s|$)", re.DOTALL)
+#: Longest subject of a question.
+SUBJECT_CHARS = 60
+_PUNCTUATION = re.compile(r"[^\w\s'-]+")
 
 
 class SampledQuestion(NamedTuple):
@@ -39,8 +43,8 @@ class SampledQuestion(NamedTuple):
     chunks: tuple[str, ...]
 
 
-def sample_corpus(corpus: Corpus, prompts: int, top_k: int, seed: int) -> Iterator[SampledQuestion]:
-    """``prompts`` random sets of at most ``top_k`` chunks; a chunk's first sentence is used as its question.
+def sample_corpus(corpus: Corpus, prompts: int, top_k: int) -> Iterator[SampledQuestion]:
+    """``prompts`` random sets of at most ``top_k`` chunks, and a question about one of them.
 
     Chunks come with their neighbours: blending can lose what chunks say about each other.
     """
@@ -49,12 +53,12 @@ def sample_corpus(corpus: Corpus, prompts: int, top_k: int, seed: int) -> Iterat
         raise InvalidInputError(
             "the corpus holds no document to calibrate on; ingest first (blendrag ingest PATH…)"
         )
-    rng = random.Random(f"calibrate/{seed}")
+    rng = random.Random("calibrate")
     order = rng.sample(sources, len(sources))
     for number in range(prompts):
         first = order[number % len(order)]
         runs = [_run(corpus, first, top_k, rng)]
-        question = first_sentence(runs[0][-1])
+        question = question_about(runs[0][-1])
         for source in rng.sample(sources, min(len(sources), top_k)):
             left = top_k - sum(map(len, runs))
             if left > 0 and source != first:
@@ -63,18 +67,24 @@ def sample_corpus(corpus: Corpus, prompts: int, top_k: int, seed: int) -> Iterat
         yield SampledQuestion(question, tuple(text for run in runs for text in run))
 
 
-def sample_questions(questions: Sequence[str], prompts: int, seed: int) -> list[str]:
+def sample_questions(questions: Sequence[str], prompts: int) -> list[str]:
     """At most ``prompts`` of ``questions``, drawn at random."""
     asked = [question for question in questions if question.strip()]
     if not asked:
         raise InvalidInputError("there is no question to calibrate on; expected one a line")
-    return random.Random(f"calibrate/{seed}").sample(asked, min(prompts, len(asked)))
+    return random.Random("calibrate").sample(asked, min(prompts, len(asked)))
 
 
-def first_sentence(text: str) -> str:
-    """Of ``text``, at most :data:`QUESTION_CHARS` characters."""
-    found = _SENTENCE.match(text.strip())
-    return " ".join((found[0] if found else text).split())[:QUESTION_CHARS]
+def question_about(text: str) -> str:
+    """A question that ``text`` answers: about its longest name, else about its first words."""
+    names = [
+        " ".join(words)
+        for part in _PUNCTUATION.split(text)
+        for is_name, words in groupby(part.split(), key=lambda word: word[0].isupper())
+        if is_name
+    ]
+    subject = max(names, key=len, default=" ".join(text.split()))[:SUBJECT_CHARS].strip()
+    return f"What does the context say about {subject}?"
 
 
 def _run(corpus: Corpus, source: str, at_most: int, rng: random.Random) -> list[str]:
@@ -86,10 +96,11 @@ def _run(corpus: Corpus, source: str, at_most: int, rng: random.Random) -> list[
 
 # -- measure: deviation from full prefill ---------------------------------------------------------
 
-#: Answer tokens compared.
-ANSWER_TOKENS = 8
-#: ``measure(schedule, bound)``: mean deviation, or infinity once it is certain to exceed ``bound``.
-Deviates = Callable[[Schedule, float], float]
+#: Answer tokens compared. Policies differ little in the first ones.
+ANSWER_TOKENS = 16
+REUSE = "reuse"
+#: The best on every pretrained model measured.
+CONSTANT = Schedule("constant")
 
 
 @dataclass(frozen=True)
@@ -123,8 +134,7 @@ def deviation(
     fusor: Fusor,
     controller: Controller,
     expected: Reference,
-    policy: SelectionPolicy,
-    schedule: Schedule,
+    policy: str,
     ratio: float,
 ) -> float | None:
     """Mean KL(full prefill ‖ blended) per answer token, in nats; ``None`` if there is no chunk to blend.
@@ -133,7 +143,8 @@ def deviation(
     :class:`SpanCorruptError`.
     """
     prompt, adapter = expected.prompt, fusor.adapter
-    plan = controller.plan(prompt, PlanOptions("blend", policy, lambda _: schedule, ratio))
+    options = PlanOptions("blend", make_policy(policy), CONSTANT, ratio)
+    plan = controller.plan(prompt, options)
     try:
         request = plan.request(len(prompt.ids))
         if not request.candidates:
@@ -163,158 +174,49 @@ def _logits(adapter: ModelAdapter, ids: Sequence[int], cache: Any, keep: int) ->
     return out.logits[0].float().cpu()
 
 
-def mean_deviation(of: Callable[[int, Schedule], float], prompts: int) -> Deviates:
-    """Mean deviation of a schedule over the same prompts; ``of(i, schedule)`` is that of prompt ``i``.
+# -- choose: drop candidates early, check the last on prompts that did not choose it ----------------
 
-    Prompts that deviated most in the last whole measurement come first: they show soonest that the mean is
-    certain to exceed the bound.
-    """
-    order = list(range(prompts))
-
-    def mean(schedule: Schedule, bound: float) -> float:
-        seen: dict[int, float] = {}
-        for i in order:
-            seen[i] = of(i, schedule)
-            if sum(seen.values()) > bound * prompts:
-                return math.inf
-        order.sort(key=lambda i: -seen[i])
-        return math.fsum(seen.values()) / prompts
-
-    return mean
-
-
-GROWTHS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
-#: Layers after which a family or a move may stop spending.
-STOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80)
-#: Parts of the whole mass that a move gives to a vertex, largest first.
-PARTS = (0.5, 0.2, 0.08, 0.03)
-#: A move counts if it saves at least this share of the deviation.
-WORTHWHILE = 2e-3
-MAX_ROUNDS = 6
-
-
-class Tried(NamedTuple):
-    schedule: Schedule
-    deviation: float
+#: Policies that come close to full prefill on some pretrained model, besides the default. Falling schedules
+#: do on none.
+CANDIDATES = ("query(50-100)", "query(0-100)", "query+hkvd(50-100)", "hkvd", "blend")
+#: Candidates left from these parts of the calibration on. The last one is checked on the remaining prompts.
+ROUNDS = ((1 / 8, 2), (3 / 8, 1))
+#: The fewest prompts of a check.
+MIN_CHECKED = 4
 
 
 @dataclass
-class Found:
-    """Result of a search, also while it runs; ``best`` is never worse than any of ``families``."""
+class Race:
+    """KL of each prompt measured so far, by policy: the default, nothing recomputed, and the candidates
+    that are left, the best first once some were dropped."""
 
-    best: Tried
-    families: list[Tried] = field(default_factory=list)
-    tried: int = 0
-    interrupted: bool = False
-    out_of_time: bool = False
+    candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
+    rows: list[dict[str, float]] = field(default_factory=list)
+    chosen_by: int = 0
+    """Prompts on which the candidates left were chosen; the later ones check the first of them."""
 
     @property
-    def family(self) -> Tried:
-        """The best of the fixed families."""
-        return min(self.families, key=lambda each: each.deviation)
+    def policies(self) -> tuple[str, ...]:
+        """What the next prompt is measured with."""
+        return (REUSE, DEFAULT_POLICY, *self.candidates)
 
+    def narrow(self, done: float) -> None:
+        """Drop the worst candidates, if it is time: ``done`` is the part of the calibration that is over."""
+        left = min((left for part, left in ROUNDS if done >= part), default=len(CANDIDATES))
+        if self.rows and left < len(self.candidates):
+            self.candidates = sorted(self.candidates, key=self.kl)[:left]
+            self.chosen_by = len(self.rows)
 
-def families(layers: int, ratio: float) -> list[Schedule]:
-    """The fixed shapes a search begins with: constant, linear, geometric, first:m.
+    def kl(self, policy: str) -> float:
+        """Mean over the prompts."""
+        return statistics.fmean(row[policy] for row in self.rows)
 
-    Without those that are the same at this ratio, because shares are capped at 1.
-    """
-    names = ["constant", "linear", *(f"geometric:{g:g}" for g in GROWTHS)]
-    names += [f"first:{m}" for m in STOPS if m < layers - 1]
-    by_shares: dict[tuple[float, ...], Schedule] = {}
-    for schedule in map(Schedule.parse, names):
-        shares = tuple(round(share, 9) for share in schedule.shares(ratio, layers))
-        by_shares.setdefault(shares, schedule)
-    return list(by_shares.values())
-
-
-def search(
-    measure: Deviates,
-    layers: int,
-    ratio: float,
-    seed: int = 0,
-    has_time: Callable[[], bool] = lambda: True,
-    watch: Callable[[Found], None] = lambda found: None,
-    known: Schedule | None = None,
-) -> Found:
-    """The best schedule for a model of ``layers`` at ``ratio``, the same for the same arguments.
-
-    Every non-increasing vector is a mixture of the vertices ``first:1`` … ``first:L-1``. Starting from
-    ``known``, an earlier result, or the best fixed family, moves shift mass to or from a vertex at the same
-    ratio. Ends early when ``has_time()`` says so or at ``KeyboardInterrupt``, with the best so far; before
-    the first family is measured the interrupt is raised, and ``watch`` is not called.
-    """
-    found, rng = Found(Tried(Schedule("constant"), math.inf)), random.Random(seed)
-
-    def attempt(schedule: Schedule, bound: float = math.inf, is_family: bool = False) -> bool:
-        """Measure ``schedule``; whether it stays below ``bound``."""
-        tried = Tried(schedule, measure(schedule, bound))
-        found.tried += 1
-        if found.tried == 1 or tried.deviation < found.best.deviation:
-            found.best = tried
-        if is_family:  # after the best: an interrupt between the two leaves the best never worse
-            found.families.append(tried)
-        if found.families:
-            watch(found)
-        return tried.deviation < bound
-
-    def is_over() -> bool:
-        found.out_of_time = bool(found.families) and not has_time()
-        return found.out_of_time
-
-    try:
-        if known is not None:
-            attempt(known)
-        for schedule in families(layers, ratio):
-            if is_over():
-                return found
-            attempt(schedule, is_family=True)
-        for _ in range(MAX_ROUNDS):
-            improved = False
-            for stop, part in _shuffled_moves(layers - 1, rng):
-                if is_over():
-                    return found
-                shares = _moved(found.best.schedule.shares(ratio, layers), stop, part, ratio)
-                if shares is not None:
-                    bound = (1 - WORTHWHILE) * found.best.deviation
-                    improved |= attempt(Schedule("vector", shares), bound)
-            if not improved:
-                break
-    except KeyboardInterrupt:
-        if not found.families:
-            raise
-        found.interrupted = True
-    return found
-
-
-def _shuffled_moves(n: int, rng: random.Random) -> Iterator[tuple[int, float]]:
-    """Moves ``(stop, part)``: give vertex ``first:stop`` that part of the whole mass, or if negative, take
-    that part of the vertex's mass. Large steps first, each size in random order."""
-    if n < 2:
-        return
-    stops = [*(m for m in STOPS if m < n), n]
-    for part in PARTS:
-        moves = [(m, part) for m in stops]
-        moves += [(m, -2 * part) for m in stops]  # -1: all of it
-        rng.shuffle(moves)
-        yield from moves
-
-
-def _moved(
-    shares: Sequence[float], stop: int, part: float, ratio: float
-) -> tuple[float, ...] | None:
-    """``shares`` after a move, with the same mean; ``None`` if it is impossible or changes nothing."""
-    n = len(shares)
-    total = ratio * n
-    vertex = [total / stop if i < stop else 0.0 for i in range(n)]
-    if part < 0:
-        below = shares[stop] if stop < n else 0.0
-        own = (shares[stop - 1] - below) * stop / total  # the vertex's part of the mass
-        if own < 1e-3 or own > 1 - 1e-3:
+    def result(self, ratio: float) -> Calibration | None:
+        """``None`` if too few prompts were measured."""
+        check = self.rows[self.chosen_by :]
+        if not self.chosen_by or len(check) < MIN_CHECKED:
             return None
-        taken = -part * own
-        part = -taken / (1 - taken)
-    mixed = tuple((1 - part) * s + part * v for s, v in zip(shares, vertex, strict=True))
-    if mixed[0] > 1.0 or max(abs(a - b) for a, b in zip(mixed, shares, strict=True)) < 1e-6:
-        return None
-    return tuple(max(0.0, share) for share in mixed)
+        names = (self.candidates[0], DEFAULT_POLICY, REUSE)
+        return Calibration.of(
+            DEFAULT_POLICY, names[0], ratio, *([row[name] for row in check] for name in names)
+        )

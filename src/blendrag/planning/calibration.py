@@ -1,87 +1,76 @@
-"""Calibrated schedules: the vector found for a model, policy and ratio, and its record in the store."""
+"""What ``blendrag calibrate`` found for a model: the policy closest to full prefill, kept in the store."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from blendrag.fusor.selection import Schedule, make_policy
-from blendrag.fusor.selection.schedule import CALIBRATED
+from blendrag.fusor.selection import make_policy
 from blendrag.store.records import Records
 
-
-class Questions(StrEnum):
-    """What was asked of the sampled prompts. The values are stored."""
-
-    GIVEN = "questions given"
-    PSEUDO = "first sentences of chunks, in place of questions"
+#: A gain counts if it is more than this many standard errors.
+SURE = 2
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A schedule found for one policy at one ratio. Deviations are KL in nats per token."""
+    """The policy for a model's requests that name none. KL is in nats per answer token."""
 
     policy: str
+    """The candidate that gained, else the default."""
+    candidate: str
+    """The policy that was closest to full prefill on the first prompts, and was checked on the others."""
     ratio: Annotated[float, Field(gt=0, lt=1)]
-    weights: tuple[float, ...]
-    """Shares of layers 1…L-1 at that ratio; none for a model of one layer."""
-    deviation: float
-    family: str
-    """The best of the fixed families, and its deviation on the same prompts."""
-    family_deviation: float
-    reuse_deviation: float
     prompts: int
-    seed: int
-    questions: Questions
+    """Prompts of the check. The following are means over them."""
+    candidate_kl: float
+    default_kl: float
+    reuse_kl: float
+    """With nothing recomputed."""
+    gain: float
+    """How much closer the candidate is than the default."""
+    gain_error: float
+    """Standard error of ``gain``, paired by prompt."""
 
     def __post_init__(self) -> None:
-        if self.weights:
-            Schedule.parse(self.weights)  # raises for weights that no request could use
+        make_policy(self.policy)  # raises for a policy that no request could use
 
     @property
-    def schedule(self) -> Schedule:
-        return Schedule(CALIBRATED, self.weights)
+    def gains(self) -> bool:
+        return self.gain > SURE * self.gain_error
 
-    @property
-    def is_of_questions(self) -> bool:
-        return self.questions is Questions.GIVEN
-
-    def note(self, ratio: float) -> str:
-        """A sentence for a user of it at another ratio; else empty."""
-        if math.isclose(ratio, self.ratio):
-            return ""
-        return (
-            f"the calibrated schedule of {self.policy} was found at ratio {self.ratio:g}, the nearest to "
-            f"{ratio:g}; find one for it with blendrag calibrate --policy '{self.policy}' --ratio {ratio:g}"
+    @classmethod
+    def of(
+        cls,
+        default: str,
+        candidate: str,
+        ratio: float,
+        candidate_kl: Sequence[float],
+        default_kl: Sequence[float],
+        reuse_kl: Sequence[float],
+    ) -> Calibration:
+        """From the KL on each prompt of the check, of which there are two or more."""
+        gains = [other - own for other, own in zip(default_kl, candidate_kl, strict=True)]
+        gain, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
+        return cls(
+            candidate if gain > SURE * error else default,
+            candidate,
+            ratio,
+            len(gains),
+            statistics.fmean(candidate_kl),
+            statistics.fmean(default_kl),
+            statistics.fmean(reuse_kl),
+            gain,
+            error,
         )
 
 
 def calibrations(root: Path, namespace: str) -> Records[Calibration]:
-    """Everything found for ``namespace``; a policy and ratio have one for each kind of questions."""
-    same = ("policy", "ratio", "questions")
-    return Records(root, f"{namespace}.schedules", "calibrations", Calibration, same)
-
-
-def calibrations_of(
-    root: Path, namespace: str, policy: str, of_questions: bool = False
-) -> tuple[Calibration, ...]:
-    """What was found for this policy. ``of_questions``: only on real questions, as a default should be."""
-    policy = str(make_policy(policy))
-    return tuple(
-        each
-        for each in calibrations(root, namespace).entries()
-        if each.policy == policy and (each.is_of_questions or not of_questions)
-    )
-
-
-def nearest(found: Iterable[Calibration], ratio: float) -> Calibration | None:
-    """The one at the nearest ratio, preferably on real questions."""
-    return min(
-        found, key=lambda each: (abs(each.ratio - ratio), not each.is_of_questions), default=None
-    )
+    """What was found for ``namespace``: one entry, which the next calibration replaces."""
+    return Records(root, f"{namespace}.schedules", "calibrations", Calibration, ())

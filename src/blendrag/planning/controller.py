@@ -6,7 +6,7 @@ ratio.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from blendrag.config import Mode
@@ -43,8 +43,7 @@ class PlanOptions:
 
     mode: Mode
     policy: SelectionPolicy
-    schedule_at: Callable[[float], Schedule]
-    """The schedule at a ratio: each ratio may have its own calibrated one."""
+    schedule: Schedule
     ratio: float
     """With ``is_auto``, the smallest allowed."""
     is_auto: bool = False
@@ -53,7 +52,7 @@ class PlanOptions:
     def forecast(self, estimate: LoadEstimate, ratio: float) -> Forecast:
         """With what the policy recomputes at ``ratio``."""
         counts = self.policy.layer_counts(
-            self.schedule_at(ratio), ratio, estimate.candidates, estimate.layers, estimate.chunks
+            self.schedule, ratio, estimate.candidates, estimate.layers, estimate.chunks
         )
         return estimate.at(counts)
 
@@ -87,9 +86,9 @@ class Controller:
         """
         if options.mode == "full":
             return Plan.computed(prompt, MODE_FULL)
-        schedule, last = options.schedule_at(options.ratio), len(prompt.ids) - reserve
+        last = len(prompt.ids) - reserve
         span, leading = self._leading(prompt, avoid, last)
-        plan = Plan(prompt, (), options.policy, schedule, options.ratio, span, leading)
+        plan = Plan(prompt, (), options.policy, options.schedule, options.ratio, span, leading)
         chunks: list[PlannedChunk] = []
         try:
             for segment in prompt.chunks:
@@ -179,7 +178,6 @@ class Controller:
         return replace(
             _without_slow_loads(plan, prompt, choice),
             ratio=choice.ratio,
-            schedule=options.schedule_at(choice.ratio),
             forecast=choice.forecast,
             decision=decision,
             notes=notes,

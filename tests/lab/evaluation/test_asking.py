@@ -20,7 +20,7 @@ from blendrag.lab.evaluation.ways import BASELINES, DEFAULT_POLICIES, Way, look_
 from blendrag.lab.training.samples import NATIVE, PromptChunk, template
 from blendrag.model.loading import load_tokens
 from blendrag.model.tokens import Tokens
-from blendrag.planning.calibration import Calibration, Questions, calibrations
+from blendrag.planning.calibration import Calibration, calibrations
 from lab.evaluation import lab
 
 
@@ -46,17 +46,16 @@ def test_every_way_becomes_a_request() -> None:
         assert (options.policy == way.policy) == (options.mode == "blend")
 
 
-def test_calibrated_means_the_schedule_in_the_store(tmp_path: Path) -> None:
-    found = Calibration("query", 0.1, (0.5, 0.25), 0.0, "constant", 0.0, 0.0, 1, 0, Questions.GIVEN)
+def test_calibrated_means_the_policy_in_the_store(tmp_path: Path) -> None:
+    found = Calibration("blend", "blend", 0.1, 8, 0.0, 1.0, 1.0, 1.0, 0.0)
+    made = make_ways(["full", "calibrated", "query"], ["constant"], [0.1], [True])
+    with pytest.raises(InvalidInputError, match="nothing is calibrated for this model"):
+        look_up(made, tmp_path, "model")
     calibrations(tmp_path, "model").keep(found)
-    made = make_ways(["full", "query"], ["calibrated", "constant"], [0.1], [True])
-    *others, calibrated, constant = look_up(made, tmp_path, "model")
-    assert (*others, constant) == (*made[:2], made[3])
-    assert calibrated.schedule == "calibrated"
-    assert calibrated.options(5).schedule == "calibrated:0.5,0.25"
+    *others, calibrated, query = look_up(made, tmp_path, "model")
+    assert (*others, query) == (*made[:2], made[3])
+    assert (calibrated.policy, calibrated.options(5).policy) == ("calibrated", "blend")
     assert calibrated.key != made[2].key  # another calibration is asked anew
-    with pytest.raises(InvalidInputError, match="no schedule of policy hkvd is calibrated"):
-        look_up(make_ways(["hkvd"], ["calibrated"], [0.1], [True]), tmp_path, "model")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_the_published_page_is_short_and_written_from_its_results(tmp_path: Path
 def test_a_missing_result_is_one_sentence(tmp_path: Path) -> None:
     ended = invoke_program(main, "--page-only", "--out", tmp_path)
     assert ended.exit_code == 2
-    assert "calibration.json holds no results of the arena" in ended.stderr
+    assert "policies.json holds no results of the arena" in ended.stderr
     (tmp_path / "x.json").write_text("[1]", encoding="utf-8")
     with pytest.raises(InvalidInputError) as refused:
         load_result(tmp_path / "x.json")
@@ -88,9 +88,9 @@ def test_another_policy_is_significantly_better_only_by_more_than_the_interval()
     assert ahead(rivals(rows, blend, same_policy=False), blend) == []
 
 
-def test_a_calibrated_schedule_is_compared_with_the_families_of_its_policy() -> None:
-    calibrated, linear, constant = rows = [
-        row("query", schedule="calibrated", by_context=by_context(4, 4, 4, 4)),
+def test_a_schedule_is_compared_with_the_others_of_its_policy() -> None:
+    falling, linear, constant = rows = [
+        row("query", schedule="geometric", by_context=by_context(4, 4, 4, 4)),
         row("query", schedule="linear", by_context=by_context(4, 4, 4, 4)),
         row("query", schedule="constant", pgr=0.95, by_context=by_context(5, 5, 5, 5)),
     ]
@@ -99,8 +99,8 @@ def test_a_calibrated_schedule_is_compared_with_the_families_of_its_policy() -> 
         row("query", schedule="constant", pgr=1.0, ratio=0.15),  # at another r
         row("hkvd", schedule="constant", pgr=1.0),  # another policy
     ]
-    assert rivals(rows, calibrated, same_policy=True) == [constant, linear]
-    assert ahead([constant, linear], calibrated) == [constant]
+    assert rivals(rows, falling, same_policy=True) == [constant, linear]
+    assert ahead([constant, linear], falling) == [constant]
 
 
 def curve(axes: Axes, label: str) -> tuple[list[float], list[float]]:
@@ -111,10 +111,7 @@ def curve(axes: Axes, label: str) -> tuple[list[float], list[float]]:
 
 def test_quality_is_drawn_over_ratio_and_ttft() -> None:
     policies = {"full", "none", "reuse", "query", "hkvd"}
-    rows = [
-        r for r in published("policies").rows
-        if r.policy in policies and r.schedule != "calibrated"
-    ]  # fmt: skip
+    rows = [r for r in published("policies").rows if r.policy in policies]
     hkvd = [r for r in rows if (r.policy, r.kind) == ("hkvd", "coreference")]
     panel = plots.quality_against_ratio(rows, ("all", "coreference")).axes[1]
     assert panel.get_title() == "coreference"

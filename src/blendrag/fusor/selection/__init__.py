@@ -1,9 +1,10 @@
-"""Selection policies by name: ``query``, ``hkvd``, ``boundary(k)``, …"""
+"""Selection policies by name: ``query``, ``query(50-100)``, ``hkvd``, ``boundary(k)``, …"""
 
 from __future__ import annotations
 
 import re
 
+from blendrag.config import CALIBRATED, DEFAULT_POLICY
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection.base import Fetch, LayerView, PromptGeometry, SelectionPolicy
 from blendrag.fusor.selection.blend import BlendPolicy
@@ -44,17 +45,31 @@ POLICIES: dict[str, type[SelectionPolicy]] = {
 
 
 def make_policy(text: str | SelectionPolicy) -> SelectionPolicy:
-    """The policy of ``"hkvd"``, ``"boundary(32)"``, … Raises :class:`InvalidInputError`."""
+    """The policy of ``"hkvd"``, ``"boundary(32)"``, … Raises :class:`InvalidInputError`.
+
+    ``calibrated`` is the default here; an engine looks up what was found for its model.
+    """
     if isinstance(text, SelectionPolicy):
         return text
-    match = re.fullmatch(r"([a-z+-]+)(?:\((\d{1,9})\))?", text.strip())
+    name = DEFAULT_POLICY if text.strip() == CALIBRATED else text.strip()
+    match = re.fullmatch(r"([a-z+-]+)(?:\((\d{1,9})(?:-(\d{1,3}))?\))?", name)
     policy = POLICIES.get(match[1]) if match else None
-    if match is None or policy is None or (match[2] and policy.k is None):
+    if match is None or policy is None:
         raise InvalidInputError(f"policy {text!r} is not one of {policy_names()}")
-    return policy(int(match[2])) if match[2] else policy()
+    number, last = match[2], match[3]
+    if last is not None and _has_depth(policy) and int(number) < int(last) <= 100:
+        return policy(depth=(int(number), int(last)))
+    if last is not None or (number and policy.k is None):
+        raise InvalidInputError(f"policy {text!r} is not one of {policy_names()}")
+    return policy(int(number)) if number else policy()
 
 
 def policy_names() -> str:
     """All names that :func:`make_policy` accepts, for a sentence."""
     names = (name if policy.k is None else f"{name}(k)" for name, policy in POLICIES.items())
-    return f"{', '.join(names)} (k in tokens)"
+    deep = " or ".join(f"{name}(a-b)" for name, policy in POLICIES.items() if _has_depth(policy))
+    return f"{', '.join(names)} (k in tokens); {deep} (from a to b percent of the layers)"
+
+
+def _has_depth(policy: type[SelectionPolicy]) -> bool:
+    return policy.needs_attention and policy.k is None

@@ -94,6 +94,8 @@ class SelectionPolicy:
     sqrt_attention: bool = False
     """Whether square roots of attention are summed: a token that many heads attend to a little then ranks
     above one that a single head attends to a lot, as heads do for tokens without meaning."""
+    depth: tuple[int, int] | None = None
+    """The same in percent, if the policy's name says so: ``query(50-100)``."""
     fallback: str = "hkvd"
     """The policy used instead when the model's attention cannot be observed."""
     budgeted: bool = True
@@ -102,9 +104,10 @@ class SelectionPolicy:
     schedule: Schedule | None = None
     """A fixed schedule; ``None``: the request's."""
 
-    def __init__(self, k: int | None = None) -> None:
+    def __init__(self, k: int | None = None, depth: tuple[int, int] | None = None) -> None:
         if k is not None:
             self.k = k
+        self.depth = depth
 
     @property
     def follows_schedule(self) -> bool:
@@ -115,8 +118,11 @@ class SelectionPolicy:
         """Layers of an L-layer model whose attention is summed; empty if it needs no attention."""
         if not self.needs_attention:
             return range(0)
-        deep = self.deep_attention_depth if layers >= DEEP_LAYERS else None
-        first, last = (int(share * layers) for share in deep or self.attention_depth)
+        if self.depth is not None:
+            first, last = (percent * layers // 100 for percent in self.depth)
+        else:
+            deep = self.deep_attention_depth if layers >= DEEP_LAYERS else None
+            first, last = (int(share * layers) for share in deep or self.attention_depth)
         return range(min(first, layers - 1), max(last, 1))
 
     def layer_counts(
@@ -147,6 +153,8 @@ class SelectionPolicy:
         raise NotImplementedError(f"{type(self).__name__} does not rank tokens once")
 
     def __str__(self) -> str:
+        if self.depth is not None:
+            return f"{self.name}({self.depth[0]}-{self.depth[1]})"
         return self.name if self.k is None else f"{self.name}({self.k})"
 
 

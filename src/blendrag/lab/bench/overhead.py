@@ -18,7 +18,7 @@ import typer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blendrag.cli.output import count
-from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
+from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
 from blendrag.fusor.selection import make_policy
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
@@ -159,7 +159,7 @@ def _rows(bench: PromptBench, policies: Sequence[str], tick: Tick) -> Iterator[O
     for policy in policies:
         blend = partial(bench.blend, policy=policy)
         if make_policy(policy).follows_schedule:
-            for schedule in (UNCALIBRATED_SCHEDULE, FALLING):
+            for schedule in (DEFAULT_SCHEDULE, FALLING):
                 ways[f"{policy}, {schedule}"] = partial(blend, schedule=schedule)
         else:
             ways[policy] = blend

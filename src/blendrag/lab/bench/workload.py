@@ -12,7 +12,7 @@ import torch
 import typer
 
 from blendrag.cli.output import count
-from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE, Mode
+from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE, Mode
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.fusion import Fusion
@@ -50,7 +50,7 @@ class Workload:
     policy: Annotated[str, typer.Option(help=f"{policy_names()}.")] = DEFAULT_POLICY
     schedule: Annotated[
         str, typer.Option(help="constant, linear, geometric[:g], first:m or one per layer.")
-    ] = UNCALIBRATED_SCHEDULE
+    ] = DEFAULT_SCHEDULE
     rounds: Rounds = 5
     encoding: Annotated[str, typer.Option(help="How KV is stored: native, int8 or fp8.")] = (
         NATIVE_ENCODING
@@ -212,7 +212,7 @@ class StoredChunks:
         parsed = Schedule.parse(schedule or workload.schedule)
         least = workload.ratio if ratio is None else ratio
         chosen = make_policy(policy or workload.policy)
-        return PlanOptions(mode, chosen, lambda _: parsed, least, is_auto)
+        return PlanOptions(mode, chosen, parsed, least, is_auto)
 
     def prefill(
         self, ids: torch.Tensor, request: BlendRequest, timeline: Timeline | None = None

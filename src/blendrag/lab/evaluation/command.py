@@ -50,8 +50,7 @@ def evaluate(
     schedules: Annotated[
         str | None,
         options.optional(
-            "Comma-separated names, or one vector of numbers. "
-            "[default: the engine's for a model that is not calibrated]"
+            "Comma-separated names, or one vector of numbers. [default: the engine's]"
         ),
     ] = None,
     ratio: Annotated[
@@ -60,7 +59,7 @@ def evaluate(
     store: Annotated[
         Path | None,
         options.optional(
-            "KV store whose calibration the schedule calibrated means, and whose documents are "
+            "KV store whose calibration the policy calibrated means, and whose documents are "
             "searched for the chunks of {question, answers}."
         ),
     ] = None,
@@ -180,13 +179,10 @@ def _run(arena: Arena, out: Path | None) -> list[ArenaRow]:
 def _ways(
     policies: str | None, schedules: str | None, ratios: list[float] | None, prefix: str
 ) -> tuple[Way, ...]:
-    from blendrag.config import UNCALIBRATED_SCHEDULE, settings
-    from blendrag.fusor.selection import Schedule
+    from blendrag.config import settings
     from blendrag.lab.evaluation.ways import DEFAULT_POLICIES, make_ways
 
     listed = [settings().schedule] if schedules is None else _listed(schedules)
-    if schedules is None and Schedule.parse(listed[0]).is_open:  # the same rows in any store
-        listed = [UNCALIBRATED_SCHEDULE]
     with suppress(ValueError):  # numbers are one schedule
         listed = [",".join(str(float(part)) for part in listed)]
     prefixes = _listed(prefix)

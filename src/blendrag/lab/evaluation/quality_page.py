@@ -22,9 +22,8 @@ from pydantic import TypeAdapter
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import say
 from blendrag.cli.plots import require_matplotlib, write_png
-from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE, UNCALIBRATED_SCHEDULE
+from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
 from blendrag.errors import BlendragError, InvalidInputError
-from blendrag.fusor.selection.schedule import CALIBRATED
 from blendrag.lab import plots
 from blendrag.lab.evaluation.deviation import DeviationReport
 from blendrag.lab.evaluation.rows import ALL, ArenaRow
@@ -33,16 +32,13 @@ from blendrag.lab.pages import write_regions
 from blendrag.lab.tables import NOTHING, Column, interval, number, table
 
 PAGE = "quality.md"
-#: Nothing was trained, calibrated or chosen on this seed.
+#: Nothing was trained or chosen on this seed.
 SEED = 2027
 #: The ratio at which policies are compared.
 RATIO = "0.05"
-#: The schedule at which policies are compared.
-FAMILY = UNCALIBRATED_SCHEDULE if DEFAULT_SCHEDULE == CALIBRATED else DEFAULT_SCHEDULE
-#: The policies that are calibrated, and compared in every schedule.
+#: The policies that are compared in every schedule.
 TUNED = "hkvd,query,blend"
-SCHEDULES = f"constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6,{CALIBRATED}"
-STORE = "build/arena-store"
+SCHEDULES = "constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6"
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,6 @@ class Result:
 
 def write_page(page: Path, results: Mapping[str, Result]) -> None:
     """Write the regions of ``page`` and the pictures in its folder, from results by name of their runs."""
-    calibrations = [one for one in results["calibration"].printed if "weights" in one]
     report = TypeAdapter(DeviationReport).validate_python(results["deviations"].printed[0])
     short, long, schedules, prefix, chunks = (
         results[name].rows for name in ("policies", "long", "schedules", "prefix", "chunks")
@@ -71,7 +66,7 @@ def write_page(page: Path, results: Mapping[str, Result]) -> None:
     texts = {
         "policies": policies_text(short, long),
         "default": default_text(short, long),
-        "schedules": schedules_text(schedules, calibrations, prefix),
+        "schedules": schedules_text(schedules, prefix),
         "chunks": chunks_text(chunks),
         "deviations": deviations_text(report),
     }
@@ -117,11 +112,11 @@ def policies_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
     ]
     compared = [row for row in short if _is_compared(row) and _name(row) in of_long]
     asked = f"{_questions(short)}; {_questions(long)}"
-    return f"r = {RATIO}, schedule `{FAMILY}`. {asked}.\n\n{table(columns, compared).markdown()}"
+    return f"r = {RATIO}, schedule `{DEFAULT_SCHEDULE}`. {asked}.\n\n{table(columns, compared).markdown()}"
 
 
 def _is_compared(row: ArenaRow) -> bool:
-    is_listed = row.kind == ALL and row.policy != NONE and row.schedule != CALIBRATED
+    is_listed = row.kind == ALL and row.policy != NONE
     return is_listed and (not row.has_budget or row.ratio == float(RATIO))
 
 
@@ -200,33 +195,25 @@ def _size(row: ArenaRow) -> str:
     return f"{row.n_chunks} × {row.chunk_tokens}"
 
 
-def schedules_text(
-    rows: Sequence[ArenaRow], calibrations: Sequence[Mapping[str, Any]], prefix: Sequence[ArenaRow]
-) -> str:
-    """PGR by schedule and policy, whether a fixed family is above the calibrated schedule, and what
-    encoding after the prefix changes."""
+def schedules_text(rows: Sequence[ArenaRow], prefix: Sequence[ArenaRow]) -> str:
+    """PGR by schedule and policy, whether a schedule is above the default one, and what encoding after the
+    prefix changes."""
     whole = _whole(rows)
     above = [
         f"`{row.policy}, {row.schedule}`"
         for own in whole
-        if own.schedule == CALIBRATED
+        if own.schedule == DEFAULT_SCHEDULE
         for row in ahead(rivals(whole, own, same_policy=True), own)
     ]
-    found = "; ".join(
-        f"`{one['policy']}` {one['deviation']:.3g} (best family {one['family_deviation']:.3g}, nothing "
-        f"recomputed {one['reuse_deviation']:.3g})"
-        for one in calibrations
-    )
     pgr = {(row.policy, row.encode_prefix): number(row.pgr, ".2f") for row in _whole(prefix)}
     pairs = (
         f"`{policy}` {pgr[policy, True]} → {pgr[policy, on]}" for policy, on in pgr if on is False
     )
     return (
         f"{_by_policy(rows, ('schedule', lambda row: row.schedule))}\n\n"
-        f"Fixed families above `{CALIBRATED}` by more than the interval of the paired difference: "
-        f"{', '.join(above) or 'none'}. Mean KL on the "
-        f"calibration's own sample of {calibrations[0]['prompts']} prompts: {found}. PGR of chunks encoded "
-        f"after the corpus's prefix → without a prefix, schedule `{FAMILY}`: {', '.join(pairs)}."
+        f"Schedules above `{DEFAULT_SCHEDULE}` by more than the interval of the paired difference: "
+        f"{', '.join(above) or 'none'}. PGR of chunks encoded after the corpus's prefix → without a prefix, "
+        f"schedule `{DEFAULT_SCHEDULE}`: {', '.join(pairs)}."
     )
 
 
@@ -264,9 +251,8 @@ def deviations_text(report: DeviationReport) -> str:
 
     columns: list[Column] = [("policy", str), *map(at, dict.fromkeys(r for _, r in found))]
     shown = table(columns, dict.fromkeys(policy for policy, _ in found)).markdown()
-    return (
-        f"{report.prompts} prompts, {report.tokens} chunk tokens, schedule `{FAMILY}`.\n\n{shown}"
-    )
+    size = f"{report.prompts} prompts, {report.tokens} chunk tokens"
+    return f"{size}, schedule `{DEFAULT_SCHEDULE}`.\n\n{shown}"
 
 
 #: Arguments of the Python interpreter, so that a run needs no script on the path.
@@ -281,12 +267,10 @@ def _evaluation(
     policies: str,
     size: str = _SHORT,
     ratios: Sequence[str] = (RATIO,),
-    schedules: str = FAMILY,
+    schedules: str = DEFAULT_SCHEDULE,
     more: str = "",
 ) -> str:
     """``blendrag eval`` on generated questions."""
-    if CALIBRATED in schedules:
-        more += f" --store {STORE}"
     return (
         f"blendrag eval --dataset synthetic --seed {SEED} {size} --policies {shlex.quote(policies)} "
         f"--schedules {schedules}{''.join(f' --ratio {ratio}' for ratio in ratios)}{more} --json"
@@ -295,26 +279,11 @@ def _evaluation(
 
 _ALL = "prefix,reuse,random,boundary({}),hkvd-once,hkvd,query,query+hkvd,blend"
 _COMPARED = f"reuse,{TUNED}"
-_LOW, _SWEEP = ("0.02", RATIO), ("0.02", RATIO, "0.10", "0.15")
+_SWEEP = ("0.02", RATIO, "0.10", "0.15")
 #: Commands by the name of their run.
 RUNS: dict[str, tuple[str, ...]] = {
-    "calibration": (
-        f"blendrag ingest src/blendrag/demo/corpus --store {STORE} --chunk-tokens 64 "
-        "--embedder minilm-offline --json",
-        *(
-            f"blendrag calibrate --store {STORE} --policy {policy} --ratio {RATIO} "
-            "--questions src/blendrag/demo/calibration.txt --samples 33 --minutes 3 --json"
-            for policy in TUNED.split(",")
-        ),
-    ),
-    "policies": (
-        _evaluation(_ALL.format(4), ratios=_SWEEP),
-        _evaluation(TUNED, ratios=_LOW, schedules=CALIBRATED),
-    ),
-    "long": (
-        _evaluation(_ALL.format(16), _LONG, _LOW),
-        _evaluation(TUNED, _LONG, _LOW, CALIBRATED),
-    ),
+    "policies": (_evaluation(_ALL.format(4), ratios=_SWEEP),),
+    "long": (_evaluation(_ALL.format(16), _LONG, ("0.02", RATIO)),),
     "schedules": (_evaluation(TUNED, schedules=SCHEDULES),),
     "prefix": (_evaluation(_COMPARED, more=" --encode-prefix on,off"),),
     "chunks": tuple(

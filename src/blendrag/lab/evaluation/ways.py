@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from blendrag.config import Mode
+from blendrag.config import CALIBRATED, Mode
 from blendrag.engine import Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES, Schedule, make_policy
-from blendrag.planning.calibration import calibrations_of, nearest
+from blendrag.planning.calibration import calibrations
 
 FULL, NONE, PREFIX, REUSE = "full", "none", "prefix", "reuse"
 MAP_REDUCE, MAP_RERANK = CHAINS = ("map-reduce", "map-rerank")
@@ -34,14 +34,14 @@ class Way:
     encode_prefix: bool | None = None
     """Chunks encoded after the corpus's prefix, or without one."""
     meaning: str = ""
-    """The schedule that ``calibrated`` means for this policy and ratio."""
+    """The policy that ``calibrated`` means."""
 
     @property
     def key(self) -> str:
         """Identifies the way in a journal."""
         ratio = "" if self.ratio is None else repr(self.ratio)
         prefix = {None: "", True: "on", False: "off"}[self.encode_prefix]
-        return "|".join((self.policy, self.meaning or self.schedule, ratio, prefix))
+        return "|".join((self.meaning or self.policy, self.schedule, ratio, prefix))
 
     def options(self, max_new_tokens: int) -> Options:
         """The engine's options for a greedy answer."""
@@ -49,8 +49,8 @@ class Way:
             return Options(mode=_MODES[self.policy], max_new_tokens=max_new_tokens)
         return Options(
             mode="blend",
-            policy=self.policy,
-            schedule=self.meaning or self.schedule or None,
+            policy=self.meaning or self.policy,
+            schedule=self.schedule or None,
             ratio=self.ratio,
             max_new_tokens=max_new_tokens,
         )
@@ -87,16 +87,14 @@ def make_ways(
 def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:
     """``ways`` with the meaning of ``calibrated`` in the store at ``root`` for the model of ``namespace``."""
 
-    def meant(way: Way) -> Way:
-        if not way.schedule or not Schedule.parse(way.schedule).is_open:
-            return way
-        found = nearest(calibrations_of(root, namespace, way.policy), way.ratio or 0.0)
-        if found is None:
-            raise InvalidInputError(
-                f"no schedule of policy {way.policy} is calibrated for this model in store {root}; find "
-                f"one with blendrag calibrate --policy '{way.policy}' --store {root}, or name other "
-                "--schedules"
-            )
-        return replace(way, meaning=str(found.schedule))
-
-    return tuple(map(meant, ways))
+    if not any(way.policy == CALIBRATED for way in ways):
+        return tuple(ways)
+    found = calibrations(root, namespace).entries()
+    if not found:
+        raise InvalidInputError(
+            f"nothing is calibrated for this model in store {root}; run blendrag calibrate --store {root}, "
+            "or name other --policies"
+        )
+    return tuple(
+        replace(way, meaning=found[-1].policy) if way.policy == CALIBRATED else way for way in ways
+    )

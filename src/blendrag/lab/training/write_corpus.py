@@ -2,7 +2,7 @@
 
 The documents (`corpus/`) are of the test split. The questions are drawn by seed among those that the
 retrieved chunks can answer, whatever a model answers: `questions.json` for the tour, `calibration.txt` to
-calibrate a schedule on this corpus.
+calibrate on this corpus.
 """
 
 import argparse
