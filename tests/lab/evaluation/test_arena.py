@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import tiny
 from blendrag.config import DEFAULT_POLICY
@@ -45,15 +47,13 @@ def row_of(rows: list[ArenaRow], way: Way, kind: str = "all") -> ArenaRow:
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Case and policy, in the order in which they were asked. Nothing is asked a second time to be compared
-    token by token."""
-    monkeypatch.setattr(Arena, "_follow", lambda self, engines, case, way, reply, full: None)
+    """Case and policy, in the order in which they were asked."""
     seen: list[tuple[str, str]] = []
     real = Arena._reply
 
-    def spy(self: Arena, engines: Engines, case: Case, way: Way) -> ObservedAnswer:
+    def spy(self: Arena, engines: Engines, case: Case, way: Way, *more: Any) -> ObservedAnswer:
         seen.append((case.case_id, way.policy))
-        return real(self, engines, case, way)
+        return real(self, engines, case, way, *more)
 
     monkeypatch.setattr(Arena, "_reply", spy)
     return seen
@@ -168,9 +168,38 @@ def test_ways_are_asked_in_a_new_order_for_every_question(turns: list[tuple[str,
     assert turns[:3] == [("0/0", "full"), ("0/0", "none"), ("0/0", "reuse")]  # the warm-up
     orders = [turns[at : at + 3] for at in range(3, len(turns), 3)]
     assert [{case for case, _ in order} for order in orders] == [{c.case_id} for c in cases]
-    assert all(len({policy for _, policy in order}) == 3 for order in orders)
-    assert len({order[0][1] for order in orders}) == 3
-    assert len({tuple(policy for _, policy in order) for order in orders}) > 3
+    assert {tuple(policy for _, policy in order) for order in orders} == {
+        ("full", "none", "reuse"),
+        ("full", "reuse", "none"),
+    }
+
+
+def test_the_warm_up_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = Arena._reply
+
+    def spy(self: Arena, engines: Engines, case: Case, *more: Any) -> ObservedAnswer:
+        sizes.append(len(case.chunks))
+        return real(self, engines, case, *more)
+
+    monkeypatch.setattr(Arena, "_reply", spy)
+    lab.arena(REUSING, lab.cases(1, 1)).run()
+    assert sizes == [2] * 3 + [3] * 3
+
+
+def test_agreement_is_of_the_tokens_preferred_after_full_prefills_answer() -> None:
+    def reply(preferred: list[int], said: tuple[int, ...]) -> ObservedAnswer:
+        return ObservedAnswer("x", said, torch.eye(8)[preferred], 0.0, 0.0, 0.1)
+
+    (case,), arena = lab.cases(1, 1), lab.arena(BASE)
+    full, other = reply([1, 2, 3, 4], (1, 2, 3, 4)), reply([1, 7, 3, 4], (1, 7, 7))
+    outcome = arena._judge(case, REUSE, other, full)
+    assert outcome.agreement == 0.75
+    assert (outcome.model, outcome.dataset, outcome.kind) == (
+        arena.adapter.model_id,
+        "tiny",
+        "even",
+    )
 
 
 def test_ways_that_only_later_questions_miss_are_warmed_up(turns: list[tuple[str, str]]) -> None:

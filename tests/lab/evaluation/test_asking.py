@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny
+from blendrag.config import Mode
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.engine.rendering import render
+from blendrag.engine.request import RagPrompt
 from blendrag.errors import ContextOverflowError, InvalidInputError
 from blendrag.fusor.selection import POLICIES
-from blendrag.lab.evaluation.asking import DEMO, SHORT_ANSWER, SUMMARY, Wording, ask, wording_for
+from blendrag.lab.evaluation.asking import (
+    DEMO,
+    SHORT_ANSWER,
+    SUMMARY,
+    Wording,
+    ask,
+    prompt_of,
+    wording_for,
+)
 from blendrag.lab.evaluation.chains import PASSAGE_TOKENS, SCORE_TOKENS, ask_chain
+from blendrag.lab.evaluation.datasets import Case
 from blendrag.lab.evaluation.ways import BASELINES, DEFAULT_POLICIES, Way, look_up, make_ways
 from blendrag.lab.training.samples import NATIVE, PromptChunk, template
 from blendrag.model.loading import load_tokens
@@ -96,15 +109,55 @@ def test_chunks_are_between_blank_lines_and_leave_no_trace_if_there_are_none(
     assert shown.startswith(wording.head(tokens) + "One.")
 
 
-def test_a_forced_answer_is_judged_as_one_forward_over_it(tmp_path: Path) -> None:
-    said = (5, 9, 7, 6)
-    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
-        reply = ask(engine, "Where is it?", Options(mode="full", max_new_tokens=4), (), said)
-        ids = engine.segments("Where is it?").ids
-        rows = tiny.stock(engine.adapter.model, torch.tensor([[*ids, *said]]))[0, len(ids) - 1 : -1]
+class Forced(LogitsProcessor):
+    """Teacher forcing step by step."""
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self.answer, self.rows = answer, list[torch.Tensor]()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.answer[len(self.rows)]] = 0.0
+        self.rows.append(scores[0].clone())  # [V]
+        return forced  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # with and without a window
+@pytest.mark.parametrize("mode", ["full", "blend"])
+def test_one_forward_over_an_answer_equals_teacher_forcing_step_by_step(
+    tmp_path: Path, family: str, mode: Mode
+) -> None:
+    said = (5, 9, 7, 6, 8)
+    with tiny.engine(tiny.family(family, initializer_range=0.2), tmp_path / "s") as engine:
+        engine.ingest([tiny.document(1)]).whole()
+        prompt, chunks = tiny.prompt(engine, 1), tiny.chunk_texts(engine, 1)
+        options = Options(mode=mode, policy="query", ratio=0.3, max_new_tokens=len(said))
+        reply = ask(engine, prompt, options, chunks, said)
+        forced = Forced(said)
+        watched = {"logits_processor": LogitsProcessorList([forced])}
+        engine.generate(prompt, replace(options, generate=watched))
+        assert reply.text == engine.generate(prompt, options).text
     assert reply.logits is not None
-    assert tiny.difference(reply.logits, rows) < 1e-4
-    assert reply.tokens == tuple(rows.argmax(-1).tolist())
+    assert tiny.difference(reply.logits, torch.stack(forced.rows)) < 1e-4
+
+
+def test_a_chat_is_messages_or_one_text_without_a_chat_template() -> None:
+    chunks = tuple(tiny.sentence(i) for i in range(3))
+    case = Case(
+        "0", "0", "k", "And now?", ("x",), chunks, (("First?", "One."), ("Second?", "Two."))
+    )
+    tokens = Tokens(tiny.tokenizer())
+    messages = prompt_of(case, chunks, SHORT_ANSWER, tokens)
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2 + ["user"]  # type: ignore
+    questions = ["First?", "Second?", "And now?"]
+    asked = [SHORT_ANSWER.prompt([c], q) for c, q in zip(chunks, questions, strict=True)]
+    said = [asked[0], "One.", asked[1], "Two.", asked[2]]
+    assert [m["content"] for m in messages] == said  # type: ignore
+    tokens.tokenizer.chat_template = None
+    plain = prompt_of(case, chunks, SHORT_ANSWER, Tokens(tokens.tokenizer))
+    assert isinstance(plain, RagPrompt)
+    assert plain.text == "\n\n".join(said)
+    assert [plain.text[m.start : m.end] for m in plain.chunks] == [c.strip() for c in chunks]
 
 
 @pytest.fixture

@@ -92,6 +92,30 @@ def test_a_file_is_asked_over_its_own_passages_or_an_ingested_corpus(
     assert "or {question, answers} with --store" in sentence
 
 
+def test_a_task_is_in_the_rows_and_in_every_kept_answer(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "kept.jsonl"
+    task = (
+        "--dataset",
+        "tables",
+        "--chunk-tokens",
+        "128",
+        "--policies",
+        "reuse",
+        "--out",
+        str(out),
+    )
+    assert {(row["dataset"], row["metric"]) for row in rows(*small(model, *task))} == {
+        ("tables", "f1")
+    }
+    kept = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {(one["dataset"], one["model"]) for one in kept} == {("tables", model)}
+    assert {one["kind"] for one in kept} <= {"look-up", "comparison"}
+    assert "expected synthetic, code, long, tables, chat, or a JSON" in refused(
+        *small(model, "--dataset", "coed")
+    )
+    assert "take fewer --chunks" in refused(*small(model, *task, "--chunks", "60"))
+
+
 def test_tables_and_notes_are_printed(model: str) -> None:
     result = invoke(*small(model, "--policies", "full,reuse", "--chunks", "1"))
     assert result.exit_code == 0, result.stderr

@@ -69,13 +69,6 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
             scoring.token_kl(full, other)
 
 
-def test_agreement_ends_at_the_first_difference() -> None:
-    assert scoring.agreement([1, 2, 3, 4], [1, 2, 9, 4]) == 0.5
-    assert scoring.agreement([1, 2], [1, 2, 3, 4]) == 0.5
-    assert scoring.agreement([1], [2]) == 0.0
-    assert scoring.agreement([], []) == 1.0
-
-
 ALL_RIGHT, NONE_RIGHT = [1.0] * 60, [0.0] * 60
 
 

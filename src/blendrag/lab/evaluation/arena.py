@@ -1,8 +1,8 @@
 """The arena: every way answers every question over the same chunks, in one run.
 
-The chunks of a context are encoded once. Then each question is asked in every way before the next, the ways
-in a new random order each time, so that a slower machine slows all of them alike. Full prefill answers a
-question once, and everything is compared with that. Nothing that the journal holds is asked again.
+The chunks of a context are encoded once. Then each question is asked in every way before the next, so that a
+slower machine slows all of them alike: full prefill first, whose answer everything is compared with, then the
+others in a new random order. Nothing that the journal holds is asked again.
 
 There is an engine for each way of encoding chunks, with a store in a temporary directory. KV is read from
 disk (no memory tier), so that no way finds it warmer than another. Only idealised prefix caching has its KV
@@ -15,6 +15,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -28,12 +29,11 @@ from blendrag.corpus.embedder import Embedder
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.asking import FIDELITY_TOKENS, ObservedAnswer, ask, wording_for
+from blendrag.lab.evaluation.asking import ObservedAnswer, ask, prompt_of, wording_for
 from blendrag.lab.evaluation.chains import ask_chain, require_chains
 from blendrag.lab.evaluation.datasets import Case, Dataset, by_context
 from blendrag.lab.evaluation.rows import ArenaRow, Journal, Outcome, make_rows
 from blendrag.lab.evaluation.scoring import (
-    agreement,
     exact_match,
     f1,
     rouge_l,
@@ -215,57 +215,45 @@ class Arena:
         return [way for way in self.ways if (key, way.key) not in journal]
 
     def _warm_up(self, engines: Engines, pending: Sequence[Case], journal: Journal) -> None:
-        """Ask once in every way that is missing: the first answer of a way pays for its setup."""
+        """Ask once in every way that is missing, over few chunks: the first answer of a way pays for its
+        setup."""
+        short = replace(pending[0], chunks=pending[0].chunks[:2])
         missing = (way for case in pending for way in self._missing(case, journal))
         for way in dict.fromkeys((Way(FULL), *missing)):
-            self._reply(engines, pending[0], way)
+            self._reply(engines, short, way)
 
     def _ask(self, engines: Engines, case: Case, ways: Sequence[Way]) -> list[Outcome]:
         """Outcomes of ``ways``. Full prefill is asked in any case, to compare with."""
-        asked = list(dict.fromkeys((Way(FULL), *ways)))
-        random.Random(f"{self.seed}/{case.case_id}").shuffle(asked)
-        replies = {way: self._reply(engines, case, way) for way in asked}
-        full = replies[Way(FULL)]
-        followed = {way: self._follow(engines, case, way, replies[way], full) for way in ways}
-        return [self._judge(case, way, replies[way], full, followed[way]) for way in ways]
+        full = self._reply(engines, case, Way(FULL))
+        replies = {Way(FULL): full}
+        others = [way for way in ways if way not in replies]
+        random.Random(f"{self.seed}/{case.case_id}").shuffle(others)
+        for way in others:
+            replies[way] = self._reply(engines, case, way, full.tokens)
+        return [self._judge(case, way, replies[way], full) for way in ways]
 
     def _reply(
-        self, engines: Engines, case: Case, way: Way, forced: Sequence[int] = ()
+        self, engines: Engines, case: Case, way: Way, answer: Sequence[int] = ()
     ) -> ObservedAnswer:
-        """``forced``: tokens of the answer that the model must give."""
+        """``answer``: tokens whose distributions are compared, by default those of the reply."""
         engine = engines.of(way)
         if way.policy in CHAINS:
             return ask_chain(engine, way.policy, case, self.max_new_tokens)
         chunks = () if way.policy == NONE else case.chunks
-        prompt = self._wording.prompt(chunks, case.question)
-        options = way.options(len(forced) or self.max_new_tokens)
-        return ask(engine, prompt, options, chunks, forced)
+        prompt = prompt_of(case, chunks, self._wording, self.adapter.tokens)
+        return ask(engine, prompt, way.options(self.max_new_tokens), chunks, answer)
 
-    def _follow(
-        self, engines: Engines, case: Case, way: Way, reply: ObservedAnswer, full: ObservedAnswer
-    ) -> torch.Tensor | None:
-        """Logits ``[T, V]`` of ``way`` over full prefill's answer (teacher forcing). They are known already
-        if its own answer begins alike. ``None`` for a chain of several prompts."""
-        answer = full.tokens[:FIDELITY_TOKENS]
-        if reply.logits is None or reply.tokens[: len(answer)] == answer:
-            return reply.logits
-        return self._reply(engines, case, way, answer).logits
-
-    def _judge(
-        self,
-        case: Case,
-        way: Way,
-        reply: ObservedAnswer,
-        full: ObservedAnswer,
-        followed: torch.Tensor | None,
-    ) -> Outcome:
+    def _judge(self, case: Case, way: Way, reply: ObservedAnswer, full: ObservedAnswer) -> Outcome:
         """All measures of one answer: against the accepted answers, and against full prefill."""
         metric, text = self.dataset.metric, reply.text.strip()
         if metric != "rouge_l":  # short answers end with their first line
             text = text.split("\n", 1)[0]
         kls: list[float] = []
-        if full.logits is not None and followed is not None:
-            kls = token_kl(full.logits, followed[: len(full.logits)])
+        agrees = None
+        if full.logits is not None and reply.logits is not None:
+            kls = token_kl(full.logits, reply.logits)
+            preferred = (logits.argmax(-1) for logits in (full.logits, reply.logits))  # [T]
+            agrees = float(torch.eq(*preferred).double().mean())
         return Outcome(
             case_key=self._keys[case.case_id],
             way_key=way.key,
@@ -274,13 +262,16 @@ class Arena:
             f1=f1(text, case.answers),
             rouge_l=rouge_l(text, case.answers) if metric == "rouge_l" else None,
             kl=kls[0] if kls else None,
-            agreement=agreement(full.tokens, reply.tokens) if kls else None,
+            agreement=agrees,
             ratio=reply.ratio,
             charged_ratio=reply.charged_ratio,
             ttft_ms=1e3 * reply.ttft_s,
             policy=reply.policy,
             schedule=reply.schedule,
             token_kl=fmean(kls) if kls else None,
+            model=self.adapter.model_id,
+            dataset=self.dataset.name,
+            kind=case.kind,
         )
 
     def _key(self, case: Case) -> str:
@@ -301,7 +292,7 @@ class Arena:
             largest = max(largest, *sizes, 0)
             context = sum(sizes) + len(sizes) * len(tokens.encode_text(SEPARATOR))
             for case in cases:
-                words = render(self._wording.prompt((), case.question), tokens, Options())
+                words = render(prompt_of(case, (), self._wording, tokens), tokens, Options())
                 needed = len(tokens.encode_template(words.text)) + context
                 if needed + new > limit:
                     raise InvalidInputError(

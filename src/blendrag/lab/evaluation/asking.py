@@ -1,26 +1,29 @@
 """One question asked in one way, through the engine as a user asks it.
 
-A logits processor observes the answer, so that KL and agreement are of the same request whose time is
-measured. It changes nothing, unless it forces a given answer (teacher forcing).
+A logits processor and a forward hook observe the request whose time is measured and change nothing. One
+forward over the KV of its prompt then gives the distributions of a given answer (teacher forcing).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from torch import nn
+from transformers import Cache, LogitsProcessor, LogitsProcessorList
 
 from blendrag.demo import demo_model_path
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.rendering import SEPARATOR, render
-from blendrag.engine.request import RagPrompt
+from blendrag.engine.request import Prompt, RagPrompt
 from blendrag.errors import CorpusError
-from blendrag.lab.evaluation.datasets import Metric
+from blendrag.lab.evaluation.datasets import Case, Metric, spread
 from blendrag.lab.training.samples import CONTEXT, NATIVE, QUESTION
 from blendrag.metrics import RequestMetrics
+from blendrag.model.adapter import ModelAdapter
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
 from blendrag.text.matches import Match
@@ -68,6 +71,18 @@ def wording_for(tokenizer: Any, metric: Metric) -> Wording:
     return SUMMARY if metric == "rouge_l" else SHORT_ANSWER
 
 
+def prompt_of(case: Case, chunks: Sequence[str], wording: Wording, tokens: Tokens) -> Prompt:
+    """The question with ``chunks``: one user message, or the messages of a chat. A chat is one message too if
+    the model has no chat template."""
+    turns = [*case.history, (case.question, "")]
+    said: list[tuple[str, str]] = []
+    for part, (question, answer) in zip(spread(chunks, len(turns)), turns, strict=True):
+        said += [("user", wording.prompt(part, question)), ("assistant", answer)]
+    if case.history and tokens.has_template:
+        return [{"role": role, "content": text} for role, text in said[:-1]]
+    return quoting(SEPARATOR.join(text for _, text in said[:-1]), chunks)
+
+
 @dataclass(frozen=True)
 class ObservedAnswer:
     """An answer and what it cost."""
@@ -75,7 +90,7 @@ class ObservedAnswer:
     text: str
     tokens: tuple[int, ...]
     logits: torch.Tensor | None
-    """``[T, V]`` of the first :data:`FIDELITY_TOKENS` tokens; ``None`` if several prompts gave the answer."""
+    """``[T, V]`` of the answer that is compared; ``None`` if several prompts gave the answer."""
     ratio: float
     charged_ratio: float
     ttft_s: float
@@ -84,55 +99,65 @@ class ObservedAnswer:
 
 
 class Witness(LogitsProcessor):
-    """Keeps the logits and tokens of a greedy ``generate`` of one sequence."""
+    """Keeps what a greedy ``generate`` of one sequence chooses, and the KV cache of its prompt."""
 
-    def __init__(self, forced: Sequence[int]) -> None:
-        """``forced``: tokens that are chosen whatever the model prefers."""
-        self._forced = forced
-        self._rows: list[torch.Tensor] = []
+    def __init__(self) -> None:
         self._chosen: list[torch.Tensor] = []
+        self._first = torch.empty(0)
+        self._cache: Cache | None = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        step = len(self._chosen)
-        if step < FIDELITY_TOKENS:
-            self._rows.append(scores[0].clone())  # [V]
         self._chosen.append(scores[0].argmax())
-        if step >= len(self._forced):
-            return scores
-        only = torch.full_like(scores, -torch.inf)
-        only[:, self._forced[step]] = 0.0
-        return only  # type: ignore[return-value]
+        return scores
 
-    @property
-    def logits(self) -> torch.Tensor:
-        """``[T, V]``"""
-        return torch.stack(self._rows)
+    def see(self, model: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook. The last forward before the first token is the prompt's. Layers are copied, not
+        their KV: a layer only appends to it."""
+        if not self._chosen:
+            self._first = output.logits[:, -1].float()  # [1, V]
+            self._cache = copy.copy(output.past_key_values)
+            self._cache.layers = [copy.copy(layer) for layer in self._cache.layers]
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens that the model preferred, with the end token."""
+        """Tokens of the answer, with the end token."""
         return tuple(int(token) for token in self._chosen)
+
+    @torch.inference_mode()
+    def logits(self, adapter: ModelAdapter, answer: Sequence[int]) -> torch.Tensor:
+        """``[T, V]`` of the tokens of ``answer``: one forward of them over the prompt's KV. Once only."""
+        if len(answer) < 2:
+            return self._first
+        ids = torch.tensor([answer[:-1]], device=adapter.device)
+        with adapter.lock:
+            made = adapter.model(input_ids=ids, past_key_values=self._cache, use_cache=True).logits
+        return torch.cat([self._first, made[0].float()])
 
 
 def ask(
     engine: BlendEngine,
-    prompt: str,
+    prompt: Prompt,
     options: Options,
     chunks: Sequence[str],
-    forced: Sequence[int] = (),
+    answer: Sequence[int] = (),
 ) -> ObservedAnswer:
-    """Greedy answer to one user message that quotes ``chunks``; background work is done when this returns.
+    """Greedy answer to a prompt that quotes ``chunks``; background work is done when this returns.
 
-    ``forced`` is the answer that the model must give; ``tokens`` are those it would have chosen.
+    The logits are of the first :data:`FIDELITY_TOKENS` tokens of ``answer`` (teacher forcing), by default of
+    the answer that was given.
 
     Raises :class:`CorpusError` if KV that should have been loaded was not: that would be full prefill
     under another name. Idealised prefix caching loads the first chunk only.
     """
-    witness = Witness(forced)
+    witness, adapter = Witness(), engine.adapter
     watched = {**options.generate, "logits_processor": LogitsProcessorList([witness])}
-    answer = engine.generate(quoting(prompt, chunks), replace(options, generate=watched))
+    hook = adapter.model.register_forward_hook(witness.see)
+    try:
+        given = engine.generate(prompt, replace(options, generate=watched))
+    finally:
+        hook.remove()
     engine.drain()
-    metrics = answer.metrics
+    metrics = given.metrics
     _require_loaded(metrics, {"full": 0, "prefix": 1}.get(str(options.mode), len(chunks)))
     ratio, charged = metrics.ratio, metrics.charged_ratio
     if options.mode in ("full", "prefix"):  # a chunk is either loaded or computed
@@ -140,9 +165,9 @@ def ask(
         loaded = sum(chunk.tokens for chunk in metrics.chunks if chunk.outcome != "computed")
         ratio = charged = 1 - loaded / tokens if tokens else 0.0
     return ObservedAnswer(
-        text=answer.text,
+        text=given.text,
         tokens=witness.tokens,
-        logits=witness.logits,
+        logits=witness.logits(adapter, (answer or witness.tokens)[:FIDELITY_TOKENS]),
         ratio=ratio,
         charged_ratio=charged,
         ttft_s=metrics.ttft_s,

@@ -35,8 +35,8 @@ def evaluate(
     dataset: Annotated[
         str,
         typer.Option(
-            help="synthetic, or a JSON or JSON lines file of {question, answers, ctxs}, "
-            "{context, input, answers} or, with --store, {question, answers}."
+            help="synthetic, code, long, tables, chat, or a JSON or JSON lines file of "
+            "{question, answers, ctxs}, {context, input, answers} or, with --store, {question, answers}."
         ),
     ] = "synthetic",
     model: options.Model = None,
@@ -72,7 +72,9 @@ def evaluate(
     split: Annotated[str, typer.Option(help="Split of the generated dataset.")] = "test",
     contexts: Annotated[
         int | None,
-        options.number(f"Contexts, or records of a file. [default: {CONTEXTS}]", 1, kind=int),
+        options.number(
+            f"Contexts, cases of a task, or records of a file. [default: {CONTEXTS}]", 1, kind=int
+        ),
     ] = None,
     questions: Annotated[
         int | None,
@@ -81,7 +83,7 @@ def evaluate(
     chunks: Annotated[int, options.number("Chunks of a prompt.", 1, kind=int)] = 6,
     chunk_tokens: Annotated[
         int | None,
-        options.number("Largest chunk. [default: 64 generated, 512 of a file]", 64, 4096, int),
+        options.number("Largest chunk. [default: 64 of synthetic, else 512]", 64, 4096, int),
     ] = None,
     max_new_tokens: Annotated[int | None, options.number("Longest answer.", 1, kind=int)] = None,
     out: Annotated[
@@ -112,11 +114,13 @@ def evaluate(
     from blendrag.lab.evaluation import report
     from blendrag.lab.evaluation.arena import Arena
     from blendrag.lab.evaluation.datasets import (
+        FILE_TOKENS,
         GENERATED_TOKENS,
         SYNTHETIC,
         open_dataset,
         synthetic_dataset,
     )
+    from blendrag.lab.evaluation.tasks import TASKS, make_task
     from blendrag.lab.evaluation.ways import look_up
     from blendrag.model.loading import load_adapter, load_tokens
 
@@ -131,6 +135,8 @@ def evaluate(
         asked = questions or (QUICK_QUESTIONS if quick else None)
         size = chunk_tokens or GENERATED_TOKENS
         made = synthetic_dataset(tokens, seed, cast("Split", split), count, chunks, size, asked)
+    elif dataset in TASKS:
+        made = make_task(dataset, tokens, seed, count, chunks, chunk_tokens or FILE_TOKENS)
     else:
         path = Path(dataset)
         made = open_dataset(path, tokens, count, chunks, chunk_tokens, embedder, store)

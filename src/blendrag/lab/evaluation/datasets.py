@@ -12,9 +12,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -35,8 +35,12 @@ from blendrag.text.matches import MIN_LETTERS, is_recognisable
 #: The measure that is a question's score: whole answers, words found, or the longest common subsequence.
 Metric = Literal["accuracy", "f1", "rouge_l"]
 Record = Mapping[str, Any]
+#: A question and its answer.
+Turn = tuple[str, str]
 #: Question → chunks in the order of the prompt.
 Retrieve = Callable[[str], Sequence[str]]
+
+T = TypeVar("T")
 
 SYNTHETIC = "synthetic"
 #: Default size of a chunk, in tokens: of generated contexts, and of files.
@@ -62,11 +66,14 @@ class Case:
     question: str
     answers: tuple[str, ...]
     chunks: tuple[str, ...]
+    history: tuple[Turn, ...] = ()
+    """Earlier questions of a chat with their answers. The chunks are spread evenly over all its turns."""
 
     @property
     def digest(self) -> str:
         """Of all that decides an answer and its score."""
-        fields = (self.kind, self.question, *self.answers, "", *self.chunks)
+        said = [text for turn in self.history for text in turn]
+        fields = (self.kind, self.question, *self.answers, "", *self.chunks, "", *said)
         return digest_fields(field.encode("utf-8", "surrogatepass") for field in fields)
 
 
@@ -86,6 +93,12 @@ class Dataset:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of question, sorted by name."""
         return tuple(sorted({case.kind for case in self.cases}))
+
+
+def spread(items: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """Neighbours together, in ``parts`` that are equally long or one longer."""
+    edges = [len(items) * i // parts for i in range(parts + 1)]
+    return [items[low:high] for low, high in pairwise(edges)]
 
 
 def by_context(cases: Sequence[Case]) -> Iterator[tuple[Case, ...]]:
@@ -196,8 +209,8 @@ def read_records(path: Path) -> list[Record]:
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
         raise InvalidInputError(
-            f"dataset {path} cannot be read ({reason}); expected synthetic, or a JSON or JSON lines "
-            f"file of {FORMS}"
+            f"dataset {path} cannot be read ({reason}); expected synthetic, code, long, tables, chat, or "
+            f"a JSON or JSON lines file of {FORMS}"
         ) from exc
     is_list = text.lstrip().startswith("[")
     found: list[Record] = []

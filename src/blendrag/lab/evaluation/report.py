@@ -15,7 +15,8 @@ LEGEND = (
     "bootstrap over contexts; – where full prefill gains nothing. charged: share of chunk tokens "
     "computed over all layers; above r if a policy computes the entry layer for all of them to "
     "choose. KL: of the first token, KL/tok: per token of full prefill's answer, in nats. recovered: "
-    "1 - KL/tok over reuse's, with its 95% interval. prefix on/off: chunks encoded after the corpus's "
+    "1 - KL/tok over reuse's, with its 95% interval. agrees: share of that answer's tokens that the way "
+    "prefers too. prefix on/off: chunks encoded after the corpus's "
     "prefix or without one. TTFT: median, KV read from disk."
 )
 #: Columns of a table besides the names of the ways; more do not fit into 80 characters.

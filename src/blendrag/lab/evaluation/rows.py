@@ -58,6 +58,9 @@ class Outcome:
     """The policy and the schedule that ran."""
     schedule: str = ""
     token_kl: float | None = None
+    model: str = ""
+    dataset: str = ""
+    kind: str = ""
 
 
 class Journal(dict[tuple[str, str], Outcome]):

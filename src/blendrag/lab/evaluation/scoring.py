@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -83,15 +82,6 @@ def token_kl(full: torch.Tensor, other: torch.Tensor) -> list[float]:
             "model with --dtype float32"
         )
     return divergence.clamp_min(0.0).tolist()
-
-
-def agreement(full: Sequence[int], other: Sequence[int]) -> float:
-    """Share of the longer answer's tokens before the first difference."""
-    longest = max(len(full), len(other))
-    if not longest:
-        return 1.0
-    pairs = zip(full, other, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / longest
 
 
 #: Number of questions and their summed score, for each context.
