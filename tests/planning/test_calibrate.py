@@ -28,6 +28,7 @@ from blendrag.planning.calibrate import (
     CONSTANT,
     MIN_CHECKED,
     REUSE,
+    WORST,
     Race,
     deviation,
     divergence,
@@ -110,11 +111,11 @@ def test_the_conclusion_is_a_sentence(calibration: Calibration | None, words: st
 # -- the measure --------------------------------------------------------------------------------
 
 
-def test_divergence_is_the_kl_and_infinite_if_it_is_not_a_number() -> None:
+def test_divergence_is_the_kl_and_large_if_it_is_not_a_number() -> None:
     full = torch.tensor([[0.5, 0.5, 0.0]]).log()
     assert divergence(full, full) == 0.0
     assert divergence(full, torch.tensor([[0.25, 0.25, 0.5]]).log()) == pytest.approx(math.log(2))
-    assert divergence(full, torch.full((1, 3), math.nan)) == math.inf
+    assert divergence(full, torch.full((1, 3), math.nan)) == WORST
 
 
 # -- the record ---------------------------------------------------------------------------------

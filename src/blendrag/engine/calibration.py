@@ -125,7 +125,7 @@ def calibrate(
     watch: Watch = lambda race, done: None,
 ) -> CalibrationReport:
     """See :meth:`BlendEngine.calibrate`."""
-    began = time.monotonic()
+    began, limit_s = time.monotonic(), 60 * options.minutes
     resources.require_corpus()  # before a store is made where there is none
     if not resources.is_writable:
         raise StoreUnavailableError(
@@ -142,12 +142,12 @@ def calibrate(
     race, interrupted = Race(), False
 
     def done(measured: int) -> float:
-        return max(measured / len(prompts), (time.monotonic() - began) / (60 * options.minutes))
+        return max(measured / len(prompts), (time.monotonic() - began) / limit_s)
 
     try:
         for measured, prompt in enumerate(prompts):
-            if measured and done(measured) >= 1:
-                break
+            if measured and (time.monotonic() - began) * (measured + 1) / measured > limit_s:
+                break  # the next one would take longer
             race.narrow(done(measured))
             row = _deviations(resources, worker, controller, prompt, race.policies, options.ratio)
             if row:

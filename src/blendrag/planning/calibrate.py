@@ -98,6 +98,8 @@ def _run(corpus: Corpus, source: str, at_most: int, rng: random.Random) -> list[
 
 #: Answer tokens compared. Policies differ little in the first ones.
 ANSWER_TOKENS = 16
+#: The largest deviation: means and errors stay finite.
+WORST = 1e3
 REUSE = "reuse"
 #: The best on every pretrained model measured.
 CONSTANT = Schedule("constant")
@@ -160,11 +162,11 @@ def deviation(
 
 
 def divergence(full: torch.Tensor, blended: torch.Tensor) -> float:
-    """Mean KL of ``[T, V]`` log probabilities, in nats per token; infinity if it is not a number."""
+    """Mean KL of ``[T, V]`` log probabilities, in nats per token; :data:`WORST` if it is not a number."""
     parts = full.exp() * (full - blended)
     parts = parts.masked_fill(full == -math.inf, 0.0)  # 0 · log 0 counts as 0
     mean = float(parts.sum(-1).mean())
-    return math.inf if math.isnan(mean) else max(0.0, mean)
+    return min(max(0.0, mean), WORST) if math.isfinite(mean) else WORST
 
 
 def _logits(adapter: ModelAdapter, ids: Sequence[int], cache: Any, keep: int) -> torch.Tensor:
