@@ -81,8 +81,11 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``query``'s scout pass ends before the last layer in tiny models, as it does in deep ones."""
+    """``query``'s scout pass ends before the last layer, as that of ``query(33-67)`` does."""
     monkeypatch.setattr("blendrag.fusor.selection.base.DEEP_LAYERS", 1)
+    monkeypatch.setattr(
+        "blendrag.fusor.selection.query.QueryPolicy.deep_attention_depth", (1 / 3, 2 / 3)
+    )
 
 
 #: Tests of pickling itself: a wrapper or an error can be pickled by its user.

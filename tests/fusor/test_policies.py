@@ -207,7 +207,7 @@ def test_rows_planned_at_once_are_those_chosen_layer_by_layer(data: st.DataObjec
 def test_the_scout_pass_of_query_ends_early_in_deep_models_only() -> None:
     for name in ("query", "query+hkvd"):
         policy = make_policy(name)
-        assert policy.attention_layers(32) == range(10, 21)
+        assert policy.attention_layers(32) == range(16, 32)
         assert policy.attention_layers(12) == range(12)
         assert make_policy(f"{name}(50-100)").attention_layers(12) == range(6, 12)
     assert make_policy("blend").attention_layers(32) == range(8, 32)

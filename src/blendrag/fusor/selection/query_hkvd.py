@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from blendrag.fusor.selection.base import MIDDLE_THIRD, LayerView, SelectionPolicy, top
+from blendrag.fusor.selection.base import LAST_HALF, LayerView, SelectionPolicy, top
 
 
 class QueryHKVDPolicy(SelectionPolicy):
     name = "query+hkvd"
     needs_deviation = True
     needs_attention = True
-    deep_attention_depth = MIDDLE_THIRD
+    deep_attention_depth = LAST_HALF
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         if budget >= view.tokens.numel():
