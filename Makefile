@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena soak fuzz-corpus coverage-store reuse-table wheels
+.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak fuzz-corpus coverage-store reuse-table wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -112,6 +112,11 @@ answer-figure: $(READY) ## measure one answer and draw it: the figure of README.
 # An hour on two cores. After an interruption: make arena ARENA_ARGS=--keep
 arena: $(READY) ## compare the policies: docs/quality.md, its figures and numbers
 	$(BIN)/python -m blendrag.lab.evaluation.quality_page --out docs $(ARENA_ARGS)
+
+# make arena-real MODELS="DIR/one DIR/two" QUESTIONS="a.json b.json" ARENA_ARGS="--keep --contexts 20"
+arena-real: $(READY) ## compare the policies on pretrained models
+	$(BIN)/python -m blendrag.lab.evaluation.quality_page --out docs $(MODELS:%=--model %) \
+	  $(QUESTIONS:%=--questions %) $(ARENA_ARGS)
 
 # Hours. Ctrl-C prints the counts so far.
 # make soak KILLS=1000 MUTATIONS=100000 FAULTS=10 CUTS=1 SEED=7 DIR=/tmp JSON=soak.json

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,32 @@ def test_a_failing_command_is_named_in_one_sentence_and_nothing_is_kept(tmp_path
         collect(tmp_path, run, keep=False, say=lambda text: None)
     assert tiny.one_sentence(str(failed.value))
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_pretrained_models_are_measured_by_commands_without_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(line: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        asked.append(line)
+        return subprocess.CompletedProcess(line, returncode="tables" in line, stdout=b"[]")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    model, questions = tmp_path / "tiny", tmp_path / "asked.json"
+    given = ("--out", tmp_path, "--model", model, "--questions", questions, "--contexts", 3)
+    ended = invoke_program(main, *given)
+    assert ended.exit_code == 1  # one failed, the others are kept
+    kept = {path.stem: load_result(path) for path in (tmp_path / "quality/pretrained").iterdir()}
+    assert set(kept) == {f"tiny-{task}" for task in ("asked", "code", "long", "chat")}
+    (command,) = kept["tiny-asked"].commands
+    assert str(tmp_path) not in command
+    options = parsed(command)
+    assert (options["model"], options["dataset"]) == ("MODELS/tiny", "asked.json")
+    assert (options["contexts"], options["dtype"], options["json"]) == (3, "bfloat16", True)
+    assert {str(model), str(questions)} <= set(asked[0])
+    invoke_program(main, *given, "--keep")
+    assert len(asked) == 6  # only the failed one is repeated
 
 
 def test_a_row_that_several_commands_printed_is_taken_once() -> None:

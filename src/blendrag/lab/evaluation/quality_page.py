@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 from pydantic import TypeAdapter
 
-from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.lifecycle import DONE, FAILED, begin, reporting
 from blendrag.cli.output import say
 from blendrag.cli.plots import require_matplotlib, write_png
 from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
@@ -27,6 +28,7 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.lab import plots
 from blendrag.lab.evaluation.deviation import DeviationReport
 from blendrag.lab.evaluation.rows import ALL, ArenaRow
+from blendrag.lab.evaluation.tasks import TASKS
 from blendrag.lab.evaluation.ways import COMPUTING, FULL, NONE, REUSE
 from blendrag.lab.pages import write_regions
 from blendrag.lab.tables import NOTHING, Column, interval, number, table
@@ -38,6 +40,8 @@ SEED = 2027
 RATIO = "0.05"
 #: The policies that are compared in every schedule.
 TUNED = "hkvd,query,blend"
+#: The folder of pretrained models in the commands that are kept.
+_MODELS = "MODELS"
 SCHEDULES = "constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6"
 
 
@@ -298,13 +302,42 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 
-def execute(commands: Sequence[str], say: Callable[[str], None] = lambda text: None) -> Result:
-    """Run ``commands`` one after another; their progress goes to stderr. Raises :class:`BlendragError`."""
+#: Policies, ratios and size of every run on a pretrained model.
+_PRETRAINED = (
+    "--dtype bfloat16 --policies reuse,hkvd,query,query+hkvd,blend --ratio 0.15 --ratio 0.3 "
+    "--schedules constant --chunks 6 --chunk-tokens 512 --contexts {} --max-new-tokens 32 --json"
+)
+
+
+def pretrained_runs(
+    models: Sequence[Path], questions: Sequence[Path], contexts: int
+) -> dict[str, tuple[str, ...]]:
+    """Commands by the name of their run: each model on each task and each file of questions, all named
+    without their folders."""
+    sources = [*(path.name for path in questions), *TASKS]
+    more = _PRETRAINED.format(contexts)
+    return {
+        f"{model.name}-{Path(source).stem}": (
+            f"blendrag eval --model {_MODELS}/{model.name} --dataset {source} {more}",
+        )
+        for model in models
+        for source in sources
+    }
+
+
+def execute(
+    commands: Sequence[str],
+    say: Callable[[str], None] = lambda text: None,
+    paths: Mapping[str, Path] = MappingProxyType({}),
+) -> Result:
+    """Run ``commands`` one after another; their progress goes to stderr. ``paths``: what arguments that name
+    a model or a file without its folder stand for. Raises :class:`BlendragError`."""
     printed = []
     for command in commands:
         say(command)
         program, *arguments = shlex.split(command)
-        line = [sys.executable, *PROGRAMS[program], *arguments]
+        there = [str(paths.get(argument, argument)) for argument in arguments]
+        line = [sys.executable, *PROGRAMS[program], *there]
         done = subprocess.run(line, stdout=subprocess.PIPE, check=False)
         if done.returncode:
             raise BlendragError(
@@ -319,7 +352,11 @@ def execute(commands: Sequence[str], say: Callable[[str], None] = lambda text: N
 
 
 def collect(
-    folder: Path, runs: Mapping[str, Sequence[str]], keep: bool, say: Callable[[str], None]
+    folder: Path,
+    runs: Mapping[str, Sequence[str]],
+    keep: bool,
+    say: Callable[[str], None],
+    paths: Mapping[str, Path] = MappingProxyType({}),
 ) -> dict[str, Result]:
     """Execute ``runs`` and keep each result in ``folder``. With ``keep``, a kept result of the same
     commands is used instead."""
@@ -328,7 +365,7 @@ def collect(
         path = folder / f"{name}.json"
         kept = load_result(path) if keep and path.is_file() else None
         if kept is None or kept.commands != tuple(commands):
-            kept = execute(commands, say)
+            kept = execute(commands, say, paths)
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(asdict(kept), separators=(",", ":")) + "\n", "utf-8")
         found[name] = kept
@@ -349,6 +386,14 @@ def load_result(path: Path) -> Result:
 @reporting
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the page.")] = Path("docs"),
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(help="Measure this pretrained model, a folder, in place of the embedded one."),
+    ] = None,
+    questions: Annotated[
+        list[Path] | None, typer.Option(help="File of questions for the pretrained models.")
+    ] = None,
+    contexts: Annotated[int, typer.Option(help="Cases of a pretrained model and task.")] = 6,
     keep: Annotated[bool, typer.Option("--keep", help="Measure only what has no result.")] = False,
     page_only: Annotated[
         bool, typer.Option("--page-only", help="Measure nothing; write the kept results.")
@@ -359,6 +404,18 @@ def main(
     page = out / PAGE
     folder = page.with_suffix("")
     require_matplotlib("pictures")  # before an hour of measuring
+    if model:
+        paths = {f"{_MODELS}/{path.name}": path for path in model}
+        paths |= {path.name: path for path in questions or ()}
+        runs = pretrained_runs(model, questions or (), contexts)
+        status = DONE
+        for name, commands in runs.items():  # hours: one that fails does not end the others
+            try:
+                collect(folder / "pretrained", {name: commands}, keep, partial(say, "run"), paths)
+            except BlendragError as exc:
+                say("error", str(exc))
+                status = FAILED
+        return status
     if page_only:
         results = {name: load_result(folder / f"{name}.json") for name in RUNS}
     else:
