@@ -100,10 +100,17 @@ def test_windows_that_only_masks_know_go_to_the_models_own_attention() -> None:
 # -- the gate sees what is wrong ----------------------------------------------------------------
 
 
+def int8_activations() -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny.llama()
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    return model
+
+
 @pytest.mark.parametrize(
     "made",
-    [tiny.llama, lambda: tiny.large_biases().to(torch.bfloat16)],
-    ids=("plain", "biases-bf16"),
+    [tiny.llama, lambda: tiny.large_biases().to(torch.bfloat16), int8_activations],
+    ids=("plain", "biases-bf16", "int8-activations"),
 )
 def test_keys_left_where_they_were_stored_are_refused(
     made: Any, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,8 @@
-"""Quantised weights: everything that computes is in the fingerprint, and hidden weights are refused."""
+"""Quantised models blend, every weight is in the fingerprint, and what cannot be loaded says why."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiny
 from blendrag.engine import Options
+from blendrag.errors import ModelLoadError
 from blendrag.fusor.gate import verify
-from blendrag.model import fingerprint
+from blendrag.model import fingerprint, load_adapter, loading
 
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -36,22 +39,140 @@ def assert_identifies(model: Any, name: str, write: Callable[[torch.Tensor], Any
     assert adapter.identity == before
 
 
-def assert_blends(model: Any, store: Path) -> None:
+def assert_blends(model: Any, store: Path, alike: bool = True) -> None:
+    """``alike``: its noise is that of its dtype, so that recomputing everything repeats the answer."""
     with tiny.engine(model, store) as engine:
         assert engine.verify().blendable, engine.verify().reason
         engine.ingest([tiny.document(0)])
         full = engine.generate(tiny.prompt(engine, 0), Options(mode="full"))
         blended = engine.generate(tiny.prompt(engine, 0), Options(mode="blend", ratio=1.0))
         assert blended.metrics.reused_tokens > 0
-        assert blended.text == full.text
+        assert not alike or blended.text == full.text
+
+
+def torchao(kind: str) -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    return transformers.TorchAoConfig(getattr(quantization, kind)())
+
+
+def bitsandbytes(**options: Any) -> Any:
+    pytest.importorskip("bitsandbytes")
+    return transformers.BitsAndBytesConfig(**options)
+
+
+def loaded(folder: str, quantization: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=quantization
+    ).eval()
 
 
 def int8(folder: str) -> Any:
-    quantization = pytest.importorskip("torchao.quantization")
-    config = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=config
-    ).eval()
+    return loaded(folder, torchao("Int8WeightOnlyConfig"))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "alike"),
+    [
+        (lambda: torchao("Int8WeightOnlyConfig"), True),
+        (lambda: torchao("Int8DynamicActivationInt8WeightConfig"), False),
+        (lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"), False),
+        (lambda: bitsandbytes(load_in_8bit=True), False),
+    ],
+    ids=["torchao", "torchao-activations", "bitsandbytes-4bit", "bitsandbytes-8bit"],
+)
+def test_a_directory_of_quantised_weights_blends(
+    quantization: Callable[[], Any], alike: bool, checkpoint: str, tmp_path: Path
+) -> None:
+    saved = str(tmp_path / "quantised")
+    loaded(checkpoint, quantization()).save_pretrained(saved)
+    tiny.tokenizer().save_pretrained(saved)
+    adapter = load_adapter(saved)
+    assert adapter.precision == torch.bfloat16
+    assert load_adapter(saved).identity == adapter.identity
+    assert_blends(adapter.model, tmp_path / "s", alike)
+
+
+def test_kv_is_not_shared_between_a_model_and_its_quantised_form(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    models = {"plain": plain, "quantised": int8(checkpoint)}
+    for first, second in (("plain", "quantised"), ("quantised", "plain")):
+        with tiny.engine(models[first], tmp_path / first) as engine:
+            engine.ingest([tiny.document(0)])
+            assert engine.generate(tiny.prompt(engine, 0)).metrics.reused_tokens > 0
+        with tiny.engine(models[second], tmp_path / first) as engine:
+            assert engine.adapter.model_id == checkpoint
+            assert engine.generate(tiny.prompt(engine, 0)).metrics.reused_tokens == 0
+
+
+def test_how_a_quantizer_computes_is_part_of_the_identity(checkpoint: str) -> None:
+    model = int8(checkpoint)
+    before = tiny.adapter(model).identity
+    model.config.quantization_config.modules_to_not_convert = ["other"]
+    after = tiny.adapter(model).identity
+    assert after.tensors_fingerprint == before.tensors_fingerprint
+    assert after.namespace != before.namespace
+
+
+def quantised_config(checkpoint: str, method: str) -> None:
+    path = Path(checkpoint) / "config.json"
+    stated = json.loads(path.read_text())
+    path.write_text(json.dumps({**stated, "quantization_config": {"quant_method": method}}))
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [("gptq", "needs the packages optimum and gptqmodel"), ("fbgemm_fp8", "requires a GPU")],
+)
+def test_a_method_that_cannot_be_loaded_is_one_sentence_on_stderr(
+    method: str,
+    why: str,
+    checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load = loading._from_pretrained
+
+    def printing(kind: str, *args: Any, **options: Any) -> Any:
+        if kind == "AutoModelForCausalLM":
+            print("the logo of a quantizer")  # noqa: T201
+        return load(kind, *args, **options)
+
+    monkeypatch.setattr(loading, "_from_pretrained", printing)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    quantised_config(checkpoint, method)
+    with tiny.refuses(
+        f"quantised by {method} and cannot be loaded on cpu: .*{why}", ModelLoadError
+    ):
+        load_adapter(checkpoint, device="cpu")
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_of_an_unknown_method_are_not_made_up(checkpoint: str) -> None:
+    quantised_config(checkpoint, "unheard")
+    weights = Path(checkpoint) / "model.safetensors"
+    tensors = load_file(weights)
+    tensors[f"{DOWN}.packed"] = tensors.pop(f"{DOWN}.weight")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with tiny.refuses(f"lacks 1 weights, such as {DOWN}.* not 'unheard'", ModelLoadError):
+        load_adapter(checkpoint)
+
+
+def test_weights_that_the_first_forward_unpacks_are_unpacked_before_the_probe() -> None:
+    model = tiny.llama()
+    linear = model.get_submodule(DOWN)
+    linear.register_buffer("packed", linear._parameters.pop("weight").detach().half())
+    model.hf_quantizer = SimpleNamespace(is_compileable=False)
+
+    def unpack(*args: Any) -> None:  # as compressed-tensors does
+        linear.weight = nn.Parameter(linear._buffers.pop("packed").float())
+        hook.remove()
+
+    hook = model.register_forward_pre_hook(unpack)
+    adapter = tiny.adapter(model)
+    assert verify(adapter).blendable
+    assert not linear.weight.is_inference()
 
 
 def test_torchao_int8_weights_blend_and_every_part_is_fingerprinted(
@@ -116,6 +237,25 @@ def test_packed_gguf_weights_blend_and_every_part_is_fingerprinted(
     assert_identifies(
         packed, f"{DOWN}.input_permutation", lambda tensor: tensor.copy_(tensor.flip(0))
     )
+
+
+def test_noise_that_moving_does_not_cause_is_allowed_for_in_quantised_models_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * (1 + 0.1 * torch.randn(out.shape, generator=generator))
+
+    model = tiny.llama()
+    model.get_submodule(DOWN).register_forward_hook(noisy)
+    assert not verify(tiny.adapter(model)).blendable
+    model.hf_quantizer = SimpleNamespace(is_compileable=False)
+    assert verify(tiny.adapter(model)).blendable
+
+
+def test_a_quantised_model_whose_kv_depends_on_positions_is_refused() -> None:
+    model = tiny.family("gpt2")
+    model.hf_quantizer = SimpleNamespace(is_compileable=False)
+    assert tiny.adapter(model).refusal
 
 
 class BitsAndBytesLike(nn.Module):

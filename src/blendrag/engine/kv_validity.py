@@ -26,7 +26,7 @@ from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.store import KVReader, KVStore
 from blendrag.store.encodings import codec_of, staging_of
 from blendrag.store.identity import chunk_key
-from blendrag.store.kv import ChunkKV
+from blendrag.store.kv import ChunkKV, dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class KVValidity:
         with closing(reader):
             try:
                 now = self.encode(namespace, ids, self._manifest().prefix_ids)
-                if _alike(now, reader):
+                if _alike(now, reader, PROBE_TOLERANCE[dtype_name(self._adapter.precision)]):
                     return ""
             except CorruptKVError:
                 return "its probe entry is damaged"
@@ -175,8 +175,8 @@ class KVValidity:
         self._valid.setdefault(namespace, True)
 
 
-def _alike(now: ChunkKV, reader: KVReader) -> bool:
-    """Whether stored K and V equal the computed ones per channel, up to noise and the encoding's error.
+def _alike(now: ChunkKV, reader: KVReader, tolerance: float) -> bool:
+    """Whether stored K and V equal the computed ones per channel, up to ``tolerance`` and the encoding.
 
     Raises :class:`CorruptKVError` if a checksum fails.
     """
@@ -186,7 +186,7 @@ def _alike(now: ChunkKV, reader: KVReader) -> bool:
         for kind in range(2):  # K, V
             fresh, there, kept = layer[kind], encoded[kind], stored[kind]  # [Hkv, T, D]
             lost = (there.float() - fresh.float()).square().mean(-2, keepdim=True).sqrt()
-            noise = PROBE_TOLERANCE[now.layout.dtype] * content(fresh, fresh.roll(1, -2))
+            noise = tolerance * content(fresh, fresh.roll(1, -2))
             rounding = torch.finfo(fresh.dtype).eps * magnitude(fresh, kept)
             if not misfit(kept, there, noise + rounding + lost).fits:
                 return False

@@ -78,6 +78,15 @@ class ModelAdapter:
         return input_device(self.model)
 
     @property
+    def precision(self) -> torch.dtype:
+        """The dtype whose numerical noise the model has.
+
+        bfloat16 for quantised models: they may compute in it, or round activations to 8 bits, whatever dtype
+        their KV has.
+        """
+        return torch.bfloat16 if fingerprint.is_quantised(self.model) else self.layout.torch_dtype
+
+    @property
     def context_tokens(self) -> int:
         """The model's context window in tokens."""
         return context_tokens_of(self.model.config)
@@ -201,6 +210,8 @@ class ModelAdapter:
     def _probe(self) -> None:
         """Measure layout and position dependence; raises :class:`UnsupportedModelError`."""
         check_placement(self.model)
+        if fingerprint.is_quantised(self.model):
+            self._finish_weights()
         fingerprint.loaded(self.model)  # raises for weights that have no fingerprint
         self._stack = stack = find_stack(self.model)
         vocab = self.model.get_input_embeddings().num_embeddings
@@ -221,7 +232,18 @@ class ModelAdapter:
         reach = (self.blend_limit_tokens or self.context_tokens) - PROBE_TOKENS
         shifted = {delta: kv_at(delta) for delta in (max(1, min(d, reach)) for d in PROBE_OFFSETS)}
         others = kv_at(0, [(5 + 97 * i) % vocab for i in range(PROBE_TOKENS)])
-        self._repositioner = classify(kv_at(0), shifted, others, stack, self._layout.torch_dtype)
+        again = None
+        if fingerprint.is_quantised(self.model):
+            longer = kv_at(0, ids + ids[::-1])
+            again = [(keys[:, :PROBE_TOKENS], values[:, :PROBE_TOKENS]) for keys, values in longer]
+        self._repositioner = classify(kv_at(0), shifted, others, stack, self.precision, again)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _finish_weights(self) -> None:
+        """Run the whole model once: compressed-tensors and bitsandbytes unpack or repack weights then."""
+        with uncompiled():
+            self.model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device))
 
 
 def context_tokens_of(config: Any) -> int:

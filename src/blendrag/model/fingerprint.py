@@ -142,7 +142,7 @@ def loaded(model: Any) -> Loaded:
     tensors: list[LoadedTensor] = []
     adapters: list[bytes] = []
     seen: set[int] = set()
-    is_quantised = getattr(model, "hf_quantizer", None) is not None
+    quantised = is_quantised(model)
 
     def add(name: str, tensor: torch.Tensor, is_kept: bool = True) -> None:
         if id(tensor) not in seen:
@@ -167,9 +167,16 @@ def loaded(model: Any) -> Loaded:
                     add(key, value, is_kept=False)
                 elif isinstance(value, tuple | list | dict):
                     raise _packed(key, value)
-        elif is_quantised:
+        elif quantised:
             _refuse_hidden(prefix, module)
     return Loaded(tuple(tensors), digest_fields(adapters) if adapters else "")
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether transformers quantised ``model``, or torchao or quanto did in place."""
+    return getattr(model, "hf_quantizer", None) is not None or any(
+        is_traceable_wrapper_subclass(weight) for weight in model.parameters()
+    )
 
 
 def _plain(

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import lru_cache
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +61,16 @@ def load_adapter(
         raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     target = resolve_device(device)
     trust = {"trust_remote_code": trust_remote_code}
-    model = _pretrained("AutoModelForCausalLM", name, dtype=DTYPES.get(dtype, "auto"), **trust)
     tokenizer = _pretrained("AutoTokenizer", name, **trust)
-    with _mapped(lambda exc: f"model {name!r} cannot be moved to {target}: {_first_line(exc)}"):
-        model = model.to(target)
-        model = _widened(model, name) if dtype == "auto" else model
-    if lora is not None:
-        model = _with_lora(model, lora)
-    return ModelAdapter(model, tokenizer, model_id=name)
+    method = _quantization_method(_pretrained("AutoConfig", name, **trust))
+    with _quantised(name, method, target) if method else nullcontext():
+        model = _complete_model(name, method, target, dtype=DTYPES.get(dtype, "auto"), **trust)
+        with _mapped(lambda exc: f"model {name!r} cannot be moved to {target}: {_first_line(exc)}"):
+            model = model.to(target)
+            model = _widened(model, name) if dtype == "auto" else model
+        if lora is not None:
+            model = _with_lora(model, lora)
+        return ModelAdapter(model, tokenizer, model_id=name)
 
 
 def load_tokens(name: str, trust_remote_code: bool = False) -> Tokens:
@@ -83,10 +87,32 @@ def load_context_tokens(name: str, trust_remote_code: bool = False) -> int:
 
 def _pretrained(kind: str, name: str, **options: Any) -> Any:
     """What this class of transformers loads for ``name``."""
+    with _mapped(lambda exc: _load_message(name, exc)):
+        return _from_pretrained(kind, name, **options)
+
+
+def _from_pretrained(kind: str, name: str, **options: Any) -> Any:
     import transformers
 
-    with _mapped(lambda exc: _load_message(name, exc)):
-        return getattr(transformers, kind).from_pretrained(_resolve_model(name), **options)
+    return getattr(transformers, kind).from_pretrained(_resolve_model(name), **options)
+
+
+def _complete_model(name: str, method: str, target: torch.device, **options: Any) -> Any:
+    """The causal LM. Raises :class:`ModelLoadError` if weights are missing: transformers would make them up.
+
+    Errors of a quantised model are mapped by :func:`_quantised`.
+    """
+    load = _from_pretrained if method else _pretrained
+    if method and target.type != "cpu":
+        options["device_map"] = {"": target}  # quantizers choose kernels for this device
+    model, report = load("AutoModelForCausalLM", name, output_loading_info=True, **options)
+    if missing := sorted(report["missing_keys"]):
+        readable = f" in a quantisation that transformers reads, not {method!r}" if method else ""
+        raise ModelLoadError(
+            f"model {name!r} lacks {len(missing)} weights, such as {missing[0]}; expected a complete "
+            f"checkpoint{readable}"
+        )
+    return model
 
 
 def _resolve_model(name: str) -> str:
@@ -143,6 +169,31 @@ def _with_lora(model: Any, lora: str) -> Any:
         raise ModelLoadError(f"adapter {lora!r} needs peft: pip install 'blendrag[lora]'") from exc
     with _mapped(lambda exc: f"adapter {lora!r} cannot be loaded: {_first_line(exc)}"):
         return PeftModel.from_pretrained(model, lora)
+
+
+# -- quantised checkpoints --------------------------------------------------------------------------
+
+
+def _quantization_method(config: Any) -> str:
+    """How the checkpoint is quantised by its config (gptq, torchao, …); empty if it is not."""
+    found = getattr(config, "quantization_config", None) or {"quant_method": ""}
+    as_dict = found if isinstance(found, dict) else found.to_dict()
+    return str(as_dict.get("quant_method", "an unnamed method"))
+
+
+@contextmanager
+def _quantised(name: str, method: str, target: torch.device) -> Iterator[None]:
+    """For loading a model: errors name the method and the device, and nothing is printed to stdout."""
+
+    def message(exc: Exception) -> str:
+        why = _first_line(exc)
+        if method == "gptq" and find_spec("gptqmodel") is None:  # transformers 5.23 asks for a GPU
+            why = "it needs the packages optimum and gptqmodel"
+        return f"model {name!r} is quantised by {method} and cannot be loaded on {target}: {why}"
+
+    # gptqmodel 7.7 prints a logo and its progress to stdout, where commands print answers.
+    with _mapped(message), redirect_stdout(StringIO()):
+        yield
 
 
 # -- dtype auto -------------------------------------------------------------------------------------

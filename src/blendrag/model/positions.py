@@ -36,6 +36,8 @@ LayersKV = Sequence[tuple[torch.Tensor, torch.Tensor]]
 PROBE_OFFSETS = (7, 1531)
 #: The kind of a layer must fit this many times better than the other one.
 MARGIN = 4.0
+#: A quantised model's own noise counts up to this share of a channel's content; mistakes are of order 1.
+MAX_OWN_NOISE = 0.25
 
 
 class RotaryTable(NamedTuple):
@@ -101,6 +103,7 @@ def classify(
     others: LayersKV,
     stack: DecoderStack,
     dtype: torch.dtype,
+    again: LayersKV | None = None,
 ) -> Repositioner:
     """Tell the kind of every layer and return the model's :class:`Repositioner`.
 
@@ -108,6 +111,7 @@ def classify(
         base: KV of a few tokens at positions 0….
         shifted: of the same tokens at positions Δ…, by Δ.
         others: of as many different tokens at positions 0….
+        again: ``base`` as computed in a longer prompt, for models whose noise exceeds their dtype's.
 
     Raises :class:`UnsupportedModelError` naming the first layer that is neither rotary nor position-free.
     """
@@ -122,20 +126,22 @@ def classify(
     for i, (name, (base_keys, base_values)) in enumerate(zip(names, base, strict=True)):
         moved = [(delta, *layers[i]) for delta, layers in shifted.items()]
         carries = content(base_values, others[i][1])
+        own = _own_noise(again[i][1], base_values, carries) if again else 0.0
         for delta, _, values in moved:
-            if not _misfit(values, base_values, carries, dtype).fits:
+            if not _misfit(values, base_values, carries, own, dtype).fits:
                 raise UnsupportedModelError(
                     f"the values of layer {i} change with position ({delta} tokens further on), so its "
                     "stored KV cannot be reused elsewhere; use mode full"
                 )
         carries = content(base_keys, others[i][0])
-        free = [_misfit(keys, base_keys, carries, dtype, delta) for delta, keys, _ in moved]
+        own = _own_noise(again[i][0], base_keys, carries) if again else 0.0
+        free = [_misfit(keys, base_keys, carries, own, dtype, delta) for delta, keys, _ in moved]
         turned: list[Misfit] = []
         with suppress(RuntimeError, TypeError, ValueError, AttributeError):
             for delta, keys, _ in moved:
                 distance = torch.full((keys.shape[-2],), delta, device=keys.device)
                 expected = apply_rotary(apply, base_keys, rotary_table(rotary, name, distance))
-                turned.append(_misfit(keys, expected, carries, dtype, delta))
+                turned.append(_misfit(keys, expected, carries, own, dtype, delta))
         if len(turned) < len(shifted):
             turned = []  # the model's rotary functions do not take these keys
         if _explains(free, turned):
@@ -162,6 +168,7 @@ def _misfit(
     actual: torch.Tensor,
     expected: torch.Tensor,
     carries: torch.Tensor,
+    own: torch.Tensor | float,
     dtype: torch.dtype,
     offset: int = 0,
 ) -> Misfit:
@@ -171,5 +178,11 @@ def _misfit(
     """
     rounding = max(torch.finfo(dtype).eps, offset * torch.finfo(torch.float32).eps)
     noise = NOISE.get(dtype, NOISE[torch.bfloat16])
-    allowed = noise * carries + rounding * magnitude(actual, expected)
+    allowed = noise * carries + rounding * magnitude(actual, expected) + own
     return misfit(actual, expected, allowed)
+
+
+def _own_noise(again: torch.Tensor, base: torch.Tensor, carries: torch.Tensor) -> torch.Tensor:
+    """What two exact computations may differ by, per channel: ``[Hkv, 1, D]``, float32."""
+    error = (again.float() - base.float()).square().mean(-2, keepdim=True).sqrt()
+    return 2 * error.minimum(MAX_OWN_NOISE * carries)
