@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from blendrag.lab.evaluation.deviation import DeviationReport
+    from blendrag.lab.evaluation.pretrained import Fidelity
     from blendrag.lab.evaluation.rows import ArenaRow
 
 QUALITY = "PGR (0: no context, 1: full prefill)"
@@ -54,6 +55,24 @@ def quality_against_ratio(rows: Sequence[ArenaRow], kinds: Sequence[str]) -> Fig
     for panel in axes[::columns]:
         panel.set_ylabel("PGR")
     legend(figure, axes[: len(kinds)])
+    return figure
+
+
+def fidelity_against_ttft(models: Mapping[str, Sequence[Fidelity]]) -> Figure:
+    """Recovered KL against relative TTFT, a panel for each model."""
+    columns = min(len(models), 2)
+    figure, axes = panels(columns, -(-len(models) // columns), share_y="all")
+    for panel, (model, points) in zip(axes, models.items(), strict=False):
+        _draw_rows(panel, points, "relative_ttft", "recovered")
+        for level in (0.0, 1.0):
+            _level(panel, level)
+        title(panel, model)
+        panel.set_xlabel("TTFT, full prefill's = 1")
+    for panel in axes[len(models) :]:
+        panel.remove()
+    for panel in axes[::columns]:
+        panel.set_ylabel("recovered (0: reuse, 1: full prefill)")
+    legend(figure, axes[: len(models)])
     return figure
 
 
@@ -121,7 +140,7 @@ def _draw_rows(axes: Axes, rows: Sequence[Any], x: str, y: str = "pgr") -> None:
         groups.setdefault((row.policy, row.schedule), []).append(row)
     lines, drawn = [], Counter[str]()
     for (policy, schedule), group in groups.items():
-        group.sort(key=lambda row: row.charged_ratio if x == "ttft_ms" else getattr(row, x))
+        group.sort(key=lambda row: row.charged_ratio if "ttft" in x else getattr(row, x))
         label = f"{policy}, {schedule}" if several and schedule else policy
         style = known[policy]
         if drawn[policy]:  # further schedules of a policy are hollow and dashed

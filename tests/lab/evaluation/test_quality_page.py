@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,19 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.lab import plots
 from blendrag.lab.evaluation import deviation
 from blendrag.lab.evaluation.deviation import DeviationReport
+from blendrag.lab.evaluation.pretrained import fidelities, means_of_models, pretrained_text
 from blendrag.lab.evaluation.quality_page import (
     RUNS,
     Result,
-    ahead,
     collect,
     execute,
+    load_pretrained,
     load_result,
     main,
-    rivals,
 )
+from blendrag.lab.evaluation.rows import ArenaRow
 from cli.commands import invoke_program
-from lab.evaluation.invented import baseline, by_context, row
+from lab.evaluation.invented import baseline, row
 
 PUBLISHED = Path(__file__).parents[3] / "docs" / "quality.md"
 
@@ -42,12 +43,17 @@ def published(name: str) -> Result:
     return load_result(PUBLISHED.with_suffix("") / f"{name}.json")
 
 
+def copy_page(out: Path) -> Path:
+    """The page and its results without pictures; returns their folder."""
+    shutil.copy(PUBLISHED, out)
+    ignored = shutil.ignore_patterns("*.png")
+    return Path(shutil.copytree(PUBLISHED.with_suffix(""), out / "quality", ignore=ignored))
+
+
 def test_the_published_page_is_short_and_written_from_its_results(tmp_path: Path) -> None:
     text = PUBLISHED.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
-    shutil.copy(PUBLISHED, tmp_path)
-    folder = tmp_path / "quality"
-    shutil.copytree(PUBLISHED.with_suffix(""), folder, ignore=shutil.ignore_patterns("*.png"))
+    assert len(text.splitlines()) <= 120
+    folder = copy_page(tmp_path)
     written = []
     for _ in range(2):
         assert invoke_program(main, "--page-only", "--out", tmp_path).exit_code == 0
@@ -68,40 +74,6 @@ def test_a_missing_result_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError) as refused:
         load_result(tmp_path / "x.json")
     assert tiny.one_sentence(str(refused.value))
-
-
-def test_another_policy_is_significantly_better_only_by_more_than_the_interval() -> None:
-    query, hkvd, blend = rows = [
-        row("query", pgr=0.90, by_context=by_context(4, 5, 3, 4, 5, 3, 4, 4)),
-        row("hkvd", pgr=0.96, by_context=by_context(5, 5, 3, 4, 5, 3, 4, 5)),
-        row("blend", pgr=0.93, by_context=by_context(5, 5, 4, 4, 5, 4, 4, 5)),
-    ]
-    rows += [
-        baseline("full"),
-        row("random", pgr=0.99, ratio=0.15),  # at another r
-        baseline("boundary(16)", pgr=0.99, charged=0.3),  # at a higher r
-        row("hkvd", pgr=0.99, encode_prefix=False),  # of other KV
-    ]
-    # hkvd is above in two contexts of eight, which a draw in ten leaves out; blend in four
-    assert rivals(rows, query, same_policy=False) == [hkvd, blend]
-    assert ahead([hkvd, blend], query) == [blend]
-    assert rivals(rows, blend, same_policy=False)[0] == hkvd
-    assert ahead(rivals(rows, blend, same_policy=False), blend) == []
-
-
-def test_a_schedule_is_compared_with_the_others_of_its_policy() -> None:
-    falling, linear, constant = rows = [
-        row("query", schedule="geometric", by_context=by_context(4, 4, 4, 4)),
-        row("query", schedule="linear", by_context=by_context(4, 4, 4, 4)),
-        row("query", schedule="constant", pgr=0.95, by_context=by_context(5, 5, 5, 5)),
-    ]
-    rows += [
-        baseline("full"),
-        row("query", schedule="constant", pgr=1.0, ratio=0.15),  # at another r
-        row("hkvd", schedule="constant", pgr=1.0),  # another policy
-    ]
-    assert rivals(rows, falling, same_policy=True) == [constant, linear]
-    assert ahead([constant, linear], falling) == [constant]
 
 
 def curve(axes: Axes, label: str) -> tuple[list[float], list[float]]:
@@ -197,21 +169,35 @@ def test_a_failing_command_is_named_in_one_sentence_and_nothing_is_kept(tmp_path
     assert not list(tmp_path.rglob("*.json"))
 
 
+def printed_by_eval(loss: float, ttft_ms: float) -> list[ArenaRow]:
+    """Of one task: full, reuse, and the default policy, which loses ``loss`` nats of reuse's 0.4."""
+    task = {"dataset": "asked", "metric": "f1", "n": 6}
+    figures = {"recovered": 1 - loss / 0.4, "recovered_low": 0.1, "recovered_high": 0.9}
+    return [
+        replace(baseline("none"), **task, token_kl=3.0),
+        replace(baseline("full"), **task, token_kl=0.0, recovered=1.0, f1=0.42),
+        replace(baseline("reuse", charged=0.0), **task, token_kl=0.4, recovered=0.0, ttft_ms=3.0),
+        row("query", ratio=0.15, token_kl=loss, ttft_ms=ttft_ms, f1=0.37, **task, **figures),
+    ]
+
+
 def test_pretrained_models_are_measured_by_commands_without_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
+    rows = json.dumps([asdict(row) for row in printed_by_eval(0.1, 6.0)]).encode()
 
     def run(line: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
         asked.append(line)
-        return subprocess.CompletedProcess(line, returncode="tables" in line, stdout=b"[]")
+        return subprocess.CompletedProcess(line, returncode="tables" in line, stdout=rows)
 
     monkeypatch.setattr(subprocess, "run", run)
+    results = copy_page(tmp_path) / "pretrained"
+    shutil.rmtree(results, ignore_errors=True)
     model, questions = tmp_path / "tiny", tmp_path / "asked.json"
     given = ("--out", tmp_path, "--model", model, "--questions", questions, "--contexts", 3)
-    ended = invoke_program(main, *given)
-    assert ended.exit_code == 1  # one failed, the others are kept
-    kept = {path.stem: load_result(path) for path in (tmp_path / "quality/pretrained").iterdir()}
+    assert invoke_program(main, *given).exit_code == 1  # one failed, the others are kept
+    kept = {path.stem: load_result(path) for path in results.iterdir()}
     assert set(kept) == {f"tiny-{task}" for task in ("asked", "code", "long", "chat")}
     (command,) = kept["tiny-asked"].commands
     assert str(tmp_path) not in command
@@ -221,6 +207,24 @@ def test_pretrained_models_are_measured_by_commands_without_paths(
     assert {str(model), str(questions)} <= set(asked[0])
     invoke_program(main, *given, "--keep")
     assert len(asked) == 6  # only the failed one is repeated
+    assert "| tiny |" in (tmp_path / "quality.md").read_text(encoding="utf-8")
+    assert list(load_pretrained(results)) == ["tiny"]
+
+
+def test_pretrained_models_are_a_table_and_a_picture() -> None:
+    one, other = printed_by_eval(0.1, 6.0), printed_by_eval(0.3, 12.0)
+    models = {"one": {"asked": fidelities(one)}, "two": {"chat": fidelities(other)}}
+    lines = pretrained_text(models).splitlines()
+    cells = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines if "|" in line}
+    assert cells["model"][1:3] == ["asked", "chat"]  # the tasks come after the files
+    near = "0.4 → 0.1<br>**0.75** [0.10, 0.90]<br>0.90; n = 6<br>F1 0.42 → 0.37"
+    assert cells["one"][1:3] == [near, "–"]
+    assert cells["mean"][3].startswith("0.4 → 0.2<br>**0.50**<br>0.90; n = 12")
+    panel = plots.fidelity_against_ttft(means_of_models(models)).axes[1]
+    assert panel.get_title() == "two"
+    assert curve(panel, "query") == ([0.4], [pytest.approx(0.25)])
+    assert curve(panel, "reuse") == ([0.1], [0.0])
+    assert "arena-real" in pretrained_text({})
 
 
 def test_a_row_that_several_commands_printed_is_taken_once() -> None:

@@ -23,25 +23,32 @@ from pydantic import TypeAdapter
 from blendrag.cli.lifecycle import DONE, FAILED, begin, reporting
 from blendrag.cli.output import say
 from blendrag.cli.plots import require_matplotlib, write_png
-from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
+from blendrag.config import DEFAULT_SCHEDULE
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.lab import plots
 from blendrag.lab.evaluation.deviation import DeviationReport
+from blendrag.lab.evaluation.pretrained import (
+    ByTask,
+    fidelities,
+    means_of_models,
+    pretrained_runs,
+    pretrained_text,
+    stand_ins,
+)
 from blendrag.lab.evaluation.rows import ALL, ArenaRow
-from blendrag.lab.evaluation.tasks import TASKS
-from blendrag.lab.evaluation.ways import COMPUTING, FULL, NONE, REUSE
+from blendrag.lab.evaluation.ways import NONE
 from blendrag.lab.pages import write_regions
 from blendrag.lab.tables import NOTHING, Column, interval, number, table
 
 PAGE = "quality.md"
+#: Folder of the results of pretrained models, in the page's folder.
+PRETRAINED = "pretrained"
 #: Nothing was trained or chosen on this seed.
 SEED = 2027
 #: The ratio at which policies are compared.
 RATIO = "0.05"
 #: The policies that are compared in every schedule.
 TUNED = "hkvd,query,blend"
-#: The folder of pretrained models in the commands that are kept.
-_MODELS = "MODELS"
 SCHEDULES = "constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6"
 
 
@@ -61,19 +68,12 @@ class Result:
         return list(found.values())
 
 
-def write_page(page: Path, results: Mapping[str, Result]) -> None:
+def write_page(page: Path, results: Mapping[str, Result], measured: Mapping[str, ByTask]) -> None:
     """Write the regions of ``page`` and the pictures in its folder, from results by name of their runs."""
     report = TypeAdapter(DeviationReport).validate_python(results["deviations"].printed[0])
-    short, long, schedules, prefix, chunks = (
-        results[name].rows for name in ("policies", "long", "schedules", "prefix", "chunks")
+    short, long, schedules, chunks = (
+        results[name].rows for name in ("policies", "long", "schedules", "chunks")
     )
-    texts = {
-        "policies": policies_text(short, long),
-        "default": default_text(short, long),
-        "schedules": schedules_text(schedules, prefix),
-        "chunks": chunks_text(chunks),
-        "deviations": deviations_text(report),
-    }
     kinds = list(dict.fromkeys(row.kind for row in short if row.pgr is not None))
     figures = {
         "policies-ratio": plots.quality_against_ratio(short, kinds),
@@ -84,6 +84,9 @@ def write_page(page: Path, results: Mapping[str, Result]) -> None:
         "deviations-distribution": plots.deviation_distribution(report),
         "deviations-correlation": plots.layer_correlation(report),
     }
+    if measured:
+        figures["pretrained-ttft"] = plots.fidelity_against_ttft(means_of_models(measured))
+    texts = {"pretrained": pretrained_text(measured), "policies": policies_text(short, long)}
     write_regions(page, texts)
     folder = page.with_suffix("")
     folder.mkdir(exist_ok=True)
@@ -93,11 +96,6 @@ def write_page(page: Path, results: Mapping[str, Result]) -> None:
 
 def _pgr(row: ArenaRow | None) -> str:
     return NOTHING if row is None else interval(row.pgr, row.pgr_low, row.pgr_high)
-
-
-def _whole(rows: Sequence[ArenaRow]) -> list[ArenaRow]:
-    """Rows over all kinds of question."""
-    return [row for row in rows if row.kind == ALL]
 
 
 def policies_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
@@ -134,129 +132,6 @@ def _questions(rows: Sequence[ArenaRow]) -> str:
     kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items() if kind != ALL)
     size = f"{rows[0].n_chunks} chunks of at most {rows[0].chunk_tokens} tokens"
     return f"{size}: {counts[ALL]} questions ({kinds})"
-
-
-def rivals(rows: Sequence[ArenaRow], own: ArenaRow, same_policy: bool) -> list[ArenaRow]:
-    """What ``own`` is compared with, the best first: other schedules of its policy, or other policies. Of
-    the same kind and size, at its ratio or, if they have none, at no more."""
-    found = [
-        row
-        for row in rows
-        if (row.kind, row.size) == (own.kind, own.size)
-        and row.encode_prefix is not False
-        and row.policy not in COMPUTING
-        and (row.ratio == own.ratio if row.has_budget else row.ratio <= own.ratio)
-        and (row.policy == own.policy) == same_policy
-        and not (same_policy and row.schedule == own.schedule)
-    ]
-    return sorted(found, key=lambda row: -row.score)
-
-
-def ahead(others: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
-    """The others that score above by more than the interval of the paired difference."""
-    return [other for other in others if other.is_above(own)]
-
-
-def default_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
-    """The default among the other policies: every ratio, and at one of them every kind of question."""
-    policy, schedule = DEFAULT_POLICY, DEFAULT_SCHEDULE
-    rows = [*short, *_whole(long)]
-    shown = [
-        row
-        for row in rows
-        if (row.policy, row.schedule) == (policy, schedule)
-        and row.encode_prefix is not False
-        and (row.kind == ALL or row.ratio == float(RATIO))
-    ]
-    shown.sort(key=lambda row: (row.chunk_tokens, row.ratio))
-    baselines = {(row.policy, row.kind, row.size): row.score for row in rows}
-
-    def score(name: str) -> Column:
-        return name, lambda row: number(baselines.get((name, row.kind, row.size)), ".3f")
-
-    def others(row: ArenaRow, only: Callable[..., Sequence[ArenaRow]]) -> str:
-        return "; ".join(
-            f"{', '.join(filter(None, (other.policy, other.schedule)))} {other.score:.3f}"
-            for other in only(rivals(rows, row, same_policy=False), row)
-        )
-
-    columns: list[Column] = [
-        ("chunks", _size),
-        ("r", lambda row: f"{row.ratio:.3g}"),
-        ("kind", lambda row: row.kind),
-        ("n", lambda row: str(row.n)),
-        score(FULL),
-        score(REUSE),
-        (f"{policy}, {schedule}", lambda row: f"{row.score:.3f}"),
-        ("PGR [95%]", _pgr),
-        ("best other", lambda row: others(row, lambda found, _: found[:1]) or NOTHING),
-        ("significantly better", lambda row: others(row, ahead) or "none"),
-    ]
-    return table(columns, shown).markdown()
-
-
-def _size(row: ArenaRow) -> str:
-    return f"{row.n_chunks} × {row.chunk_tokens}"
-
-
-def schedules_text(rows: Sequence[ArenaRow], prefix: Sequence[ArenaRow]) -> str:
-    """PGR by schedule and policy, whether a schedule is above the default one, and what encoding after the
-    prefix changes."""
-    whole = _whole(rows)
-    above = [
-        f"`{row.policy}, {row.schedule}`"
-        for own in whole
-        if own.schedule == DEFAULT_SCHEDULE
-        for row in ahead(rivals(whole, own, same_policy=True), own)
-    ]
-    pgr = {(row.policy, row.encode_prefix): number(row.pgr, ".2f") for row in _whole(prefix)}
-    pairs = (
-        f"`{policy}` {pgr[policy, True]} → {pgr[policy, on]}" for policy, on in pgr if on is False
-    )
-    return (
-        f"{_by_policy(rows, ('schedule', lambda row: row.schedule))}\n\n"
-        f"Schedules above `{DEFAULT_SCHEDULE}` by more than the interval of the paired difference: "
-        f"{', '.join(above) or 'none'}. PGR of chunks encoded after the corpus's prefix → without a prefix, "
-        f"schedule `{DEFAULT_SCHEDULE}`: {', '.join(pairs)}."
-    )
-
-
-def chunks_text(rows: Sequence[ArenaRow]) -> str:
-    """PGR by size of the prompt and policy."""
-    full = {row.size: row for row in _whole(rows) if row.policy == FULL}
-    return _by_policy(
-        rows,
-        ("chunks", _size),
-        ("questions", lambda row: str(row.n)),
-        ("score of full", lambda row: f"{full[row.size].score:.3f}"),
-    )
-
-
-def _by_policy(rows: Sequence[ArenaRow], *names: Column) -> str:
-    """PGR: a line for each value of the first column of ``names``, a column for each policy."""
-    by = names[0][1]
-    shown = [row for row in _whole(rows) if row.policy not in COMPUTING]
-    found = {(by(row), row.policy): row for row in shown}
-    lines = list({by(row): row for row in shown}.values())
-
-    def pgr_of(policy: str) -> Column:
-        return policy, lambda row: _pgr(found.get((by(row), policy)))
-
-    policies = dict.fromkeys(row.policy for row in shown)
-    return table([*names, *map(pgr_of, policies)], lines).markdown()
-
-
-def deviations_text(report: DeviationReport) -> str:
-    """Attention deviation by policy and ratio."""
-    found = {(point.policy, point.ratio): point.attention for point in report.points}
-
-    def at(ratio: float) -> Column:
-        return f"r = {ratio:.3g}", lambda policy: number(found.get((policy, ratio)), ".3f")
-
-    columns: list[Column] = [("policy", str), *map(at, dict.fromkeys(r for _, r in found))]
-    shown = table(columns, dict.fromkeys(policy for policy, _ in found)).markdown()
-    size = f"{report.prompts} prompts, {report.tokens} chunk tokens"
-    return f"{size}, schedule `{DEFAULT_SCHEDULE}`.\n\n{shown}"
 
 
 #: Arguments of the Python interpreter, so that a run needs no script on the path.
@@ -300,29 +175,6 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--ratio 0.05 --ratio 0.1 --ratio 0.15 --ratio 0.3 --ratio 0.5 --ratio 0.75 --ratio 1",
     ),
 }
-
-
-#: Policies, ratios and size of every run on a pretrained model.
-_PRETRAINED = (
-    "--dtype bfloat16 --policies reuse,hkvd,query,query+hkvd,blend --ratio 0.15 --ratio 0.3 "
-    "--schedules constant --chunks 6 --chunk-tokens 512 --contexts {} --max-new-tokens 32 --json"
-)
-
-
-def pretrained_runs(
-    models: Sequence[Path], questions: Sequence[Path], contexts: int
-) -> dict[str, tuple[str, ...]]:
-    """Commands by the name of their run: each model on each task and each file of questions, all named
-    without their folders."""
-    sources = [*(path.name for path in questions), *TASKS]
-    more = _PRETRAINED.format(contexts)
-    return {
-        f"{model.name}-{Path(source).stem}": (
-            f"blendrag eval --model {_MODELS}/{model.name} --dataset {source} {more}",
-        )
-        for model in models
-        for source in sources
-    }
 
 
 def execute(
@@ -383,6 +235,17 @@ def load_result(path: Path) -> Result:
         ) from exc
 
 
+def load_pretrained(folder: Path) -> dict[str, ByTask]:
+    """What was measured, by model and task."""
+    found: dict[str, ByTask] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = load_result(path)
+        asked = shlex.split(result.commands[0])
+        model = Path(asked[asked.index("--model") + 1]).name
+        found.setdefault(model, {})[result.rows[0].dataset] = fidelities(result.rows)
+    return found
+
+
 @reporting
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the page.")] = Path("docs"),
@@ -404,25 +267,21 @@ def main(
     page = out / PAGE
     folder = page.with_suffix("")
     require_matplotlib("pictures")  # before an hour of measuring
-    if model:
-        paths = {f"{_MODELS}/{path.name}": path for path in model}
-        paths |= {path.name: path for path in questions or ()}
-        runs = pretrained_runs(model, questions or (), contexts)
-        status = DONE
-        for name, commands in runs.items():  # hours: one that fails does not end the others
-            try:
-                collect(folder / "pretrained", {name: commands}, keep, partial(say, "run"), paths)
-            except BlendragError as exc:
-                say("error", str(exc))
-                status = FAILED
-        return status
-    if page_only:
+    status = DONE
+    for name, commands in pretrained_runs(model or (), questions or (), contexts).items():
+        try:  # hours: one that fails does not end the others
+            paths = stand_ins(model or (), questions or ())
+            collect(folder / PRETRAINED, {name: commands}, keep, partial(say, "run"), paths)
+        except BlendragError as exc:
+            say("error", str(exc))
+            status = FAILED
+    if page_only or model:
         results = {name: load_result(folder / f"{name}.json") for name in RUNS}
     else:
         results = collect(folder, RUNS, keep, partial(say, "run"))
-    write_page(page, results)
+    write_page(page, results, load_pretrained(folder / PRETRAINED))
     say("wrote", str(page))
-    return DONE
+    return status
 
 
 if __name__ == "__main__":
