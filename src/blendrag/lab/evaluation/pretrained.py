@@ -116,13 +116,13 @@ def mean_of(points: Sequence[Fidelity]) -> Fidelity:
 
 
 def means_of_models(models: Mapping[str, ByTask]) -> dict[str, list[Fidelity]]:
-    """Every way of a model, the mean of its tasks."""
+    """The mean over the tasks of a model, of every way that was measured on all of them."""
     found = {}
     for model, tasks in models.items():
         ways: dict[tuple[str, float], list[Fidelity]] = {}
         for point in (point for task in tasks.values() for point in task):
             ways.setdefault((point.policy, point.ratio), []).append(point)
-        found[model] = [mean_of(points) for points in ways.values()]
+        found[model] = [mean_of(points) for points in ways.values() if len(points) == len(tasks)]
     return found
 
 
@@ -161,10 +161,12 @@ def _grid(models: Mapping[str, Mapping[str, Fidelity]]) -> str:
 def _cell(point: Fidelity | None) -> str:
     if point is None:
         return NOTHING
-    recovered = interval(point.recovered, point.recovered_low, point.recovered_high)
+    recovered, *bounds = interval(
+        point.recovered, point.recovered_low, point.recovered_high
+    ).partition(" ")
     parts = [
         f"{point.reuse_kl:.2g} → {point.token_kl:.2g}",
-        f"**{recovered.replace(' ', '** ')}" if " " in recovered else f"**{recovered}**",
+        f"**{recovered}**{''.join(bounds)}",
         f"{point.agreement:.2f}; n = {point.n}",
     ]
     if point.f1 is not None:
