@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,6 +143,26 @@ def test_tokens_after_a_stop_string_are_not_part_of_the_answer() -> None:
     whole.put(torch.tensor(ids))
     whole.end()
     assert (whole.text, whole.stopped_by, whole.done) == ("a ", "b", True)
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["full", "blend"])
+def test_heads_that_share_kv_are_folded(
+    mode: Any, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = []
+    stock = F.scaled_dot_product_attention
+
+    def watched(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        shapes.append(query.shape[1:3])  # heads, rows
+        return stock(query, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    engine.generate(tiny.prompt(engine, 0, 1), options=Options(mode=mode, max_new_tokens=4))
+    assert (2, 2) in shapes
+    assert (4, 1) not in shapes
 
 
 # -- sampling and seeds -------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from blendrag.engine.request import Answer, Request
 from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.fusor import Fusion, Fusor, Prefilled
+from blendrag.fusor.attention import fast_decoding
 from blendrag.metrics import RequestMetrics, Timeline
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import in_this_thread
@@ -102,6 +103,8 @@ class Generation:
             kwargs.setdefault("pad_token_id", tokenizer.eos_token_id if pad is None else pad)
         try:
             with ExitStack() as around:
+                if self._adapter.refusal is None:
+                    around.enter_context(fast_decoding(self._adapter.stack))
                 if stream.likely is not None:
                     around.enter_context(stream.likely.watching(model))
                 if options.seed is not None and options.samples:

@@ -1,6 +1,6 @@
-"""Attention of selected rows, registered with transformers like its own implementations.
+"""Attention of selected rows and of decoded tokens, registered with transformers like its own.
 
-Rows are attended in blocks whose keys end at the block's last row, and KV heads are never repeated. Used
+Selected rows are attended in blocks whose keys end at the block's last row; KV heads are never repeated. Used
 only if a tiny forward shows that the model's layers pass it what it needs (:func:`serves`). Otherwise the
 model's own implementation gets the explicit mask of :attr:`Rows.mask`, also the reference in the tests.
 """
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blendrag.fusor.rows import AnyRows, Rows
@@ -25,7 +26,9 @@ from blendrag.model.sharing import in_this_thread
 from blendrag.model.structure import DecoderStack
 
 NAME = "blendrag"
-#: Its name while :func:`serves` watches it.
+#: Name of :func:`decode_attention`.
+DECODE_NAME = "blendrag_decode"
+#: The name of :func:`blend_attention` while :func:`serves` watches it.
 PROBE_NAME = "blendrag_probe"
 #: Keyword that carries the rows through the decoder layer to the attention function.
 ROWS_KEYWORD = "blend_rows"
@@ -100,6 +103,49 @@ def _attend(
         )
         outs.append(out.reshape(1, heads, b - a, -1).transpose(1, 2))  # [1, s, H, D]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+def decode_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' ``sdpa``, in which the heads of one token that share KV are rows of one head.
+
+    ``query`` ``[B, H, S, D]`` over ``key``/``value`` ``[B, Hkv, N, D]`` → ``[B, S, H, D]``. torch's CPU
+    kernel (2.13) would pack K and V again for every query head, which takes far longer than the products.
+    """
+    batch, heads, rows, width = query.shape
+    kv_heads = key.shape[1]
+    has_more = dropout or any(kwargs.get(name) is not None for name in UNSERVED)
+    is_masked_by_head = attention_mask is not None and attention_mask.shape[1] != 1
+    if rows != 1 or heads == kv_heads or has_more or is_masked_by_head:
+        stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        arguments = (module, query, key, value, attention_mask)
+        return stock(*arguments, scaling=scaling, dropout=dropout, **kwargs)
+    folded = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    out = F.scaled_dot_product_attention(
+        folded, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return out.reshape(batch, 1, heads, -1), None
+
+
+@contextmanager
+def fast_decoding(stack: DecoderStack) -> Iterator[None]:
+    """Decode with :func:`decode_attention` where it helps, in this thread and context only."""
+    device = next(stack.base.parameters()).device
+    if device.type != "cpu" or stack.config._attn_implementation != "sdpa":
+        yield
+        return
+    ALL_ATTENTION_FUNCTIONS.register(DECODE_NAME, decode_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(DECODE_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    with implementation(stack, DECODE_NAME):
+        yield
 
 
 @contextmanager

@@ -1,0 +1,47 @@
+"""Decoding with folded heads gives what transformers' own attention gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import tiny
+from blendrag.fusor.attention import decode_attention, fast_decoding
+from blendrag.model import ModelAdapter
+
+#: How far apart sums in another order may be.
+CLOSE = 2e-5
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.FAMILIES if name != "gpt_oss"])
+def test_logits_of_every_family_are_those_of_stock_decoding(name: str) -> None:
+    """Through prefill, decoding, and the windows of layers that have one; in a batch with padding, too."""
+    model = tiny.family(name, initializer_range=0.2, num_key_value_heads=2)
+    stack = ModelAdapter(model, tiny.tokenizer()).stack
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(4, 600, (2, 3 * tiny.WINDOW), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    for rows in (slice(1, 2), slice(0, 2)):
+        arguments = {
+            "attention_mask": mask[rows], "max_new_tokens": 6, "do_sample": False, "eos_token_id": None,
+            "return_dict_in_generate": True, "output_logits": True,
+        }  # fmt: skip
+        expected = model.generate(ids[rows], **arguments)
+        with fast_decoding(stack):
+            got = model.generate(ids[rows], **arguments)
+        assert got.sequences.equal(expected.sequences)
+        for ours, theirs in zip(got.logits, expected.logits, strict=True):
+            assert (ours - theirs).abs().max() <= CLOSE * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "position_bias"])
+def test_what_differs_by_head_is_left_to_transformers(name: str) -> None:
+    query, key, by_head = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 4, 1, 9)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    given = {"attention_mask": None, name: by_head}
+    out, _ = decode_attention(module, query, key, key, **given)
+    expected, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, key, **given)
+    torch.testing.assert_close(out, expected)
