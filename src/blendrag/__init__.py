@@ -13,12 +13,20 @@ from blendrag import errors
 from blendrag.errors import BlendragError
 
 if TYPE_CHECKING:
-    from blendrag.engine import BlendEngine
+    from blendrag.engine import Answer, BlendEngine, Options
+    from blendrag.text.readers import Document
 
 __version__ = "0.1.0"
-__all__ = ["BlendEngine", "BlendragError", "__version__", "errors"]
+__all__ = [
+    "Answer", "BlendEngine", "BlendragError", "Document", "Options", "__version__", "errors",
+]  # fmt: skip
 
-_LAZY = {"BlendEngine": "blendrag.engine"}
+_LAZY = {
+    "Answer": "blendrag.engine",
+    "BlendEngine": "blendrag.engine",
+    "Document": "blendrag.text.readers",
+    "Options": "blendrag.engine",
+}
 
 
 def __getattr__(name: str) -> Any:

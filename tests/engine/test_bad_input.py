@@ -64,6 +64,15 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "no question": (lambda e: e.retrieve(None), "expected a text"),  # type: ignore[arg-type]
     "top p alone": (generate(top_p=0.9), "add temperature"),
     "top k": (lambda e: e.ask("what?", top_k=0), "1 or more"),
+    "options as top k": (lambda e: e.ask("what?", Options()), "whole number"),  # type: ignore[arg-type]
+    "an unknown option": (
+        lambda e: e.ask("what?", max_tokens=2),  # type: ignore[call-arg]
+        "max_tokens: not an option of a request; expected mode, .*max_new_tokens, stop",
+    ),
+    "options as a dictionary": (
+        lambda e: e.stream("hi", {"mode": "full"}),  # type: ignore[arg-type]
+        "expected Options.*keywords",
+    ),
     "remove": (lambda e: e.remove(["never/there.txt"]), "not in the corpus"),
     "too long": (generate("word " * 9000), "shorten"),
     "too many new tokens": (generate(max_new_tokens=5000), "fewer new tokens"),

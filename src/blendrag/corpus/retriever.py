@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, refuse_given
@@ -46,8 +47,10 @@ class Retriever:
         if not question.strip():
             raise InvalidInputError("the question is empty, expected some words; ask something")
         check_unicode(question, "the question")
-        if top_k < 1:
-            raise InvalidInputError(f"top_k is {top_k}, expected 1 or more; 6 is usual")
+        if not isinstance(top_k, Integral) or top_k < 1:
+            raise InvalidInputError(
+                f"top_k is {top_k!r:.60}, expected a whole number of 1 or more; 6 is usual"
+            )
         if not len(self.corpus):
             raise InvalidInputError(
                 f"the corpus at {self.corpus.directory} holds no chunks; ingest first "

@@ -19,7 +19,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
@@ -49,7 +49,16 @@ from blendrag.engine.library import Library
 from blendrag.engine.planner import Planner, check_fits, checked
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.rendering import Rendered, prompt_over, recognise, refuse_silence, render
-from blendrag.engine.request import Answer, Options, Prompt, RagPrompt, Request
+from blendrag.engine.request import (
+    Answer,
+    OptionFields,
+    Options,
+    Prompt,
+    RagPrompt,
+    Request,
+    takes_options,
+    with_keywords,
+)
 from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import CorpusSettings, Resources
 from blendrag.engine.stream import AnswerStream
@@ -146,41 +155,70 @@ class BlendEngine:
 
     # -- asking ---------------------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt, options: Options | None = None) -> Answer:
+    @takes_options
+    def generate(
+        self, prompt: Prompt, options: Options | None = None, **given: Unpack[OptionFields]
+    ) -> Answer:
         """Answer ``prompt``: a string (one user message, through the chat template) or messages.
 
-        Raises :class:`InvalidInputError` (also :class:`ContextOverflowError`), and
+        Options of the request are keywords (``max_new_tokens=20``), or ``options``. Raises
+        :class:`InvalidInputError` (also :class:`ContextOverflowError`), and
         :class:`UnsupportedModelError` in any mode but full for a model whose KV cannot be reused.
         """
-        return self._start(prompt, options or Options()).wait()
+        return self._start(prompt, with_keywords(options, given)).wait()
 
-    def stream(self, prompt: Prompt, options: Options | None = None) -> AnswerIterator:
+    @takes_options
+    def stream(
+        self, prompt: Prompt, options: Options | None = None, **given: Unpack[OptionFields]
+    ) -> AnswerIterator:
         """Like :meth:`generate`, piece by piece; ``.answer`` holds the whole answer once exhausted.
 
         Abandoning the iterator (``close()``, ``break``, garbage collection) stops generation.
         """
-        return AnswerIterator(self._start(prompt, options or Options()))
+        return AnswerIterator(self._start(prompt, with_keywords(options, given)))
 
-    async def agenerate(self, prompt: Prompt, options: Options | None = None) -> Answer:
+    @takes_options
+    async def agenerate(
+        self, prompt: Prompt, options: Options | None = None, **given: Unpack[OptionFields]
+    ) -> Answer:
         """:meth:`generate` without blocking the event loop; cancelling the task stops the work."""
-        return await (await self._start_off_loop(prompt, options or Options())).awaited()
+        started = await self._start_off_loop(prompt, with_keywords(options, given))
+        return await started.awaited()
 
-    def astream(self, prompt: Prompt, options: Options | None = None) -> AsyncAnswerIterator:
+    @takes_options
+    def astream(
+        self, prompt: Prompt, options: Options | None = None, **given: Unpack[OptionFields]
+    ) -> AsyncAnswerIterator:
         """:meth:`stream` for event loops: ``async for``, then ``.answer``. Starts when iterated."""
-        return AsyncAnswerIterator(partial(self._start_off_loop, prompt, options or Options()))
+        begin = partial(self._start_off_loop, prompt, with_keywords(options, given))
+        return AsyncAnswerIterator(begin)
 
-    @overload
-    def batch(self, prompts: Sequence[Prompt], options: Options | None = ...) -> list[Answer]: ...
     @overload
     def batch(
-        self, prompts: Sequence[Prompt], options: Options | None = ..., *, return_exceptions: bool
+        self,
+        prompts: Sequence[Prompt],
+        options: Options | None = ...,
+        *,
+        return_exceptions: Literal[False] = ...,
+        **given: Unpack[OptionFields],
+    ) -> list[Answer]: ...
+    @overload
+    def batch(
+        self,
+        prompts: Sequence[Prompt],
+        options: Options | None = ...,
+        *,
+        return_exceptions: bool,
+        **given: Unpack[OptionFields],
     ) -> list[Answer | Exception]: ...
+    @takes_options
     def batch(
         self,
         prompts: Sequence[Prompt],
         options: Options | None = None,
         *,
         return_exceptions: bool = False,
+        **given: Unpack[OptionFields],
     ) -> Any:
         """Answers to several prompts, in order. ``timeout_s`` applies to all of them together.
 
@@ -188,19 +226,21 @@ class BlendEngine:
         where that is faster. The first error ends the batch, names its prompt in a note, and is raised; with
         ``return_exceptions`` errors are returned in place of answers.
         """
-        options, asked_at = options or Options(), time.perf_counter()
+        options, asked_at = with_keywords(options, given), time.perf_counter()
         started = self._start_batch(prompts, options, return_exceptions, asked_at)
         return wait_all(started, return_exceptions)
 
+    @takes_options
     async def abatch(
         self,
         prompts: Sequence[Prompt],
         options: Options | None = None,
         *,
         return_exceptions: bool = False,
+        **given: Unpack[OptionFields],
     ) -> Any:
         """:meth:`batch` without blocking the event loop; cancelling the task stops the work."""
-        options, asked_at = options or Options(), time.perf_counter()
+        options, asked_at = with_keywords(options, given), time.perf_counter()
         begin = partial(self._start_batch, prompts, options, return_exceptions, asked_at)
         try:
             started = await off_loop(begin, options.timeout_s)
@@ -210,18 +250,33 @@ class BlendEngine:
             started = [RequestTimeout(late.timeout_s) for _ in prompts]
         return await all_awaited(started, return_exceptions)
 
+    @takes_options
     def ask(
-        self, question: str, top_k: int | None = None, options: Options | None = None
+        self,
+        question: str,
+        top_k: int | None = None,
+        options: Options | None = None,
+        **given: Unpack[OptionFields],
     ) -> Answer:
-        """Retrieve the nearest chunks and answer over them; the answer names its sources."""
+        """Retrieve the nearest chunks and answer over them; the answer names its sources.
+
+        Options of the request are keywords, or ``options``.
+        """
+        options = with_keywords(options, given)
         chunks = self.retrieve(question, top_k)
         answer = self.generate(prompt_over(question, [c.text for c in chunks]), options)
         return replace(answer, sources=tuple(chunks))
 
+    @takes_options
     def ask_stream(
-        self, question: str, top_k: int | None = None, options: Options | None = None
+        self,
+        question: str,
+        top_k: int | None = None,
+        options: Options | None = None,
+        **given: Unpack[OptionFields],
     ) -> AnswerIterator:
         """:meth:`ask`, piece by piece."""
+        options = with_keywords(options, given)
         chunks = self.retrieve(question, top_k)
         pieces = self.stream(prompt_over(question, [c.text for c in chunks]), options)
         pieces.sources = tuple(chunks)

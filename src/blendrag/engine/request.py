@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any, ParamSpec, TypedDict, TypeVar, get_args
 
 from blendrag.config import AUTO, Mode, Ratio
 from blendrag.corpus.retriever import RetrievedChunk
@@ -180,6 +181,70 @@ class Options:
     def samples(self) -> bool:
         """Whether tokens are sampled."""
         return bool(self.generate.get("do_sample", self.temperature))
+
+
+class OptionFields(TypedDict, total=False):
+    """The fields of :class:`Options` as keywords of a call: ``engine.ask(question, max_new_tokens=20)``."""
+
+    mode: Mode | None
+    policy: str | None
+    schedule: str | None
+    ratio: Ratio | None
+    max_new_tokens: int | None
+    stop: str | Sequence[str]
+    temperature: float | None
+    top_p: float | None
+    apply_chat_template: bool
+    template: Mapping[str, Any]
+    generate: Mapping[str, Any]
+    timeout_s: float | None
+    min_ratio: float | None
+    seed: int | None
+    logprobs: int | None
+    tools: Sequence[Mapping[str, Any]]
+    opening: str
+    explain: bool
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_options(method: Callable[P, R]) -> Callable[P, R]:
+    """Writes every option into the signature of ``method``, for ``help()``, notebooks and the reference.
+
+    Type checkers and editors read them from ``Unpack[OptionFields]``.
+    """
+    signature = inspect.signature(method)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            one.name, inspect.Parameter.KEYWORD_ONLY, default=getattr(Options, one.name, None),
+            annotation=one.type,
+        )
+        for one in fields(Options)
+    ]  # fmt: skip
+    made = signature.replace(parameters=[*own, *options])
+    method.__signature__ = made  # type: ignore[attr-defined]
+    return method
+
+
+def with_keywords(options: Options | None, keywords: Mapping[str, Any]) -> Options:
+    """``options`` with the keywords of a call, which replace its fields.
+
+    Raises :class:`InvalidInputError` for anything else than options and for a keyword that is none.
+    """
+    if not isinstance(options, Options | None):
+        raise InvalidInputError(
+            f"options is {_shown(options)}, expected Options(…); or pass options as keywords, such as "
+            "max_new_tokens=20"
+        )
+    known = [one.name for one in fields(Options)]
+    if unknown := sorted(set(keywords) - set(known)):
+        raise InvalidInputError(
+            f"{', '.join(unknown)}: not an option of a request; expected {', '.join(known)}"
+        )
+    return replace(options or Options(), **keywords)
 
 
 # -- request and answer ---------------------------------------------------------------------------
