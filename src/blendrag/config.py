@@ -41,8 +41,8 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="BLENDRAG_", frozen=True, extra="ignore")
 
-    model: str = DEMO_MODEL
-    """Hub id or directory of a causal LM, or ``demo`` for the embedded one."""
+    model: str | None = None
+    """Hub id or directory of a causal LM, or ``demo`` for the embedded one; ``None``: the store's."""
     store: Path = Path("blendrag-store")
     """Root directory of the KV store and the corpus."""
     cache: Path = Field(default_factory=lambda: Path(_user_cache()) / "blendrag")

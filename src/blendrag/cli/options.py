@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import InvalidInputError
 from blendrag.store import regular_files
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
-
-#: A model that only the store names must have one of these files.
-SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)}
@@ -106,7 +103,7 @@ def _size(text: str, *names: str) -> Any:
 Model = Annotated[
     str | None,
     optional(
-        "Hub id or directory of a causal LM, or demo. [default: the store's model, else demo]",
+        "Hub id or directory of a causal LM, GGUF file, or demo. [default: the store's model]",
         "--model",
         "-m",
     ),
@@ -166,56 +163,18 @@ ENGINE_OPTIONS = (
 def engine_for(
     context: typer.Context, for_ingest: bool = False, prefix_text: str | None = None
 ) -> BlendEngine:
-    """The engine that the options of a command describe, with the model of :func:`model_for`."""
+    """The engine that the options of a command describe."""
+    from blendrag.config import settings
+    from blendrag.corpus.recorded_model import model_for
     from blendrag.engine import BlendEngine
 
     given = context.params
-    store, lora = given["store"], given.get("lora")
+    store, lora = given["store"] or settings().store, given.get("lora")
+    trusts = given.get("trust_remote_code", False)
     return BlendEngine(
-        model_for(given["model"], store, for_ingest, given.get("trust_remote_code", False)),
+        model_for(given["model"], store, trusts, for_ingest),
         store,
         lora=str(lora) if lora else None,
         prefix_text=prefix_text,
         **{name: given[name] for name in ENGINE_OPTIONS if name in given},
     )
-
-
-def model_for(
-    model: str | None, store: Path | None, for_ingest: bool = False, trust_remote_code: bool = False
-) -> str | None:
-    """The model asked for, else the one the store was ingested with, else ``None``.
-
-    An ingest may use any model if the store holds no chunk yet. Raises :class:`InvalidInputError` if code
-    would be run from a model that only the store names.
-    """
-    from blendrag.config import settings
-
-    if model is not None or "model" in settings().model_fields_set:
-        return model
-    if trust_remote_code:
-        raise InvalidInputError(
-            "--trust-remote-code was given without --model; a store cannot choose which code is run, so "
-            "name the model too"
-        )
-    return _model_of(store or settings().store, for_ingest)
-
-
-def _model_of(root: Path, needs_documents: bool) -> str | None:
-    from blendrag.corpus.corpus import Corpus
-    from blendrag.corpus.manifest import check_recorded
-
-    try:
-        with Corpus.open(root) as corpus:
-            known = corpus.has_manifest and (len(corpus) or not needs_documents)
-            model = corpus.manifest.model if known else None
-    except BlendragError:
-        return None  # the engine opens the corpus again and reports the error
-    if model is not None:
-        check_recorded(model, root, "--model")
-        folder = Path(model)
-        if folder.is_dir() and not any((folder / name).exists() for name in SAFETENSORS):
-            raise InvalidInputError(
-                f"store {root} names the model {model!r}, which has no {SAFETENSORS[0]}; other weights are "
-                f"loaded only if you name the model: --model {model}"
-            )
-    return model

@@ -72,8 +72,8 @@ class Corpus:
                     f"store {root} is a file, expected a directory; choose another --store"
                 )
             raise CorpusError(
-                f"there is no corpus at {directory}; ingest first (blendrag ingest PATH… --store "
-                f"{root})"
+                f"there is no corpus at {directory}; check the spelling of --store, or ingest first "
+                f"(blendrag ingest PATH… --model MODEL --store {root})"
             )
         if read_only or (exists and not can_write(directory)):
             return cls(CorpusFile(directory, read_only=True))

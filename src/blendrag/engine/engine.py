@@ -24,6 +24,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 
 from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
+from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import ingest as ingesting
@@ -83,8 +84,9 @@ class BlendEngine:
 
     Args:
         model: hub id, directory, ``"demo"``, a loaded ``AutoModelForCausalLM`` (then ``tokenizer`` is
-            required) or a :class:`ModelAdapter`. Loaded on first use. Open engines with the same name, files,
-            dtype, device and adapter share one loaded model and take turns.
+            required) or a :class:`ModelAdapter`; ``None`` takes the model that the store was ingested with.
+            Loaded on first use. Open engines with the same name, files, dtype, device and adapter share one
+            loaded model and take turns.
         store: directory of the KV store and the corpus; created by the first ingest.
         mode, policy, schedule, ratio, max_new_tokens, top_k: defaults of every request.
         min_ratio: the smallest ratio that ``auto`` may choose.
@@ -139,7 +141,7 @@ class BlendEngine:
         root = Path(store if store is not None else self.settings.store)
         #: Store, corpus and embedder, for direct access.
         self.resources = Resources(
-            model if model is not None else self.settings.model,
+            model_for(model, root, trust_remote_code),
             tokenizer,
             root,
             self.settings,
@@ -467,7 +469,8 @@ class BlendEngine:
     def ingest(self, inputs: Inputs, watch: Watch | None = None) -> IngestReport:
         """Precompute files, directories or :class:`Document` objects. Safe to interrupt and to repeat.
 
-        Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused.
+        Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused, after the texts were
+        stored without it, for mode ``full``.
         """
         return ingesting.ingest(self.resources, self._worker, inputs, watch)
 

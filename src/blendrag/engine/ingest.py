@@ -22,6 +22,7 @@ from blendrag.errors import (
     InvalidInputError,
     StoreFullError,
     UnreadableDocumentError,
+    UnsupportedModelError,
 )
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.text.chunking import Chunk
@@ -48,6 +49,8 @@ class IngestReport:
     interrupted: bool = False
     stopped: str = ""
     """Why the run stopped early (store full), else empty."""
+    refused: str = ""
+    """Why no KV was stored: the model's cannot be reused. Empty if it can."""
     total_bytes: int = 0
     """Bytes of the given files; ``done_bytes`` of them were read."""
     done_bytes: int = 0
@@ -95,6 +98,10 @@ def ingest(
             raise
 
     report = with_loaded_identity(resources, run)
+    if report.refused:
+        raise UnsupportedModelError(
+            f"{report.refused}; {report.documents} documents were stored without KV: ask with --mode full"
+        )
     resources.remember_namespace()
     drop_orphaned_kv(resources, corpus)  # left by a run that was killed
     return report
@@ -160,16 +167,22 @@ class IngestRun:
         self._tell()
 
     def _write_kv(self, document: Document, chunks: Sequence[Chunk]) -> int:
-        """Store the KV of chunks that have none; returns how many."""
+        """Store the KV of chunks that have none; returns how many. None of a model that is refused."""
         computed = 0
         for chunk in chunks:
             self._report.chunks += 1
             self._report.tokens += len(self._resources.text_ids(chunk.text))
-            if not self._writer.missing([chunk]):
-                self._report.chunks_skipped += 1
+            if self._report.refused:
                 continue
-            name = f"{document.source}, characters {chunk.start} to {chunk.end}"
-            self._writer.write(chunk, name)
+            try:
+                if not self._writer.missing([chunk]):
+                    self._report.chunks_skipped += 1
+                    continue
+                name = f"{document.source}, characters {chunk.start} to {chunk.end}"
+                self._writer.write(chunk, name)
+            except UnsupportedModelError as refused:
+                self._report.refused = str(refused)
+                continue
             computed += 1
             self._tell()
         return computed

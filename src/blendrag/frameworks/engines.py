@@ -60,11 +60,14 @@ def shared_engine(
 
 def engine_name(*given: Any) -> EngineName:
     """The name with all defaults filled in and absolute directories, from the fields in their order."""
+    from blendrag.corpus.recorded_model import model_for
+
     model, store, dtype, device, embedder, trust_remote_code = given
     defaults = settings()
+    root = Path(store or defaults.store).expanduser().resolve()
     return EngineName(
-        absolute_model(model or defaults.model),
-        Path(store or defaults.store).expanduser().resolve(),
+        absolute_model(model_for(model or None, root, bool(trust_remote_code))),
+        root,
         dtype or defaults.dtype,
         device or defaults.device,
         embedder or defaults.embedder,

@@ -39,7 +39,7 @@ class EngineFields(BaseModel):
     model_config = CONFIG
 
     model: str | None = None
-    """Hub id or directory of a causal LM, or ``demo``."""
+    """Hub id or directory of a causal LM, or ``demo``; ``None`` takes that of the store."""
     store: Path | None = None
     """Directory that ``blendrag ingest --store`` filled."""
     dtype: str | None = None

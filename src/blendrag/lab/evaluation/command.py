@@ -110,7 +110,8 @@ def evaluate(
     entry layer included. An interrupted run continues where it was."""
     begin(verbose, "nothing was asked yet; repeat the command")
     ways = _ways(policies, schedules, ratio, encode_prefix)
-    from blendrag.config import absolute_model, settings
+    from blendrag.config import DEMO_MODEL, absolute_model, settings
+    from blendrag.corpus.recorded_model import model_for
     from blendrag.lab.evaluation import report
     from blendrag.lab.evaluation.arena import Arena
     from blendrag.lab.evaluation.datasets import (
@@ -125,8 +126,8 @@ def evaluate(
     from blendrag.model.loading import load_adapter, load_tokens
 
     if store is not None:
-        model = options.model_for(model, store, trust_remote_code=trust_remote_code)
-    name = absolute_model(model or settings().model)
+        model = model_for(model, store, trust_remote_code)
+    name = absolute_model(model or settings().model or DEMO_MODEL)
     tokens = load_tokens(
         name, trust_remote_code
     )  # a bad dataset ends the command before the model loads

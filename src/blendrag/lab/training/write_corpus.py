@@ -44,7 +44,7 @@ def answerable(
     by_id = {document.doc_id: document for document in corpus}
     with (
         tempfile.TemporaryDirectory() as store,
-        BlendEngine(store=store, chunk_tokens=CHUNK_TOKENS, embedder=EMBEDDER) as engine,
+        BlendEngine("demo", store, chunk_tokens=CHUNK_TOKENS, embedder=EMBEDDER) as engine,
     ):
         engine.ingest([written]).whole()
         return [

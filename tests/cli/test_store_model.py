@@ -1,0 +1,68 @@
+"""Which model a command takes if it is not named: the store's, never the embedded one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blendrag.corpus.corpus import Corpus
+from blendrag.engine import BlendEngine
+from blendrag.engine.kv_writer import KVWriter
+from blendrag.errors import CorpusError
+from blendrag.frameworks.engines import shared_engine
+from cli.commands import QUESTION, ask, ingest_args, invoke, printed, refused, said
+
+
+def without_model(args: list[str]) -> list[str]:
+    at = args.index("--model")
+    return args[:at] + args[at + 2 :]
+
+
+def test_a_new_store_needs_a_model_and_says_which_ones_there_are(
+    ingest: list[str], tmp_path: Path
+) -> None:
+    sentence = refused(*without_model(ingest))
+    assert f"store {tmp_path / 'store'} names no model yet" in sentence
+    assert "--model Qwen/" in sentence
+    assert "--model demo is a toy" in sentence
+    asked = refused("ask", QUESTION, "--store", tmp_path / "store")
+    assert "check the spelling of --store" in asked
+    assert "--model MODEL" in asked
+    assert [path.name for path in tmp_path.iterdir()] == ["docs"]
+
+
+def test_a_store_remembers_its_model_from_the_first_moment(
+    ingest: list[str], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press_ctrl_c(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVWriter, "write", press_ctrl_c)
+        assert invoke(*ingest).exit_code == 130
+    assert invoke(*without_model(ingest)).exit_code == 0
+    store = tmp_path / "store"
+    with Corpus.open(store, read_only=True) as corpus:
+        assert corpus.manifest.model == str(model_dir)
+    with BlendEngine(store=store) as engine:
+        assert engine.resources.model_name == str(model_dir)
+    assert shared_engine(store=store).resources.model_name == str(model_dir)
+    with pytest.raises(CorpusError, match="check the spelling"):
+        shared_engine(store=tmp_path / "stroe")
+    assert ask(store)["metrics"]["reused_tokens"] > 0
+
+
+def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(
+    refused_dir: Path, docs: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    for _ in range(2):
+        fed = refused(*ingest_args(docs, refused_dir, store), status=3)
+        assert fed.endswith("3 documents were stored without KV: ask with --mode full")
+    assert printed("store", "stats", "--store", store)["chunks"] == 0
+    assert "use mode full" in said(invoke("ask", QUESTION, "--store", store))
+    answer = ask(store, "--mode", "full")
+    assert answer["metrics"]["mode"] == "full"
+    assert any(source["source"].endswith("d2.txt") for source in answer["sources"])
