@@ -176,13 +176,12 @@ def test_a_refused_model_exits_3_and_names_mode_full(
 
 @pytest.mark.slow
 def test_after_failed_first_ingests_another_one_works(
-    model_dir: Path, refused_dir: Path, docs: Path, tmp_path: Path
+    model_dir: Path, docs: Path, tmp_path: Path
 ) -> None:
     store, bad = tmp_path / "store", tmp_path / "bad.txt"
     bad.write_bytes(b"\0")
     for args, status in (
         (ingest_args(docs, "nobody/nothing-7b", store), 2),
-        (ingest_args(docs, refused_dir, store), 3),
         (ingest_args(docs, model_dir, store, "--embedder", "nobody/nothing"), 2),
         (ingest_args(bad, model_dir, store), 1),
     ):

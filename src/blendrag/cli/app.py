@@ -13,7 +13,7 @@ from blendrag.cli import options, output
 from blendrag.cli.ask import ask
 from blendrag.cli.calibrate import calibrate
 from blendrag.cli.demo import demo
-from blendrag.cli.ingest import ingest, remove
+from blendrag.cli.ingest import ingest, list_documents, remove
 from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
 from blendrag.cli.profile import profile
 from blendrag.cli.store import app as store_commands
@@ -93,6 +93,7 @@ def verify(
 
 for command in (ingest, remove, ask, verify, demo, calibrate, profile):
     app.command()(command)
+app.command("list")(list_documents)
 app.add_typer(store_commands)
 
 # Commands of extras: each entry point is a function that adds its commands to this app.

@@ -1,7 +1,9 @@
-"""``blendrag ingest`` and ``remove``: change what the corpus holds."""
+"""``blendrag ingest``, ``remove`` and ``list``: change and show what the corpus holds."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,6 +46,10 @@ def ingest(
     device: options.Device = None,
     lora: options.Lora = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    prune: Annotated[
+        bool,
+        typer.Option("--prune", help="Remove documents whose file is gone from the given paths."),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Count and estimate; write nothing.")
     ] = False,
@@ -58,7 +64,7 @@ def ingest(
         content = "the rendered prompt up to the first chunk"
         prefix = options.read_text("--prefix-file", prefix_file, MAX_PREFIX_BYTES, content)
     with options.engine_for(context, for_ingest=True, prefix_text=prefix) as engine:
-        return _dry_run(engine, paths, json) if dry_run else _ingest(engine, paths, json)
+        return _dry_run(engine, paths, json) if dry_run else _ingest(engine, paths, prune, json)
 
 
 def _require_documents(paths: list[Path]) -> None:
@@ -74,20 +80,25 @@ def _require_documents(paths: list[Path]) -> None:
         )
 
 
-def _ingest(engine: BlendEngine, paths: list[Path], json: bool) -> int:
+def _ingest(engine: BlendEngine, paths: list[Path], prune: bool, json: bool) -> int:
     interrupt.expect("what was stored is kept; repeat the command to go on", grace_s=10.0)
     with IngestProgress() as progress:
-        report = engine.ingest(paths, progress)
+        report = engine.ingest(paths, progress, prune)
         progress.name_failures(report.failures)
     for skipped in report.skipped:
         say("skipped", skipped)
+    if report.gone and not prune:
+        gone = f"{count(len(report.gone), 'document')}, such as {_shown(report.gone[0])}"
+        say("note", f"the files of {gone}, are gone; add --prune to remove the documents too")
+    pruned = f"; {count(report.pruned, 'document')} removed" * bool(report.pruned)
     show(
         json,
         report,
         f"{count(report.documents, 'document')} ({report.documents_unchanged:,} unchanged), "
         f"{count(report.chunks, 'chunk')}: {report.chunks_computed:,} computed, "
         f"{report.chunks_skipped:,} already stored; {report.failed} failed; "
-        f"{megabytes(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s in {duration(report.seconds)}",
+        f"{megabytes(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s in {duration(report.seconds)}"
+        f"{pruned}",
     )
     if report.interrupted:
         return interrupted()
@@ -124,7 +135,7 @@ def remove(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Remove documents, named as they were ingested: their texts, vectors and KV."""
+    """Remove documents, by file or directory: their texts, vectors and KV."""
     begin(verbose, "documents not removed yet are intact; repeat the command to go on")
     with options.engine_for(context) as engine:
         corpus = engine.resources.require_corpus()
@@ -138,3 +149,36 @@ def remove(
     else:
         typer.echo(f"{count(removed, 'document')} removed")
     return FAILED if unknown else DONE
+
+
+@reporting
+def list_documents(
+    store: options.Store = None, json: options.Json = False, verbose: options.Verbose = False
+) -> int:
+    """List the documents of the corpus with their chunks and tokens. Loads no model."""
+    begin(verbose, "nothing was changed", loads_torch=False)
+    from blendrag.config import settings
+    from blendrag.corpus.corpus import Corpus, files_of
+
+    with Corpus.open(store or settings().store, read_only=True) as corpus:
+        documents, entries = corpus.documents(), len(corpus.entries)
+        model = corpus.manifest.model if corpus.has_manifest else None
+    rows = [
+        asdict(each)
+        | {"gone": each.source[:1] == "/" and not any(map(os.path.lexists, files_of(each.source)))}
+        for each in documents
+    ]
+    if json:
+        print_json({"model": model, "documents": rows, "entries": entries})
+        return DONE
+    for row in rows:
+        size = f"{count(row['chunks'], 'chunk')}, {count(row['tokens'], 'token')}"
+        typer.echo(f"{_shown(row['source'])}: {size}{', the file is gone' * row['gone']}")
+    added = f", {count(entries, 'text')} added by id" * bool(entries)
+    typer.echo(f"{count(len(rows), 'document')}{added}; model {model}")
+    return DONE
+
+
+def _shown(source: str) -> str:
+    """The path from the working directory, if it is below it."""
+    return source.removeprefix(f"{os.getcwd().rstrip('/')}/")

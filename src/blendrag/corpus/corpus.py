@@ -42,6 +42,31 @@ from blendrag.text.chunking import Chunk
 from blendrag.text.readers import Document
 from blendrag.text.recognition import HASHES_BYTES, ChunkIndex, chunk_hashes
 
+
+@dataclass(frozen=True)
+class StoredDocument:
+    source: str
+    title: str
+    chunks: int
+    tokens: int
+
+
+def resolved(source: str) -> str:
+    """A source with its file's path absolute and without links."""
+    path, mark, record = source.partition("#")
+    return os.path.realpath(path) + mark + record
+
+
+def files_of(source: str) -> list[str]:
+    """The paths that a source may have been read from: all of it, or what precedes a ``#``."""
+    return [source, *(source[:at] for at, sign in enumerate(source) if sign == "#")]
+
+
+def is_at(source: str, path: str) -> bool:
+    """Whether a document comes from that file, or from a file below that directory."""
+    return source == path or source.startswith((f"{path}#", f"{path.rstrip('/')}/"))
+
+
 _BY_SOURCE = "SELECT id FROM document WHERE source = ?"
 
 
@@ -166,14 +191,33 @@ class Corpus:
         """Sources of all documents, sorted."""
         return sorted(row[1] for (row,) in self._file.sound_rows((DOCUMENT,), "NOT INDEXED"))
 
+    def file_sources(self) -> list[str]:
+        """Sources of the documents that are no entries, sorted."""
+        return [source for source in self.sources() if not source.startswith(ENTRY_SOURCE)]
+
     def sources_of(self, path: Path | str) -> list[str]:
-        """Sources of the documents read from a file, or from the files below a directory."""
-        name = Path(path).as_posix()
-        sources = [source for source in self.sources() if not source.startswith(ENTRY_SOURCE)]
-        if name == ".":
-            return [source for source in sources if not source.startswith(("/", "../"))]
-        below = (f"{name}#", f"{name.rstrip('/')}/")
-        return [source for source in sources if source == name or source.startswith(below)]
+        """Sources of the documents read from a file, or from the files below a directory, in any spelling."""
+        spelled, name = Path(path).as_posix(), os.path.realpath(path)
+        return [
+            source
+            for source in self.file_sources()
+            if is_at(source, spelled) or is_at(resolved(source), name)
+        ]
+
+    def documents(self) -> list[StoredDocument]:
+        """All documents that are no entries, by source."""
+        tokens = dict(
+            self._file.rows(
+                "SELECT document, sum(tokens) FROM passage JOIN chunk ON chunk.id = passage.chunk "
+                "GROUP BY document"
+            )
+        )
+        rows = (row for (row,) in self._file.sound_rows((DOCUMENT,), "ORDER BY source"))
+        return [
+            StoredDocument(source, title, chunks, tokens.get(number, 0))
+            for number, source, title, *_, chunks in rows
+            if not source.startswith(ENTRY_SOURCE)
+        ]
 
     def put_document(
         self, document: Document, digest: str, chunks: Sequence[Chunk], vectors: np.ndarray

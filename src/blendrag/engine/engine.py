@@ -466,16 +466,19 @@ class BlendEngine:
 
     # -- the corpus -----------------------------------------------------------------------------
 
-    def ingest(self, inputs: Inputs, watch: Watch | None = None) -> IngestReport:
+    def ingest(
+        self, inputs: Inputs, watch: Watch | None = None, prune: bool = False
+    ) -> IngestReport:
         """Precompute files, directories or :class:`Document` objects. Safe to interrupt and to repeat.
 
+        ``prune`` removes documents whose file no longer exists in the given directories.
         Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused, after the texts were
         stored without it, for mode ``full``.
         """
-        return ingesting.ingest(self.resources, self._worker, inputs, watch)
+        return ingesting.ingest(self.resources, self._worker, inputs, watch, prune)
 
     def remove(self, paths: Sequence[Path | str]) -> int:
-        """Remove documents by path or directory: texts, vectors and KV. Returns how many.
+        """Remove documents by path or directory, in any spelling: texts, vectors and KV. Returns how many.
 
         Raises :class:`InvalidInputError` if a path is not in the corpus; then nothing is removed.
         """

@@ -5,15 +5,16 @@ Safe to interrupt and to repeat: KV is stored first, and a document's rows last,
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.corpus import Corpus, files_of, is_at, resolved
 from blendrag.engine.kv_writer import KVWriter, drop_orphaned_kv, with_loaded_identity
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
@@ -46,6 +47,9 @@ class IngestReport:
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    """Documents of the given paths whose file or record no longer exists, or that were ``pruned``."""
+    pruned: int = 0
     interrupted: bool = False
     stopped: str = ""
     """Why the run stopped early (store full), else empty."""
@@ -84,7 +88,11 @@ Inputs = Sequence[Path | str] | Iterable[Document]
 
 
 def ingest(
-    resources: Resources, worker: Worker, inputs: Inputs, watch: Watch | None = None
+    resources: Resources,
+    worker: Worker,
+    inputs: Inputs,
+    watch: Watch | None = None,
+    prune: bool = False,
 ) -> IngestReport:
     """See :meth:`BlendEngine.ingest`."""
     corpus = resources.create_corpus()
@@ -92,7 +100,7 @@ def ingest(
 
     def run() -> IngestReport:
         try:
-            return IngestRun(resources, worker, corpus, watch).run(listed)
+            return IngestRun(resources, worker, corpus, watch).run(listed, prune)
         except IdentityChangedError:
             corpus.require_begun()  # another process began this corpus in another encoding
             raise
@@ -100,7 +108,8 @@ def ingest(
     report = with_loaded_identity(resources, run)
     if report.refused:
         raise UnsupportedModelError(
-            f"{report.refused}; {report.documents} documents were stored without KV: ask with --mode full"
+            f"{report.refused}; {report.documents} documents were stored without KV: ask with --mode full, "
+            "or ingest with another --model into another --store"
         )
     resources.remember_namespace()
     drop_orphaned_kv(resources, corpus)  # left by a run that was killed
@@ -117,20 +126,43 @@ class IngestRun:
         self._writer = KVWriter(resources, worker)
         self._report = IngestReport()
         self._began = time.perf_counter()
+        # sources of earlier versions are paths as they were spelled, so one file may have several
+        self._known: dict[str, list[str]] = {}
+        for source in corpus.file_sources():
+            self._known.setdefault(resolved(source), []).append(source)
 
-    def run(self, inputs: Inputs) -> IngestReport:
+    def run(self, inputs: Inputs, prune: bool = False) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
-        report = self._report
+        report, seen, read = self._report, set(), set[str]()
         try:
             with self._writer.pinned():
-                for document in documents_of(inputs, report):
+                for document in documents_of(inputs, report, read):
+                    seen.add(resolved(document.source))
                     self._ingest(document)
+            self._find_gone(inputs, seen, read, prune)
         except StoreFullError as full:
             report.stopped = str(full)
         except KeyboardInterrupt:
             report.interrupted = True
         self._count()
         return report
+
+    def _find_gone(self, inputs: Inputs, seen: set[str], read: set[str], prune: bool) -> None:
+        """Name, and with ``prune`` remove, documents of the given paths that no longer exist there."""
+        roots = [os.path.realpath(each) for each in inputs if not isinstance(each, Document)]
+        for name, sources in self._known.items():
+            if name in seen or not any(is_at(name, root) for root in roots):
+                continue
+            files = files_of(name)
+            if not read.isdisjoint(files) or not any(map(os.path.lexists, files)):
+                self._report.gone += sources
+        for source in self._report.gone if prune else ():
+            self._remove(source)
+            self._report.pruned += 1
+
+    def _remove(self, source: str) -> None:
+        self._corpus.remove_source(source)
+        drop_orphaned_kv(self._resources, self._corpus)
 
     def _count(self) -> None:
         """Bring the derived totals up to date."""
@@ -158,6 +190,9 @@ class IngestRun:
                     raise UnreadableDocumentError(document.source, "holds no text")
                 self._write_kv(document, chunks)
                 self._write_rows(document, digest, chunks)
+            for other in self._known.get(resolved(document.source), ()):
+                if other != document.source:  # another spelling, which this one replaces
+                    self._remove(other)
         except InvalidInputError as bad:
             text = str(bad)
             named = text.startswith(document.source)
@@ -204,7 +239,7 @@ def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
         if not found:
             raise InvalidInputError(
                 f"{path} is not in the corpus of {resources.root}; "
-                "expected a path as it was ingested"
+                "expected a path that blendrag list shows"
             )
         sources |= dict.fromkeys(found)
     for source in sources:
@@ -251,21 +286,30 @@ def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
     )
 
 
-def documents_of(inputs: Inputs, report: IngestReport) -> Iterator[Document]:
-    """Given documents and those of given paths; counts bytes, failures and skipped files in ``report``."""
+def documents_of(
+    inputs: Inputs, report: IngestReport, read: set[str] | None = None
+) -> Iterator[Document]:
+    """Given documents and those of given paths, whose sources are their resolved paths.
+
+    Counts bytes, failures and skipped files in ``report``; ``read`` gets the files read to their end.
+    """
     given: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     yield from (each for each in given if isinstance(each, Document))
     found = scan_inputs([Path(each) for each in given if not isinstance(each, Document)])
     report.skipped += [f"{path}: unsupported suffix {path.suffix!r}" for path in found.unsupported]
-    sizes = {path: _size(path) for path in found.files}
+    files = {os.path.realpath(path): path for path in reversed(found.files)}
+    sizes = {path: _size(path) for path in files.values()}
     report.total_bytes += sum(sizes.values())
-    for path in found.files:
+    for name, path in reversed(files.items()):
         began = report.done_bytes
         try:
             for document in read_documents(path):
-                yield document
-                read = report.done_bytes + len(document.text.encode("utf-8", "replace"))
-                report.done_bytes = min(read, began + sizes[path])
+                record = document.source.removeprefix(path.as_posix())
+                yield replace(document, source=name + record)
+                done = report.done_bytes + len(document.text.encode("utf-8", "replace"))
+                report.done_bytes = min(done, began + sizes[path])
+            if read is not None:
+                read.add(name)
         except UnreadableDocumentError as bad:
             report.failures.append(str(bad))
         report.done_bytes = began + sizes[path]

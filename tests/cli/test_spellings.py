@@ -1,0 +1,101 @@
+"""One file is one document, however its path is spelled; what is gone can be seen and removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.database import DOCUMENT
+from cli.commands import ask, ingest_args, invoke, printed, refused, reused_tokens
+
+
+def listed(store: Path) -> dict[str, bool]:
+    """Names of the documents, and whether their files are gone."""
+    rows = printed("list", "--store", store)["documents"]
+    return {Path(row["source"]).name: row["gone"] for row in rows}
+
+
+def test_a_file_under_many_spellings_is_one_document_with_its_newest_text(
+    model_dir: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    (tmp_path / "link").symlink_to(docs)
+    (docs / "records.jsonl").write_text('{"id": "a//b", "text": "One."}\n{"text": "Two."}\n')
+    assert invoke(*ingest_args(docs, model_dir, store)).exit_code == 0
+    monkeypatch.chdir(docs)
+    (docs / "d1.txt").write_text("The mill of the new text is called Quentin.")
+    for spelling in ("d1.txt", "../docs/d1.txt", "./d0.txt", tmp_path / "link", "."):
+        assert invoke(*ingest_args(Path(spelling), model_dir, store)).exit_code == 0
+    assert printed("list", "--store", store)["documents"] == [
+        {"source": f"{docs}/{name}", "title": title, "chunks": chunks, "gone": False} | row
+        for name, title, chunks, row in (
+            ("d0.txt", "d0", 3, {}), ("d1.txt", "d1", 1, {}), ("d2.txt", "d2", 3, {}),
+            ("records.jsonl#2", "records", 1, {}), ("records.jsonl#a//b", "records", 1, {}),
+        )
+        for row in [{"tokens": tokens_of(store, f"{docs}/{name}")}]
+    ]  # fmt: skip
+    shown = invoke("list", "--store", store).stdout
+    assert shown.startswith("d0.txt: 3 chunks, ")
+    assert shown.endswith(f"5 documents; model {model_dir}\n")
+    assert invoke("remove", "../link/d0.txt", "--store", store).exit_code == 0
+    assert "expected a path that blendrag list shows" in refused(
+        "remove", "../link/d0.txt", "--store", store
+    )
+    assert invoke("remove", tmp_path / "link", "--store", store).exit_code == 0
+    assert listed(store) == {}
+
+
+def tokens_of(store: Path, source: str) -> int:
+    with Corpus.open(store, read_only=True) as corpus:
+        return sum(chunk.tokens for chunk in corpus.chunks_of(source))
+
+
+def test_prune_removes_what_is_gone_from_the_given_paths_only(
+    model_dir: Path, docs: Path, tmp_path: Path
+) -> None:
+    store, other, records = tmp_path / "store", tmp_path / "other.txt", docs / "r.jsonl"
+    other.write_text("Another folder's file.")
+    records.write_text('{"id": "a", "text": "One."}\n{"id": "b", "text": "Two."}\n')
+    for path in (docs, other):
+        assert invoke(*ingest_args(path, model_dir, store)).exit_code == 0
+    for path in (other, docs / "d0.txt"):
+        path.unlink()
+    records.write_text('{"id": "b", "text": "Two."}\n')
+    (docs / "d1.txt").write_bytes(b"\0")  # cannot be read now, but is there
+    args = ingest_args(docs, model_dir, store)
+    kept = invoke(*args)
+    assert "the files of 2 documents, such as " in kept.stderr
+    assert "add --prune" in kept.stderr
+    present = {"d1.txt": False, "d2.txt": False, "r.jsonl#b": False, "other.txt": True}
+    assert listed(store) == present | {"d0.txt": True, "r.jsonl#a": False}
+    pruned = printed(*args, "--prune", status=1)
+    assert pruned["pruned"] == 2
+    assert {Path(source).name for source in pruned["gone"]} == {"d0.txt", "r.jsonl#a"}
+    assert listed(store) == present
+
+
+def test_a_store_with_paths_as_they_were_spelled_goes_on_working(
+    store: Path, model_dir: Path, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = ingested.parent / "docs"
+    monkeypatch.chdir(docs.parent)
+    with Corpus.open(store) as corpus, corpus._file.writing() as connection:
+        for number, source, *rest, _ in connection.execute(
+            f"SELECT {DOCUMENT.selected} FROM document"
+        ).fetchall():
+            spelled = f"docs/{Path(source).name}"  # as earlier versions wrote it
+            connection.execute("UPDATE document SET source = ? WHERE id = ?", (spelled, number))
+            DOCUMENT.seal(connection, number, spelled, *rest)
+    assert {row["source"] for row in printed("list", "--store", store)["documents"]} == {
+        f"docs/d{i}.txt" for i in range(3)
+    }
+    assert reused_tokens(store) > 0
+    removed = invoke("remove", docs / "d0.txt", "--store", store)
+    assert (removed.exit_code, removed.stdout) == (0, "1 document removed\n")
+    again = printed(*ingest_args(docs / "d1.txt", model_dir, store))
+    assert again["chunks_computed"] == 0
+    with Corpus.open(store, read_only=True) as corpus:
+        assert corpus.sources() == [str(docs / "d1.txt"), "docs/d2.txt"]
+    assert ask(store)["metrics"]["reused_tokens"] > 0
