@@ -129,7 +129,7 @@ def test_behind_a_throttled_store_the_larger_ratio_that_hides_is_taken(
     profiled(engine, bytes_per_s, row_s)
     store = engine.resources.store
     unthrottled: Any = SimpleNamespace(open=store.open)
-    slow = ThrottledStore(unthrottled, Throttle(bytes_per_s))
+    slow = ThrottledStore(unthrottled, Throttle(bytes_per_s), "disk")
     monkeypatch.setattr(store, "open", slow.open)
     monkeypatch.setattr("blendrag.planning.choice.WORTH", 1.0)  # load everything
     metrics = ask(engine, replace(AUTO, min_ratio=0.05)).metrics

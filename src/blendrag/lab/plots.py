@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,37 +42,42 @@ def quality_against_ttft(rows: Sequence[ArenaRow]) -> Figure:
 
 def quality_against_ratio(rows: Sequence[ArenaRow], kinds: Sequence[str]) -> Figure:
     """Figure 16, a panel for each kind of question: PGR against the recompute ratio."""
-    columns = min(len(kinds), 3)
-    figure, axes = panels(columns, -(-len(kinds) // 3), share_y="all")
-    for panel, kind in zip(axes, kinds, strict=False):
+
+    def one(panel: Axes, kind: str) -> None:
         _draw_rows(panel, _reusing(rows, kind), "ratio")
         _level(panel, 1.0)
-        title(panel, kind)
         panel.set_xlabel("recompute ratio r")
         _from_zero(panel)
-    for panel in axes[len(kinds) :]:
-        panel.remove()
-    for panel in axes[::columns]:
-        panel.set_ylabel("PGR")
-    legend(figure, axes[: len(kinds)])
-    return figure
+
+    return _grid(kinds, 3, "PGR", one)
 
 
 def fidelity_against_ttft(models: Mapping[str, Sequence[Fidelity]]) -> Figure:
     """Recovered KL against relative TTFT, a panel for each model."""
-    columns = min(len(models), 2)
-    figure, axes = panels(columns, -(-len(models) // columns), share_y="all")
-    for panel, (model, points) in zip(axes, models.items(), strict=False):
-        _draw_rows(panel, points, "relative_ttft", "recovered")
+
+    def one(panel: Axes, model: str) -> None:
+        _draw_rows(panel, models[model], "relative_ttft", "recovered")
         for level in (0.0, 1.0):
             _level(panel, level)
-        title(panel, model)
         panel.set_xlabel("TTFT, full prefill's = 1")
-    for panel in axes[len(models) :]:
+
+    return _grid(list(models), 2, "recovered (0: reuse, 1: full prefill)", one)
+
+
+def _grid(
+    names: Sequence[str], widest: int, ylabel: str, draw_one: Callable[[Axes, str], None]
+) -> Figure:
+    """A panel for each of ``names``, at most ``widest`` in a row, with one y axis."""
+    columns = min(len(names), widest)
+    figure, axes = panels(columns, -(-len(names) // columns), share_y="all")
+    for panel, name in zip(axes, names, strict=False):
+        draw_one(panel, name)
+        title(panel, name)
+    for panel in axes[len(names) :]:
         panel.remove()
     for panel in axes[::columns]:
-        panel.set_ylabel("recovered (0: reuse, 1: full prefill)")
-    legend(figure, axes[: len(models)])
+        panel.set_ylabel(ylabel)
+    legend(figure, axes[: len(names)])
     return figure
 
 

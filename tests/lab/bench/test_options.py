@@ -57,7 +57,7 @@ def test_a_function_that_measures_becomes_a_command(monkeypatch: pytest.MonkeyPa
         return result.exit_code, result.output
 
     @bench(shown)
-    def one(size: Size, name: str = "a", out: str = "", tick: Tick = silent) -> Measured:
+    def one(size: Size, name: str = "a", tick: Tick = silent) -> Measured:
         return Measured(str(size), name)
 
     @bench(shown, rows=30, wide=OMIT)
@@ -67,7 +67,7 @@ def test_a_function_that_measures_becomes_a_command(monkeypatch: pytest.MonkeyPa
     assert json.loads(run("--json")[1])["size"] == str(Size())
     given = ("--rows", "7", "--wide", "--name", "b(4)")
     assert str(Size(7, True)) in run(*given)[1]
-    command = json.loads(run(*given, "--out", "there", "--json")[1])["command"]
+    command = json.loads(run(*given, "--json")[1])["command"]
     assert shlex.split(command)[3:] == list(given)
     status, text = run("--rows", "0")
     assert status == 2
@@ -169,8 +169,7 @@ def test_bad_input_is_refused_in_one_sentence(command: tuple[str, ...], sentence
 
 @pytest.mark.parametrize(
     ("command", "sentence"),
-    [(("trace", "--out", "trace.txt"), "--out trace.txt cannot be written"),
-     (("sweep", "--plot", "no/such/place/p.png"), "--plot no/such/place/p.png cannot be written"),
+    [(("sweep", "--plot", "no/such/place/p.png"), "--plot no/such/place/p.png cannot be written"),
      *(((name, "--tier", "1B/s"), "tier '1B/s' is none of")
        for name in ("ttft", "sweep", "throughput", "trace", "load"))],
 )  # fmt: skip

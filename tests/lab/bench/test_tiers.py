@@ -58,7 +58,7 @@ def test_encoded_chunks_take_fewer_bytes_of_the_device(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(Throttle, "begin", lambda device, size: asked.append(size) or 0.0)
-    slow = ThrottledStore(MemoryStore(1 << 20), Throttle(1e9))
+    slow = ThrottledStore(MemoryStore(1 << 20), Throttle(1e9), "slow")
     for key, encoding in ((KEY, "native"), (OTHER_KEY, "int8")):
         layout = kv.layout.encoded(encoding)
         slow.put(NAMESPACE, key, replace(kv, layout=layout))

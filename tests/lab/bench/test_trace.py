@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from blendrag.lab.bench.tiers import ON_DISK, TierStore, tier_store
 from blendrag.lab.bench.trace import compute_ms, layers_read, load_ms, overlap
 from blendrag.lab.bench.workload import PromptBench, Workload
 from blendrag.metrics import COMPUTE, LAYER, LOAD, REPOSITION, SELECT, WAIT, Timeline
-from lab.bench.small import LAYERS, SMALL, measured, printed, timed, tiny_adapter
+from lab.bench.small import LAYERS, printed, timed, tiny_adapter
 
 
 @pytest.fixture(scope="module")
@@ -135,21 +132,6 @@ def test_loading_alone_reads_the_layers_of_the_request(
     before = read_bytes(there)
     load_ms(bench, reads)
     assert read_bytes(there) - before == bench.kv_bytes * layers // LAYERS
-
-
-def test_the_trace_file_opens_in_a_viewer(tmp_path: Path) -> None:
-    out = tmp_path / "trace.json"
-    fields = measured("trace", *SMALL, "--policy", "query", "--tier", "disk", "--out", str(out))
-    made: dict[str, Any] = json.loads(out.read_text())
-    events = [event for event in made["traceEvents"] if event["ph"] == "X"]
-    names = {m["tid"]: m["args"]["name"] for m in made["traceEvents"] if m["ph"] == "M"}
-    for event in events:
-        assert min(event["ts"], event["dur"]) >= 0
-        is_load = event["name"].startswith(LOAD)
-        assert names[event["tid"]] == ("loader" if is_load else "model")
-    assert len(events) == len(fields["spans"])
-    assert {event["args"]["pass"] for event in events} == {"scout", "blend"}
-    assert made["otherData"]["overlap"] == fields["overlap"]
 
 
 def test_the_default_tier_is_a_throughput_and_the_overlap_follows_from_the_times() -> None:

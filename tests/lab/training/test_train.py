@@ -13,7 +13,15 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 from blendrag.lab.training import train
 from blendrag.lab.training.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES, Stage
 from blendrag.lab.training.samples import Writer
-from blendrag.lab.training.train import EXIT_WEIGHT, Batch, Run, deepened, demo_config
+from blendrag.lab.training.train import (
+    ATTENTION,
+    EXIT_WEIGHT,
+    Batch,
+    Run,
+    collate,
+    deepened,
+    demo_config,
+)
 
 STEPS = 6
 #: Steps before the model grows.
@@ -55,6 +63,32 @@ def test_a_deepened_model_computes_the_same_and_learns(tokenizer: PreTrainedToke
     grown = deep.model.layers[SHALLOW].self_attn.o_proj.weight.grad
     assert grown is not None
     assert float(grown.abs().max()) > 0
+
+
+@torch.no_grad()
+def test_packed_questions_are_answered_as_if_each_were_alone(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    torch.manual_seed(0)
+    config = demo_config(tokenizer, 2)
+    config.initializer_range = 0.2
+    model = LlamaForCausalLM(config).eval()
+    writer = Writer(tokenizer)
+    samples = [STAGES[-3].make(random.Random(seed), writer) for seed in (1, 2)]
+    batch = collate(samples, tokenizer.pad_token_id, torch.float32, model.device)
+    alone = []
+    for sample in samples:
+        for question in sample.questions:
+            ids = [*sample.tokens, *question.tokens]
+            asked = range(sample.question_position, sample.question_position + len(question.tokens))
+            positions = torch.tensor([[*sample.positions, *asked]])
+            logits = model(input_ids=torch.tensor([ids]), position_ids=positions).logits[0]
+            alone.append(logits[len(sample.tokens) + question.answer_at - 1 : -1])
+    model.set_attn_implementation(ATTENTION)
+    packed = model(batch.tokens, batch.mask, batch.positions, use_cache=False)
+    torch.testing.assert_close(
+        packed.logits.flatten(0, 1)[batch.rows], torch.cat(alone), rtol=1e-3, atol=1e-3
+    )
 
 
 @pytest.fixture

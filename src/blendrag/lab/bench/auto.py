@@ -47,6 +47,8 @@ class AutoRow:
     loaded: int
     ms: Timing
     predicted_ms: float
+    close: float
+    """Share of requests whose prediction is :data:`CLOSE`."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ class TierResult:
     tier: str
     auto: AutoRow
     fixed: tuple[AutoRow, ...]
-    close: float
-    """Share of requests whose prediction is :data:`CLOSE`."""
+
+    @property
+    def close(self) -> float:
+        return statistics.fmean(row.close for row in (*self.fixed, self.auto))
 
     @property
     def best(self) -> AutoRow:
@@ -75,12 +79,12 @@ class AutoResult(BlendResult):
 
     prompt_tokens: int
     tiers: tuple[TierResult, ...]
-    close: float
-    auto_close: float
-    requests: int
 
 
 def auto_table(result: AutoResult) -> ResultTable:
+    close = statistics.fmean(tier.close for tier in result.tiers)
+    auto_close = statistics.fmean(tier.auto.close for tier in result.tiers)
+    requests = result.rounds * sum(len(tier.fixed) + 1 for tier in result.tiers)
     return table(
         [
             ("tier", lambda tier: tier.tier),
@@ -96,8 +100,8 @@ def auto_table(result: AutoResult) -> ResultTable:
         result.tiers,
         f"{result.prompt_tokens:,} tokens, smallest ratio {result.ratio:g}: {result.about}",
         [
-            f"{result.close:.0%} of {result.requests} predictions are within 15%, {result.auto_close:.0%} "
-            "of those at ratio auto."
+            f"{close:.0%} of {requests} predictions are within 15%, {auto_close:.0%} of those at ratio "
+            "auto."
         ],
     )  # fmt: skip
 
@@ -195,8 +199,6 @@ def auto(
             for ratio in (*swept, None)
         }
         runs = run_rounds(ways, workload.rounds, tick)
-    every = [run for each in runs.values() for run in each]
-    automatic = [run for (_, ratio), each in runs.items() if ratio is None for run in each]
     return AutoResult(
         **conditions(timed.adapter, workload, tiers),
         prompt_tokens=workload.prompt_tokens,
@@ -204,9 +206,6 @@ def auto(
             tier_result(tier, {ratio: runs[i, ratio] for ratio in (*swept, None)})
             for i, tier in enumerate(wanted)
         ),
-        close=share_close(every),
-        auto_close=share_close(automatic),
-        requests=len(every),
     )
 
 
@@ -233,12 +232,7 @@ def tier_result(tier: BenchTier, runs: Mapping[float | None, Sequence[AutoRun]])
         tier=tier.name,
         auto=_row(runs[None]),
         fixed=tuple(_row(each) for ratio, each in runs.items() if ratio is not None),
-        close=share_close([run for each in runs.values() for run in each]),
     )
-
-
-def share_close(runs: Sequence[AutoRun]) -> float:
-    return statistics.fmean(run.is_close for run in runs)
 
 
 def _row(runs: Sequence[AutoRun]) -> AutoRow:
@@ -247,4 +241,5 @@ def _row(runs: Sequence[AutoRun]) -> AutoRow:
         loaded=min(run.loaded for run in runs),
         ms=Timing.of([1e3 * run.seconds for run in runs]),
         predicted_ms=1e3 * statistics.median(run.predicted_s for run in runs),
+        close=statistics.fmean(run.is_close for run in runs),
     )

@@ -37,7 +37,7 @@ Tier = Annotated[
 Plot = Annotated[Path | None, typer.Option(help="Draw the result to this PNG.", show_default=False)]
 
 #: Options that say where results go, not what is measured.
-DESTINATIONS = ("as_json", "out", "plot")
+DESTINATIONS = ("as_json", "plot")
 #: In place of a default: the command does not have this option.
 OMIT = object()
 

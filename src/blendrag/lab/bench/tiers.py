@@ -96,13 +96,12 @@ class ThrottledReader:
 class ThrottledStore:
     """A :class:`KVStore` with throttled reads."""
 
-    def __init__(self, store: KVStore, device: Throttle, tier: str | None = None) -> None:
-        """``tier`` is the name that readers report; by default their own."""
+    def __init__(self, store: KVStore, device: Throttle, tier: str) -> None:
         self._store, self._device, self._tier = store, device, tier
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> Any:
         reader = self._store.open(namespace, key, layout, tokens)
-        return reader and ThrottledReader(reader, layout, self._device, self._tier or reader.tier)
+        return reader and ThrottledReader(reader, layout, self._device, self._tier)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)

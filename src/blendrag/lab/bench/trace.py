@@ -6,18 +6,16 @@ only (with its KV in place before the time starts). The timeline is of one more 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 
-from blendrag.cli.plots import COLOURS, PANEL_HEIGHT, panels, require_place, title
+from blendrag.cli.plots import COLOURS, PANEL_HEIGHT, panels, title
 from blendrag.fusor.loader import LayerLoader
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
@@ -161,10 +159,6 @@ def compute_ms(bench: PromptBench) -> float:
 def trace(
     timed: TimedModel,
     workload: Workload,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write a Chrome/Perfetto trace (JSON) here.", show_default=False),
-    ] = None,
     tier: Annotated[
         str,
         typer.Option(
@@ -173,10 +167,7 @@ def trace(
     ] = BALANCED,
     tick: Tick = silent,
 ) -> TraceResult:
-    wanted = None if tier == BALANCED else parse_tier(tier)
-    if out is not None:
-        require_place("--out", out, ".json")
-    wanted = wanted or _balanced(timed, workload, tick)
+    wanted = _balanced(timed, workload, tick) if tier == BALANCED else parse_tier(tier)
     with prompt_bench(timed, workload, wanted, tick) as bench:
         ways: dict[str, Callable[[], float]] = {
             "wall": bench.timer(bench.blend),
@@ -187,7 +178,7 @@ def trace(
         bench.there.prepare()
         timeline = Timeline()
         bench.blend(timeline)
-    result = TraceResult(
+    return TraceResult(
         **conditions(timed.adapter, workload, wanted.name),
         prompt_tokens=bench.prompt_tokens,
         wall_ms=ms["wall"],
@@ -197,9 +188,6 @@ def trace(
         kv_bytes=bench.kv_bytes,
         spans=tuple(timeline.all_spans()),
     )
-    if out is not None:
-        out.write_text(json.dumps(chrome_trace(result)), encoding="utf-8")
-    return result
 
 
 def _balanced(timed: TimedModel, workload: Workload, tick: Tick) -> BenchTier:
@@ -210,26 +198,3 @@ def _balanced(timed: TimedModel, workload: Workload, tick: Tick) -> BenchTier:
         ms = statistics.median(compute_ms(bench) for _ in range(workload.rounds))
         speed = bench.kv_bytes / ms * 1e3
         return BenchTier(f"{speed / 1e6:.4g}MB/s", speed)
-
-
-def chrome_trace(result: TraceResult) -> dict[str, Any]:
-    """Trace events for Chrome (``about:tracing``) and Perfetto; times in microseconds."""
-    lanes = {"loader": 1, "model": 2}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
-        for name, tid in lanes.items()
-    ]
-    for span in result.spans:
-        events.append(
-            {
-                "ph": "X",
-                "name": f"{span.what} {span.layer}",
-                "pid": 1,
-                "tid": lanes["loader" if span.what == LOAD else "model"],
-                "ts": 1e6 * span.began_s,
-                "dur": 1e6 * span.seconds,
-                "args": {"layer": span.layer, "pass": span.pass_name or "blend"},
-            }
-        )
-    about = {name: value for name, value in asdict(result).items() if name != "spans"}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
