@@ -6,11 +6,13 @@ explanation shows itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from html import escape
+from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from blendrag.metrics import COMPUTE, LOAD, REPOSITION, SELECT, WAIT, Span, Timeline
 
@@ -61,11 +63,15 @@ class Trace:
         )
 
 
-class _State(NamedTuple):
-    """Of a token: how it is drawn and what its tooltip says."""
+class _Run(NamedTuple):
+    """Neighbouring tokens in the same state."""
 
-    style: str
-    says: str
+    text: str
+    share: float | None
+    """As :attr:`Trace.recomputed`; ``None`` if their KV was not loaded."""
+    state: str
+    chunk: int
+    """Number of the chunk that begins here, else 0."""
 
 
 class Explanation:
@@ -77,176 +83,59 @@ class Explanation:
 
     def page(self, title: str = "blendrag: one answer") -> str:
         """A complete HTML document."""
-        return (
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width">'
-            f"<title>{escape(title)}</title></head>\n<body>{self._repr_html_()}</body></html>\n"
-        )
+        return self._rendered(title)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        parts = [
-            f"<style>{_CSS}</style>",
-            _section(
-                "Answer", f'<p class="answer">{escape(self.answer.text)}</p>{self._figures()}'
-            ),
-            _section("Sources", self._sources()) if self.answer.sources else "",
-            _section("Chunks of the prompt", self._chunk_table()) if self.trace.chunks else "",
-            _section("Layer by layer", self._timeline()) if self.trace.spans else "",
-            _section("Prompt", f"{_LEGEND}<p class='prompt'>{''.join(self._tokens())}</p>"),
-        ]
-        return f'<div class="blendrag">{"".join(parts)}</div>'
+        return self._rendered(None)
 
-    # -- the parts ------------------------------------------------------------------------------
-
-    def _figures(self) -> str:
-        m = self.answer.metrics
-        figures = {
-            "first token": f"{1e3 * m.ttft_s:,.0f} ms",
-            "loading": f"{1e3 * m.load_s:,.0f} ms",
-            "prompt": f"{m.prompt_tokens:,} tokens",
-            "reused": f"{m.reused_tokens:,}",
-            "of them recomputed": f"{m.recomputed_tokens:,} (r = {m.ratio:.2f})",
-            "computed": f"{m.fresh_tokens:,}",
-            "mode": f"{m.mode} {m.policy}".strip(),
-        }
-        cells = "".join(f"<div><b>{value}</b>{name}</div>" for name, value in figures.items())
-        said = "".join(f"<li>{escape(note)}</li>" for note in (m.decision, *m.notes) if note)
-        return f'<div class="figures">{cells}</div>' + (f"<ul>{said}</ul>" if said else "")
-
-    def _sources(self) -> str:
-        rows = (
-            (_name(source.source), source.title, f"{source.distance:.3f}", _shortened(source.text))
-            for source in self.answer.sources
+    def _rendered(self, title: str | None) -> str:
+        return _template().render(
+            title=title,
+            answer=self.answer,
+            m=self.answer.metrics,
+            trace=self.trace,
+            runs=self._runs(),
+            colours=_COLOURS,
+            upper=(LOAD, REPOSITION),
         )
-        return _table(("source", "title", "distance", "text"), rows)
 
-    def _chunk_table(self) -> str:
-        chunks = zip(self.answer.metrics.chunks, self.trace.chunks, strict=True)
-        rows = (
-            (
-                str(number),
-                _name(chunk.source) or chunk.chunk_id[:12],
-                f"{start:,} to {end:,}",
-                chunk.outcome,
-                f"{chunk.recomputed_tokens:,} of {chunk.tokens:,}",
-                chunk.tier,
-                chunk.reason,
-            )
-            for number, (chunk, (start, end)) in enumerate(chunks, start=1)
-        )
-        return _table(("", "source", "tokens", "outcome", "recomputed", "tier", "why"), rows)
+    def _runs(self) -> Iterator[_Run]:
+        trace = self.trace
+        begins = {start: number for number, (start, _) in enumerate(trace.chunks, start=1)}
+        shares: list[float | None] = [None] * len(trace.texts)
+        for start, end in trace.reused:
+            shares[start:end] = trace.recomputed[start:end]
 
-    def _tokens(self) -> Iterator[str]:
-        """The prompt as spans of tokens in the same state."""
-        begins = {start for start, _ in self.trace.chunks}
-        states = enumerate(zip(self.trace.texts, self._states(), strict=True))
-        for (state, _), run in groupby(states, key=lambda each: (each[1][1], each[0] in begins)):
-            tokens = list(run)
-            if tokens[0][0] in begins:
-                number = [start for start, _ in self.trace.chunks].index(tokens[0][0]) + 1
-                yield f'<b class="number">{number}</b>'
-            text = "".join(text for _, (text, _) in tokens)
-            yield f'<span style="{state.style}" title="{state.says}">{escape(text)}</span>'
+        def key(at: int) -> tuple[float | None, int]:
+            return shares[at], begins.get(at, 0)
 
-    def _states(self) -> list[_State]:
-        states = [_State(f"background:{_FRESH}55", "computed")] * len(self.trace.texts)
-        for start, end in self.trace.reused:
-            for at in range(start, end):
-                share = self.trace.recomputed[at]
-                if share:
-                    layers = round(share * (self.trace.layers - 1)) + 1
-                    opacity = round(90 + 150 * share)
-                    says = f"recomputed in {layers} of {self.trace.layers} layers, else reused"
-                    states[at] = _State(f"background:{_RECOMPUTED}{opacity:02x}", says)
-                else:
-                    states[at] = _State(f"background:{_REUSED}44", "reused")
-        return states
-
-    def _timeline(self) -> str:
-        """One row per layer, time from left to right."""
-        spans = self.trace.spans
-        total_s = max(span.ended_s for span in spans)
-        rows = max(span.layer for span in spans) + 1
-        height = rows * _ROW + 22
-        drawn = [f'<svg viewBox="0 0 {_WIDTH + 40} {height}" role="img">']
-        for span in spans:
-            x, width = (_WIDTH * s / total_s for s in (span.began_s, span.seconds))
-            top, deep = (0, 0.4) if span.what in (LOAD, REPOSITION) else (0.42, 0.5)
-            in_scout = " in the scout pass" if span.pass_name else ""
-            says = f"layer {span.layer + 1}: {span.what}{in_scout}, {1e3 * span.seconds:.2f} ms"
-            drawn.append(
-                f'<rect x="{40 + x:.1f}" y="{(span.layer + top) * _ROW:.1f}" width="{max(width, 0.4):.2f}" '
-                f'height="{deep * _ROW:.1f}" fill="{_KINDS[span.what]}" '
-                f'opacity="{0.55 if span.pass_name else 1}"><title>{says}</title></rect>'
-            )
-        for layer in {0, rows - 1}:
-            y = (layer + 0.75) * _ROW
-            drawn.append(f'<text x="34" y="{y:.1f}" text-anchor="end">{layer + 1}</text>')
-        for share in (0.0, 0.5, 1.0):
-            anchor = "end" if share == 1.0 else "middle" if share else "start"
-            drawn.append(
-                f'<text x="{40 + share * _WIDTH}" y="{height - 6}" text-anchor="{anchor}">'
-                f"{1e3 * share * total_s:,.0f} ms</text>"
-            )
-        legend = "".join(
-            f'<span><i style="background:{colour}"></i>{what}</span>'
-            for what, colour in _KINDS.items()
-            if any(span.what == what for span in spans)
-        )
-        return f'<p class="legend">{legend}<span>paler: scout pass</span></p>{"".join(drawn)}</svg>'
+        for (share, chunk), run in groupby(range(len(trace.texts)), key):
+            state = "reused" if share is not None else "computed"
+            if share:
+                layers = round(share * (trace.layers - 1)) + 1
+                state = f"recomputed in {layers} of {trace.layers} layers, else reused"
+            yield _Run("".join(trace.texts[at] for at in run), share, state, chunk)
 
 
-def _section(title: str, body: str) -> str:
-    return f"<h3>{title}</h3>{body}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    first = "".join(f"<th>{name}</th>" for name in head)
-    rest = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
-    return f"<table><tr>{first}</tr>{rest}</table>"
-
-
-def _name(source: str) -> str:
-    """The file's name, or a source that is no path as it is."""
-    return source.rstrip("/").rpartition("/")[2]
-
-
-def _shortened(text: str, characters: int = 160) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= characters else f"{text[:characters].rpartition(' ')[0]} …"
-
-
-# Colours of Okabe and Ito (2008), as in all figures.
-_REUSED, _RECOMPUTED, _FRESH = "#56B4E9", "#E69F00", "#009E73"
-_KINDS = {
+#: Of the boxes of the timeline.
+_COLOURS = {
     LOAD: "#56B4E9",
     REPOSITION: "#0072B2",
     WAIT: "#bbbbbb",
     SELECT: "#CC79A7",
     COMPUTE: "#E69F00",
 }
-_WIDTH, _ROW = 900, 11
-_LEGEND = (
-    f'<p class="legend"><span><i style="background:{_REUSED}44"></i>reused</span>'
-    f'<span><i style="background:{_RECOMPUTED}"></i>recomputed; the darker, the more layers</span>'
-    f'<span><i style="background:{_FRESH}55"></i>computed</span></p>'
-)
-_CSS = """
-.blendrag { font: 14px/1.5 system-ui, sans-serif; max-width: 960px; margin: 0 auto; padding: 1em;
-  color: #222; background: #fff }
-.blendrag h3 { font-size: 1em; margin: 1.6em 0 .5em }
-.blendrag .answer { font-size: 1.25em; margin: .3em 0; white-space: pre-wrap }
-.blendrag .figures { display: flex; flex-wrap: wrap; gap: .4em 2em; color: #666 }
-.blendrag .figures b { display: block; color: #222 }
-.blendrag table { border-collapse: collapse; width: 100% }
-.blendrag th { text-align: left; font-weight: 600; color: #666 }
-.blendrag th, .blendrag td { padding: .2em 1em .2em 0; border-bottom: 1px solid #e3e3e3; vertical-align: top }
-.blendrag .legend span { margin-right: 1.5em; color: #666 }
-.blendrag .legend i { display: inline-block; width: 1em; height: 1em; margin-right: .4em }
-.blendrag .prompt { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.7 }
-.blendrag .number { background: #222; color: #fff; padding: 0 .45em; border-radius: 3px; margin-right: .2em }
-.blendrag svg { width: 100%; font: 10px system-ui, sans-serif; fill: #666 }
-"""
+
+
+@cache
+def _template() -> Template:
+    made = Environment(
+        loader=PackageLoader("blendrag.engine", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters["file_name"] = lambda source: source.rstrip("/").rpartition("/")[2]
+    return made.get_template("explanation.html.j2")

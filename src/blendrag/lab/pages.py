@@ -48,7 +48,6 @@ def read_page(page: Path) -> str:
 
 
 def regions_of(page: Path) -> list[str]:
-    """Names of the page's regions."""
     return [match[2] for match in _REGION.finditer(read_page(page))]
 
 

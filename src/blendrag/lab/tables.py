@@ -30,7 +30,6 @@ class ResultTable:
         return "\n\n".join(part for part in (self.title, grid, *self.notes) if part)
 
     def print(self) -> None:
-        """Print to stdout."""
         from rich.console import Console
         from rich.table import Table
 

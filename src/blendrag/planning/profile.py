@@ -10,7 +10,6 @@ import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,6 +19,7 @@ import torch
 import transformers
 from pydantic import Field
 
+import blendrag
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store.records import Records
 
@@ -187,10 +187,6 @@ class ProfileCache:
 
 def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
     """What a profile measured now would hold for."""
-    try:
-        own = version("blendrag")
-    except PackageNotFoundError:  # run from its sources
-        own = "unknown"
     return Conditions(
         namespace=namespace,
         model=adapter.model_id,
@@ -199,7 +195,7 @@ def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        blendrag=own,
+        blendrag=blendrag.__version__,
         machine=f"{platform.node() or 'unnamed'} ({cores()} cores)",
     )
 

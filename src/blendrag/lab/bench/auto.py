@@ -53,8 +53,6 @@ class AutoRow:
 
 @dataclass(frozen=True)
 class TierResult:
-    """One tier."""
-
     tier: str
     auto: AutoRow
     fixed: tuple[AutoRow, ...]
@@ -153,7 +151,6 @@ def _generate(bench: PromptBench, **more: Any) -> None:
 
 
 def with_tier(profile: Profile, tier: BenchTier) -> Profile:
-    """``profile`` with a throttled tier added to the measured ones."""
     if tier.bytes_per_s is None:
         return profile
     disk = profile.tier(DISK)

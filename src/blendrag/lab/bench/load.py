@@ -67,8 +67,6 @@ class RateRow:
 
 @dataclass(frozen=True)
 class WayResult:
-    """One way at any rate."""
-
     way: str
     service_ms: float
     """Median TTFT without waiting."""
@@ -80,8 +78,6 @@ class WayResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult(BlendResult):
-    """One run."""
-
     limit_bytes: int
     doubled_ttft_ms: float
     ways: tuple[WayResult, ...]
@@ -170,7 +166,6 @@ class Served:
 
 
 def serve_full(adapter: ModelAdapter, plan: SegmentedPrompt) -> Served:
-    """Stock prefill; keeps nothing."""
     ids = torch.tensor([plan.ids], device=adapter.device)  # [1, N]
     began = clock(adapter.device)
     token = stock_prefill(adapter, ids)

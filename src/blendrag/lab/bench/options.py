@@ -152,7 +152,6 @@ class Machine:
 
 
 def machine_of(adapter: ModelAdapter) -> Machine:
-    """The machine that the loaded model runs on."""
     now = conditions_of(adapter, adapter.identity.namespace)
     return Machine(
         now.device, cores(), now.threads, now.dtype, now.torch, now.transformers, now.blendrag

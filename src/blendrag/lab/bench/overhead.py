@@ -38,8 +38,6 @@ _WAITING = ("item", "_local_scalar_dense", "nonzero", "equal", "masked_select", 
 
 @dataclass(frozen=True)
 class OverheadRow:
-    """One way to prefill a prompt of so many chunks."""
-
     way: str
     chunks: int
     operators: int
@@ -56,8 +54,6 @@ class OverheadRow:
 
 @dataclass(frozen=True)
 class OverheadResult:
-    """Every way for every number of chunks."""
-
     machine: Machine
     model: str
     layers: int
@@ -106,7 +102,6 @@ class OperatorCount(TorchDispatchMode):
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
-    """The memory of the tensors among ``values``."""
     return {t.untyped_storage()._cdata for t in values if isinstance(t, torch.Tensor)}
 
 

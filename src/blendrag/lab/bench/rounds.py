@@ -96,8 +96,6 @@ class MeasuredNothingError(BlendragError):
 
 @dataclass(frozen=True)
 class WayRow:
-    """One way over all rounds."""
-
     part: str
     way: str
     ms: Timing
@@ -106,7 +104,6 @@ class WayRow:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Time of one call."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -140,7 +140,6 @@ def layout_of(geometry: str | None) -> KVLayout:
 
 
 def random_chunk(layout: KVLayout, tokens: int, seed: int) -> ChunkKV:
-    """KV of normally distributed numbers."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [layout.layer_shape(i, tokens) for i in range(len(layout.layers))]
     layers = [torch.randn(s, generator=generator).to(layout.torch_dtype) for s in shapes]
@@ -328,7 +327,6 @@ def plain_write(directory: Path, header: bytes, chunk: ChunkKV) -> float:
 def putting_ways(
     directory: Path, kv_store: KVStore, chunk: ChunkKV
 ) -> dict[str, Callable[[], float]]:
-    """Both ways, on the file system of ``directory``."""
     key = new_key()
     sums = [layer_checksum(key, i, tensor_buffer(x)) for i, x in enumerate(chunk.layers)]
     header = frame(chunk.layout, chunk.tokens).header(NAMESPACE, key, sums)

@@ -66,8 +66,6 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """One run over one factor."""
-
     machine: Machine
     factor: str
     about: tuple[str, str]
@@ -182,7 +180,6 @@ def _case(factor: str, value: str, base: SweepCase) -> SweepCase:
 
 
 def _about(factor: str, base: SweepCase, model: str | None) -> tuple[str, str]:
-    """What is equal for all values; what the factor changes is left open."""
     w: dict[str, Any] = vars(base.workload) | {"tier": base.tier.name}
     w["ratio"] = f"{base.workload.ratio:g}"
     w["chunks" if factor == "context" else factor.replace("-", "_")] = OPEN

@@ -42,8 +42,6 @@ SHORTER = 0.5
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """One way at one batch size."""
-
     way: str
     batch_size: int
     first_tokens_per_s: float
@@ -55,8 +53,6 @@ class ThroughputRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputResult(BlendResult):
-    """One run."""
-
     requests: int
     prompt_tokens: tuple[int, int]
     """Of the shortest and the longest prompt."""

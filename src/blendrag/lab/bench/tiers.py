@@ -130,7 +130,6 @@ class TierStore:
 
 @contextmanager
 def tier_store(tier: BenchTier, limit_bytes: int = AMPLE_BYTES) -> Iterator[TierStore]:
-    """A temporary store of at most ``limit_bytes``."""
     with scratch() as directory:
         root = directory / "store"
         ram_bytes = limit_bytes if tier.name == "memory" else 0

@@ -51,8 +51,6 @@ SHADES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TraceResult(BlendResult):
-    """One request."""
-
     prompt_tokens: int
     wall_ms: Timing
     """The whole request, from opening its chunks to its first token."""

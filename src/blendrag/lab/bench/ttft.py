@@ -16,6 +16,7 @@ import torch
 import typer
 from transformers import DynamicCache
 
+from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
@@ -31,7 +32,6 @@ from blendrag.lab.bench.workload import (
     stock_prefill,
 )
 from blendrag.lab.tables import NOTHING, ResultTable, times
-from blendrag.store import MemoryStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +85,9 @@ class CachedPrefix:
         self._bench = bench
         self._tokens = bench.workload.chunk_tokens
         first = bench.prompt.ids[: self._tokens]
-        kv = bench.adapter.encode((), first)  # exact: nothing precedes it
-        self._layers = [
-            layer[:, None].to(bench.adapter.device) for layer in kv.layers
-        ]  # [2, 1, Hkv, T, D]
-        memory = MemoryStore(kv.size_bytes)
-        memory.put("", "first", kv)
-        reader = memory.open("", "first", kv.layout, kv.tokens)
-        assert reader is not None
-        self._reader = reader
+        self._kv = bench.adapter.encode((), first)  # exact: nothing precedes it
+        device = bench.adapter.device
+        self._layers = [layer[:, None].to(device) for layer in self._kv.layers]  # [2, 1, Hkv, T, D]
 
     def stock(self) -> int:
         """Stock prefill of the rest over a stock cache."""
@@ -106,7 +100,7 @@ class CachedPrefix:
     def fused(self) -> int:
         """The rest through the fusor, whose attention does not repeat KV heads."""
         bench = self._bench
-        span = LoadedSpan(0, self._tokens, self._reader, 0, exact=True)
+        span = LoadedSpan(0, self._tokens, HeldKV(self._kv), 0, exact=True)
         request = exact_request(bench.prompt_tokens, (span,))
         return bench.prefill(bench.ids, request)[0]
 

@@ -96,7 +96,6 @@ class BlendResult:
 
 
 def conditions(adapter: ModelAdapter, workload: Workload, tier: str) -> dict[str, Any]:
-    """Values for the fields of :class:`BlendResult`."""
     return {
         "machine": machine_of(adapter),
         "model": adapter.model_id,
@@ -140,7 +139,6 @@ def random_ids(adapter: ModelAdapter, seed: int = 0) -> Callable[[int], tuple[in
 def prompt_of(
     chunks: Iterable[tuple[str, tuple[int, ...]]], question: tuple[int, ...]
 ) -> SegmentedPrompt:
-    """Chunks, by name and ids, followed by a question."""
     segments: list[Segment] = []
     position = 0
     for name, ids in chunks:
@@ -150,7 +148,6 @@ def prompt_of(
 
 
 def random_prompt(adapter: ModelAdapter, workload: Workload) -> SegmentedPrompt:
-    """Chunks of random ids followed by a question of random ids."""
     workload.check(adapter)
     ids = random_ids(adapter)
     chunks = [(f"chunk-{i}", ids(workload.chunk_tokens)) for i in range(workload.chunks)]

@@ -79,7 +79,6 @@ class Engines:
         self._held: dict[bool | str, list[str]] = {kind: [] for kind in engines}
 
     def of(self, way: Way) -> BlendEngine:
-        """The engine that answers this way."""
         kind = _kind(way)
         return next(iter(self._engines.values())) if kind is None else self._engines[kind]
 

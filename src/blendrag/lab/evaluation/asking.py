@@ -85,8 +85,6 @@ def prompt_of(case: Case, chunks: Sequence[str], wording: Wording, tokens: Token
 
 @dataclass(frozen=True)
 class ObservedAnswer:
-    """An answer and what it cost."""
-
     text: str
     tokens: tuple[int, ...]
     logits: torch.Tensor | None

@@ -91,7 +91,6 @@ class Dataset:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of question, sorted by name."""
         return tuple(sorted({case.kind for case in self.cases}))
 
 
@@ -202,7 +201,6 @@ def read_dataset(
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of ``path``."""
     try:
         # utf-8-sig: Windows editors begin files with a mark.
         text = regular_files.read_text(path, MAX_BYTES, follow=True, encoding="utf-8-sig")

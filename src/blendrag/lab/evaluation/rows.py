@@ -161,12 +161,8 @@ class ArenaRow:
     def way(self) -> tuple[object, ...]:
         """Identifies the way, also across kinds: a measured ratio differs by kind."""
         ratio = self.ratio if self.has_budget else None
-        return (self.policy, self.schedule, ratio, self.encode_prefix, *self.size)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Of the prompt: chunks, and tokens of a chunk."""
-        return self.n_chunks, self.chunk_tokens
+        size = (self.n_chunks, self.chunk_tokens)
+        return (self.policy, self.schedule, ratio, self.encode_prefix, *size)
 
     def is_above(self, other: ArenaRow) -> bool:
         """Scores higher by more than the interval of the paired difference."""

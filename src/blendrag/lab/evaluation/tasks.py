@@ -137,7 +137,6 @@ def _tables(rng: random.Random, chunker: Chunker, n: int) -> Iterator[Made]:
 
 
 def _table(year: int, values: Mapping[int, Sequence[int]], chunker: Chunker) -> str:
-    """With as many stations as fit."""
     lines = [
         f"## Weather in {year}",
         "",

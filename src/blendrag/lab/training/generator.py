@@ -110,7 +110,6 @@ class Dealer:
         self._left: dict[str, list[str]] = {}
 
     def name(self, kind: str) -> str:
-        """A name for an entity of `kind`."""
         pools = (f"{kind}_first", f"{kind}_second")
         if kind == "person":
             pools = (self.rng.choice(("female", "male")), "surnames")

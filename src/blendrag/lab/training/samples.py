@@ -145,8 +145,6 @@ class Sample:
 
 
 class Writer:
-    """Turns documents and questions into samples."""
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._encode = tokenizer.backend_tokenizer.encode
         self._templates = {form.name: template(tokenizer, form) for form in FORMS}

@@ -1,8 +1,7 @@
 """Writes the demo corpus: `python -m blendrag.lab.training.write_corpus --out src/blendrag/demo --seed 11`.
 
 The documents (`corpus/`) are of the test split. The questions are drawn by seed among those that the
-retrieved chunks can answer, whatever a model answers: `questions.json` for the tour, `calibration.txt` to
-calibrate on this corpus.
+retrieved chunks can answer, whatever a model answers.
 """
 
 import argparse
@@ -24,7 +23,6 @@ from blendrag.lab.training.questions import ask, measure_of
 
 KINDS = ["person"] * 10 + ["organisation"] * 6 + ["place"] * 6 + ["product"] * 4 + ["event"] * 4
 N_QUESTIONS = {"coreference": 7, "direct": 3, "two-hop": 2}
-N_CALIBRATION = {"coreference": 16, "direct": 16, "two-hop": 8}
 # Numbers of retrieved chunks: that of the tour, and a larger one.
 TOP_KS = (TOP_K, 10)
 
@@ -103,9 +101,6 @@ def main() -> None:
     shown = draw(questions, rng, N_QUESTIONS)
     records = json.dumps([asdict(q) for q in shown], indent=2, ensure_ascii=False)
     (args.out / "questions.json").write_text(records + "\n", encoding="utf-8")
-    others = draw([q for q in questions if q not in shown], rng, N_CALIBRATION)
-    lines = "".join(f"{q.text}\n" for q in others)
-    (args.out / "calibration.txt").write_text(lines, encoding="utf-8")
 
 
 if __name__ == "__main__":
