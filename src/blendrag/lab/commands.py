@@ -52,12 +52,9 @@ def _benches(chosen: str) -> typer.Typer:
         help="Measure speed: interleaved rounds, medians.",
     )
     for name, summary in SUMMARIES.items():
-        app.command(name, help=summary)(load_bench(name).command if name == chosen else _not_loaded)
+        command = load_bench(name).command if name == chosen else lambda: None
+        app.command(name, help=summary)(command)
     return app
-
-
-def _not_loaded() -> None:
-    """In place of the benches that are only listed."""
 
 
 def _unavailable(name: str, missing: list[str]) -> Callable[..., None]:

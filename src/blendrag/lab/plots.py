@@ -1,7 +1,4 @@
-"""The figures of the arena, for docs/quality.md. Needs matplotlib.
-
-:mod:`blendrag.cli.plots` has the style and the drawing of lines; each bench draws its result itself.
-"""
+"""The figures of the arena, for docs/quality.md. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from blendrag.lab.bench.overhead import operators_of
+from blendrag.lab.bench.overhead import OperatorCount
 from lab.bench.small import printed
+
+
+def operators_of(work: Callable[[], object]) -> OperatorCount:
+    with OperatorCount() as count:
+        work()
+    return count
 
 
 def test_views_and_allocations_are_not_operators() -> None:

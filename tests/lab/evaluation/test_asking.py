@@ -89,7 +89,8 @@ def test_the_demo_model_reads_what_it_was_trained_on() -> None:
     assert wording_for(tokens.tokenizer, "f1") == DEMO
     trained = template(tokens.tokenizer, NATIVE)
     segments = trained.context_segments([PromptChunk("One."), PromptChunk("Two.")])
-    expected = "".join(text for text, _ in segments) + trained.question("Who?")
+    asked = f"{trained.before_question}Who?{trained.after_question}"
+    expected = "".join(text for text, _ in segments) + asked
     assert render(DEMO.prompt(["One.", "Two."], "Who?"), tokens, Options()).text == expected
     assert wording_for(tiny.tokenizer(), "accuracy") == SHORT_ANSWER
     assert wording_for(tiny.tokenizer(), "rouge_l") == SUMMARY

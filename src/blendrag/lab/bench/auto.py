@@ -172,9 +172,7 @@ def auto(
     ratios: Annotated[
         str, typer.Option(help="Fixed ratios to compare with, comma-separated.")
     ] = "0.15,0.2,0.3,0.5,0.7,1.0",
-    min_ratio: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Smallest automatic ratio.")
-    ] = 0.15,
+    min_ratio: Annotated[float, options.number("Smallest automatic ratio.", 0, 1)] = 0.15,
     tick: Tick = silent,
 ) -> AutoResult:
     wanted = [parse_tier(text.strip()) for text in tiers.split(",")]

@@ -35,8 +35,6 @@ GEOMETRIES = {
 
 @dataclass(frozen=True)
 class TimedModel:
-    """Options that name the model to time."""
-
     geometry: options.Geometry = None
     model: Annotated[str | None, typer.Option(help="Hub id, directory, or demo.")] = None
     dtype: options.Dtype = None

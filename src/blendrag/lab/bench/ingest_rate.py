@@ -22,7 +22,7 @@ from blendrag.corpus.embedder import MINILM_OFFLINE
 from blendrag.engine import BlendEngine
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.options import Machine, machine_of
+from blendrag.lab.bench.options import machine_of
 from blendrag.lab.bench.rounds import Tick, clock, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.tiers import AMPLE_BYTES, ON_DISK, tier_store
@@ -39,7 +39,7 @@ from blendrag.model import ModelAdapter
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
 ChunkTokens = Annotated[
-    int, typer.Option(min=MIN_CHUNK_TOKENS, max=MAX_CHUNK_TOKENS, help="Largest chunk.")
+    int, options.number("Largest chunk.", MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS, int)
 ]
 
 
@@ -47,7 +47,7 @@ ChunkTokens = Annotated[
 class IngestResult:
     """Rates in tokens per second without embedding; ratios within one run."""
 
-    machine: Machine
+    machine: str
     prefill_tokens_per_s: float
     """Stock forward over as many tokens, last logits only."""
     encode_tokens_per_s: float

@@ -131,28 +131,10 @@ def command_line(context: typer.Context) -> str:
     return shlex.join(words)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Hardware, dtype and versions, without the host's name."""
-
-    processor: str
-    cores: int
-    threads: int
-    dtype: str
-    """Of the model and of KV as computed."""
-    torch: str
-    transformers: str
-    blendrag: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.dtype} on {self.processor}, {self.threads} of {self.cores} CPU cores; torch "
-            f"{self.torch}, transformers {self.transformers}"
-        )
-
-
-def machine_of(adapter: ModelAdapter) -> Machine:
+def machine_of(adapter: ModelAdapter) -> str:
+    """The machine that the loaded model runs on: dtype, hardware and versions, without the host's name."""
     now = conditions_of(adapter, adapter.identity.namespace)
-    return Machine(
-        now.device, cores(), now.threads, now.dtype, now.torch, now.transformers, now.blendrag
+    return (
+        f"{now.dtype} on {now.device}, {now.threads} of {cores()} CPU cores; torch {now.torch}, transformers "
+        f"{now.transformers}"
     )

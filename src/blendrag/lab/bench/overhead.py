@@ -22,7 +22,7 @@ from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
 from blendrag.fusor.selection import make_policy
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.options import Machine, machine_of
+from blendrag.lab.bench.options import machine_of
 from blendrag.lab.bench.rounds import Tick, Timing, run_rounds, silent
 from blendrag.lab.bench.tiers import BenchTier
 from blendrag.lab.bench.workload import PromptBench, Workload, prompt_bench, whole_numbers
@@ -54,7 +54,7 @@ class OverheadRow:
 
 @dataclass(frozen=True)
 class OverheadResult:
-    machine: Machine
+    machine: str
     model: str
     layers: int
     chunk_tokens: int
@@ -103,12 +103,6 @@ class OperatorCount(TorchDispatchMode):
 
 def _storages(values: Iterable[Any]) -> set[int]:
     return {t.untyped_storage()._cdata for t in values if isinstance(t, torch.Tensor)}
-
-
-def operators_of(work: Callable[[], object]) -> OperatorCount:
-    with OperatorCount() as count:
-        work()
-    return count
 
 
 @options.bench(overhead_table)
@@ -167,7 +161,10 @@ def _rows(bench: PromptBench, policies: Sequence[str], tick: Tick) -> Iterator[O
 
     timers = {name: partial(timed, way) for name, way in ways.items()}
     samples = run_rounds(timers, bench.workload.rounds, tick)
-    counted = {name: operators_of(way) for name, way in ways.items()}
+    counted = {}
+    for name, way in ways.items():
+        with OperatorCount() as counted[name]:
+            way()
     for name, found in counted.items():
         wall, host = zip(*samples[name], strict=True)
         ms = Timing.of(wall)

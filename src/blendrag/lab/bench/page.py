@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 
 PAGE = "performance.md"
 
-
-CAPTIONS = {
-    "sweep": "Time to first token by the factor's value",
-    "trace": "The request's timeline",
-    "load": "Time to first token by request rate",
-}
 #: Benches whose results the page shows.
 PAGE_BENCHES = [name for name in SUMMARIES if name not in ("ingest", "store")]
 
@@ -74,7 +68,7 @@ def _text(page: Path, name: str, path: Path, made_by: Bench) -> str:
         table = replace(table, title=f"{table.title}; {result.machine}.")
         parts = [console([command]), table.markdown()]
         if made_by.figure is not None:
-            parts.append(picture(made_by.figure(result), page, name, CAPTIONS[bench]))
+            parts.append(picture(made_by.figure(result), page, name, SUMMARIES[bench]))
     except (OSError, LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as exc:
         reason = " ".join(str(exc).split()) or type(exc).__name__
         raise InvalidInputError(

@@ -386,7 +386,6 @@ def measure_decoding(chunk: ChunkKV, rounds: int, tick: Tick) -> list[WayRow]:
 
 
 def miss(kv_store: KVStore, layout: KVLayout, tokens: int) -> float:
-    """:meth:`KVStore.open` of a key that was never put."""
     key, before = new_key(), kv_store.stats().misses
     found: list[object] = []
     seconds = seconds_of(lambda: found.append(kv_store.open(NAMESPACE, key, layout, tokens)))

@@ -15,7 +15,7 @@ from blendrag.cli.plots import Line, draw, legend, panels, title
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.options import Machine, machine_of
+from blendrag.lab.bench.options import machine_of
 from blendrag.lab.bench.rounds import Tick, Timing, silent, time_ways
 from blendrag.lab.bench.tiers import BenchTier, parse_tier
 from blendrag.lab.bench.workload import (
@@ -66,7 +66,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class SweepResult:
-    machine: Machine
+    machine: str
     factor: str
     about: tuple[str, str]
     """What is equal for all values, in words."""

@@ -20,7 +20,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.request import FusionCounts
 from blendrag.fusor.selection import Schedule, make_policy, policy_names
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.options import Count, Machine, Ratio, Rounds, machine_of
+from blendrag.lab.bench.options import Count, Ratio, Rounds, machine_of
 from blendrag.lab.bench.rounds import Tick, milliseconds
 from blendrag.lab.bench.tiers import BenchTier, TierStore, tier_store
 from blendrag.metrics import Timeline
@@ -77,7 +77,7 @@ class Workload:
 class BlendResult:
     """What results of benches that blend say about their run."""
 
-    machine: Machine
+    machine: str
     model: str
     policy: str
     schedule: str
@@ -178,7 +178,6 @@ class StoredChunks:
         )
 
     def put(self, chunks: Iterable[Sequence[int]]) -> None:
-        """Encode and store chunks of these ids."""
         for ids in chunks:
             kv = self.adapter.encode(PREFIX_IDS, ids)
             kept = replace(kv, layout=kv.layout.encoded(self.workload.encoding))
@@ -242,7 +241,6 @@ class PromptBench(StoredChunks):
         """Size of all chunks as stored."""
 
     def full(self) -> int:
-        """Stock prefill of the unmodified model."""
         return stock_prefill(self.adapter, self.ids)
 
     def reuse(self) -> int:

@@ -33,12 +33,7 @@ from blendrag.lab.evaluation.asking import ObservedAnswer, ask, prompt_of, wordi
 from blendrag.lab.evaluation.chains import ask_chain, require_chains
 from blendrag.lab.evaluation.datasets import Case, Dataset, by_context
 from blendrag.lab.evaluation.rows import ArenaRow, Journal, Outcome, make_rows
-from blendrag.lab.evaluation.scoring import (
-    exact_match,
-    f1,
-    rouge_l,
-    token_kl,
-)
+from blendrag.lab.evaluation.scoring import exact_match, f1, rouge_l, token_kl
 from blendrag.lab.evaluation.ways import CHAINS, FULL, NONE, PREFIX, Way
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store.identity import chunk_key, digest_fields
@@ -186,7 +181,6 @@ class Arena:
     def run(
         self, journal: Journal | None = None, watch: Watch = lambda done, total: None
     ) -> list[ArenaRow]:
-        """Ask what ``journal`` does not hold, and return the rows of all of it."""
         journal = journal if journal is not None else Journal()
         pending = [case for case in self.dataset.cases if self._missing(case, journal)]
         total = len(self.dataset.cases)

@@ -128,9 +128,8 @@ def evaluate(
     if store is not None:
         model = model_for(model, store, trust_remote_code)
     name = absolute_model(model or settings().model or DEMO_MODEL)
-    tokens = load_tokens(
-        name, trust_remote_code
-    )  # a bad dataset ends the command before the model loads
+    # a bad dataset ends the command before the model loads
+    tokens = load_tokens(name, trust_remote_code)
     count = contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
     if dataset == SYNTHETIC:
         asked = questions or (QUICK_QUESTIONS if quick else None)

@@ -248,8 +248,6 @@ class LayerCorrelation:
 
 @dataclass(frozen=True)
 class DeviationReport:
-    """Everything measured of one model over one set of prompts."""
-
     model: str
     prompts: int
     tokens: int

@@ -203,13 +203,9 @@ def make_rows(
             "same_answer": _mean([None if share is None else share == 1.0 for share in agreements]),
             "ttft_ms": median(outcome.ttft_ms for outcome in of),
             "ratio": fmean(o.ratio for o in of) if way.ratio is None else way.ratio,
-            "pgr": pgr.value,
-            "pgr_low": pgr.low,
-            "pgr_high": pgr.high,
-            "recovered": recovered.value,
-            "recovered_low": recovered.low,
-            "recovered_high": recovered.high,
         }
+        for name, found in (("pgr", pgr), ("recovered", recovered)):
+            fields |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
         return ArenaRow(
             dataset=dataset.name,
             seed=seed,

@@ -1,13 +1,6 @@
 """Cases made from what is on every machine: the same for the same seed, tokenizer and version of Python.
 
-- ``code``: chunks of modules of the standard library, and a question on a function in one of them: which
-  module defines it (``module``), the default of a parameter (``default``), what it returns (``returns``).
-- ``long``: neighbouring chunks of the demo's handbook, to be summarised. A summary is compared with the first
-  sentence of every chunk. Cases overlap: the handbook has 19,000 tokens.
-- ``tables``: what weather stations measured, a Markdown table for each year: one value (``look-up``), or in
-  which of two years it was higher (``comparison``).
-- ``chat``: three turns over the handbook, each with documents and a question that one of them answers. That
-  of the last question comes in the last turn (``latest``) or in the first (``earlier``).
+docs/evaluation.md describes the tasks.
 """
 
 from __future__ import annotations

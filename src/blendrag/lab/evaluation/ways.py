@@ -86,7 +86,6 @@ def make_ways(
 
 def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:
     """``ways`` with the meaning of ``calibrated`` in the store at ``root`` for the model of ``namespace``."""
-
     if not any(way.policy == CALIBRATED for way in ways):
         return tuple(ways)
     found = calibrations(root, namespace).entries()

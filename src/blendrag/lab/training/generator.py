@@ -1,12 +1,8 @@
 """Seeded documents about invented people, companies, towns, products and events.
 
-A document has one to four paragraphs; each is a chunk. The first names its entity in every sentence and
-gives its role and alias once. The others refer back by pronoun, role or alias only, so that their facts
-can be told apart only by attention to the first. Documents link to one another by name.
-
-What documents can say is in TOML files. Names and pairs of opener and statement are dealt to the splits, so
-that none is in two of them. All splits share the words: a held-out name is a pair of words that never
-occurred together in training.
+The first paragraph names its entity in every sentence; the others refer back by pronoun, role or alias only,
+so that their facts can be told apart only by attention to the first. What documents can say is in TOML
+files. The card of the demo model (``blendrag/demo/model/README.md``) describes the data.
 """
 
 import itertools

@@ -110,8 +110,6 @@ def ask(
 
 @dataclass(frozen=True)
 class Context:
-    """Chunks in prompt order, their documents, and questions that they answer."""
-
     chunks: tuple[str, ...]
     questions: tuple[Question, ...]
     documents: tuple[GeneratedDocument, ...]

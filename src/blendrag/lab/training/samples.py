@@ -100,10 +100,6 @@ class Template:
             fresh = "\n\n"
         return segments
 
-    def question(self, text: str) -> str:
-        """Everything from the last chunk to the answer."""
-        return self.before_question + text + self.after_question
-
 
 def template(tokenizer: PreTrainedTokenizerBase, form: Form) -> Template:
     """`form` through the tokenizer's own chat template, ready for the assistant's answer."""
@@ -165,7 +161,8 @@ class Writer:
 
     def question(self, form: Form, text: str) -> list[int]:
         """The tokens after the last chunk, up to the answer."""
-        return self.encode(self._templates[form.name].question(text))
+        made = self._templates[form.name]
+        return self.encode(made.before_question + text + made.after_question)
 
     def sample(
         self,
