@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,7 +20,6 @@ import torch
 import transformers
 from pydantic import Field
 
-import blendrag
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store.records import Records
 
@@ -187,6 +187,10 @@ class ProfileCache:
 
 def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
     """What a profile measured now would hold for."""
+    try:
+        own = version("blendrag")
+    except PackageNotFoundError:  # run from its sources
+        own = "unknown"
     return Conditions(
         namespace=namespace,
         model=adapter.model_id,
@@ -195,7 +199,7 @@ def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        blendrag=blendrag.__version__,
+        blendrag=own,
         machine=f"{platform.node() or 'unnamed'} ({cores()} cores)",
     )
 
