@@ -18,7 +18,7 @@ MADE: list[errors.BlendragError] = [
 ]
 
 
-def test_an_error_that_was_pickled_is_the_same() -> None:
+def test_an_error_that_was_pickled_is_the_same():
     """A process pool hangs on an error that cannot be unpickled."""
     for error in MADE:
         error.add_note("prompt 2 of 3")
@@ -29,6 +29,6 @@ def test_an_error_that_was_pickled_is_the_same() -> None:
             assert again.__notes__ == ["prompt 2 of 3"]
 
 
-def test_an_option_error_can_be_renamed() -> None:
+def test_an_option_error_can_be_renamed():
     renamed = errors.InvalidOptionError("timeout_s", "0 is not more than 0").called("timeout")
     assert (renamed.name, str(renamed)) == ("timeout", "timeout 0 is not more than 0")

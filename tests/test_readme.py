@@ -37,9 +37,7 @@ def shell_commands() -> list[list[str]]:
     return [shlex.split(command)[1:] for command in commands]
 
 
-def test_python_examples_run_one_after_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_examples_run_one_after_another(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     examples = blocks("python")
     assert len(examples) >= 3
@@ -54,9 +52,7 @@ def test_python_examples_run_one_after_another(
         assert reused or number > 0
 
 
-def test_shell_examples_run_one_after_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shell_examples_run_one_after_another(tmp_path, monkeypatch):
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "warranty.md").write_text("# Warranty\n\nThe warranty covers parts for two years.\n")
@@ -70,6 +66,6 @@ def test_shell_examples_run_one_after_another(
         assert result.stdout.strip(), command
 
 
-def test_files_that_the_readme_names_exist() -> None:
+def test_files_that_the_readme_names_exist():
     for link in re.findall(r"\]\((?!http)([^)#]+)", README):
         assert (ROOT / link).exists(), link

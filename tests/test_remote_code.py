@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +67,13 @@ def change(file: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("load", [load_adapter, load_tokens, load_context_tokens])
-def test_code_is_refused_even_if_stdin_says_yes(
-    load: Callable[[str], Any], own_code: str, marker: Path
-) -> None:
+def test_code_is_refused_even_if_stdin_says_yes(load, own_code, marker):
     with tiny.refuses("trust_remote_code=True", ModelLoadError):
         load(own_code)
     assert not marker.exists()
 
 
-def test_a_command_runs_code_only_with_its_option(own_code: str, marker: Path) -> None:
+def test_a_command_runs_code_only_with_its_option(own_code, marker):
     result = invoke("verify", own_code, stdin="y\n" * 50)
     assert result.exit_code == 2
     assert "--trust-remote-code" in said(result)
@@ -86,9 +83,7 @@ def test_a_command_runs_code_only_with_its_option(own_code: str, marker: Path) -
     assert marker.exists()
 
 
-def test_an_engine_that_trusts_the_code_runs_it(
-    own_code: str, marker: Path, tmp_path: Path
-) -> None:
+def test_an_engine_that_trusts_the_code_runs_it(own_code, marker, tmp_path):
     with BlendEngine(own_code, tmp_path / "s", device="cpu", trust_remote_code=True) as engine:
         answer = engine.generate("hello there", Options(mode="full", max_new_tokens=2))
         assert answer.metrics.new_tokens > 0
@@ -97,12 +92,12 @@ def test_an_engine_that_trusts_the_code_runs_it(
 
 
 @pytest.mark.parametrize("command", [["ask", "why?"], ["calibrate"], ["profile"]])
-def test_trusting_code_requires_naming_the_model(command: list[str], tmp_path: Path) -> None:
+def test_trusting_code_requires_naming_the_model(command, tmp_path):
     args = (*command, "--store", str(tmp_path), "--trust-remote-code")
     assert "without --model" in refused(*args)
 
 
-def test_wrappers_trust_code_only_if_told_to(own_code: str, tmp_path: Path) -> None:
+def test_wrappers_trust_code_only_if_told_to(own_code, tmp_path):
     with EngineFields(model=own_code, store=tmp_path / "s") as careful:
         assert not careful.engine.resources.trust_remote_code
         with pytest.raises(ModelLoadError, match="trust_remote_code=True"):
@@ -114,9 +109,7 @@ def test_wrappers_trust_code_only_if_told_to(own_code: str, tmp_path: Path) -> N
                 EngineFields(engine=trusting.engine, trust_remote_code=True)
 
 
-def test_code_of_an_embedder_runs_only_if_trusted(
-    own_code: str, marker: Path, tmp_path: Path
-) -> None:
+def test_code_of_an_embedder_runs_only_if_trusted(own_code, marker, tmp_path):
     embedder = tmp_path / "embedder"
     (embedder / "0_part").mkdir(parents=True)
     part = {"idx": 0, "name": "0", "path": "0_part", "type": "own.OwnTokenizer"}

@@ -30,9 +30,7 @@ def wheel(
     return request.param, zipfile.ZipFile(found)
 
 
-def test_wheels_have_their_licence_and_what_the_demo_needs(
-    wheel: tuple[Path, zipfile.ZipFile],
-) -> None:
+def test_wheels_have_their_licence_and_what_the_demo_needs(wheel):
     project, archive = wheel
     sizes = {info.filename: info.file_size for info in archive.infolist()}
     assert any(name.endswith("licenses/LICENSE") for name in sizes)

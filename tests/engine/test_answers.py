@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def assert_adds_up(answer: Answer, ends_with_chunk: bool = False) -> None:
 
 
 @pytest.mark.parametrize("numbers", [(1,), (3, 3), (0, 1, 2, 3)])
-def test_ratio_one_equals_full_prefill(engine: BlendEngine, numbers: tuple[int, ...]) -> None:
+def test_ratio_one_equals_full_prefill(engine, numbers):
     blended, full, difference = blended_and_full(engine, tiny.prompt(engine, *numbers))
     assert blended.metrics.reused_tokens > 0
     assert difference < 1e-3
@@ -65,7 +64,7 @@ def test_ratio_one_equals_full_prefill(engine: BlendEngine, numbers: tuple[int, 
     assert blended.metrics.ratio == blended.metrics.charged_ratio == 1.0
 
 
-def test_mode_full_is_a_stock_prefill(engine: BlendEngine) -> None:
+def test_mode_full_is_a_stock_prefill(engine):
     text = tiny.prompt(engine, 1, 2)
     ids = torch.tensor([engine.segments(text).ids])
     expected = tiny.stock(engine.adapter.model, ids)[0, -1]
@@ -77,9 +76,7 @@ def test_mode_full_is_a_stock_prefill(engine: BlendEngine) -> None:
     assert (answer.metrics.new_tokens, answer.finish_reason) == (6, "length")
 
 
-def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(
-    engine: BlendEngine,
-) -> None:
+def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(engine):
     adapter, used = engine.adapter, engine.resources
     namespace = adapter.identity.namespace
     lead, chunk = tuple(tiny.random_ids(20, seed=4)[0].tolist()), (77,)
@@ -113,9 +110,7 @@ def known(text: str, chunks: Sequence[str]) -> RagPrompt:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_the_last_token_of_a_prompt_that_ends_with_a_chunk_is_computed(
-    engine: BlendEngine, count: int
-) -> None:
+def test_the_last_token_of_a_prompt_that_ends_with_a_chunk_is_computed(engine, count):
     chunks = tiny.chunk_texts(engine, 2)[:count]
     text = known("\n\n".join(chunks), chunks)
     for mode in MODES:
@@ -132,7 +127,7 @@ def test_the_last_token_of_a_prompt_that_ends_with_a_chunk_is_computed(
     assert blended.metrics.fresh_tokens >= 2  # one is blended, and one begins decoding
 
 
-def test_a_chunk_cut_off_at_its_tail_is_reused_up_to_the_cut(engine: BlendEngine) -> None:
+def test_a_chunk_cut_off_at_its_tail_is_reused_up_to_the_cut(engine):
     whole = tiny.chunk_texts(engine, 1)[0]
     text = f"{tiny.LEAD}{whole[: len(whole) * 2 // 3]}… and more\n\nWhat?"
     answer, _, difference = blended_and_full(engine, text)
@@ -144,7 +139,7 @@ def test_a_chunk_cut_off_at_its_tail_is_reused_up_to_the_cut(engine: BlendEngine
     assert_adds_up(answer)
 
 
-def test_a_conversation_is_blended_in_every_turn(engine: BlendEngine) -> None:
+def test_a_conversation_is_blended_in_every_turn(engine):
     messages = [{"role": "user", "content": tiny.prompt(engine, 1)}]
     for content in ("And then?", tiny.prompt(engine, 2)):
         answer, _, difference = blended_and_full(engine, messages)
@@ -165,9 +160,7 @@ def test_a_conversation_is_blended_in_every_turn(engine: BlendEngine) -> None:
 # -- exact prefixes -----------------------------------------------------------------------------
 
 
-def test_a_chunk_after_the_corpus_prefix_is_exact_in_every_reusing_mode(
-    engine: BlendEngine,
-) -> None:
+def test_a_chunk_after_the_corpus_prefix_is_exact_in_every_reusing_mode(engine):
     first = tiny.chunk_texts(engine, 3)[0]
     text = f"<|bos|>{first}\n\nWhat did they build?"
     expected, full = tiny.first_logits(engine, text, Options(mode="full", **RAW))
@@ -183,7 +176,7 @@ def test_a_chunk_after_the_corpus_prefix_is_exact_in_every_reusing_mode(
         assert answer.metrics.ratio == answer.metrics.charged_ratio == 0.0
 
 
-def test_a_chunk_after_another_prefix_or_another_chunk_is_not_exact(engine: BlendEngine) -> None:
+def test_a_chunk_after_another_prefix_or_another_chunk_is_not_exact(engine):
     first, second = tiny.chunk_texts(engine, 3)[:2]
     text = f"<|start|>{first}\n\nWhat?"  # as long as BOS
     for mode, outcome in (("reuse", "reused"), ("prefix", "computed")):
@@ -194,7 +187,7 @@ def test_a_chunk_after_another_prefix_or_another_chunk_is_not_exact(engine: Blen
     assert difference < 1e-3
 
 
-def test_a_leading_part_that_comes_back_is_stored_as_an_exact_prefix(engine: BlendEngine) -> None:
+def test_a_leading_part_that_comes_back_is_stored_as_an_exact_prefix(engine):
     lead = "You are an expert on ships and the town of Place. Read carefully.\n\n"
     text = lead + tiny.prompt(engine, 1).removeprefix(tiny.LEAD)
     leading = engine.segments(text).leading_ids
@@ -228,9 +221,7 @@ def test_a_leading_part_that_comes_back_is_stored_as_an_exact_prefix(engine: Ble
         ("full", 1, 1),
     ],
 )
-def test_metrics_add_up(
-    engine: BlendEngine, policy: str, ratio: float, charged: float | None
-) -> None:
+def test_metrics_add_up(engine, policy, ratio, charged):
     for generate in ({}, {"num_beams": 2}):
         options = Options(policy=policy, ratio=0.15, generate=generate)
         answer = engine.generate(tiny.prompt(engine, 1, 2), options)
@@ -245,7 +236,7 @@ def test_metrics_add_up(
             assert m.charged_ratio == pytest.approx(charged, abs=1e-2)
 
 
-def test_padding_of_a_sequence_that_ended_early_is_not_counted(tmp_path: Path) -> None:
+def test_padding_of_a_sequence_that_ended_early_is_not_counted(tmp_path):
     model = tiny.llama()
     model.generation_config.eos_token_id = list(range(3, 200))
     model.generation_config.pad_token_id = 599

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,13 +95,13 @@ BAD |= {f"surrogate in {name}": (call, "lone surrogate") for name, call in SURRO
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_sentence(engine: BlendEngine, name: str) -> None:
+def test_bad_input_is_one_sentence(engine, name):
     call, says = BAD[name]
     with tiny.refuses(says):
         call(engine)
 
 
-def test_after_an_error_inside_the_model_the_next_request_works(engine: BlendEngine) -> None:
+def test_after_an_error_inside_the_model_the_next_request_works(engine):
     def explode(*_: Any) -> None:
         raise ZeroDivisionError
 
@@ -115,9 +114,7 @@ def test_after_an_error_inside_the_model_the_next_request_works(engine: BlendEng
     assert engine.generate(text).metrics.reused_tokens > 0
 
 
-def test_an_overflow_names_its_size_and_a_prompt_that_just_fits_is_answered(
-    engine: BlendEngine,
-) -> None:
+def test_an_overflow_names_its_size_and_a_prompt_that_just_fits_is_answered(engine):
     room = 4096 - len(engine.segments("hi").ids)
     with pytest.raises(ContextOverflowError) as raised:
         engine.generate("hi", Options(max_new_tokens=room + 7))
@@ -128,7 +125,7 @@ def test_an_overflow_names_its_size_and_a_prompt_that_just_fits_is_answered(
         next(fits)
 
 
-def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path: Path) -> None:
+def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path):
     model = tiny.llama()
     model.generation_config.prompt_lookup_num_tokens = 3
     with tiny.engine(model, tmp_path / "s") as engine:
@@ -152,14 +149,12 @@ def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path: 
         ({"encode_prefix": False, "prefix_text": "Read:\n"}, "encode_prefix=False"),
     ],
 )
-def test_bad_settings_are_refused_when_the_engine_is_made(
-    tmp_path: Path, settings: dict[str, Any], error: str
-) -> None:
+def test_bad_settings_are_refused_when_the_engine_is_made(tmp_path, settings, error):
     with tiny.refuses(error):
         tiny.engine(tiny.llama(), tmp_path / "s", **settings)
 
 
-def test_an_unknown_model_is_one_sentence(tmp_path: Path) -> None:
+def test_an_unknown_model_is_one_sentence(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     for name in ("no-such/model-anywhere", str(empty)):
@@ -170,13 +165,13 @@ def test_an_unknown_model_is_one_sentence(tmp_path: Path) -> None:
             assert "\n" not in str(raised.value)
 
 
-def test_a_loaded_model_needs_its_tokenizer(tmp_path: Path) -> None:
+def test_a_loaded_model_needs_its_tokenizer(tmp_path):
     engine = tiny.engine(tiny.llama(), tmp_path / "s", tokenizer=None)
     with engine, pytest.raises(InvalidInputError, match="needs its tokenizer"):
         engine.generate("hi")
 
 
-def test_a_store_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_store_that_is_a_file_is_one_sentence(tmp_path):
     file = tmp_path / "file"
     file.write_text("not a store")
     with (
@@ -187,7 +182,7 @@ def test_a_store_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     assert file.read_text() == "not a store"
 
 
-def test_asking_without_a_corpus_or_an_empty_one_is_one_sentence(tmp_path: Path) -> None:
+def test_asking_without_a_corpus_or_an_empty_one_is_one_sentence(tmp_path):
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         for _ in range(2):
             with tiny.refuses("ingest", BlendragError):
@@ -197,7 +192,7 @@ def test_asking_without_a_corpus_or_an_empty_one_is_one_sentence(tmp_path: Path)
             assert report.documents == report.chunks == 0
 
 
-def test_bad_documents_are_named_and_the_others_are_ingested(tmp_path: Path) -> None:
+def test_bad_documents_are_named_and_the_others_are_ingested(tmp_path):
     good = {"source": "good.txt", "title": "x", "text": tiny.sentence(9)}
     bad = [Document(**{**good, field: SURROGATE}) for field in good]
     empty = [Document("empty.txt", "", "e"), Document("blank.txt", " \n ", "b")]
@@ -208,7 +203,7 @@ def test_bad_documents_are_named_and_the_others_are_ingested(tmp_path: Path) -> 
     assert [f.partition(".")[0] for f in report.failures[3:]] == ["empty", "blank"]
 
 
-def test_a_closed_engine_refuses_every_call(tmp_path: Path) -> None:
+def test_a_closed_engine_refuses_every_call(tmp_path):
     used, unused = (tiny.engine(tiny.llama(), tmp_path / name) for name in ("s", "unused"))
     used.ingest([tiny.document(0, 1)])
     for engine in (used, unused):
@@ -237,9 +232,7 @@ def test_a_closed_engine_refuses_every_call(tmp_path: Path) -> None:
         (None, "no chat template"),
     ],
 )
-def test_messages_without_a_template_that_takes_them_are_refused(
-    tmp_path: Path, template: str | None, error: str
-) -> None:
+def test_messages_without_a_template_that_takes_them_are_refused(tmp_path, template, error):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = template
     with tiny.engine(tiny.llama(), tmp_path / "s", tokenizer=tokenizer) as engine:

@@ -57,7 +57,7 @@ WAYS = pytest.mark.parametrize("way", ["batch", "abatch"])
 
 
 @WAYS
-def test_answers_come_in_the_order_of_their_prompts(says: BlendEngine, way: str) -> None:
+def test_answers_come_in_the_order_of_their_prompts(says, way):
     pieces = says.stream("say three")
     assert [a.text for a in run(says, way, PROMPTS)] == ["two", "three", "one", "two"]
     assert "".join(pieces) == "three"
@@ -66,9 +66,7 @@ def test_answers_come_in_the_order_of_their_prompts(says: BlendEngine, way: str)
 
 @WAYS
 @pytest.mark.parametrize("bad", ["", "word " * 9000])
-def test_a_bad_prompt_is_named_before_anything_is_computed(
-    says: BlendEngine, way: str, bad: str
-) -> None:
+def test_a_bad_prompt_is_named_before_anything_is_computed(says, way, bad):
     with pytest.raises(InvalidInputError) as raised:
         run(says, way, [*PROMPTS, bad])
     assert raised.value.__notes__ == ["prompt 5 of 5 of this batch"]
@@ -78,9 +76,7 @@ def test_a_bad_prompt_is_named_before_anything_is_computed(
 
 
 @WAYS
-def test_an_error_ends_the_batch_or_is_returned_in_place(
-    says: BlendEngine, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_ends_the_batch_or_is_returned_in_place(says, way, monkeypatch):
     model = says.adapter.model
     real = model.generate
 
@@ -105,7 +101,7 @@ def test_an_error_ends_the_batch_or_is_returned_in_place(
 
 
 @WAYS
-def test_the_timeout_applies_to_the_whole_batch(says: BlendEngine, way: str) -> None:
+def test_the_timeout_applies_to_the_whole_batch(says, way):
     says.adapter.model.pause_s = 0.05
     found = run(says, way, PROMPTS * 10, Options(timeout_s=0.4), return_exceptions=True)
     assert found[0].text == "two"
@@ -113,9 +109,7 @@ def test_the_timeout_applies_to_the_whole_batch(says: BlendEngine, way: str) -> 
 
 
 @WAYS
-def test_a_timeout_while_rendering_is_returned_for_every_prompt(
-    says: BlendEngine, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timeout_while_rendering_is_returned_for_every_prompt(says, way, monkeypatch):
     def slow(*args: Any) -> str:
         time.sleep(0.06)
         return rendering.render(*args)
@@ -129,7 +123,7 @@ def test_a_timeout_while_rendering_is_returned_for_every_prompt(
     assert run(says, way, PROMPTS[:1])[0].text == "two"
 
 
-async def test_a_cancelled_batch_stops(says: BlendEngine) -> None:
+async def test_a_cancelled_batch_stops(says):
     model = says.adapter.model
     model.pause_s = 0.05
     task = asyncio.create_task(says.abatch(PROMPTS * 10))
@@ -191,9 +185,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_answers_of_a_batch_are_those_of_each_prompt_alone(
-    engine: BlendEngine, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_of_a_batch_are_those_of_each_prompt_alone(engine, kind, monkeypatch):
     monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
     prompts = [
         tiny.prompt(engine, 0),
@@ -209,9 +201,7 @@ def test_answers_of_a_batch_are_those_of_each_prompt_alone(
     assert sizes(found) == [1 if kind in ("full", "beams") else len(prompts)] * len(prompts)
 
 
-def test_a_batch_is_one_prefill_of_all_rows(
-    engine: BlendEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_batch_is_one_prefill_of_all_rows(engine, caplog):
     prompts = prompts_of(engine, 4)
     with prefills(engine) as rows, caplog.at_level("INFO", "blendrag"):
         alone = [engine.generate(text, REUSE) for text in prompts]
@@ -231,11 +221,8 @@ def test_a_batch_is_one_prefill_of_all_rows(
 
 @pytest.mark.parametrize("reason", ["the budget is spent", "the prefill fails"])
 def test_without_memory_for_all_prompts_are_prefilled_one_by_one(
-    engine: BlendEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    reason: str,
-) -> None:
+    engine, monkeypatch, caplog, reason
+):
     prompts = prompts_of(engine, 3)
     expected = texts(engine.batch(prompts, REUSE))
 
@@ -255,9 +242,7 @@ def test_without_memory_for_all_prompts_are_prefilled_one_by_one(
     assert ("one after another: none left" in caplog.text) == (reason == "the prefill fails")
 
 
-def test_prompts_of_many_rows_or_without_chunks_are_prefilled_alone(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_many_rows_or_without_chunks_are_prefilled_alone(engine, monkeypatch):
     monkeypatch.setitem(packing_rule.ROWS, "cpu", 192)
     prompts = prompts_of(engine, 4)
     prompts[1] += "What do you know of the harbour and of the town? " * 30
@@ -265,7 +250,7 @@ def test_prompts_of_many_rows_or_without_chunks_are_prefilled_alone(
     assert sizes(engine.batch(["Where is it?", "Who was it?"])) == [1, 1]
 
 
-def test_models_whose_attention_takes_masks_are_prefilled_one_by_one(tmp_path: Path) -> None:
+def test_models_whose_attention_takes_masks_are_prefilled_one_by_one(tmp_path):
     model = tiny.family("gemma2", attn_implementation="eager")
     with tiny.engine(model, tmp_path / "store") as engine:
         engine.ingest([tiny.document(0, 2)])
@@ -274,7 +259,7 @@ def test_models_whose_attention_takes_masks_are_prefilled_one_by_one(tmp_path: P
     assert all(answer.metrics.reused_tokens > 0 for answer in answers)
 
 
-def test_a_prompt_past_the_limit_of_the_rotary_table_goes_alone(tmp_path: Path) -> None:
+def test_a_prompt_past_the_limit_of_the_rotary_table_goes_alone(tmp_path):
     """The longest prompt of a forward decides how the rows of all its prompts are rotated."""
     limit, rope = 300, {"rope_type": "longrope", "rope_theta": 10000.0}
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
@@ -302,7 +287,7 @@ def own(tmp_path: Path) -> Iterator[BlendEngine]:
         yield made
 
 
-def test_a_corrupt_chunk_affects_only_its_own_prompt(own: BlendEngine) -> None:
+def test_a_corrupt_chunk_affects_only_its_own_prompt(own):
     prompts = prompts_of(own, 3)
     for _ in range(2):  # the leading part is stored when it comes back
         expected = texts(own.batch(prompts, REUSE))
@@ -315,7 +300,7 @@ def test_a_corrupt_chunk_affects_only_its_own_prompt(own: BlendEngine) -> None:
     assert "verification" in computed.reason
 
 
-def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own: BlendEngine) -> None:
+def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own):
     prompts = prompts_of(own, 2)
     model = own.adapter.model
     with own.adapter.lock:
@@ -335,7 +320,7 @@ def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own: BlendEng
     assert second.text == own.generate(prompts[1], Options(mode="full")).text
 
 
-def test_a_prompt_cancelled_before_its_turn_is_left_out(engine: BlendEngine) -> None:
+def test_a_prompt_cancelled_before_its_turn_is_left_out(engine):
     with engine.adapter.lock:  # nothing has begun
         started: list[Any] = engine._start_batch(prompts_of(engine, 3), REUSE, False, 0.0)
         started[1].stream.cancel()
@@ -364,7 +349,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
     assert all(id(span.reader) in closed for made in plans for span in made.spans)
 
 
-def test_every_reader_is_closed(engine: BlendEngine, opened: list[Plan]) -> None:
+def test_every_reader_is_closed(engine, opened):
     prompts = prompts_of(engine, 4)
     engine.batch(prompts, REUSE)
     engine.batch([*prompts[:2], prompts[2] + "What do you know of the harbour? " * 40], REUSE)
@@ -377,8 +362,8 @@ def test_every_reader_is_closed(engine: BlendEngine, opened: list[Plan]) -> None
 
 
 def test_an_interrupt_while_submitting_cancels_the_batch_and_closes_all_readers(
-    engine: BlendEngine, opened: list[Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, opened, monkeypatch
+):
     submit, answered = engine._worker.submit, []
     submitted: list[Any] = []
 
@@ -402,9 +387,7 @@ def test_an_interrupt_while_submitting_cancels_the_batch_and_closes_all_readers(
     assert engine.generate(tiny.prompt(engine, 0), REUSE).text
 
 
-def test_a_schedule_of_the_wrong_length_fails_only_prompts_that_need_it(
-    engine: BlendEngine, opened: list[Plan]
-) -> None:
+def test_a_schedule_of_the_wrong_length_fails_only_prompts_that_need_it(engine, opened):
     options = Options(policy="hkvd", ratio=0.3, schedule="0.9,0.5")
     prompts = ["Where was it built?", *prompts_of(engine, 2)]
     plain, *failed = engine.batch(prompts, options, return_exceptions=True)
@@ -443,15 +426,13 @@ class Profiled:
         ([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 4), False, False),
     ],
 )
-def test_rows_or_measured_times_memory_and_files_limit_a_pack(
-    packed: list[Load], load: Load, is_profiled: bool, admitted: bool
-) -> None:
+def test_rows_or_measured_times_memory_and_files_limit_a_pack(packed, load, is_profiled, admitted):
     rule = PackingRule(torch.device("cpu"), limit_bytes=1000, limit_files=10)
     profile: Any = Profiled() if is_profiled else None
     assert rule.admits(packed, load, profile) == admitted
 
 
-def test_a_gpu_takes_more_rows_and_half_of_the_allowed_files() -> None:
+def test_a_gpu_takes_more_rows_and_half_of_the_allowed_files():
     rule = PackingRule(torch.device("cuda"), 1000)
     assert rule.admits([Load(ROWS["cpu"], 0)], Load(ROWS["cpu"], 0), None)
     assert 0 < rule.limit_files <= os.sysconf("SC_OPEN_MAX") // 2
@@ -484,9 +465,7 @@ def planned(adapter: ModelAdapter, policy: str, ratio: float) -> Plan:
     ],
 )
 @pytest.mark.usefixtures("ends_early")
-def test_rows_are_those_that_the_policy_computes_in_a_layer(
-    adapter: ModelAdapter, policy: str, ratio: float, rows: float
-) -> None:
+def test_rows_are_those_that_the_policy_computes_in_a_layer(adapter, policy, ratio, rows):
     load = Load.of(planned(adapter, policy, ratio), 6, adapter)
     assert load.rows == pytest.approx(rows)
     assert load.files == 3
@@ -494,9 +473,7 @@ def test_rows_are_those_that_the_policy_computes_in_a_layer(
     assert Load.of(without_chunks, 6, adapter).rows == 100
 
 
-def test_memory_grows_with_the_answer_and_with_the_rows_of_the_fullest_layer(
-    adapter: ModelAdapter,
-) -> None:
+def test_memory_grows_with_the_answer_and_with_the_rows_of_the_fullest_layer(adapter):
     small = Load.of(planned(adapter, "reuse", 0.0), 6, adapter).size_bytes
     kv_bytes = sum(2 * la.kv_heads * la.head_dim * 4 for la in adapter.layout.layers)
     longer = Load.of(planned(adapter, "reuse", 0.0), 106, adapter).size_bytes

@@ -75,9 +75,7 @@ def throw(pieces: Any) -> None:
         (stream_pieces, throw),
     ],
 )
-def test_leaving_a_stream_stops_it(
-    engine: BlendEngine, start: Callable[..., Any], leave: Callable[[Any], None]
-) -> None:
+def test_leaving_a_stream_stops_it(engine, start, leave):
     pieces = start(engine, "talk", Options())
     next(pieces)
     leave(pieces)
@@ -87,9 +85,7 @@ def test_leaving_a_stream_stops_it(
 
 
 @pytest.mark.parametrize("start", [BlendEngine.astream, astream_pieces])
-async def test_leaving_an_async_stream_stops_it(
-    engine: BlendEngine, start: Callable[..., Any]
-) -> None:
+async def test_leaving_an_async_stream_stops_it(engine, start):
     pieces = start(engine, "talk", Options())
     async for _ in pieces:
         break
@@ -97,9 +93,7 @@ async def test_leaving_an_async_stream_stops_it(
     await asyncio.to_thread(assert_free, engine)
 
 
-async def test_cancelling_a_task_stops_its_stream_before_the_first_piece(
-    engine: BlendEngine,
-) -> None:
+async def test_cancelling_a_task_stops_its_stream_before_the_first_piece(engine):
     engine.adapter.model.pause_s = 0.2
 
     async def consume() -> None:
@@ -114,7 +108,7 @@ async def test_cancelling_a_task_stops_its_stream_before_the_first_piece(
     await asyncio.to_thread(assert_free, engine)
 
 
-async def test_a_request_cancelled_in_the_queue_never_starts(engine: BlendEngine) -> None:
+async def test_a_request_cancelled_in_the_queue_never_starts(engine):
     talking = engine.stream("talk")
     next(talking)
     prompts = len(engine.adapter.model.prompts)
@@ -128,7 +122,7 @@ async def test_a_request_cancelled_in_the_queue_never_starts(engine: BlendEngine
     assert len(engine.adapter.model.prompts) == prompts
 
 
-def test_a_loop_that_ends_during_a_stream_leaves_nothing_running(engine: BlendEngine) -> None:
+def test_a_loop_that_ends_during_a_stream_leaves_nothing_running(engine):
     async def leave() -> None:
         pieces = engine.astream("talk")
         await anext(pieces)
@@ -142,7 +136,7 @@ def test_a_loop_that_ends_during_a_stream_leaves_nothing_running(engine: BlendEn
     assert_free(engine)
 
 
-def test_an_abandoned_stream_releases_its_kv_cache(engine: BlendEngine) -> None:
+def test_an_abandoned_stream_releases_its_kv_cache(engine):
     """The iterator, which keeps the error that ended the request, does not keep the cache."""
     caches: list[weakref.ref[Any]] = []
 
@@ -164,14 +158,14 @@ def test_an_abandoned_stream_releases_its_kv_cache(engine: BlendEngine) -> None:
 # -- iterators ------------------------------------------------------------------------------------
 
 
-def test_an_exhausted_iterator_keeps_its_answer(engine: BlendEngine) -> None:
+def test_an_exhausted_iterator_keeps_its_answer(engine):
     pieces = engine.stream("short")
     assert ["".join(pieces), *pieces] == [SHORT]
     pieces.close()
     assert pieces.answer.text == SHORT
 
 
-def test_a_closed_iterator_ends_at_once_and_has_no_answer(engine: BlendEngine) -> None:
+def test_a_closed_iterator_ends_at_once_and_has_no_answer(engine):
     talking, queued = engine.stream("talk"), engine.stream("talk")
     next(talking)
     for pieces in (queued, talking):
@@ -182,14 +176,14 @@ def test_a_closed_iterator_ends_at_once_and_has_no_answer(engine: BlendEngine) -
             _ = pieces.answer
 
 
-def test_closing_from_another_thread_wakes_the_reader(engine: BlendEngine) -> None:
+def test_closing_from_another_thread_wakes_the_reader(engine):
     with held(engine):
         pieces = engine.stream("talk")
         threading.Timer(0.05, pieces.close).start()
         assert list(pieces) == []
 
 
-async def test_an_async_iterator_has_its_answer_once_exhausted(engine: BlendEngine) -> None:
+async def test_an_async_iterator_has_its_answer_once_exhausted(engine):
     pieces = engine.astream("short")
     with pytest.raises(RequestCancelled, match="iterate to the end"):
         _ = pieces.answer
@@ -204,7 +198,7 @@ async def test_an_async_iterator_has_its_answer_once_exhausted(engine: BlendEngi
     assert len(engine.adapter.model.prompts) == prompts
 
 
-async def test_waiting_streams_take_no_threads_of_the_event_loop(engine: BlendEngine) -> None:
+async def test_waiting_streams_take_no_threads_of_the_event_loop(engine):
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     with held(engine):
         streams = [engine.astream("short") for _ in range(4)]
@@ -216,7 +210,7 @@ async def test_waiting_streams_take_no_threads_of_the_event_loop(engine: BlendEn
         await pieces.aclose()
 
 
-def test_a_closed_engine_finishes_its_streams_and_refuses_more(engine: BlendEngine) -> None:
+def test_a_closed_engine_finishes_its_streams_and_refuses_more(engine):
     engine.adapter.model.pause_s = 0.0
     pieces = engine.stream("short")
     engine.close()
@@ -228,7 +222,7 @@ def test_a_closed_engine_finishes_its_streams_and_refuses_more(engine: BlendEngi
 # -- timeouts -------------------------------------------------------------------------------------
 
 
-def test_a_timeout_stops_decoding(engine: BlendEngine) -> None:
+def test_a_timeout_stops_decoding(engine):
     before = engine.adapter.model.forwards
     with pytest.raises(RequestTimeout, match=r"timeout of 0\.2 s") as raised:
         engine.generate("talk", Options(timeout_s=0.2))
@@ -241,9 +235,7 @@ def test_a_timeout_stops_decoding(engine: BlendEngine) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"mode": "reuse"}, {"mode": "reuse", "generate": {"num_beams": 2}}], ids=str
 )
-def test_a_late_or_abandoned_request_stops_its_prefill_at_the_next_layer(
-    engine: BlendEngine, options: dict[str, Any]
-) -> None:
+def test_a_late_or_abandoned_request_stops_its_prefill_at_the_next_layer(engine, options):
     engine.ingest([tiny.document(0, 2)])
     text = tiny.prompt(engine, 0, ask="short?") if options else "talk"
     engine.generate(text, Options(**options, max_new_tokens=1))
@@ -270,7 +262,7 @@ def test_a_late_or_abandoned_request_stops_its_prefill_at_the_next_layer(
     assert_free(engine)
 
 
-def test_time_in_the_queue_counts(engine: BlendEngine) -> None:
+def test_time_in_the_queue_counts(engine):
     talking = engine.stream("talk")
     next(talking)
     prompts = len(engine.adapter.model.prompts)
@@ -282,7 +274,7 @@ def test_time_in_the_queue_counts(engine: BlendEngine) -> None:
     assert len(engine.adapter.model.prompts) == prompts + 1  # the late one never started
 
 
-def test_a_late_stream_gives_its_pieces_and_then_raises(engine: BlendEngine) -> None:
+def test_a_late_stream_gives_its_pieces_and_then_raises(engine):
     pieces = engine.stream("talk", Options(timeout_s=0.3))
     heard: list[str] = []
     with pytest.raises(RequestTimeout):
@@ -308,14 +300,14 @@ WAYS: dict[str, Callable[[BlendEngine, Options], Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_timeouts_on_an_event_loop(engine: BlendEngine, way: str) -> None:
+async def test_timeouts_on_an_event_loop(engine, way):
     with pytest.raises(TimeoutError):
         await WAYS[way](engine, Options(timeout_s=0.2))
     await asyncio.to_thread(assert_free, engine)
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_waiting_for_a_thread_of_the_loop_counts(engine: BlendEngine, way: str) -> None:
+async def test_waiting_for_a_thread_of_the_loop_counts(engine, way):
     loop, go_on = asyncio.get_running_loop(), threading.Event()
     loop.set_default_executor(ThreadPoolExecutor(1))
     busy = loop.run_in_executor(None, go_on.wait, 30)
@@ -326,9 +318,7 @@ async def test_waiting_for_a_thread_of_the_loop_counts(engine: BlendEngine, way:
     await asyncio.to_thread(assert_free, engine)
 
 
-async def test_a_timeout_while_rendering_frees_the_caller_and_starts_nothing(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_timeout_while_rendering_frees_the_caller_and_starts_nothing(engine, monkeypatch):
     go_on = threading.Event()
 
     def render_slowly(*args: Any) -> Rendered:
@@ -344,9 +334,7 @@ async def test_a_timeout_while_rendering_frees_the_caller_and_starts_nothing(
     assert len(engine.adapter.model.prompts) == prompts
 
 
-async def test_other_timeout_errors_are_not_changed(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_other_timeout_errors_are_not_changed(engine, monkeypatch):
     """For example filelock's, which is a ``TimeoutError`` too."""
     locked = TimeoutError("the lock of the store")
     monkeypatch.setattr(engine.adapter.model, "generate", Mock(side_effect=locked))

@@ -31,7 +31,7 @@ def answer(engine: BlendEngine) -> Answer:
     return engine.generate(tiny.prompt(engine, 0, 1, 2) + MARKUP, EXPLAINED)
 
 
-def test_every_token_has_the_state_that_the_metrics_count(answer: Answer) -> None:
+def test_every_token_has_the_state_that_the_metrics_count(answer):
     trace, metrics = answer.explain().trace, answer.metrics
     assert len(trace.texts) == len(trace.recomputed) == metrics.prompt_tokens
     assert sum(end - start for start, end in trace.reused) == metrics.reused_tokens
@@ -43,7 +43,7 @@ def test_every_token_has_the_state_that_the_metrics_count(answer: Answer) -> Non
     assert MARKUP in "".join(trace.texts)
 
 
-def test_the_timeline_has_loading_selecting_and_computing_of_each_layer(answer: Answer) -> None:
+def test_the_timeline_has_loading_selecting_and_computing_of_each_layer(answer):
     spans = answer.explain().trace.spans
     layers = {what: {s.layer for s in spans if s.what == what} for what in (LOAD, COMPUTE, SELECT)}
     assert layers[COMPUTE] == {0, 1, 2, 3}
@@ -51,7 +51,7 @@ def test_the_timeline_has_loading_selecting_and_computing_of_each_layer(answer: 
     assert layers[SELECT]
 
 
-def test_the_page_shows_the_prompt_and_refers_to_nothing_outside(answer: Answer) -> None:
+def test_the_page_shows_the_prompt_and_refers_to_nothing_outside(answer):
     page = answer.explain().page("Who & what?")
     assert "<title>Who &amp; what?</title>" in page
     assert not re.search(r"<script|<link|<img|https?:|@import|url\(", page)
@@ -76,14 +76,14 @@ def test_the_page_shows_the_prompt_and_refers_to_nothing_outside(answer: Answer)
         assert chunk.reason in page
 
 
-def test_a_notebook_shows_the_page_without_its_head(answer: Answer) -> None:
+def test_a_notebook_shows_the_page_without_its_head(answer):
     shown = answer.explain()._repr_html_()
     assert shown.startswith('<div class="blendrag">')
     assert shown in answer.explain().page()
 
 
 @pytest.mark.parametrize("mode", ["full", "prefix", "reuse"])
-def test_every_mode_can_be_explained(engine: BlendEngine, mode: str) -> None:
+def test_every_mode_can_be_explained(engine, mode):
     options = Options(mode=mode, max_new_tokens=1, explain=True)  # type: ignore[arg-type]
     answer = engine.generate(tiny.prompt(engine, 0, 1), options)
     trace = answer.explain().trace
@@ -92,20 +92,20 @@ def test_every_mode_can_be_explained(engine: BlendEngine, mode: str) -> None:
     assert "<h3>Prompt</h3>" in answer.explain().page()
 
 
-def test_prompts_of_a_batch_are_explained_without_a_timeline(engine: BlendEngine) -> None:
+def test_prompts_of_a_batch_are_explained_without_a_timeline(engine):
     prompts = [tiny.prompt(engine, 0, 1), tiny.prompt(engine, 1, 2)]
     for answer in engine.batch(prompts, EXPLAINED):
         trace = answer.explain().trace
         assert sum(trace.recomputed) == pytest.approx(answer.metrics.recomputed_tokens, abs=1)
 
 
-def test_an_answer_without_a_trace_says_how_to_get_one(engine: BlendEngine) -> None:
+def test_an_answer_without_a_trace_says_how_to_get_one(engine):
     answer = engine.generate("hello", Options(max_new_tokens=1))
     with pytest.raises(InvalidInputError, match=r"ask with Options\(explain=True\)"):
         answer.explain()
 
 
-def test_the_page_of_a_question_names_its_sources(engine: BlendEngine) -> None:
+def test_the_page_of_a_question_names_its_sources(engine):
     answer = engine.ask("What did the company of Place0 build?", options=EXPLAINED)
     page = answer.explain().page()
     assert all(source.title in page for source in answer.sources)

@@ -51,7 +51,7 @@ def reused_share(engine: BlendEngine) -> float:
 # -- ingest -------------------------------------------------------------------------------------
 
 
-def test_ingest_stores_the_kv_of_every_chunk_once(empty: BlendEngine) -> None:
+def test_ingest_stores_the_kv_of_every_chunk_once(empty):
     first = empty.ingest(DOCUMENTS)
     assert keys(empty) == expected_keys(empty, 0, 1)
     assert first.chunks_computed == first.chunks == len(keys(empty)) - 1
@@ -71,9 +71,7 @@ def test_ingest_stores_the_kv_of_every_chunk_once(empty: BlendEngine) -> None:
     assert chunk.metadata == {"year": 1871}
 
 
-def test_a_changed_document_encodes_its_changed_chunks_and_drops_the_old_ones(
-    empty: BlendEngine,
-) -> None:
+def test_a_changed_document_encodes_its_changed_chunks_and_drops_the_old_ones(empty):
     old = tiny.document(0)
     empty.ingest([old, DOCUMENTS[1]])
     before = set(tiny.chunk_keys(empty, 0))
@@ -88,7 +86,7 @@ def test_a_changed_document_encodes_its_changed_chunks_and_drops_the_old_ones(
     assert keys(empty) == expected_keys(empty, 0, 1)
 
 
-def test_ingest_stops_at_a_full_store_and_keeps_what_it_wrote(tmp_path: Path) -> None:
+def test_ingest_stops_at_a_full_store_and_keeps_what_it_wrote(tmp_path):
     with made(tmp_path / "a") as engine:
         size = engine.ingest(DOCUMENTS[:1]).bytes
     with made(tmp_path / "b", disk_bytes=size * 2) as engine:
@@ -99,7 +97,7 @@ def test_ingest_stops_at_a_full_store_and_keeps_what_it_wrote(tmp_path: Path) ->
         assert expected_keys(engine, *range(report.documents)) <= keys(engine)
 
 
-def test_an_interrupted_ingest_continues_where_it_stopped(empty: BlendEngine) -> None:
+def test_an_interrupted_ingest_continues_where_it_stopped(empty):
     def interrupt(totals: Any) -> None:
         if totals.chunks_computed == 3:
             raise KeyboardInterrupt
@@ -116,7 +114,7 @@ def test_an_interrupted_ingest_continues_where_it_stopped(empty: BlendEngine) ->
 # -- removal ------------------------------------------------------------------------------------
 
 
-def test_a_chunk_shared_by_two_documents_is_kept_for_the_second(empty: BlendEngine) -> None:
+def test_a_chunk_shared_by_two_documents_is_kept_for_the_second(empty):
     report = empty.ingest([DOCUMENTS[0], replace(DOCUMENTS[0], source="doc9.txt", title="doc9")])
     assert report.chunks_computed == report.chunks / 2
     before = keys(empty)
@@ -126,7 +124,7 @@ def test_a_chunk_shared_by_two_documents_is_kept_for_the_second(empty: BlendEngi
     assert keys(empty) == {probe_key(empty)}
 
 
-def test_removed_documents_are_computed_as_ordinary_text(empty: BlendEngine) -> None:
+def test_removed_documents_are_computed_as_ordinary_text(empty):
     empty.ingest(DOCUMENTS)
     text = tiny.prompt(empty, 0)
     assert empty.generate(text).metrics.reused_tokens > 0
@@ -143,7 +141,7 @@ def test_removed_documents_are_computed_as_ordinary_text(empty: BlendEngine) -> 
     assert empty.remove(["docs", "docs/d0.txt", "docs"]) == 2, "each is counted once"
 
 
-def test_removal_deletes_kv_of_every_prefix(tmp_path: Path) -> None:
+def test_removal_deletes_kv_of_every_prefix(tmp_path):
     prefix = {"prefix_text": "<|bos|>Answer."}
     with made(tmp_path, **prefix) as engine:
         engine.ingest(DOCUMENTS[:1])
@@ -155,9 +153,7 @@ def test_removal_deletes_kv_of_every_prefix(tmp_path: Path) -> None:
         assert not stored & keys(engine)
 
 
-def test_a_document_ingested_again_during_its_removal_is_removed(
-    empty: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_ingested_again_during_its_removal_is_removed(empty, monkeypatch):
     empty.ingest(DOCUMENTS[:1])
     real = Corpus.remove_source
 
@@ -177,8 +173,8 @@ def test_a_document_ingested_again_during_its_removal_is_removed(
 
 
 def test_an_unchanged_corpus_is_recognised_without_loading_the_model(
-    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    checkpoint, tmp_path, monkeypatch
+):
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the model was loaded")
 
@@ -199,8 +195,8 @@ def test_an_unchanged_corpus_is_recognised_without_loading_the_model(
 
 @pytest.mark.parametrize("change", ["weights", pytest.param("kernel", marks=pytest.mark.slow)])
 def test_a_model_that_computes_other_kv_renews_what_is_stored(
-    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+    checkpoint, tmp_path, monkeypatch, change
+):
     load = resources.load_adapter
 
     def with_another_kernel(*args: Any) -> Any:  # the same fingerprint, other numbers
@@ -224,7 +220,7 @@ def test_a_model_that_computes_other_kv_renews_what_is_stored(
 # -- settings -----------------------------------------------------------------------------------
 
 
-def test_without_encode_prefix_chunks_are_encoded_alone(tmp_path: Path) -> None:
+def test_without_encode_prefix_chunks_are_encoded_alone(tmp_path):
     with made(tmp_path, encode_prefix=False) as engine:
         engine.ingest(DOCUMENTS[:1])
         ids = engine.resources.text_ids(tiny.chunk_texts(engine, 0)[0])
@@ -245,7 +241,7 @@ def test_without_encode_prefix_chunks_are_encoded_alone(tmp_path: Path) -> None:
         assert engine.generate(text).metrics.reused_tokens > 0
 
 
-def test_chunks_are_encoded_after_the_head_of_the_engines_own_prompts(tmp_path: Path) -> None:
+def test_chunks_are_encoded_after_the_head_of_the_engines_own_prompts(tmp_path):
     with made(tmp_path) as engine:
         engine.ingest(DOCUMENTS[:2])
         head = engine.resources.prefix_ids
@@ -280,9 +276,7 @@ def before_first_document(engine: BlendEngine, action: Any) -> None:
         ({"encoding": "int8"}, {"encoding": "int8"}, None),
     ],
 )
-def test_of_two_first_ingests_with_other_settings_one_is_refused(
-    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], error: str | None
-) -> None:
+def test_of_two_first_ingests_with_other_settings_one_is_refused(tmp_path, one, other, error):
     with made(tmp_path, **one) as slow, made(tmp_path, **other) as fast:
         before_first_document(slow, lambda: fast.ingest(DOCUMENTS[:1]).whole())
         if error:
@@ -305,8 +299,8 @@ def test_of_two_first_ingests_with_other_settings_one_is_refused(
 
 
 def test_settings_that_another_ingest_decides_meanwhile_are_not_taken_for_a_changed_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     with made(tmp_path, encoding="fp8") as gave_up:
         gave_up.resources.create_corpus()  # the settings of an empty store can change
     with made(tmp_path) as slow, made(tmp_path, encoding="int8") as fast:

@@ -62,9 +62,7 @@ def stored(engine: BlendEngine) -> int:
 # -- add, change, delete ------------------------------------------------------------------------
 
 
-def test_an_added_entry_is_found_and_recognised(
-    engine: BlendEngine,
-) -> None:
+def test_an_added_entry_is_found_and_recognised(engine):
     assert counts(engine.library.add(entries(4))) == (4, 0, 0, 4)
     assert engine.library.ids() == ["id0", "id1", "id2", "id3"]
     assert engine.library.has_kv(["id2", "unknown"]) == {"id2": True}
@@ -79,7 +77,7 @@ def test_an_added_entry_is_found_and_recognised(
     assert engine.library.get(["id8"])[0].text == tiny.sentence(7)
 
 
-def test_entries_are_returned_exactly_as_they_were_given(library: Library) -> None:
+def test_entries_are_returned_exactly_as_they_were_given(library):
     given = [
         Entry("a", f"\n  {tiny.sentence(1)} \t", {"deep": {"list": [1, None, "ü"]}}, "p", "T", 7),
         Entry("ünï/ id\n2", "foo", {}),
@@ -94,9 +92,7 @@ def test_entries_are_returned_exactly_as_they_were_given(library: Library) -> No
     assert len(found(library, "foo")) == 3
 
 
-def test_unchanged_texts_are_neither_encoded_nor_embedded_again(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_texts_are_neither_encoded_nor_embedded_again(engine, monkeypatch):
     engine.library.add([entry(1), entry(2)])
 
     def refuse(*args: Any) -> None:
@@ -110,9 +106,7 @@ def test_unchanged_texts_are_neither_encoded_nor_embedded_again(
     assert engine.library.get(["id1"])[0].metadata == {"new": True}
 
 
-def test_a_changed_text_replaces_vector_and_kv(
-    engine: BlendEngine,
-) -> None:
+def test_a_changed_text_replaces_vector_and_kv(engine):
     engine.library.add([entry(1)])
     assert counts(engine.library.add([entry(1, text=tiny.sentence(9))])) == (0, 1, 0, 1)
     assert engine.library.has_kv(["id1"]) == {"id1": True}
@@ -122,9 +116,7 @@ def test_a_changed_text_replaces_vector_and_kv(
     assert [h.entry.text for h in engine.library.search(tiny.sentence(1), 9)] == [tiny.sentence(9)]
 
 
-def test_deleting_removes_rows_vectors_and_kv(
-    engine: BlendEngine,
-) -> None:
+def test_deleting_removes_rows_vectors_and_kv(engine):
     engine.library.add(entries(3))
     assert engine.library.delete(["id1", "id1", "unknown"]) == ["id1"]
     assert engine.library.ids() == ["id0", "id2"]
@@ -137,9 +129,7 @@ def test_deleting_removes_rows_vectors_and_kv(
     assert engine.library.search("anything", 3) == []
 
 
-def test_a_text_under_two_ids_is_stored_until_both_are_deleted(
-    engine: BlendEngine,
-) -> None:
+def test_a_text_under_two_ids_is_stored_until_both_are_deleted(engine):
     twice = [entry(1), entry(2, text=f" {tiny.sentence(1)}\n")]
     assert counts(engine.library.add(twice)) == (2, 0, 0, 1)
     assert stored(engine) == 1
@@ -150,9 +140,7 @@ def test_a_text_under_two_ids_is_stored_until_both_are_deleted(
     assert stored(engine) == 0
 
 
-def test_documents_and_entries_share_texts_and_are_removed_apart(
-    engine: BlendEngine,
-) -> None:
+def test_documents_and_entries_share_texts_and_are_removed_apart(engine):
     engine.ingest([tiny.document(0, paragraphs=1)])
     (text,) = tiny.chunk_texts(engine, 0)
     chunk = engine.library.search(text, 1)[0].entry
@@ -170,7 +158,7 @@ def test_documents_and_entries_share_texts_and_are_removed_apart(
     assert reused(engine, text) > 20
 
 
-def test_a_filtered_search_goes_on_until_k_are_found(library: Library) -> None:
+def test_a_filtered_search_goes_on_until_k_are_found(library):
     library.add([entry(i, text=f"ship {i}") for i in range(40)])
     hits = library.search("ship 3", 2, lambda e: e.metadata["number"] > 36)
     assert len(hits) == 2
@@ -179,9 +167,7 @@ def test_a_filtered_search_goes_on_until_k_are_found(library: Library) -> None:
     assert library.search("ship 3", 0) == []
 
 
-def test_entries_of_one_parent_are_read_in_order_and_deleted_together(
-    engine: BlendEngine,
-) -> None:
+def test_entries_of_one_parent_are_read_in_order_and_deleted_together(engine):
     first = [entry(i, parent="one.md", start=100 - i) for i in range(2)]
     engine.library.add([*first, entry(2, parent="two.md")])
     chunks = engine.retrieve(tiny.sentence(0), 3)
@@ -191,9 +177,7 @@ def test_entries_of_one_parent_are_read_in_order_and_deleted_together(
     assert engine.library.ids() == ["id2"]
 
 
-def test_kv_left_for_later_is_computed_after_a_query_missed_it(
-    engine: BlendEngine,
-) -> None:
+def test_kv_left_for_later_is_computed_after_a_query_missed_it(engine):
     assert counts(engine.library.add([entry(1)], precompute=False)) == (1, 0, 0, 0)
     assert engine.library.has_kv(["id1"]) == {"id1": False}
     assert reused(engine, tiny.sentence(1)) == 0
@@ -208,9 +192,7 @@ def test_kv_left_for_later_is_computed_after_a_query_missed_it(
 # -- the application's own vectors --------------------------------------------------------------
 
 
-def test_given_vectors_are_searched_by_vector_at_unit_length(
-    engine: BlendEngine,
-) -> None:
+def test_given_vectors_are_searched_by_vector_at_unit_length(engine):
     engine.library.add(entries(3), np.eye(3) * 5, embedder="mine")
     hits = engine.library.search([0.0, 7.0, 0.1], 3)
     assert hits[0].entry.id == "id1"
@@ -231,9 +213,7 @@ def test_given_vectors_are_searched_by_vector_at_unit_length(
     assert counts(changed) == (0, 1, 0, 0)
 
 
-def test_entries_without_vectors_are_recognised_and_never_found(
-    engine: BlendEngine,
-) -> None:
+def test_entries_without_vectors_are_recognised_and_never_found(engine):
     engine.library.add(entries(3), embed=False)
     assert engine.library.search(tiny.sentence(1), 3) == []
     assert reused(engine, tiny.sentence(1)) > 20
@@ -256,9 +236,7 @@ def killed(*args: Any, **kwargs: Any) -> Any:
     raise Killed
 
 
-def test_a_crash_after_rows_were_removed_is_repaired_by_the_next_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_after_rows_were_removed_is_repaired_by_the_next_change(tmp_path, monkeypatch):
     with opened(tmp_path) as engine, monkeypatch.context() as patch:
         engine.library.add(entries(3))
         patch.setattr(libraries, "drop_orphaned_kv", killed)
@@ -272,9 +250,7 @@ def test_a_crash_after_rows_were_removed_is_repaired_by_the_next_change(
         assert engine.library.repair() == 0
 
 
-def test_a_crash_before_rows_were_written_is_resumed_or_repaired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_before_rows_were_written_is_resumed_or_repaired(tmp_path, monkeypatch):
     with opened(tmp_path) as engine, monkeypatch.context() as patch:
         engine.library.add([entry(9)])
         patch.setattr("blendrag.corpus.documents.EntryTable.put", killed)
@@ -291,9 +267,7 @@ def test_a_crash_before_rows_were_written_is_resumed_or_repaired(
         assert engine.library.has_kv(["id0", "id9"]) == {"id0": True, "id9": True}
 
 
-def test_a_crash_within_the_rows_leaves_the_state_before(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_within_the_rows_leaves_the_state_before(engine, monkeypatch):
     engine.library.add([entry(0), entry(1)])
     before = list(engine.library.entries())
     with monkeypatch.context() as patch:
@@ -319,9 +293,7 @@ def failing_at(engine: BlendEngine, stored_chunks: int, failure: Exception) -> A
 
 
 @pytest.mark.parametrize("failure", [StoreFullError("full"), RuntimeError("foreign")])
-def test_an_error_halfway_adds_nothing_and_leaves_no_kv(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, failure: Exception
-) -> None:
+def test_an_error_halfway_adds_nothing_and_leaves_no_kv(engine, monkeypatch, failure):
     engine.library.add([entry(0)])
     monkeypatch.setattr(KVWriter, "write", failing_at(engine, 3, failure))
     with pytest.raises(type(failure)):
@@ -331,9 +303,7 @@ def test_an_error_halfway_adds_nothing_and_leaves_no_kv(
     assert engine.library.has_kv(["id0"]) == {"id0": True}
 
 
-def test_an_error_of_cleaning_up_does_not_hide_a_full_store(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_cleaning_up_does_not_hide_a_full_store(engine, monkeypatch):
     engine.library.add([entry(0)])
     corpus = engine.resources.require_corpus()
     note = corpus.dropped.note
@@ -360,9 +330,7 @@ def test_an_error_of_cleaning_up_does_not_hide_a_full_store(
         (Entry("a", "word " * 5000), "exceeds the"),
     ],
 )
-def test_an_entry_that_cannot_be_stored_is_refused(
-    engine: BlendEngine, bad: Entry, error: str
-) -> None:
+def test_an_entry_that_cannot_be_stored_is_refused(engine, bad, error):
     with pytest.raises(InvalidInputError) as caught:
         engine.library.add([entry(1), bad])
     assert error in str(caught.value)
@@ -373,7 +341,7 @@ def test_an_entry_that_cannot_be_stored_is_refused(
 # -- stores -------------------------------------------------------------------------------------
 
 
-def test_an_empty_store_answers_without_a_model_and_stays_empty(tmp_path: Path) -> None:
+def test_an_empty_store_answers_without_a_model_and_stays_empty(tmp_path):
     with BlendEngine("no/such-model", tmp_path / "s") as engine:
         library = engine.library
         assert library, "an empty library is true"
@@ -385,7 +353,7 @@ def test_an_empty_store_answers_without_a_model_and_stays_empty(tmp_path: Path) 
     assert not (tmp_path / "s").exists()
 
 
-def test_a_read_only_library_is_read_but_not_changed(tmp_path: Path) -> None:
+def test_a_read_only_library_is_read_but_not_changed(tmp_path):
     with opened(tmp_path) as engine:
         engine.library.add([entry(1)])
     with opened(tmp_path, read_only=True) as engine:
@@ -397,7 +365,7 @@ def test_a_read_only_library_is_read_but_not_changed(tmp_path: Path) -> None:
             engine.library.add([entry(2)])
 
 
-def test_threads_add_delete_and_search_at_once(engine: BlendEngine) -> None:
+def test_threads_add_delete_and_search_at_once(engine):
     def work(name: int) -> None:
         for i in range(2):
             number = 10 * name + i
@@ -414,7 +382,7 @@ def test_threads_add_delete_and_search_at_once(engine: BlendEngine) -> None:
     assert stored(engine) == len(ids)
 
 
-def test_another_engine_sees_each_change_at_once(tmp_path: Path) -> None:
+def test_another_engine_sees_each_change_at_once(tmp_path):
     with (
         opened(tmp_path) as one,
         opened(tmp_path) as other,

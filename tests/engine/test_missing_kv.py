@@ -65,7 +65,7 @@ def chunks(encodings: list[tuple]) -> int:
     return sum(bool(prefix) for _, _, prefix in encodings)
 
 
-def test_a_missing_chunk_is_computed_and_then_encoded_alone(engine: BlendEngine) -> None:
+def test_a_missing_chunk_is_computed_and_then_encoded_alone(engine):
     keys = lose(engine)
     text = tiny.prompt(engine, 0, 1)
     first = engine.generate(text, BLEND)
@@ -85,7 +85,7 @@ def test_a_missing_chunk_is_computed_and_then_encoded_alone(engine: BlendEngine)
         assert tiny.difference(here.layers[-1][1], kv.layers[-1][1]) > 1e-2
 
 
-def test_queries_write_only_what_was_missing(engine: BlendEngine) -> None:
+def test_queries_write_only_what_was_missing(engine):
     text = tiny.prompt(engine, 0, 1)
     for _ in range(2):  # the leading part is stored when it comes back
         engine.generate(text)
@@ -98,9 +98,7 @@ def test_queries_write_only_what_was_missing(engine: BlendEngine) -> None:
     assert engine.stats().puts == before
 
 
-def test_missing_chunks_are_encoded_once_if_other_requests_wait(
-    engine: BlendEngine, encodings: list[tuple]
-) -> None:
+def test_missing_chunks_are_encoded_once_if_other_requests_wait(engine, encodings):
     whole = answers(engine, 1)[0]
     keys = lose(engine)
     first, second = answers(engine, 2)
@@ -112,15 +110,13 @@ def test_missing_chunks_are_encoded_once_if_other_requests_wait(
     assert chunks(encodings) == len(keys)
 
 
-def test_a_mode_that_does_not_load_chunks_encodes_nothing_first(engine: BlendEngine) -> None:
+def test_a_mode_that_does_not_load_chunks_encodes_nothing_first(engine):
     lose(engine)
     options = Options(mode="prefix", max_new_tokens=2)
     assert not any(notes(answer) for answer in answers(engine, 2, options))
 
 
-def test_missing_chunks_of_a_batch_are_looked_up_and_encoded_once(
-    engine: BlendEngine, encodings: list[tuple], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_chunks_of_a_batch_are_looked_up_and_encoded_once(engine, encodings, monkeypatch):
     keys = lose(engine)
     monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
     prompts = [tiny.prompt(engine, 0, 1)] * 3
@@ -135,9 +131,7 @@ def test_missing_chunks_of_a_batch_are_looked_up_and_encoded_once(
     assert chunks(encodings) == len(keys)
 
 
-def test_a_full_store_does_not_fail_a_request(
-    engine: BlendEngine, encodings: list[tuple], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_store_does_not_fail_a_request(engine, encodings, monkeypatch):
     lose(engine)
 
     def full(*args: Any) -> None:
@@ -150,7 +144,7 @@ def test_a_full_store_does_not_fail_a_request(
     assert not notes(first)
 
 
-def test_a_cancelled_request_stops_encoding_first(engine: BlendEngine) -> None:
+def test_a_cancelled_request_stops_encoding_first(engine):
     keys = lose(engine)
     background: BackgroundWriter = engine._background
     missing = [engine.resources.text_ids(text) for text in tiny.chunk_texts(engine, 1)]
@@ -166,9 +160,7 @@ def test_a_cancelled_request_stops_encoding_first(engine: BlendEngine) -> None:
     assert sum(store.contains(namespace, key) for key in keys) == 1
 
 
-def test_the_queue_of_chunks_to_encode_is_bounded(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_queue_of_chunks_to_encode_is_bounded(engine, monkeypatch):
     monkeypatch.setattr(kv_writer, "QUEUED_CHUNKS", 1)
     keys, text = lose(engine), tiny.prompt(engine, 0, 1)
     assert len(keys) > 1

@@ -18,14 +18,14 @@ QUESTION = "What did the company of Place0 build?"
 CALLS = ("generate", "stream", "agenerate", "astream", "batch", "abatch", "ask", "ask_stream")
 
 
-def test_a_question_takes_options_as_keywords(engine: BlendEngine) -> None:
+def test_a_question_takes_options_as_keywords(engine):
     answer = engine.ask(QUESTION, max_new_tokens=2, mode="full")
     assert (answer.metrics.mode, answer.metrics.new_tokens) == ("full", 2)
     pieces = engine.ask_stream(QUESTION, max_new_tokens=2, mode="full")
     assert "".join(pieces) == pieces.answer.text == answer.text
 
 
-async def test_every_call_takes_keywords_that_replace_options(engine: BlendEngine) -> None:
+async def test_every_call_takes_keywords_that_replace_options(engine):
     text, options = tiny.prompt(engine, 0), Options(mode="full", max_new_tokens=5)
     given: dict[str, Any] = {"options": options, "max_new_tokens": 1}
     pieces, apieces = engine.stream(text, **given), engine.astream(text, **given)
@@ -42,7 +42,7 @@ async def test_every_call_takes_keywords_that_replace_options(engine: BlendEngin
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_signature_of_a_call_shows_every_option(name: str) -> None:
+def test_the_signature_of_a_call_shows_every_option(name):
     call: Callable[..., Any] = getattr(BlendEngine, name)
     parameters = inspect.signature(call).parameters
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
@@ -50,11 +50,11 @@ def test_the_signature_of_a_call_shows_every_option(name: str) -> None:
     assert parameters["max_new_tokens"].default is None
 
 
-def test_type_checkers_know_the_same_options() -> None:
+def test_type_checkers_know_the_same_options():
     assert list(OptionFields.__annotations__) == [one.name for one in fields(Options)]
 
 
-def test_what_the_package_exports_can_be_imported_from_it() -> None:
+def test_what_the_package_exports_can_be_imported_from_it():
     assert {"Answer", "BlendEngine", "Document", "Options"} <= set(blendrag.__all__)
     for name in blendrag.__all__:
         assert getattr(blendrag, name) is not None

@@ -39,9 +39,7 @@ def lines(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> Callable[[],
     ]
 
 
-def test_a_request_is_one_line_with_its_figures(
-    engine: BlendEngine, lines: Callable[[], list[str]]
-) -> None:
+def test_a_request_is_one_line_with_its_figures(engine, lines):
     m = engine.generate(tiny.prompt(engine, 0), Options(ratio=0.3)).metrics
     (line,) = lines()
     assert m.reused_tokens > 0
@@ -53,9 +51,7 @@ def test_a_request_is_one_line_with_its_figures(
     assert "\n" not in line
 
 
-def test_chunks_that_were_not_reused_are_named_with_the_reason(
-    engine: BlendEngine, lines: Callable[[], list[str]]
-) -> None:
+def test_chunks_that_were_not_reused_are_named_with_the_reason(engine, lines):
     chunks = engine.generate(tiny.prompt(engine, 0), Options(mode="full")).metrics.chunks
     plain = engine.generate("Nothing of this was ingested.").metrics
     assert (plain.chunks, plain.reused_tokens) == ((), 0)
@@ -66,9 +62,7 @@ def test_chunks_that_were_not_reused_are_named_with_the_reason(
     assert "no known chunk was recognised" in unknown
 
 
-async def test_every_kind_of_request_is_logged_once(
-    engine: BlendEngine, lines: Callable[[], list[str]]
-) -> None:
+async def test_every_kind_of_request_is_logged_once(engine, lines):
     text = tiny.prompt(engine, 0)
     list(engine.stream(text))
     await engine.agenerate(text)
@@ -78,9 +72,7 @@ async def test_every_kind_of_request_is_logged_once(
     assert len(lines()) == 5
 
 
-def test_a_request_without_an_answer_is_logged(
-    engine: BlendEngine, lines: Callable[[], list[str]]
-) -> None:
+def test_a_request_without_an_answer_is_logged(engine, lines):
     with engine.adapter.stack.base.register_forward_pre_hook(lambda *_: time.sleep(0.1)):
         with pytest.raises(RequestTimeout):
             engine.generate(tiny.prompt(engine, 0), Options(timeout_s=0.05))
@@ -91,7 +83,7 @@ def test_a_request_without_an_answer_is_logged(
     assert "abandoned by its caller" in gone
 
 
-def test_long_lists_are_cut_and_notes_are_shown() -> None:
+def test_long_lists_are_cut_and_notes_are_shown():
     metrics = RequestMetrics("blend", 0.1, 0, 0.2, 9, 0, 0, 9, 1, 0, 0, notes=("Mind this",))
     assert wording(metrics).endswith("; Mind this")
     report = ChunkReport("00", "", 5, "computed", 5, "it is new")
@@ -102,7 +94,7 @@ def test_long_lists_are_cut_and_notes_are_shown() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_printed_unless_logging_is_set_up() -> None:
+def test_nothing_is_printed_unless_logging_is_set_up():
     """A library that writes to stderr disturbs every program that uses it."""
     code = (
         "import logging; logging.getLogger('torchao').setLevel(logging.ERROR)\n"  # warns at import
@@ -139,7 +131,7 @@ def parsed(text: str) -> dict[tuple[str, str | None], float]:
     return values
 
 
-def test_every_counter_is_exported_with_help_and_type() -> None:
+def test_every_counter_is_exported_with_help_and_type():
     text = exposition(STATS, "/data/store")
     values = {
         (name.removeprefix("blendrag_store_"), tier): value
@@ -163,7 +155,7 @@ def test_every_counter_is_exported_with_help_and_type() -> None:
 
 
 @pytest.mark.parametrize("path", ['/all \\"\n\\n', "/ends \\", "/ümlaut {},="])
-def test_the_path_of_the_store_is_escaped(path: str) -> None:
+def test_the_path_of_the_store_is_escaped(path):
     text = exposition(STATS, path)
     parsed(text)
     families = text_string_to_metric_families(text)
@@ -173,7 +165,7 @@ def test_the_path_of_the_store_is_escaped(path: str) -> None:
     parsed(odd)
 
 
-def test_the_page_on_stores_names_every_family() -> None:
+def test_the_page_on_stores_names_every_family():
     page = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `blendrag_")]
     named = {name for row in rows for name in re.findall(r"`(?:blendrag_store)?(_[a-z_]+)`", row)}
@@ -182,7 +174,7 @@ def test_the_page_on_stores_names_every_family() -> None:
     assert named == set(families)
 
 
-def test_an_engine_counts_what_its_queries_did(tmp_path: Path) -> None:
+def test_an_engine_counts_what_its_queries_did(tmp_path):
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(1)])
         chunks = len(tiny.chunk_texts(engine, 1))

@@ -32,7 +32,7 @@ NEAR = {"int8": 0.04, "fp8": 0.3}
 
 
 @pytest.mark.parametrize("sequences", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_corrupt_chunk_is_computed_as_if_it_were_missing(tmp_path: Path, sequences: int) -> None:
+def test_a_corrupt_chunk_is_computed_as_if_it_were_missing(tmp_path, sequences):
     generate = {"num_beams": sequences} if sequences > 1 else {}
     options = Options(mode="blend", ratio=0.3, max_new_tokens=8, generate=generate)
     with tiny.engine(tiny.llama(), tmp_path / "s", ram_bytes=0) as engine:
@@ -55,7 +55,7 @@ def test_a_corrupt_chunk_is_computed_as_if_it_were_missing(tmp_path: Path, seque
         assert "computed" not in [c.outcome for c in again.metrics.chunks]
 
 
-def test_stored_kv_is_not_used_if_the_machine_computes_other_kv(tmp_path: Path) -> None:
+def test_stored_kv_is_not_used_if_the_machine_computes_other_kv(tmp_path):
     model = tiny.llama()
     with tiny.engine(model, tmp_path / "s", encoding="int8") as engine:
         engine.ingest([tiny.document(0)])
@@ -101,9 +101,7 @@ def logits(engine: BlendEngine, options: Options) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("encoding", "options"), [("int8", REUSE), ("fp8", REUSE), ("int8", BLEND)]
 )
-def test_a_blend_over_encoded_kv_is_near_one_over_native_kv(
-    engines: dict[str, BlendEngine], encoding: str, options: Options
-) -> None:
+def test_a_blend_over_encoded_kv_is_near_one_over_native_kv(engines, encoding, options):
     """Its chunks are moved, so keys must be decoded before they are rotated."""
     native, found = logits(engines["native"], options), logits(engines[encoding], options)
     assert 0 < tiny.difference(found, native) < NEAR[encoding]
@@ -113,7 +111,7 @@ def test_a_blend_over_encoded_kv_is_near_one_over_native_kv(
 
 
 @pytest.mark.slow
-def test_kv_in_another_encoding_is_never_read(tmp_path: Path) -> None:
+def test_kv_in_another_encoding_is_never_read(tmp_path):
     """A corpus without documents may get another encoding while old KV is still stored."""
     with made(tmp_path / "s") as engine:
         engine.ingest(DOCUMENTS)
@@ -135,7 +133,7 @@ def test_kv_in_another_encoding_is_never_read(tmp_path: Path) -> None:
         assert store.stats().quarantined == 0
 
 
-def test_a_store_remembers_its_encoding(tmp_path: Path) -> None:
+def test_a_store_remembers_its_encoding(tmp_path):
     documents = DOCUMENTS[:1]
     with made(tmp_path / "s", "int8") as engine:
         engine.ingest(documents)
@@ -156,7 +154,7 @@ def test_a_store_remembers_its_encoding(tmp_path: Path) -> None:
         assert not set(engine.resources.store.keys(engine.adapter.identity.namespace))
 
 
-def test_ingest_reports_and_predicts_encoded_bytes(tmp_path: Path) -> None:
+def test_ingest_reports_and_predicts_encoded_bytes(tmp_path):
     with made(tmp_path / "s", "int8") as engine:
         planned = engine.dry_run(DOCUMENTS)
         report = engine.ingest(DOCUMENTS)
@@ -178,7 +176,7 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("encoding", ["native", *CODECS])
-def test_a_probe_of_other_kv_is_noticed_despite_large_key_biases(encoding: str) -> None:
+def test_a_probe_of_other_kv_is_noticed_despite_large_key_biases(encoding):
     def stored(kv: ChunkKV) -> tiny.Held:
         return tiny.Held(replace(kv, layers=list(_encoded(kv))))
 
@@ -198,9 +196,7 @@ def test_a_probe_of_other_kv_is_noticed_despite_large_key_biases(encoding: str) 
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_the_gate_runs_once_over_native_kv_in_any_encoding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gate_runs_once_over_native_kv_in_any_encoding(tmp_path, monkeypatch):
     def never(*args: object) -> None:
         raise AssertionError("the gate read encoded KV")
 
@@ -244,9 +240,7 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("read_only_mount")
-def test_a_store_on_a_read_only_mount_answers_with_one_warning(
-    checkpoint: str, root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_on_a_read_only_mount_answers_with_one_warning(checkpoint, root, caplog):
     before = files(root)
     with tiny.engine(checkpoint, root, tokenizer=None) as engine:
         for _ in range(2):
@@ -260,9 +254,7 @@ def test_a_store_on_a_read_only_mount_answers_with_one_warning(
 
 
 @pytest.mark.parametrize("computes_other_kv", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_engine_opened_read_only_writes_nothing(
-    checkpoint: str, root: Path, computes_other_kv: bool
-) -> None:
+def test_an_engine_opened_read_only_writes_nothing(checkpoint, root, computes_other_kv):
     before = files(root)
     with tiny.engine(checkpoint, root, tokenizer=None, read_only=True) as engine:
         if computes_other_kv:

@@ -39,7 +39,7 @@ def worker() -> Iterator[Worker]:
     made.close()
 
 
-def test_requests_run_before_background_work(worker: Worker) -> None:
+def test_requests_run_before_background_work(worker):
     order: list[str] = []
     gate = threading.Event()
     worker.submit(gate.wait)
@@ -55,14 +55,14 @@ def test_requests_run_before_background_work(worker: Worker) -> None:
     assert order == ["front", "back0", "back1"]
 
 
-def test_work_may_call_work_and_errors_are_raised(worker: Worker) -> None:
+def test_work_may_call_work_and_errors_are_raised(worker):
     assert worker.run(lambda: worker.run(lambda: 7)) == 7
     with pytest.raises(ZeroDivisionError):
         worker.run(lambda: 1 // 0)
     assert worker.run(lambda: 8) == 8
 
 
-def test_closing_finishes_the_running_request_and_drops_background_work(worker: Worker) -> None:
+def test_closing_finishes_the_running_request_and_drops_background_work(worker):
     gate, started = threading.Event(), threading.Event()
 
     def request() -> tuple[str, bool]:
@@ -86,7 +86,7 @@ def test_closing_finishes_the_running_request_and_drops_background_work(worker: 
         worker.submit(lambda: None)
 
 
-def test_draining_ignores_a_cancelled_request(worker: Worker) -> None:
+def test_draining_ignores_a_cancelled_request(worker):
     gate, started = threading.Event(), threading.Event()
     worker.submit(lambda: (started.set(), gate.wait(5)))
     assert started.wait(5)
@@ -95,7 +95,7 @@ def test_draining_ignores_a_cancelled_request(worker: Worker) -> None:
     worker.drain()
 
 
-def test_an_idle_worker_keeps_nothing_of_a_failed_call(worker: Worker) -> None:
+def test_an_idle_worker_keeps_nothing_of_a_failed_call(worker):
     made: list[weakref.ref[Any]] = []
 
     def fail() -> None:
@@ -111,7 +111,7 @@ def test_an_idle_worker_keeps_nothing_of_a_failed_call(worker: Worker) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_forked_child_is_refused(worker: Worker) -> None:
+def test_a_forked_child_is_refused(worker):
     worker.run(lambda: None)
     child = os.fork()
     if child == 0:
@@ -131,13 +131,13 @@ def test_a_forked_child_is_refused(worker: Worker) -> None:
 # -- callers on threads and event loops ---------------------------------------------------------
 
 
-async def test_an_event_loop_runs_while_the_model_works(engine: BlendEngine) -> None:
+async def test_an_event_loop_runs_while_the_model_works(engine):
     text = tiny.prompt(engine, 1)
     assert await turns_while(engine.adapter.model, engine.agenerate(text))
     assert await turns_while(engine.adapter.model, engine.abatch([text, text]))
 
 
-async def test_astream_yields_before_the_answer_is_complete(engine: BlendEngine) -> None:
+async def test_astream_yields_before_the_answer_is_complete(engine):
     text, heard, forwards = tiny.prompt(engine, 2), threading.Event(), []
 
     def wait_at_the_last(*_: Any) -> None:
@@ -152,9 +152,7 @@ async def test_astream_yields_before_the_answer_is_complete(engine: BlendEngine)
     assert "".join(pieces) == engine.generate(text, Options(max_new_tokens=10)).text
 
 
-async def test_a_loading_model_does_not_block_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_loading_model_does_not_block_the_event_loop(tmp_path, monkeypatch):
     loading, go_on, loads = threading.Event(), threading.Event(), []
 
     def load(name: str, *args: Any) -> Any:
@@ -177,7 +175,7 @@ async def test_a_loading_model_does_not_block_the_event_loop(
     assert loads == ["some/model"], "it was loaded once"
 
 
-async def test_threads_and_tasks_each_get_their_answer(engine: BlendEngine) -> None:
+async def test_threads_and_tasks_each_get_their_answer(engine):
     modes: tuple[Any, ...] = ("blend", "full", "reuse")
     jobs = [(tiny.prompt(engine, i), Options(mode=mode)) for i in range(2) for mode in modes]
     alone = [engine.generate(*job).text for job in jobs]
@@ -188,7 +186,7 @@ async def test_threads_and_tasks_each_get_their_answer(engine: BlendEngine) -> N
     assert [answer.text for answer in found] == alone
 
 
-def test_many_threads_can_look_up_the_corpus(tmp_path: Path) -> None:
+def test_many_threads_can_look_up_the_corpus(tmp_path):
     with tiny.engine(tiny.llama(), tmp_path / "nothing") as fresh:
         used = fresh.resources
         interval = sys.getswitchinterval()
@@ -253,9 +251,7 @@ def answers(engine: BlendEngine, number: int) -> list[tuple[str, int, Any]]:
 
 
 @pytest.mark.slow
-def test_engines_and_their_models_owner_compute_what_each_would_alone(
-    model: Any, engines: list[BlendEngine]
-) -> None:
+def test_engines_and_their_models_owner_compute_what_each_would_alone(model, engines):
     calls = [lambda: answers(engines[0], 0), lambda: answers(engines[1], 2)]
     calls += [lambda: own_generate(model), lambda: own_logits(model).tolist()]
     alone = [call() for call in calls]
@@ -268,7 +264,7 @@ def test_engines_and_their_models_owner_compute_what_each_would_alone(
     assert model.config._attn_implementation == implementation
 
 
-def test_a_forward_inside_a_blended_one_is_stock(model: Any, engines: list[BlendEngine]) -> None:
+def test_a_forward_inside_a_blended_one_is_stock(model, engines):
     """Another thread runs the model during a layer of a blended request."""
     engine = engines[0]
     logits, ids = own_logits(model), own_generate(model)
@@ -292,7 +288,7 @@ def test_a_forward_inside_a_blended_one_is_stock(model: Any, engines: list[Blend
 
 
 @pytest.mark.slow
-def test_a_forward_compiled_during_a_request_is_stock(tmp_path: Path) -> None:
+def test_a_forward_compiled_during_a_request_is_stock(tmp_path):
     model = tiny.llama(num_hidden_layers=2)
     logits, found = own_logits(model), []
 
@@ -317,18 +313,14 @@ def test_a_forward_compiled_during_a_request_is_stock(tmp_path: Path) -> None:
     assert found == [True]
 
 
-def test_a_request_that_waits_for_another_engine_keeps_its_timeout(
-    model: Any, engines: list[BlendEngine]
-) -> None:
+def test_a_request_that_waits_for_another_engine_keeps_its_timeout(model, engines):
     text = tiny.prompt(engines[1], 2)
     with engines[0].adapter.lock, pytest.raises(RequestTimeout):
         engines[1].generate(text, Options(timeout_s=0.2))
     assert engines[1].generate(text).metrics.reused_tokens > 0
 
 
-def test_engines_of_one_model_name_load_it_once_and_the_last_frees_it(
-    checkpoint: str, tmp_path: Path
-) -> None:
+def test_engines_of_one_model_name_load_it_once_and_the_last_frees_it(checkpoint, tmp_path):
     with tiny.counted(resources, "load_adapter") as loads:
         a = tiny.engine(checkpoint, tmp_path / "a", tokenizer=None)
         b = tiny.engine(checkpoint, tmp_path / "b", tokenizer=None)
@@ -348,9 +340,7 @@ def test_engines_of_one_model_name_load_it_once_and_the_last_frees_it(
     assert weights() is None
 
 
-def test_models_of_another_dtype_or_other_files_are_not_shared(
-    checkpoint: str, tmp_path: Path
-) -> None:
+def test_models_of_another_dtype_or_other_files_are_not_shared(checkpoint, tmp_path):
     def made(dtype: str) -> BlendEngine:
         return tiny.engine(checkpoint, tmp_path / "s", tokenizer=None, dtype=dtype)
 
@@ -409,7 +399,7 @@ def outcome(call: Callable[[], Any]) -> Any:
         return found.exception(10) or found.result()
 
 
-def test_an_engine_without_its_thread_refuses_and_answers_later(idle: BlendEngine) -> None:
+def test_an_engine_without_its_thread_refuses_and_answers_later(idle):
     text = tiny.prompt(idle, 0)
     for call in (idle.generate, lambda text: list(idle.stream(text)), idle.generate):
         refused = outcome(lambda call=call: call(text))
@@ -418,7 +408,7 @@ def test_an_engine_without_its_thread_refuses_and_answers_later(idle: BlendEngin
     assert idle.generate(text).metrics.reused_tokens > 0
 
 
-def test_requests_without_a_loader_are_refused_and_later_ones_answered(idle: BlendEngine) -> None:
+def test_requests_without_a_loader_are_refused_and_later_ones_answered(idle):
     text = tiny.prompt(idle, 0)
     expected = idle.generate(text)  # starts the worker's thread
     for count in (1, 2):
@@ -429,7 +419,7 @@ def test_requests_without_a_loader_are_refused_and_later_ones_answered(idle: Ble
     assert not any(m._forward_pre_hooks for m in idle.adapter.model.modules())
 
 
-def test_without_a_thread_to_promote_them_chunks_stay_on_disk(idle: BlendEngine) -> None:
+def test_without_a_thread_to_promote_them_chunks_stay_on_disk(idle):
     text = tiny.prompt(idle, 0)
     with no_threads("blendrag-promotion"):
         for _ in range(2):
@@ -438,9 +428,7 @@ def test_without_a_thread_to_promote_them_chunks_stay_on_disk(idle: BlendEngine)
     idle.close()  # does not wait for the promotion
 
 
-def test_an_event_loop_without_threads_is_refused_and_runs_nothing_later(
-    idle: BlendEngine,
-) -> None:
+def test_an_event_loop_without_threads_is_refused_and_runs_nothing_later(idle):
     text, called = tiny.prompt(idle, 0), []
 
     async def ask() -> list[Any]:

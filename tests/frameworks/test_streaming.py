@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -41,9 +41,7 @@ WAYS = pytest.mark.parametrize("stream", [sync, awaited])
 
 
 @WAYS
-def test_the_last_piece_has_the_answer_and_beams_come_as_one_piece(
-    engine: BlendEngine, stream: Callable[..., list[Piece]]
-) -> None:
+def test_the_last_piece_has_the_answer_and_beams_come_as_one_piece(engine, stream):
     *pieces, last = stream(engine, Options(logprobs=0))
     assert len(pieces) > 3
     assert all(piece.text and piece.answer is None for piece in pieces)
@@ -57,9 +55,7 @@ def test_the_last_piece_has_the_answer_and_beams_come_as_one_piece(
 
 
 @WAYS
-def test_a_streamed_request_is_searched_and_computed_once(
-    engine: BlendEngine, stream: Callable[..., list[Piece]]
-) -> None:
+def test_a_streamed_request_is_searched_and_computed_once(engine, stream):
     prompt = "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nWhat?"
     resources = engine.resources
     engine.generate(prompt)
@@ -91,7 +87,7 @@ def shown(text: StreamedText, answer: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_text_is_shown_and_calls_are_held_back(name: str) -> None:
+def test_text_is_shown_and_calls_are_held_back(name):
     made = tokens(TEMPLATES[name])
     plain, call = StreamedText(made), StreamedText(made)
     pieces = shown(plain, PLAIN)
@@ -106,7 +102,7 @@ def test_text_is_shown_and_calls_are_held_back(name: str) -> None:
         assert "".join(shown(text, f"I will look. \n\n{CALLS[name]}")) == "I will look."
 
 
-def test_no_text_is_shown_twice_if_an_answer_begins_with_white_space() -> None:
+def test_no_text_is_shown_twice_if_an_answer_begins_with_white_space():
     """Text next to calls is stripped once they are parsed, after it was shown."""
     made = tokens(scripted.TEMPLATE)
     text, answer = StreamedText(made), f"\n\nI will look.\n{CALLS['hermes']}\nSoon."
@@ -117,7 +113,7 @@ def test_no_text_is_shown_twice_if_an_answer_begins_with_white_space() -> None:
     assert parsed.text.startswith("I will look.")
 
 
-def test_control_tokens_are_not_shown_with_tools_and_everything_is_without() -> None:
+def test_control_tokens_are_not_shown_with_tools_and_everything_is_without():
     assert "".join(shown(StreamedText(tokens(scripted.TEMPLATE)), "Yes.<|end|>")) == "Yes."
     text, answer = StreamedText(), f"  {CALLS['hermes']}<|end|> "
     assert shown(text, answer) == list(answer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,9 +63,7 @@ PARAMETERS = json.dumps({"name": "search", "parameters": {"query": "ships"}})
         (MISTRAL, '[TOOL_CALLS]search[ARGS]{"query": "ships"}' * 2, "", 2),
     ],
 )
-def test_calls_are_parsed_with_different_ids(
-    model: Tokens, text: str, rest: str, count: int
-) -> None:
+def test_calls_are_parsed_with_different_ids(model, text, rest, count):
     found = parse(text, model)
     assert [(c.name, c.arguments) for c in found.calls] == [("search", {"query": "ships"})] * count
     assert len({call.id for call in found.calls}) == count
@@ -87,7 +84,7 @@ def test_calls_are_parsed_with_different_ids(
         (MISTRAL, '[TOOL_CALLS]search[ARGS]{"que', "not JSON"),
     ],
 )
-def test_a_malformed_call_is_invalid_with_a_reason(model: Tokens, text: str, reason: str) -> None:
+def test_a_malformed_call_is_invalid_with_a_reason(model, text, reason):
     found = parse(text, model)
     (invalid,) = found.invalid
     assert found.calls == ()
@@ -107,11 +104,11 @@ def test_a_malformed_call_is_invalid_with_a_reason(model: Tokens, text: str, rea
         "  two  spaces are kept\n",
     ],
 )
-def test_other_answers_are_not_calls(model: Tokens, text: str) -> None:
+def test_other_answers_are_not_calls(model, text):
     assert parse(text, model) == Parsed(text)
 
 
-def test_parsing_details() -> None:
+def test_parsing_details():
     found = parse(f"<tool_call>{AS_JSON}</tool_call><tool_call>{{oops</tool_call>", HERMES)
     assert len(found.calls) == len(found.invalid) == 1
     assert parse('<tool_call>{"name": "now"}</tool_call>', HERMES).calls[0].arguments == {}
@@ -138,7 +135,7 @@ RESPONSE_TEMPLATE = {
 }
 
 
-def test_a_tokenizer_that_parses_answers_itself_is_used() -> None:
+def test_a_tokenizer_that_parses_answers_itself_is_used():
     model = tokens("{{ tools }}<|start|>assistant\n")
     model.tokenizer.response_template = RESPONSE_TEMPLATE
     found = parse(f"I look.<call>{AS_JSON}</call>", model)
@@ -167,9 +164,7 @@ def test_a_tokenizer_that_parses_answers_itself_is_used() -> None:
     ],
     ids=["hermes", "llama", "mistral"],
 )
-def test_a_call_is_begun_as_the_template_writes_it(
-    template: str, opening: str, arguments: str
-) -> None:
+def test_a_call_is_begun_as_the_template_writes_it(template, opening, arguments):
     made = tokens(template)
     named = f"{opening}search{arguments}"
     assert opening_for(made, "any", ()) == opening
@@ -187,7 +182,7 @@ def test_a_call_is_begun_as_the_template_writes_it(
         "{{ messages | length }}",  # shows nothing
     ],
 )
-def test_a_call_cannot_be_begun_if_the_template_writes_none(template: str) -> None:
+def test_a_call_cannot_be_begun_if_the_template_writes_none(template):
     assert call_form(tokens(template)) is None
     with pytest.raises(InvalidInputError, match="does not show how a tool call begins"):
         opening_for(tokens(template), "any", ())
@@ -204,11 +199,11 @@ def test_a_call_cannot_be_begun_if_the_template_writes_none(template: str) -> No
         ({"type": "function", "function": {"name": "search"}}, "search"),
     ],
 )  # fmt: skip
-def test_tool_choices_of_the_frameworks(choice: Any, expected: str | None) -> None:
+def test_tool_choices_of_the_frameworks(choice, expected):
     assert chosen_tool(choice, [SEARCH]) == expected
 
 
-def test_an_unknown_tool_choice_is_refused() -> None:
+def test_an_unknown_tool_choice_is_refused():
     for choice in ("find", {"name": "find"}, 3, {}):
         with pytest.raises(InvalidInputError, match=r"tool_choice .* \(search\)"):
             chosen_tool(choice, [SEARCH])
@@ -217,7 +212,7 @@ def test_an_unknown_tool_choice_is_refused() -> None:
 # -- through the engine ------------------------------------------------------------------------------
 
 
-def test_a_call_and_its_result_go_through_the_engine(tmp_path: Path) -> None:
+def test_a_call_and_its_result_go_through_the_engine(tmp_path):
     script = [
         ("<tool_response>", "It built ships."),
         ("What did", "I look. " + scripted.call("search", query="Schiffe früher 日本")),
@@ -240,7 +235,7 @@ def test_a_call_and_its_result_go_through_the_engine(tmp_path: Path) -> None:
         assert tiny.one_sentence(str(raised.value))
 
 
-def test_control_tokens_of_calls_stay_in_the_answer_to_tools(tmp_path: Path) -> None:
+def test_control_tokens_of_calls_stay_in_the_answer_to_tools(tmp_path):
     reply = f"[TOOL_CALLS][{AS_JSON}]"
     template = "<|bos|>{{ tools }}[TOOL_CALLS]{{ messages[0]['content'] }}"
     words = tokens(template, "[TOOL_CALLS]").tokenizer

@@ -76,13 +76,13 @@ def error(
 
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize(("n", "s"), [(40, 40), (700, 300), (640, 600)])
-def test_fast_attention_equals_the_explicit_mask(n: int, s: int, window: int | None) -> None:
+def test_fast_attention_equals_the_explicit_mask(n, s, window):
     assert error(random_rows(n, s), n, window) < 1e-5
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_fast_attention_equals_the_explicit_mask_for_any_rows(data: st.DataObject) -> None:
+def test_fast_attention_equals_the_explicit_mask_for_any_rows(data):
     n = data.draw(st.integers(1, 260))
     rows = data.draw(st.sets(st.integers(0, n - 1), min_size=1))
     window = data.draw(st.none() | st.integers(1, n + 3))
@@ -110,16 +110,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], bool]]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_heads_that_share_kv_are_folded_into_rows_of_one(
-    kv_heads: int, asked: list[tuple[tuple[int, ...], bool]]
-) -> None:
+def test_heads_that_share_kv_are_folded_into_rows_of_one(kv_heads, asked):
     assert error(random_rows(300, 40), 300, kv_heads=kv_heads) < 1e-5
     assert asked == [((kv_heads, 40 * 4 // kv_heads), False)]
 
 
-def test_on_a_gpu_a_bias_is_folded_whatever_it_takes(
-    monkeypatch: pytest.MonkeyPatch, asked: list[tuple[tuple[int, ...], bool]]
-) -> None:
+def test_on_a_gpu_a_bias_is_folded_whatever_it_takes(monkeypatch, asked):
     """A GPU has no fused kernel for a mask over shared KV heads."""
     monkeypatch.setattr("blendrag.fusor.rows.FOLDED_BYTES", 0)
     monkeypatch.setattr("blendrag.fusor.attention.FOLDS_ANYWAY", ("cpu",))
@@ -127,7 +123,7 @@ def test_on_a_gpu_a_bias_is_folded_whatever_it_takes(
     assert asked == [((2, 80), False)]
 
 
-def test_as_many_blocks_are_folded_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_blocks_are_folded_as_there_is_memory_for(monkeypatch):
     positions = random_rows(900, 250, seed=3)
     plain = Rows(positions, 900).blocks(None, torch.float32)
     assert len(plain) == 3
@@ -139,7 +135,7 @@ def test_as_many_blocks_are_folded_as_there_is_memory_for(monkeypatch: pytest.Mo
     assert error(positions, 900) < 1e-5
 
 
-def test_forced_masks_take_the_explicit_path_and_change_nothing() -> None:
+def test_forced_masks_take_the_explicit_path_and_change_nothing():
     n = 130
     outs = []
     for force in (False, True):
@@ -150,7 +146,7 @@ def test_forced_masks_take_the_explicit_path_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 24])
-def test_blocks_together_are_the_mask(window: int | None) -> None:
+def test_blocks_together_are_the_mask(window):
     n, positions = 400, random_rows(400, 230, seed=3)
     rows = Rows(positions, n)
     seen = torch.zeros(len(positions), n, dtype=torch.bool)
@@ -166,7 +162,7 @@ def test_blocks_together_are_the_mask(window: int | None) -> None:
     assert torch.equal(rows.mask[0, 0], visible(positions, n, None))
 
 
-def test_what_it_does_not_serve_is_refused() -> None:
+def test_what_it_does_not_serve_is_refused():
     qkv, rows = inputs(4, 4), {ROWS_KEYWORD: Rows(torch.arange(4), 4)}
     for mask, given_rows in (
         (None, {}),
@@ -184,7 +180,7 @@ TABLES = (torch.randn(1, 12, 4), torch.randn(1, 12, 4))
 SOME = torch.tensor([3, 7, 11])
 
 
-def test_arguments_of_all_rows_are_passed_on_and_of_some_are_gathered_once() -> None:
+def test_arguments_of_all_rows_are_passed_on_and_of_some_are_gathered_once():
     kwargs = {
         "position_embeddings": TABLES,
         "position_ids": torch.arange(12)[None],
@@ -206,6 +202,6 @@ def test_arguments_of_all_rows_are_passed_on_and_of_some_are_gathered_once() -> 
 @pytest.mark.parametrize(
     "kwargs", [{"per_token": torch.zeros(1, 12)}, {"attention_mask": torch.zeros(1, 12)}]
 )
-def test_an_unknown_argument_of_the_prompts_length_is_refused(kwargs: dict[str, Any]) -> None:
+def test_an_unknown_argument_of_the_prompts_length_is_refused(kwargs):
     with pytest.raises(UnsupportedModelError, match="use mode full"):
         slice_kwargs(kwargs, Rows(SOME, 12), masked=True)

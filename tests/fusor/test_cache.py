@@ -36,7 +36,7 @@ def feed(caches: Caches, tokens: int, seed: int, batch: int = 1) -> None:
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
 
 
-def test_decoding_in_place_equals_a_dynamic_cache() -> None:
+def test_decoding_in_place_equals_a_dynamic_cache():
     caches = filled(10, 64)
     pointer = caches[0].layers[0].keys.data_ptr()
     for step in range(20):
@@ -45,7 +45,7 @@ def test_decoding_in_place_equals_a_dynamic_cache() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, 12])
-def test_growth_beyond_capacity_keeps_every_token(capacity: int) -> None:
+def test_growth_beyond_capacity_keeps_every_token(capacity):
     caches = filled(10, capacity)
     for step in range(100):
         feed(caches, 1 + step % 3, seed=step)
@@ -53,7 +53,7 @@ def test_growth_beyond_capacity_keeps_every_token(capacity: int) -> None:
     assert ours.keys.data_ptr() == ours.buffer.data_ptr()
 
 
-def test_crop_then_append_equals_a_dynamic_cache() -> None:
+def test_crop_then_append_equals_a_dynamic_cache():
     caches = filled(20, 64)
     for removed in (8, 2, 18):
         for cache in caches:
@@ -61,7 +61,7 @@ def test_crop_then_append_equals_a_dynamic_cache() -> None:
         feed(caches, 4, seed=removed)
 
 
-def test_repeating_for_beams_and_reordering_equals_a_dynamic_cache() -> None:
+def test_repeating_for_beams_and_reordering_equals_a_dynamic_cache():
     caches = filled(10, 64)
     for cache in caches:
         cache.batch_repeat_interleave(3)
@@ -80,7 +80,7 @@ def test_repeating_for_beams_and_reordering_equals_a_dynamic_cache() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
-def test_decoding_over_a_blended_cache_equals_stock(name: str) -> None:
+def test_decoding_over_a_blended_cache_equals_stock(name):
     """Beyond the headroom of a cache made for no new token, and beyond sliding windows."""
     adapter = tiny.adapter(tiny.family(name, initializer_range=0.2))
     span = tiny.span(adapter, IDS, 5, 50, stored_at=1, noise=3.0)

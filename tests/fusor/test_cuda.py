@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def spans(held_by: ModelAdapter) -> list[LoadedSpan]:
     return [LoadedSpan(0, 30, tiny.Held(kv), 0, False), LoadedSpan(30, 55, whole.reader, 7, False)]
 
 
-def test_layers_arrive_on_the_device_through_two_pinned_slots(here: ModelAdapter) -> None:
+def test_layers_arrive_on_the_device_through_two_pinned_slots(here):
     asked = spans(here)
     buffers = [torch.zeros(2, 2, 90, 8, device="cuda") for _ in range(4)]
     loader = LayerLoader(buffers, [asked] * 4)
@@ -57,7 +56,7 @@ def test_layers_arrive_on_the_device_through_two_pinned_slots(here: ModelAdapter
     assert loader._ring._slots == []
 
 
-def test_a_slow_copy_is_waited_for_by_the_stream_and_not_by_the_host(here: ModelAdapter) -> None:
+def test_a_slow_copy_is_waited_for_by_the_stream_and_not_by_the_host(here):
     """What is queued after synchronize() sees the layer, although the host went on before it came."""
     buffers = [torch.zeros(2, 2, 90, 8, device="cuda") for _ in range(4)]
     loader = LayerLoader(buffers, [spans(here)] * 4)
@@ -73,7 +72,7 @@ def test_a_slow_copy_is_waited_for_by_the_stream_and_not_by_the_host(here: Model
     loader.close()
 
 
-def test_a_loader_closed_half_way_ends(here: ModelAdapter) -> None:
+def test_a_loader_closed_half_way_ends(here):
     buffers = [torch.zeros(2, 2, 90, 8, device="cuda") for _ in range(4)]
     loader = LayerLoader(buffers, [spans(here)] * 4)
     loader.start()
@@ -85,9 +84,7 @@ def test_a_loader_closed_half_way_ends(here: ModelAdapter) -> None:
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "query", "blend", "random", "boundary"])
-def test_a_blended_prefill_equals_that_of_the_cpu(
-    here: ModelAdapter, there: ModelAdapter, policy: str
-) -> None:
+def test_a_blended_prefill_equals_that_of_the_cpu(here, there, policy):
     asked = spans(here)
     expected, cache, _ = tiny.fuse(Fusor(here), IDS, asked, policy, 0.3, "constant")
     got, moved, _ = tiny.fuse(Fusor(there), IDS.cuda(), asked, policy, 0.3, "constant")
@@ -98,11 +95,8 @@ def test_a_blended_prefill_equals_that_of_the_cpu(
 
 @pytest.mark.parametrize("folded_bytes", [0, 1 << 20])
 def test_prompts_packed_on_the_device_get_what_they_get_alone_on_the_cpu(
-    here: ModelAdapter,
-    there: ModelAdapter,
-    folded_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    here, there, folded_bytes, monkeypatch
+):
     monkeypatch.setattr("blendrag.fusor.rows.FOLDED_BYTES", folded_bytes)
     asked = spans(here)
     policies = ("hkvd", "query", "random")
@@ -119,18 +113,18 @@ def test_prompts_packed_on_the_device_get_what_they_get_alone_on_the_cpu(
             assert tiny.difference(b.keys.cpu(), a.keys) < 1e-3
 
 
-def test_a_profile_is_measured_and_predicts(there: ModelAdapter, tmp_path: Path) -> None:
+def test_a_profile_is_measured_and_predicts(there, tmp_path):
     with tiny.engine(there.model, tmp_path / "kv") as engine:
         measured = engine.profile().profile
     assert measured.device_bytes_per_s
     assert measured.prefill_s(200) > 0
 
 
-def test_the_gate_holds(there: ModelAdapter) -> None:
+def test_the_gate_holds(there):
     assert verify(there).blendable
 
 
-def test_the_demo_answers_on_the_device(tmp_path: Path) -> None:
+def test_the_demo_answers_on_the_device(tmp_path):
     with BlendEngine(
         "demo", tmp_path / "kv", chunk_tokens=64, embedder="minilm-offline", device="cuda"
     ) as engine:

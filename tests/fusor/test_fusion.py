@@ -74,9 +74,7 @@ def stock_kv(adapter: ModelAdapter) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("path", PATHS, ids=("fast", "masks", "slow"))
 @pytest.mark.parametrize("policy", [*BUDGETED, "full", "boundary(1000)"])
-def test_ratio_one_equals_full_prefill_over_useless_kv(
-    adapter: ModelAdapter, stock: torch.Tensor, policy: str, path: dict[str, bool]
-) -> None:
+def test_ratio_one_equals_full_prefill_over_useless_kv(adapter, stock, policy, path):
     spans = exact_spans(adapter, noise=3.0)
     fusor = Fusor(adapter, **path)
     logits, cache, fusion = tiny.fuse(fusor, IDS, spans, policy, ratio=1.0, all_rows=True)
@@ -88,9 +86,7 @@ def test_ratio_one_equals_full_prefill_over_useless_kv(
 @pytest.mark.parametrize(
     "bounds", [[(0, 149)], [(100, 149)], [(0, 20), (20, 40), (41, 42)], [(3, 4)], []]
 )
-def test_ratio_one_equals_full_prefill_wherever_the_chunks_are(
-    fusor: Fusor, stock: torch.Tensor, bounds: list[tuple[int, int]]
-) -> None:
+def test_ratio_one_equals_full_prefill_wherever_the_chunks_are(fusor, stock, bounds):
     spans = [tiny.span(fusor.adapter, IDS, a, b, stored_at=5, noise=3.0) for a, b in bounds]
     logits, _, _ = tiny.fuse(fusor, IDS, spans, "hkvd", ratio=1.0, all_rows=True)
     assert tiny.difference(logits[0], stock) < 1e-4
@@ -104,8 +100,8 @@ def test_ratio_one_equals_full_prefill_wherever_the_chunks_are(
     ("ratio", "schedule"), [(0.0, "constant"), (0.05, "geometric:0.3"), (0.7, "3,1,0")]
 )
 def test_exact_loaded_kv_equals_stock_whichever_tokens_are_chosen(
-    adapter: ModelAdapter, stock: torch.Tensor, ratio: float, schedule: str, path: dict[str, bool]
-) -> None:
+    adapter, stock, ratio, schedule, path
+):
     fusor = Fusor(adapter, **path)
     for policy in (Arbitrary(), *BUDGETED) if ratio else ("reuse", "boundary(4)", "hkvd"):
         logits, _, _ = tiny.fuse(fusor, IDS, exact_spans(adapter), policy, ratio, schedule)
@@ -113,7 +109,7 @@ def test_exact_loaded_kv_equals_stock_whichever_tokens_are_chosen(
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_models_of_one_and_two_layers(layers: int) -> None:
+def test_models_of_one_and_two_layers(layers):
     adapter = tiny.adapter(tiny.llama(num_hidden_layers=layers))
     fusor, expected = Fusor(adapter), tiny.stock(adapter.model, IDS)[0, -1]
     for policy in POLICIES:
@@ -123,7 +119,7 @@ def test_models_of_one_and_two_layers(layers: int) -> None:
         assert fusion.counts().rows == (N,) * layers  # without chunks, no scout and no peek
 
 
-def test_an_exact_prefix_is_loaded_and_never_computed(fusor: Fusor, stock: torch.Tensor) -> None:
+def test_an_exact_prefix_is_loaded_and_never_computed(fusor, stock):
     for policy in ("hkvd", "full", "reuse", "query"):
         prefix = tiny.span(fusor.adapter, IDS, 0, 10, exact=True)
         spans = [prefix, *exact_spans(fusor.adapter)]
@@ -134,9 +130,7 @@ def test_an_exact_prefix_is_loaded_and_never_computed(fusor: Fusor, stock: torch
         assert prefix.reader.read == list(range(LAYERS))  # type: ignore[attr-defined]
 
 
-def test_kv_of_chosen_tokens_is_fresh_and_of_others_loaded(
-    fusor: Fusor, stock_kv: list[torch.Tensor]
-) -> None:
+def test_kv_of_chosen_tokens_is_fresh_and_of_others_loaded(fusor, stock_kv):
     policy = Recording()
     spans = exact_spans(fusor.adapter, noise=3.0)
     _, cache, _ = tiny.fuse(fusor, IDS, spans, policy, ratio=0.2)
@@ -162,7 +156,7 @@ def test_kv_of_chosen_tokens_is_fresh_and_of_others_loaded(
         assert fresh < 1e-4 if i == 2 else fresh > 1e-3
 
 
-def test_recomputing_more_brings_the_logits_nearer_to_full_prefill(fusor: Fusor) -> None:
+def test_recomputing_more_brings_the_logits_nearer_to_full_prefill(fusor):
     ratios = (0.0, 0.15, 0.5, 1.0)
     deviations = dict.fromkeys(ratios, 0.0)
     for seed in range(6):
@@ -185,9 +179,7 @@ def test_recomputing_more_brings_the_logits_nearer_to_full_prefill(fusor: Fusor)
 
 
 @pytest.mark.parametrize(("ratio", "schedule"), [(0, "constant"), (0.15, "linear"), (1, "9,3,1")])
-def test_chosen_sets_are_nested_and_follow_the_schedule(
-    fusor: Fusor, schedule: str, ratio: float
-) -> None:
+def test_chosen_sets_are_nested_and_follow_the_schedule(fusor, schedule, ratio):
     spans = exact_spans(fusor.adapter, 3.0)
     _, _, fusion = tiny.fuse(fusor, IDS, spans, "hkvd", ratio, schedule)
     wanted = Schedule.parse(schedule).counts(ratio, LAYERS, CANDIDATES)
@@ -201,7 +193,7 @@ def test_chosen_sets_are_nested_and_follow_the_schedule(
     assert sum(counts.recomputed_per_span) == pytest.approx(counts.ratio * CANDIDATES)
 
 
-def test_hkvd_chooses_the_tokens_that_deviate(fusor: Fusor) -> None:
+def test_hkvd_chooses_the_tokens_that_deviate(fusor):
     spans = exact_spans(fusor.adapter)
     wrong = [12, 13, 40, 69, 74, 129]
     for span in spans:
@@ -216,9 +208,7 @@ def test_hkvd_chooses_the_tokens_that_deviate(fusor: Fusor) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_counts_are_the_rows_the_model_ran_and_what_the_policy_declares(
-    fusor: Fusor, policy: str
-) -> None:
+def test_counts_are_the_rows_the_model_ran_and_what_the_policy_declares(fusor, policy):
     spans = exact_spans(fusor.adapter, 1.0)
     with rows_through([layer.mlp for layer in fusor.adapter.stack.layers]) as seen:
         _, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.2, "linear", all_rows=True)
@@ -242,7 +232,7 @@ def test_counts_are_the_rows_the_model_ran_and_what_the_policy_declares(
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])  # gpt_oss is not served fast
-def test_the_last_token_is_as_if_all_rows_went_on(name: str) -> None:
+def test_the_last_token_is_as_if_all_rows_went_on(name):
     """Logits, K/V and counts of a forward that ends with one row, against one that keeps all rows."""
     fusor = Fusor(tiny.adapter(tiny.family(name)))
     spans = exact_spans(fusor.adapter, 1.0)
@@ -257,9 +247,7 @@ def test_the_last_token_is_as_if_all_rows_went_on(name: str) -> None:
 
 @pytest.mark.parametrize("policy", ["hkvd", "query", "blend"])
 @pytest.mark.usefixtures("ends_early")
-def test_the_last_layer_computes_keys_of_all_rows_and_then_one_row(
-    fusor: Fusor, policy: str
-) -> None:
+def test_the_last_layer_computes_keys_of_all_rows_and_then_one_row(fusor, policy):
     last, spans = fusor.adapter.stack.layers[-1], exact_spans(fusor.adapter, 1.0)
     with rows_through([last.self_attn.k_proj, last.mlp]) as seen:
         _, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.2)
@@ -268,7 +256,7 @@ def test_the_last_layer_computes_keys_of_all_rows_and_then_one_row(
     assert seen == [[*scout, rows, 1], [*scout, 1]]
 
 
-def test_a_batch_of_two_is_refused_and_leaves_no_hook(fusor: Fusor) -> None:
+def test_a_batch_of_two_is_refused_and_leaves_no_hook(fusor):
     with pytest.raises(UnsupportedModelError, match="one prompt at a time"):
         tiny.fuse(fusor, IDS.repeat(2, 1), exact_spans(fusor.adapter), "hkvd", 0.2)
     assert_untouched(fusor.adapter)

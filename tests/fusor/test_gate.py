@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ ALIKE = {
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] if n in ALIKE else []) for n in tiny.FAMILIES],
 )
-def test_family_passes_the_gate(name: str) -> None:
+def test_family_passes_the_gate(name):
     model = tiny.family(name)
     result = verify(tiny.adapter(model))
     assert result.verdict == "blendable", result.reason
@@ -79,7 +78,7 @@ def test_family_passes_the_gate(name: str) -> None:
     ],
     ids=("bf16-softcap", "eager", "biases-bf16", "biases-fp16"),
 )
-def test_gate_passes_in_low_precision_with_eager_attention_and_large_key_biases(made: Any) -> None:
+def test_gate_passes_in_low_precision_with_eager_attention_and_large_key_biases(made):
     model = made()
     result = verify(tiny.adapter(model))
     assert result.blendable, result.reason
@@ -87,7 +86,7 @@ def test_gate_passes_in_low_precision_with_eager_attention_and_large_key_biases(
         assert not result.fast_attention
 
 
-def test_windows_that_only_masks_know_go_to_the_models_own_attention() -> None:
+def test_windows_that_only_masks_know_go_to_the_models_own_attention():
     """The six tokens that ``serves`` compares are within any window."""
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
     config = {**tiny.COMMON, **tiny.SLIDES, **experts}
@@ -112,9 +111,7 @@ def int8_activations() -> Any:
     [tiny.llama, lambda: tiny.large_biases().to(torch.bfloat16), int8_activations],
     ids=("plain", "biases-bf16", "int8-activations"),
 )
-def test_keys_left_where_they_were_stored_are_refused(
-    made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_left_where_they_were_stored_are_refused(made, monkeypatch):
     adapter = tiny.adapter(made())
     monkeypatch.setattr(Repositioner, "rotate_", lambda self, keys, layer, tables: None)
     result = verify(adapter)
@@ -123,14 +120,14 @@ def test_keys_left_where_they_were_stored_are_refused(
     assert tiny.one_sentence(result.reason)
 
 
-def test_sliding_window_ignored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sliding_window_ignored_is_refused(monkeypatch):
     adapter = tiny.adapter(tiny.family("mistral", initializer_range=0.2))
     blocks = Rows.blocks
     monkeypatch.setattr(Rows, "blocks", lambda self, window, *how: blocks(self, None, *how))
     assert verify(adapter).verdict == "refused"
 
 
-def test_triangular_mask_aligned_bottom_right_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triangular_mask_aligned_bottom_right_is_refused(monkeypatch):
     def triangular(
         self: Rows, window: int | None, dtype: torch.dtype, sharing: int
     ) -> list[AttentionBlock]:
@@ -144,7 +141,7 @@ def test_triangular_mask_aligned_bottom_right_is_refused(monkeypatch: pytest.Mon
     assert verify(adapter).verdict == "refused"
 
 
-def test_a_gate_that_cannot_see_a_disturbance_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_that_cannot_see_a_disturbance_refuses(monkeypatch):
     init = HeldKV.__init__
     monkeypatch.setattr(HeldKV, "__init__", lambda self, kv, disturbance=0.0: init(self, kv))
     result = verify(tiny.adapter(tiny.llama()))
@@ -152,7 +149,7 @@ def test_a_gate_that_cannot_see_a_disturbance_refuses(monkeypatch: pytest.Monkey
     assert "disturb" in result.reason
 
 
-def test_large_key_biases_do_not_enlarge_the_disturbance_of_values_that_hardly_matter() -> None:
+def test_large_key_biases_do_not_enlarge_the_disturbance_of_values_that_hardly_matter():
     model = tiny.large_biases()
     with torch.no_grad():
         for layer in model.model.layers:
@@ -162,9 +159,7 @@ def test_large_key_biases_do_not_enlarge_the_disturbance_of_values_that_hardly_m
     assert "cannot see a wrong KV" in result.reason
 
 
-def test_a_wrong_attention_is_noticed_next_to_one_channel_far_larger_than_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wrong_attention_is_noticed_next_to_one_channel_far_larger_than_the_others(monkeypatch):
     model = tiny.family("starcoder2")
     with torch.no_grad():
         model.model.norm.bias[3] = 1e5
@@ -179,7 +174,7 @@ def test_a_wrong_attention_is_noticed_next_to_one_channel_far_larger_than_the_ot
     assert not attention.serves(stack)
 
 
-def test_nan_weights_are_refused() -> None:
+def test_nan_weights_are_refused():
     model = tiny.llama()
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
@@ -187,9 +182,7 @@ def test_nan_weights_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_a_gate_that_takes_long_says_so_before_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gate_that_takes_long_says_so_before_it_runs(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(kv_validity, "ANNOUNCED_S", 0.0)
     with (
         tiny.engine(tiny.llama(), tmp_path / "s") as engine,
@@ -204,7 +197,7 @@ def test_a_gate_that_takes_long_says_so_before_it_runs(
 
 
 @pytest.mark.parametrize("name", tiny.REFUSED)
-def test_family_is_refused_with_one_sentence(name: str) -> None:
+def test_family_is_refused_with_one_sentence(name):
     adapter = tiny.adapter(tiny.family(name))
     result = verify(adapter)
     assert result.verdict == "refused"
@@ -214,7 +207,7 @@ def test_family_is_refused_with_one_sentence(name: str) -> None:
         adapter.require_blendable()
 
 
-def test_refused_model_answers_in_mode_full_only(tmp_path: Path) -> None:
+def test_refused_model_answers_in_mode_full_only(tmp_path):
     model = tiny.family("gpt2")
     with BlendEngine(model, tmp_path / "store", tokenizer=tiny.tokenizer()) as engine:
         full = engine.generate("hello there", Options(mode="full", max_new_tokens=4))

@@ -36,17 +36,13 @@ def unchanged(adapter: ModelAdapter) -> Iterator[None]:
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("policy", ["hkvd", "query"])
-def test_the_model_is_untouched_after_a_fusion(
-    adapter: ModelAdapter, policy: str, fast: bool
-) -> None:
+def test_the_model_is_untouched_after_a_fusion(adapter, policy, fast):
     with unchanged(adapter):
         tiny.fuse(Fusor(adapter, fast_attention=fast), IDS, exact_spans(adapter), policy, 0.2)
 
 
 @pytest.mark.parametrize(("layer", "part"), [(0, "mlp"), (1, "self_attn"), (3, "mlp")])
-def test_the_model_is_untouched_after_an_exception_in_a_layer(
-    fusor: Fusor, layer: int, part: str
-) -> None:
+def test_the_model_is_untouched_after_an_exception_in_a_layer(fusor, layer, part):
     def explode(*_: Any) -> None:
         raise ZeroDivisionError
 
@@ -60,14 +56,14 @@ def test_the_model_is_untouched_after_an_exception_in_a_layer(
         tiny.fuse(fusor, IDS, spans, "hkvd", 0.2)
 
 
-def test_the_model_is_untouched_after_corrupt_bytes(fusor: Fusor) -> None:
+def test_the_model_is_untouched_after_corrupt_bytes(fusor):
     good = exact_spans(fusor.adapter)[0]
     bad = replace(good, reader=tiny.Held(good.reader.kv, fails_at=1))  # type: ignore[attr-defined]
     with unchanged(fusor.adapter), pytest.raises(SpanCorruptError):
         tiny.fuse(fusor, IDS, [bad], "hkvd", 0.2)
 
 
-def test_a_context_left_without_a_forward_leaves_nothing(fusor: Fusor) -> None:
+def test_a_context_left_without_a_forward_leaves_nothing(fusor):
     request = tiny.request(IDS, exact_spans(fusor.adapter))
     cache = fusor.new_cache(N, 4)
 
@@ -82,7 +78,7 @@ def test_a_context_left_without_a_forward_leaves_nothing(fusor: Fusor) -> None:
 
 
 @torch.inference_mode()
-def test_hooks_serve_exactly_one_forward(fusor: Fusor) -> None:
+def test_hooks_serve_exactly_one_forward(fusor):
     request = tiny.request(IDS, exact_spans(fusor.adapter), "reuse")
     cache = fusor.new_cache(N, 4)
     token = torch.tensor([[7]])
@@ -97,8 +93,8 @@ def test_hooks_serve_exactly_one_forward(fusor: Fusor) -> None:
 
 @pytest.mark.parametrize("after", [0, LAYERS + 1], ids=("scout", "later"))
 def test_a_forward_abandoned_in_another_thread_than_its_fusion_began_in_leaves_nothing(
-    fusor: Fusor, after: int
-) -> None:
+    fusor, after
+):
     calls = iter(range(100))
 
     def check() -> None:

@@ -93,7 +93,7 @@ def settles_at(reader: tiny.Held, layers: int) -> bool:
     return len(reader.read) == layers
 
 
-def test_layers_arrive_in_order_and_a_layer_is_ready_before_the_next_is_read(kv: ChunkKV) -> None:
+def test_layers_arrive_in_order_and_a_layer_is_ready_before_the_next_is_read(kv):
     log: list[tuple[str, int]] = []
     first, second = Gated(kv, log, "a"), Gated(kv, log, "b")
     held = buffers()
@@ -116,7 +116,7 @@ def test_layers_arrive_in_order_and_a_layer_is_ready_before_the_next_is_read(kv:
     assert log == [(name, layer) for layer in range(LAYERS) for name in "ab"]
 
 
-def test_layers_are_read_ahead_of_compute_in_another_thread(kv: ChunkKV) -> None:
+def test_layers_are_read_ahead_of_compute_in_another_thread(kv):
     reader = Gated(kv, [])
     reader.open_all()
     with loading(whole(reader), start=False) as loader:
@@ -127,7 +127,7 @@ def test_layers_are_read_ahead_of_compute_in_another_thread(kv: ChunkKV) -> None
         assert loader._ring._slots == []  # read in place
 
 
-def test_only_wanted_layers_are_read_and_need_slots(kv: ChunkKV) -> None:
+def test_only_wanted_layers_are_read_and_need_slots(kv):
     for span_of in (whole, cut):
         reader, held = tiny.Held(kv), buffers()
         span = span_of(reader)
@@ -146,8 +146,8 @@ def test_only_wanted_layers_are_read_and_need_slots(kv: ChunkKV) -> None:
     ("error", "raised_as"), [(CorruptKVError, SpanCorruptError), (OSError, OSError)]
 )
 def test_an_error_of_a_layer_is_raised_to_who_waits_for_it_and_names_its_span(
-    kv: ChunkKV, span_of: Any, error: type[Exception], raised_as: type[Exception]
-) -> None:
+    kv, span_of, error, raised_as
+):
     bad = span_of(tiny.Held(kv, fails_at=2, error=error))
     with loading(LoadedSpan(0, 3, tiny.Held(kv), 0, False), bad) as loader:
         with pytest.raises(raised_as, match="cannot be read") as raised:
@@ -155,7 +155,7 @@ def test_an_error_of_a_layer_is_raised_to_who_waits_for_it_and_names_its_span(
         assert getattr(raised.value, "span", bad) is bad
 
 
-def test_a_loader_that_met_a_corrupt_layer_holds_no_buffers_once_it_is_dropped(kv: ChunkKV) -> None:
+def test_a_loader_that_met_a_corrupt_layer_holds_no_buffers_once_it_is_dropped(kv):
     """Its error's frames hold the loader: until garbage is collected, if it kept the error."""
     gc.collect()
     gc.disable()
@@ -172,7 +172,7 @@ def test_a_loader_that_met_a_corrupt_layer_holds_no_buffers_once_it_is_dropped(k
         gc.enable()
 
 
-def test_close_stops_reading_and_joins_the_thread(kv: ChunkKV) -> None:
+def test_close_stops_reading_and_joins_the_thread(kv):
     reader = Gated(kv, [])
     with loading(whole(reader)) as loader:
         threading.Timer(0.05, reader.open_all).start()
@@ -183,7 +183,7 @@ def test_close_stops_reading_and_joins_the_thread(kv: ChunkKV) -> None:
         pass  # closed before it was started
 
 
-def test_load_seconds_count_reading_only(kv: ChunkKV) -> None:
+def test_load_seconds_count_reading_only(kv):
     reader, began = Gated(kv, []), time.perf_counter()
     with loading(whole(reader), start=False) as loader:
         time.sleep(0.1)
@@ -197,7 +197,7 @@ def test_load_seconds_count_reading_only(kv: ChunkKV) -> None:
 # -- staging ------------------------------------------------------------------------------------
 
 
-def test_reading_runs_two_layers_ahead_and_waits_for_a_slot(kv: ChunkKV) -> None:
+def test_reading_runs_two_layers_ahead_and_waits_for_a_slot(kv):
     reader, held = tiny.Held(kv), buffers()
     with loading(cut(reader), into=held) as loader:
         assert settles_at(reader, 2)
@@ -211,7 +211,7 @@ def test_reading_runs_two_layers_ahead_and_waits_for_a_slot(kv: ChunkKV) -> None
 
 
 @pytest.mark.parametrize("seen", [0, 4])
-def test_a_closed_loader_stops_waiting_for_slots_and_frees_them(kv: ChunkKV, seen: int) -> None:
+def test_a_closed_loader_stops_waiting_for_slots_and_frees_them(kv, seen):
     """A prompt prefilled with others keeps its loader until its answer is there."""
     reader, held = tiny.Held(kv), buffers()
     with loading(cut(reader), into=held) as loader:
@@ -249,9 +249,7 @@ HARMLESS = ("select", "slice", "view", "alias", "detach", "unsqueeze", "as_strid
 
 
 @pytest.mark.parametrize("tier", ["disk", "memory"])
-def test_the_reading_thread_runs_no_torch_kernel(
-    adapter: ModelAdapter, kv: ChunkKV, tmp_path: Any, tier: str
-) -> None:
+def test_the_reading_thread_runs_no_torch_kernel(adapter, kv, tmp_path, tier):
     namespace, key = "a" * 64, "b" * 64
     store = open_store(tmp_path / "s", 1 << 24 if tier == "memory" else 0, 1 << 30)
     try:

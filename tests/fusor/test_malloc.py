@@ -33,7 +33,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc, other rules")
-def test_blocks_that_a_layer_frees_are_used_by_the_next() -> None:
+def test_blocks_that_a_layer_frees_are_used_by_the_next():
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD" and "MALLOC" not in k}
     environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, "-c", SCRIPT]
@@ -44,7 +44,7 @@ def test_blocks_that_a_layer_frees_are_used_by_the_next() -> None:
     assert int(done.stdout) < pages / 50  # otherwise four of five pages fault, in most processes
 
 
-def test_a_fusor_on_the_cpu_keeps_freed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fusor_on_the_cpu_keeps_freed_blocks(monkeypatch):
     called: list[bool] = []
     monkeypatch.setattr("blendrag.fusor.fusor.keep_freed_blocks", lambda: called.append(True))
     Fusor(tiny.adapter(tiny.llama()))

@@ -84,7 +84,7 @@ def assert_as_alone(fusor: Fusor, asked: Asked, got: Prefilled | Exception) -> N
 @pytest.mark.parametrize(
     "name", ["mistral", "gpt_neox", pytest.param("qwen3_moe", marks=pytest.mark.slow)]
 )
-def test_prompts_in_one_forward_get_what_they_get_alone(name: str) -> None:
+def test_prompts_in_one_forward_get_what_they_get_alone(name):
     fusor = Fusor(tiny.adapter(tiny.family(name)))
     assert fusor.packs
     outcomes = fusor.batched_prefill([prompt(fusor.adapter, asked) for asked in VARIED])
@@ -95,7 +95,7 @@ def test_prompts_in_one_forward_get_what_they_get_alone(name: str) -> None:
         assert tiny.difference(logits, fusor.first_logits([one])[0]) < 1e-4
 
 
-def test_prompts_share_each_layer_the_scout_pass_and_the_peek(fusor: Fusor) -> None:
+def test_prompts_share_each_layer_the_scout_pass_and_the_peek(fusor):
     asked = [Asked(80 + i, ((5, 60),), "query", 0.2) for i in range(3)]
     asked += [Asked(70, ((5, 60),), "reuse"), Asked(90, ((5, 60),), "hkvd", 0.2)]
     prompts = [prompt(fusor.adapter, one) for one in asked]
@@ -120,7 +120,7 @@ def greedy(adapter: ModelAdapter, ids: torch.Tensor, cache: Any, n: int = NEW_TO
     return tokens[0, ids.shape[1] :]
 
 
-def test_an_answer_longer_than_its_room_harms_no_other(fusor: Fusor) -> None:
+def test_an_answer_longer_than_its_room_harms_no_other(fusor):
     first, second = fusor.batched_prefill([prompt(fusor.adapter, BOTH) for _ in range(2)])
     assert isinstance(first, Prefilled)
     assert isinstance(second, Prefilled)
@@ -153,9 +153,7 @@ def leaving(after: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(("asked", "layer"), [(HKVD, 3), (QUERY, 0), (BOTH, 1)])
-def test_a_prompt_whose_kv_is_corrupt_leaves_and_the_others_get_theirs(
-    fusor: Fusor, asked: Asked, layer: int
-) -> None:
+def test_a_prompt_whose_kv_is_corrupt_leaves_and_the_others_get_theirs(fusor, asked, layer):
     others = VARIED[1:4]
     prompts = [prompt(fusor.adapter, one) for one in others]
     prompts.insert(2, damaged(fusor.adapter, asked, layer))
@@ -168,7 +166,7 @@ def test_a_prompt_whose_kv_is_corrupt_leaves_and_the_others_get_theirs(
 
 
 @pytest.mark.parametrize(("prompts", "layer"), [(1, 1), (3, 3)])
-def test_a_pack_that_all_prompts_left_ends(fusor: Fusor, prompts: int, layer: int) -> None:
+def test_a_pack_that_all_prompts_left_ends(fusor, prompts, layer):
     for asked in (BOTH, QUERY):
         leavers = [damaged(fusor.adapter, asked, layer) for _ in range(prompts)]
         with rows_through([fusor.adapter.stack.layers[3].mlp]) as (last,):
@@ -180,7 +178,7 @@ def test_a_pack_that_all_prompts_left_ends(fusor: Fusor, prompts: int, layer: in
 
 @pytest.mark.parametrize("asked", [QUERY, REUSE], ids=lambda asked: asked.policy)
 @pytest.mark.parametrize("after", [0, 5])
-def test_a_caller_who_has_gone_leaves_alone(fusor: Fusor, asked: Asked, after: int) -> None:
+def test_a_caller_who_has_gone_leaves_alone(fusor, asked, after):
     prompts = [prompt(fusor.adapter, HKVD), prompt(fusor.adapter, asked, check=leaving(after))]
     first, second = fusor.batched_prefill(prompts)
     assert_as_alone(fusor, HKVD, first)
@@ -190,7 +188,7 @@ def test_a_caller_who_has_gone_leaves_alone(fusor: Fusor, asked: Asked, after: i
         assert isinstance(second, RequestCancelled)
 
 
-def test_errors_of_prompts_hold_no_kv(fusor: Fusor) -> None:
+def test_errors_of_prompts_hold_no_kv(fusor):
     """Not even until garbage is collected: the errors hold no frame of the forward."""
     gc.collect()
     gc.disable()
@@ -216,7 +214,7 @@ class Failing(HKVDPolicy):
         return super().select(layer, view, budget)
 
 
-def test_rows_of_a_prompt_that_fails_are_computed_to_the_end_of_the_layer(fusor: Fusor) -> None:
+def test_rows_of_a_prompt_that_fails_are_computed_to_the_end_of_the_layer(fusor):
     asked, other = Asked(110, ((5, 60),), "hkvd", 0.2), Asked(90, ((5, 60),), "reuse")
     request = tiny.request(
         asked.ids, asked.spans(fusor.adapter), Failing(), asked.ratio, "constant"
@@ -235,7 +233,7 @@ def test_rows_of_a_prompt_that_fails_are_computed_to_the_end_of_the_layer(fusor:
     assert_as_alone(fusor, other, last)
 
 
-def test_the_model_is_untouched_afterwards(fusor: Fusor) -> None:
+def test_the_model_is_untouched_afterwards(fusor):
     expected = tiny.stock(fusor.adapter.model, HKVD.ids)
     (got,) = fusor.batched_prefill([prompt(fusor.adapter, QUERY)])
     assert_untouched(fusor.adapter)
@@ -246,7 +244,7 @@ def test_the_model_is_untouched_afterwards(fusor: Fusor) -> None:
     assert torch.equal(tiny.stock(fusor.adapter.model, HKVD.ids), expected)
 
 
-def test_models_whose_attention_takes_masks_are_not_packed() -> None:
+def test_models_whose_attention_takes_masks_are_not_packed():
     assert not Fusor(tiny.adapter(tiny.family("gemma2", attn_implementation="eager"))).packs
     assert not Fusor(tiny.adapter(tiny.family("stablelm"))).packs
     assert not Fusor(tiny.adapter(tiny.llama()), fast_attention=False).packs

@@ -71,9 +71,7 @@ def chosen_sets(
     st.sampled_from(["constant", "linear", "geometric:0.4", "first:1", "first:2", "5,3,1,1,0"]),
     st.integers(0, 100),
 )
-def test_sets_are_nested_ascending_and_within_the_budget(
-    name: str, geometry: PromptGeometry, ratio: float, schedule: str, seed: int
-) -> None:
+def test_sets_are_nested_ascending_and_within_the_budget(name, geometry, ratio, schedule, seed):
     sets, budgets = chosen_sets(name, geometry, ratio, schedule, 6, seed)
     everywhere = set(candidates(geometry).tolist())
     for chosen in sets:
@@ -90,7 +88,7 @@ def test_sets_are_nested_ascending_and_within_the_budget(
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "boundary(3)", " blend(7) ", "query(50-100)"])
-def test_a_policy_is_made_by_its_name_and_prints_it(name: str) -> None:
+def test_a_policy_is_made_by_its_name_and_prints_it(name):
     made = make_policy(name)
     assert str(made).startswith(name.strip())
     assert str(make_policy(str(made))) == str(made)
@@ -115,12 +113,12 @@ def test_a_policy_is_made_by_its_name_and_prints_it(name: str) -> None:
         f"boundary({10**20})",
     ],
 )
-def test_a_bad_policy_is_one_sentence(text: str) -> None:
+def test_a_bad_policy_is_one_sentence(text):
     with tiny.refuses("policy"):
         make_policy(text)
 
 
-def test_random_is_the_same_for_the_same_prompt_only() -> None:
+def test_random_is_the_same_for_the_same_prompt_only():
     one = PromptGeometry(500, ((5, 205), (210, 400)), (400, 500))
     other = PromptGeometry(501, ((5, 205), (210, 400)), (400, 501))
     entered = [
@@ -130,7 +128,7 @@ def test_random_is_the_same_for_the_same_prompt_only() -> None:
     assert entered[0] == entered[1] != entered[2]
 
 
-def test_hkvd_once_compares_values_alone_and_only_once() -> None:
+def test_hkvd_once_compares_values_alone_and_only_once():
     geometry = PromptGeometry(12, ((0, 10),), (10, 12))
     loaded, fresh_k, fresh_v = (torch.ones(2, 10, 4) for _ in range(3))
     fresh_k[:, 2] = 50.0
@@ -143,7 +141,7 @@ def test_hkvd_once_compares_values_alone_and_only_once() -> None:
     assert policy.select(2, blind_view(geometry, torch.tensor([2, 7])), 1).tolist() == [2, 7]
 
 
-def test_deviation_weighs_keys_and_values_alike() -> None:
+def test_deviation_weighs_keys_and_values_alike():
     fresh_k, fresh_v = torch.full((2, 5, 4), 100.0), torch.ones(2, 5, 4)
     loaded = fresh_k.clone(), fresh_v.clone()
     fresh_k[:, 1] *= 2
@@ -154,7 +152,7 @@ def test_deviation_weighs_keys_and_values_alike() -> None:
     assert float(view.deviation[[0, 2, 4]].abs().max()) == 0.0
 
 
-def test_blend_spends_at_most_a_tenth_of_the_budget_on_chunk_heads() -> None:
+def test_blend_spends_at_most_a_tenth_of_the_budget_on_chunk_heads():
     geometry = PromptGeometry(105, ((5, 55), (55, 100)), (100, 105))
     attention = torch.full((95,), 0.5)
     attention[[0, 1, 50, 51]] = 0.0  # the heads
@@ -170,7 +168,7 @@ def test_blend_spends_at_most_a_tenth_of_the_budget_on_chunk_heads() -> None:
     assert not chosen(19) & {5, 6, 55, 56}
 
 
-def test_boundary_finds_heads_at_layer_zero_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boundary_finds_heads_at_layer_zero_alone(monkeypatch):
     geometry = PromptGeometry(60, ((0, 20), (20, 50)), (50, 60))
     policy = make_policy("boundary(3)")
     heads = policy.select(0, blind_view(geometry), 0)
@@ -181,7 +179,7 @@ def test_boundary_finds_heads_at_layer_zero_alone(monkeypatch: pytest.MonkeyPatc
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_rows_planned_at_once_are_those_chosen_layer_by_layer(data: st.DataObject) -> None:
+def test_rows_planned_at_once_are_those_chosen_layer_by_layer(data):
     """The reference is :func:`top`, called for each layer with the tokens of the layer before."""
     geometry = data.draw(geometries())
     n = geometry.prompt_tokens
@@ -204,7 +202,7 @@ def test_rows_planned_at_once_are_those_chosen_layer_by_layer(data: st.DataObjec
         arriving = rows.positions
 
 
-def test_the_scout_pass_of_query_ends_early_in_deep_models_only() -> None:
+def test_the_scout_pass_of_query_ends_early_in_deep_models_only():
     for name in ("query", "query+hkvd"):
         policy = make_policy(name)
         assert policy.attention_layers(32) == range(16, 32)

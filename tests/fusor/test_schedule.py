@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,9 +32,7 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
 
 @settings(max_examples=120, deadline=None)
 @given(schedules(), st.floats(0.0, 1.0), st.integers(0, 4000))
-def test_shares_have_mean_r_counts_sum_to_it_and_neither_increases(
-    drawn: tuple[Schedule, int], ratio: float, candidates: int
-) -> None:
+def test_shares_have_mean_r_counts_sum_to_it_and_neither_increases(drawn, ratio, candidates):
     schedule, layers = drawn
     shares = schedule.shares(ratio, layers)
     assert len(shares) == layers - 1
@@ -49,7 +46,7 @@ def test_shares_have_mean_r_counts_sum_to_it_and_neither_increases(
     assert counts == sorted(counts, reverse=True)
 
 
-def test_what_the_cap_takes_goes_to_later_layers() -> None:
+def test_what_the_cap_takes_goes_to_later_layers():
     shares = Schedule.parse("geometric:0.2").shares(0.5, 5)
     assert shares[0] == 1.0
     assert sum(shares) == pytest.approx(2.0)
@@ -72,14 +69,14 @@ def test_what_the_cap_takes_goes_to_later_layers() -> None:
         ("constant", 0.5, []),
     ],
 )
-def test_shapes_are_what_their_names_say(text: Any, ratio: float, shares: list[float]) -> None:
+def test_shapes_are_what_their_names_say(text, ratio, shares):
     got = Schedule.parse(text).shares(ratio, len(shares) + 1)
     assert got == pytest.approx(shares)
     assert got == sorted(got, reverse=True)
 
 
 @pytest.mark.parametrize("weights", ["3,1,2", [3.0, 1.0, 2.0]])
-def test_a_vector_that_rises_is_refused_because_sets_are_nested(weights: Any) -> None:
+def test_a_vector_that_rises_is_refused_because_sets_are_nested(weights):
     with tiny.refuses("rises from 1 to 2 at layer 3"):
         Schedule.parse(weights)
 
@@ -88,7 +85,7 @@ def test_a_vector_that_rises_is_refused_because_sets_are_nested(weights: Any) ->
     "text",
     ["constant", "linear", "geometric:0.6", "first:3", "3,2,1"],
 )
-def test_a_schedule_prints_as_it_is_read(text: str) -> None:
+def test_a_schedule_prints_as_it_is_read(text):
     assert str(Schedule.parse(text)) == text
     assert Schedule.parse(str(Schedule.parse(text))) == Schedule.parse(text)
     assert Schedule.parse("geometric:") == Schedule.parse("geometric")
@@ -103,17 +100,17 @@ def test_a_schedule_prints_as_it_is_read(text: str) -> None:
         "calibrated", [], [0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0],
     ],
 )  # fmt: skip
-def test_a_bad_schedule_is_one_sentence(text: Any) -> None:
+def test_a_bad_schedule_is_one_sentence(text):
     with tiny.refuses("schedule"):
         Schedule.parse(text)
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan")])
-def test_a_ratio_outside_zero_to_one_is_refused(ratio: float) -> None:
+def test_a_ratio_outside_zero_to_one_is_refused(ratio):
     with pytest.raises(InvalidInputError, match="outside"):
         Schedule.parse("constant").shares(ratio, 4)
 
 
-def test_a_vector_of_another_length_says_how_many_are_needed() -> None:
+def test_a_vector_of_another_length_says_how_many_are_needed():
     with pytest.raises(InvalidInputError, match=r"has 2 entries, this model needs 3"):
         Schedule.parse("2,1").shares(0.2, 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from blendrag.fusor import Fusor, attention, scout
 from blendrag.fusor.selection import LayerView
 from blendrag.fusor.selection.blend import BlendPolicy
 from blendrag.fusor.selection.query import QueryPolicy
-from blendrag.model import ModelAdapter
 from fusor.two_chunks import (
     CANDIDATES,
     CHUNKS,
@@ -68,7 +66,7 @@ def assert_observed(policy: Recording | RecordingBlend, expected: torch.Tensor) 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt_neox", "cohere2"])
-def test_over_exact_kv_the_scout_observes_eager_attention(name: str) -> None:
+def test_over_exact_kv_the_scout_observes_eager_attention(name):
     adapter = tiny.adapter(tiny.family(name, initializer_range=0.3))  # tokens differ in attention
     policy, roots = Recording(), RecordingBlend()
     fusor = Fusor(adapter)
@@ -85,9 +83,7 @@ def test_over_exact_kv_the_scout_observes_eager_attention(name: str) -> None:
     assert_observed(roots, stock_attention(adapter.model, range(LAYERS // 4, LAYERS), sqrt=True))
 
 
-def test_attention_in_blocks_of_rows_is_the_same(
-    fusor: Fusor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_in_blocks_of_rows_is_the_same(fusor, monkeypatch):
     whole, blocks = Recording(), Recording()
     tiny.fuse(fusor, IDS, exact_spans(fusor.adapter, 1.0), whole, 0.3)
     monkeypatch.setattr(scout, "BLOCK_WEIGHTS", 4 * N * 7)  # 7 rows of four heads
@@ -95,7 +91,7 @@ def test_attention_in_blocks_of_rows_is_the_same(
     assert tiny.difference(whole.attention, blocks.attention) < 1e-5
 
 
-def test_the_tokens_attended_most_are_chosen_in_nested_sets(fusor: Fusor) -> None:
+def test_the_tokens_attended_most_are_chosen_in_nested_sets(fusor):
     policy = Recording()
     _, _, fusion = tiny.fuse(fusor, IDS, exact_spans(fusor.adapter, 3.0), policy, 0.2, "9,3,1")
     ranked = EVERYWHERE[policy.attention.argsort(descending=True)].tolist()
@@ -106,7 +102,7 @@ def test_the_tokens_attended_most_are_chosen_in_nested_sets(fusor: Fusor) -> Non
     assert abs(counts.ratio - 0.2) <= 0.5 / ((LAYERS - 1) * CANDIDATES)
 
 
-def test_the_scout_is_counted_and_layer_zero_is_not_computed_for_all(fusor: Fusor) -> None:
+def test_the_scout_is_counted_and_layer_zero_is_not_computed_for_all(fusor):
     spans = exact_spans(fusor.adapter, 1.0)
     with rows_through([layer.mlp for layer in fusor.adapter.stack.layers]) as seen:
         _, _, fusion = tiny.fuse(fusor, IDS, spans, "query", 0.2, "constant", all_rows=True)
@@ -120,7 +116,7 @@ def test_the_scout_is_counted_and_layer_zero_is_not_computed_for_all(fusor: Fuso
     assert counts.charged_ratio == pytest.approx(counts.ratio, abs=1 / CANDIDATES)
 
 
-def test_query_repairs_what_the_question_attends_to_most(fusor: Fusor) -> None:
+def test_query_repairs_what_the_question_attends_to_most(fusor):
     """One token's KV is useless: repaired by query exactly if the question attends to it."""
     policy = Recording()
     tiny.fuse(fusor, IDS, exact_spans(fusor.adapter), policy, 0.1)
@@ -145,7 +141,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("deaf")
-def test_if_attention_cannot_be_observed_the_fallback_decides(adapter: ModelAdapter) -> None:
+def test_if_attention_cannot_be_observed_the_fallback_decides(adapter):
     fusor = Fusor(adapter)
     assert not fusor.fast_attention
     logits, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter), "query", 0.3)
@@ -155,7 +151,7 @@ def test_if_attention_cannot_be_observed_the_fallback_decides(adapter: ModelAdap
 
 
 @pytest.mark.usefixtures("deaf")
-def test_the_metrics_name_the_policy_that_decided(tmp_path: Path) -> None:
+def test_the_metrics_name_the_policy_that_decided(tmp_path):
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(0)])
         prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
@@ -176,7 +172,7 @@ class Squares(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["mistral", "cohere2"])
-def test_no_mask_of_the_whole_prompt_is_made_for_sliding_windows(name: str) -> None:
+def test_no_mask_of_the_whole_prompt_is_made_for_sliding_windows(name):
     """At 32,000 tokens it would take a gigabyte."""
     adapter = tiny.adapter(tiny.family(name))
     fusor, spans = Fusor(adapter), exact_spans(adapter)

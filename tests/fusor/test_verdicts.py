@@ -21,9 +21,7 @@ def database(cache: Path) -> Path:
     return cache / "verdicts" / "cache.db"
 
 
-def test_a_verdict_holds_for_its_model_device_libraries_and_gate(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verdict_holds_for_its_model_device_libraries_and_gate(empty_cache, monkeypatch):
     assert verdicts.recall(NAMESPACE, CPU) is None
     verdicts.remember(NAMESPACE, CPU, VERDICT)
     assert verdicts.recall(NAMESPACE, CPU) == VERDICT
@@ -40,9 +38,7 @@ def test_a_verdict_holds_for_its_model_device_libraries_and_gate(
 @pytest.mark.parametrize(
     ("mode", "value"), [(4, pickle.dumps("x")), (2, b"x"), (3, None), (1, 1.5)]
 )
-def test_an_entry_that_is_not_a_json_verdict_is_ignored(
-    empty_cache: Path, mode: int, value: object
-) -> None:
+def test_an_entry_that_is_not_a_json_verdict_is_ignored(empty_cache, mode, value):
     verdicts.remember(NAMESPACE, CPU, VERDICT)
     with sqlite3.connect(database(empty_cache)) as db:
         changed = db.execute("UPDATE Cache SET mode = ?, value = ?", (mode, value))
@@ -52,9 +48,7 @@ def test_an_entry_that_is_not_a_json_verdict_is_ignored(
     assert verdicts.recall(NAMESPACE, CPU) == VERDICT
 
 
-def test_an_incomplete_verdict_is_ignored(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_verdict_is_ignored(empty_cache, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Verification, "as_dict", lambda self: {"verdict": "blendable"})
         verdicts.remember(NAMESPACE, CPU, VERDICT)
@@ -62,9 +56,7 @@ def test_an_incomplete_verdict_is_ignored(
 
 
 @pytest.mark.parametrize("is_damaged", [True, False], ids=("damaged", "cannot be made"))
-def test_an_unusable_database_holds_no_verdicts_and_raises_nothing(
-    empty_cache: Path, is_damaged: bool
-) -> None:
+def test_an_unusable_database_holds_no_verdicts_and_raises_nothing(empty_cache, is_damaged):
     if is_damaged:
         database(empty_cache).parent.mkdir(parents=True)
         database(empty_cache).write_bytes(b"not a database" * 100)

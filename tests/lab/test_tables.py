@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from blendrag.lab.tables import ResultTable, figure, interval, number, spread, table
 
 
-def test_a_table_is_printed_as_markdown_and_on_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_table_is_printed_as_markdown_and_on_a_terminal(capsys):
     made = table(
         [("way", lambda row: row[0]), ("ms", lambda row: figure(row[1]))],
         [("a|b", 1.0), ("[c]", 2345.6)],
@@ -25,11 +21,11 @@ def test_a_table_is_printed_as_markdown_and_on_a_terminal(
         assert text in printed
 
 
-def test_a_table_without_title_is_its_grid() -> None:
+def test_a_table_without_title_is_its_grid():
     assert ResultTable(("a",), [("1",)]).markdown() == "| a |\n| --- |\n| 1 |"
 
 
-def test_numbers_have_three_digits_or_all_before_the_point() -> None:
+def test_numbers_have_three_digits_or_all_before_the_point():
     assert [figure(x) for x in (0.012345, 12.34, 99.96, 12345.6)] == [
         "0.0123",
         "12.3",

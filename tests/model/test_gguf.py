@@ -79,7 +79,7 @@ def write_gguf(path: Path, architecture: str) -> Path:
     return path
 
 
-def test_it_is_unpacked_once_to_the_same_model(file: Path, cache: Path) -> None:
+def test_it_is_unpacked_once_to_the_same_model(file, cache):
     adapter = load_adapter(str(file), "float32")
     expected = tiny.llama().to(torch.bfloat16).float().state_dict()
     for name, tensor in adapter.model.state_dict().items():
@@ -91,14 +91,14 @@ def test_it_is_unpacked_once_to_the_same_model(file: Path, cache: Path) -> None:
     assert adapter.tokens.tokenizer("the town").input_ids == tiny.tokenizer()("the town").input_ids
 
 
-def test_an_engine_blends_it(file: Path, tmp_path: Path) -> None:
+def test_an_engine_blends_it(file, tmp_path):
     with tiny.engine(str(file), tmp_path / "s", tokenizer=None) as engine:
         engine.ingest([tiny.document(i) for i in range(2)])
         answer = engine.generate(tiny.prompt(engine, 0, 1), Options(max_new_tokens=2))
     assert answer.metrics.reused_tokens > 0
 
 
-def test_a_changed_file_replaces_what_was_unpacked(file: Path, cache: Path) -> None:
+def test_a_changed_file_replaces_what_was_unpacked(file, cache):
     first = unpacked_directory(str(file))
     os.utime(file, ns=(1, 1))
     second = unpacked_directory(str(file))
@@ -106,7 +106,7 @@ def test_a_changed_file_replaces_what_was_unpacked(file: Path, cache: Path) -> N
     assert [path for path in cache.iterdir() if path.is_dir()] == [second]
 
 
-def test_its_name_is_absolute(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_name_is_absolute(file, monkeypatch):
     monkeypatch.chdir(file.parent)
     assert absolute_model("tiny.gguf") == str(file)
     assert is_gguf("owner/models:tiny.gguf")
@@ -121,7 +121,7 @@ def failing(name: Any) -> str:
     return said
 
 
-def test_a_truncated_file_says_to_download_it_again(file: Path, cache: Path) -> None:
+def test_a_truncated_file_says_to_download_it_again(file, cache):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert "tiny.gguf is not a complete GGUF file" in failing(file)
     file.write_bytes(b"no GGUF at all")
@@ -129,19 +129,17 @@ def test_a_truncated_file_says_to_download_it_again(file: Path, cache: Path) -> 
     assert not any(path.is_dir() for path in cache.iterdir())
 
 
-def test_an_unknown_architecture_is_refused(tmp_path: Path, cache: Path) -> None:
+def test_an_unknown_architecture_is_refused(tmp_path, cache):
     other = write_gguf(tmp_path / "other.gguf", "unheard")
     assert "unheard" in failing(other)
     assert not any(path.is_dir() for path in cache.iterdir())
 
 
-def test_a_missing_file_is_named(tmp_path: Path, cache: Path) -> None:
+def test_a_missing_file_is_named(tmp_path, cache):
     assert "there is no file" in failing(tmp_path / "missing.gguf")
 
 
-def test_too_little_room_is_noticed_before_unpacking(
-    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_is_noticed_before_unpacking(file, cache, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
     assert "make room or name another directory in BLENDRAG_CACHE" in failing(file)

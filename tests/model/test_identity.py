@@ -17,7 +17,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import gate
-from blendrag.model import ModelAdapter, fingerprint
+from blendrag.model import fingerprint
 from blendrag.model.tokens import Tokens
 from blendrag.store.identity import chunk_key, digest_fields
 
@@ -48,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- the key ------------------------------------------------------------------------------------
 
 
-def test_whatever_changes_the_kv_changes_the_namespace() -> None:
+def test_whatever_changes_the_kv_changes_the_namespace():
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     changes: list[dict[str, Any]] = [
         {},
@@ -63,7 +63,7 @@ def test_whatever_changes_the_kv_changes_the_namespace() -> None:
     assert namespace(tiny.llama()) == names[0]
 
 
-def test_the_key_separates_prefix_from_chunk_and_depends_on_order() -> None:
+def test_the_key_separates_prefix_from_chunk_and_depends_on_order():
     fields = [((1,), (2, 3)), ((1, 2), (3,)), ((), (1, 2, 3)), ((1,), (3, 2))]
     keys = {chunk_key("n", *each) for each in fields} | {chunk_key("m", (1,), (2, 3))}
     assert len(keys) == 5
@@ -71,7 +71,7 @@ def test_the_key_separates_prefix_from_chunk_and_depends_on_order() -> None:
     assert digest_fields([b"ab", b"c"]) != digest_fields([b"a", b"bc"])
 
 
-def test_a_call_of_the_tokenizer_does_not_change_its_fingerprint() -> None:
+def test_a_call_of_the_tokenizer_does_not_change_its_fingerprint():
     tokenizer = tiny.tokenizer()
     before = Tokens(tokenizer).fingerprint
     tokenizer(["a", "a longer text"], padding=True, truncation=True, max_length=3)
@@ -102,7 +102,7 @@ CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
-def test_a_changed_weight_is_another_identity() -> None:
+def test_a_changed_weight_is_another_identity():
     model = tiny.llama()
     adapter = tiny.adapter(model)
     seen = [adapter.identity]
@@ -118,7 +118,7 @@ def test_a_changed_weight_is_another_identity() -> None:
     assert adapter.identity.namespace not in {each.namespace for each in seen}
 
 
-def test_kv_from_before_a_weight_changed_is_never_used(store: Path) -> None:
+def test_kv_from_before_a_weight_changed_is_never_used(store):
     model = tiny.llama()
     with tiny.engine(model, store) as engine:
         assert engine.generate(tiny.prompt(engine, 0)).metrics.reused_tokens > 0
@@ -130,7 +130,7 @@ def test_kv_from_before_a_weight_changed_is_never_used(store: Path) -> None:
         assert again.text == engine.generate(tiny.prompt(engine, 0), Options(mode="full")).text
 
 
-def test_a_long_prompt_does_not_change_the_identity_of_a_length_dependent_rotary() -> None:
+def test_a_long_prompt_does_not_change_the_identity_of_a_length_dependent_rotary():
     rope = {
         "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0,
         "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
@@ -143,7 +143,7 @@ def test_a_long_prompt_does_not_change_the_identity_of_a_length_dependent_rotary
     assert adapter.identity == before
 
 
-def test_the_identity_waits_for_a_request_in_progress(adapter: ModelAdapter) -> None:
+def test_the_identity_waits_for_a_request_in_progress(adapter):
     with ThreadPoolExecutor(1) as pool:
         with adapter.lock:
             identity = pool.submit(lambda: adapter.identity)
@@ -171,7 +171,7 @@ def with_lora(*names: str, seed: int = 0) -> Any:
     return wrapped.eval()
 
 
-def test_each_lora_adapter_has_its_own_namespace_and_passes_the_gate() -> None:
+def test_each_lora_adapter_has_its_own_namespace_and_passes_the_gate():
     adapter = tiny.adapter(with_lora("first"))
     assert gate.verify(adapter).blendable
     assert adapter.identity.adapters
@@ -180,7 +180,7 @@ def test_each_lora_adapter_has_its_own_namespace_and_passes_the_gate() -> None:
     assert namespace(with_lora("first", "second")) == own  # the second is not active
 
 
-def test_switching_merging_or_scaling_an_adapter_switches_the_namespace() -> None:
+def test_switching_merging_or_scaling_an_adapter_switches_the_namespace():
     wrapped = with_lora("first", "second")
     adapter = tiny.adapter(wrapped)
     names = [adapter.identity.namespace]
@@ -200,7 +200,7 @@ def test_switching_merging_or_scaling_an_adapter_switches_the_namespace() -> Non
     assert len(set(names)) == 5
 
 
-def test_switching_adapters_hashes_every_tensor_once() -> None:
+def test_switching_adapters_hashes_every_tensor_once():
     wrapped = with_lora("first", "second")
     seconds = {id(weight) for name, weight in wrapped.named_parameters() if ".second." in name}
     adapter = tiny.adapter(wrapped)
@@ -220,7 +220,7 @@ def test_switching_adapters_hashes_every_tensor_once() -> None:
         assert not hashed
 
 
-def test_a_weight_changed_between_two_switches_is_noticed() -> None:
+def test_a_weight_changed_between_two_switches_is_noticed():
     wrapped = with_lora("first", "second")
     adapter = tiny.adapter(wrapped)
     for part in ("base_layer.weight", "lora_A.second", "lora_B.second"):
@@ -238,7 +238,7 @@ def test_a_weight_changed_between_two_switches_is_noticed() -> None:
 # -- other stores and damaged models ------------------------------------------------------------
 
 
-def test_a_chunk_whose_kv_is_not_finite_is_rejected_by_name(tmp_path: Path) -> None:
+def test_a_chunk_whose_kv_is_not_finite_is_rejected_by_name(tmp_path):
     model = tiny.llama()
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.verify()
@@ -254,7 +254,7 @@ def test_a_chunk_whose_kv_is_not_finite_is_rejected_by_name(tmp_path: Path) -> N
         assert "doc1.txt" not in engine.resources.require_corpus().sources()
 
 
-def test_a_store_of_another_tokenizer_is_refused(store: Path) -> None:
+def test_a_store_of_another_tokenizer_is_refused(store):
     other = tiny.tokenizer()
     other.add_tokens(["<|another|>"])
     with tiny.engine(tiny.llama(), store, tokenizer=other) as engine:
@@ -263,6 +263,6 @@ def test_a_store_of_another_tokenizer_is_refused(store: Path) -> None:
         assert tiny.one_sentence(str(raised.value))
 
 
-def test_a_store_of_other_weights_is_a_miss(store: Path) -> None:
+def test_a_store_of_other_weights_is_a_miss(store):
     with tiny.engine(tiny.llama(seed=9), store) as engine:
         assert_computes_everything(engine, tiny.prompt(engine, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def close(a: torch.Tensor, b: torch.Tensor, share: float = 1e-3) -> bool:
     return tiny.difference(a, b) < share * float(b.abs().max())
 
 
-def test_keys_moved_by_an_offset_per_token_equal_keys_computed_there(model: ModelAdapter) -> None:
+def test_keys_moved_by_an_offset_per_token_equal_keys_computed_there(model):
     offsets = torch.tensor([0, 5, -200, 1100] * 5)
     keys = keys_at(model, 200)
     rotated = [moved(model, each, i, offsets) for i, each in enumerate(keys)]
@@ -81,7 +80,7 @@ def test_keys_moved_by_an_offset_per_token_equal_keys_computed_there(model: Mode
 
 
 @torch.no_grad()
-def test_values_and_position_free_keys_do_not_move(model: ModelAdapter) -> None:
+def test_values_and_position_free_keys_do_not_move(model):
     near, far = (model.prefill_at(IDS, offset).layers for offset in (0, 900))
     kinds = model.repositioner.kinds
     for layer, (here, there) in enumerate(zip(near, far, strict=True)):
@@ -93,7 +92,7 @@ def test_values_and_position_free_keys_do_not_move(model: ModelAdapter) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_keys_are_rotated_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+def test_low_precision_keys_are_rotated_in_float32_and_rounded_once(dtype):
     adapter = tiny.adapter(tiny.llama().to(dtype))
     torch.manual_seed(1)
     keys = torch.randn(2, 30, 8).to(dtype)
@@ -108,9 +107,7 @@ def test_low_precision_keys_are_rotated_in_float32_and_rounded_once(dtype: torch
     assert float(error.max()) <= 0.51 * torch.finfo(dtype).eps
 
 
-def test_an_error_of_the_models_function_is_not_taken_for_partial_rotary(
-    adapter: ModelAdapter,
-) -> None:
+def test_an_error_of_the_models_function_is_not_taken_for_partial_rotary(adapter):
     def broken(*args: Any) -> Any:
         raise RuntimeError("boom")
 
@@ -123,7 +120,7 @@ def test_an_error_of_the_models_function_is_not_taken_for_partial_rotary(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_with_large_biases_are_rotary(dtype: torch.dtype) -> None:
+def test_keys_with_large_biases_are_rotary(dtype):
     adapter = tiny.adapter(tiny.large_biases().to(dtype))
     assert adapter.refusal is None, adapter.refusal
     assert set(adapter.repositioner.kinds) == {"rotary"}
@@ -157,7 +154,7 @@ def shifting(name: str) -> Any:
     return model
 
 
-def test_keys_with_large_biases_and_no_rotary_are_position_free() -> None:
+def test_keys_with_large_biases_and_no_rotary_are_position_free():
     kinds = tiny.adapter(turning(0.0).to(torch.bfloat16)).repositioner.kinds
     assert kinds == ("position-free", "rotary", "rotary", "rotary")
 
@@ -172,14 +169,12 @@ def test_keys_with_large_biases_and_no_rotary_are_position_free() -> None:
         (shifting, "v_proj", "values"),
     ],
 )
-def test_other_changes_with_position_behind_large_biases_are_refused(
-    dtype: torch.dtype, make: Any, how: Any, what: str
-) -> None:
+def test_other_changes_with_position_behind_large_biases_are_refused(dtype, make, how, what):
     refusal = tiny.adapter(make(how).to(dtype)).refusal or ""
     assert refusal.startswith(f"the {what} of layer 0 change with position")
 
 
-def test_a_misfit_equals_a_loop_over_channels() -> None:
+def test_a_misfit_equals_a_loop_over_channels():
     torch.manual_seed(0)
     tensor, others, error = torch.randn(3, 2, 6, 4)  # [H, n, D]
     channels = []
@@ -196,7 +191,7 @@ def test_a_misfit_equals_a_loop_over_channels() -> None:
     assert found.worst_channel == pytest.approx(max(channels) ** 0.5, rel=1e-4)
 
 
-def test_a_misfit_fits_up_to_the_allowance_in_every_channel() -> None:
+def test_a_misfit_fits_up_to_the_allowance_in_every_channel():
     tensor, allowed = torch.randn(2, 8, 4096), torch.ones(2, 1, 4096)
     for error, fits in ((0.0, True), (0.9, True), (1.1, False), (float("nan"), False)):
         assert misfit(tensor + error, tensor, allowed).fits == fits
@@ -215,13 +210,13 @@ def test_a_misfit_fits_up_to_the_allowance_in_every_channel() -> None:
 @pytest.mark.parametrize(
     ("changes", "limit"), [(DYNAMIC, 512), (LONGROPE, 128), ({}, None), (YARN, None)]
 )
-def test_only_length_dependent_tables_have_a_blend_limit(changes: dict, limit: int | None) -> None:
+def test_only_length_dependent_tables_have_a_blend_limit(changes, limit):
     adapter = tiny.adapter(tiny.llama(max_position_embeddings=512, **changes))
     assert adapter.refusal is None, adapter.refusal
     assert adapter.blend_limit_tokens == limit
 
 
-def test_prompts_beyond_the_blend_limit_run_only_in_mode_full(tmp_path: Path) -> None:
+def test_prompts_beyond_the_blend_limit_run_only_in_mode_full(tmp_path):
     adapter = tiny.adapter(tiny.llama(max_position_embeddings=512, **LONGROPE))
     limit = adapter.blend_limit_tokens
     assert limit is not None
@@ -239,7 +234,7 @@ def test_prompts_beyond_the_blend_limit_run_only_in_mode_full(tmp_path: Path) ->
         assert engine.generate("the town of Place", blend).metrics.new_tokens == 4
 
 
-def test_models_with_a_short_context_are_probed() -> None:
+def test_models_with_a_short_context_are_probed():
     for context in (64, 512):
         assert context < max(PROBE_OFFSETS)
         short = tiny.adapter(tiny.llama(max_position_embeddings=context))

@@ -80,9 +80,7 @@ def int8(folder: str) -> Any:
     ],
     ids=["torchao", "torchao-activations", "bitsandbytes-4bit", "bitsandbytes-8bit"],
 )
-def test_a_directory_of_quantised_weights_blends(
-    quantization: Callable[[], Any], alike: bool, checkpoint: str, tmp_path: Path
-) -> None:
+def test_a_directory_of_quantised_weights_blends(quantization, alike, checkpoint, tmp_path):
     saved = str(tmp_path / "quantised")
     loaded(checkpoint, quantization()).save_pretrained(saved)
     tiny.tokenizer().save_pretrained(saved)
@@ -92,9 +90,7 @@ def test_a_directory_of_quantised_weights_blends(
     assert_blends(adapter.model, tmp_path / "s", alike)
 
 
-def test_kv_is_not_shared_between_a_model_and_its_quantised_form(
-    checkpoint: str, tmp_path: Path
-) -> None:
+def test_kv_is_not_shared_between_a_model_and_its_quantised_form(checkpoint, tmp_path):
     plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     models = {"plain": plain, "quantised": int8(checkpoint)}
     for first, second in (("plain", "quantised"), ("quantised", "plain")):
@@ -106,7 +102,7 @@ def test_kv_is_not_shared_between_a_model_and_its_quantised_form(
             assert engine.generate(tiny.prompt(engine, 0)).metrics.reused_tokens == 0
 
 
-def test_how_a_quantizer_computes_is_part_of_the_identity(checkpoint: str) -> None:
+def test_how_a_quantizer_computes_is_part_of_the_identity(checkpoint):
     model = int8(checkpoint)
     before = tiny.adapter(model).identity
     model.config.quantization_config.modules_to_not_convert = ["other"]
@@ -126,12 +122,8 @@ def quantised_config(checkpoint: str, method: str) -> None:
     [("gptq", "needs the packages optimum and gptqmodel"), ("fbgemm_fp8", "requires a GPU")],
 )
 def test_a_method_that_cannot_be_loaded_is_one_sentence_on_stderr(
-    method: str,
-    why: str,
-    checkpoint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    method, why, checkpoint, monkeypatch, capsys
+):
     load = loading._from_pretrained
 
     def printing(kind: str, *args: Any, **options: Any) -> Any:
@@ -149,7 +141,7 @@ def test_a_method_that_cannot_be_loaded_is_one_sentence_on_stderr(
     assert capsys.readouterr().out == ""
 
 
-def test_weights_of_an_unknown_method_are_not_made_up(checkpoint: str) -> None:
+def test_weights_of_an_unknown_method_are_not_made_up(checkpoint):
     quantised_config(checkpoint, "unheard")
     weights = Path(checkpoint) / "model.safetensors"
     tensors = load_file(weights)
@@ -159,7 +151,7 @@ def test_weights_of_an_unknown_method_are_not_made_up(checkpoint: str) -> None:
         load_adapter(checkpoint)
 
 
-def test_weights_that_the_first_forward_unpacks_are_unpacked_before_the_probe() -> None:
+def test_weights_that_the_first_forward_unpacks_are_unpacked_before_the_probe():
     model = tiny.llama()
     linear = model.get_submodule(DOWN)
     linear.register_buffer("packed", linear._parameters.pop("weight").detach().half())
@@ -175,9 +167,7 @@ def test_weights_that_the_first_forward_unpacks_are_unpacked_before_the_probe() 
     assert not linear.weight.is_inference()
 
 
-def test_torchao_int8_weights_blend_and_every_part_is_fingerprinted(
-    checkpoint: str, tmp_path: Path
-) -> None:
+def test_torchao_int8_weights_blend_and_every_part_is_fingerprinted(checkpoint, tmp_path):
     model = int8(checkpoint)
     assert_blends(model, tmp_path / "s")
     for part in ("qdata", "scale", "zero_point"):
@@ -226,9 +216,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-def test_packed_gguf_weights_blend_and_every_part_is_fingerprinted(
-    packed: Any, tmp_path: Path
-) -> None:
+def test_packed_gguf_weights_blend_and_every_part_is_fingerprinted(packed, tmp_path):
     assert tensors_of(packed)[f"{DOWN}.weight"].dtype == torch.uint8
     assert_blends(packed, tmp_path / "s")
     module = packed.get_submodule(DOWN)
@@ -239,7 +227,7 @@ def test_packed_gguf_weights_blend_and_every_part_is_fingerprinted(
     )
 
 
-def test_noise_that_moving_does_not_cause_is_allowed_for_in_quantised_models_alone() -> None:
+def test_noise_that_moving_does_not_cause_is_allowed_for_in_quantised_models_alone():
     generator = torch.Generator().manual_seed(0)
 
     def noisy(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
@@ -252,7 +240,7 @@ def test_noise_that_moving_does_not_cause_is_allowed_for_in_quantised_models_alo
     assert verify(tiny.adapter(model)).blendable
 
 
-def test_a_quantised_model_whose_kv_depends_on_positions_is_refused() -> None:
+def test_a_quantised_model_whose_kv_depends_on_positions_is_refused():
     model = tiny.family("gpt2")
     model.hf_quantizer = SimpleNamespace(is_compileable=False)
     assert tiny.adapter(model).refusal
@@ -298,7 +286,7 @@ def with_module(kind: type[nn.Module]) -> Any:
     return model
 
 
-def test_scales_and_zero_points_are_fingerprinted_and_repacked_ones_are_no_change() -> None:
+def test_scales_and_zero_points_are_fingerprinted_and_repacked_ones_are_no_change():
     model = with_module(BitsAndBytesLike)
     adapter = tiny.adapter(model)
     assert verify(adapter).blendable
@@ -321,9 +309,7 @@ def torch_int8() -> Any:
     ("make", "name"), [(lambda: with_module(Mxfp4Like), f"{DOWN}.weight"), (torch_int8, "packed")]
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_weights_in_other_objects_are_refused(
-    make: Callable[[], Any], name: str, tmp_path: Path
-) -> None:
+def test_weights_in_other_objects_are_refused(make, name, tmp_path):
     with tiny.engine(make(), tmp_path / "s") as engine:
         verdict = engine.verify()
         assert not verdict.blendable

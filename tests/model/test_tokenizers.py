@@ -199,7 +199,7 @@ SEPARATORS = ["\n\n", " ", "  ", " [1] ", "(", "<|end|>\n<|user|>\n"]
 
 
 @pytest.mark.parametrize("separator", SEPARATORS)
-def test_decoded_ids_are_the_rendered_prompt(kind: str, tokens: Tokens, separator: str) -> None:
+def test_decoded_ids_are_the_rendered_prompt(kind, tokens, separator):
     texts = [*CHUNKS.values(), CHUNKS["plain"][:150], "Question: what did it build? Answer:"]
     rendered = f"Answer the question.{separator}{separator.join(texts)}{separator}The end"
     plan = planned(tokens, rendered)
@@ -208,7 +208,7 @@ def test_decoded_ids_are_the_rendered_prompt(kind: str, tokens: Tokens, separato
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "\n---\n", "\n"])
-def test_ids_are_those_of_the_stock_tokenizer(kind: str, tokens: Tokens, separator: str) -> None:
+def test_ids_are_those_of_the_stock_tokenizer(kind, tokens, separator):
     """Also where the end of a chunk merges with the text after it.
 
     Gemma's line breaks are added tokens, which chunk text is encoded without: not its ``pages``.
@@ -226,7 +226,7 @@ def test_ids_are_those_of_the_stock_tokenizer(kind: str, tokens: Tokens, separat
             assert segment.ids == segment.stored_ids[: len(segment.ids)]
 
 
-def test_an_end_that_merges_with_the_separator_is_computed() -> None:
+def test_an_end_that_merges_with_the_separator_is_computed():
     tokens = Tokens(qwen())
     plan = planned(tokens, f"Read:\n\n{CHUNKS['plain']}\n\nWhat?")
     (chunk,) = plan.chunks
@@ -235,9 +235,7 @@ def test_an_end_that_merges_with_the_separator_is_computed() -> None:
 
 
 @pytest.mark.parametrize("tail", ["<|end|>", "<|en", "</s>."])
-def test_control_text_at_the_end_of_a_chunk_stays_text(
-    kind: str, tokens: Tokens, tail: str
-) -> None:
+def test_control_text_at_the_end_of_a_chunk_stays_text(kind, tokens, tail):
     """Even if the text after the chunk completes it."""
     chunk = f"{CHUNKS['plain']} {tail}"
     rendered = f"The\n\n{chunk}d|>\n\nThe end"
@@ -289,7 +287,7 @@ WAYS: dict[str, tuple[Callable[[str], Any], Options]] = {
 
 @pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_prompt_begins_with_bos_once(with_bos: BlendEngine, way: str, chunks: bool) -> None:
+def test_a_prompt_begins_with_bos_once(with_bos, way, chunks):
     context = "\n\n".join(tiny.chunk_texts(with_bos, 0)) + "\n\n" if chunks else ""
     make, options = WAYS[way]
     prompt = make(f"{context}What?")
@@ -300,16 +298,14 @@ def test_a_prompt_begins_with_bos_once(with_bos: BlendEngine, way: str, chunks: 
     assert not any(BOS in note for note in metrics.notes)
 
 
-def test_raw_text_gets_no_bos_if_the_tokenizer_adds_none(tmp_path: Any) -> None:
+def test_raw_text_gets_no_bos_if_the_tokenizer_adds_none(tmp_path):
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         assert 0 not in engine.segments("What?", RAW).ids
         assert engine.segments("What?").ids.count(0) == 1
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
-def test_rendered_text_sent_through_the_template_again_is_noted(
-    with_bos: BlendEngine, as_messages: bool
-) -> None:
+def test_rendered_text_sent_through_the_template_again_is_noted(with_bos, as_messages):
     rendered = RENDERED.format("What?")
     prompt = [{"role": "user", "content": rendered}] if as_messages else rendered
     (note,) = [n for n in with_bos.generate(prompt).metrics.notes if BOS in n]

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError, UnsupportedModelError
-from blendrag.model import ModelAdapter
 from blendrag.model.structure import uncompiled
 
 
@@ -62,7 +61,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_compiled_model_blends_uncompiled(stored: tuple[Path, Any], way: str) -> None:
+def test_a_compiled_model_blends_uncompiled(stored, way):
     model, (store, expected) = tiny.llama(), stored
     changed = WAYS[way](model)
     with tiny.engine(model if changed is None else changed, store) as engine:
@@ -71,20 +70,20 @@ def test_a_compiled_model_blends_uncompiled(stored: tuple[Path, Any], way: str) 
     assert answer.text == expected.text
 
 
-def test_a_compiled_model_passes_the_gate_and_ingests_uncompiled(tmp_path: Path) -> None:
+def test_a_compiled_model_passes_the_gate_and_ingests_uncompiled(tmp_path):
     with tiny.engine(compiled(tiny.llama()), tmp_path / "s") as engine:
         assert engine.verify().blendable
         assert engine.ingest([tiny.document(0)]).chunks_computed > 0
 
 
-def test_mode_full_runs_what_the_caller_compiled(tmp_path: Path) -> None:
+def test_mode_full_runs_what_the_caller_compiled(tmp_path):
     model = tiny.llama()
     model.model.layers[0].compile(backend=refuse)
     with tiny.engine(model, tmp_path) as engine, pytest.raises(Exception, match=Compiled.__name__):
         engine.generate("hello there", Options(mode="full"))
 
 
-def test_functions_are_compiled_again_once_the_last_thread_has_left() -> None:
+def test_functions_are_compiled_again_once_the_last_thread_has_left():
     function = torch.compile(lambda x: x + 1, backend=refuse)
     inside, leave = threading.Event(), threading.Event()
 
@@ -133,7 +132,7 @@ def assert_refused(engine: BlendEngine, saying: str) -> None:
         engine.ingest([tiny.document(0)])
 
 
-def test_an_offloaded_model_answers_in_mode_full_only(tmp_path: Path) -> None:
+def test_an_offloaded_model_answers_in_mode_full_only(tmp_path):
     model = accelerate.cpu_offload(tiny.llama(), torch.device("cpu"))
     with tiny.engine(model, tmp_path / "s") as engine:
         assert_refused(engine, "are offloaded")
@@ -142,7 +141,7 @@ def test_an_offloaded_model_answers_in_mode_full_only(tmp_path: Path) -> None:
     assert tiny.difference(tiny.stock(model, ids), tiny.stock(tiny.llama(), ids)) < 1e-5
 
 
-def test_a_model_on_several_devices_is_refused_with_their_names(tmp_path: Path) -> None:
+def test_a_model_on_several_devices_is_refused_with_their_names(tmp_path):
     model = tiny.llama()
     model.hf_device_map = {"": "cpu"}
     assert tiny.adapter(model).refusal is None
@@ -151,24 +150,24 @@ def test_a_model_on_several_devices_is_refused_with_their_names(tmp_path: Path) 
         assert_refused(engine, "are on cuda:0, cuda:1")
 
 
-def test_sharded_weights_are_refused(sharded: Any, tmp_path: Path) -> None:
+def test_sharded_weights_are_refused(sharded, tmp_path):
     with tiny.engine(sharded, tmp_path / "s") as engine:
         assert_refused(engine, "sharded over processes")
 
 
-def test_a_wrapper_of_another_kind_is_refused() -> None:
+def test_a_wrapper_of_another_kind_is_refused():
     with pytest.raises(InvalidInputError, match=r"is a DataParallel.*model\.module") as raised:
         tiny.adapter(nn.DataParallel(tiny.llama()))
     assert tiny.one_sentence(str(raised.value))
 
 
-def test_a_lora_wrapper_shares_the_lock_of_its_base_model() -> None:
+def test_a_lora_wrapper_shares_the_lock_of_its_base_model():
     model = tiny.llama()
     wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     assert tiny.adapter(wrapped).lock is tiny.adapter(model).lock
 
 
-def test_a_waiting_thread_gets_the_models_lock_next(adapter: ModelAdapter) -> None:
+def test_a_waiting_thread_gets_the_models_lock_next(adapter):
     lock, turns = adapter.lock, []
     waiting = threading.Event()
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -61,7 +60,7 @@ def race(kl: dict[str, float], prompts: int, samples: int) -> Race:
     return running
 
 
-def test_candidates_are_dropped_early_and_the_last_is_checked_on_other_prompts() -> None:
+def test_candidates_are_dropped_early_and_the_last_is_checked_on_other_prompts():
     kl = {name: 0.1 + i / 10 for i, name in enumerate(reversed(CANDIDATES))}
     measured = [len(row) for row in race(kl, 32, 32).rows]
     assert measured == [7] * 4 + [4] * 8 + [3] * 20
@@ -72,7 +71,7 @@ def test_candidates_are_dropped_early_and_the_last_is_checked_on_other_prompts()
     assert result.gain == pytest.approx(0.9, rel=0.02)
 
 
-def test_an_early_end_decides_on_the_prompts_after_the_last_drop_or_not_at_all() -> None:
+def test_an_early_end_decides_on_the_prompts_after_the_last_drop_or_not_at_all():
     kl = {name: 0.1 + i / 10 for i, name in enumerate(CANDIDATES)}
     result = race(kl, 4 + MIN_CHECKED, 32).result(RATIO)
     assert result is not None
@@ -81,7 +80,7 @@ def test_an_early_end_decides_on_the_prompts_after_the_last_drop_or_not_at_all()
         assert race(kl, prompts, 32).result(RATIO) is None
 
 
-def test_the_default_stays_if_the_gain_is_within_noise() -> None:
+def test_the_default_stays_if_the_gain_is_within_noise():
     default, own = [1.0, 1.2, 0.8, 1.1], [0.5, 0.6, 0.4, 0.5]
     sure = Calibration.of("query", "hkvd", RATIO, own, default, default)
     assert (sure.policy, sure.gains) == ("hkvd", True)
@@ -99,7 +98,7 @@ def test_the_default_stays_if_the_gain_is_within_noise() -> None:
         (None, "0 prompts are too few"),
     ],
 )
-def test_the_conclusion_is_a_sentence(calibration: Calibration | None, words: str) -> None:
+def test_the_conclusion_is_a_sentence(calibration, words):
     if calibration is not None and calibration.policy == "query":
         calibration = Calibration(**{**asdict(calibration), "gain_error": 0.09})
     report = CalibrationReport(calibration, Race(), 1.0, False)
@@ -111,7 +110,7 @@ def test_the_conclusion_is_a_sentence(calibration: Calibration | None, words: st
 # -- the measure --------------------------------------------------------------------------------
 
 
-def test_divergence_is_the_kl_and_large_if_it_is_not_a_number() -> None:
+def test_divergence_is_the_kl_and_large_if_it_is_not_a_number():
     full = torch.tensor([[0.5, 0.5, 0.0]]).log()
     assert divergence(full, full) == 0.0
     assert divergence(full, torch.tensor([[0.25, 0.25, 0.5]]).log()) == pytest.approx(math.log(2))
@@ -121,7 +120,7 @@ def test_divergence_is_the_kl_and_large_if_it_is_not_a_number() -> None:
 # -- the record ---------------------------------------------------------------------------------
 
 
-def test_a_calibration_replaces_the_one_before(tmp_path: Path) -> None:
+def test_a_calibration_replaces_the_one_before(tmp_path):
     for each in (found(), found("hkvd")):
         calibrations(tmp_path, "n").keep(each)
     assert calibrations(tmp_path, "n").entries() == [found("hkvd")]
@@ -131,7 +130,7 @@ def test_a_calibration_replaces_the_one_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"policy": 1}, {"policy": "offset+query"}, {"ratio": 7}, {"gain": "x"}]
 )
-def test_a_damaged_calibration_is_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_damaged_calibration_is_left_out(tmp_path, change):
     kept = calibrations(tmp_path, "n")
     kept.keep(found())
     kept.path.write_text(json.dumps({"calibrations": [{**asdict(found()), **change}]}))
@@ -183,7 +182,7 @@ def prompt(engine: BlendEngine) -> str:
     return tiny.prompt(engine, 0)
 
 
-def test_deviation_is_the_divergence_of_what_generate_would_see(engine: BlendEngine) -> None:
+def test_deviation_is_the_divergence_of_what_generate_would_see(engine):
     """The slow reference: the same answer, blended and not, token by token."""
     adapter, fusor = engine.adapter, engine.resources.fusor
     asked = engine.segments(prompt(engine))
@@ -212,9 +211,7 @@ def test_deviation_is_the_divergence_of_what_generate_would_see(engine: BlendEng
     assert measured[1] < 1e-6 < 1e-3 < measured[2]
 
 
-def test_what_was_found_runs_for_requests_that_name_no_policy(
-    engine: BlendEngine, best: dict[str, float]
-) -> None:
+def test_what_was_found_runs_for_requests_that_name_no_policy(engine, best):
     assert metrics(engine).policy == DEFAULT_POLICY
     watched: list[float] = []
     report = engine.calibrate(options(), lambda race, done: watched.append(done))
@@ -231,7 +228,7 @@ def test_what_was_found_runs_for_requests_that_name_no_policy(
 
 
 @pytest.mark.slow
-def test_a_calibration_measures_and_stores_no_kv(engine: BlendEngine) -> None:
+def test_a_calibration_measures_and_stores_no_kv(engine):
     store, namespace = engine.resources.store, engine.adapter.identity.namespace
     before = sorted(store.keys(namespace))
     asked = ("What did Paragraph 3 build?", "Where is Paragraph 101?")
@@ -245,9 +242,7 @@ def test_a_calibration_measures_and_stores_no_kv(engine: BlendEngine) -> None:
     assert sorted(store.keys(namespace)) == before
 
 
-def test_an_interrupt_or_the_time_limit_concludes_from_the_finished_prompts(
-    engine: BlendEngine, best: dict[str, float]
-) -> None:
+def test_an_interrupt_or_the_time_limit_concludes_from_the_finished_prompts(engine, best):
     def interrupt(race: Race, done: float) -> None:
         if len(race.rows) == 2 + MIN_CHECKED:
             raise KeyboardInterrupt
@@ -260,9 +255,7 @@ def test_an_interrupt_or_the_time_limit_concludes_from_the_finished_prompts(
     assert kept(engine).entries() == [report.calibration]
 
 
-def test_a_calibration_of_an_earlier_version_is_named_once_and_not_used(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_calibration_of_an_earlier_version_is_named_once_and_not_used(engine, monkeypatch):
     monkeypatch.setattr(engine._planner, "_told", set())
     path = kept(engine).path
     path.parent.mkdir(exist_ok=True)
@@ -275,9 +268,7 @@ def test_a_calibration_of_an_earlier_version_is_named_once_and_not_used(
     assert second.notes == ()
 
 
-def test_a_model_changed_meanwhile_ends_the_calibration(
-    tmp_path: Path, best: dict[str, float]
-) -> None:
+def test_a_model_changed_meanwhile_ends_the_calibration(tmp_path, best):
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(i) for i in range(2)])
 
@@ -290,7 +281,7 @@ def test_a_model_changed_meanwhile_ends_the_calibration(
         assert kept(engine).entries() == []
 
 
-def test_a_sample_takes_neighbours_along_and_is_repeatable(engine: BlendEngine) -> None:
+def test_a_sample_takes_neighbours_along_and_is_repeatable(engine):
     corpus = engine.resources.corpus
     assert corpus is not None
     one, two = (list(sample_corpus(corpus, 6, 4)) for _ in range(2))
@@ -305,7 +296,7 @@ def test_a_sample_takes_neighbours_along_and_is_repeatable(engine: BlendEngine) 
             assert not at or at == list(range(at[0], at[0] + len(at)))  # in reading order
 
 
-def test_a_question_is_about_the_longest_name_of_a_chunk() -> None:
+def test_a_question_is_about_the_longest_name_of_a_chunk():
     told = "In 1947 the Lisbon Tram Company hired Ana. She liked Porto."
     assert question_about(told) == "What does the context say about Lisbon Tram Company?"
     assert question_about("nothing but small words") == (
@@ -316,7 +307,7 @@ def test_a_question_is_about_the_longest_name_of_a_chunk() -> None:
 # -- the offer ----------------------------------------------------------------------------------
 
 
-def test_a_first_ingest_offers_to_calibrate_a_deep_model(tmp_path: Path) -> None:
+def test_a_first_ingest_offers_to_calibrate_a_deep_model(tmp_path):
     documents = [tiny.document(i) for i in range(6)]
     with tiny.engine(tiny.llama(num_hidden_layers=16), tmp_path / "few") as engine:
         report = engine.ingest([tiny.document(0, 2)])
@@ -345,12 +336,12 @@ def test_a_first_ingest_offers_to_calibrate_a_deep_model(tmp_path: Path) -> None
         ({"top_k": 0}, "top_k is 0"),
     ],
 )
-def test_bad_options_are_one_sentence(changes: dict[str, Any], words: str) -> None:
+def test_bad_options_are_one_sentence(changes, words):
     with tiny.refuses(words):
         options(**changes)
 
 
-def test_a_store_that_cannot_be_written_or_holds_no_kv_is_refused(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_written_or_holds_no_kv_is_refused(tmp_path):
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(0)])
         with (
@@ -365,7 +356,7 @@ def test_a_store_that_cannot_be_written_or_holds_no_kv_is_refused(tmp_path: Path
             engine.calibrate(options())
 
 
-def test_prompts_longer_than_the_context_are_refused(tmp_path: Path) -> None:
+def test_prompts_longer_than_the_context_are_refused(tmp_path):
     model = tiny.llama(max_position_embeddings=256, num_hidden_layers=2)
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.ingest([tiny.document(i, 4) for i in range(3)])

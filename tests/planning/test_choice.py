@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
 import pytest
 
@@ -35,9 +34,7 @@ def best_s(made: Profile, asked: PromptParts) -> float:
 @pytest.mark.parametrize(
     "flags", [{}, {"needs_deviation": True}, {"scouted_layers": 2}, {"scouted_layers": LAYERS}]
 )
-def test_the_ratio_is_the_largest_that_hides_or_the_smallest(
-    bytes_per_s: float, flags: dict[str, Any]
-) -> None:
+def test_the_ratio_is_the_largest_that_hides_or_the_smallest(bytes_per_s, flags):
     made, asked = profile(bytes_per_s), prompt(fresh=1, **flags)
     found = chosen(made, asked)
     assert found.loaded
@@ -56,9 +53,7 @@ def test_the_ratio_is_the_largest_that_hides_or_the_smallest(
 
 @pytest.mark.parametrize("scouted_layers", [0, LAYERS])
 @pytest.mark.parametrize("bytes_per_s", [1e12, 1e6])
-def test_recompute_that_takes_no_time_is_not_said_to_hide(
-    bytes_per_s: float, scouted_layers: int
-) -> None:
+def test_recompute_that_takes_no_time_is_not_said_to_hide(bytes_per_s, scouted_layers):
     """Flat up to 146 rows: 20 are fresh, and .42 of 300 are 126."""
     flat = Curve((146.0, 147.0), (0.1, 0.2), 1e-3)
     made = profile(bytes_per_s, layer=flat, prefill=line(1.0))
@@ -69,12 +64,12 @@ def test_recompute_that_takes_no_time_is_not_said_to_hide(
 
 
 @pytest.mark.parametrize("least", [0.0, 0.4, 1.0])
-def test_the_ratio_is_never_below_the_smallest(least: float) -> None:
+def test_the_ratio_is_never_below_the_smallest(least):
     for bytes_per_s in (2e4, 1e6):
         assert chosen(profile(bytes_per_s), prompt(fresh=1), least).ratio >= least
 
 
-def test_the_ratio_of_a_policy_without_budget_stays() -> None:
+def test_the_ratio_of_a_policy_without_budget_stays():
     found = chosen(
         profile(2.2e4), prompt(fresh=1), counts=lambda *of: [30] * (LAYERS - 1), budgeted=False
     )
@@ -85,7 +80,7 @@ def test_the_ratio_of_a_policy_without_budget_stays() -> None:
 # -- load or compute ---------------------------------------------------------------------------------
 
 
-def test_everything_is_loaded_from_a_fast_disk_and_nothing_from_a_slow_one() -> None:
+def test_everything_is_loaded_from_a_fast_disk_and_nothing_from_a_slow_one():
     assert chosen(profile(1e7), prompt()).loaded == (0, 1, 2)
     assert chosen(profile(1e7), prompt(tier="disk-cold")).loaded == (0, 1, 2)  # not measured
     made, asked = profile(1e2), prompt()
@@ -95,7 +90,7 @@ def test_everything_is_loaded_from_a_fast_disk_and_nothing_from_a_slow_one() -> 
     assert found.load_all_s > 50 * found.forecast.ttft_s
 
 
-def test_parts_in_a_slow_tier_are_computed_and_those_in_a_fast_one_loaded() -> None:
+def test_parts_in_a_slow_tier_are_computed_and_those_in_a_fast_one_loaded():
     made = profile(tiers=(Tier("memory", 1e9), Tier("disk", 4e3)))
     asked = prompt(chunks=4)
     parts = [
@@ -105,7 +100,7 @@ def test_parts_in_a_slow_tier_are_computed_and_those_in_a_fast_one_loaded() -> N
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_no_set_of_parts_is_much_faster_than_the_one_chosen(alike: bool) -> None:
+def test_no_set_of_parts_is_much_faster_than_the_one_chosen(alike):
     draw = random.Random(5)
     for _ in range(30):
         tiers = tuple(Tier(name, 10 ** draw.uniform(3.5, 6)) for name in ("memory", "disk"))
@@ -123,7 +118,7 @@ def test_no_set_of_parts_is_much_faster_than_the_one_chosen(alike: bool) -> None
         assert found.ttft_s <= fastest / (1 - WORTH) * (1.0 if alike else 1.05) + 1e-9
 
 
-def test_a_prompt_without_stored_parts_is_prefilled() -> None:
+def test_a_prompt_without_stored_parts_is_prefilled():
     found = chosen(profile(), PromptParts(50, ()))
     assert found.loaded == ()
     assert found.forecast.ttft_s == pytest.approx(profile().prefill_s(50))

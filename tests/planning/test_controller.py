@@ -88,7 +88,7 @@ def planned(
     return plan
 
 
-def test_chunks_that_failed_verification_are_computed_and_not_missing(engine: BlendEngine) -> None:
+def test_chunks_that_failed_verification_are_computed_and_not_missing(engine):
     plan = planned(engine, "reuse", avoid=tuple(tiny.chunk_keys(engine, 2)[-1:]))
     *others, last = plan.chunks
     assert (last.span, last.reason.code) == (None, ReasonCode.CORRUPT)
@@ -99,9 +99,7 @@ def test_chunks_that_failed_verification_are_computed_and_not_missing(engine: Bl
     assert plan.request(len(plan.prompt.ids)).question_start == last.segment.end
 
 
-def test_readers_already_open_are_closed_if_a_later_chunk_cannot_be_opened(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_already_open_are_closed_if_a_later_chunk_cannot_be_opened(engine, monkeypatch):
     asked = engine.segments(prompt(engine))
     readers: list[tiny.Held] = []
 
@@ -120,9 +118,7 @@ def test_readers_already_open_are_closed_if_a_later_chunk_cannot_be_opened(
 # -- the ratio ---------------------------------------------------------------------------------------
 
 
-def test_behind_a_throttled_store_the_larger_ratio_that_hides_is_taken(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_behind_a_throttled_store_the_larger_ratio_that_hides_is_taken(engine, monkeypatch):
     """A token loads twice as long as it computes."""
     row_s = 5e-6
     bytes_per_s = token_bytes(engine) / (2 * row_s)
@@ -140,7 +136,7 @@ def test_behind_a_throttled_store_the_larger_ratio_that_hides_is_taken(
     assert metrics.load_s >= 0.99 * metrics.predicted_load_s  # it slept for that long
 
 
-def test_from_a_fast_store_the_smallest_ratio_is_taken(engine: BlendEngine) -> None:
+def test_from_a_fast_store_the_smallest_ratio_is_taken(engine):
     profiled(engine, 1e12)
     metrics = ask(engine).metrics
     assert metrics.ratio == pytest.approx(0.15, abs=0.01)
@@ -161,8 +157,8 @@ def test_from_a_fast_store_the_smallest_ratio_is_taken(engine: BlendEngine) -> N
     ],
 )
 def test_nothing_is_read_if_computing_is_faster_and_the_answer_says_so(
-    engine: BlendEngine, bytes_per_s: float, fixed_s: float, reason: str, says: str
-) -> None:
+    engine, bytes_per_s, fixed_s, reason, says
+):
     profiled(engine, bytes_per_s, fixed_s=fixed_s)
     before = engine.stats()
     answer = ask(engine)
@@ -180,7 +176,7 @@ def test_nothing_is_read_if_computing_is_faster_and_the_answer_says_so(
 
 
 @pytest.mark.parametrize("policy", ["random", "boundary(16)"])
-def test_of_a_store_in_between_some_chunks_are_loaded(engine: BlendEngine, policy: str) -> None:
+def test_of_a_store_in_between_some_chunks_are_loaded(engine, policy):
     row_s = 5e-6
     profiled(engine, token_bytes(engine) / (0.8 * row_s), row_s)
     metrics = ask(engine, replace(AUTO, policy=policy)).metrics
@@ -193,7 +189,7 @@ def test_of_a_store_in_between_some_chunks_are_loaded(engine: BlendEngine, polic
         assert metrics.predicted_compute_s == pytest.approx(LAYERS * rows * row_s)
 
 
-def test_with_a_fixed_ratio_everything_is_loaded(engine: BlendEngine) -> None:
+def test_with_a_fixed_ratio_everything_is_loaded(engine):
     profiled(engine, 1e3)
     metrics = ask(engine, replace(AUTO, ratio=0.5)).metrics
     assert metrics.ratio == pytest.approx(0.5, abs=0.01)
@@ -205,7 +201,7 @@ def test_with_a_fixed_ratio_everything_is_loaded(engine: BlendEngine) -> None:
 
 
 @pytest.mark.parametrize("policy", ["random", "boundary(4)"])
-def test_the_rows_predicted_are_the_rows_computed(engine: BlendEngine, policy: str) -> None:
+def test_the_rows_predicted_are_the_rows_computed(engine, policy):
     profiled(engine, 1e12, row_s=1e-6)  # the predicted compute counts rows
     metrics = ask(engine, Options(policy=policy, ratio=0.3, max_new_tokens=1)).metrics
     blended = sum(c.tokens for c in metrics.chunks if c.outcome == "blended")
@@ -217,9 +213,7 @@ def test_the_rows_predicted_are_the_rows_computed(engine: BlendEngine, policy: s
     ("policy", "ratio"),
     [("random", 0.3), ("random", 1.0), ("hkvd", 0.3), ("query", 1.0), ("boundary(4096)", 0.3)],
 )
-def test_the_bytes_whose_loading_is_predicted_are_the_bytes_read(
-    engine: BlendEngine, policy: str, ratio: float
-) -> None:
+def test_the_bytes_whose_loading_is_predicted_are_the_bytes_read(engine, policy, ratio):
     profiled(engine, 1e9)
     before = engine.stats().tiers[-1].read_bytes
     metrics = ask(engine, Options(policy=policy, ratio=ratio, max_new_tokens=1)).metrics
@@ -232,9 +226,7 @@ def test_the_bytes_whose_loading_is_predicted_are_the_bytes_read(
 # -- without a profile for this machine --------------------------------------------------------------
 
 
-def test_without_a_profile_auto_is_the_smallest_ratio_and_names_the_command(
-    engine: BlendEngine,
-) -> None:
+def test_without_a_profile_auto_is_the_smallest_ratio_and_names_the_command(engine):
     answer = ask(engine)
     assert answer.metrics.ratio == pytest.approx(0.15, abs=0.01)
     (note,) = profile_notes(answer)
@@ -247,9 +239,7 @@ def test_without_a_profile_auto_is_the_smallest_ratio_and_names_the_command(
     assert not [note for note in fixed.notes if "profile" in note]
 
 
-def test_a_profile_of_another_machine_or_without_times_for_the_disk_is_not_used(
-    engine: BlendEngine,
-) -> None:
+def test_a_profile_of_another_machine_or_without_times_for_the_disk_is_not_used(engine):
     here = conditions_of(engine.adapter, engine.resources.kv_validity.namespace)
     for changes, says in (
         ({"conditions": replace(here, machine="another")}, "is for machine another"),
@@ -262,7 +252,7 @@ def test_a_profile_of_another_machine_or_without_times_for_the_disk_is_not_used(
         assert says in note
 
 
-def test_other_modes_ignore_auto(engine: BlendEngine) -> None:
+def test_other_modes_ignore_auto(engine):
     assert not ask(engine, replace(AUTO, mode="reuse")).metrics.notes
 
 
@@ -270,7 +260,7 @@ def test_other_modes_ignore_auto(engine: BlendEngine) -> None:
 
 
 @pytest.mark.parametrize("bad", ["fast", "0.2", 1.01, float("nan"), True, [0.1]])
-def test_a_bad_ratio_is_refused(tmp_path: Any, bad: Any) -> None:
+def test_a_bad_ratio_is_refused(tmp_path, bad):
     for made in (
         lambda: Options(ratio=bad),
         lambda: Options(min_ratio=bad),
@@ -280,9 +270,7 @@ def test_a_bad_ratio_is_refused(tmp_path: Any, bad: Any) -> None:
             made()
 
 
-def test_settings_take_the_ratios_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, engine: BlendEngine
-) -> None:
+def test_settings_take_the_ratios_from_the_environment(monkeypatch, engine):
     monkeypatch.setenv("BLENDRAG_RATIO", "auto")
     monkeypatch.setenv("BLENDRAG_MIN_RATIO", "0.4")
     assert (Settings().ratio, Settings().fixed_ratio) == ("auto", 0.4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import astuple, replace
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ TENTH = evenly(0.1, 300)
 """Of three chunks of 100 tokens; with the 20 fresh ones 50 rows, 50 ms a layer."""
 
 
-def test_a_layer_begins_when_its_load_and_the_layer_before_are_done() -> None:
+def test_a_layer_begins_when_its_load_and_the_layer_before_are_done():
     for reads, compute, done in (
         ([1, 1, 1], 2, 7),  # waits for the first load alone
         ([2, 2, 2], 1, 7),  # waits for the last load
@@ -27,14 +26,14 @@ def test_a_layer_begins_when_its_load_and_the_layer_before_are_done() -> None:
         assert finish(arrivals(reads, [0, 0, 0]), [compute] * 3) == done
 
 
-def test_copies_to_the_device_are_a_stage_of_their_own() -> None:
+def test_copies_to_the_device_are_a_stage_of_their_own():
     assert arrivals([1, 1, 1], [2, 2, 2]) == [3, 5, 7]
     assert arrivals([2, 2, 2], [1, 1, 1]) == [3, 5, 7]
     slow = profile(1e9, device_bytes_per_s=1e4)
     assert forecast(slow, prompt(), TENTH).ttft_s == pytest.approx(1.25, 1e-3)
 
 
-def test_a_budgeted_policy_computes_its_rows_in_every_layer() -> None:
+def test_a_budgeted_policy_computes_its_rows_in_every_layer():
     predicted = forecast(profile(1e6), prompt(), TENTH)
     assert predicted.load_s == pytest.approx(LAYERS * 3 * 1e-3)
     assert predicted.compute_s == pytest.approx(LAYERS * 0.05)
@@ -44,7 +43,7 @@ def test_a_budgeted_policy_computes_its_rows_in_every_layer() -> None:
 
 
 @pytest.mark.parametrize("policy", [{}, {"scouted_layers": 2}, {"needs_deviation": True}])
-def test_the_last_layer_has_a_curve_of_its_own(policy: dict[str, Any]) -> None:
+def test_the_last_layer_has_a_curve_of_its_own(policy):
     one, other = (
         forecast(p, prompt(**policy), TENTH) for p in (profile(), profile(last=line(1e-4)))
     )
@@ -52,7 +51,7 @@ def test_the_last_layer_has_a_curve_of_its_own(policy: dict[str, Any]) -> None:
     assert one.compute_s - other.compute_s == pytest.approx((20 + TENTH[-1]) * 9e-4)
 
 
-def test_a_policy_that_needs_deviations_computes_layer_0_whole_and_does_not_load_it() -> None:
+def test_a_policy_that_needs_deviations_computes_layer_0_whole_and_does_not_load_it():
     predicted = forecast(profile(1e4, peek_s=1e-4), prompt(needs_deviation=True), TENTH)
     # layer 0: 320 rows during 0.9 s of loads; the last of three loads is awaited, then 50 ms
     assert predicted.load_s == pytest.approx(3 * 0.3)
@@ -61,9 +60,7 @@ def test_a_policy_that_needs_deviations_computes_layer_0_whole_and_does_not_load
 
 
 @pytest.mark.parametrize(("entering", "layers"), [(299, LAYERS), (300, LAYERS - 1)])
-def test_layer_0_is_not_loaded_if_all_candidates_are_computed_there(
-    entering: int, layers: int
-) -> None:
+def test_layer_0_is_not_loaded_if_all_candidates_are_computed_there(entering, layers):
     counts = [entering, 30, 30]
     assert forecast(profile(1e4), prompt(), counts).load_s == pytest.approx(layers * 0.3)
     # the scout pass reads every layer before anything is chosen
@@ -71,7 +68,7 @@ def test_layer_0_is_not_loaded_if_all_candidates_are_computed_there(
     assert forecast(profile(1e4), scouting, counts).load_s == pytest.approx(LAYERS * 0.3)
 
 
-def test_what_is_not_loaded_in_layer_0_is_neither_waited_for_nor_moved() -> None:
+def test_what_is_not_loaded_in_layer_0_is_neither_waited_for_nor_moved():
     made = profile(1e3, layer=line(1e-6, placed_s=1e-4))
     few, all_enter = (forecast(made, prompt(), [entering, 0, 0]) for entering in (0, 300))
     computed = 2 * 300e-6  # in layers 0 and 1
@@ -79,7 +76,7 @@ def test_what_is_not_loaded_in_layer_0_is_neither_waited_for_nor_moved() -> None
     assert few.ttft_s - all_enter.ttft_s == pytest.approx(3.0)  # one of four layers of loads
 
 
-def test_an_exact_part_is_always_loaded_and_never_recomputed() -> None:
+def test_an_exact_part_is_always_loaded_and_never_recomputed():
     asked = prompt(chunks=2)
     mixed = replace(asked, parts=(replace(asked.parts[0], exact=True), asked.parts[1]))
     predicted = forecast(profile(1e4), mixed, [CHUNK, 0, 0])
@@ -88,7 +85,7 @@ def test_an_exact_part_is_always_loaded_and_never_recomputed() -> None:
     assert forecast(profile(1e9), exact, []).compute_s == pytest.approx(LAYERS * 0.02)
 
 
-def test_recompute_begins_after_the_scout_pass() -> None:
+def test_recompute_begins_after_the_scout_pass():
     made = profile(1e4, fixed_s=0.5)
     predicted = forecast(made, prompt(scouted_layers=LAYERS), TENTH)
     assert predicted.ttft_s == pytest.approx(0.5 + LAYERS * 0.3 + 0.02 + LAYERS * 0.05)
@@ -98,11 +95,11 @@ def test_recompute_begins_after_the_scout_pass() -> None:
     assert predicted.compute_s == pytest.approx(0.5 + 2 * 0.02 + LAYERS * 0.05)
 
 
-def test_with_nothing_loaded_it_is_a_stock_prefill() -> None:
+def test_with_nothing_loaded_it_is_a_stock_prefill():
     assert forecast(profile(), prompt(), [], loaded=()).ttft_s == pytest.approx(LAYERS * 0.32)
 
 
-def test_reading_on_shared_cores_delays_computing() -> None:
+def test_reading_on_shared_cores_delays_computing():
     tiers = (Tier("disk", 1e6, busy=0.5),)
     alone, shared = (
         forecast(profile(tiers=tiers, is_shared=s), prompt(), TENTH) for s in (False, True)
@@ -111,9 +108,7 @@ def test_reading_on_shared_cores_delays_computing() -> None:
 
 
 @pytest.mark.parametrize("policy", [{}, {"scouted_layers": 2}, {"needs_deviation": True}])
-def test_some_parts_loaded_are_estimated_like_a_prompt_with_only_those_stored(
-    policy: dict[str, Any],
-) -> None:
+def test_some_parts_loaded_are_estimated_like_a_prompt_with_only_those_stored(policy):
     draw = random.Random(13)
     tiers = (Tier("disk", 1e5, read_s=1e-3, busy=0.4), Tier("memory", 1e8))
     made = profile(
@@ -139,12 +134,12 @@ def test_some_parts_loaded_are_estimated_like_a_prompt_with_only_those_stored(
             assert part.waiting_s(counts) == pytest.approx(alone.waiting_s(counts), abs=1e-9)
 
 
-def test_rows_at_the_end_of_a_prompt_see_more_keys() -> None:
+def test_rows_at_the_end_of_a_prompt_see_more_keys():
     made, asked = profile(layer=line(0.0, pair_s=1e-6)), prompt(chunks=2)
     first, last = (forecast(made, asked, evenly(0, CHUNK), [i]).compute_s for i in (0, 1))
     assert first > last > 0  # computing the later chunk costs more than the earlier one
 
 
-def test_an_unmeasured_tier_is_an_error() -> None:
+def test_an_unmeasured_tier_is_an_error():
     with pytest.raises(KeyError, match="tape"):
         Estimator(profile(), prompt(tier="tape"))

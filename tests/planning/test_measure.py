@@ -83,9 +83,7 @@ def kept(engine: BlendEngine) -> Path:
 # -- through an engine -------------------------------------------------------------------------------
 
 
-def test_all_of_a_profile_is_measured_and_the_store_gains_nothing(
-    engine: BlendEngine, tmp_path: Path
-) -> None:
+def test_all_of_a_profile_is_measured_and_the_store_gains_nothing(engine, tmp_path):
     before = engine.stats()
     steps: list[tuple[str, int, int]] = []
     report = engine.profile([tmp_path], watch=lambda *step: steps.append(step))
@@ -108,9 +106,7 @@ def test_all_of_a_profile_is_measured_and_the_store_gains_nothing(
     assert (after.entries, after.size_bytes) == (before.entries, before.size_bytes)
 
 
-def test_it_is_measured_once_and_then_remembered(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_is_measured_once_and_then_remembered(engine, monkeypatch, tmp_path):
     first = engine.profile().profile
     monkeypatch.setattr(Measure, "profile", None)  # measuring now would fail
     second = engine.profile()
@@ -124,9 +120,7 @@ def test_it_is_measured_once_and_then_remembered(
     assert engine.resources.profile_of(namespace_of(engine)) == (more.profile, "")
 
 
-def test_again_measures_again_and_directories_keep_their_figures(
-    engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_again_measures_again_and_directories_keep_their_figures(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "cores", lambda: 1)
     first = engine.profile([tmp_path]).profile
     monkeypatch.setattr(measure, "cores", lambda: 1000)
@@ -147,7 +141,7 @@ def test_again_measures_again_and_directories_keep_their_figures(
 
 
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="one count for all threads")
-def test_conditions_are_those_of_the_thread_that_computes(engine: BlendEngine) -> None:
+def test_conditions_are_those_of_the_thread_that_computes(engine):
     """torch counts threads per thread, once that thread has computed."""
     engine.generate("What was built?", Options(max_new_tokens=1))
     threads = torch.get_num_threads()
@@ -158,7 +152,7 @@ def test_conditions_are_those_of_the_thread_that_computes(engine: BlendEngine) -
         torch.set_num_threads(threads)
 
 
-def test_a_store_of_another_model_is_refused_unless_it_is_empty(tmp_path: Path) -> None:
+def test_a_store_of_another_model_is_refused_unless_it_is_empty(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<|more|>"])
     with tiny.engine(tiny.llama(), tmp_path / "store") as one:
@@ -172,9 +166,7 @@ def test_a_store_of_another_model_is_refused_unless_it_is_empty(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("last", [3, 9, "reading"])
-def test_an_interrupted_measurement_keeps_nothing(
-    engine: BlendEngine, last: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_measurement_keeps_nothing(engine, last, monkeypatch):
     def interrupt(what: Any, done: Any = None, *rest: Any) -> None:
         if last in (done, "reading"):
             raise KeyboardInterrupt
@@ -188,7 +180,7 @@ def test_an_interrupted_measurement_keeps_nothing(
     assert engine.resources.profile_of(namespace_of(engine)) == (None, "")
 
 
-def test_files_of_a_killed_measurement_are_removed_by_the_next(tmp_path: Path) -> None:
+def test_files_of_a_killed_measurement_are_removed_by_the_next(tmp_path):
     old, young = (tmp_path / f".profile-{name}" for name in ("killed", "running"))
     for left in (old, young):
         left.mkdir()
@@ -199,7 +191,7 @@ def test_files_of_a_killed_measurement_are_removed_by_the_next(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("ratio", [0.2, "auto"])
-def test_a_damaged_record_only_takes_the_profile_away(engine: BlendEngine, ratio: Any) -> None:
+def test_a_damaged_record_only_takes_the_profile_away(engine, ratio):
     for damaged in ('{"profiles": [{"version": 1}]}', '{"profiles": ' + 100_000 * "["):
         kept(engine).write_text(damaged)
         options = Options(ratio=ratio, max_new_tokens=1)
@@ -211,9 +203,7 @@ def test_a_damaged_record_only_takes_the_profile_away(engine: BlendEngine, ratio
         assert all(("another version" in note) == ("version" in damaged) for note in about)
 
 
-def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(
-    engine: BlendEngine, tmp_path: Path
-) -> None:
+def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(engine, tmp_path):
     with (
         tiny.engine(tiny.llama(), engine.resources.root, read_only=True) as reader,
         mock.patch.object(tempfile, "mkdtemp", wraps=tempfile.mkdtemp) as written,
@@ -228,8 +218,8 @@ def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(
 
 @pytest.mark.parametrize("option", ["--store", "--dir"])
 def test_a_directory_that_cannot_be_written_is_named_with_its_option(
-    engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
-) -> None:
+    engine, tmp_path, monkeypatch, option
+):
     refused = tmp_path if option == "--dir" else engine.resources.root
     mkdtemp = tempfile.mkdtemp
 
@@ -247,7 +237,7 @@ def test_a_directory_that_cannot_be_written_is_named_with_its_option(
             engine.profile(missing)
 
 
-def test_a_prefix_must_leave_room_for_a_prompt() -> None:
+def test_a_prefix_must_leave_room_for_a_prompt():
     adapter = tiny.adapter(tiny.llama(max_position_embeddings=256))
     fusor = Fusor(adapter)
     assert ModelTimes(adapter, fusor, range(256 - SHORTEST - 2)).longest == SHORTEST
@@ -256,14 +246,14 @@ def test_a_prefix_must_leave_room_for_a_prompt() -> None:
             ModelTimes(adapter, fusor, range(256 - left))
 
 
-def test_an_encoded_store_is_measured_as_it_is_kept(tmp_path: Path) -> None:
+def test_an_encoded_store_is_measured_as_it_is_kept(tmp_path):
     with tiny.engine(tiny.llama(), tmp_path / "int8", encoding="int8") as made:
         found, native = made.profile().profile, made.adapter.layout.encoded("native")
     kept = [native.layer_bytes(i, found.chunk_tokens) for i in range(LAYERS)]
     assert sum(found.layer_bytes) < sum(kept) / 2
 
 
-def test_a_model_that_cannot_be_blended_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_blended_is_refused(tmp_path):
     model = tiny.family("gpt2", n_positions=512)
     with tiny.engine(model, tmp_path / "store") as made, pytest.raises(UnsupportedModelError):
         made.profile()
@@ -272,7 +262,7 @@ def test_a_model_that_cannot_be_blended_is_refused(tmp_path: Path) -> None:
 # -- readings and the page cache ---------------------------------------------------------------------
 
 
-def test_a_tier_follows_from_readings_of_long_and_short_chunks() -> None:
+def test_a_tier_follows_from_readings_of_long_and_short_chunks():
     def reading(chunk_bytes: int, reads: int) -> Reading:
         return Reading(reads * chunk_bytes, reads, reads * (chunk_bytes / 1e9 + 1e-4), 0.0)
 
@@ -286,7 +276,7 @@ def test_a_tier_follows_from_readings_of_long_and_short_chunks() -> None:
     assert 0 < odd.busy < 1
 
 
-def test_pages_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_in_the_cache_are_counted(tmp_path, monkeypatch):
     monkeypatch.undo()
     path, empty = tmp_path / "file", tmp_path / "empty"
     path.write_bytes(bytes(40 * mmap.PAGESIZE + 1))
@@ -297,9 +287,7 @@ def test_pages_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
         assert tier_times.cached_share([path, empty]) < 0.5
 
 
-def test_files_are_dropped_again_and_count_as_dropped_only_if_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_files_are_dropped_again_and_count_as_dropped_only_if_counted(monkeypatch):
     refused = OSError(errno.ENOSYS, "mincore")
     for shares, dropped in (([0.5, 0.0], hasattr(os, "posix_fadvise")), ([refused] * 3, False)):
         monkeypatch.setattr(tier_times, "cached_share", mock.Mock(side_effect=shares))
@@ -318,9 +306,7 @@ def of(made: list[Prefill], policy: str) -> list[Prefill]:
     return [prefill for prefill in made if prefill.policy == policy]
 
 
-def test_a_far_longer_prompt_is_timed_at_ratios_that_compute_few_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_far_longer_prompt_is_timed_at_ratios_that_compute_few_tokens(monkeypatch):
     monkeypatch.setattr(measure, "RATIOS", RATIOS)
     made = prefills(512)
     ratios: dict[Prefill, list[float]] = {}
@@ -335,7 +321,7 @@ def test_a_far_longer_prompt_is_timed_at_ratios_that_compute_few_tokens(
 
 @pytest.mark.parametrize("longest", [64, 4096])
 @pytest.mark.parametrize("context", [300, 5000, 32768])
-def test_no_prompt_exceeds_the_context_or_the_limit(longest: int, context: int) -> None:
+def test_no_prompt_exceeds_the_context_or_the_limit(longest, context):
     made = prefills(min(longest, context), context, min(512, context // 4))
     for policy in (PLAIN_POLICY, SCOUT_POLICY, DEVIATION_POLICY):
         assert of(made, policy)
@@ -351,9 +337,7 @@ def test_no_prompt_exceeds_the_context_or_the_limit(longest: int, context: int) 
         ((9.0, 0.1, 0.2, 0.3, 0.6, 0.9), [128, 256, 512, 1024, 2048]),
     ],
 )
-def test_lengths_end_where_they_take_too_long_but_there_are_at_least_two(
-    times_s: tuple[float, ...], bearable: list[int]
-) -> None:
+def test_lengths_end_where_they_take_too_long_but_there_are_at_least_two(times_s, bearable):
     left = list(times_s)
     measuring: Any = SimpleNamespace(
         _time=lambda prefill: SimpleNamespace(total_s=left.pop(0)), _step=lambda what: None
@@ -365,15 +349,13 @@ def test_lengths_end_where_they_take_too_long_but_there_are_at_least_two(
 # -- what their times say ----------------------------------------------------------------------------
 
 
-def test_the_median_counts() -> None:
+def test_the_median_counts():
     runs = [Timed(1, 0.2, 0.9, 1.9), Timed(9, 0.1, 0.2, 9.2), Timed(2, 0.9, 0.1, 2.1)]
     assert median(runs) == Timed(2, 0.2, 0.2, 2.1)
 
 
 @pytest.mark.parametrize(("layers", "pass_s", "each"), [(4, 3 * 0.2 + 0.05, 0.2), (1, 0.05, 0.05)])
-def test_the_last_layer_is_timed_apart_from_the_others(
-    layers: int, pass_s: float, each: float
-) -> None:
+def test_the_last_layer_is_timed_apart_from_the_others(layers, pass_s, each):
     found = figures({one: Timed(pass_s, 0.05, 0.1, pass_s + 0.1) for one in prefills(256)}, layers)
     for name, seconds in (("layer", each), ("last", 0.05)):
         assert min(found[name].seconds) == pytest.approx(seconds)
@@ -382,9 +364,7 @@ def test_the_last_layer_is_timed_apart_from_the_others(
 
 
 @pytest.mark.parametrize(("longest", "pair_s"), [(128, LAYERS * 5e-7), (2048, 0.0)])
-def test_a_prefill_timed_at_few_lengths_takes_attention_from_the_layers(
-    longest: int, pair_s: float
-) -> None:
+def test_a_prefill_timed_at_few_lengths_takes_attention_from_the_layers(longest, pair_s):
     layer = Curve((1.0, 1e4), (1e-3, 1.0), 1e-4, pair_s=5e-7)
     times = {}
     for one in prefills(longest):
@@ -398,7 +378,7 @@ def test_a_prefill_timed_at_few_lengths_takes_attention_from_the_layers(
 # -- fitting -----------------------------------------------------------------------------------------
 
 
-def test_a_fit_finds_the_terms_that_times_were_made_of() -> None:
+def test_a_fit_finds_the_terms_that_times_were_made_of():
     points = [
         Point(rows, context, placed, 2e-3 + 1e-4 * rows + 3e-8 * rows * context + 1e-6 * placed)
         for rows in (10, 50, 200, 800)
@@ -412,7 +392,7 @@ def test_a_fit_finds_the_terms_that_times_were_made_of() -> None:
     assert curve(1600, 800) == pytest.approx(2e-3 + 0.16 + 3e-8 * 1600 * 800, rel=1e-2)
 
 
-def test_a_fit_follows_a_flat_start_and_is_proportional_at_one_length() -> None:
+def test_a_fit_follows_a_flat_start_and_is_proportional_at_one_length():
     flat = fit([Point(rows, 1, 0, max(1e-3, 1e-5 * rows)) for rows in (1, 30, 100, 400, 800)])
     for rows, seconds in ((30, 1e-3), (100, 1e-3), (600, 6e-3)):  # as on a GPU
         assert flat(rows, 1) == pytest.approx(seconds, rel=0.02)
@@ -422,7 +402,7 @@ def test_a_fit_follows_a_flat_start_and_is_proportional_at_one_length() -> None:
         fit([Point(10, 10, 0, 0.0)])
 
 
-def test_a_fit_of_noise_never_falls_and_has_no_negative_term() -> None:
+def test_a_fit_of_noise_never_falls_and_has_no_negative_term():
     draw = random.Random(3)
     for _ in range(20):
         points = [
@@ -436,7 +416,7 @@ def test_a_fit_of_noise_never_falls_and_has_no_negative_term() -> None:
         assert times == sorted(times)
 
 
-def test_two_lengths_and_the_cost_of_attention_predict_a_long_prefill() -> None:
+def test_two_lengths_and_the_cost_of_attention_predict_a_long_prefill():
     def seconds(n: int) -> float:
         return 0.1 + 7e-3 * n + 2e-6 * n * n / 2
 

@@ -30,24 +30,24 @@ def write(root: Path, *entries: Any) -> None:
     ("rows", "seconds"),
     [((), ()), ((1.0,), ()), ((1.0, 2.0), (2.0, 1.0)), ((2.0, 1.0), (1.0, 2.0))],
 )
-def test_an_empty_or_falling_curve_is_refused(rows: Any, seconds: Any) -> None:
+def test_an_empty_or_falling_curve_is_refused(rows, seconds):
     with pytest.raises(ValueError, match="no curve"):
         Curve(rows, seconds, 0.0)
 
 
-def test_no_rows_cost_nothing_but_the_moving_of_keys() -> None:
+def test_no_rows_cost_nothing_but_the_moving_of_keys():
     assert line(1e-3, placed_s=1e-6)(0, 0, 100) == pytest.approx(1e-4)
     assert line(1e-3)(0, 0) == 0.0
 
 
-def test_a_read_costs_its_latency_and_its_bytes() -> None:
+def test_a_read_costs_its_latency_and_its_bytes():
     assert Tier("disk", 1e6, read_s=1e-3).seconds(1e6, 3) == pytest.approx(1.003)
 
 
 # -- the record --------------------------------------------------------------------------------------
 
 
-def test_a_profile_is_recalled_only_for_its_own_conditions(tmp_path: Path) -> None:
+def test_a_profile_is_recalled_only_for_its_own_conditions(tmp_path):
     assert recall_profile(tmp_path, CONDITIONS) == (None, "")
     other = replace(THEIRS, conditions=replace(THEIRS.conditions, threads=64))
     for made in (other, THEIRS):
@@ -69,9 +69,7 @@ def test_a_profile_is_recalled_only_for_its_own_conditions(tmp_path: Path) -> No
     ],
     ids=lambda change: str(change)[:32],
 )  # fmt: skip
-def test_an_unreadable_entry_is_no_profile_and_is_reported(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_an_unreadable_entry_is_no_profile_and_is_reported(tmp_path, change):
     broken = {**asdict(MINE), **change}
     write(tmp_path, broken)
     cached = ProfileCache(tmp_path, lambda namespace: CONDITIONS)
@@ -80,7 +78,7 @@ def test_an_unreadable_entry_is_no_profile_and_is_reported(
     assert cached(CONDITIONS.namespace) == (MINE, "")
 
 
-def test_a_profile_replaces_that_of_its_conditions_and_keeps_other_versions(tmp_path: Path) -> None:
+def test_a_profile_replaces_that_of_its_conditions_and_keeps_other_versions(tmp_path):
     earlier = {"version": MINE.version - 1, "conditions": asdict(MINE)["conditions"]}
     broken = {**asdict(MINE), "layer_bytes": []}
     write(tmp_path, earlier, broken, asdict(MINE), asdict(THEIRS))
@@ -92,7 +90,7 @@ def test_a_profile_replaces_that_of_its_conditions_and_keeps_other_versions(tmp_
     assert entries[0] == earlier
 
 
-def test_the_record_is_read_again_only_when_it_changes(tmp_path: Path) -> None:
+def test_the_record_is_read_again_only_when_it_changes(tmp_path):
     looked: list[str] = []
 
     def conditions(namespace: str) -> Any:

@@ -15,7 +15,7 @@ def chosen(*devices: Device, ratio: float = 0.15, policy: str = "random") -> Sto
     return choose_storage(profile(), policy, ratio, 3, 2e12, devices)
 
 
-def test_the_cheapest_device_that_hides_is_chosen() -> None:
+def test_the_cheapest_device_that_hides_is_chosen():
     """At .15 a layer computes 77 ms; a layer of three chunks loads in 15 ms from sata, 3 s from disk."""
     found = chosen(NVME, SATA, DISK)
     assert found.best is not None
@@ -26,7 +26,7 @@ def test_the_cheapest_device_that_hides_is_chosen() -> None:
     assert found.fastest.device is NVME
 
 
-def test_a_higher_ratio_hides_a_slower_device() -> None:
+def test_a_higher_ratio_hides_a_slower_device():
     slow = Device("slow", 2e4, 0.01)  # 150 ms a layer
     for ratio, device in ((0.15, NVME), (0.6, slow)):  # 77 and 212 ms of compute
         best = chosen(NVME, slow, ratio=ratio).best
@@ -34,7 +34,7 @@ def test_a_higher_ratio_hides_a_slower_device() -> None:
         assert best.device is device
 
 
-def test_no_device_is_best_if_each_adds_latency_and_the_fastest_is_named() -> None:
+def test_no_device_is_best_if_each_adds_latency_and_the_fastest_is_named():
     found = chosen(DISK, TAPE)
     assert found.best is None
     assert found.fastest.device is DISK
@@ -43,7 +43,7 @@ def test_no_device_is_best_if_each_adds_latency_and_the_fastest_is_named() -> No
 @pytest.mark.parametrize(
     ("layers", "policy"), [(1, "query"), (1, "blend"), (2, "random"), (2, "hkvd"), (2, "blend")]
 )
-def test_the_first_load_of_a_model_of_few_layers_counts(layers: int, policy: str) -> None:
+def test_the_first_load_of_a_model_of_few_layers_counts(layers, policy):
     made = profile(layer_bytes=(LAYER_BYTES,) * layers)
     found = choose_storage(made, policy, 0.15, 3, 2e12, (NVME, TAPE))
     assert [each.hides for each in found.rated] == [True, False]

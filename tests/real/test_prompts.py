@@ -66,7 +66,7 @@ def prompts(engine: BlendEngine) -> dict[str, tuple[Prompt, Options]]:
     return asked
 
 
-def test_ids_decode_to_the_rendered_prompt_with_an_intact_template(engine: BlendEngine) -> None:
+def test_ids_decode_to_the_rendered_prompt_with_an_intact_template(engine):
     tokens = engine.resources.tokens
     for name, (prompt, options) in prompts(engine).items():
         rendered = render(prompt, tokens, options).text
@@ -77,7 +77,7 @@ def test_ids_decode_to_the_rendered_prompt_with_an_intact_template(engine: Blend
         assert [i for i in ids if i in control] == [i for i in stock if i in control], name
 
 
-def test_chunks_are_loaded_and_the_question_is_computed(engine: BlendEngine) -> None:
+def test_chunks_are_loaded_and_the_question_is_computed(engine):
     tokens = engine.resources.tokens
     for name, (prompt, options) in prompts(engine).items():
         plan = engine.segments(prompt, options)

@@ -52,9 +52,7 @@ def answers(engine: BlendEngine) -> dict[str, Answer]:
     return {prompt: engine.generate(prompt, FULL) for prompt in prompts(engine)}
 
 
-def test_mode_full_answers_as_generate_does(
-    engine: BlendEngine, answers: dict[str, Answer]
-) -> None:
+def test_mode_full_answers_as_generate_does(engine, answers):
     """``generate`` gets the rendered prompt, tokenised as one text, as from a user of transformers."""
     model, tokens = engine.adapter.model, engine.adapter.tokens
     for prompt, answer in answers.items():
@@ -73,9 +71,7 @@ def test_mode_full_answers_as_generate_does(
         assert answer.text == expected
 
 
-def test_recomputing_everything_answers_as_mode_full_does(
-    engine: BlendEngine, answers: dict[str, Answer]
-) -> None:
+def test_recomputing_everything_answers_as_mode_full_does(engine, answers):
     """Up to a tie, because a blended prefill sums in another order than a stock one."""
     for prompt, full in answers.items():
         blended = engine.generate(prompt, EVERYTHING)

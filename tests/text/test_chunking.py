@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,12 +37,12 @@ TEXTS = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(TEXTS)
-def test_every_chunk_is_an_exact_substring_within_the_limit(text: str) -> None:
+def test_every_chunk_is_an_exact_substring_within_the_limit(text):
     assert_chunks_are_right(text, CHUNKER)
 
 
 @pytest.mark.parametrize("unit", ["世", "One sentence. "])
-def test_a_long_line_is_split_in_windows(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_line_is_split_in_windows(unit, monkeypatch):
     """The splitter takes quadratic time, so it never sees more than a few windows' worth of text."""
     chunker, seen = Chunker(TOKENIZER, 64), []
     window_spans = chunker._window_spans
@@ -57,26 +55,26 @@ def test_a_long_line_is_split_in_windows(unit: str, monkeypatch: pytest.MonkeyPa
     assert sum(seen) < 3 * len(text)
 
 
-def test_windows_do_not_change_where_prose_is_cut() -> None:
+def test_windows_do_not_change_where_prose_is_cut():
     paragraph = "The lamp was lit at dusk. Nobody knew who had climbed the stairs that evening.\n\n"
     text = "".join(f"{i}: {paragraph}" for i in range(200))
     chunker = Chunker(TOKENIZER, 256)
     assert [(c.start, c.text) for c in chunker.split(text)] == chunker._splitter.chunk_indices(text)
 
 
-def test_white_space_contains_no_chunk() -> None:
+def test_white_space_contains_no_chunk():
     assert CHUNKER.split(" " * 1_000_000) == []
     assert CHUNKER.split("") == []
 
 
-def test_control_tokens_that_stay_text_are_counted_as_text() -> None:
+def test_control_tokens_that_stay_text_are_counted_as_text():
     tokenizer = tiny.tokenizer().backend_tokenizer
     tokenizer.encode_special_tokens = True
     for chunk in Chunker(tokenizer, 64).split("<|end|> " * 200):
         assert len(tokenizer.encode(chunk.text, add_special_tokens=False).ids) <= 64
 
 
-def test_a_truncating_tokenizer_hides_no_tokens_and_is_left_alone() -> None:
+def test_a_truncating_tokenizer_hides_no_tokens_and_is_left_alone():
     tokenizer = tiny.tokenizer().backend_tokenizer
     tokenizer.enable_truncation(32)
     assert Chunker(tokenizer, 64).split("word " * 100) == CHUNKER.split("word " * 100)
@@ -84,7 +82,7 @@ def test_a_truncating_tokenizer_hides_no_tokens_and_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 63, 4097])
-def test_a_chunk_size_out_of_range_is_refused(chunk_tokens: int) -> None:
+def test_a_chunk_size_out_of_range_is_refused(chunk_tokens):
     with pytest.raises(InvalidInputError, match=r"64 to 4096"):
         Chunker(TOKENIZER, chunk_tokens)
 
@@ -93,12 +91,12 @@ def test_a_chunk_size_out_of_range_is_refused(chunk_tokens: int) -> None:
     ("text", "words"),
     [("abc\ud800def", "character 3"), (b"abc", "a bytes, expected a str"), (None, "a NoneType")],
 )
-def test_what_is_no_text_is_refused(text: Any, words: str) -> None:
+def test_what_is_no_text_is_refused(text, words):
     for refuses in (CHUNKER.split, CHUNKER.count):
         with pytest.raises(InvalidInputError, match=words):
             refuses(text)
 
 
-def test_the_id_ignores_outer_white_space_only() -> None:
+def test_the_id_ignores_outer_white_space_only():
     assert chunk_id_of(" a b \n") == chunk_id_of("a b")
     assert chunk_id_of("a  b") != chunk_id_of("a b")

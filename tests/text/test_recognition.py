@@ -73,20 +73,20 @@ def names(index: ChunkIndex, prompt: str) -> list[str]:
     return [match.chunk_id for match in index.find(prompt)]
 
 
-def test_chunks_are_found_between_any_other_text() -> None:
+def test_chunks_are_found_between_any_other_text():
     index = index_of(a=f"\n {PROSE} \n", b=OTHER, c=CJK)
     prompt = f"<|user|>\nsource: x.md {OTHER}\n\n---{CJK}。{PROSE}{PROSE}Question: who?"
     expected = [("b", OTHER, True), ("c", CJK, True), ("a", PROSE, True), ("a", PROSE, True)]
     assert found(index, prompt) == expected
 
 
-def test_the_longest_of_nested_chunks_wins() -> None:
+def test_the_longest_of_nested_chunks_wins():
     index = index_of(whole=PROSE, head=PROSE[:91], middle=PROSE[40:112], tail=PROSE[97:])
     assert found(index, f"x {PROSE} y") == [("whole", PROSE, True)]
     assert names(index, f"x {PROSE[:130]} y") == ["head"]
 
 
-def test_a_chunk_across_two_others_displaces_neither() -> None:
+def test_a_chunk_across_two_others_displaces_neither():
     """It is longer than each of them, but together they cover more."""
     across = f"{PROSE[20:]}\n\n{OTHER[:150]}"
     index = index_of(a=PROSE, b=OTHER, across=across)
@@ -95,7 +95,7 @@ def test_a_chunk_across_two_others_displaces_neither() -> None:
     assert names(index, f"x {across}") == ["across"]
 
 
-def test_a_tail_cut_chunk_is_found_up_to_the_cut_or_the_next_chunk() -> None:
+def test_a_tail_cut_chunk_is_found_up_to_the_cut_or_the_next_chunk():
     prompt = f"{PROSE[:100]}\n\n{OTHER}"
     index = index_of(a=PROSE, b=OTHER)
     assert found(index, prompt) == [("a", PROSE[:100], False), ("b", OTHER, True)]
@@ -103,21 +103,21 @@ def test_a_tail_cut_chunk_is_found_up_to_the_cut_or_the_next_chunk() -> None:
     assert found(index, PROSE + OTHER) == [("both", PROSE, False), ("b", OTHER, True)]
 
 
-def test_a_tail_cut_chunk_ends_with_the_last_whole_word() -> None:
+def test_a_tail_cut_chunk_ends_with_the_last_whole_word():
     index = index_of(a=f"{PROSE} It concerns international law.")
     cut = f"{PROSE} It concerns international"
     assert found(index, f"{PROSE} It concerns internationals") == [("a", cut[:-13], False)]
     assert found(index, f"{cut}…") == [("a", cut, False)]
 
 
-def test_chunks_without_head_or_most_of_their_tail_are_not_matched() -> None:
+def test_chunks_without_head_or_most_of_their_tail_are_not_matched():
     index = index_of(short=PROSE, long=OTHER * 4)
     assert index.find(PROSE[1:]) == []
     assert index.find(PROSE[:63] + "…") == []
     assert index.find(OTHER[: len(OTHER) - 10] + "…") == [], "under a quarter of the chunk"
 
 
-def test_chunks_with_few_letters_are_matched_only_without_strict() -> None:
+def test_chunks_with_few_letters_are_matched_only_without_strict():
     enough = "The law of nations is written down in no single place."
     fewer = "the rules of international law that we all know of"
     assert letters_in(enough) + 6 >= MIN_LETTERS > letters_in(fewer)
@@ -129,7 +129,7 @@ def test_chunks_with_few_letters_are_matched_only_without_strict() -> None:
     assert [m.chunk_id for m in index.find(prompt, strict=False)] == list(texts)
 
 
-def test_matches_begin_and_end_at_word_boundaries() -> None:
+def test_matches_begin_and_end_at_word_boundaries():
     text = PROSE[: PROSE.index(".")]
     index = index_of(a=text)
     for before, after in ("", ""), ("(", ")"), ("\n", "."), ("他说", "。"), ("\\n", "'"):
@@ -141,7 +141,7 @@ def test_matches_begin_and_end_at_word_boundaries() -> None:
         assert index_of(a=unspaced).find(f"{around}{unspaced}{around}")
 
 
-def test_only_the_given_spans_are_searched() -> None:
+def test_only_the_given_spans_are_searched():
     index = index_of(a=PROSE, b=OTHER)
     prompt = f"{PROSE}{PROSE}|{OTHER}"
     half = len(PROSE)
@@ -153,7 +153,7 @@ def test_only_the_given_spans_are_searched() -> None:
     assert cut.end <= half + 120
 
 
-def test_discarded_chunks_are_not_found() -> None:
+def test_discarded_chunks_are_not_found():
     index = index_of(a=PROSE, b=PROSE[:114], c=OTHER)
     index.discard("a")
     assert found(index, PROSE) == [("b", PROSE[:114], True)]
@@ -169,7 +169,7 @@ def reference_hash(text: str) -> int:
     return (value ^ (value >> 33)) >> 1
 
 
-def test_stored_hashes_are_the_same_in_every_release() -> None:
+def test_stored_hashes_are_the_same_in_every_release():
     text = PROSE + CJK
     assert 256 <= len(text) < 512
     for part, levels in (
@@ -185,13 +185,13 @@ def test_stored_hashes_are_the_same_in_every_release() -> None:
 
 
 @pytest.mark.parametrize("texts", [{}, {"a": OTHER}])
-def test_a_chunk_that_is_gone_or_has_another_text_matches_nothing(texts: dict[str, str]) -> None:
+def test_a_chunk_that_is_gone_or_has_another_text_matches_nothing(texts):
     index = ChunkIndex(texts.__getitem__)
     index.add({"a": chunk_hashes(PROSE)})
     assert index.find(PROSE) == []
 
 
-def test_escaped_chunks_are_noticed_and_not_matched() -> None:
+def test_escaped_chunks_are_noticed_and_not_matched():
     text = PROSE[:70] + '\n"' + PROSE[70:] + "\n\té" + OTHER
     index = index_of(a=text)
     for prompt in (repr([text]), json.dumps({"context": text}), json.dumps(text + "\U0001f600")):
@@ -202,7 +202,7 @@ def test_escaped_chunks_are_noticed_and_not_matched() -> None:
     assert not index.looks_escaped(r"a question about \n and \t", [])
 
 
-def test_a_header_shared_by_thousands_of_chunks_hides_none() -> None:
+def test_a_header_shared_by_thousands_of_chunks_hides_none():
     words = PROSE.split()
     rng = random.Random(0)
     texts = {
@@ -215,7 +215,7 @@ def test_a_header_shared_by_thousands_of_chunks_hides_none() -> None:
 
 
 @pytest.mark.parametrize("unit", ["界", "ab "])
-def test_repetitive_prompts_and_corpora_take_bounded_work(unit: str) -> None:
+def test_repetitive_prompts_and_corpora_take_bounded_work(unit):
     """Counts positions compared by hash, texts fetched and prefixes compared."""
     texts = {f"c{i}": canonical((unit * i)[:i]) for i in range(16, 1500)} | {"legit": PROSE}
     fetched: list[str] = []
@@ -232,7 +232,7 @@ def test_repetitive_prompts_and_corpora_take_bounded_work(unit: str) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_an_index_changed_step_by_step_equals_one_built_at_once(data: st.DataObject) -> None:
+def test_an_index_changed_step_by_step_equals_one_built_at_once(data):
     pieces, prompt = data.draw(prompts())
     texts = {f"c{i}": text for i, text in enumerate(pieces)}
     grown, there = ChunkIndex(lambda chunk_id: canonical(texts[chunk_id])), {}
@@ -290,7 +290,7 @@ WAYS = (
 
 
 @pytest.mark.parametrize("text", [PROSE, PAGES, CJK, HEBREW, ARABIC, BIDI])
-def test_a_chunk_is_recognised_in_any_prompt_format(text: str) -> None:
+def test_a_chunk_is_recognised_in_any_prompt_format(text):
     for way in WAYS:
         prompt = way.replace("{}", text.strip())
         for given_text in (text, f"\n\n  {text} \t\n"):
@@ -300,7 +300,7 @@ def test_a_chunk_is_recognised_in_any_prompt_format(text: str) -> None:
 
 @pytest.mark.parametrize("text", [PROSE, PAGES, CJK, HEBREW + ARABIC])
 @pytest.mark.parametrize("share", [0.3, 0.77, 0.99])
-def test_a_chunk_with_its_tail_cut_off_is_reused_in_part(text: str, share: float) -> None:
+def test_a_chunk_with_its_tail_cut_off_is_reused_in_part(text, share):
     text = canonical(text)
     rest = text[: max(64, int(len(text) * share))]
     for ending in ("", "…", "\n\nQuestion: who?"):
@@ -311,7 +311,7 @@ def test_a_chunk_with_its_tail_cut_off_is_reused_in_part(text: str, share: float
         assert len(segment.ids) >= len(TOKENS.encode_text(segment.text)) - 3
 
 
-def test_control_tokens_count_in_the_template_and_are_text_in_a_chunk() -> None:
+def test_control_tokens_count_in_the_template_and_are_text_in_a_chunk():
     prompt = f"{USER}{CONTROL}\n{TAIL}"
     cut = segments_of(prompt, {"control": CONTROL})
     (chunk,) = cut.chunks
@@ -323,7 +323,7 @@ def test_control_tokens_count_in_the_template_and_are_text_in_a_chunk() -> None:
     assert not CONTROL_IDS.isdisjoint(TOKENS.encode_template(CONTROL))
 
 
-def test_control_tokens_in_a_tail_cut_chunk_stay_text() -> None:
+def test_control_tokens_in_a_tail_cut_chunk_stay_text():
     text = "x" * 70 + " <|end|><|start|> " + "y" * 60
     match = Match("c", 0, 85, complete=False)
     stored = tuple(TOKENS.encode_text(text))
@@ -333,7 +333,7 @@ def test_control_tokens_in_a_tail_cut_chunk_stay_text() -> None:
     assert TOKENS.decode(cut.ids) == text[:85] + TAIL
 
 
-def test_leading_ids_precede_the_first_chunk() -> None:
+def test_leading_ids_precede_the_first_chunk():
     prompt = f"{USER}Context: {PROSE}{TAIL}"
     cut, other = (segments_of(prompt, {"a": text}) for text in (PROSE, OTHER))
     assert cut.leading_ids == tuple(TOKENS.encode_template(USER + "Context: "))
@@ -343,6 +343,6 @@ def test_leading_ids_precede_the_first_chunk() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(prompts())
-def test_segments_of_any_mixture_make_up_the_prompt(drawn: tuple[list[str], str]) -> None:
+def test_segments_of_any_mixture_make_up_the_prompt(drawn):
     pieces, prompt = drawn
     segments_of(prompt, {f"c{i}": text for i, text in enumerate(pieces)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -26,7 +25,7 @@ KVWriter._encode = slow
 """
 
 
-def test_rates_are_measured_and_a_corpus_is_ingested_twice() -> None:
+def test_rates_are_measured_and_a_corpus_is_ingested_twice():
     figures = measured("ingest", *RATES, *CORPUS)
     prefill, _, whole = rates = [
         figures[f"{name}_tokens_per_s"] for name in ("prefill", "encode", "ingest")
@@ -39,9 +38,7 @@ def test_rates_are_measured_and_a_corpus_is_ingested_twice() -> None:
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), StoreFullError("there is no room")], ids=repr)
-def test_an_interrupted_ingest_ends_the_bench_and_leaves_no_files(
-    end: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_ingest_ends_the_bench_and_leaves_no_files(end, tmp_path, monkeypatch):
     def cut_short(*args: object) -> NoReturn:
         raise end
 
@@ -53,9 +50,7 @@ def test_an_interrupted_ingest_ends_the_bench_and_leaves_no_files(
     assert not list(tmp_path.glob("blendrag-*"))
 
 
-def test_ctrl_c_prints_no_figures_and_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_prints_no_figures_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start(
         "bench", "ingest", *RATES, "--reingest-chunks", "0", "--json", before=SLOW_INGEST

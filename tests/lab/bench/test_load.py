@@ -44,21 +44,21 @@ def room(chunks: int) -> int:
     return chunks * stored_chunk_bytes(tiny_adapter().layout, 16)
 
 
-def test_poisson_arrivals_wait_as_queueing_theory_predicts() -> None:
+def test_poisson_arrivals_wait_as_queueing_theory_predicts():
     """M/D/1: the mean wait is ρ / (2 (1 - ρ)) of the service time."""
     assert Queue([served(1.0), served(3.0)]).mean(1e-9) == pytest.approx(2.0)
     means = [Queue([served(1.0)], seed).mean(0.5) for seed in range(20)]
     assert statistics.fmean(means) == pytest.approx(1.5, rel=0.1)
 
 
-def test_beyond_capacity_throughput_stays_and_ttft_grows() -> None:
+def test_beyond_capacity_throughput_stays_and_ttft_grows():
     queue = Queue([served(1.0)])
     assert queue.at(0.2)[1] == pytest.approx(0.2, rel=0.1)
     assert queue.at(5.0)[1] == pytest.approx(1.0, rel=0.01)
     assert queue.mean(5.0) > 100
 
 
-def test_half_the_service_time_sustains_twice_the_rate() -> None:
+def test_half_the_service_time_sustains_twice_the_rate():
     slow, fast = Queue([served(1.0)]), Queue([served(0.5)])
     rate = slow.rate_of(2.0)
     assert slow.mean(rate) == pytest.approx(2.0, rel=0.01)
@@ -67,7 +67,7 @@ def test_half_the_service_time_sustains_twice_the_rate() -> None:
     assert Queue([served(3.0)]).rate_of(2.0) == 0.0
 
 
-def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same() -> None:
+def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same():
     plans, again = (make_requests(tiny_adapter(), PROMPT, 30, 105)[1] for _ in "ab")
     assert len(plans) == 105
     assert all(len({s.chunk_id for s in plan.chunks}) == PROMPT.chunks for plan in plans)
@@ -77,7 +77,7 @@ def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same() -> Non
 
 
 @torch.inference_mode()
-def test_prefix_reuses_chunks_after_the_same_chunks_and_blend_in_any_place() -> None:
+def test_prefix_reuses_chunks_after_the_same_chunks_and_blend_in_any_place():
     """All choose the token of stock prefill, because the workload recomputes everything."""
     adapter, reused = tiny_adapter(), []
     with tier_store(ON_DISK) as there:
@@ -91,7 +91,7 @@ def test_prefix_reuses_chunks_after_the_same_chunks_and_blend_in_any_place() -> 
 
 
 @torch.inference_mode()
-def test_a_full_prefix_cache_evicts_the_least_recently_used() -> None:
+def test_a_full_prefix_cache_evicts_the_least_recently_used():
     prefix = PrefixServer(tiny_adapter(), room(4))
     reused = [
         prefix.serve(asking(*chunks)).reused_tokens
@@ -101,7 +101,7 @@ def test_a_full_prefix_cache_evicts_the_least_recently_used() -> None:
 
 
 @torch.inference_mode()
-def test_a_small_store_evicts_too_and_encodes_what_is_missing() -> None:
+def test_a_small_store_evicts_too_and_encodes_what_is_missing():
     with tier_store(ON_DISK, room(5)) as there:
         blend = BlendServer(tiny_adapter(), PROMPT, there)
         for number in range(1, 9, 2):
@@ -111,14 +111,14 @@ def test_a_small_store_evicts_too_and_encodes_what_is_missing() -> None:
         assert blend.serve(asking(7, 8)).reused_tokens == 32
 
 
-def test_a_corpus_that_fits_is_reused_from_the_first_request_on() -> None:
+def test_a_corpus_that_fits_is_reused_from_the_first_request_on():
     result = load(timed(), PROMPT, 4, 0, 9, 9)
     blend = next(way for way in result.ways if way.way == "blend")
     tokens = PROMPT.chunks * PROMPT.chunk_tokens
     assert blend.reused == pytest.approx(tokens / PROMPT.prompt_tokens)
 
 
-def test_every_way_is_drawn_at_every_rate_with_the_ttft_that_they_are_compared_at() -> None:
+def test_every_way_is_drawn_at_every_rate_with_the_ttft_that_they_are_compared_at():
     result = TypeAdapter(LoadResult).validate_python(printed("load"))
     full, *_ = result.ways
     assert [way.way for way in result.ways] == ["full", "prefix", "blend"]

@@ -8,7 +8,6 @@ import shlex
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -44,7 +43,7 @@ class Measured:
     name: str
 
 
-def test_a_function_that_measures_becomes_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_measures_becomes_a_command(monkeypatch):
     monkeypatch.setattr(options, "BENCHES", {})
 
     def shown(result: Measured) -> ResultTable:
@@ -81,7 +80,7 @@ def test_a_function_that_measures_becomes_a_command(monkeypatch: pytest.MonkeyPa
     assert one(Size(1)) == Measured(str(Size(1)), "a")
 
 
-def test_the_help_of_policy_names_every_policy() -> None:
+def test_the_help_of_policy_names_every_policy():
     helped = invoke("bench", "ttft", "--help").stdout.replace("│", " ")
     listed = " ".join(helped.split()).partition("--policy")[2].partition("--schedule")[0]
     for name in POLICIES:
@@ -90,7 +89,7 @@ def test_the_help_of_policy_names_every_policy() -> None:
 
 
 @pytest.mark.parametrize("name", ["ttft", "sweep", "throughput", "trace", "load", "auto"])
-def test_benches_share_their_options(name: str) -> None:
+def test_benches_share_their_options(name):
     parameters = inspect.signature(load_bench(name).command).parameters
     shared = {"geometry", "model", "dtype", "device", "chunks", "chunk_tokens", "question_tokens",
               "policy", "schedule", "encoding", "as_json"}  # fmt: skip
@@ -101,7 +100,7 @@ def test_benches_share_their_options(name: str) -> None:
     assert ("plot" in parameters) == (name in ("sweep", "trace", "load"))
 
 
-def test_each_round_starts_with_another_way_and_the_first_does_not_count() -> None:
+def test_each_round_starts_with_another_way_and_the_first_does_not_count():
     calls: list[str] = []
     seconds = {"slow": iter([9.0, 4, 8, 6]), "fast": iter([9.0, 2, 1, 3])}
 
@@ -115,7 +114,7 @@ def test_each_round_starts_with_another_way_and_the_first_does_not_count() -> No
     assert [row.speed for row in rows] == [1.0, 2.0]  # of 2, 8 and 2
 
 
-def test_peak_memory_is_measured_from_the_start_of_the_work() -> None:
+def test_peak_memory_is_measured_from_the_start_of_the_work():
     peak = peak_bytes(lambda: torch.ones(16 << 20, dtype=torch.uint8).sum(), torch.device("cpu"))
     assert peak is None or peak >= 15 << 20
 
@@ -125,7 +124,7 @@ def test_peak_memory_is_measured_from_the_start_of_the_work() -> None:
     [("ttft", "--rounds", "0"), ("ttft", "--ratio", "1.5"), ("load", "--warm-requests", "-1"),
      ("auto", "--min-ratio", "nan"), ("ingest", "--reingest-chunk-tokens", "5000")],
 )  # fmt: skip
-def test_a_number_out_of_range_names_its_option(command: str, option: str, value: str) -> None:
+def test_a_number_out_of_range_names_its_option(command, option, value):
     result = invoke("bench", command, "--geometry", "tiny", option, value, "--json")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith(f"Error: Invalid value for '{option}'")
@@ -163,7 +162,7 @@ SWEEP = ("sweep", *SMALL, "--factor")
      (("store", "--geometry", "huge"), "geometry 'huge' is not one of"),
      (("store", "--dir", "/proc/version"), "--dir /proc/version is not a writable directory")],
 )  # fmt: skip
-def test_bad_input_is_refused_in_one_sentence(command: tuple[str, ...], sentence: str) -> None:
+def test_bad_input_is_refused_in_one_sentence(command, sentence):
     assert sentence in refused("bench", *command, "--json")
 
 
@@ -173,15 +172,11 @@ def test_bad_input_is_refused_in_one_sentence(command: tuple[str, ...], sentence
      *(((name, "--tier", "1B/s"), "tier '1B/s' is none of")
        for name in ("ttft", "sweep", "throughput", "trace", "load"))],
 )  # fmt: skip
-def test_bad_tiers_and_destinations_are_refused_before_anything_is_loaded(
-    command: tuple[str, ...], sentence: str
-) -> None:
+def test_bad_tiers_and_destinations_are_refused_before_anything_is_loaded(command, sentence):
     assert sentence in refused("bench", *command, "--geometry", "none such")
 
 
-def test_a_plot_without_matplotlib_is_refused_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     plot = ("--plot", str(tmp_path / "p.png"))
     assert "blendrag[plots]" in refused("bench", "load", "--geometry", "none such", *plot)

@@ -16,7 +16,7 @@ def operators_of(work: Callable[[], object]) -> OperatorCount:
     return count
 
 
-def test_views_and_allocations_are_not_operators() -> None:
+def test_views_and_allocations_are_not_operators():
     x = torch.ones(3, 4)
     assert operators_of(lambda: x.t()[1:].float()).operators == 0
     assert operators_of(lambda: torch.empty(3)).operators == 0
@@ -25,7 +25,7 @@ def test_views_and_allocations_are_not_operators() -> None:
     assert operators_of(lambda: x.sum().item()).waits == 1
 
 
-def test_operators_do_not_grow_with_chunks_schedules_or_layers() -> None:
+def test_operators_do_not_grow_with_chunks_schedules_or_layers():
     fields = printed("overhead")
     assert fields["layers"] == 32
     rows = {(row["way"], row["chunks"]): row for row in fields["rows"]}

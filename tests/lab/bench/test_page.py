@@ -77,7 +77,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return docs
 
 
-def test_a_region_has_the_command_the_table_and_the_machine(tmp_path: Path) -> None:
+def test_a_region_has_the_command_the_table_and_the_machine(tmp_path):
     docs = page_of(tmp_path, "auto", "ttft", "ttft-fast")
     before = (docs / "performance.md").read_text(encoding="utf-8")
     write(tmp_path, "ttft", TTFT)
@@ -102,7 +102,7 @@ def test_a_region_has_the_command_the_table_and_the_machine(tmp_path: Path) -> N
     assert before.partition(end)[2] == after.partition(end)[2]
 
 
-def test_every_bench_prints_what_its_region_needs(whole: Path) -> None:
+def test_every_bench_prints_what_its_region_needs(whole):
     for name, command in COMMANDS.items():
         text = text_of(whole, name)
         assert f"$ blendrag bench {command[0]} " in text
@@ -115,7 +115,7 @@ def test_every_bench_prints_what_its_region_needs(whole: Path) -> None:
         assert not drawn or picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_numbers_of_every_bench_are_in_its_table(whole: Path) -> None:
+def test_the_numbers_of_every_bench_are_in_its_table(whole):
     rows = {
         name: printed(name)["rows"] for name in ("sweep-tier", "throughput", "load", "overhead")
     }
@@ -133,7 +133,7 @@ def test_the_numbers_of_every_bench_are_in_its_table(whole: Path) -> None:
             assert number in text_of(whole, name)
 
 
-def test_the_value_of_a_context_is_shown_as_a_limit(tmp_path: Path) -> None:
+def test_the_value_of_a_context_is_shown_as_a_limit(tmp_path):
     docs = page_of(tmp_path, "sweep-context")
     row = {**printed("sweep-tier")["rows"][0], "value": "1024", "prompt_tokens": 544}
     write(tmp_path, "sweep-context", {**printed("sweep-tier"), "factor": "context", "rows": [row]})
@@ -141,7 +141,7 @@ def test_the_value_of_a_context_is_shown_as_a_limit(tmp_path: Path) -> None:
     assert "| ≤ 1024 | 544 |" in text_of(docs, "sweep-context")
 
 
-def test_equal_files_give_an_equal_page(whole: Path) -> None:
+def test_equal_files_give_an_equal_page(whole):
     before = {path.name: path.read_bytes() for path in whole.rglob("*.*")}
     write_page(whole, whole.parent)
     assert {path.name: path.read_bytes() for path in whole.rglob("*.*")} == before
@@ -157,8 +157,8 @@ def test_equal_files_give_an_equal_page(whole: Path) -> None:
      ({**TTFT, "ms": {**TTFT["ms"], "blend": timing(0, 0, 0)}}, "division by zero")],
 )  # fmt: skip
 def test_an_incomplete_result_is_refused_in_one_sentence_and_the_page_stays(
-    fields: object, sentence: str, tmp_path: Path
-) -> None:
+    fields, sentence, tmp_path
+):
     docs = page_of(tmp_path, "ttft")
     before = (docs / "performance.md").read_bytes()
     write(tmp_path, "ttft", fields)
@@ -178,9 +178,7 @@ def test_an_incomplete_result_is_refused_in_one_sentence_and_the_page_stays(
      ("nothing", "has no result"),
      (None, "cannot be read")],
 )  # fmt: skip
-def test_a_page_with_bad_regions_is_refused_in_one_sentence(
-    text: str | None, sentence: str, tmp_path: Path
-) -> None:
+def test_a_page_with_bad_regions_is_refused_in_one_sentence(text, sentence, tmp_path):
     if text is not None:
         (tmp_path / "performance.md").write_text(text, encoding="utf-8")
     write(tmp_path, "ttft", TTFT)
@@ -189,7 +187,7 @@ def test_a_page_with_bad_regions_is_refused_in_one_sentence(
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_passes_further_arguments_to_every_bench() -> None:
+def test_make_passes_further_arguments_to_every_bench():
     further = {
         "BENCH_ARGS": "--rounds 3 --ratio 0.2 --tier disk",
         "LOAD_ARGS": "--requests 20",
@@ -213,7 +211,7 @@ def test_make_passes_further_arguments_to_every_bench() -> None:
         assert shown.exit_code == 0, shown.stderr
 
 
-def test_every_result_of_make_has_a_region_in_the_page() -> None:
+def test_every_result_of_make_has_a_region_in_the_page():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     made = set(re.findall(r"\$\(call measure,([a-z-]+),", makefile)) - {"sweep-"}
     factors: Any = re.search(r"^FACTORS +\?= (.*)$", makefile, re.MULTILINE)

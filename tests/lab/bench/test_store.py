@@ -68,7 +68,7 @@ def doing_nothing() -> Iterator[None]:
         yield
 
 
-def test_every_part_has_rows_for_the_store_and_its_baselines(result: StoreResult) -> None:
+def test_every_part_has_rows_for_the_store_and_its_baselines(result):
     rows = {(row.part, row.way): row for row in result.rows}
     assert rows.keys() == {
         *(("warm read", way) for way in (*READS, "memory tier")),
@@ -93,9 +93,7 @@ def test_every_part_has_rows_for_the_store_and_its_baselines(result: StoreResult
     assert [row[:2] for row in shown] == [[row.part, row.way] for row in result.rows]
 
 
-def test_every_way_reads_the_chunks_bit_for_bit_and_doing_nothing_is_an_error(
-    tmp_path: Path,
-) -> None:
+def test_every_way_reads_the_chunks_bit_for_bit_and_doing_nothing_is_an_error(tmp_path):
     prompt = PromptBuffers({new_key(): random_chunk(LAYOUT, TOKENS, seed) for seed in range(2)})
     with reading_ways(tmp_path, prompt) as ways:
         assert list(ways) == [*READS, "memory tier"]
@@ -111,9 +109,7 @@ def test_every_way_reads_the_chunks_bit_for_bit_and_doing_nothing_is_an_error(
             assert len(os.listdir("/proc/self/fd")) == before, name
 
 
-def test_cold_rounds_drop_every_file_before_each_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cold_rounds_drop_every_file_before_each_way(tmp_path, monkeypatch):
     dropped: list[set[Path]] = []
     monkeypatch.setattr(f"{STORE}.drop_cached", lambda paths: dropped.append(set(paths)))
     rows, share = measure_reads(tmp_path, [CHUNK, CHUNK], 3, silent)
@@ -127,7 +123,7 @@ def test_cold_rounds_drop_every_file_before_each_way(
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no writable tmpfs")
-def test_files_are_written_to_dir_and_no_read_is_cold_if_the_page_cache_keeps_its_pages() -> None:
+def test_files_are_written_to_dir_and_no_read_is_cold_if_the_page_cache_keeps_its_pages():
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         result = measured(directory=Path(directory))
         assert list(Path(directory).iterdir()) == []
@@ -136,8 +132,8 @@ def test_files_are_written_to_dir_and_no_read_is_cold_if_the_page_cache_keeps_it
 
 
 def test_both_ways_of_writing_sync_the_same_bytes_and_doing_nothing_is_an_error(
-    tmp_path: Path, kv_store: KVStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, kv_store, monkeypatch
+):
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size) or real(fd))
@@ -151,7 +147,7 @@ def test_both_ways_of_writing_sync_the_same_bytes_and_doing_nothing_is_an_error(
             once()
 
 
-def test_puts_remove_what_they_stored(tmp_path: Path) -> None:
+def test_puts_remove_what_they_stored(tmp_path):
     root = tmp_path / "puts"
     measure_puts(root, CHUNK, 2, silent)
     with contextlib.closing(PayloadFiles(root / "store")) as files:
@@ -159,9 +155,7 @@ def test_puts_remove_what_they_stored(tmp_path: Path) -> None:
     assert not (root / "final").exists()
 
 
-def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(tmp_path, monkeypatch):
     (row,) = measure_misses(tmp_path, 300, LAYOUT, TOKENS, silent)
     assert (row.part, row.speed) == ("miss", None)
     with contextlib.closing(open_store(tmp_path, 0, None)) as kv_store:
@@ -175,9 +169,7 @@ def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(
 
 
 @pytest.mark.parametrize("found", [object(), None])
-def test_a_get_that_is_no_miss_is_an_error(
-    kv_store: KVStore, monkeypatch: pytest.MonkeyPatch, found: object
-) -> None:
+def test_a_get_that_is_no_miss_is_an_error(kv_store, monkeypatch, found):
     miss(kv_store, LAYOUT, TOKENS)
     monkeypatch.setattr(kv_store, "open", lambda *args: found)  # found, or not looked up
     with pytest.raises(MeasuredNothingError, match="expected a miss"):
@@ -185,9 +177,7 @@ def test_a_get_that_is_no_miss_is_an_error(
 
 
 @pytest.mark.parametrize("encoding", ["int8", "fp8"])
-def test_decoding_that_skips_data_is_an_error(
-    encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_that_skips_data_is_an_error(encoding, monkeypatch):
     decode(CHUNK, encoding)
     real = Staging._decode
     monkeypatch.setattr(Staging, "_decode", lambda self, blocks, out: real(self, blocks[:-1], out))

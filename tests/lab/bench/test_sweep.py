@@ -22,7 +22,7 @@ from lab.bench.small import SMALL, measured, printed
 KV_BYTES = 2 * 4 * 2 * 64 * 16 * 2  # K and V, layers, KV heads, tokens, width, bfloat16
 
 
-def test_a_sweep_over_the_ratio_has_a_row_for_each_value() -> None:
+def test_a_sweep_over_the_ratio_has_a_row_for_each_value():
     fields = measured("sweep", *SMALL, "--values", "0.1,0.5,1.0")
     rows = fields["rows"]
     assert [row["ratio"] for row in rows] == pytest.approx([0.1, 0.5, 1.0], abs=0.01)
@@ -42,9 +42,7 @@ def test_a_sweep_over_the_ratio_has_a_row_for_each_value() -> None:
      ("context", "80,104", [72, 104], "tiny, … × 32 + 8 tokens"),
      ("geometry", "tiny,deep", [72, 72], "…, 2 × 32 + 8 tokens")],
 )  # fmt: skip
-def test_the_prompt_follows_the_factor(
-    factor: str, values: str, tokens: list[int], about: str
-) -> None:
+def test_the_prompt_follows_the_factor(factor, values, tokens, about):
     given = SMALL[2:] if factor == "geometry" else SMALL
     fields = measured("sweep", *given, "--factor", factor, "--values", values)
     assert [row["prompt_tokens"] for row in fields["rows"]] == tokens
@@ -53,7 +51,7 @@ def test_the_prompt_follows_the_factor(
     assert fields["about"][0] == about
 
 
-def test_every_tier_reads_the_same_prompt() -> None:
+def test_every_tier_reads_the_same_prompt():
     rows = printed("sweep-tier")["rows"]
     assert [row["value"] for row in rows] == ["memory", "disk"]
     assert {row["kv_bytes"] for row in rows} == {KV_BYTES}
@@ -61,7 +59,7 @@ def test_every_tier_reads_the_same_prompt() -> None:
     assert rows[0]["reuse_ms"] != rows[1]["reuse_ms"]
 
 
-def test_an_encoding_changes_what_is_stored_and_not_what_is_computed() -> None:
+def test_an_encoding_changes_what_is_stored_and_not_what_is_computed():
     native, small = measured("sweep", *SMALL, "--dtype", "bfloat16", "--factor", "encoding")["rows"]
     assert (native["value"], small["value"]) == ("native", "int8")
     assert native["kv_bytes"] == KV_BYTES
@@ -69,7 +67,7 @@ def test_an_encoding_changes_what_is_stored_and_not_what_is_computed() -> None:
     assert native["floor_speedup"] == small["floor_speedup"]
 
 
-def test_every_factor_has_default_values() -> None:
+def test_every_factor_has_default_values():
     base = SweepCase("", Workload(), ON_DISK, "tiny")
     assert all(len(make_cases(factor, None, base)) > 1 for factor in FACTORS)
 
@@ -85,9 +83,7 @@ def line(axes: Axes, label: str) -> Line2D:
      ("context", ["1024", "2048"], [101, 102], "tokens of the prompt"),
      ("tier", ["memory", "disk", "1GB/s"], [0, 1, 2], "tier")],
 )  # fmt: skip
-def test_a_sweep_is_drawn_at_its_values_joined_if_they_are_numbers(
-    factor: str, values: list[str], x: list[float], label: str
-) -> None:
+def test_a_sweep_is_drawn_at_its_values_joined_if_they_are_numbers(factor, values, x, label):
     times = {
         way: [Timing(at + i, at + i - 0.5, at + i + 2) for i in range(len(values))]
         for way, at in {"full prefill": 50, "reuse": 4, "blend": 9}.items()

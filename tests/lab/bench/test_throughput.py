@@ -15,7 +15,7 @@ from lab.bench.small import printed, timed, tiny_bench
 REQUESTS = 5
 
 
-def test_figures_follow_from_the_times() -> None:
+def test_figures_follow_from_the_times():
     fields = printed("throughput")
     rows = {(row["way"], row["batch_size"]): row for row in fields["rows"]}
     assert list(rows) == [(way, size) for size in (1, 3) for way in ("full", "reuse", "blend")]
@@ -26,7 +26,7 @@ def test_figures_follow_from_the_times() -> None:
         assert row["over_alone"] == pytest.approx(rate / rows[way, 1]["first_tokens_per_s"])
 
 
-def test_batches_of_different_lengths_choose_the_tokens_of_single_prompts() -> None:
+def test_batches_of_different_lengths_choose_the_tokens_of_single_prompts():
     with tiny_bench(Workload(3, 32, 16, 0.3)) as bench:
         plans = make_plans(bench.prompt, REQUESTS)
         assert {len(plan.ids) for plan in plans} == {112, 110, 108, 106}
@@ -39,7 +39,7 @@ def test_batches_of_different_lengths_choose_the_tokens_of_single_prompts() -> N
             assert way(bench, [plans[:2], plans[2:4], plans[4:]]) == way(bench, [plans]) == alone
 
 
-def test_batches_are_refused_for_a_model_whose_attention_takes_masks() -> None:
+def test_batches_are_refused_for_a_model_whose_attention_takes_masks():
     adapter = tiny.adapter(tiny.family("gemma2", attn_implementation="eager"))
     workload = Workload(2, 8, 8, 0.3, "reuse", rounds=1)
     with pytest.raises(InvalidInputError, match="masks") as raised:

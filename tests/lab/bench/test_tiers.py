@@ -27,7 +27,7 @@ def kv() -> ChunkKV:
     return tiny_adapter().encode((), tiny.random_ids(TOKENS)[0].tolist())
 
 
-def test_a_throttled_read_delivers_the_same_bytes_no_sooner_than_its_device(kv: ChunkKV) -> None:
+def test_a_throttled_read_delivers_the_same_bytes_no_sooner_than_its_device(kv):
     size = stored_chunk_bytes(kv.layout, TOKENS)
     slow = ThrottledStore(MemoryStore(1 << 20), Throttle(size / 0.2), "slow")
     slow.put(NAMESPACE, KEY, kv)
@@ -42,9 +42,7 @@ def test_a_throttled_read_delivers_the_same_bytes_no_sooner_than_its_device(kv: 
     assert slow.open(NAMESPACE, OTHER_KEY, kv.layout, 1) is None
 
 
-def test_readers_share_a_device_that_owes_nothing_after_a_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_readers_share_a_device_that_owes_nothing_after_a_pause(monkeypatch):
     now = 5.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     device = Throttle(1000.0)
@@ -53,9 +51,7 @@ def test_readers_share_a_device_that_owes_nothing_after_a_pause(
     assert device.begin(100) == pytest.approx(9.1)
 
 
-def test_encoded_chunks_take_fewer_bytes_of_the_device(
-    kv: ChunkKV, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encoded_chunks_take_fewer_bytes_of_the_device(kv, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(Throttle, "begin", lambda device, size: asked.append(size) or 0.0)
     slow = ThrottledStore(MemoryStore(1 << 20), Throttle(1e9), "slow")
@@ -70,7 +66,7 @@ def test_encoded_chunks_take_fewer_bytes_of_the_device(
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"), [("0.5GB/s", 5e8), ("200 MB/s", 2e8), ("1kb/s", 1e3)]
 )
-def test_a_throughput_is_a_tier(text: str, bytes_per_s: float) -> None:
+def test_a_throughput_is_a_tier(text, bytes_per_s):
     tier = parse_tier(text)
     assert (tier.name, tier.bytes_per_s) == (text, bytes_per_s)
 
@@ -78,14 +74,14 @@ def test_a_throughput_is_a_tier(text: str, bytes_per_s: float) -> None:
 @pytest.mark.parametrize(
     "text", ["", "floppy", "0GB/s", "-1GB/s", "5/s", "5GB/s or so", "1B/s", "0.9KB/s"]
 )
-def test_a_bad_tier_is_refused_in_one_sentence(text: str) -> None:
+def test_a_bad_tier_is_refused_in_one_sentence(text):
     with pytest.raises(InvalidInputError, match="is none of memory, disk, cold") as caught:
         parse_tier(text)
     assert tiny.one_sentence(str(caught.value))
 
 
 @pytest.mark.parametrize("name", ["memory", "disk", "9GB/s"])
-def test_a_bench_reads_from_the_tier_it_names(name: str) -> None:
+def test_a_bench_reads_from_the_tier_it_names(name):
     with tiny_bench(Workload(2, 32, 8, 0.15), parse_tier(name)) as bench:
         token, _ = bench.blend()
         bench.there.prepare()
@@ -94,9 +90,7 @@ def test_a_bench_reads_from_the_tier_it_names(name: str) -> None:
         assert bench.blend()[0] == token
 
 
-def test_a_cold_tier_drops_its_files_before_every_measurement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cold_tier_drops_its_files_before_every_measurement(monkeypatch):
     dropped: list[int] = []
     gone = iter((True, False))
     monkeypatch.setattr(

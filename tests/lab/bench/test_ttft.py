@@ -24,7 +24,7 @@ def bench() -> Iterator[PromptBench]:
         yield bench
 
 
-def test_figures_follow_from_the_times_and_rows_of_all_modes() -> None:
+def test_figures_follow_from_the_times_and_rows_of_all_modes():
     figures = printed("ttft")
     assert figures["peak_bytes"].keys() == figures["ms"].keys() == MODES
     assert all(timing["low"] > 0 for timing in figures["ms"].values())
@@ -40,7 +40,7 @@ def test_figures_follow_from_the_times_and_rows_of_all_modes() -> None:
     assert figures["floor_speedup"] == pytest.approx(LAYERS * PROMPT_TOKENS / rows)
 
 
-def test_ways_that_compute_everything_choose_the_token_of_stock_prefill(bench: PromptBench) -> None:
+def test_ways_that_compute_everything_choose_the_token_of_stock_prefill(bench):
     prefix = CachedPrefix(bench)
     assert prefix.stock() == prefix.fused() == bench.full()
     token, fusion = bench.blend(policy="hkvd", ratio=1.0)
@@ -49,9 +49,7 @@ def test_ways_that_compute_everything_choose_the_token_of_stock_prefill(bench: P
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_compiled_stock_prefill_has_its_own_row_if_a_compiler_works(
-    works: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_stock_prefill_has_its_own_row_if_a_compiler_works(works, monkeypatch):
     def compiled(forward: Any, **how: Any) -> Any:
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("no C++ compiler found\nwith a long trace")
@@ -74,7 +72,7 @@ def test_a_compiled_stock_prefill_has_its_own_row_if_a_compiler_works(
 
 
 @torch.inference_mode()
-def test_models_loaded_in_inference_mode_have_ordinary_parameters() -> None:
+def test_models_loaded_in_inference_mode_have_ordinary_parameters():
     """Prefill over parameters made in inference mode is a third slower, which would favour blending."""
     made = (TimedModel("tiny").adapter, TimedModel(model="demo").adapter)
     assert not any(p.is_inference() for adapter in made for p in adapter.model.parameters())

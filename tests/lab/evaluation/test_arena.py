@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +58,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return seen
 
 
-def test_there_is_a_row_for_every_way_and_kind(rows: list[ArenaRow]) -> None:
+def test_there_is_a_row_for_every_way_and_kind(rows):
     assert len(rows) == len(WAYS) * 3
     assert [row.kind for row in rows[:3]] == ["all", "even", "odd"]
     assert [row.n for row in rows[:3]] == [4, 2, 2]
@@ -67,7 +66,7 @@ def test_there_is_a_row_for_every_way_and_kind(rows: list[ArenaRow]) -> None:
     assert {row.pgr for row in rows} == {None}  # a random model gains nothing from context
 
 
-def test_chains_are_in_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_are_in_the_same_table(monkeypatch):
     pytest.importorskip("langchain_classic")
     monkeypatch.setattr("blendrag.lab.evaluation.chains.PASSAGE_TOKENS", 4)
     rows = lab.arena(make_ways(["map-reduce"], [], [], []), lab.cases(1, 1)).run()
@@ -75,9 +74,7 @@ def test_chains_are_in_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (chain.kl, chain.agreement, chain.encode_prefix) == (None, None, None)
 
 
-def test_full_prefill_agrees_with_itself_and_with_everything_recomputed(
-    rows: list[ArenaRow],
-) -> None:
+def test_full_prefill_agrees_with_itself_and_with_everything_recomputed(rows):
     full, nothing = row_of(rows, FULL), row_of(rows, NONE)
     assert (full.kl, full.agreement, full.same_answer, full.charged_ratio) == (0.0, 1.0, 1.0, 1.0)
     assert full.token_kl == 0.0
@@ -90,9 +87,7 @@ def test_full_prefill_agrees_with_itself_and_with_everything_recomputed(
         assert (everything.agreement, everything.charged_ratio) == (1.0, 1.0)
 
 
-def test_divergence_and_recovered_share_are_between_reuse_and_full_prefill(
-    rows: list[ArenaRow],
-) -> None:
+def test_divergence_and_recovered_share_are_between_reuse_and_full_prefill(rows):
     for prefix in (True, False):
         reuse = row_of(rows, Way("reuse", encode_prefix=prefix))
         some, everything = (row_of(rows, Way("query", "constant", r, prefix)) for r in (0.3, 1.0))
@@ -106,9 +101,7 @@ def test_divergence_and_recovered_share_are_between_reuse_and_full_prefill(
     assert row_of(rows, REUSE).kl != off.kl
 
 
-def test_prefix_caching_computes_all_but_the_first_chunk_which_is_in_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prefix_caching_computes_all_but_the_first_chunk_which_is_in_memory(monkeypatch):
     tiers: list[str] = []
     real = BlendEngine.generate
 
@@ -129,7 +122,7 @@ def test_prefix_caching_computes_all_but_the_first_chunk_which_is_in_memory(
     assert tiers == ["memory"] * 3  # a question for each context, and the warm-up
 
 
-def test_int8_kv_is_read_and_has_its_own_journal() -> None:
+def test_int8_kv_is_read_and_has_its_own_journal():
     cases = lab.cases(1, 2)
     native = lab.arena(REUSING, cases)
     encoded = Arena(native.adapter, native.dataset, REUSING, kv_encoding="int8")
@@ -139,7 +132,7 @@ def test_int8_kv_is_read_and_has_its_own_journal() -> None:
     assert 0 < abs(of_native.kl - of_encoded.kl) < 0.1 * of_native.kl  # type: ignore[operator]
 
 
-def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model() -> None:
+def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model():
     """It resolves references in layers 1 to 5, so rows in earlier layers alone are of no use."""
     adapter = load_adapter("demo")
     dataset = synthetic_dataset(adapter.tokens, seed=7, n_contexts=5, n_questions=8)
@@ -162,7 +155,7 @@ def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model
     assert row_of(found, REUSE, "coreference").pgr < 0.75  # type: ignore[operator]
 
 
-def test_ways_are_asked_in_a_new_order_for_every_question(turns: list[tuple[str, str]]) -> None:
+def test_ways_are_asked_in_a_new_order_for_every_question(turns):
     cases = lab.cases(1, 12)
     lab.arena(REUSING, cases).run()
     assert turns[:3] == [("0/0", "full"), ("0/0", "none"), ("0/0", "reuse")]  # the warm-up
@@ -174,7 +167,7 @@ def test_ways_are_asked_in_a_new_order_for_every_question(turns: list[tuple[str,
     }
 
 
-def test_the_warm_up_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_is_short(monkeypatch):
     sizes: list[int] = []
     real = Arena._reply
 
@@ -187,7 +180,7 @@ def test_the_warm_up_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [2] * 3 + [3] * 3
 
 
-def test_agreement_is_of_the_tokens_preferred_after_full_prefills_answer() -> None:
+def test_agreement_is_of_the_tokens_preferred_after_full_prefills_answer():
     def reply(preferred: list[int], said: tuple[int, ...]) -> ObservedAnswer:
         return ObservedAnswer("x", said, torch.eye(8)[preferred], 0.0, 0.0, 0.1)
 
@@ -202,7 +195,7 @@ def test_agreement_is_of_the_tokens_preferred_after_full_prefills_answer() -> No
     )
 
 
-def test_ways_that_only_later_questions_miss_are_warmed_up(turns: list[tuple[str, str]]) -> None:
+def test_ways_that_only_later_questions_miss_are_warmed_up(turns):
     first, *_ = cases = lab.cases(1, 2)
     lab.arena(REUSING, [first]).run(journal := Journal())
     turns.clear()
@@ -214,9 +207,7 @@ def test_ways_that_only_later_questions_miss_are_warmed_up(turns: list[tuple[str
     assert asked_again == {"full", "boundary(4)"}
 
 
-def test_an_interrupted_run_asks_nothing_twice(
-    tmp_path: Path, turns: list[tuple[str, str]]
-) -> None:
+def test_an_interrupted_run_asks_nothing_twice(tmp_path, turns):
     path = tmp_path / "journal.jsonl"
 
     def stop_after_two(done: int, total: int) -> None:
@@ -234,9 +225,7 @@ def test_an_interrupted_run_asks_nothing_twice(
     assert rows[0].n == 4
 
 
-def test_another_model_length_of_answer_or_code_is_asked_anew(
-    tmp_path: Path, turns: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_model_length_of_answer_or_code_is_asked_anew(tmp_path, turns, monkeypatch):
     monkeypatch.setattr(Arena, "_warm_up", lambda *_: None)
     data, adapter = lab.dataset(lab.cases(1, 1)), lab.adapter()
 
@@ -253,7 +242,7 @@ def test_another_model_length_of_answer_or_code_is_asked_anew(
     assert asked() == 2
 
 
-def test_the_digest_of_the_source_covers_only_code_that_decides_answers(tmp_path: Path) -> None:
+def test_the_digest_of_the_source_covers_only_code_that_decides_answers(tmp_path):
     def digest() -> str:
         return source_digest.__wrapped__(tmp_path)
 
@@ -268,7 +257,7 @@ def test_the_digest_of_the_source_covers_only_code_that_decides_answers(tmp_path
     assert digest() != before
 
 
-def test_an_empty_chunk_list_and_a_model_without_reusable_kv_are_refused() -> None:
+def test_an_empty_chunk_list_and_a_model_without_reusable_kv_are_refused():
     with pytest.raises(InvalidInputError, match="chunk list is empty"):
         lab.arena(BASE, [Case("bare", "0", "k", "why?", ("x",), ())]).run()
     with pytest.raises(UnsupportedModelError):

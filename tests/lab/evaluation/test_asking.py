@@ -12,7 +12,6 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny
-from blendrag.config import Mode
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.engine.rendering import render
 from blendrag.engine.request import RagPrompt
@@ -22,7 +21,6 @@ from blendrag.lab.evaluation.asking import (
     DEMO,
     SHORT_ANSWER,
     SUMMARY,
-    Wording,
     ask,
     prompt_of,
     wording_for,
@@ -37,7 +35,7 @@ from blendrag.planning.calibration import Calibration, calibrations
 from lab.evaluation import lab
 
 
-def test_a_policy_is_combined_with_every_schedule_ratio_and_prefix() -> None:
+def test_a_policy_is_combined_with_every_schedule_ratio_and_prefix():
     assert make_ways(["full", "none"], ["constant"], [0.1], [True]) == (Way("none"), Way("full"))
     named = {way.policy for way in make_ways(DEFAULT_POLICIES, ["constant"], [0.1], [True])}
     assert named == {*POLICIES, "none", "prefix"}
@@ -52,14 +50,14 @@ def test_a_policy_is_combined_with_every_schedule_ratio_and_prefix() -> None:
     assert limited == (*bare, Way("hkvd-once", "constant", 0.1, True))
 
 
-def test_every_way_becomes_a_request() -> None:
+def test_every_way_becomes_a_request():
     for way in make_ways([*POLICIES, *BASELINES], ["linear"], [0.1], [True]):
         options = way.options(5)
         assert options.max_new_tokens == 5
         assert (options.policy == way.policy) == (options.mode == "blend")
 
 
-def test_calibrated_means_the_policy_in_the_store(tmp_path: Path) -> None:
+def test_calibrated_means_the_policy_in_the_store(tmp_path):
     found = Calibration("blend", "blend", 0.1, 8, 0.0, 1.0, 1.0, 1.0, 0.0)
     made = make_ways(["full", "calibrated", "query"], ["constant"], [0.1], [True])
     with pytest.raises(InvalidInputError, match="nothing is calibrated for this model"):
@@ -77,14 +75,12 @@ def test_calibrated_means_the_policy_in_the_store(tmp_path: Path) -> None:
      ((["query"], ["steep"], [0.1]), "'steep'"),
      ((["query"], ["constant"], [float("nan")]), "ratio nan must be a number")],
 )  # fmt: skip
-def test_an_unknown_way_is_one_sentence(
-    given: tuple[list[str], list[str], list[float]], sentence: str
-) -> None:
+def test_an_unknown_way_is_one_sentence(given, sentence):
     with pytest.raises(InvalidInputError, match=sentence):
         make_ways(*given, [True])
 
 
-def test_the_demo_model_reads_what_it_was_trained_on() -> None:
+def test_the_demo_model_reads_what_it_was_trained_on():
     tokens = load_tokens("demo")
     assert wording_for(tokens.tokenizer, "f1") == DEMO
     trained = template(tokens.tokenizer, NATIVE)
@@ -98,9 +94,7 @@ def test_the_demo_model_reads_what_it_was_trained_on() -> None:
 
 
 @pytest.mark.parametrize("wording", [DEMO, SHORT_ANSWER, SUMMARY], ids=("demo", "short", "summary"))
-def test_chunks_are_between_blank_lines_and_leave_no_trace_if_there_are_none(
-    wording: Wording,
-) -> None:
+def test_chunks_are_between_blank_lines_and_leave_no_trace_if_there_are_none(wording):
     prompt = wording.prompt([" One. ", "Two."], " Who? ")
     assert "\n\nOne.\n\nTwo.\n\n" in prompt
     assert wording.prompt([], "Who?") == prompt.replace("One.\n\nTwo.\n\n", "")
@@ -125,9 +119,7 @@ class Forced(LogitsProcessor):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # with and without a window
 @pytest.mark.parametrize("mode", ["full", "blend"])
-def test_one_forward_over_an_answer_equals_teacher_forcing_step_by_step(
-    tmp_path: Path, family: str, mode: Mode
-) -> None:
+def test_one_forward_over_an_answer_equals_teacher_forcing_step_by_step(tmp_path, family, mode):
     said = (5, 9, 7, 6, 8)
     with tiny.engine(tiny.family(family, initializer_range=0.2), tmp_path / "s") as engine:
         engine.ingest([tiny.document(1)]).whole()
@@ -142,7 +134,7 @@ def test_one_forward_over_an_answer_equals_teacher_forcing_step_by_step(
     assert tiny.difference(reply.logits, torch.stack(forced.rows)) < 1e-4
 
 
-def test_a_chat_is_messages_or_one_text_without_a_chat_template() -> None:
+def test_a_chat_is_messages_or_one_text_without_a_chat_template():
     chunks = tuple(tiny.sentence(i) for i in range(3))
     case = Case(
         "0", "0", "k", "And now?", ("x",), chunks, (("First?", "One."), ("Second?", "Two."))
@@ -182,9 +174,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, replies: list[str]) -> list[Any]:
     return asked
 
 
-def test_map_reduce_reads_every_chunk_alone_and_then_the_replies(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_map_reduce_reads_every_chunk_alone_and_then_the_replies(engine, monkeypatch):
     asked = scripted(monkeypatch, ["one", "two", "three", "ships"])
     (case,) = lab.cases(1, 1)
     reply = ask_chain(engine, "map-reduce", case, 3)
@@ -203,22 +193,20 @@ def test_map_reduce_reads_every_chunk_alone_and_then_the_replies(
     ("replies", "answer"),
     [(["a\nScore: 10", "ships\nScore: 90", "b\nScore: 20"], "ships"), (["a", "b", "c"], "")],
 )
-def test_map_rerank_takes_the_answer_with_the_best_score(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, replies: list[str], answer: str
-) -> None:
+def test_map_rerank_takes_the_answer_with_the_best_score(engine, monkeypatch, replies, answer):
     asked = scripted(monkeypatch, replies)
     assert ask_chain(engine, "map-rerank", lab.cases(1, 1)[0], 3).text == answer
     assert {options.max_new_tokens for _, options in asked} == {3 + SCORE_TOKENS}
 
 
-def test_a_prompt_too_long_for_the_model_is_an_error_and_not_an_answer(tmp_path: Path) -> None:
+def test_a_prompt_too_long_for_the_model_is_an_error_and_not_an_answer(tmp_path):
     pytest.importorskip("langchain_classic")
     short = tiny.adapter(tiny.llama(max_position_embeddings=64))
     with BlendEngine(short, tmp_path) as engine, pytest.raises(ContextOverflowError):
         ask_chain(engine, "map-reduce", lab.cases(1, 1)[0], 3)
 
 
-def test_chains_without_their_package_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_without_their_package_are_one_sentence(monkeypatch):
     monkeypatch.setattr("blendrag.lab.evaluation.chains.PACKAGE", "no_such_package")
     with pytest.raises(InvalidInputError, match="no_such_package, which is not installed"):
         lab.arena(make_ways(["map-reduce"], [], [], []))

@@ -6,7 +6,6 @@ import itertools
 import json
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def rows(*args: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_json_is_a_list_of_rows_by_policy_and_kind(model: str) -> None:
+def test_json_is_a_list_of_rows_by_policy_and_kind(model):
     found = rows(
         *small(model, "--policies", "full,reuse,hkvd,query", "--ratio", "0.15", "--seed", "123")
     )
@@ -62,7 +61,7 @@ def test_json_is_a_list_of_rows_by_policy_and_kind(model: str) -> None:
     ("schedules", "expected"),
     [("linear,geometric:0.5", {"linear", "geometric:0.5"}), ("0.4,0.1", {"0.4,0.1"})],
 )
-def test_every_dimension_can_be_listed(model: str, schedules: str, expected: set[str]) -> None:
+def test_every_dimension_can_be_listed(model, schedules, expected):
     found = rows(
         *small(model, "--policies", "query", "--ratio", "0.1", "--ratio", "0.2", "--contexts", "1",
                "--questions", "1", "--schedules", schedules, "--encode-prefix", "on,off")
@@ -72,9 +71,7 @@ def test_every_dimension_can_be_listed(model: str, schedules: str, expected: set
     assert ways == set(itertools.product((0.1, 0.2), (True, False), expected))
 
 
-def test_a_file_is_asked_over_its_own_passages_or_an_ingested_corpus(
-    model: str, tmp_path: Path
-) -> None:
+def test_a_file_is_asked_over_its_own_passages_or_an_ingested_corpus(model, tmp_path):
     store, docs = tmp_path / "store", write_documents(tmp_path / "docs")
     assert invoke(*ingest_args(docs, model, store)).exit_code == 0
     asked = tmp_path / "own.jsonl"
@@ -92,7 +89,7 @@ def test_a_file_is_asked_over_its_own_passages_or_an_ingested_corpus(
     assert "or {question, answers} with --store" in sentence
 
 
-def test_a_task_is_in_the_rows_and_in_every_kept_answer(model: str, tmp_path: Path) -> None:
+def test_a_task_is_in_the_rows_and_in_every_kept_answer(model, tmp_path):
     out = tmp_path / "kept.jsonl"
     task = (
         "--dataset",
@@ -116,7 +113,7 @@ def test_a_task_is_in_the_rows_and_in_every_kept_answer(model: str, tmp_path: Pa
     assert "take fewer --chunks" in refused(*small(model, *task, "--chunks", "60"))
 
 
-def test_tables_and_notes_are_printed(model: str) -> None:
+def test_tables_and_notes_are_printed(model):
     result = invoke(*small(model, "--policies", "full,reuse", "--chunks", "1"))
     assert result.exit_code == 0, result.stderr
     assert "PGR" in result.stdout
@@ -125,7 +122,7 @@ def test_tables_and_notes_are_printed(model: str) -> None:
     assert alone.startswith("note: prompts of one chunk alone: 4 of 4")
 
 
-def test_answers_in_the_file_are_not_asked_again(model: str, tmp_path: Path) -> None:
+def test_answers_in_the_file_are_not_asked_again(model, tmp_path):
     args = small(model, "--policies", "reuse", "--out", str(tmp_path / "kept.jsonl"))
     first = rows(*args)
     lines = (tmp_path / "kept.jsonl").read_text()
@@ -140,14 +137,12 @@ def test_answers_in_the_file_are_not_asked_again(model: str, tmp_path: Path) -> 
      ({"question": "why " * 3000, "answers": ["z"], "ctxs": [tiny.sentence(1)]}, "the prompt of"),
      ({"question": "x", "answers": ["z"], "ctxs": ["Yes.", " "]}, "45 letters or more")],
 )  # fmt: skip
-def test_a_bad_dataset_is_one_sentence(
-    model: str, tmp_path: Path, record: dict[str, Any], sentence: str
-) -> None:
+def test_a_bad_dataset_is_one_sentence(model, tmp_path, record, sentence):
     (tmp_path / "bad.json").write_text(json.dumps([record]), encoding="utf-8")
     assert sentence in refused(*small(model, "--dataset", str(tmp_path / "bad.json")))
 
 
-def test_ctrl_c_says_how_to_continue_and_the_same_command_does(model: str, tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_continue_and_the_same_command_does(model, tmp_path):
     out = tmp_path / "kept.jsonl"
     args = small(model, "--policies", "full", "--out", str(out), "--json", "--contexts", "50")
     process = start(*args)

@@ -36,7 +36,7 @@ def read(path: Path, *records: Any, **more: Any) -> Dataset:
 
 
 @pytest.mark.parametrize("form", ["[{0},{0}]", "{0}\n{0}"])
-def test_passages_become_the_nearest_chunks_nearest_first(tmp_path: Path, form: str) -> None:
+def test_passages_become_the_nearest_chunks_nearest_first(tmp_path, form):
     text = form.format(json.dumps(ASKED))
     dataset = read_text(tmp_path / "musique.json", text, n_cases=1)
     (case,) = dataset.cases
@@ -46,7 +46,7 @@ def test_passages_become_the_nearest_chunks_nearest_first(tmp_path: Path, form: 
     assert case.chunks[0] == tiny.sentence(7)  # the passage of Place49
 
 
-def test_answers_are_flattened_and_titles_and_kinds_are_kept(tmp_path: Path) -> None:
+def test_answers_are_flattened_and_titles_and_kinds_are_kept(tmp_path):
     ctxs = [{"title": "T", "text": BODY}, {"text": "Yes."}, {"text": " "}]
     record = {**ASKED, "answers": [["Croatia"], ["HR"], 1969], "ctxs": ctxs, "type": "bridge"}
     dataset = read(tmp_path / "wiki.json", record, {**ASKED, "type": "comparison"})
@@ -55,7 +55,7 @@ def test_answers_are_flattened_and_titles_and_kinds_are_kept(tmp_path: Path) -> 
     assert dataset.kinds == ("bridge", "comparison")
 
 
-def test_a_long_context_is_cut_into_chunks_of_the_models_tokens(tmp_path: Path) -> None:
+def test_a_long_context_is_cut_into_chunks_of_the_models_tokens(tmp_path):
     one, other = read(tmp_path / "both.json", LONG, ASKED, n_chunks=3).cases
     assert len(one.chunks) == 3
     assert all(len(TOKENS.encode_text(chunk)) <= 64 for chunk in one.chunks)
@@ -64,14 +64,14 @@ def test_a_long_context_is_cut_into_chunks_of_the_models_tokens(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("change", [{"input": ""}, {"dataset": "samsum"}])
-def test_summaries_are_scored_by_rouge_l(tmp_path: Path, change: dict[str, str]) -> None:
+def test_summaries_are_scored_by_rouge_l(tmp_path, change):
     dataset = read(tmp_path / "s.json", {**LONG, "input": "Dialogue: A: Hi.\nSummary: ", **change})
     assert dataset.metric == "rouge_l"
     assert dataset.kinds == ("summary",)
     assert "Summary:" not in dataset.cases[0].question  # it is in the prompt
 
 
-def test_line_separators_and_a_byte_order_mark_do_not_end_records(tmp_path: Path) -> None:
+def test_line_separators_and_a_byte_order_mark_do_not_end_records(tmp_path):
     text = f"{BODY}\u2028Two.\u0085Three.\x0cFour."
     line = json.dumps({**LONG, "context": text}, ensure_ascii=False)
     dataset = read_text(tmp_path / "lb.jsonl", f"\ufeff{line}\n{line}\n")
@@ -79,7 +79,7 @@ def test_line_separators_and_a_byte_order_mark_do_not_end_records(tmp_path: Path
     assert "Four." in dataset.cases[1].chunks[0]
 
 
-def test_a_record_without_texts_is_asked_over_retrieved_chunks(tmp_path: Path) -> None:
+def test_a_record_without_texts_is_asked_over_retrieved_chunks(tmp_path):
     sought: list[str] = []
 
     def retrieve(question: str) -> list[str]:
@@ -111,9 +111,7 @@ def test_a_record_without_texts_is_asked_over_retrieved_chunks(tmp_path: Path) -
      ([ASKED, ASKED, {**LONG, "input": ""}],
       "record 3 of .* by rouge_l, record 1 by f1")],
 )  # fmt: skip
-def test_a_bad_record_is_named_in_one_sentence(
-    tmp_path: Path, records: list[Any], sentence: str
-) -> None:
+def test_a_bad_record_is_named_in_one_sentence(tmp_path, records, sentence):
     with pytest.raises(InvalidInputError, match=sentence) as caught:
         read(tmp_path / "bad.json", *records)
     assert "\n" not in str(caught.value)
@@ -126,7 +124,7 @@ def test_a_bad_record_is_named_in_one_sentence(
      (json.dumps([ASKED, ASKED], indent=1)[:-1], len(json.dumps([ASKED, ASKED], indent=1).split("\n"))),
      (json.dumps(ASKED, indent=1), 1)],
 )  # fmt: skip
-def test_invalid_json_is_named_by_file_and_line(tmp_path: Path, text: str, line: int) -> None:
+def test_invalid_json_is_named_by_file_and_line(tmp_path, text, line):
     path = tmp_path / "x.jsonl"
     with pytest.raises(InvalidInputError) as caught:
         read_text(path, text)
@@ -135,12 +133,12 @@ def test_invalid_json_is_named_by_file_and_line(tmp_path: Path, text: str, line:
     assert tiny.one_sentence(str(caught.value))
 
 
-def test_an_absent_file_is_one_sentence(tmp_path: Path) -> None:
+def test_an_absent_file_is_one_sentence(tmp_path):
     with pytest.raises(InvalidInputError, match="cannot be read"):
         read_dataset(tmp_path / "absent.json", None, None)  # type: ignore[arg-type]
 
 
-def test_generated_cases_are_grouped_by_context_and_balanced_over_kinds() -> None:
+def test_generated_cases_are_grouped_by_context_and_balanced_over_kinds():
     dataset = synthetic_dataset(TOKENS, n_contexts=2, n_questions=4)
     groups = list(by_context(dataset.cases))
     assert len(groups) == 2

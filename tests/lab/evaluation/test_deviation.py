@@ -58,9 +58,7 @@ def report(prompts: list[StoredPrompt]) -> DeviationReport:
     return measure(iter(prompts), ["hkvd", "reuse"], ["constant", "geometric"], RATIOS)
 
 
-def test_deviations_are_measured_against_a_stock_prefill(
-    adapter: ModelAdapter, prompts: list[StoredPrompt]
-) -> None:
+def test_deviations_are_measured_against_a_stock_prefill(adapter, prompts):
     prompt = prompts[0]
     ids = torch.tensor([plan(0).ids])
     with torch.no_grad():
@@ -76,9 +74,7 @@ def test_deviations_are_measured_against_a_stock_prefill(
         assert tiny.difference(own[0, :, -asking:, prompt.tokens], kept) < 1e-5
 
 
-def test_reuse_deviates_in_every_layer_but_the_first_and_recomputed_tokens_less(
-    prompts: list[StoredPrompt],
-) -> None:
+def test_reuse_deviates_in_every_layer_but_the_first_and_recomputed_tokens_less(prompts):
     reused, blended = (prompts[0].deviation(policy, ratio=0.3) for policy in ("reuse", "hkvd"))
     assert reused.kv[0].max() < 1e-4
     assert reused.kv.mean(axis=1)[1:].min() > 0.01
@@ -87,7 +83,7 @@ def test_reuse_deviates_in_every_layer_but_the_first_and_recomputed_tokens_less(
     assert np.mean(blended.kv[2] < 0.9 * reused.kv[2]) >= 0.25
 
 
-def test_nothing_deviates_at_ratio_one(prompts: list[StoredPrompt]) -> None:
+def test_nothing_deviates_at_ratio_one(prompts):
     windowed = StoredPrompt(tiny.adapter(tiny.family("gemma2")), plan(1), PREFIX)
     for prompt, policy in ((prompts[0], "hkvd"), (prompts[0], "full"), (windowed, "query")):
         everything = prompt.deviation(policy, "constant", 1.0)
@@ -95,7 +91,7 @@ def test_nothing_deviates_at_ratio_one(prompts: list[StoredPrompt]) -> None:
         assert everything.attention_by_layer.max() < 1e-4
 
 
-def test_deviation_falls_with_the_ratio(report: DeviationReport) -> None:
+def test_deviation_falls_with_the_ratio(report):
     for policy, schedule in (("hkvd", "constant"), ("hkvd", "geometric"), (ORACLE, "")):
         curve = [p for p in report.points if (p.policy, p.schedule) == (policy, schedule)]
         assert [p.ratio for p in curve] == list(RATIOS)
@@ -106,7 +102,7 @@ def test_deviation_falls_with_the_ratio(report: DeviationReport) -> None:
     assert oracle.attention == pytest.approx(reused.attention, rel=1e-4)
 
 
-def test_correlation_is_spearmans_with_students_intervals() -> None:
+def test_correlation_is_spearmans_with_students_intervals():
     rising = np.array([0.1, 0.4, 0.5, 0.9])
     kv = np.stack([np.zeros(4), rising, rising**3, -rising])
     first, second = correlation([Deviation(kv, kv)])
@@ -121,9 +117,7 @@ def test_correlation_is_spearmans_with_students_intervals() -> None:
     assert found.high - found.rho == pytest.approx(reach, 1e-3)
 
 
-def test_the_distribution_is_over_the_tokens_of_all_prompts(
-    prompts: list[StoredPrompt], report: DeviationReport
-) -> None:
+def test_the_distribution_is_over_the_tokens_of_all_prompts(prompts, report):
     kv = np.concatenate([p.deviation("reuse").kv[2] for p in prompts])
     layer = next(d for d in report.distribution if d.layer == 2)
     found = (layer.quantiles[0], layer.quantiles[50], layer.quantiles[-1])
@@ -131,7 +125,7 @@ def test_the_distribution_is_over_the_tokens_of_all_prompts(
     assert (report.tokens, report.prompts) == (kv.size, 3)
 
 
-def test_a_prompt_without_chunks_is_refused_in_one_sentence(adapter: ModelAdapter) -> None:
+def test_a_prompt_without_chunks_is_refused_in_one_sentence(adapter):
     with pytest.raises(InvalidInputError) as refused:
         StoredPrompt(adapter, plan(0, chunks=0), PREFIX)
     assert tiny.one_sentence(str(refused.value))
@@ -140,7 +134,7 @@ def test_a_prompt_without_chunks_is_refused_in_one_sentence(adapter: ModelAdapte
     assert tiny.one_sentence(str(empty.value))
 
 
-def test_the_command_prints_a_report_or_one_sentence() -> None:
+def test_the_command_prints_a_report_or_one_sentence():
     ended = invoke_program(deviation.main, "--contexts", "1", "--ratio", "0", "--ratio", "0.3")
     points = json.loads(ended.stdout)["points"]
     nothing, some = [point["attention"] for point in points if point["policy"] == "hkvd"]

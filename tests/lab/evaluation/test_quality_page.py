@@ -50,7 +50,7 @@ def copy_page(out: Path) -> Path:
     return Path(shutil.copytree(PUBLISHED.with_suffix(""), out / "quality", ignore=ignored))
 
 
-def test_the_published_page_is_short_and_written_from_its_results(tmp_path: Path) -> None:
+def test_the_published_page_is_short_and_written_from_its_results(tmp_path):
     text = PUBLISHED.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120
     folder = copy_page(tmp_path)
@@ -66,7 +66,7 @@ def test_the_published_page_is_short_and_written_from_its_results(tmp_path: Path
     assert all((PUBLISHED.with_suffix("") / name).is_file() for name in shown)
 
 
-def test_a_missing_result_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_result_is_one_sentence(tmp_path):
     ended = invoke_program(main, "--page-only", "--out", tmp_path)
     assert ended.exit_code == 2
     assert "policies.json holds no results of the arena" in ended.stderr
@@ -82,7 +82,7 @@ def curve(axes: Axes, label: str) -> tuple[list[float], list[float]]:
     return list(found.get_xdata()), list(found.get_ydata())
 
 
-def test_quality_is_drawn_over_ratio_and_ttft() -> None:
+def test_quality_is_drawn_over_ratio_and_ttft():
     policies = {"full", "none", "reuse", "query", "hkvd"}
     rows = [r for r in published("policies").rows if r.policy in policies]
     hkvd = [r for r in rows if (r.policy, r.kind) == ("hkvd", "coreference")]
@@ -100,7 +100,7 @@ def test_quality_is_drawn_over_ratio_and_ttft() -> None:
     assert curve(axes, "query") == ([0.05], [0.9])
 
 
-def test_chunks_schedules_and_deviations_are_drawn_as_measured() -> None:
+def test_chunks_schedules_and_deviations_are_drawn_as_measured():
     rows = [r for r in published("chunks").rows if (r.policy, r.kind) == ("query", "all")]
     by_count = [r for r in rows if r.chunk_tokens == 64]
     by_length = sorted((r for r in rows if r.n_chunks == 6), key=lambda r: r.chunk_tokens)
@@ -134,7 +134,7 @@ def parsed(command: str) -> dict[str, Any]:
     return params
 
 
-def test_every_command_of_the_runs_is_valid_and_calibrated_policies_come_first() -> None:
+def test_every_command_of_the_runs_is_valid_and_calibrated_policies_come_first():
     (deviations,) = RUNS["deviations"]
     program, _, module, *arguments = deviations.split()
     assert (program, module) == ("python", deviation.__name__)
@@ -148,7 +148,7 @@ def test_every_command_of_the_runs_is_valid_and_calibrated_policies_come_first()
             assert str(given["store"]) in calibration[0]
 
 
-def test_a_kept_result_is_measured_again_only_if_its_commands_changed(tmp_path: Path) -> None:
+def test_a_kept_result_is_measured_again_only_if_its_commands_changed(tmp_path):
     run = {"one": [printing("[0.123456789]")]}
     said: list[str] = []
     found = collect(tmp_path, run, keep=True, say=said.append)
@@ -161,7 +161,7 @@ def test_a_kept_result_is_measured_again_only_if_its_commands_changed(tmp_path: 
     assert len(said) == 3
 
 
-def test_a_failing_command_is_named_in_one_sentence_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_a_failing_command_is_named_in_one_sentence_and_nothing_is_kept(tmp_path):
     run = {"two": ["python -c 'raise SystemExit(2)'"]}
     with pytest.raises(BlendragError, match="status 2") as failed:
         collect(tmp_path, run, keep=False, say=lambda text: None)
@@ -181,9 +181,7 @@ def printed_by_eval(loss: float, ttft_ms: float) -> list[ArenaRow]:
     ]
 
 
-def test_pretrained_models_are_measured_by_commands_without_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pretrained_models_are_measured_by_commands_without_paths(tmp_path, monkeypatch):
     asked: list[list[str]] = []
     rows = json.dumps([asdict(row) for row in printed_by_eval(0.1, 6.0)]).encode()
 
@@ -211,7 +209,7 @@ def test_pretrained_models_are_measured_by_commands_without_paths(
     assert list(load_pretrained(results)) == ["tiny"]
 
 
-def test_pretrained_models_are_a_table_and_a_picture() -> None:
+def test_pretrained_models_are_a_table_and_a_picture():
     one, other = printed_by_eval(0.1, 6.0), printed_by_eval(0.3, 12.0)
     models = {"one": {"asked": fidelities(one)}, "two": {"chat": fidelities(other)}}
     lines = pretrained_text(models).splitlines()
@@ -227,7 +225,7 @@ def test_pretrained_models_are_a_table_and_a_picture() -> None:
     assert "arena-real" in pretrained_text({})
 
 
-def test_a_row_that_several_commands_printed_is_taken_once() -> None:
+def test_a_row_that_several_commands_printed_is_taken_once():
     full, query, hkvd = (row(policy) for policy in ("full", "query", "hkvd"))
     again = row("full", ttft_ms=99.0)
     commands = [

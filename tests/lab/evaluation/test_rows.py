@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from blendrag.errors import InvalidInputError
@@ -16,7 +14,7 @@ def outcome(case: str, way: str, accuracy: float = 1.0) -> Outcome:
     return Outcome(case, way, "Pórto\n", accuracy, 1.0, None, 0.25, 0.5, 0.1, 0.2, 3.5)
 
 
-def test_outcomes_come_back_as_they_were_added(tmp_path: Path) -> None:
+def test_outcomes_come_back_as_they_were_added(tmp_path):
     path = tmp_path / "new" / "journal.jsonl"
     Journal(path).add([outcome("a", "full"), outcome("a", "reuse", 0.0)])
     Journal(path).add([outcome("b", "full")])
@@ -26,7 +24,7 @@ def test_outcomes_come_back_as_they_were_added(tmp_path: Path) -> None:
     assert journal.get(("b", "reuse")) is None
 
 
-def test_an_incomplete_line_is_dropped_and_complete_lines_are_not_rewritten(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_dropped_and_complete_lines_are_not_rewritten(tmp_path):
     path = tmp_path / "journal.jsonl"
     Journal(path).add([outcome("a", "full"), outcome("b", "full")])
     file, content = path.stat().st_ino, path.read_bytes()
@@ -41,7 +39,7 @@ def test_an_incomplete_line_is_dropped_and_complete_lines_are_not_rewritten(tmp_
 
 
 @pytest.mark.parametrize("text", ["hello\n", "hello", '{"a": 1}\n', "[]\n"])
-def test_another_file_is_refused_and_not_changed(tmp_path: Path, text: str) -> None:
+def test_another_file_is_refused_and_not_changed(tmp_path, text):
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(InvalidInputError, match="expected the lines of an earlier evaluation"):
@@ -49,7 +47,7 @@ def test_another_file_is_refused_and_not_changed(tmp_path: Path, text: str) -> N
     assert path.read_text() == text
 
 
-def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path):
     with pytest.raises(InvalidInputError, match="give --out another file"):
         Journal(tmp_path)
     (tmp_path / "file").write_text("")
@@ -65,7 +63,7 @@ def answered(policy: str, *scores: float, recovered: float = 0.0) -> ArenaRow:
     )  # fmt: skip
 
 
-def test_there_is_a_note_unless_a_policy_beats_reuse_by_more_than_the_interval() -> None:
+def test_there_is_a_note_unless_a_policy_beats_reuse_by_more_than_the_interval():
     reuse = answered("reuse", 0.0, 1.0, 0.0, 1.0)
     note = reuse_note([reuse, answered("query", 0.0, 1.0, 1.0, 1.0, recovered=0.3)])
     assert note.startswith(
@@ -83,9 +81,7 @@ def test_there_is_a_note_unless_a_policy_beats_reuse_by_more_than_the_interval()
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_tables_fit_the_terminal_and_cut_nothing_off(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_fit_the_terminal_and_cut_nothing_off(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("FORCE_COLOR", "1")
     rows = []

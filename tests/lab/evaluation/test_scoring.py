@@ -26,17 +26,17 @@ CONTEXTS = [f"c{i // 3}" for i in range(60)]
     [("The  Eiffel Tower!", "eiffel tower"), ("a theatre, an apple", "theatre apple"),
      ("U.S.A.", "usa"), ("", "")],
 )  # fmt: skip
-def test_normalisation_is_squads(text: str, expected: str) -> None:
+def test_normalisation_is_squads(text, expected):
     assert scoring.normalised(text) == expected
 
 
-def test_an_answer_matches_a_whole_accepted_answer() -> None:
+def test_an_answer_matches_a_whole_accepted_answer():
     assert scoring.exact_match("the Porto.", ["Lisbon", "porto"]) == 1.0
     assert scoring.exact_match("Porto city", ["porto"]) == 0.0
     assert scoring.exact_match("", ["porto"]) == 0.0
 
 
-def test_f1_counts_words_and_takes_the_best_accepted_answer() -> None:
+def test_f1_counts_words_and_takes_the_best_accepted_answer():
     # two of two given words are among three expected ones: 2 · 2 / (2 + 3)
     assert scoring.f1("Exeter College", ["Exeter College Oxford"]) == pytest.approx(0.8)
     assert scoring.f1("Exeter College", ["no", "exeter, college"]) == 1.0
@@ -45,13 +45,13 @@ def test_f1_counts_words_and_takes_the_best_accepted_answer() -> None:
     assert scoring.f1("", ["other"]) == 0.0
 
 
-def test_rouge_l_is_the_longest_common_subsequence() -> None:
+def test_rouge_l_is_the_longest_common_subsequence():
     # "cat sat" of three words each
     assert scoring.rouge_l("the cat sat", ["a cat sat"]) == pytest.approx(2 / 3)
     assert scoring.rouge_l("nothing", ["a cat sat", "nothing"]) == 1.0
 
 
-def test_kl_is_of_full_prefill_from_the_other_row_by_row() -> None:
+def test_kl_is_of_full_prefill_from_the_other_row_by_row():
     full = torch.tensor([[0.75, 0.25], [0.5, 0.5]]).log()
     other = torch.tensor([[0.5, 0.5]] * 2).log() + 3.0  # logits are known up to a constant
     expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
@@ -62,7 +62,7 @@ def test_kl_is_of_full_prefill_from_the_other_row_by_row() -> None:
     assert scoring.token_kl(torch.tensor([[1.0, 0.0, 5.0]]), excluded) == [math.inf]
 
 
-def test_logits_that_are_not_numbers_are_an_error() -> None:
+def test_logits_that_are_not_numbers_are_an_error():
     numbers, broken = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, math.nan]])
     for full, other in ((numbers, broken), (broken, numbers), (broken, broken)):
         with pytest.raises(UnsupportedModelError, match="not numbers"):
@@ -86,7 +86,7 @@ def pgr(
     )
 
 
-def test_pgr_is_the_share_of_the_gain_with_an_interval_of_paired_draws() -> None:
+def test_pgr_is_the_share_of_the_gain_with_an_interval_of_paired_draws():
     scores, full, nothing = shares(0.7, 1), shares(0.9, 2), shares(0.2, 3)
     gain = pgr(scores)
     assert gain.value == pytest.approx(sum(scores) / 60)
@@ -99,7 +99,7 @@ def test_pgr_is_the_share_of_the_gain_with_an_interval_of_paired_draws() -> None
     assert pgr(ALL_RIGHT, full, nothing).value == pytest.approx(4.0)
 
 
-def test_pgr_is_undefined_if_full_prefill_gains_nothing_over_no_context() -> None:
+def test_pgr_is_undefined_if_full_prefill_gains_nothing_over_no_context():
     full = shares(0.7, 1)
     assert pgr(ALL_RIGHT, full, full) == Estimate(None)
     assert pgr(NONE_RIGHT, NONE_RIGHT, full) == Estimate(None)
@@ -110,7 +110,7 @@ def test_pgr_is_undefined_if_full_prefill_gains_nothing_over_no_context() -> Non
     assert few.low is None
 
 
-def test_questions_about_one_context_are_drawn_together() -> None:
+def test_questions_about_one_context_are_drawn_together():
     scores = [float(i % 6 < 3) for i in range(60)]  # whole contexts right, others wrong
     by_context, by_question = pgr(scores), pgr(scores, contexts=[str(i) for i in range(60)])
     width = by_context.high - by_context.low  # type: ignore[operator]
@@ -118,7 +118,7 @@ def test_questions_about_one_context_are_drawn_together() -> None:
     assert pgr(scores, contexts=["c"] * 60) == Estimate(0.5)  # one context has no interval
 
 
-def test_a_paired_lead_is_the_difference_of_means_with_an_interval() -> None:
+def test_a_paired_lead_is_the_difference_of_means_with_an_interval():
     own, other = shares(0.5, 1), shares(0.8, 2)
     mine, theirs = (sum_by_context(zip(CONTEXTS, s, strict=True)) for s in (own, other))
     lead, back = paired_lead(theirs, mine), paired_lead(mine, theirs)
@@ -131,7 +131,7 @@ def test_a_paired_lead_is_the_difference_of_means_with_an_interval() -> None:
     assert (lead.low, lead.high) == pytest.approx((0.1, 0.1))  # what both have in common cancels
 
 
-def test_other_questions_or_one_context_have_no_lead() -> None:
+def test_other_questions_or_one_context_have_no_lead():
     assert paired_lead([(5, 4.0)], [(5, 3.0)]) == Estimate(None)
     assert paired_lead([(5, 4.0), (5, 4.0)], [(5, 3.0), (4, 3.0)]) == Estimate(None)
     assert paired_lead([(5, 4.0), (5, 4.0)], ()) == Estimate(None)

@@ -25,7 +25,7 @@ def made(name: str, n_cases: int = 6, n_chunks: int = 6, seed: int = 1) -> Datas
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_cases_depend_on_the_seed_and_have_chunks_of_the_asked_size(name: str) -> None:
+def test_cases_depend_on_the_seed_and_have_chunks_of_the_asked_size(name):
     found, tokens = made(name), Tokens(tiny.tokenizer())
     assert (found.name, found.n_chunks, found.chunk_tokens, len(found.cases)) == (name, 6, 256, 6)
     assert make_task(name, tokens, 1, 2, 6, 256).cases == found.cases[:2]
@@ -38,14 +38,14 @@ def test_cases_depend_on_the_seed_and_have_chunks_of_the_asked_size(name: str) -
     assert len({case.digest for case in found.cases}) == 6
 
 
-def test_answers_about_code_are_in_the_chunk_of_the_function() -> None:
+def test_answers_about_code_are_in_the_chunk_of_the_function():
     for case in made("code").cases:
         (answer,), (name,) = case.answers, re.findall(r"function (\w+)", case.question)
         (chunk, *_) = (text for text in case.chunks if f"def {name}(" in text)
         assert case.kind != "module" or chunk.startswith(f"# {answer}.py\n")
 
 
-def test_a_function_is_asked_for_its_module_defaults_and_what_it_returns() -> None:
+def test_a_function_is_asked_for_its_module_defaults_and_what_it_returns():
     code = "def f(a, b=None, c='x y', d=30, e='--'):\n    return a.b"
     (function,) = ast.parse(code).body
     assert isinstance(function, ast.FunctionDef)
@@ -57,7 +57,7 @@ def test_a_function_is_asked_for_its_module_defaults_and_what_it_returns() -> No
     ]
 
 
-def test_answers_about_tables_are_their_numbers() -> None:
+def test_answers_about_tables_are_their_numbers():
     cases = made("tables").cases
     assert {case.kind for case in cases} == {"look-up", "comparison"}
     for case in cases:
@@ -75,7 +75,7 @@ def test_answers_about_tables_are_their_numbers() -> None:
         assert case.answers == (expected,)
 
 
-def test_a_long_document_is_cut_in_order() -> None:
+def test_a_long_document_is_cut_in_order():
     pages = [page.read_text("utf-8").strip() for page in sorted(handbook_path().glob("*.md"))]
     text = "\n\n".join(pages)
     for case in made("long").cases:
@@ -87,7 +87,7 @@ def test_a_long_document_is_cut_in_order() -> None:
     assert made("long").metric == "rouge_l"
 
 
-def test_every_turn_of_a_chat_has_the_document_that_answers_it() -> None:
+def test_every_turn_of_a_chat_has_the_document_that_answers_it():
     cases = made("chat").cases
     assert {case.kind for case in cases} == {"latest", "earlier"}
     for case in cases:
@@ -98,7 +98,7 @@ def test_every_turn_of_a_chat_has_the_document_that_answers_it() -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_chunk_of_a_task_is_loaded(name: str) -> None:
+def test_every_chunk_of_a_task_is_loaded(name):
     ways = make_ways(["reuse", "query"], ["constant"], [0.2], [True])
     data = make_task(name, Tokens(tiny.tokenizer()), 1, 1, 3, 128)
     reuse = Arena(lab.adapter(), data, ways, max_new_tokens=4).run()[4]
@@ -106,7 +106,7 @@ def test_every_chunk_of_a_task_is_loaded(name: str) -> None:
     assert reuse.token_kl > 0.0  # type: ignore[operator]
 
 
-def test_more_cases_than_the_texts_give_are_one_sentence() -> None:
+def test_more_cases_than_the_texts_give_are_one_sentence():
     with pytest.raises(InvalidInputError, match=r"1 cases of 400 chunks .* take fewer --contexts"):
         made("chat", 1, 400)
     with pytest.raises(InvalidInputError, match=r"are more than the \d+ that the texts of long"):

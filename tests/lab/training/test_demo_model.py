@@ -6,14 +6,12 @@ import subprocess
 import sys
 from collections import Counter
 
-from transformers import PreTrainedTokenizerBase
-
 from blendrag.demo import demo_corpus_path, demo_model_path, demo_questions
 from blendrag.lab.training.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from blendrag.lab.training.write_corpus import N_QUESTIONS, write
 
 
-def test_the_weights_are_small_bf16_and_of_a_stock_class() -> None:
+def test_the_weights_are_small_bf16_and_of_a_stock_class():
     assert (demo_model_path() / "model.safetensors").stat().st_size <= 16 * 10**6
     config = json.loads((demo_model_path() / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
@@ -21,7 +19,7 @@ def test_the_weights_are_small_bf16_and_of_a_stock_class() -> None:
     assert config["num_hidden_layers"] >= 12
 
 
-def test_the_demo_corpus_is_the_generated_one_and_holds_its_answers() -> None:
+def test_the_demo_corpus_is_the_generated_one_and_holds_its_answers():
     texts = {
         p.stem: p.read_text(encoding="utf-8").strip() for p in demo_corpus_path().glob("*.txt")
     }
@@ -34,12 +32,12 @@ def test_the_demo_corpus_is_the_generated_one_and_holds_its_answers() -> None:
         assert any(question.answer in paragraph for paragraph in needed)
 
 
-def test_importing_the_demo_loads_no_torch() -> None:
+def test_importing_the_demo_loads_no_torch():
     code = "import sys, blendrag.demo as d; d.demo_questions(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_any_text_comes_back_unchanged(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_any_text_comes_back_unchanged(tokenizer):
     rng = random.Random(0)
     texts = ["", " ", "\n\n a\t\r\n", "naïve 東京 🦉 \x00\x7f", "def f(x):\n    return x  # ☃"]
     for _ in range(50):
@@ -50,7 +48,7 @@ def test_any_text_comes_back_unchanged(tokenizer: PreTrainedTokenizerBase) -> No
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
-def test_special_tokens_are_single_and_known_by_role(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_special_tokens_are_single_and_known_by_role(tokenizer):
     assert len(tokenizer) == VOCAB_SIZE
     for token in SPECIAL_TOKENS:
         ids = tokenizer.encode(token, add_special_tokens=False)
@@ -60,7 +58,7 @@ def test_special_tokens_are_single_and_known_by_role(tokenizer: PreTrainedTokeni
     assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
 
 
-def test_the_chat_template_writes_every_role(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_chat_template_writes_every_role(tokenizer):
     said = [("system", "s"), ("user", "u"), ("assistant", " a"), ("user", "v")]
     messages = [{"role": role, "content": content} for role, content in said]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

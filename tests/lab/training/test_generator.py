@@ -49,21 +49,21 @@ def written(
     return documents(random.Random(seed), split, kinds, [Shape(facts)] * n)
 
 
-def test_no_name_is_in_two_splits() -> None:
+def test_no_name_is_in_two_splits():
     for split in SPLITS:
         names = {d.name for seed in range(20) for d in written(seed, split)}
         assert len(names) > 40
         assert {split_of(name) for name in names} == {split}
 
 
-def test_no_statement_has_an_opener_in_two_splits() -> None:
+def test_no_statement_has_an_opener_in_two_splits():
     for kind in KINDS.values():
         for statement in (s for a in kind.attributes for s in a.statements):
             dealt = [opener for split in SPLITS for opener in openers(statement, split)]
             assert sorted(dealt) == sorted(OPENERS)
 
 
-def test_names_of_one_context_share_no_word_and_values_do_not_repeat() -> None:
+def test_names_of_one_context_share_no_word_and_values_do_not_repeat():
     for seed in range(10):
         people = written(seed, n=6, kind="person")
         words = [word for d in people for word in d.name.split()]
@@ -74,9 +74,7 @@ def test_names_of_one_context_share_no_word_and_values_do_not_repeat() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_the_first_paragraph_names_the_entity_and_every_later_sentence_refers_to_it(
-    kind: str,
-) -> None:
+def test_only_the_first_paragraph_names_the_entity_and_every_later_sentence_refers_to_it(kind):
     for seed in range(10):
         for document in written(seed, n=4, kind=kind, facts=(2, 2, 2)):
             first, *later = document.paragraphs
@@ -89,7 +87,7 @@ def test_only_the_first_paragraph_names_the_entity_and_every_later_sentence_refe
             assert all(fact.value in document.paragraphs[fact.paragraph] for fact in document.facts)
 
 
-def test_links_lead_to_documents_of_the_same_context() -> None:
+def test_links_lead_to_documents_of_the_same_context():
     kinds = ["person", "organisation", "organisation"]
     linked = documents(random.Random(0), "test", kinds, [Shape()] * 3, link_share=1.0)
     employer = linked[0].fact("employer") or linked[0].fact("home")
@@ -98,37 +96,33 @@ def test_links_lead_to_documents_of_the_same_context() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_splitter_cuts_between_paragraphs_only(
-    kind: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_splitter_cuts_between_paragraphs_only(kind, tokenizer):
     splitter = TextSplitter.from_callback(measure_of(tokenizer), CAPACITY)
     shape = Shape((2, 3), CAPACITY, measure_of(tokenizer))
     for document in documents(random.Random(5), "test", [kind] * 40, [shape] * 40):
         assert tuple(splitter.chunks(document.text)) == document.paragraphs
 
 
-def test_names_are_two_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_names_are_two_tokens(tokenizer):
     dealer = Dealer(random.Random(1), "test")
     for name in [dealer.name(kind) for kind in KINDS for _ in range(40)]:
         assert len(tokenizer.encode(" " + name, add_special_tokens=False)) == 2
 
 
-def test_an_unknown_split_is_refused() -> None:
+def test_an_unknown_split_is_refused():
     with pytest.raises(
         InvalidInputError, match="split 'exam' is not one of train, validation, test"
     ):
         written(0, "exam")  # type: ignore[arg-type]
 
 
-def test_equal_seeds_give_equal_contexts(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_equal_seeds_give_equal_contexts(tokenizer):
     once, again = (next(contexts(tokenizer, 5, "test", 1)) for _ in range(2))
     assert once == again
     assert once != next(contexts(tokenizer, 6, "test", 1))
 
 
-def test_every_question_is_of_its_kind_and_its_paragraphs_hold_the_answer(
-    made: list[Context],
-) -> None:
+def test_every_question_is_of_its_kind_and_its_paragraphs_hold_the_answer(made):
     asked = [(context, question) for context in made for question in context.questions]
     assert {question.kind for _, question in asked} == set(KINDS_OF_QUESTION)
     for context, question in asked:
@@ -160,16 +154,14 @@ def test_every_question_is_of_its_kind_and_its_paragraphs_hold_the_answer(
 
 
 @pytest.mark.parametrize("chunk_tokens", [64, 512])
-def test_chunks_are_filled_up_to_their_size(
-    tokenizer: PreTrainedTokenizerBase, chunk_tokens: int
-) -> None:
+def test_chunks_are_filled_up_to_their_size(tokenizer, chunk_tokens):
     measure = measure_of(tokenizer)
     for context in contexts(tokenizer, 2, "test", 3, 6, chunk_tokens):
         assert len(context.chunks) == 6
         assert all(chunk_tokens * 0.7 < measure(c) <= chunk_tokens for c in context.chunks)
 
 
-def test_documents_take_two_to_four_chunks() -> None:
+def test_documents_take_two_to_four_chunks():
     for n in range(2, 20):
         made = [sizes(random.Random(seed), n) for seed in range(10)]
         assert {sum(each) for each in made} == {n}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blendrag.lab.training import train
-from blendrag.lab.training.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES, Stage
+from blendrag.lab.training.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES
 from blendrag.lab.training.samples import Writer
 from blendrag.lab.training.train import (
     ATTENTION,
@@ -29,7 +28,7 @@ GROWS_AFTER = 3
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_samples_show_what_they_ask(stage: Stage, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_samples_show_what_they_ask(stage, tokenizer):
     writer = Writer(tokenizer)
     asked = 0
     for seed in range(6):
@@ -46,13 +45,13 @@ def test_samples_show_what_they_ask(stage: Stage, tokenizer: PreTrainedTokenizer
     assert asked >= 6
 
 
-def test_stages_end_one_after_the_other() -> None:
+def test_stages_end_one_after_the_other():
     assert [s.until for s in STAGES] == sorted(s.until for s in STAGES)
     assert STAGES[-1].until == 1.0
     assert DEEP_FROM in {s.name for s in STAGES}
 
 
-def test_a_deepened_model_computes_the_same_and_learns(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_deepened_model_computes_the_same_and_learns(tokenizer):
     torch.manual_seed(0)
     model = LlamaForCausalLM(demo_config(tokenizer, SHALLOW))
     deep = deepened(model, DEEP)
@@ -66,9 +65,7 @@ def test_a_deepened_model_computes_the_same_and_learns(tokenizer: PreTrainedToke
 
 
 @torch.no_grad()
-def test_packed_questions_are_answered_as_if_each_were_alone(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_packed_questions_are_answered_as_if_each_were_alone(tokenizer):
     torch.manual_seed(0)
     config = demo_config(tokenizer, 2)
     config.initializer_range = 0.2
@@ -114,7 +111,7 @@ class Interrupted(Run):
 
 
 @pytest.mark.usefixtures("_tiny")
-def test_an_interrupted_and_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_an_interrupted_and_resumed_run_ends_with_the_same_weights(tmp_path):
     whole = Run(tmp_path / "whole", seed=0, resume=False)
     whole.train(minutes=1, steps=STEPS)
     assert (whole.progress.step, whole.progress.stage, whole.progress.layers) == (STEPS, 1, DEEP)
@@ -137,7 +134,7 @@ def test_an_interrupted_and_resumed_run_ends_with_the_same_weights(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("_tiny")
-def test_a_deep_model_is_also_supervised_after_its_first_half(tmp_path: Path) -> None:
+def test_a_deep_model_is_also_supervised_after_its_first_half(tmp_path):
     """The second half adds nothing at first, so both losses are equal."""
     run = Run(tmp_path, seed=0, resume=False)
     batch = run._batch(random.Random(0), 1)
