@@ -23,6 +23,8 @@ def ask(engine, question):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     model, documents, question = sys.argv[1:]
     with BlendEngine(model, "kv") as engine:
         engine.ingest([documents])

@@ -83,3 +83,7 @@ def scripted_models():
 def question_in(prompt: str) -> str:
     """The last message of a prompt of such a model."""
     return prompt.rpartition("<|start|>user\n")[2].partition("<|end|>")[0]
+
+
+if __name__ == "__main__":
+    raise SystemExit("This is a part of reuse_table.py: python examples/reuse_table.py")

@@ -161,3 +161,7 @@ def rows() -> list[tuple[str, float, str]]:
         name = "agent with a tool that returns JSON"
         found.append((name, *share(engine, agent_of_json(llm, retriever))))
     return found
+
+
+if __name__ == "__main__":
+    raise SystemExit("This is a part of reuse_table.py: python examples/reuse_table.py")

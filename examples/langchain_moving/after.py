@@ -11,6 +11,9 @@ from langchain_core.prompts import ChatPromptTemplate
 
 from langchain_blendrag import BlendTextSplitter, BlendVectorStore, ChatBlend
 
+if len(sys.argv) != 3:
+    sys.exit(f"usage: [MODEL=hub-id-or-directory] python {sys.argv[0]} FOLDER QUESTION")
+
 MODEL = os.environ.get("MODEL", "Qwen/Qwen2.5-0.5B-Instruct")
 PROMPT = ChatPromptTemplate.from_messages(
     [("system", "Answer the question from the context.\n\n{context}"), ("human", "{input}")]

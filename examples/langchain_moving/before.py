@@ -12,6 +12,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_huggingface import ChatHuggingFace, HuggingFaceEmbeddings, HuggingFacePipeline
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+if len(sys.argv) != 3:
+    sys.exit(f"usage: [MODEL=hub-id-or-directory] python {sys.argv[0]} FOLDER QUESTION")
+
 MODEL = os.environ.get("MODEL", "Qwen/Qwen2.5-0.5B-Instruct")
 PROMPT = ChatPromptTemplate.from_messages(
     [("system", "Answer the question from the context.\n\n{context}"), ("human", "{input}")]

@@ -130,7 +130,7 @@ def test_a_small_address_space_is_refused_before_large_imports(ingested: Path) -
     args = [sys.executable, "-c", command, "ask", QUESTION, "--store", ingested]
     done = subprocess.run(args, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: the address space is limited to 944 MB (ulimit -v)")
+    assert done.stderr.startswith("error: the address space is limited to 900.0 MiB (ulimit -v)")
     assert len(done.stderr.splitlines()) == 1
 
 

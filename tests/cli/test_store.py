@@ -46,7 +46,7 @@ def test_stats_names_the_model_counts_and_limits(ingested: Path, model_dir: Path
     assert corpus["size_bytes"] >= (ingested / "corpus" / "corpus.sqlite").stat().st_size
     shown = invoke("store", "stats", "--store", ingested).stdout
     assert f"{CHUNKS} chunks (1 pinned)" in shown
-    assert "68,719.5 MB (the default)" in shown
+    assert "64.0 GiB (the default)" in shown
     assert "3 documents, 9 chunks" in shown
 
 

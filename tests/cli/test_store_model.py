@@ -66,3 +66,22 @@ def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(
     answer = ask(store, "--mode", "full")
     assert answer["metrics"]["mode"] == "full"
     assert any(source["source"].endswith("d2.txt") for source in answer["sources"])
+
+
+def test_a_store_that_was_ingested_in_another_dtype_says_why_nothing_is_reused(store: Path) -> None:
+    (note,) = ask(store, "--dtype", "bfloat16")["metrics"]["notes"]
+    assert "as the ingest loaded it, not as " in note
+    assert "is loaded here (bfloat16); leave out --dtype" in note
+    assert ask(store)["metrics"]["notes"] == []
+
+
+def test_a_model_that_is_a_file_is_not_called_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setattr("blendrag.model.loading.unpacked_directory", lambda name: tmp_path)
+    assert f"'{file}' is a GGUF file but not a loadable causal LM" in refused("verify", file)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"")
+    assert f"'{weights}' is a file, expected a directory" in refused("verify", weights)

@@ -326,6 +326,17 @@ def test_documents_are_told_from_the_question(clean, content, expected):
     assert len(clean.segments(content, Options(apply_chat_template=False)).chunks) == expected
 
 
+def test_a_document_that_is_taken_for_the_question_is_noted(clean: BlendEngine) -> None:
+    def notes(content: str) -> tuple[str, ...]:
+        return clean.generate(content, max_new_tokens=1).metrics.notes
+
+    (note,) = notes(f"Who built it?\n\nContext:\n{CONTEXT}")
+    assert note.startswith(
+        "the last chunk was computed, as it may be the question; put the question "
+    )
+    assert notes(f"{CONTEXT}\n\nQuestion: Who built it?") == ()
+
+
 HARBOUR = "The harbour is open on all days but Monday."
 
 
@@ -338,6 +349,8 @@ HARBOUR = "The harbour is open on all days but Monday."
         ("Do it.\n", "“When does it open?”", "\nBe brief.", False, True),
         ("Context:\n", "Who knows?", "\n\nQuestion: who?", True, False),
         ("Context:\n", HARBOUR * 20, "\n\nTell me about it.", True, False),
+        ("Question: When?\n\nContext:\n", HARBOUR * 20, "", True, False),
+        ("Question: When?\n\nContext:\n", HARBOUR, "", True, True),
         ("The questions are of no account here: all of them.\n", HARBOUR, "\nWho?", True, False),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from samples import SHIPS
 
 import tiny
 from blendrag.engine import BlendEngine
-from blendrag.errors import ContextOverflowError, InvalidInputError
+from blendrag.errors import ContextOverflowError, CorpusError, InvalidInputError
 from langchain_blendrag import BlendLLM, BlendRetriever, BlendVectorStore, ChatBlend
 from paragraphs import assert_end_with
 
@@ -102,3 +103,23 @@ async def test_a_closed_engine_is_an_error_in_every_call(own: BlendEngine) -> No
     )
     for llm in (ChatBlend(engine=own), BlendLLM(engine=own)):
         await assert_refused(llm, "Where?", "this engine is closed; make a new BlendEngine")
+
+
+def test_a_mistyped_store_is_named_and_not_created(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "stroe"
+    settings = {"model": "demo", "store": store, "embedder": "minilm-offline"}
+    with pytest.raises(CorpusError, match=r"there is no corpus at .*stroe.* check the spelling"):
+        BlendRetriever(**settings).invoke("Where?")
+    for wrapper in (BlendRetriever, BlendLLM, BlendVectorStore):
+        with pytest.raises(CorpusError, match="check the spelling"):  # nor can it name a model
+            wrapper(store=store)
+    with BlendVectorStore(**settings) as vectors:
+        for _ in range(2):
+            assert vectors.similarity_search("Where?") == []
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert warning.startswith(f"store {store} does not exist, so searches find nothing")
+        assert not store.exists()
+        vectors.add_texts(["The town is called Amberley, and it is on the river Wey."])
+        assert len(vectors.similarity_search("Where?")) == 1

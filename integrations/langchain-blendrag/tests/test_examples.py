@@ -67,6 +67,19 @@ def test_an_agent_searches_and_what_it_found_is_loaded(tmp_path: Path) -> None:
         assert message.usage_metadata["input_token_details"]["cache_read"] >= found
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("langchain_agent.py", r"python examples/langchain_agent.py Qwen/\S+ ./docs "),
+        ("langchain_moving/after.py", "usage: .* FOLDER QUESTION"),
+        ("reuse_langchain.py", "python examples/reuse_table.py"),
+    ],
+)
+def test_an_example_without_its_arguments_says_what_it_needs(name, says):
+    with pytest.raises(SystemExit, match=says):
+        example_scripts.run(name)
+
+
 @pytest.mark.usefixtures("corpus")
 def test_a_moved_app_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

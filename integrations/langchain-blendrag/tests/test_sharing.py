@@ -17,7 +17,7 @@ from langchain_blendrag import BlendLLM, BlendRetriever, BlendVectorStore, ChatB
 
 
 def test_configurable_fields_keep_the_engine_of_a_named_wrapper(root: Path) -> None:
-    llm = ChatBlend(store=root, max_tokens=3)
+    llm = ChatBlend(model="demo", store=root, max_tokens=3)
     made: Any = llm.configurable_fields(
         mode=ConfigurableField(id="mode"), store=ConfigurableField(id="store")
     )
@@ -25,7 +25,7 @@ def test_configurable_fields_keep_the_engine_of_a_named_wrapper(root: Path) -> N
     assert (full.mode, full.max_tokens, full.engine is llm.engine) == ("full", 3, True)
     other, _ = made.with_config(configurable={"store": root.with_name("b")}).prepare()
     assert other.engine.resources.root == root.with_name("b")
-    retriever: Any = BlendRetriever(store=root, k=2).configurable_fields(
+    retriever: Any = BlendRetriever(model="demo", store=root, k=2).configurable_fields(
         k=ConfigurableField(id="k")
     )
     more, _ = retriever.with_config(configurable={"k": 5}).prepare()
@@ -49,8 +49,8 @@ def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(
 ) -> None:
     with kind(model="demo", store=root) as named:
         first = pickle.loads(pickle.dumps(named)).engine
-        assert first is named.engine is BlendRetriever(store=root / ".." / "a").engine
-        assert first is not ChatBlend(store=root.with_name("b")).engine
+        assert first is named.engine is BlendRetriever(model="demo", store=root / ".." / "a").engine
+        assert first is not ChatBlend(model="demo", store=root.with_name("b")).engine
     assert first.closed
     assert named.engine is not first  # opened again on demand
     assert not root.exists()

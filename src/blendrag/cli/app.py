@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from importlib.metadata import entry_points
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,8 +15,13 @@ from blendrag.cli.calibrate import calibrate
 from blendrag.cli.demo import demo
 from blendrag.cli.ingest import ingest, list_documents, remove
 from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
+from blendrag.cli.output import count, duration
 from blendrag.cli.profile import profile
+from blendrag.cli.progress import StatusLine
 from blendrag.cli.store import app as store_commands
+
+if TYPE_CHECKING:
+    from blendrag.fusor.gate import Verification
 
 app = typer.Typer(
     name="blendrag",
@@ -62,33 +67,47 @@ def verify(
     from blendrag.fusor.gate import verify as run_gate
     from blendrag.model.loading import load_adapter
 
-    adapter = load_adapter(
-        model,
-        dtype or settings().dtype,
-        device or settings().device,
-        str(lora) if lora else None,
-        trust_remote_code,
-    )
-    result = run_gate(adapter)
-    if json:
-        output.print_json(result.as_dict())
-        return DONE if result.blendable else REFUSED_MODEL
+    with StatusLine(f"loading {model}") as line:
+        adapter = load_adapter(
+            model,
+            dtype or settings().dtype,
+            device or settings().device,
+            str(lora) if lora else None,
+            trust_remote_code,
+        )
+        line.show("checking whether loaded KV gives the logits of a prefill")
+        result = run_gate(
+            adapter,
+            lambda tokens, seconds: line.show(
+                f"checking on a prompt of {count(tokens, 'token')}, about {duration(seconds)} left"
+            ),
+        )
+    output.print_json(result.as_dict()) if json else _print_verification(model, result)
+    return DONE if result.blendable else REFUSED_MODEL
+
+
+def _print_verification(model: str, result: Verification) -> None:
     typer.echo(f"{model}: {result.verdict}\n  {result.reason}")
     if result.layers:
         kinds = Counter(result.layers).items()
-        typer.echo(f"  layers: {', '.join(f'{n} {kind}' for kind, n in kinds)}")
-    differences = {
-        "everything recomputed (r = 1.0)": result.max_logit_diff,
-        "a fifth recomputed over loaded KV": result.subset_logit_diff,
-        "the same over disturbed KV": result.perturbed_logit_diff,
-    }
-    for what, value in differences.items():
-        if value is not None:
-            typer.echo(f"  largest logit difference, {what}: {value:.3g}")
-    if result.greedy_equal is not None:
-        equal = "yes" if result.greedy_equal else "no"
-        typer.echo(f"  greedy continuation equal to stock: {equal}")
-    return DONE if result.blendable else REFUSED_MODEL
+        typer.echo(
+            f"  layers: {', '.join(f'{n} {kind}' for kind, n in kinds)} (stored keys of rotary layers are "
+            "rotated to their place in a prompt, position-free ones are used as they are)"
+        )
+    if result.subset_logit_diff is None:
+        return
+    typer.echo(
+        f"  largest change of a logit from a prefill without blendrag, on {result.prompt_tokens} random "
+        f"tokens (at most {result.allowed_logit_diff:.3g} counts as equal):"
+    )
+    typer.echo(f"    everything recomputed: {result.max_logit_diff:.3g}")
+    typer.echo(f"    a fifth recomputed, the rest loaded: {result.subset_logit_diff:.3g}")
+    typer.echo(
+        f"    the same with disturbed KV: {result.perturbed_logit_diff:.3g} (must be far more: it shows "
+        "that wrong KV would be noticed)"
+    )
+    equal = "yes" if result.greedy_equal else "no, which only float32 requires"
+    typer.echo(f"  the next 32 tokens are those of the model without blendrag: {equal}")
 
 
 for command in (ingest, remove, ask, verify, demo, calibrate, profile):

@@ -11,9 +11,10 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, FAILED, begin, interrupted, reporting
-from blendrag.cli.output import count, duration, megabytes, print_json, say, show
+from blendrag.cli.output import count, duration, print_json, say, show
 from blendrag.cli.progress import IngestProgress
 from blendrag.errors import InvalidInputError
+from blendrag.store.durable import readable_size
 from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def ingest(
     if prefix_file is not None:
         content = "the rendered prompt up to the first chunk"
         prefix = options.read_text("--prefix-file", prefix_file, MAX_PREFIX_BYTES, content)
-    with options.engine_for(context, for_ingest=True, prefix_text=prefix) as engine:
+    how = {"prefix_text": prefix, "read_only": dry_run}
+    with options.engine_for(context, for_ingest=True, **how) as engine:
         return _dry_run(engine, paths, json) if dry_run else _ingest(engine, paths, prune, json)
 
 
@@ -97,7 +99,7 @@ def _ingest(engine: BlendEngine, paths: list[Path], prune: bool, json: bool) -> 
         f"{count(report.documents, 'document')} ({report.documents_unchanged:,} unchanged), "
         f"{count(report.chunks, 'chunk')}: {report.chunks_computed:,} computed, "
         f"{report.chunks_skipped:,} already stored; {report.failed} failed; "
-        f"{megabytes(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s in {duration(report.seconds)}"
+        f"{readable_size(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s in {duration(report.seconds)}"
         f"{pruned}",
     )
     if report.interrupted:
@@ -119,8 +121,9 @@ def _dry_run(engine: BlendEngine, paths: list[Path], json: bool) -> int:
     show(
         json,
         plan,
-        f"{count(plan.documents, 'document')}, {count(plan.chunks, 'chunk')}, "
-        f"{count(plan.tokens, 'token')}: {megabytes(plan.bytes)} of KV, "
+        f"{count(plan.documents, 'document')} ({plan.documents_unchanged:,} unchanged), "
+        f"{count(plan.chunks, 'chunk')}, {count(plan.tokens, 'token')}: "
+        f"{readable_size(plan.bytes)} of new KV, "
         f"about {duration(plan.seconds)}; {plan.failed} failed; nothing was written",
     )
     return FAILED if plan.failed else DONE

@@ -33,6 +33,7 @@ from blendrag.errors import (
     is_out_of_threads,
     starting_thread,
 )
+from blendrag.store.durable import readable_size
 
 DONE = 0
 #: Some inputs failed, or there was no room for all of them.
@@ -126,8 +127,8 @@ def _check_address_space() -> None:
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes != resource.RLIM_INFINITY and limit_bytes < MIN_ADDRESS_SPACE_BYTES:
         raise InvalidInputError(
-            f"the address space is limited to {limit_bytes / 1e6:,.0f} MB (ulimit -v), expected at least "
-            f"{MIN_ADDRESS_SPACE_BYTES / 1e6:,.0f} MB to load torch and transformers; raise the limit, or "
+            f"the address space is limited to {readable_size(limit_bytes)} (ulimit -v), expected at least "
+            f"{readable_size(MIN_ADDRESS_SPACE_BYTES)} to load torch and transformers; raise the limit, or "
             "limit resident memory instead, with a cgroup"
         )
 

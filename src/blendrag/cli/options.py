@@ -160,9 +160,7 @@ ENGINE_OPTIONS = (
 )  # fmt: skip
 
 
-def engine_for(
-    context: typer.Context, for_ingest: bool = False, prefix_text: str | None = None
-) -> BlendEngine:
+def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) -> BlendEngine:
     """The engine that the options of a command describe."""
     from blendrag.config import settings
     from blendrag.corpus.recorded_model import model_for
@@ -175,6 +173,6 @@ def engine_for(
         model_for(given["model"], store, trusts, for_ingest),
         store,
         lora=str(lora) if lora else None,
-        prefix_text=prefix_text,
+        **more,
         **{name: given[name] for name in ENGINE_OPTIONS if name in given},
     )

@@ -43,10 +43,6 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def megabytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB"
-
-
 def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f} ms"
 

@@ -11,8 +11,9 @@ import typer
 
 from blendrag.cli import interrupt, options, plots
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import duration, megabytes, milliseconds, print_json, say
+from blendrag.cli.output import duration, milliseconds, print_json, say
 from blendrag.cli.progress import StatusLine
+from blendrag.store.durable import readable_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,7 +130,7 @@ def _print(found: Profile) -> None:
     for tier in found.tiers:
         typer.echo(
             f"  {tier.name}: {tier.bytes_per_s / 1e9:.2f} GB/s, a chunk of {found.chunk_tokens} tokens "
-            f"({megabytes(chunk_bytes)}) in {milliseconds(tier.seconds(chunk_bytes, layers))}"
+            f"({readable_size(chunk_bytes)}) in {milliseconds(tier.seconds(chunk_bytes, layers))}"
         )
     if found.device_bytes_per_s is not None:
         typer.echo(f"  host to device: {found.device_bytes_per_s / 1e9:.2f} GB/s")

@@ -12,9 +12,10 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, FAILED, begin, reporting
-from blendrag.cli.output import count, duration, megabytes, print_json, say, show
+from blendrag.cli.output import count, duration, print_json, say, show
 from blendrag.cli.progress import ByteProgress
 from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.store.durable import readable_size
 
 if TYPE_CHECKING:
     from blendrag.corpus.corpus import CorpusCheck
@@ -109,7 +110,7 @@ def _print_stats(
     default = "" if found.limit_is_remembered else " (the default)"
     typer.echo(
         f"{found.root}: {count(found.chunks, 'chunk')}, {count(found.tokens, 'token')}, "
-        f"{megabytes(found.size_bytes)} of {megabytes(found.limit_bytes)}{default}"
+        f"{readable_size(found.size_bytes)} of {readable_size(found.limit_bytes)}{default}"
     )
     for each in found.namespaces:
         model = models.get(each.namespace) or "model unknown"
@@ -117,18 +118,19 @@ def _print_stats(
         unknown = f"; {each.unknown} with an unknown header" * bool(each.unknown)
         typer.echo(
             f"  {each.namespace[:SHOWN_DIGITS]}  {model}, {kind}: {count(each.chunks, 'chunk')} "
-            f"({each.pinned} pinned), {count(each.tokens, 'token')}, {megabytes(each.size_bytes)}{unknown}"
+            f"({each.pinned} pinned), {count(each.tokens, 'token')}, "
+            f"{readable_size(each.size_bytes)}{unknown}"
         )
     if corpus is not None:
         counts = f"{count(corpus.documents, 'document')}, {count(corpus.chunks, 'chunk')}"
-        typer.echo(f"  corpus: {megabytes(corpus.size_bytes)}, {corpus.fault or counts}")
+        typer.echo(f"  corpus: {readable_size(corpus.size_bytes)}, {corpus.fault or counts}")
     if found.quarantine_files:
         typer.echo(
             f"  quarantine: {count(found.quarantine_files, 'file')}, "
-            f"{megabytes(found.quarantine_bytes)}"
+            f"{readable_size(found.quarantine_bytes)}"
         )
     if found.temporary_bytes:
-        typer.echo(f"  being written, or left by a crash: {megabytes(found.temporary_bytes)}")
+        typer.echo(f"  being written, or left by a crash: {readable_size(found.temporary_bytes)}")
 
 
 @app.command()
@@ -183,7 +185,7 @@ def _print_check(report: CheckReport, corpus: CorpusCheck | None, is_good: bool)
         if each.missing_rows is not None:
             rows = f"; index: {count(each.missing_rows, 'row')} missing, {each.dead_rows} dead"
         typer.echo(
-            f"  {each.namespace[:SHOWN_DIGITS]}  {each.good} good ({megabytes(each.good_bytes)}), "
+            f"  {each.namespace[:SHOWN_DIGITS]}  {each.good} good ({readable_size(each.good_bytes)}), "
             f"{each.damaged} damaged, {each.unreadable} unreadable{rows}; "
             f"{count(each.foreign_files, 'foreign file')}"
         )
@@ -200,7 +202,7 @@ def _print_check(report: CheckReport, corpus: CorpusCheck | None, is_good: bool)
         damaged = sum(each.damaged for each in report.namespaces)
         verdict += f"; {count(damaged, 'damaged chunk')} quarantined, index repaired"
     typer.echo(
-        f"{report.root}: {megabytes(report.read_bytes)} read in {duration(report.seconds)}, "
+        f"{report.root}: {readable_size(report.read_bytes)} read in {duration(report.seconds)}, "
         f"{count(report.foreign_files, 'foreign file')}; {verdict}"
     )
 
@@ -258,7 +260,7 @@ def _confirmed(root: Path, namespace: str | None) -> bool:
     found = maintenance.survey(root).namespaces
     chosen = [each for each in found if namespace in (None, each.namespace)]
     chunks, size_bytes = sum(e.chunks for e in chosen), sum(e.size_bytes for e in chosen)
-    what = f"{count(chunks, 'chunk')}, {megabytes(size_bytes)}, of store {root}"
+    what = f"{count(chunks, 'chunk')}, {readable_size(size_bytes)}, of store {root}"
     try:
         return typer.confirm(f"Remove {what}?", err=True)
     except typer.Abort as exc:
@@ -274,8 +276,8 @@ def _print_removal(done: Removal, verb: str, json: bool) -> None:
     show(
         json,
         done,
-        f"{count(done.removed, 'chunk')} {verb}, {megabytes(done.removed_bytes)}; "
-        f"{done.left:,} left, {megabytes(done.left_bytes)}",
+        f"{count(done.removed, 'chunk')} {verb}, {readable_size(done.removed_bytes)}; "
+        f"{done.left:,} left, {readable_size(done.left_bytes)}",
     )
 
 
@@ -301,7 +303,7 @@ def export(
     show(
         json,
         report,
-        f"{count(report.payloads, 'chunk')} ({report.pinned} pinned), {megabytes(report.size_bytes)}, "
+        f"{count(report.payloads, 'chunk')} ({report.pinned} pinned), {readable_size(report.size_bytes)}, "
         f"written to {report.archive}; {len(report.left_out)} left out",
     )
     return FAILED if report.left_out else DONE
@@ -330,7 +332,7 @@ def import_(
     show(
         json,
         report,
-        f"{count(report.imported, 'chunk')} imported, {megabytes(report.imported_bytes)}; "
+        f"{count(report.imported, 'chunk')} imported, {readable_size(report.imported_bytes)}; "
         f"{report.already_there:,} already stored, {len(report.rejected)} rejected",
     )
     if report.stopped:

@@ -3,8 +3,9 @@
 from blendrag.corpus.retriever import RetrievedChunk as Source
 from blendrag.engine.answers import AnswerIterator, AsyncAnswerIterator
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
+from blendrag.engine.dry_run import DryRun
 from blendrag.engine.engine import BlendEngine
-from blendrag.engine.ingest import DryRun, IngestReport
+from blendrag.engine.ingest import IngestReport
 from blendrag.engine.request import Answer, Message, Options, Prompt, TokenLogprob
 
 __all__ = [

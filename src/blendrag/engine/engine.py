@@ -42,9 +42,10 @@ from blendrag.engine.answers import (
 from blendrag.engine.batched_prefill import BatchEntry, RequestBatch
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.decoding import Likelihoods
+from blendrag.engine.dry_run import DryRun, dry_run
 from blendrag.engine.exposition import exposition
 from blendrag.engine.generation import Generation
-from blendrag.engine.ingest import DryRun, IngestReport, Inputs, Watch
+from blendrag.engine.ingest import IngestReport, Inputs, Watch
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.library import Library
 from blendrag.engine.planner import Planner, check_fits, checked
@@ -485,8 +486,8 @@ class BlendEngine:
         return ingesting.remove(self.resources, paths)
 
     def dry_run(self, inputs: Inputs) -> DryRun:
-        """What :meth:`ingest` would do: chunks, bytes, and seconds estimated from one timed chunk."""
-        return ingesting.dry_run(self.resources, self._worker, inputs)
+        """What :meth:`ingest` would do: chunks, bytes, and seconds estimated from timed samples."""
+        return dry_run(self.resources, self._worker, inputs)
 
     # -- the rest -------------------------------------------------------------------------------
 

@@ -5,7 +5,9 @@ Safe to interrupt and to repeat: KV is stored first, and a document's rows last,
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +27,16 @@ from blendrag.errors import (
     UnreadableDocumentError,
     UnsupportedModelError,
 )
+from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.text.chunking import Chunk
 from blendrag.text.readers import Document, digest_of, read_documents, scan_inputs
+
+log = logging.getLogger(__name__)
+
+#: KV of this size is announced before it is computed.
+ANNOUNCED_BYTES = 10**9
 
 
 @dataclass
@@ -56,8 +65,9 @@ class IngestReport:
     refused: str = ""
     """Why no KV was stored: the model's cannot be reused. Empty if it can."""
     total_bytes: int = 0
-    """Bytes of the given files; ``done_bytes`` of them were read."""
+    """Bytes of the given files, of which ``done_bytes`` are done, ``ready_bytes`` of these without work."""
     done_bytes: int = 0
+    ready_bytes: int = 0
 
     def whole(self) -> IngestReport:
         """This report, if the run reached its end.
@@ -69,18 +79,6 @@ class IngestReport:
         if self.stopped:
             raise StoreFullError(self.stopped)
         return self
-
-
-@dataclass(frozen=True)
-class DryRun:
-    documents: int
-    chunks: int
-    tokens: int
-    bytes: int
-    seconds: float
-    failed: int
-    failures: list[str]
-    skipped: list[str]
 
 
 Watch = Callable[[IngestReport], None]
@@ -124,6 +122,7 @@ class IngestRun:
         self._corpus = corpus
         self._watch = watch or (lambda report: None)
         self._writer = KVWriter(resources, worker)
+        self._announced = False
         self._report = IngestReport()
         self._began = time.perf_counter()
         # sources of earlier versions are paths as they were spelled, so one file may have several
@@ -136,9 +135,9 @@ class IngestRun:
         report, seen, read = self._report, set(), set[str]()
         try:
             with self._writer.pinned():
-                for document in documents_of(inputs, report, read):
+                for document, size_bytes in documents_of(inputs, report, read):
                     seen.add(resolved(document.source))
-                    self._ingest(document)
+                    self._ingest(document, size_bytes)
             self._find_gone(inputs, seen, read, prune)
         except StoreFullError as full:
             report.stopped = str(full)
@@ -176,19 +175,19 @@ class IngestRun:
         self._count()
         self._watch(self._report)
 
-    def _ingest(self, document: Document) -> None:
+    def _ingest(self, document: Document, size_bytes: float) -> None:
         """Bring one document up to date. A bad one is named and counted, and the run goes on."""
         digest = digest_of(document)
         try:
             known = self._corpus.unchanged(document.source, digest)
             if known is not None:
-                computed = self._write_kv(document, known)
+                computed = self._write_kv(document, known, size_bytes)
                 self._report.documents_unchanged += not computed
             else:
                 chunks = self._resources.chunker().split(document.text)
                 if not chunks:
                     raise UnreadableDocumentError(document.source, "holds no text")
-                self._write_kv(document, chunks)
+                self._write_kv(document, chunks, size_bytes)
                 self._write_rows(document, digest, chunks)
             for other in self._known.get(resolved(document.source), ()):
                 if other != document.source:  # another spelling, which this one replaces
@@ -201,26 +200,64 @@ class IngestRun:
         self._report.documents += 1
         self._tell()
 
-    def _write_kv(self, document: Document, chunks: Sequence[Chunk]) -> int:
-        """Store the KV of chunks that have none; returns how many. None of a model that is refused."""
+    def _write_kv(self, document: Document, chunks: Sequence[Chunk], size_bytes: float) -> int:
+        """Store the KV of chunks that have none; returns how many. None of a model that is refused.
+
+        ``size_bytes``: of the document in its file.
+        """
+        report, began = self._report, self._report.done_bytes
         computed = 0
         for chunk in chunks:
-            self._report.chunks += 1
-            self._report.tokens += len(self._resources.text_ids(chunk.text))
-            if self._report.refused:
-                continue
-            try:
-                if not self._writer.missing([chunk]):
-                    self._report.chunks_skipped += 1
-                    continue
-                name = f"{document.source}, characters {chunk.start} to {chunk.end}"
-                self._writer.write(chunk, name)
-            except UnsupportedModelError as refused:
-                self._report.refused = str(refused)
-                continue
-            computed += 1
-            self._tell()
+            report.chunks += 1
+            report.tokens += len(self._resources.text_ids(chunk.text))
+            is_new = not report.refused and self._write_chunk(document, chunk, chunks, size_bytes)
+            before, report.done_bytes = (
+                report.done_bytes,
+                began + round(size_bytes * chunk.end / len(document.text)),
+            )
+            if is_new:
+                computed += 1
+                self._tell()
+            else:
+                report.chunks_skipped += not report.refused
+                report.ready_bytes += report.done_bytes - before
         return computed
+
+    def _write_chunk(
+        self, document: Document, chunk: Chunk, chunks: Sequence[Chunk], size_bytes: float
+    ) -> bool:
+        """Store the KV of a chunk if it has none; returns whether it had none."""
+        try:
+            if not self._writer.missing([chunk]):
+                return False
+            if not self._announced:
+                self._announce_size(chunks, size_bytes)
+            name = f"{document.source}, characters {chunk.start} to {chunk.end}"
+            self._writer.write(chunk, name)
+        except UnsupportedModelError as refused:
+            self._report.refused = str(refused)
+        return not self._report.refused
+
+    def _announce_size(self, chunks: Sequence[Chunk], size_bytes: float) -> None:
+        """Say what the rest will take on disk if that is much, going by the first document's tokens."""
+        self._announced = True
+        report, layout = self._report, self._resources.layout
+        tokens = sum(chunk.tokens for chunk in chunks)
+        text_bytes = report.total_bytes - report.done_bytes
+        if not (text_bytes and size_bytes):
+            return  # given as documents, not as files
+        per_token = stored_chunk_bytes(layout, tokens) / tokens
+        needed_bytes = text_bytes * tokens / size_bytes * per_token
+        if needed_bytes >= ANNOUNCED_BYTES:
+            root = self._resources.root
+            smaller = "; a new store with --encoding int8 takes about half" * (
+                layout.encoding == NATIVE_ENCODING and layout.dtype != "float32"
+            )
+            log.warning(
+                "the KV of %s of text takes about %s in store %s, %s per token; the disk has %s free%s",
+                *(readable_size(text_bytes), readable_size(needed_bytes), root),
+                *(readable_size(per_token), readable_size(shutil.disk_usage(root).free), smaller),
+            )
 
     def _write_rows(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
         """Embed new chunks, write the document's rows, drop KV that no row refers to any more."""
@@ -248,71 +285,37 @@ def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
     return len(sources)
 
 
-def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
-    """See :meth:`BlendEngine.dry_run`."""
-    corpus = resources.corpus
-    chunker = resources.chunker()
-    report = IngestReport()
-    new_tokens = 0
-    for document in documents_of(inputs, report):
-        chunks = chunker.split(document.text)
-        tokens = sum(chunk.tokens for chunk in chunks)
-        report.documents += 1
-        report.chunks += len(chunks)
-        report.tokens += tokens
-        if corpus is None or corpus.unchanged(document.source, digest_of(document)) is None:
-            new_tokens += tokens
-    adapter = resources.adapter
-    adapter.require_blendable()
-    sample = [17] * min(resources.manifest.chunk_tokens, max(report.tokens, 1))
-
-    def encode_s() -> float:
-        with adapter.lock:
-            began = time.perf_counter()
-            adapter.encode((), sample)
-            return time.perf_counter() - began
-
-    worker.run(encode_s)  # warm up
-    seconds_per_token = worker.run(encode_s) / len(sample)
-    return DryRun(
-        documents=report.documents,
-        chunks=report.chunks,
-        tokens=report.tokens,
-        bytes=stored_chunk_bytes(resources.layout, report.tokens),
-        seconds=new_tokens * seconds_per_token,
-        failed=len(report.failures),
-        failures=report.failures,
-        skipped=report.skipped,
-    )
-
-
 def documents_of(
     inputs: Inputs, report: IngestReport, read: set[str] | None = None
-) -> Iterator[Document]:
+) -> Iterator[tuple[Document, float]]:
     """Given documents and those of given paths, whose sources are their resolved paths.
 
-    Counts bytes, failures and skipped files in ``report``; ``read`` gets the files read to their end.
+    Each with its share of its file's bytes. Counts bytes, failures and skipped files in ``report``; ``read``
+    gets the files read to their end.
     """
     given: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
-    yield from (each for each in given if isinstance(each, Document))
+    yield from ((each, 0.0) for each in given if isinstance(each, Document))
     found = scan_inputs([Path(each) for each in given if not isinstance(each, Document)])
     report.skipped += [f"{path}: unsupported suffix {path.suffix!r}" for path in found.unsupported]
     files = {os.path.realpath(path): path for path in reversed(found.files)}
-    sizes = {path: _size(path) for path in files.values()}
+    sizes = {name: _size(path) for name, path in files.items()}
     report.total_bytes += sum(sizes.values())
     for name, path in reversed(files.items()):
-        began = report.done_bytes
+        end = report.done_bytes + sizes[name]
+        documents: list[Document] = []
         try:
             for document in read_documents(path):
-                record = document.source.removeprefix(path.as_posix())
-                yield replace(document, source=name + record)
-                done = report.done_bytes + len(document.text.encode("utf-8", "replace"))
-                report.done_bytes = min(done, began + sizes[path])
+                documents.append(document)
             if read is not None:
                 read.add(name)
         except UnreadableDocumentError as bad:
             report.failures.append(str(bad))
-        report.done_bytes = began + sizes[path]
+        characters = sum(len(document.text) for document in documents)
+        for document in documents:
+            record = document.source.removeprefix(path.as_posix())
+            share = sizes[name] * len(document.text) / characters
+            yield replace(document, source=name + record), share
+        report.done_bytes = end
 
 
 def _size(path: Path) -> int:

@@ -7,6 +7,7 @@ transaction. Rows are removed first, then KV. The note of a killed call lets the
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ from blendrag.errors import BlendragError, InvalidInputError, check_unicode
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import Chunk, canonical, chunk_id_of
 from blendrag.text.matches import is_recognisable
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Added", "Entry", "Hit", "Library"]
 
@@ -60,6 +63,7 @@ class Library:
         self._resources = resources
         self._worker = worker
         self._changing = threading.Lock()
+        self._warned = False
 
     # -- changing -------------------------------------------------------------------------------
 
@@ -193,6 +197,12 @@ class Library:
         :class:`InvalidInputError` for a vector of the wrong length, and for a text if vectors were given.
         """
         corpus = self._own()
+        if corpus is None and not self._resources.root.exists() and not self._warned:
+            self._warned = True
+            log.warning(
+                "store %s does not exist, so searches find nothing; check its path or add texts first",
+                self._resources.root,
+            )
         if corpus is None or k < 1 or corpus.vectors.dim() is None:
             return []
         vector = self.embed_query(query) if isinstance(query, str) else unit_vector(query)

@@ -16,6 +16,7 @@ from blendrag.planning.calibration import calibrations
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode
 from blendrag.planning.profile import Profile
+from blendrag.store.kv import dtype_name
 from blendrag.text.prompt import SegmentedPrompt
 
 UNTRUSTED = Reason(
@@ -134,7 +135,7 @@ class Planner:
         request, notes = self._calibrated(request, namespace)
         profile, profile_notes = self._profile(request, namespace)
         controller = self.controller(namespace, profile)
-        notes += profile_notes
+        notes += profile_notes + self._loaded_otherwise(namespace, controller, request.prompt)
         if check is not None and request.mode != "prefix" and self._background.goes_first:
             missing = controller.missing(request.prompt)
             if encoded := self._background.encode_first(missing, check):
@@ -154,6 +155,25 @@ class Planner:
             self._settings.prefix_min_tokens,
             resources.manifest.encoding,
             profile,
+        )
+
+    def _loaded_otherwise(
+        self, namespace: str, controller: Controller, prompt: SegmentedPrompt
+    ) -> tuple[str, ...]:
+        """A note if chunks have no KV because the ingest loaded the model in another way."""
+        resources, corpus = self._resources, self._resources.corpus
+        manifest = corpus.manifest if corpus is not None and corpus.has_manifest else None
+        if manifest is None or manifest.namespace in ("", namespace):
+            return ()
+        if next(iter(resources.store.keys(manifest.namespace)), None) is None:
+            return ()
+        if not controller.missing(prompt):
+            return ()
+        dtype = dtype_name(resources.adapter.model.dtype)
+        return (
+            f"chunks were computed because store {resources.root} holds the KV of {manifest.model!r} as the "
+            f"ingest loaded it, not as {resources.model_name!r} is loaded here ({dtype}); leave out --dtype, "
+            "--device and --lora, or ingest again with them",
         )
 
     def _calibrated(self, request: Request, namespace: str) -> tuple[Request, tuple[str, ...]]:

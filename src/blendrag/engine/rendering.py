@@ -369,7 +369,9 @@ def recognise(corpus: Corpus | None, rendered: Rendered, tokens: Tokens) -> Reco
         maybe = [(m.start, m.end) for m in loose]
         maybe += [_rest(m, text, left) for m in found if not m.complete]
         plain = [span for span in merged(maybe) if _overlaps(span, control)]
-    return Recognised(tuple(chunks), tuple(plain), _why_missed(corpus, text, found))
+    computed = [m for m in found if m not in chunks]
+    notes = _why_missed(corpus, text, found) + _why_computed(text, computed)
+    return Recognised(tuple(chunks), tuple(plain), notes)
 
 
 def without_question(matches: Sequence[Match], text: str, turn: Span) -> list[Match]:
@@ -401,9 +403,10 @@ def is_question(before: str, chunk: str, after: str, others: bool) -> bool:
 
     - if it has such a label (``Question:``, ``Query:``);
     - if it is short, ends in a question mark, and no labelled question follows;
-    - if no question follows, and it follows other chunks (``others``) or no text at all. After a short chunk,
-      short text without a question mark (``Answer in one sentence.``) is not a question; after a long chunk,
-      only the label of an answer (``Answer:``) is not.
+    - if no question follows, and it follows other chunks (``others``) or no text at all, unless it is long
+      and a labelled question precedes it. After a short chunk, short text without a question mark (``Answer
+      in one sentence.``) is not a question; after a long chunk, only the label of an answer (``Answer:``)
+      is not.
 
     An ambiguous chunk is computed, which is correct but slower. Not detected is a question that is a chunk,
     has no question mark and no label, and follows only unknown documents.
@@ -411,6 +414,8 @@ def is_question(before: str, chunk: str, after: str, others: bool) -> bool:
     if _LABEL_BEFORE.search(before) or _is_asked(chunk, after):
         return True
     if _QUESTION_FOLLOWS.search(after):
+        return False
+    if len(chunk) > QUESTION_CHARS and _QUESTION_FOLLOWS.search(before):
         return False
     after = _TAGS.sub("", after).strip()
     ends = not _has_text(after) or (
@@ -473,6 +478,17 @@ def _rest(match: Match, text: str, within: Sequence[Span]) -> Span:
 
 def _overlaps(span: Span, others: Sequence[Span]) -> bool:
     return any(low < span[1] and span[0] < high for low, high in others)
+
+
+def _why_computed(text: str, computed: Sequence[Match]) -> tuple[str, ...]:
+    """A note if a chunk that does not look like a question was taken for one because of its place."""
+    for match in computed:
+        if not (_asks(text[match.start : match.end]) or _LABEL_BEFORE.search(text[: match.start])):
+            return (
+                "the last chunk was computed, as it may be the question; put the question after the chunks, "
+                "on a line that begins with Question:, to reuse all of them",
+            )
+    return ()
 
 
 def _why_missed(corpus: Corpus, text: str, found: Sequence[Match]) -> tuple[str, ...]:

@@ -322,9 +322,13 @@ class Resources:
         corpus = self.corpus
         assert corpus is not None
         corpus.begin(self.manifest)
+        self.check_corpus(corpus)
+        return corpus
+
+    def check_corpus(self, corpus: Corpus) -> None:
+        """Raise :class:`InvalidInputError` if ``corpus`` has another model or other settings."""
         self._check_owner(corpus)
         self._corpus_settings.check(corpus.manifest, self.root)
-        return corpus
 
     def _settled(self) -> Manifest | None:
         """The manifest of a corpus with content; the settings of an empty one may still change."""

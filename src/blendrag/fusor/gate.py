@@ -63,6 +63,8 @@ class Verification:
     """Over loaded KV (a)."""
     perturbed_logit_diff: float | None = None
     """Over disturbed KV (b)."""
+    allowed_logit_diff: float | None = None
+    """The largest difference of the first two that counts as equal."""
     greedy_equal: bool | None = None
     """Whether the first :data:`GREEDY_TOKENS` greedy tokens over the blended cache equal stock (d)."""
     prompt_tokens: int = 0
@@ -74,6 +76,12 @@ class Verification:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def expected_s(adapter: ModelAdapter, token_s: float, step_s: float) -> float:
+    """Seconds that :func:`verify` takes, from those of a prefilled token and of a forward of one token."""
+    prefills = 1 + REMAINING_PREFILLS
+    return prefills * _gate_prompt(adapter).shape[1] * token_s + 2 * GREEDY_TOKENS * step_s
 
 
 @torch.inference_mode()
@@ -136,6 +144,7 @@ def _measure(
         max_logit_diff=full,
         subset_logit_diff=subset,
         perturbed_logit_diff=perturbed,
+        allowed_logit_diff=tolerance,
         greedy_equal=greedy,
         prompt_tokens=n,
         fast_attention=fusor.fast_attention,

@@ -20,6 +20,7 @@ from filelock import FileLock
 
 from blendrag.config import settings
 from blendrag.errors import ModelLoadError, is_out_of_memory, is_out_of_space
+from blendrag.store.durable import readable_size
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +86,10 @@ def _unpack(file: Path, target: Path) -> None:
     free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise ModelLoadError(
-            f"{file.name} needs {needed / 1e9:.1f} GB for its unpacked weights, but {target.parent} has "
-            f"{free / 1e9:.1f} GB free; make room or name another directory in BLENDRAG_CACHE"
+            f"{file.name} needs {readable_size(needed)} for its unpacked weights, but {target.parent} has "
+            f"{readable_size(free)} free; make room or name another directory in BLENDRAG_CACHE"
         )
-    log.warning("unpacking %s once, %.1f GB in %s", file.name, needed / 1e9, target.parent)
+    log.warning("unpacking %s once, %s in %s", file.name, readable_size(needed), target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unpacking-") as scratch:
         try:
             _dequantise(file, Path(scratch))

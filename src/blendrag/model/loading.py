@@ -272,6 +272,12 @@ def _load_message(name: str, exc: Exception) -> str:
         )
     if isinstance(exc, ImportError):
         return f"model {name!r} needs a package that is not installed: {why}"
+    if is_gguf(name):
+        return f"{name!r} is a GGUF file but not a loadable causal LM: {why}"
+    if Path(name).is_file():
+        return (
+            f"{name!r} is a file, expected a directory with config.json and weights, or a GGUF file"
+        )
     if Path(_resolve_model(name)).exists():
         return f"{name!r} is a directory but not a loadable causal LM: {why}"
     if not isinstance(exc, OSError) or _cached_config(name) is not None:
@@ -281,7 +287,7 @@ def _load_message(name: str, exc: Exception) -> str:
         where = "not in the local cache (HF_HUB_OFFLINE=1)"
     return (
         f"model {name!r} is not a local directory and {where}; expected a hub id, a directory with "
-        f"config.json and weights, or 'demo' ({why})"
+        f"config.json and weights, a GGUF file, or 'demo' ({why})"
     )
 
 

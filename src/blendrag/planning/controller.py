@@ -18,6 +18,7 @@ from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate, Prompt
 from blendrag.planning.plan import MODE_FULL, Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, KVStore
+from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
 from blendrag.store.kv import KVLayout
@@ -223,7 +224,7 @@ def _without_slow_loads(plan: Plan, prompt: PromptParts, choice: Choice) -> Plan
 def _why_computed(part: StoredPart, waits: bool) -> Reason:
     than = "blending it, however fast it is read"
     if waits:
-        than = f"waiting for its {sum(part.layer_bytes) / 1e6:.3g} MB from {part.tier}"
+        than = f"waiting for its {readable_size(sum(part.layer_bytes))} from {part.tier}"
     return Reason(ReasonCode.FASTER, f"computing it is faster here than {than}")
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
 from blendrag.store.base import Counters, PinScope
-from blendrag.store.durable import megabytes, named_errors, sync_directory
+from blendrag.store.durable import named_errors, readable_size, sync_directory
 from blendrag.store.index import QUERY_WAIT_S, Index, IndexCorrupt, IndexLocked
 from blendrag.store.payload_files import Name, PayloadFiles
 from blendrag.store.recovery import reconcile
@@ -200,8 +200,8 @@ class DiskWriter:
         needed_bytes = size_bytes + RESERVE_BYTES
         if free_bytes < needed_bytes:
             raise StoreFullError(
-                f"the disk of store {self.root} has {megabytes(free_bytes)} left, expected "
-                f"{megabytes(needed_bytes)}; free some space or choose another --store",
+                f"the disk of store {self.root} has {readable_size(free_bytes)} left, expected "
+                f"{readable_size(needed_bytes)}; free some space or choose another --store",
                 needed_bytes,
             )
 
@@ -235,9 +235,9 @@ class DiskWriter:
             if sum(row_bytes for _, row_bytes in self.index.oldest()) != size_bytes:
                 raise IndexCorrupt("it miscounts its bytes")
         raise StoreFullError(
-            f"the store's limit of {megabytes(limit_bytes)} has no room for "
-            f"{megabytes(needed_bytes)} more next to what must be kept ({entries} entries, "
-            f"{megabytes(size_bytes)}); raise --disk-bytes by {megabytes(excess_bytes)} or more",
+            f"the store's limit of {readable_size(limit_bytes)} has no room for "
+            f"{readable_size(needed_bytes)} more next to what must be kept ({entries} entries, "
+            f"{readable_size(size_bytes)}); raise --disk-bytes by {readable_size(excess_bytes)} or more",
             needed_bytes,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,9 +71,12 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def megabytes(size_bytes: int) -> str:
-    """``1234567`` → ``"1.2 MB"``."""
-    return f"{size_bytes / 1e6:.1f} MB"
+def readable_size(size_bytes: float) -> str:
+    """``1234567`` → ``"1.2 MiB"``."""
+    if size_bytes < 1024:
+        return f"{size_bytes:.0f} bytes"
+    power = min(int(math.log2(size_bytes) / 10), 4)
+    return f"{size_bytes / 1024**power:.1f} {'_KMGT'[power]}iB"
 
 
 @contextlib.contextmanager
@@ -83,7 +87,7 @@ def named_errors(doing: str, needed_bytes: int = 0) -> Iterator[None]:
     except OSError as exc:
         if is_out_of_space(exc):
             raise StoreFullError(
-                f"no space left while {doing}, which needs {megabytes(needed_bytes)}; "
+                f"no space left while {doing}, which needs {readable_size(needed_bytes)}; "
                 "free some space or choose another --store",
                 needed_bytes,
             ) from exc

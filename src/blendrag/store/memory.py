@@ -16,7 +16,7 @@ import numpy as np
 
 from blendrag.errors import StoreFullError
 from blendrag.store.base import Counters, ProcessBound, StoreStats
-from blendrag.store.durable import megabytes
+from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.reader import LayerReader
@@ -91,8 +91,8 @@ class MemoryStore(ProcessBound):
             target[:] = np.frombuffer(tensor_buffer(layer), dtype=np.uint8)
         if not self.insert(namespace, key, block):
             raise StoreFullError(
-                f"the memory tier's limit of {megabytes(self.limit_bytes)} has no room for "
-                f"{megabytes(block.size_bytes)} more; raise --ram-bytes",
+                f"the memory tier's limit of {readable_size(self.limit_bytes)} has no room for "
+                f"{readable_size(block.size_bytes)} more; raise --ram-bytes",
                 block.size_bytes,
             )
 

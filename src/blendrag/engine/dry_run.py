@@ -1,0 +1,111 @@
+"""What an ingest would do: chunks, bytes, and seconds estimated from timed samples. Writes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from blendrag.engine.ingest import IngestReport, Inputs, documents_of
+from blendrag.engine.resources import Resources
+from blendrag.engine.worker import Worker
+from blendrag.errors import UnsupportedModelError
+from blendrag.fusor import gate, verdicts
+from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.identity import chunk_key
+from blendrag.text.chunking import Chunk
+from blendrag.text.readers import digest_of
+
+
+@dataclass(frozen=True)
+class DryRun:
+    documents: int
+    documents_unchanged: int
+    chunks: int
+    tokens: int
+    bytes: int
+    """Of the KV that is not stored yet."""
+    seconds: float
+    """Opening the model, the gate if it did not run before, computing KV, embedding."""
+    failed: int
+    failures: list[str]
+    skipped: list[str]
+
+
+def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
+    """See :meth:`BlendEngine.dry_run`."""
+    corpus, chunker = resources.corpus, resources.chunker()
+    if corpus is not None and corpus.has_manifest:
+        resources.check_corpus(corpus)
+    report, unchanged = IngestReport(), 0
+    chunks: dict[str, Chunk] = {}
+    unembedded: dict[str, Chunk] = {}
+    for document, _ in documents_of(inputs, report):
+        known = corpus and corpus.unchanged(document.source, digest_of(document))
+        of_document = known or chunker.split(document.text)
+        unchanged += bool(known)
+        report.documents += 1
+        report.chunks += len(of_document)
+        report.tokens += sum(chunk.tokens for chunk in of_document)
+        chunks |= {chunk.chunk_id: chunk for chunk in of_document}
+        unembedded |= {} if known else {chunk.chunk_id: chunk for chunk in of_document}
+    new = _without_kv(resources, [*chunks.values()]) if corpus is not None else [*chunks.values()]
+    seconds = _ingest_s(resources, worker, new, [*unembedded.values()])
+    return DryRun(
+        documents=report.documents,
+        documents_unchanged=unchanged,
+        chunks=report.chunks,
+        tokens=report.tokens,
+        bytes=sum(stored_chunk_bytes(resources.layout, chunk.tokens) for chunk in new),
+        seconds=seconds,
+        failed=len(report.failures),
+        failures=report.failures,
+        skipped=report.skipped,
+    )
+
+
+def _without_kv(resources: Resources, chunks: list[Chunk]) -> list[Chunk]:
+    namespace, prefix, store = resources.namespace(), resources.prefix_ids, resources.store
+
+    def has_kv(chunk: Chunk) -> bool:
+        return store.contains(
+            namespace, chunk_key(namespace, prefix, resources.text_ids(chunk.text))
+        )
+
+    return [chunk for chunk in chunks if not has_kv(chunk)]
+
+
+def _ingest_s(
+    resources: Resources, worker: Worker, new: list[Chunk], unembedded: list[Chunk]
+) -> float:
+    """Seconds to compute the KV of ``new`` and the vectors of ``unembedded``."""
+    total_s = 0.0
+    if new:
+        opening_s, adapter = _timed(lambda: resources.adapter)
+        adapter.require_blendable()
+        sample = [17] * max(chunk.tokens for chunk in new)
+
+        def encode_s(tokens: int) -> float:
+            with adapter.lock:
+                return _timed(lambda: adapter.encode((), sample[:tokens]))[0]
+
+        worker.run(lambda: encode_s(len(sample)))  # warm up
+        token_s = worker.run(lambda: encode_s(len(sample))) / len(sample)
+        verdict = worker.run(lambda: verdicts.recall(adapter.identity.namespace, adapter.device))
+        if verdict is not None and not verdict.blendable:
+            raise UnsupportedModelError(f"{adapter.model_id}: {verdict.reason}")
+        if verdict is None:
+            total_s += gate.expected_s(adapter, token_s, worker.run(lambda: encode_s(1)))
+        total_s += opening_s + token_s * sum(chunk.tokens for chunk in new)
+    if unembedded:
+        first_s, _ = _timed(lambda: resources.embedder.embed([unembedded[0].text]))
+        each_s, _ = _timed(lambda: resources.embedder.embed([unembedded[0].text]))
+        total_s += first_s + each_s * (len(unembedded) - 1)
+    return total_s
+
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = call()
+    return time.perf_counter() - began, result
