@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.kv import KVLayout, LayerShape
 from cli.commands import invoke
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +66,21 @@ def test_shell_examples_run_one_after_another(tmp_path, monkeypatch):
         result = invoke(*command)
         assert result.exit_code == 0, (command, result.stderr)
         assert result.stdout.strip(), command
+
+
+def test_sizes_of_kv_are_those_that_a_store_takes():
+    rows = re.findall(
+        r"^\| .* \| (\d+) × (\d+) × (\d+) \| (\S+) KiB \| (\S+) KiB \| (\S+) GiB", README, re.M
+    )
+    assert len(rows) >= 5
+    for layers, heads, width, *sizes in rows:
+        shapes = (LayerShape(int(heads), int(width)),) * int(layers)
+        native, int8 = (
+            stored_chunk_bytes(KVLayout(shapes, "bfloat16", encoding), 512) / 512 / 1024
+            for encoding in ("native", "int8")
+        )
+        expected = (native, int8, native * 200_000 / 1024**2)
+        assert [float(size) for size in sizes] == pytest.approx(expected, rel=0.03)
 
 
 def test_files_that_the_readme_names_exist():

@@ -82,12 +82,12 @@ class BlendVectorStore(VectorStore):
             "model": model, "store": store, "dtype": dtype, "device": device,
             "embedder": embedder, "trust_remote_code": trust_remote_code, "engine": engine,
         }  # fmt: skip
-        fields = EngineFields(**{k: v for k, v in named.items() if v is not None})
         if isinstance(embedding, str):
             raise InvalidInputError(
                 f"embedding is the text {embedding!r:.60}, expected LangChain's Embeddings; use model= or "
                 "embedder= for names"
             )
+        fields = EngineFields(**{k: v for k, v in named.items() if v is not None})
         self._fields, self._embedding = fields, embedding
 
     @property

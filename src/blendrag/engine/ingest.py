@@ -211,10 +211,8 @@ class IngestRun:
             report.chunks += 1
             report.tokens += len(self._resources.text_ids(chunk.text))
             is_new = not report.refused and self._write_chunk(document, chunk, chunks, size_bytes)
-            before, report.done_bytes = (
-                report.done_bytes,
-                began + round(size_bytes * chunk.end / len(document.text)),
-            )
+            before = report.done_bytes
+            report.done_bytes = began + round(size_bytes * chunk.end / len(document.text))
             if is_new:
                 computed += 1
                 self._tell()
@@ -246,7 +244,8 @@ class IngestRun:
         text_bytes = report.total_bytes - report.done_bytes
         if not (text_bytes and size_bytes):
             return  # given as documents, not as files
-        per_token = stored_chunk_bytes(layout, tokens) / tokens
+        chunk_tokens = self._resources.manifest.chunk_tokens
+        per_token = stored_chunk_bytes(layout, chunk_tokens) / chunk_tokens
         needed_bytes = text_bytes * tokens / size_bytes * per_token
         if needed_bytes >= ANNOUNCED_BYTES:
             root = self._resources.root
