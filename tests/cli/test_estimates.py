@@ -21,13 +21,11 @@ from cli.commands import ingest_args, invoke, printed, refused, write_documents
     [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (431_000, "420.9 KiB"),
      (1_234_567, "1.2 MiB"), (1.9 * 2**30, "1.9 GiB"), (3 * 2**50, "3072.0 TiB")],
 )  # fmt: skip
-def test_sizes_are_readable(size_bytes: float, text: str) -> None:
+def test_sizes_are_readable(size_bytes, text):
     assert readable_size(size_bytes) == text
 
 
-def test_a_dry_run_of_an_unchanged_corpus_says_zero_bytes(
-    store: Path, model_dir: Path, ingested: Path, tmp_path: Path
-) -> None:
+def test_a_dry_run_of_an_unchanged_corpus_says_zero_bytes(store, model_dir, ingested, tmp_path):
     docs = ingested.parent / "docs"
     plan = printed(*ingest_args(docs, model_dir, store, "--dry-run"))
     assert plan | {"documents": 3, "documents_unchanged": 3, "bytes": 0, "seconds": 0} == plan
@@ -42,9 +40,7 @@ def test_a_dry_run_of_an_unchanged_corpus_says_zero_bytes(
     assert ": 0 bytes of new KV, about 0.0 s; " in shown
 
 
-def test_a_dry_run_checks_settings_and_leaves_the_store_alone(
-    store: Path, ingest: list[str]
-) -> None:
+def test_a_dry_run_checks_settings_and_leaves_the_store_alone(store, ingest):
     ingest[ingest.index("--store") + 1] = str(store)
     ingest[ingest.index("64")] = "128"
     before = {path: path.stat().st_mtime_ns for path in store.rglob("*.kv")}
@@ -55,9 +51,7 @@ def test_a_dry_run_checks_settings_and_leaves_the_store_alone(
     assert "64.0 GiB (the default)" in invoke("store", "stats", "--store", store).stdout
 
 
-def test_a_dry_run_counts_the_gate_until_it_has_run(
-    ingest: list[str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_counts_the_gate_until_it_has_run(ingest, empty_cache, monkeypatch):
     monkeypatch.setattr(gate, "expected_s", lambda *_: 1e6)
     assert printed(*ingest, "--dry-run")["seconds"] > 1e6
     assert invoke(*ingest).exit_code == 0
@@ -77,8 +71,8 @@ def write_pages(folder: Path, documents: int) -> None:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_the_time_left_is_right_after_a_tenth_of_the_work(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
-) -> None:
+    model_dir, tmp_path, monkeypatch, resumed
+):
     docs, store, now = tmp_path / "docs", tmp_path / "store", [0.0]
     if resumed:  # an earlier run did a half
         write_pages(docs, 12)
@@ -112,9 +106,7 @@ def seconds_of(duration: str) -> float:
     return 60 * float(minutes or 0) + float(seconds)
 
 
-def test_ingest_says_what_it_will_take_on_disk_if_that_is_much(
-    ingest: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ingest_says_what_it_will_take_on_disk_if_that_is_much(ingest, monkeypatch):
     monkeypatch.setattr(ingesting, "ANNOUNCED_BYTES", 10_000)
     told = invoke(*ingest)
     (said,) = [line for line in told.stderr.splitlines() if line.startswith("warning: the KV of ")]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.database import DOCUMENT
 from cli.commands import ask, ingest_args, invoke, printed, refused, reused_tokens
@@ -18,8 +16,8 @@ def listed(store: Path) -> dict[str, bool]:
 
 
 def test_a_file_under_many_spellings_is_one_document_with_its_newest_text(
-    model_dir: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model_dir, docs, tmp_path, monkeypatch
+):
     store = tmp_path / "store"
     (tmp_path / "link").symlink_to(docs)
     (docs / "records.jsonl").write_text('{"id": "a//b", "text": "One."}\n{"text": "Two."}\n')
@@ -52,9 +50,7 @@ def tokens_of(store: Path, source: str) -> int:
         return sum(chunk.tokens for chunk in corpus.chunks_of(source))
 
 
-def test_prune_removes_what_is_gone_from_the_given_paths_only(
-    model_dir: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_prune_removes_what_is_gone_from_the_given_paths_only(model_dir, docs, tmp_path):
     store, other, records = tmp_path / "store", tmp_path / "other.txt", docs / "r.jsonl"
     other.write_text("Another folder's file.")
     records.write_text('{"id": "a", "text": "One."}\n{"id": "b", "text": "Two."}\n')
@@ -77,8 +73,8 @@ def test_prune_removes_what_is_gone_from_the_given_paths_only(
 
 
 def test_a_store_with_paths_as_they_were_spelled_goes_on_working(
-    store: Path, model_dir: Path, ingested: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    store, model_dir, ingested, monkeypatch
+):
     docs = ingested.parent / "docs"
     monkeypatch.chdir(docs.parent)
     with Corpus.open(store) as corpus, corpus._file.writing() as connection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +19,7 @@ def without_model(args: list[str]) -> list[str]:
     return args[:at] + args[at + 2 :]
 
 
-def test_a_new_store_needs_a_model_and_says_which_ones_there_are(
-    ingest: list[str], tmp_path: Path
-) -> None:
+def test_a_new_store_needs_a_model_and_says_which_ones_there_are(ingest, tmp_path):
     sentence = refused(*without_model(ingest))
     assert f"store {tmp_path / 'store'} names no model yet" in sentence
     assert "--model Qwen/" in sentence
@@ -34,8 +31,8 @@ def test_a_new_store_needs_a_model_and_says_which_ones_there_are(
 
 
 def test_a_store_remembers_its_model_from_the_first_moment(
-    ingest: list[str], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ingest, model_dir, tmp_path, monkeypatch
+):
     def press_ctrl_c(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -54,9 +51,7 @@ def test_a_store_remembers_its_model_from_the_first_moment(
     assert ask(store)["metrics"]["reused_tokens"] > 0
 
 
-def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(
-    refused_dir: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(refused_dir, docs, tmp_path):
     store = tmp_path / "store"
     for _ in range(2):
         fed = refused(*ingest_args(docs, refused_dir, store), status=3)
@@ -68,16 +63,14 @@ def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(
     assert any(source["source"].endswith("d2.txt") for source in answer["sources"])
 
 
-def test_a_store_that_was_ingested_in_another_dtype_says_why_nothing_is_reused(store: Path) -> None:
+def test_a_store_that_was_ingested_in_another_dtype_says_why_nothing_is_reused(store):
     (note,) = ask(store, "--dtype", "bfloat16")["metrics"]["notes"]
     assert "as the ingest loaded it, not as " in note
     assert "is loaded here (bfloat16); leave out --dtype" in note
     assert ask(store)["metrics"]["notes"] == []
 
 
-def test_a_model_that_is_a_file_is_not_called_a_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_a_file_is_not_called_a_directory(tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     monkeypatch.setattr("blendrag.model.loading.unpacked_directory", lambda name: tmp_path)

@@ -326,7 +326,7 @@ def test_documents_are_told_from_the_question(clean, content, expected):
     assert len(clean.segments(content, Options(apply_chat_template=False)).chunks) == expected
 
 
-def test_a_document_that_is_taken_for_the_question_is_noted(clean: BlendEngine) -> None:
+def test_a_document_that_is_taken_for_the_question_is_noted(clean):
     def notes(content: str) -> tuple[str, ...]:
         return clean.generate(content, max_new_tokens=1).metrics.notes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,9 +104,7 @@ async def test_a_closed_engine_is_an_error_in_every_call(own: BlendEngine) -> No
         await assert_refused(llm, "Where?", "this engine is closed; make a new BlendEngine")
 
 
-def test_a_mistyped_store_is_named_and_not_created(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mistyped_store_is_named_and_not_created(tmp_path, caplog):
     store = tmp_path / "stroe"
     settings = {"model": "demo", "store": store, "embedder": "minilm-offline"}
     with pytest.raises(CorpusError, match=r"there is no corpus at .*stroe.* check the spelling"):
