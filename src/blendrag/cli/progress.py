@@ -45,7 +45,8 @@ class StatusLine:
         ``ready``: how much of ``done`` cost no work in this run.
         """
         now = self._console.get_time()
-        if left_s := self._left_s(now, done - ready, (total or 0) - done):
+        left_s = self._left_s(now, done - ready, (total or 0) - done)
+        if left_s is not None and left_s >= 0.05:
             text += f", about {duration(left_s)} left"
         self._bar.update(self._task, completed=done, total=total, description=text)
         if self._bar.disable and now - self._printed >= LINE_EVERY_S:

@@ -93,6 +93,9 @@ class KVWriter:
         Raises :class:`InvalidInputError` for a text that is too long or gives NaN, :class:`StoreFullError`,
         and :class:`IdentityChangedError` if the loaded weights are not those the run began with.
         """
+        if not self._admitted:  # loads the model and may run the gate, which is not encoding
+            self._worker.run(lambda: self._resources.kv_validity.admit(self.namespace))
+            self._admitted = True
         began = time.perf_counter()
         try:
             kv = self._worker.run(lambda: self._encode(self._resources.text_ids(chunk.text)))
@@ -105,11 +108,7 @@ class KVWriter:
         self.written.seconds += time.perf_counter() - began
 
     def _encode(self, ids: Ids) -> ChunkKV:
-        validity, namespace = self._resources.kv_validity, self.namespace
-        if not self._admitted:
-            validity.admit(namespace)
-            self._admitted = True
-        return validity.encode(namespace, ids, self._resources.prefix_ids)
+        return self._resources.kv_validity.encode(self.namespace, ids, self._resources.prefix_ids)
 
     def _key(self, chunk: Chunk) -> str:
         ids = self._resources.text_ids(chunk.text)
