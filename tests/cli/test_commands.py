@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from blendrag.cli import progress
 from cli.commands import QUESTION, ask, invoke, printed, refused, said
 
 
@@ -109,7 +110,7 @@ def test_modes_policies_and_schedules_can_be_chosen(ingested: Path) -> None:
     assert auto["ratio"] == pytest.approx(0.4, abs=0.05)
 
 
-def test_verify_passes_a_llama(model_dir: Path) -> None:
+def test_verify_passes_a_llama_and_explains_its_figures(model_dir, monkeypatch):
     fields = printed("verify", model_dir)
     assert fields["verdict"] == "blendable"
     assert fields["layers"] == ["rotary"] * 3
@@ -117,7 +118,10 @@ def test_verify_passes_a_llama(model_dir: Path) -> None:
     assert fields["subset_logit_diff"] < 1e-4
     assert fields["perturbed_logit_diff"] > 1e-2
     assert fields["greedy_equal"] is True
-    shown = invoke("verify", model_dir).stdout
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    result = invoke("verify", model_dir)
+    shown = result.stdout
+    assert "progress: checking on a prompt of 96 tokens, about " in result.stderr
     assert "3 rotary (stored keys of rotary layers are rotated" in shown
     assert "(at most 0.000" in shown
     assert "wrong KV would be noticed" in shown
