@@ -52,4 +52,5 @@ def test_wheels_have_their_licence_and_what_the_demo_needs(wheel):
         "model/tokenizer_config.json",
     ):
         assert f"blendrag/demo/{name}" in sizes
+    assert "blendrag/engine/explanation.html.j2" in sizes
     assert 10**6 < sizes["blendrag/demo/model/model.safetensors"] <= LARGEST_WEIGHTS_BYTES
