@@ -139,7 +139,7 @@ def test_behind_a_throttled_store_the_larger_ratio_that_hides_is_taken(engine, m
 def test_from_a_fast_store_the_smallest_ratio_is_taken(engine):
     profiled(engine, 1e12)
     metrics = ask(engine).metrics
-    assert metrics.ratio == pytest.approx(0.15, abs=0.01)
+    assert metrics.ratio == pytest.approx(0.3, abs=0.01)
     assert "smallest that keeps quality" in metrics.decision
     assert metrics.schedule == "constant"
     assert None not in (metrics.predicted_ttft_s, metrics.predicted_compute_s)
@@ -228,11 +228,11 @@ def test_the_bytes_whose_loading_is_predicted_are_the_bytes_read(engine, policy,
 
 def test_without_a_profile_auto_is_the_smallest_ratio_and_names_the_command(engine):
     answer = ask(engine)
-    assert answer.metrics.ratio == pytest.approx(0.15, abs=0.01)
+    assert answer.metrics.ratio == pytest.approx(0.3, abs=0.01)
     (note,) = profile_notes(answer)
     assert f"blendrag profile --model {engine.resources.model_name}" in note
     assert str(engine.resources.root) in note
-    assert "ratio 0.15 is used" in note
+    assert "ratio 0.3 is used" in note
     assert tiny.one_sentence(note)
     fixed = ask(engine, replace(AUTO, ratio=0.2)).metrics
     assert (fixed.predicted_ttft_s, fixed.decision) == (None, "")

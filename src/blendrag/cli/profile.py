@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SOME_CHUNKS = 1000
 #: Ratios of the figure.
 RATIOS = tuple(i / 20 for i in range(21))
-USUAL_RATIO = 0.15
+USUAL_RATIO = 0.3
 
 
 @reporting
