@@ -18,7 +18,7 @@ def ask(engine, question):
     search = create_retriever_tool(
         BlendRetriever(engine=engine, k=4), "search", "Searches the documents for a question."
     )
-    agent = create_agent(ChatBlend(engine=engine, max_tokens=128), [search])
+    agent = create_agent(ChatBlend(engine=engine, max_new_tokens=128), [search])
     return agent.invoke({"messages": [("human", question)]})["messages"][-1]
 
 

@@ -38,7 +38,7 @@ with (
     print(index(pieces, records, vectors, **how))
 
     retriever = vectors.as_retriever(search_kwargs={"k": 6})
-    llm = ChatBlend(engine=engine, max_tokens=16)
+    llm = ChatBlend(engine=engine, max_new_tokens=16)
     chain = {"context": retriever | format_docs, "question": RunnablePassthrough()} | PROMPT | llm
 
     answer = None

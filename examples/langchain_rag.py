@@ -30,7 +30,7 @@ with (
     BlendEngine("demo", store, chunk_tokens=64, embedder="minilm-offline") as engine,
 ):
     engine.ingest([demo_corpus_path()])
-    llm, retriever = ChatBlend(engine=engine, max_tokens=16), BlendRetriever(engine=engine, k=6)
+    llm, retriever = ChatBlend(engine=engine, max_new_tokens=16), BlendRetriever(engine=engine, k=6)
 
     chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, PROMPT))
     print(chain.invoke({"input": QUESTION}, config={"callbacks": [Usage()]})["answer"])

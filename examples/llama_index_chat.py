@@ -58,7 +58,7 @@ with (
 
     index = VectorStoreIndex.from_vector_store(vector_store, embed_model=embed_model)
     chat_engine = ContextChatEngine.from_defaults(
-        index.as_retriever(similarity_top_k=6), llm=BlendLLM(engine=engine, max_tokens=16)
+        index.as_retriever(similarity_top_k=6), llm=BlendLLM(engine=engine, max_new_tokens=16)
     )
     get_dispatcher().add_event_handler(Reuse())
     for question in QUESTIONS:

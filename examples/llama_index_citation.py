@@ -30,7 +30,7 @@ with (
     BlendEngine("demo", store, chunk_tokens=64, embedder="minilm-offline") as engine,
 ):
     engine.ingest([demo_corpus_path()])
-    llm = BlendLLM(engine=engine, max_tokens=16)
+    llm = BlendLLM(engine=engine, max_new_tokens=16)
     retriever = BlendRetriever(engine=engine, similarity_top_k=6)
     get_dispatcher().add_event_handler(Reuse())
 

@@ -151,7 +151,10 @@ def agent_of_json(llm, retriever):
 def rows() -> list[tuple[str, float, str]]:
     """Path, share of tokens reused, and the reason if it is not all."""
     with demo_engine(CHUNK_TOKENS) as engine:
-        llm, retriever = ChatBlend(engine=engine, max_tokens=8), BlendRetriever(engine=engine, k=4)
+        llm, retriever = (
+            ChatBlend(engine=engine, max_new_tokens=8),
+            BlendRetriever(engine=engine, k=4),
+        )
         found = [(name, *share(engine, make(llm, retriever))) for name, make in PATHS.items()]
         own = BlendVectorStore(engine=engine).as_retriever(search_kwargs={"k": 4})
         found.append(("`BlendVectorStore.as_retriever`, LCEL", *share(engine, lcel(llm, own))))

@@ -173,7 +173,7 @@ def searches(prompt):
 def rows() -> list[tuple[str, float, str]]:
     """Path, share of tokens reused, and the reason if it is not all."""
     with demo_engine(CHUNK_TOKENS) as engine:
-        llm = BlendLLM(engine=engine, max_tokens=8)
+        llm = BlendLLM(engine=engine, max_new_tokens=8)
         retriever = BlendRetriever(engine=engine, similarity_top_k=4)
         found = [(name, *share(engine, make(llm, retriever))) for name, make in PATHS.items()]
         index = VectorStoreIndex.from_vector_store(

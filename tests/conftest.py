@@ -90,6 +90,7 @@ def ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: Tests of pickling itself: a wrapper or an error can be pickled by its user.
 MAY_UNPICKLE = (
+    "test_a_model_is_loaded_with_the_arguments_of_from_pretrained",
     "test_a_rendered_prompt_survives_pickling",
     "test_a_wrapper_is_pickled_by_its_names_or_not_at_all",
     "test_it_survives_pickling",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.library import Entry
 from blendrag.errors import InvalidInputError
-from blendrag.frameworks.engines import close_shared_engines
+from blendrag.frameworks.engines import EngineOptions, close_shared_engines, shared_engine
 from blendrag.frameworks.fields import CONFIG, RequestFields
 
 TOOL = {"type": "function", "function": {"name": "search"}}
@@ -28,7 +31,9 @@ def wrapper(**fields: Any) -> Wrapper:
 
 def test_fields_become_options_and_calls_override_them() -> None:
     assert wrapper().request_options() == Options()
-    made = wrapper(timeout=30, seed=7, temperature=0.5, max_tokens=9, logprobs=True, stop=["END"])
+    made = wrapper(
+        timeout=30, seed=7, temperature=0.5, max_new_tokens=9, logprobs=True, stop=["END"]
+    )
     expected = Options(
         timeout_s=30, seed=7, temperature=0.5, max_new_tokens=9, logprobs=0, stop=("END",)
     )
@@ -40,6 +45,78 @@ def test_fields_become_options_and_calls_override_them() -> None:
     made = wrapper(ratio="auto", min_ratio=0.3)
     assert made.request_options() == Options(ratio="auto", min_ratio=0.3)
     assert made.request_options(min_ratio=0.0).min_ratio == 0.0
+
+
+def test_the_frameworks_name_of_the_longest_answer_is_accepted() -> None:
+    made = wrapper(max_tokens=9)
+    assert made.max_new_tokens == made.max_tokens == made.request_options().max_new_tokens == 9
+    assert made.request_options(max_tokens=3) == made.request_options(max_new_tokens=3)
+    assert Wrapper(**{**made.model_dump(), "max_tokens": 4}).max_new_tokens == 4
+    assert "max_tokens" not in made.model_dump()
+
+
+def test_a_model_is_loaded_with_the_arguments_of_from_pretrained(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {
+        "model": checkpoint,
+        "store": tmp_path / "s",
+        "device_map": "cpu",
+        "model_kwargs": {"attn_implementation": "eager", "torch_dtype": "bfloat16"},
+    }
+    with Wrapper(**given) as made:
+        assert Wrapper(**given).engine is shared_engine(**given) is made.engine
+        assert Wrapper(**{**given, "model_kwargs": {}}).engine is not made.engine
+        config = made.engine.adapter.model.config
+        assert (config._attn_implementation, str(config.dtype)) == ("eager", "torch.bfloat16")
+        assert pickle.loads(pickle.dumps(made)).engine is made.engine
+    close_shared_engines()
+
+
+def test_a_loaded_model_is_used_and_not_copied_described_or_pickled(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"model": tiny.llama(), "tokenizer": tiny.tokenizer()}
+    with Wrapper(**given, store=tmp_path / "s") as made:
+        assert made.engine.adapter.model is given["model"]
+        for same in (copy.deepcopy(made), Wrapper(**given, store=str(tmp_path / "s"))):
+            assert same.engine is made.engine
+        assert made.model_dump()["model"] == "LlamaForCausalLM"
+        assert "LlamaForCausalLM" in repr(made)
+        assert "Linear" not in repr(made)
+        with pytest.raises(InvalidInputError, match="a loaded model cannot be pickled"):
+            pickle.dumps(made)
+        with pytest.raises(ValidationError, match="loaded tokenizer, which cannot be serialised"):
+            Wrapper(**made.model_dump())
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ({"model": tiny.llama()}, "tokenizer is None, expected a name alone, or a loaded model"),
+        ({"model": "demo", "tokenizer": tiny.tokenizer()}, "expected a name alone"),
+        ({"model": 5}, "model is 'int'"),
+        ({"model": "demo", "device": "cpu", "device_map": "auto"}, "were both given"),
+        (
+            {"model": "demo", "dtype": "float32", "model_kwargs": {"dtype": "float16"}},
+            "were both given",
+        ),
+        (
+            {"model": "demo", "model_kwargs": {"trust_remote_code": True}},
+            "pass it as an option of its own",
+        ),
+    ],
+)
+def test_what_contradicts_a_model_is_refused(
+    names: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValidationError, match=says):
+        Wrapper(**names, store=tmp_path / "s")
+
+
+@pytest.mark.parametrize("call", [Wrapper, shared_engine])
+def test_a_signature_shows_every_name_of_an_engine(call: Any) -> None:
+    parameters = inspect.signature(call).parameters
+    assert {"model", "store", *EngineOptions.__annotations__} <= set(parameters)
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
 
 
 def test_logprobs_in_the_form_of_openai() -> None:

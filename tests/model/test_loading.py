@@ -46,6 +46,24 @@ def test_the_context_window_is_known_without_the_weights(checkpoint: str) -> Non
     assert load_context_tokens(checkpoint) == tiny.adapter(tiny.llama()).context_tokens == 4096
 
 
+def test_an_argument_that_from_pretrained_refuses_is_one_sentence(checkpoint: str) -> None:
+    with pytest.raises(ModelLoadError, match=r"refuses one of model_kwargs: .*max_length_of_all"):
+        load_adapter(checkpoint, model_kwargs={"max_length_of_all": 64})
+
+
+def test_a_corpus_of_other_model_kwargs_is_not_taken_for_the_same(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    plain, given = (
+        BlendEngine(checkpoint, tmp_path / "s", model_kwargs=kwargs)
+        for kwargs in (None, {"attn_implementation": "eager"})
+    )
+    with plain, given:
+        assert plain.resources.signature()
+        assert not given.resources.signature()
+        assert plain.adapter is not given.adapter
+
+
 MODEL, ADAPTER = "is a directory but not a loadable", r"adapter .* cannot be loaded: "
 BROKEN: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("model/config.json", lambda data: b"null", MODEL),

@@ -177,7 +177,7 @@ def identifying_params(fields: RequestFields) -> dict[str, Any]:
         "schedule": options.schedule or defaults.schedule,
         "ratio": defaults.ratio if options.ratio is None else options.ratio,
         "min_ratio": defaults.min_ratio if options.min_ratio is None else options.min_ratio,
-        "max_tokens": options.max_new_tokens or defaults.max_new_tokens,
+        "max_new_tokens": options.max_new_tokens or defaults.max_new_tokens,
         "temperature": options.temperature,
         "top_p": options.top_p,
         "seed": options.seed,

@@ -220,7 +220,8 @@ class ChatBlend(RequestFields, BaseChatModel):
             ls_provider="blendrag",
             ls_model_name=kwargs.get("model") or self.engine.resources.model_name,
             ls_model_type="chat",
-            ls_max_tokens=kwargs.get("max_tokens")
+            ls_max_tokens=kwargs.get("max_new_tokens")
+            or kwargs.get("max_tokens")
             or options.max_new_tokens
             or self.engine.settings.max_new_tokens,
         )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from numbers import Integral
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from langchain_core.documents import Document
 from langchain_text_splitters import TextSplitter
 
 from blendrag.errors import InvalidInputError
+from blendrag.frameworks.engines import EngineArguments
 from blendrag.frameworks.fields import EngineFields
+from blendrag.signatures import shows
 from langchain_blendrag.vectorstores import refuse_text
-
-if TYPE_CHECKING:
-    from blendrag.engine import BlendEngine
 
 
 class BlendTextSplitter(TextSplitter):
@@ -27,7 +25,8 @@ class BlendTextSplitter(TextSplitter):
         chunk_size: largest number of tokens of a piece; default: the corpus's limit (512 for a new one).
         chunk_overlap: 0. Overlapping pieces would be stored and computed twice.
         add_start_index: whether ``metadata["start_index"]`` says where a piece begins.
-        model, store, engine: as for :class:`ChatBlend`; only the tokenizer is loaded, when first needed.
+        names: ``model``, ``store``, …, or ``engine``, as for :class:`ChatBlend`; only the tokenizer is
+            loaded, when first needed.
 
     Example:
         ```python
@@ -37,15 +36,14 @@ class BlendTextSplitter(TextSplitter):
     Raises :class:`InvalidInputError` for a size outside [64, 4096] or an overlap.
     """
 
+    @shows(EngineArguments)
     def __init__(
         self,
         *,
         chunk_size: int | None = None,
         chunk_overlap: int = 0,
         add_start_index: bool = False,
-        model: str | None = None,
-        store: Path | str | None = None,
-        engine: BlendEngine | None = None,
+        **names: Unpack[EngineArguments],
     ) -> None:
         from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
@@ -62,8 +60,7 @@ class BlendTextSplitter(TextSplitter):
                 f"chunk_size is {chunk_size!r}, expected a whole number of tokens, {MIN_CHUNK_TOKENS} to "
                 f"{MAX_CHUNK_TOKENS}; 512 suits most corpora"
             )
-        named: dict[str, Any] = {"model": model, "store": store, "engine": engine}
-        self._fields = EngineFields(**{k: v for k, v in named.items() if v is not None})
+        self._fields = EngineFields(**names)
         self._chunk_tokens = chunk_size
         super().__init__(
             chunk_size=chunk_size or MAX_CHUNK_TOKENS,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from langchain_core.documents import Document
@@ -19,7 +18,9 @@ from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from blendrag.errors import InvalidInputError
+from blendrag.frameworks.engines import EngineArguments
 from blendrag.frameworks.fields import EngineFields
+from blendrag.signatures import shows
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
@@ -56,7 +57,7 @@ class BlendVectorStore(VectorStore):
 
     Args:
         embedding: LangChain's embeddings; by default the corpus's own embedding model.
-        model, store, dtype, device, embedder, trust_remote_code, engine: as for :class:`ChatBlend`.
+        names: ``model``, ``store``, …, or ``engine``, as for :class:`ChatBlend`.
 
     Example:
         ```python
@@ -66,29 +67,16 @@ class BlendVectorStore(VectorStore):
         ```
     """
 
+    @shows(EngineArguments)
     def __init__(
-        self,
-        embedding: Embeddings | None = None,
-        *,
-        model: str | None = None,
-        store: Path | str | None = None,
-        dtype: str | None = None,
-        device: str | None = None,
-        embedder: str | None = None,
-        trust_remote_code: bool | None = None,
-        engine: BlendEngine | None = None,
+        self, embedding: Embeddings | None = None, **names: Unpack[EngineArguments]
     ) -> None:
-        named: dict[str, Any] = {
-            "model": model, "store": store, "dtype": dtype, "device": device,
-            "embedder": embedder, "trust_remote_code": trust_remote_code, "engine": engine,
-        }  # fmt: skip
         if isinstance(embedding, str):
             raise InvalidInputError(
                 f"embedding is the text {embedding!r:.60}, expected LangChain's Embeddings; use model= or "
                 "embedder= for names"
             )
-        fields = EngineFields(**{k: v for k, v in named.items() if v is not None})
-        self._fields, self._embedding = fields, embedding
+        self._fields, self._embedding = EngineFields(**names), embedding
 
     @property
     def engine(self) -> BlendEngine:
@@ -173,27 +161,33 @@ class BlendVectorStore(VectorStore):
     # -- creating and closing -------------------------------------------------------------------
 
     @classmethod
-    def from_texts(
+    @shows(EngineArguments)
+    def from_texts(  # type: ignore[override]
         cls,
         texts: list[str],
         embedding: Embeddings | None = None,
         metadatas: list[dict[str, Any]] | None = None,
         *,
         ids: list[str] | None = None,
-        **kwargs: Any,
+        **names: Unpack[EngineArguments],
     ) -> BlendVectorStore:
-        """A vector store of ``kwargs`` (``model``, ``store``, …), with ``texts`` added."""
-        made = cls(embedding, **kwargs)
+        """A vector store of these names (``model``, ``store``, …), with ``texts`` added."""
+        made = cls(embedding, **names)
         made.add_texts(texts, metadatas, ids=ids)
         return made
 
     @classmethod
-    def from_documents(
-        cls, documents: list[Document], embedding: Embeddings | None = None, **kwargs: Any
+    @shows(EngineArguments)
+    def from_documents(  # type: ignore[override]
+        cls,
+        documents: list[Document],
+        embedding: Embeddings | None = None,
+        *,
+        ids: list[str] | None = None,
+        **names: Unpack[EngineArguments],
     ) -> BlendVectorStore:
-        """A vector store of ``kwargs`` (``model``, ``store``, …), with ``documents`` added."""
-        ids = kwargs.pop("ids", None)
-        made = cls(embedding, **kwargs)
+        """A vector store of these names (``model``, ``store``, …), with ``documents`` added."""
+        made = cls(embedding, **names)
         made.add_documents(documents, ids=ids)
         return made
 

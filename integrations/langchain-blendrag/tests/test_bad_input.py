@@ -78,7 +78,7 @@ async def test_a_prompt_longer_than_the_context_is_refused_without_warnings(
     [
         ({"temperatur": 0.5}, "Extra inputs are not permitted"),
         ({"policy": "best"}, "policy 'best' is not one of"),
-        ({"max_tokens": "many"}, "max_tokens\n"),
+        ({"max_tokens": "many"}, "max_new_tokens\n"),
     ],
 )
 def test_a_wrong_field_is_refused(

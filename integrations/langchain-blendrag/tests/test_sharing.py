@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
+from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.runnables import ConfigurableField
+from samples import SHIPS
 
+import tiny
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
-from langchain_blendrag import BlendLLM, BlendRetriever, BlendVectorStore, ChatBlend
+from langchain_blendrag import (
+    BlendLLM,
+    BlendRetriever,
+    BlendTextSplitter,
+    BlendVectorStore,
+    ChatBlend,
+)
 
 
 def test_configurable_fields_keep_the_engine_of_a_named_wrapper(root: Path) -> None:
-    llm = ChatBlend(model="demo", store=root, max_tokens=3)
+    llm = ChatBlend(model="demo", store=root, max_new_tokens=3)
     made: Any = llm.configurable_fields(
         mode=ConfigurableField(id="mode"), store=ConfigurableField(id="store")
     )
     full, _ = made.with_config(configurable={"mode": "full"}).prepare()
-    assert (full.mode, full.max_tokens, full.engine is llm.engine) == ("full", 3, True)
+    assert (full.mode, full.max_new_tokens, full.engine is llm.engine) == ("full", 3, True)
     other, _ = made.with_config(configurable={"store": root.with_name("b")}).prepare()
     assert other.engine.resources.root == root.with_name("b")
     retriever: Any = BlendRetriever(model="demo", store=root, k=2).configurable_fields(
@@ -30,6 +40,29 @@ def test_configurable_fields_keep_the_engine_of_a_named_wrapper(root: Path) -> N
     )
     more, _ = retriever.with_config(configurable={"k": 5}).prepare()
     assert (more.k, more.engine is llm.engine) == (5, True)
+
+
+def test_the_loaded_model_of_an_application_answers_over_a_vector_store(root: Path) -> None:
+    names: Any = {"model": tiny.llama(), "tokenizer": tiny.tokenizer(), "store": str(root)}
+    pieces = BlendTextSplitter(**names).create_documents([SHIPS])
+    store = BlendVectorStore.from_documents(pieces, DeterministicFakeEmbedding(size=16), **names)
+    with ChatBlend(**names, max_tokens=2) as llm:
+        prompt = f"{pieces[0].page_content}\n\nQuestion: Who built ships?"
+        usage = llm.invoke(prompt).usage_metadata
+        assert usage is not None
+        assert usage["output_tokens"] == 2
+        assert usage["input_token_details"]["cache_read"] > 0
+        assert store.engine is llm.engine
+        assert llm.engine.adapter.model is names["model"]
+
+
+@pytest.mark.parametrize(
+    "call", [BlendVectorStore, BlendVectorStore.from_documents, BlendTextSplitter, ChatBlend]
+)
+def test_a_signature_shows_the_names_of_the_engine(call: Any) -> None:
+    parameters = inspect.signature(call).parameters
+    assert {"model", "tokenizer", "model_kwargs", "device_map", "store"} <= set(parameters)
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
 
 
 def test_copies_and_configured_wrappers_keep_a_given_engine(either: Any) -> None:

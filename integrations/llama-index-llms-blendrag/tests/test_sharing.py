@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from llama_index.core.schema import TextNode
 from pydantic import ValidationError
 
+import tiny
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from llama_index.llms import blendrag as package
@@ -25,6 +29,25 @@ def test_metadata_of_a_named_model_does_not_load_its_weights(root: Path) -> None
     assert about.is_chat_model
     assert about.context_window == named.engine.adapter.context_tokens
     assert named.metadata == about
+
+
+def test_the_loaded_model_of_an_application_is_used_by_all_wrappers(root: Path) -> None:
+    names: Any = {"model": tiny.llama(), "tokenizer": tiny.tokenizer(), "store": str(root)}
+    node = TextNode(text=tiny.document(1, paragraphs=2).text)
+    package.BlendPrecompute(**names)([node])
+    llm = BlendLLM(**names, max_tokens=2)
+    assert BlendRetriever(**names).engine is llm.engine
+    usage = llm.complete(f"{node.text}\n\nQuestion: Who built ships?").raw["usage"]
+    assert usage["completion_tokens"] == 2
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+    assert llm.to_dict()["model"] == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("call", [BlendLLM, BlendRetriever, package.BlendVectorStore])
+def test_a_signature_shows_the_names_of_the_engine(call: Any) -> None:
+    parameters = inspect.signature(call).parameters
+    assert {"model", "tokenizer", "model_kwargs", "device_map", "store"} <= set(parameters)
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ All model work runs on one worker thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 
@@ -70,10 +70,14 @@ from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.plan import Plan, Reason, ReasonCode
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
 from blendrag.text.prompt import SegmentedPrompt, segment_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Restarts of a request after chunks failed verification, before it is computed in full.
 MAX_RESTARTS = 8
@@ -88,6 +92,7 @@ class BlendEngine:
             required) or a :class:`ModelAdapter`; ``None`` takes the model that the store was ingested with.
             Loaded on first use. Open engines with the same name, files, dtype, device and adapter share one
             loaded model and take turns.
+        tokenizer: that of a loaded ``model``; a model given by name has its own.
         store: directory of the KV store and the corpus; created by the first ingest.
         mode, policy, schedule, ratio, max_new_tokens, top_k: defaults of every request.
         min_ratio: the smallest ratio that ``auto`` may choose.
@@ -97,6 +102,10 @@ class BlendEngine:
         ram_bytes, disk_bytes: limits of the store's tiers.
         encoding: how a new store keeps KV: native, int8 or fp8.
         lora: directory of a PEFT adapter to load onto the model.
+        model_kwargs: more arguments of ``AutoModelForCausalLM.from_pretrained`` (``revision``,
+            ``attn_implementation``, ``quantization_config``, …).
+        device_map: where accelerate places the weights, instead of ``device``: ``"auto"``, ``"cuda:0"``,
+            ``{"": 0}``. Blending needs the whole model on one device.
         trust_remote_code: run Python files from the directory or repository of ``model`` or ``embedder``.
             Read them first: they run with your permissions.
 
@@ -106,12 +115,14 @@ class BlendEngine:
 
     def __init__(
         self,
-        model: Any = None,
+        model: str | Path | PreTrainedModel | ModelAdapter | None = None,
         store: Path | str | None = None,
         *,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: str | None = None,
         device: str | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        device_map: str | Mapping[str, Any] | None = None,
         lora: str | None = None,
         mode: Mode | None = None,
         policy: str | None = None,
@@ -150,6 +161,9 @@ class BlendEngine:
             lora,
             read_only,
             trust_remote_code,
+            checked_model_kwargs(
+                model_kwargs, device_map, self.settings.dtype, self.settings.device
+            ),
         )
         self._worker = Worker()
         self.library = Library(self.resources, self._worker)

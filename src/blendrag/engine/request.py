@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypedDict, TypeVar, get_args
+from typing import Any, TypedDict, get_args
 
 from blendrag.config import AUTO, Mode, Ratio
 from blendrag.corpus.retriever import RetrievedChunk
@@ -15,6 +14,7 @@ from blendrag.engine.explanation import Explanation, Trace
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import RequestMetrics
+from blendrag.signatures import shows
 from blendrag.text.matches import Match
 from blendrag.text.prompt import SegmentedPrompt
 
@@ -206,27 +206,8 @@ class OptionFields(TypedDict, total=False):
     explain: bool
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def takes_options(method: Callable[P, R]) -> Callable[P, R]:
-    """Writes every option into the signature of ``method``, for ``help()``, notebooks and the reference.
-
-    Type checkers and editors read them from ``Unpack[OptionFields]``.
-    """
-    signature = inspect.signature(method)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    options = [
-        inspect.Parameter(
-            one.name, inspect.Parameter.KEYWORD_ONLY, default=getattr(Options, one.name, None),
-            annotation=one.type,
-        )
-        for one in fields(Options)
-    ]  # fmt: skip
-    made = signature.replace(parameters=[*own, *options])
-    method.__signature__ = made  # type: ignore[attr-defined]
-    return method
+#: Shows every option in the signature of a call.
+takes_options = shows(OptionFields, Options())
 
 
 def with_keywords(options: Options | None, keywords: Mapping[str, Any]) -> Options:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -28,7 +28,9 @@ from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import (
+    hub_kwargs,
     load_adapter,
+    load_context_tokens,
     load_tokens,
     model_signature,
     precision_signature,
@@ -139,8 +141,15 @@ class Resources:
         lora: str | None = None,
         read_only: bool = False,
         trust_remote_code: bool = False,
+        model_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """``model``: a name, a loaded model (then with its ``tokenizer``) or a :class:`ModelAdapter`."""
+        if model_kwargs and not isinstance(model, str | Path):
+            raise InvalidInputError(
+                f"model_kwargs {', '.join(model_kwargs)} with a loaded {type(model).__name__}, expected the "
+                "name of a model; give them to from_pretrained instead"
+            )
+        self._model_kwargs = dict(model_kwargs or {})
         self._given_model = absolute_model(model) if isinstance(model, str | Path) else model
         self._given_tokenizer = tokenizer
         self.root = root
@@ -187,12 +196,12 @@ class Resources:
                 settings.device,
                 self._lora,
                 self.trust_remote_code,
+                self._model_kwargs,
             )
             return loaded_once(self._loaded_as(given), load)
         if self._given_tokenizer is None:
             raise InvalidInputError(
-                f"a loaded {type(given).__name__} needs its tokenizer too: "
-                "BlendEngine(model, tokenizer=…)"
+                f"a loaded {type(given).__name__} needs its tokenizer too; give both: model=…, tokenizer=…"
             )
         return ModelAdapter(given, self._given_tokenizer)
 
@@ -200,15 +209,25 @@ class Resources:
         """Key under which engines share one loaded model."""
         s, lora = self.settings, self._lora
         files = model_signature(name), model_signature(absolute_model(lora)) if lora else ""
-        where = str(resolve_device(s.device))
-        return name, lora and absolute_model(lora), files, s.dtype, where, self.trust_remote_code
+        where, more = str(resolve_device(s.device)), repr(sorted(self._model_kwargs.items()))
+        loaded = files, s.dtype, where, more, self.trust_remote_code
+        return name, lora and absolute_model(lora), loaded
 
     @opened
     def tokens(self) -> Tokens:
         """The model's tokenizers; does not load the weights."""
         if not self.is_loaded:
-            return load_tokens(self._given_model, self.trust_remote_code)
+            files = hub_kwargs(self._model_kwargs)
+            return load_tokens(self._given_model, self.trust_remote_code, **files)
         return self.adapter.tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """The model's context window; does not load the weights."""
+        if self.is_loaded:
+            return self.adapter.context_tokens
+        files = hub_kwargs(self._model_kwargs)
+        return load_context_tokens(self._given_model, self.trust_remote_code, **files)
 
     @opened
     def fusor(self) -> Fusor:
@@ -223,7 +242,8 @@ class Resources:
     def signature(self) -> str:
         """Signature of the checkpoint's files and of how they are loaded; empty if unknown."""
         given, s = self._given_model, self.settings
-        files = model_signature(given) if isinstance(given, str) and not self._lora else ""
+        is_plain = isinstance(given, str) and not self._lora and not self._model_kwargs
+        files = model_signature(given) if is_plain else ""
         if not files:
             return ""
         dtype = s.dtype

@@ -9,22 +9,61 @@ import atexit
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 from blendrag.config import absolute_model, settings
 from blendrag.errors import InvalidInputError
+from blendrag.signatures import shows
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from blendrag.engine import BlendEngine
+
+
+class EngineOptions(TypedDict, total=False):
+    """How a shared engine loads its model; :class:`~blendrag.frameworks.fields.EngineFields` has more."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    dtype: str | None
+    device: str | None
+    device_map: str | dict[str, Any] | None
+    model_kwargs: dict[str, Any] | None
+    embedder: str | None
+    trust_remote_code: bool | None
+
+
+class EngineArguments(EngineOptions, total=False):
+    """The names of a shared engine, or a given one."""
+
+    model: str | Path | PreTrainedModel | None
+    store: Path | str | None
+    engine: BlendEngine | None
+
+
+class _Kwargs(dict[str, Any]):
+    """Compared and hashed by what it prints, as it may hold dictionaries and configs."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(self._text())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kwargs) and self._text() == other._text()
+
+    def _text(self) -> str:
+        return repr(sorted(self.items()))
 
 
 class EngineName(NamedTuple):
     """What tells two shared engines apart."""
 
-    model: str
+    model: str | PreTrainedModel
     store: Path
+    tokenizer: PreTrainedTokenizerBase | None
     dtype: str
     device: str
+    device_map: _Kwargs
+    model_kwargs: _Kwargs
     embedder: str
     trust_remote_code: bool
 
@@ -46,32 +85,38 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+@shows(EngineOptions)
 def shared_engine(
-    model: str | None = None,
+    model: str | Path | PreTrainedModel | None = None,
     store: Path | str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    embedder: str | None = None,
-    trust_remote_code: bool | None = None,
+    **options: Unpack[EngineOptions],
 ) -> BlendEngine:
     """The engine of these names in this process; ``None`` takes blendrag's settings. Loads no model yet."""
-    return engine_of(engine_name(model, store, dtype, device, embedder, trust_remote_code))
+    return engine_of(engine_name(model, store, **options))
 
 
-def engine_name(*given: Any) -> EngineName:
-    """The name with all defaults filled in and absolute directories, from the fields in their order."""
+def engine_name(
+    model: str | Path | PreTrainedModel | None,
+    store: Path | str | None,
+    **options: Unpack[EngineOptions],
+) -> EngineName:
+    """The name with all defaults filled in and absolute directories."""
     from blendrag.corpus.recorded_model import model_for
 
-    model, store, dtype, device, embedder, trust_remote_code = given
     defaults = settings()
     root = Path(store or defaults.store).expanduser().resolve()
+    trust_remote_code = bool(options.get("trust_remote_code"))
+    model = model_for(model or None, root, trust_remote_code)
     return EngineName(
-        absolute_model(model_for(model or None, root, bool(trust_remote_code))),
+        absolute_model(model) if isinstance(model, str | Path) else model,
         root,
-        dtype or defaults.dtype,
-        device or defaults.device,
-        embedder or defaults.embedder,
-        bool(trust_remote_code),
+        options.get("tokenizer"),
+        options.get("dtype") or defaults.dtype,
+        options.get("device") or defaults.device,
+        _Kwargs({"device_map": options.get("device_map")}),
+        _Kwargs(options.get("model_kwargs") or {}),
+        options.get("embedder") or defaults.embedder,
+        trust_remote_code,
     )
 
 
@@ -85,20 +130,30 @@ def engine_of(name: EngineName) -> BlendEngine:
     with _lock:
         if name in _inherited:
             raise InvalidInputError(
-                f"the engine of {name.model!r} was created before this process ({os.getpid()}) was "
-                "forked, and cannot be used in both; start processes by spawn"
+                f"the engine of {model_text(name.model)!r} was created before this process "
+                f"({os.getpid()}) was forked, and cannot be used in both; start processes by spawn"
             )
         if name not in _engines or _engines[name].closed:
             _engines[name] = BlendEngine(
                 name.model,
                 name.store,
+                tokenizer=name.tokenizer,
                 dtype=name.dtype,
                 device=name.device,
+                model_kwargs=name.model_kwargs,
+                device_map=name.device_map["device_map"],
                 # a corpus remembers its embedder: the default must not contradict it
                 embedder=None if name.embedder == settings().embedder else name.embedder,
                 trust_remote_code=name.trust_remote_code,
             )
         return _engines[name]
+
+
+def model_text(model: Any) -> str | None:
+    """A model's name, or the class of a loaded one."""
+    if model is None:
+        return None
+    return str(model) if isinstance(model, str | Path) else type(model).__name__
 
 
 def close_engine_of(name: EngineName) -> None:

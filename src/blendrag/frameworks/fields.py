@@ -5,7 +5,7 @@ Limits such as "ratio in [0, 1]" are checked by :class:`Options`; here they beco
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,14 +19,21 @@ from blendrag.frameworks.engines import (
     close_engine_of,
     engine_name,
     engine_of,
+    model_text,
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from blendrag.engine import BlendEngine, Options
+else:  # importing a wrapper does not import transformers
+    PreTrainedModel = PreTrainedTokenizerBase = BlendEngine = Any
 
 #: A misspelt argument is an error. The frameworks' base classes ignore it, and in pydantic the last base
 #: wins, so wrappers repeat ``model_config = CONFIG``.
-CONFIG = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
+CONFIG = ConfigDict(
+    extra="forbid", populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=()
+)
 
 
 class EngineFields(BaseModel):
@@ -38,41 +45,63 @@ class EngineFields(BaseModel):
 
     model_config = CONFIG
 
-    model: str | None = None
-    """Hub id or directory of a causal LM, or ``demo``; ``None`` takes that of the store."""
-    store: Path | None = None
+    model: str | Path | PreTrainedModel | None = None
+    """Hub id, directory or GGUF file of a causal LM, ``demo``, or a loaded ``AutoModelForCausalLM``; ``None``
+    takes the model of the store."""
+    store: Path | str | None = None
     """Directory that ``blendrag ingest --store`` filled."""
+    tokenizer: PreTrainedTokenizerBase | None = Field(default=None, repr=False)
+    """The tokenizer of a loaded ``model``; a model given by name has its own."""
     dtype: str | None = None
     device: str | None = None
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    device_map: str | dict[str, Any] | None = None
+    """Where accelerate places the weights, instead of ``device``; all must be on one device."""
+    model_kwargs: dict[str, Any] | None = None
+    """More arguments of ``AutoModelForCausalLM.from_pretrained``."""
     embedder: str | None = None
     """sentence-transformers model for a new corpus; an existing corpus remembers its own."""
     trust_remote_code: bool | None = None
     """Run Python files that come with ``model`` or ``embedder``. Read them first."""
-    given_engine: Any = Field(default=None, alias="engine", exclude=True, repr=False)
+    given_engine: BlendEngine | None = Field(default=None, alias="engine", exclude=True, repr=False)
     """``engine=``: a ``BlendEngine`` to use instead of the names above."""
     _name: EngineName | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _take_engine(self) -> EngineFields:
-        names = {name: getattr(self, name) for name in EngineName._fields}
+        names: Any = {name: getattr(self, name) for name in EngineName._fields}
         if self.given_engine is None:
-            self._name = engine_name(*names.values())
+            self._check_model()
+            self._name = engine_name(**names)
             engine_of(self._name)  # raises now for bad names
         else:
             check_given(self.given_engine, **names)
         return self
 
+    def _check_model(self) -> None:
+        loaded = not isinstance(self.model, str | Path | None)
+        if loaded != (self.tokenizer is not None) or isinstance(self.tokenizer, str):
+            raise InvalidInputError(
+                f"model is {model_text(self.model)!r} and tokenizer is {model_text(self.tokenizer)!r}, "
+                "expected a name alone, or a loaded model with its loaded tokenizer, which cannot be "
+                "serialised; give both or a name"
+            )
+
     @property
     def engine(self) -> BlendEngine:
         """The given engine, or the shared one of these names. Creating it loads no model yet."""
-        if self._name is None:
-            given: BlendEngine = self.given_engine
-            return given
-        return engine_of(self._name)
+        if self._name is not None:
+            return engine_of(self._name)
+        assert self.given_engine is not None
+        return self.given_engine
 
-    @field_serializer("store")
-    def _store_as_text(self, store: Path | None) -> str | None:
-        return None if store is None else str(store)
+    @field_serializer("model", "store", "tokenizer")
+    def _as_text(self, value: Any) -> str | None:
+        return model_text(value)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, model_text(value) if name == "model" else value
 
     def close(self) -> None:
         """Close the shared engine of these names for all its wrappers; the next call opens it again.
@@ -91,14 +120,15 @@ class EngineFields(BaseModel):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """A wrapper of the same engine: the model is not copied."""
         kept = {} if memo is None else memo
-        kept[id(self.given_engine)] = self.given_engine
+        kept |= {id(one): one for one in (self.given_engine, self.model, self.tokenizer)}
         return super().__deepcopy__(kept)
 
     def __getstate__(self) -> dict[Any, Any]:
-        if self.given_engine is not None:
+        given = "engine=" if self.given_engine is not None else "a loaded model"
+        if self.given_engine is not None or self.tokenizer is not None:
             raise InvalidInputError(
-                "a wrapper made with engine= cannot be pickled, as its engine holds a model and open "
-                "files; make it from model= and store= instead"
+                f"a wrapper made with {given} cannot be pickled, as its engine holds a model and open "
+                "files; make it from the model's name and store= instead"
             )
         return super().__getstate__()
 
@@ -115,7 +145,8 @@ class RequestFields(EngineFields):
     """Mean share of chunk tokens recomputed, in [0, 1], or ``auto``: the loading controller chooses."""
     min_ratio: float | None = None
     """Lower limit of ``ratio="auto"``, in [0, 1]."""
-    max_tokens: int | None = Field(default=None, alias="max_new_tokens")
+    max_new_tokens: int | None = None
+    """Longest answer in tokens. ``max_tokens``, the frameworks' name for it, is accepted too."""
     temperature: float | None = None
     """0 or ``None`` decodes greedily."""
     top_p: float | None = None
@@ -135,6 +166,21 @@ class RequestFields(EngineFields):
     """Return the log probability of each token."""
     top_logprobs: int | None = None
     """With ``logprobs``: also return those of so many most likely tokens per position."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_max_tokens(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "max_tokens" in given:
+            given = dict(given)
+            longest = given.pop("max_tokens")
+            if longest is not None:
+                given["max_new_tokens"] = longest
+        return given
+
+    @property
+    def max_tokens(self) -> int | None:
+        """``max_new_tokens``, as LangChain and LlamaIndex call it."""
+        return self.max_new_tokens
 
     @model_validator(mode="after")
     def _check_request(self) -> RequestFields:
@@ -173,7 +219,7 @@ _RENAMED = {
     "timeout": "timeout_s",
 }
 #: Names of call options, as the frameworks or blendrag spell them, and the names of the options.
-CALL_OPTIONS = {name: _RENAMED.get(name, name) for name in (*_FIELDS, "max_new_tokens", "tools")}
+CALL_OPTIONS = {name: _RENAMED.get(name, name) for name in (*_FIELDS, "max_tokens", "tools")}
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:

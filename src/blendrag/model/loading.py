@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import lru_cache
 from importlib.util import find_spec
@@ -36,6 +36,42 @@ from blendrag.store.tensor_bytes import DTYPES
 
 log = logging.getLogger(__name__)
 
+#: Arguments of ``from_pretrained`` that say where the files are, for tokenizer and config too.
+_HUB = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download")
+_OWN = {
+    **dict.fromkeys(("device", "trust_remote_code"), "pass it as an option of its own"),
+    **dict.fromkeys(("output_loading_info", "config"), "the engine sets it itself; leave it out"),
+}
+
+
+def checked_model_kwargs(
+    model_kwargs: Mapping[str, Any] | None, device_map: Any, dtype: str, device: str
+) -> dict[str, Any]:
+    """Arguments of ``from_pretrained``, with ``device_map`` among them and ``torch_dtype`` as ``dtype``.
+
+    Raises :class:`InvalidInputError` for what is given twice or cannot be given here.
+    """
+    given = dict(model_kwargs or {})
+    if "torch_dtype" in given:
+        given["dtype"] = given.pop("torch_dtype")
+    if device_map is not None:
+        given["device_map"] = device_map
+    for name, why in _OWN.items():
+        if name in given:
+            raise InvalidInputError(f"model_kwargs holds {name}: {why}")
+    for name, value in {"dtype": dtype, "device_map": device}.items():
+        if name in given and value != "auto":
+            option = "dtype" if name == "dtype" else "device"
+            raise InvalidInputError(
+                f"{option} {value!r} and {name} {given[name]!r} were both given; leave out one of them"
+            )
+    return given
+
+
+def hub_kwargs(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``model_kwargs`` that tokenizer and config are loaded with as well."""
+    return {name: model_kwargs[name] for name in _HUB if name in model_kwargs}
+
 
 # Parameters made in inference mode (torch 2.13, CPU, bfloat16) prefill a third slower.
 @torch.inference_mode(False)
@@ -45,6 +81,7 @@ def load_adapter(
     device: str = "auto",
     lora: str | None = None,
     trust_remote_code: bool = False,
+    model_kwargs: Mapping[str, Any] | None = None,
 ) -> ModelAdapter:
     """Load ``name`` (hub id, directory, GGUF file or ``demo``) and probe it.
 
@@ -53,6 +90,7 @@ def load_adapter(
             :data:`blendrag.store.tensor_bytes.DTYPES`.
         lora: directory of a PEFT adapter.
         trust_remote_code: run Python files that the model's directory or repository contains.
+        model_kwargs: more arguments of ``from_pretrained``, of :func:`checked_model_kwargs`.
 
     Raises :class:`ModelLoadError` or :class:`InvalidInputError`; errors for lack of memory or disk space
     pass unchanged.
@@ -60,28 +98,34 @@ def load_adapter(
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     target = resolve_device(device)
-    trust = {"trust_remote_code": trust_remote_code}
-    tokenizer = _pretrained("AutoTokenizer", name, **trust)
-    method = _quantization_method(_pretrained("AutoConfig", name, **trust))
+    given = dict(model_kwargs or {})
+    files = {"trust_remote_code": trust_remote_code, **hub_kwargs(given)}
+    tokenizer = _pretrained("AutoTokenizer", name, **files)
+    quantised = given.get("quantization_config") or getattr(
+        _pretrained("AutoConfig", name, **files), "quantization_config", None
+    )
+    method = _quantization_method(quantised)
+    given = {"dtype": DTYPES.get(dtype, "auto"), **files, **given}
     with _quantised(name, method, target) if method else nullcontext():
-        model = _complete_model(name, method, target, dtype=DTYPES.get(dtype, "auto"), **trust)
+        model = _complete_model(name, method, target, given)
         with _mapped(lambda exc: f"model {name!r} cannot be moved to {target}: {_first_line(exc)}"):
-            model = model.to(target)
-            model = _widened(model, name) if dtype == "auto" else model
+            model = model if "device_map" in given else model.to(target)
+            is_chosen = dtype != "auto" or "dtype" in (model_kwargs or {})
+            model = model if is_chosen else _widened(model, name)
         if lora is not None:
             model = _with_lora(model, lora)
         return ModelAdapter(model, tokenizer, model_id=name)
 
 
-def load_tokens(name: str, trust_remote_code: bool = False) -> Tokens:
+def load_tokens(name: str, trust_remote_code: bool = False, **hub: Any) -> Tokens:
     """Only the tokenizers of ``name``, as :func:`load_adapter` loads them; raises :class:`ModelLoadError`."""
-    return Tokens(_pretrained("AutoTokenizer", name, trust_remote_code=trust_remote_code))
+    return Tokens(_pretrained("AutoTokenizer", name, trust_remote_code=trust_remote_code, **hub))
 
 
 @lru_cache(maxsize=32)
-def load_context_tokens(name: str, trust_remote_code: bool = False) -> int:
+def load_context_tokens(name: str, trust_remote_code: bool = False, **hub: Any) -> int:
     """Context window of ``name`` in tokens, from its config alone; raises :class:`ModelLoadError`."""
-    config = _pretrained("AutoConfig", name, trust_remote_code=trust_remote_code)
+    config = _pretrained("AutoConfig", name, trust_remote_code=trust_remote_code, **hub)
     return context_tokens_of(config)
 
 
@@ -97,14 +141,14 @@ def _from_pretrained(kind: str, name: str, **options: Any) -> Any:
     return getattr(transformers, kind).from_pretrained(_resolve_model(name), **options)
 
 
-def _complete_model(name: str, method: str, target: torch.device, **options: Any) -> Any:
+def _complete_model(name: str, method: str, target: torch.device, options: dict[str, Any]) -> Any:
     """The causal LM. Raises :class:`ModelLoadError` if weights are missing: transformers would make them up.
 
     Errors of a quantised model are mapped by :func:`_quantised`.
     """
     load = _from_pretrained if method else _pretrained
     if method and target.type != "cpu":
-        options["device_map"] = {"": target}  # quantizers choose kernels for this device
+        options.setdefault("device_map", {"": target})  # quantizers choose kernels for this device
     model, report = load("AutoModelForCausalLM", name, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
         readable = f" in a quantisation that transformers reads, not {method!r}" if method else ""
@@ -175,10 +219,11 @@ def _with_lora(model: Any, lora: str) -> Any:
 
 
 def _quantization_method(config: Any) -> str:
-    """How the checkpoint is quantised by its config (gptq, torchao, …); empty if it is not."""
-    found = getattr(config, "quantization_config", None) or {"quant_method": ""}
+    """The method of a quantisation config (gptq, torchao, …); empty if there is none."""
+    found = config or {"quant_method": ""}
     as_dict = found if isinstance(found, dict) else found.to_dict()
-    return str(as_dict.get("quant_method", "an unnamed method"))
+    method = as_dict.get("quant_method", "an unnamed method")
+    return str(getattr(method, "value", method))
 
 
 @contextmanager
@@ -270,6 +315,8 @@ def _load_message(name: str, exc: Exception) -> str:
             f"model {name!r} needs its own Python files, which blendrag does not run by default; read them, "
             "then allow them with trust_remote_code=True (--trust-remote-code)"
         )
+    if isinstance(exc, TypeError) and "unexpected keyword" in why:
+        return f"model {name!r} refuses one of model_kwargs: {why}; expected arguments of from_pretrained"
     if isinstance(exc, ImportError):
         return f"model {name!r} needs a package that is not installed: {why}"
     if is_gguf(name):

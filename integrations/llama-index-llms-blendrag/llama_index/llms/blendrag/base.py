@@ -90,21 +90,12 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         engine = self.engine
         has_template = self.apply_chat_template and engine.resources.tokens.has_template
         return LLMMetadata(
-            context_window=self._context_tokens(),
-            num_output=self.max_tokens or engine.settings.max_new_tokens,
+            context_window=engine.resources.context_tokens,
+            num_output=self.max_new_tokens or engine.settings.max_new_tokens,
             is_chat_model=has_template,
             is_function_calling_model=has_template and engine.resources.tokens.has_tools,
             model_name=engine.resources.model_name,
         )
-
-    def _context_tokens(self) -> int:
-        """The context window, from the model's config if its weights are not loaded yet."""
-        from blendrag.model.loading import load_context_tokens
-
-        resources = self.engine.resources
-        if resources.is_loaded:
-            return resources.adapter.context_tokens
-        return load_context_tokens(resources.model_name, resources.trust_remote_code)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Like LlamaIndex; records that an engine was given, so that ``from_dict`` asks for it again."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from blendrag.errors import InvalidInputError
-from blendrag.frameworks.engines import check_given
+from blendrag.frameworks.engines import EngineOptions, check_given
 from blendrag.frameworks.fields import EngineFields
 from blendrag.frameworks.streaming import to_thread
+from blendrag.signatures import shows
 from llama_index.llms.blendrag._nodes import to_node
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from blendrag.corpus.retriever import RetrievedChunk
     from blendrag.engine import BlendEngine
 
@@ -29,37 +32,30 @@ class BlendRetriever(BaseRetriever):
     ``excluded_llm_metadata_keys`` is changed. Nodes from a :class:`BlendVectorStore` are returned as added.
 
     Args:
-        model, store, dtype, device, embedder, trust_remote_code: names of the shared engine, as for
-            :class:`BlendLLM`.
+        model, store, options: names of the shared engine, as for :class:`BlendLLM`.
         engine: a ``BlendEngine``, instead of all these names.
         similarity_top_k: chunks to retrieve; ``None`` takes the engine's ``top_k``.
     """
 
+    @shows(EngineOptions)
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Path | PreTrainedModel | None = None,
         store: Path | str | None = None,
         *,
-        dtype: str | None = None,
-        device: str | None = None,
-        embedder: str | None = None,
-        trust_remote_code: bool | None = None,
         engine: BlendEngine | None = None,
         similarity_top_k: int | None = None,
         callback_manager: CallbackManager | None = None,
         verbose: bool = False,
+        **options: Unpack[EngineOptions],
     ) -> None:
         if similarity_top_k is not None and similarity_top_k < 1:
             raise InvalidInputError(
                 f"similarity_top_k is {similarity_top_k}, expected 1 or more; 6 is usual"
             )
-        names: dict[str, Any] = {
-            "model": model, "store": None if store is None else Path(store), "dtype": dtype,
-            "device": device, "embedder": embedder, "trust_remote_code": trust_remote_code,
-        }  # fmt: skip
         if engine is not None:
-            check_given(engine, **names)
-        self._engine = EngineFields(**names, engine=engine)
+            check_given(engine, model=model, store=store, **options)
+        self._engine = EngineFields(model=model, store=store, engine=engine, **options)
         self.similarity_top_k = similarity_top_k
         super().__init__(callback_manager=callback_manager, verbose=verbose)
 
