@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,17 +60,20 @@ class Generation:
             stream.hidden = {*stream.hidden, *self._adapter.tokens.special_among(self._ends)}
         ids = torch.tensor([request.prompt.ids], device=self._adapter.device)
         fusion: Fusion | None = None
-        if prefilled is not None:  # the first forward in generate has already run, in a batch
-            fusion = prefilled.fusion
-            with prefilled.replayed(self._adapter.stack.base) as cache:
-                output = self._generate(ids, cache)
-        elif not plan.spans:  # can still be abandoned before each layer
-            with _checked_layers(self._adapter.decoder_layers, stream.check):
-                output = self._generate(ids)
-        elif request.sequences == 1:
-            output, fusion = self._blended(ids, plan)
-        else:
-            output, fusion = self._two_step(ids, plan)
+        adapter = self._adapter
+        # around the fusion, which sets another attention in it, and left after it
+        with fast_decoding(adapter.stack) if adapter.refusal is None else nullcontext():
+            if prefilled is not None:  # the first forward in generate has already run, in a batch
+                fusion = prefilled.fusion
+                with prefilled.replayed(adapter.stack.base) as cache:
+                    output = self._generate(ids, cache)
+            elif not plan.spans:  # can still be abandoned before each layer
+                with _checked_layers(adapter.decoder_layers, stream.check):
+                    output = self._generate(ids)
+            elif request.sequences == 1:
+                output, fusion = self._blended(ids, plan)
+            else:
+                output, fusion = self._two_step(ids, plan)
         return self._answer(plan, fusion, output[:, ids.shape[1] :].tolist(), batch_size)
 
     def _blended(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:
@@ -103,8 +106,6 @@ class Generation:
             kwargs.setdefault("pad_token_id", tokenizer.eos_token_id if pad is None else pad)
         try:
             with ExitStack() as around:
-                if self._adapter.refusal is None:
-                    around.enter_context(fast_decoding(self._adapter.stack))
                 if stream.likely is not None:
                     around.enter_context(stream.likely.watching(model))
                 if options.seed is not None and options.samples:
