@@ -1,76 +1,103 @@
-"""The examples of README.md run as printed.
+"""Every block of the pages for newcomers runs, in order, in one directory, as a reader would paste them.
 
-Python blocks run in order in one directory, as a reader would paste them. Shell commands run too, with an
-offline model and the smallest geometry instead of the named ones; ``make`` and ``pip`` lines are left out.
+The text is run as printed: the named model is a tiny one in a directory of that name, and the folders that
+the pages mention are there. Only the benchmark gets a smaller geometry. ``make`` and ``pip`` lines are
+checked but not run.
 """
 
 from __future__ import annotations
 
 import re
-import runpy
 import shlex
+import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import tiny
+from blendrag.demo import demo_corpus_path
+from blendrag.frameworks.engines import close_shared_engines
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import KVLayout, LayerShape
 from cli.commands import invoke
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-pytestmark = pytest.mark.slow
+PAGES = {
+    name: (ROOT / name).read_text(encoding="utf-8")
+    for name in (
+        "README.md",
+        "docs/quickstart.md",
+        "integrations/langchain-blendrag/README.md",
+        "integrations/llama-index-llms-blendrag/README.md",
+    )
+}
+#: The benchmark of README.md takes minutes.
+SMALLER = {"qwen2.5-0.5b": "tiny", "--chunk-tokens 512": "--chunk-tokens 32"}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
-
-
-def shell_commands() -> list[list[str]]:
-    lines = [line for block in blocks("console") for line in block.splitlines()]
-    commands = [line[2:].split("  #")[0] for line in lines if line.startswith("$ blendrag")]
-    offline = {
-        "Qwen/Qwen2.5-0.5B-Instruct": "demo",
-        "qwen2.5-0.5b": "tiny",
-        "--chunk-tokens 512": "--chunk-tokens 32",
-    }
-    for name, other in offline.items():
-        commands = [command.replace(name, other) for command in commands]
-    return [shlex.split(command)[1:] for command in commands]
-
-
-def test_python_examples_run_one_after_another(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    examples = blocks("python")
-    assert len(examples) >= 3
-    for number, example in enumerate(examples):
-        script = tmp_path / f"example{number}.py"
-        script.write_text(example, encoding="utf-8")
-        runpy.run_path(str(script))
-        printed = capsys.readouterr().out
-        assert "skating" in printed, example  # only a paragraph that says "she" has it
-        reused = re.search(r"(\d+) tokens reused", printed)
-        assert reused is None or int(reused[1]) > 0
-        assert reused or number > 0
-
-
-def test_shell_examples_run_one_after_another(tmp_path, monkeypatch):
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    (docs / "warranty.md").write_text("# Warranty\n\nThe warranty covers parts for two years.\n")
-    (docs / "old.md").write_text("# Old\n\nThis page is about to be removed from the corpus.\n")
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """A directory with the model and the folders that the pages name, offline."""
+    model = tmp_path / "Qwen" / "Qwen2.5-0.5B-Instruct"
+    tiny.llama().save_pretrained(model)
+    tiny.tokenizer().save_pretrained(model)
+    (tmp_path / "docs").mkdir()
+    for page in ("evaluation.md", "quickstart.md"):
+        shutil.copy(ROOT / "docs" / page, tmp_path / "docs")
+    shutil.copytree(demo_corpus_path(), tmp_path / "src/blendrag/demo/corpus")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BLENDRAG_EMBEDDER", "minilm-offline")
-    assert len(shell_commands()) >= 4
-    for command in shell_commands():
-        result = invoke(*command)
-        assert result.exit_code == 0, (command, result.stderr)
-        assert result.stdout.strip(), command
+    yield tmp_path
+    close_shared_engines()
+
+
+def run_in_shell(line):
+    command = line.split("  #")[0]
+    for text, smaller in SMALLER.items():
+        command = command.replace(text, smaller) if "bench" in command else command
+    program, *arguments = shlex.split(command)
+    if program == "make":
+        assert re.search(rf"^{arguments[0]}:.*##", (ROOT / "Makefile").read_text(), re.M), line
+    elif program == "pip":
+        extras = {extra for word in arguments for extra in re.findall(r"blendrag\[(\w+)\]", word)}
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert extras <= set(project["optional-dependencies"]), line
+    else:
+        assert program == "blendrag", line
+        result = invoke(*arguments)
+        assert result.exit_code == 0, (line, result.stderr)
+        assert result.stdout.strip(), line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_runs_in_order(page, reader, capsys):
+    found = re.findall(r"```(\w+)\n(.*?)```", PAGES[page], flags=re.DOTALL)
+    assert {language for language, _ in found} <= {"console", "python"}
+    assert found
+    names = {"__name__": "__main__"}
+    for language, block in found:
+        if language == "console":
+            for line in block.splitlines():
+                assert line.startswith("$ "), line
+                run_in_shell(line[2:])
+            continue
+        capsys.readouterr()
+        exec(compile(block, page, "exec"), names)
+        printed = capsys.readouterr().out
+        if "Anna Bell" in block:
+            assert "skating" in printed, block  # only a paragraph that says "she" has it
+        if "tokens reused" in block:
+            assert int(re.search(r"(\d+) tokens reused", printed)[1]) > 0
 
 
 def test_sizes_of_kv_are_those_that_a_store_takes():
     rows = re.findall(
-        r"^\| .* \| (\d+) × (\d+) × (\d+) \| (\S+) KiB \| (\S+) KiB \| (\S+) GiB", README, re.M
+        r"^\| .* \| (\d+) × (\d+) × (\d+) \| (\S+) KiB \| (\S+) KiB \| (\S+) GiB",
+        PAGES["README.md"],
+        re.M,
     )
     assert len(rows) >= 5
     for layers, heads, width, *sizes in rows:
@@ -83,6 +110,20 @@ def test_sizes_of_kv_are_those_that_a_store_takes():
         assert [float(size) for size in sizes] == pytest.approx(expected, rel=0.03)
 
 
-def test_files_that_the_readme_names_exist():
-    for link in re.findall(r"\]\((?!http)([^)#]+)", README):
-        assert (ROOT / link).exists(), link
+def test_files_that_the_pages_name_exist():
+    for page, text in PAGES.items():
+        for link in re.findall(r"\]\((?!http)([^)#]+)", text):
+            assert (ROOT / page).parent.joinpath(link).exists(), (page, link)
+
+
+@pytest.mark.slow
+def test_the_reference_is_made_from_the_docstrings(tmp_path):
+    """As ``make reference`` does."""
+    pdoc = pytest.importorskip("pdoc")
+    modules = re.search(r"REFERENCE := ((?:.*\\\n)*.*)\n", (ROOT / "Makefile").read_text())
+    pdoc.render.configure(docformat="google", show_source=False)
+    pdoc.pdoc(*modules[1].replace("\\\n", " ").split(), output_directory=tmp_path)
+    made = {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*.html")}
+    assert "Retrieve the nearest chunks" in made["blendrag/engine.html"]
+    assert "max_new_tokens" in made["blendrag/frameworks/fields.html"]
+    assert {"langchain_blendrag.html", "llama_index/llms/blendrag.html"} <= set(made)
