@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak fuzz-corpus coverage-store reuse-table wheels
+.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak fuzz-corpus coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -140,6 +140,13 @@ coverage-store: $(READY) ## branch coverage of the KV store by its tests, at lea
 
 reuse-table: $(READY) ## what stock chains and query engines reuse: the table of docs/integrations.md
 	$(BIN)/python examples/reuse_table.py --write docs/integrations.md
+
+# Offline: pdoc imports the packages and writes HTML that needs no server. Without -W it warns of each type
+# that is imported for type checkers only.
+REFERENCE := blendrag.engine blendrag.engine.library blendrag.errors blendrag.metrics blendrag.config \
+  blendrag.frameworks.fields langchain_blendrag llama_index.llms.blendrag
+reference: $(READY) ## the Python reference, from docstrings: build/reference/index.html
+	$(BIN)/python -W ignore -m pdoc --docformat google --no-show-source -o build/reference $(REFERENCE)
 
 wheels: $(READY) ## the three wheels, in dist/
 	rm -rf dist

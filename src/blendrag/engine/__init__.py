@@ -7,6 +7,7 @@ from blendrag.engine.dry_run import DryRun
 from blendrag.engine.engine import BlendEngine
 from blendrag.engine.ingest import IngestReport
 from blendrag.engine.request import Answer, Message, Options, Prompt, TokenLogprob
+from blendrag.text.readers import Document
 
 __all__ = [
     "Answer",
@@ -15,6 +16,7 @@ __all__ = [
     "BlendEngine",
     "CalibrationOptions",
     "CalibrationReport",
+    "Document",
     "DryRun",
     "IngestReport",
     "Message",

@@ -10,6 +10,7 @@ import queue
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -193,8 +194,9 @@ def in_pool(begin: Callable[[], T]) -> asyncio.Future[T]:
     def begin_unless_refused() -> T:
         if refused:  # the pool keeps a call that found no thread and gives it to the next thread
             raise NoThreadError
-        return begin()
+        return context.run(begin)
 
+    context = copy_context()  # with the caller's span
     try:
         with starting_thread():
             return asyncio.get_running_loop().run_in_executor(None, begin_unless_refused)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from blendrag import tracing
 from blendrag.engine.packing_rule import Load, PackingRule
 from blendrag.engine.planner import Planner, checked
 from blendrag.engine.request import Request
@@ -142,9 +143,10 @@ class RequestBatch:
             self._ahead[first] = Ahead(namespace, chosen[first].plan)
             return
         try:
-            outcomes = self._resources.fusor.batched_prefill(
-                [self._prompt(one, self.entries[number].stream) for number, one in chosen.items()]
-            )
+            with tracing.span("prefill", lambda: {"blendrag.batch_size": len(chosen)}):
+                outcomes = self._resources.fusor.batched_prefill(
+                    [self._prompt(one, self.entries[i].stream) for i, one in chosen.items()]
+                )
         except Exception as exc:
             log.warning("%d prompts are answered one after another: %s", len(chosen), exc)
             for planned in chosen.values():

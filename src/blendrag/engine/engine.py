@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 
+from blendrag import tracing
 from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import ingest as ingesting
 from blendrag.engine import profiling
+from blendrag.engine import request_spans as spans
 from blendrag.engine.answers import (
     AnswerIterator,
     AsyncAnswerIterator,
@@ -48,7 +50,7 @@ from blendrag.engine.generation import Generation
 from blendrag.engine.ingest import IngestReport, Inputs, Watch
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.library import Library
-from blendrag.engine.planner import Planner, check_fits, checked
+from blendrag.engine.planner import KVAccess, Planner, check_fits, checked
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.rendering import Rendered, prompt_over, recognise, refuse_silence, render
 from blendrag.engine.request import (
@@ -280,8 +282,9 @@ class BlendEngine:
         Options of the request are keywords, or ``options``.
         """
         options = with_keywords(options, given)
-        chunks = self.retrieve(question, top_k)
-        answer = self.generate(prompt_over(question, [c.text for c in chunks]), options)
+        with tracing.span("ask"):
+            chunks = self.retrieve(question, top_k)
+            answer = self.generate(prompt_over(question, [c.text for c in chunks]), options)
         return replace(answer, sources=tuple(chunks))
 
     @takes_options
@@ -294,15 +297,18 @@ class BlendEngine:
     ) -> AnswerIterator:
         """:meth:`ask`, piece by piece."""
         options = with_keywords(options, given)
-        chunks = self.retrieve(question, top_k)
-        pieces = self.stream(prompt_over(question, [c.text for c in chunks]), options)
+        with tracing.span("ask"):  # ends before the answer does
+            chunks = self.retrieve(question, top_k)
+            pieces = self.stream(prompt_over(question, [c.text for c in chunks]), options)
         pieces.sources = tuple(chunks)
         return pieces
 
     def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
         """The ``top_k`` chunks nearest to ``question`` by L2, in reading order."""
         k = self.settings.top_k if top_k is None else top_k
-        return self.resources.retriever().retrieve(question, k)
+        root = self.resources.root
+        with tracing.span(f"retrieval {root}", partial(spans.retrieval, root, k)):
+            return self.resources.retriever().retrieve(question, k)
 
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
@@ -391,8 +397,10 @@ class BlendEngine:
 
         def work() -> Answer:
             try:
-                stream.check()
-                answer = self._answer(batch, number)
+                with self._span(request.options, request.trace_context, request.asked_at) as about:
+                    stream.check()
+                    answer = self._answer(batch, number)
+                    about(partial(spans.answered, answer, self.resources.model_name))
             except BaseException as exc:
                 log_failure(exc, request.asked_at)
                 if isinstance(exc, RequestCancelled | RequestTimeout):
@@ -405,6 +413,15 @@ class BlendEngine:
             return answer
 
         return Started(stream, self._worker.submit(work))
+
+    def _span(
+        self, options: Options, parent: Any, asked_at: float
+    ) -> AbstractContextManager[tracing.Add]:
+        """The span of one request."""
+        resources = self.resources
+        kind = spans.operation(options, resources)
+        asked = partial(spans.asked, kind, options, resources.model_name, self.settings)
+        return tracing.span(f"{kind} {resources.model_name}", asked, parent, asked_at)
 
     def _answer(self, batch: RequestBatch, number: int) -> Answer:
         """From a request over its plan and fusion to the answer, on the worker's thread.
@@ -419,21 +436,31 @@ class BlendEngine:
         with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
             ahead = batch.take(number)
             request = checked(request, adapter)
-            access = self._planner.access(request, None if ahead.plan else stream.check)
+            access: KVAccess | None = None
             generation = Generation(adapter, lambda: self.resources.fusor, request, stream)
             plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)
             for restarts_left in reversed(range(MAX_RESTARTS + 1)):
                 stream.check()
                 if plan is None:
-                    plan = (
-                        access.plan(frozenset(avoid))
-                        if restarts_left
-                        else Plan.computed(request.prompt, STILL_CORRUPT)
-                    )
+                    with tracing.span("plan") as about:
+                        if access is None:
+                            check = None if ahead.plan else stream.check
+                            access = self._planner.access(request, check)
+                        plan = (
+                            access.plan(frozenset(avoid))
+                            if restarts_left
+                            else Plan.computed(request.prompt, STILL_CORRUPT)
+                        )
+                        about(partial(spans.planned, plan))
                 try:
-                    with closing(plan):
+                    with (
+                        closing(plan),
+                        tracing.generation(stream.first_token_at) as (to_prefill, to_decode),
+                    ):
                         size = ahead.batch_size if prefilled is not None else 1
                         answer = generation.run(plan, prefilled, size)
+                        to_prefill(partial(spans.prefilled, answer.metrics))
+                        to_decode(partial(spans.decoded, answer.metrics))
                         self._background.note(plan)
                         return answer
                 except SpanCorruptError as corrupt:
@@ -456,6 +483,8 @@ class BlendEngine:
             try:
                 made.append(self._request(prompt, options, asked_at))
             except Exception as exc:
+                with suppress(Exception), self._span(options, None, asked_at):
+                    raise
                 if not keep_errors:
                     name_prompt(exc, i, len(prompts))
                     raise

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, TypedDict, get_args
 
+from blendrag import tracing
 from blendrag.config import AUTO, Mode, Ratio
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.explanation import Explanation, Trace
@@ -252,6 +253,8 @@ class Request:
     """Whether the loading controller chooses the ratio."""
     sequences: int = 1
     """Sequences that ``generate`` runs: beams or returned sequences."""
+    trace_context: Any = field(default_factory=tracing.current, repr=False, compare=False)
+    """Of the caller's thread, for spans on the worker's."""
 
     def new_policy(self) -> SelectionPolicy:
         """The policy that selects the recomputed tokens, for one fusion."""

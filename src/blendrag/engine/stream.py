@@ -86,6 +86,10 @@ class AnswerStream:
         if not self.ttft_s:
             self.ttft_s = time.perf_counter() - self._started
 
+    def first_token_at(self) -> float | None:
+        """``time.perf_counter()`` of the first token; ``None`` before."""
+        return self._started + self.ttft_s if self.ttft_s else None
+
     def end(self) -> None:
         """Generation has ended: emit what was held back."""
         if self.stopped_by is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from blendrag import tracing
 from blendrag.errors import CorruptKVError, starting_thread
 from blendrag.fusor.staging import Transfer, staging_ring
 from blendrag.metrics import LOAD, REPOSITION, WAIT, Timeline, noted
@@ -65,6 +66,7 @@ class LayerLoader:
         timeline: Timeline | None = None,
     ) -> None:
         self._timeline = timeline
+        self._trace_context = tracing.current()
         self.load_s = 0.0
         """Seconds spent reading and verifying so far."""
         self._failure: BaseException | None = None
@@ -95,22 +97,34 @@ class LayerLoader:
 
     def _run(self) -> None:
         try:
-            for layer, work in enumerate(self._work):
-                slots = self._ring.fill(layer)
-                staged = iter(slots)
-                with noted(self._timeline if work else None, LOAD, layer):
-                    for span, view in work:
-                        if self._stop.is_set():
-                            return
-                        target = view if _reads_in_place(span, view) else next(staged)
-                        self.fetch_kv(span, layer, target)
-                self._ring.send(layer, slots)
-                self._ready[layer].set()
+            with tracing.span("load", self._loaded, self._trace_context):
+                self._read_all()
         except BaseException as exc:
             self._failure = exc
         finally:
             for event in self._ready:
                 event.set()
+
+    def _read_all(self) -> None:
+        for layer, work in enumerate(self._work):
+            slots = self._ring.fill(layer)
+            staged = iter(slots)
+            with noted(self._timeline if work else None, LOAD, layer):
+                for span, view in work:
+                    if self._stop.is_set():
+                        return
+                    target = view if _reads_in_place(span, view) else next(staged)
+                    self.fetch_kv(span, layer, target)
+            self._ring.send(layer, slots)
+            self._ready[layer].set()
+
+    def _loaded(self) -> dict[str, int]:
+        spans = {id(span): span for work in self._work for span, _ in work}
+        views = [view for work in self._work for _, view in work]
+        return {
+            "blendrag.tokens.loaded": sum(span.tokens for span in spans.values()),
+            "blendrag.bytes.loaded": sum(view.numel() * view.itemsize for view in views),
+        }
 
     def fetch_kv(self, span: LoadedSpan, layer: int, target: torch.Tensor) -> None:
         """Read and verify one span's KV."""
