@@ -117,6 +117,7 @@ def test_files_that_the_pages_name_exist():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of types that are imported for type checkers only
 def test_the_reference_is_made_from_the_docstrings(tmp_path):
     """As ``make reference`` does."""
     pdoc = pytest.importorskip("pdoc")
