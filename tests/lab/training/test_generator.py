@@ -90,9 +90,8 @@ def test_only_the_first_paragraph_names_the_entity_and_every_later_sentence_refe
 def test_links_lead_to_documents_of_the_same_context():
     kinds = ["person", "organisation", "organisation"]
     linked = documents(random.Random(0), "test", kinds, [Shape()] * 3, link_share=1.0)
-    employer = linked[0].fact("employer") or linked[0].fact("home")
-    assert employer is not None
-    assert employer.value in {d.name for d in linked[1:]}
+    facts = {fact.attribute.key: fact.value for fact in linked[0].facts}
+    assert (facts.get("employer") or facts["home"]) in {d.name for d in linked[1:]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,7 +147,12 @@ def test_every_question_is_of_its_kind_and_its_paragraphs_hold_the_answer(made):
             assert by_id[question.needs[-1][0]].name not in question.text
             assert own.name in question.text
         if question.kind == "comparison":
-            years = {d.name: f.value for d in context.documents if (f := d.fact("year"))}
+            years = {
+                document.name: fact.value
+                for document in context.documents
+                for fact in document.facts
+                if fact.attribute.key == "year"
+            }
             (other,) = [n for n in years if n in question.text and n != question.answer]
             assert int(years[question.answer]) < int(years[other])
 

@@ -183,9 +183,6 @@ class GeneratedDocument:
     def text(self) -> str:
         return "\n\n".join(self.paragraphs)
 
-    def fact(self, key: str) -> Fact | None:
-        return next((f for f in self.facts if f.attribute.key == key), None)
-
 
 @dataclass(frozen=True)
 class Shape:
