@@ -48,10 +48,11 @@ class RequestMetrics:
 
     mode: str
     ttft_s: float
-    """Request received to first new token sampled: planning, loading, prefill."""
+    """Request received to first new token sampled: planning, loading, prefill; without ``opening_s``."""
     load_s: float
     """Time the loader spent reading and verifying; overlaps compute."""
     total_s: float
+    """Request received to last token, without ``opening_s``."""
     prompt_tokens: int
     reused_tokens: int
     recomputed_tokens: int
@@ -75,6 +76,9 @@ class RequestMetrics:
     batch_size: int = 1
     """Prompts prefilled in the same forward; more than one only in a batch. ``ttft_s`` still ends with this
     request's first token, which comes after the answers before it."""
+    opening_s: float = 0.0
+    """Opening the tokenizer and the model, and checking that stored KV is theirs: about 0 but for the first
+    request of an engine."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dictionary."""

@@ -38,10 +38,10 @@ from cli.commands import (
 def test_missing_paths_and_an_empty_corpus_make_no_store(model_dir: Path, tmp_path: Path) -> None:
     docs, store = tmp_path / "docs", tmp_path / "store"
     docs.mkdir()
-    (docs / "picture.png").write_bytes(b"\x89PNG")
+    (docs / "picture.png").write_bytes(b"\x89PNG" + bytes(9))
     sentence = refused(*ingest_args(docs, model_dir, store, "--json"))
     assert "there is no document in" in sentence
-    assert "1 of other kinds skipped" in sentence
+    assert "(1 skipped: binary)" in sentence
     assert "does not exist" in refused(*ingest_args(tmp_path / "nothing", model_dir, store))
     assert not store.exists()
 
@@ -49,16 +49,22 @@ def test_missing_paths_and_an_empty_corpus_make_no_store(model_dir: Path, tmp_pa
 def test_bad_files_are_named_skipped_and_counted(ingest: list[str], docs: Path) -> None:
     bad = {
         "empty.txt": b"", "spaces.md": b" \n\n ", "binary.txt": bytes(range(256)) * 8,
-        "broken.jsonl": b'{"text": "Good."}\n{"text": ', "picture.png": b"\x89PNG",
+        "broken.jsonl": b'{"text": "Good."}\n{"text": ', "picture.png": b"\x89PNG" + bytes(9),
+        "broken.docx": b"PK\x03\x04", "a.bin": bytes(9), "b.bin": bytes(9),
     }  # fmt: skip
     for name, content in bad.items():
         (docs / name).write_bytes(content)
     result = invoke(*ingest)
     assert result.exit_code == 1
     assert result.stdout.startswith("4 documents (0 unchanged), ")
-    assert "; 4 failed; " in result.stdout
-    assert result.stderr.count("failed: ") == 4
-    assert all(name in result.stderr for name in bad)
+    assert "; 2 failed; " in result.stdout
+    failed = [line for line in result.stderr.splitlines() if line.startswith("failed: ")]
+    assert all(f"{docs}/broken." in line for line in failed)
+    assert len(failed) == 2
+    # one line for each kind of skipped file
+    assert f"skipped: 2 files, empty: {docs / 'empty.txt'}, {docs / 'spaces.md'}\n" in result.stderr
+    assert re.search(r"skipped: 4 files, binary: (\S+, ){3}…\n", result.stderr)
+    assert all(name in json.dumps(printed(*ingest, status=1)) for name in bad)
 
 
 # -- questions, options, environment --------------------------------------------------------------

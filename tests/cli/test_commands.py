@@ -78,10 +78,24 @@ def test_ask_prints_the_answer_and_metrics_on_stderr(ingested: Path) -> None:
     answer = ask(ingested, "--max-new-tokens", "6")["answer"]
     assert shown.stdout == f"{answer}\n"
     assert shown.stderr.splitlines()[-1].startswith("metrics: first token after ")
+    args += ("--no-sources",)
     chosen = said(invoke(*args, "--policy", "query", "--schedule", "0.4,0.2"))
-    assert chosen.endswith("mode blend, query at ratio 0.15, schedule 0.4,0.2")
+    assert chosen.endswith("mode blend, query at ratio 0.30, schedule 0.4,0.2")
     for more in (("--policy", "boundary(3)"), ("--mode", "reuse")):  # these follow no schedule
         assert "schedule" not in said(invoke(*args, *more))
+
+
+def test_ask_shows_file_place_score_and_passage_of_its_sources(ingested: Path) -> None:
+    args = ("ask", QUESTION, "--store", ingested, "--max-new-tokens", "2", "--top-k", "2")
+    sources = ask(ingested, "--top-k", "2")["sources"]
+    first, second = sorted(sources, key=lambda source: -source["score"])
+    *lines, metrics = invoke(*args).stderr.splitlines()
+    for line, source in zip(lines, (first, second), strict=True):
+        place = f"{source['source']}, characters {source['start']} to {source['end']}"
+        assert line.startswith(f"source: {place}, score {source['score']:.2f}: Paragraph ")
+        assert line.endswith(" …")
+    assert metrics.startswith("metrics: ")
+    assert said(invoke(*args, "--no-sources")).startswith("metrics: ")
 
 
 def test_ask_explains_the_answer_in_a_page(ingested: Path, tmp_path: Path) -> None:

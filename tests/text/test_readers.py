@@ -11,7 +11,7 @@ import pytest
 
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
 from blendrag.store import open_store
-from blendrag.text.readers import Document, digest_of, read_documents, scan_inputs
+from blendrag.text.readers import Document, Patterns, digest_of, read_documents, scan_inputs
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -26,6 +26,9 @@ def write(path: Path, content: str | bytes) -> Path:
         ("the_north-cape.txt", "\ufeffOne.\r\nTwo.\r", "One.\nTwo.\n", "the north cape"),
         ("a.md", "```\n# not this\n```\n## The *cape* ##\n# Later\n", None, "The *cape*"),
         ("no-heading.markdown", "#tag is no heading", None, "no heading"),
+        ("README", "= No suffix =", None, "README"),
+        ("blendrag.1", ".TH BLENDRAG 1\n.SH NAME\n", None, "blendrag"),
+        ("colours.log", "\x1b[31mred\x1b[0m\n" * 9, None, "colours"),
     ],
 )
 def test_the_title_is_the_first_heading_or_the_file_name(
@@ -107,11 +110,12 @@ def test_good_json_lines_are_read_past_bad_ones(tmp_path: Path) -> None:
         ("a.txt", b"", "is empty"),
         ("a.txt", b" \n\t", "is empty"),
         ("a.txt", b"abc\0def", "is binary"),
-        ("a.md", b"caf\xe9", "is not UTF-8 \\(byte 3\\)"),
+        ("a.md", b"\x7fELF\x02\x01\x01" + bytes(range(256)), "is binary"),
+        ("a.txt", b"caf\xc3\xa9 " * 20_000 + b"\0" * 99, "is binary"),
         ("a.jsonl", b"\n\n", "is empty"),
         ("a.htm", b"<script>x</script>", "contains no text"),
-        ("a.pdf", b"%PDF", "suffix '.pdf' is not supported"),
-        ("noext", b"text", "suffix '' is not supported"),
+        ("a.pdf", b"%PDF-1.4\nnothing more", "cannot be read as PDF"),
+        ("a.docx", b"PK\x03\x04nothing more", "cannot be read as DOCX"),
     ],
 )
 def test_a_file_that_cannot_be_read_says_why(
@@ -121,6 +125,78 @@ def test_a_file_that_cannot_be_read_says_why(
     with pytest.raises(UnreadableDocumentError, match=reason) as caught:
         list(read_documents(path))
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("latin-1", "Où est la bibliothèque ? Le garçon a mangé la crème brûlée à l'hôtel."),
+        ("latin-1", "# Author: José Muñoz\ndef f(x):\n    return x\n"),
+        ("cp1252", "Größe: 5\nPreis: 10 €\n"),
+        ("cp1252", "“Quotes” – and €5 for the café."),
+        ("cp1250", "Příliš žluťoučký kůň úpěl ďábelské ódy. Všichni lidé se rodí svobodní."),
+        ("cp1251", "Все люди рождаются свободными и равными в своем достоинстве и правах."),
+        ("shift_jis", "これは日本語の文章です。漢字とかなが混ざっています。"),
+        ("gb18030", "这是一个中文文本，用于测试编码检测。我们需要足够长的文本。"),
+        ("utf-16", "Café in UTF-16, as Windows writes it."),
+        ("utf-16-le", "UTF-16 without a byte order mark."),
+    ],
+)
+def test_encodings_other_than_utf8_are_guessed(tmp_path: Path, encoding: str, text: str) -> None:
+    (document,) = read_documents(write(tmp_path / "a.txt", text.encode(encoding)))
+    assert document.text == text
+
+
+def test_html_is_known_without_a_suffix(tmp_path: Path) -> None:
+    (document,) = read_documents(write(tmp_path / "page", "\n<!DOCTYPE html><p>One</p>"))
+    assert document.text == "One"
+
+
+def pdf(*lines: str) -> bytes:
+    """A PDF of one page, with these lines of text."""
+    shown = " ".join(f"({line}) Tj 0 -20 Td" for line in lines)
+    drawn = f"BT /F1 12 Tf 72 700 Td {shown} ET"
+    parts = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        "/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
+        f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream",
+    ]
+    body = "".join(f"{i} 0 obj\n{part}\nendobj\n" for i, part in enumerate(parts, 1))
+    # without a table of objects; readers rebuild it
+    return f"%PDF-1.4\n{body}trailer\n<< /Root 1 0 R /Size 5 >>\nstartxref\n0\n%%EOF\n".encode()
+
+
+def test_pdf_and_docx_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("pypdf")
+    docx = pytest.importorskip("docx")
+    (page,) = read_documents(write(tmp_path / "the-manual.bin", pdf("The warranty.", "Two years.")))
+    assert page.text.split("\n") == ["The warranty.", "Two years."]
+    assert page.title == "the manual"
+    letter = docx.Document()
+    letter.core_properties.title = "A letter"
+    letter.add_heading("Terms")
+    letter.add_table(1, 2).rows[0].cells[1].text = "30 days"
+    letter.add_paragraph("Signed.")
+    letter.save(tmp_path / "a.docx")
+    (document,) = read_documents(tmp_path / "a.docx")
+    assert (document.title, document.text) == ("A letter", "Terms\n\n | 30 days\n\nSigned.")
+    with pytest.raises(UnreadableDocumentError, match="file without text, such as a scan"):
+        list(read_documents(write(tmp_path / "scan.pdf", pdf())))
+
+
+def test_without_the_extra_pdf_files_are_skipped_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    path = write(tmp_path / "a.pdf", pdf("Text."))
+    assert scan_inputs([tmp_path]) == (
+        [],
+        {"PDF, which needs pip install 'blendrag[files]'": [str(path)]},
+    )
+    with pytest.raises(UnreadableDocumentError, match=r"extra: pip install 'blendrag\[files\]'$"):
+        list(read_documents(path))
 
 
 def test_missing_and_odd_files_are_refused_without_blocking(tmp_path: Path) -> None:
@@ -139,12 +215,35 @@ def test_a_name_that_is_not_utf8_is_refused_in_words(tmp_path: Path) -> None:
 
 
 def test_directories_are_searched_in_order_and_hidden_ones_left_out(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.md", "a/y.pdf", ".git/x.txt", "a/.hidden.md", "c.JSONL"):
+    for name in ("b.txt", "a/z.md", "a/Makefile", ".git/x.txt", "a/.hidden.md", "c.JSONL"):
         write(tmp_path / name, "x")
+    write(tmp_path / "node_modules" / "x.js", "x")
+    png = write(tmp_path / "a" / "y.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0")
+    empty = write(tmp_path / "a" / "__init__.py", "\n")
     (tmp_path / "loop").symlink_to(tmp_path)
     inputs = scan_inputs([tmp_path, tmp_path / "b.txt"])
-    assert inputs.files == [tmp_path / name for name in ("b.txt", "c.JSONL", "a/z.md")]
-    assert [p.name for p in inputs.unsupported if p.name != "loop"] == ["y.pdf"]
+    assert inputs.files == [
+        tmp_path / name for name in ("b.txt", "c.JSONL", "a/Makefile", "a/z.md")
+    ]
+    assert inputs.skipped == {"empty": [str(empty)], "binary": [str(png)]}
+
+
+def test_patterns_choose_the_files_of_directories(tmp_path: Path) -> None:
+    for name in ("a.md", "a.log", "docs/b.md", "docs/old/c.md", "src/d.py", ".github/e.md"):
+        write(tmp_path / name, "x")
+
+    def found(*include: str, exclude: tuple[str, ...] = ()) -> list[str]:
+        files = scan_inputs([tmp_path], Patterns(include, exclude)).files
+        return [path.relative_to(tmp_path).as_posix() for path in files]
+
+    assert found("*.md") == ["a.md", "docs/b.md", "docs/old/c.md"]
+    assert found("docs/", "*.py", exclude=("old/",)) == ["docs/b.md", "src/d.py"]
+    assert found(exclude=("*.md", "/src/*")) == ["a.log"]
+    (hidden,) = scan_inputs([tmp_path / ".github"]).files
+    assert hidden.name == "e.md"
+    assert scan_inputs([tmp_path / "a.log"], Patterns(exclude=("*.log",))).files
+    with pytest.raises(InvalidInputError, match=r"expected patterns as in \.gitignore"):
+        found("!")
 
 
 def test_a_kv_store_below_a_directory_is_left_out(tmp_path: Path) -> None:
@@ -155,13 +254,13 @@ def test_a_kv_store_below_a_directory_is_left_out(tmp_path: Path) -> None:
     open_store(tmp_path / "kv", ram_bytes=0, disk_bytes=None).close()
     assert any(path.is_file() for path in (tmp_path / "kv").iterdir())
     inputs = scan_inputs([tmp_path])
-    assert [path.name for path in inputs.files] == ["a.txt", "b.txt"]
-    assert inputs.unsupported == [tmp_path / "c" / "format", tmp_path / "format" / "format"]
+    assert [path.name for path in inputs.files] == ["a.txt", "format", "b.txt"]
+    assert inputs.skipped == {"not a file": [str(tmp_path / "format" / "format")]}
 
 
 def test_a_file_named_explicitly_is_kept_and_a_missing_one_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.pdf", "x")
-    assert scan_inputs([tmp_path, path]) == ([path], [])
+    path = write(tmp_path / "a.bin", bytes(9))
+    assert scan_inputs([tmp_path, path]) == ([path], {})
     with pytest.raises(InvalidInputError, match="does not exist"):
         scan_inputs([tmp_path / "gone"])
 

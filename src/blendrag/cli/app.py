@@ -10,7 +10,7 @@ import typer
 
 from blendrag import __version__
 from blendrag.cli import options, output
-from blendrag.cli.ask import ask
+from blendrag.cli.ask import ask, chat
 from blendrag.cli.calibrate import calibrate
 from blendrag.cli.demo import demo
 from blendrag.cli.ingest import ingest, list_documents, remove
@@ -110,7 +110,7 @@ def _print_verification(model: str, result: Verification) -> None:
     typer.echo(f"  the next 32 tokens are those of the model without blendrag: {equal}")
 
 
-for command in (ingest, remove, ask, verify, demo, calibrate, profile):
+for command in (ingest, remove, ask, chat, verify, demo, calibrate, profile):
     app.command()(command)
 app.command("list")(list_documents)
 app.add_typer(store_commands)

@@ -1,24 +1,36 @@
-"""``blendrag ask``: print the answer to a question while it is generated."""
+"""``blendrag ask`` and ``chat``: print answers while they are generated."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import print_json, say
+from blendrag.cli.output import duration, print_json, say
 from blendrag.cli.plots import require_place
-from blendrag.errors import check_unicode
+from blendrag.cli.progress import StatusLine
+from blendrag.errors import BlendragError, ContextOverflowError, check_unicode
 
 if TYPE_CHECKING:
-    from blendrag.engine import Answer
+    from blendrag.corpus.retriever import RetrievedChunk
+    from blendrag.engine import Answer, BlendEngine, Options
+    from blendrag.engine.answers import AnswerIterator
     from blendrag.metrics import RequestMetrics
 
 #: Longest schedule that is printed in full.
 SCHEDULE_CHARS = 60
+#: Opening that took less is not told.
+WORTH_TELLING_S = 0.1
+#: Shown of each source.
+PASSAGE_CHARS = 80
 
 
 @reporting
@@ -33,8 +45,8 @@ def ask(
     schedule: options.Schedule = None,
     ratio: options.AutoRatio = None,
     min_ratio: options.MinRatio = None,
-    max_new_tokens: Annotated[int | None, options.number("Longest answer.", 1, kind=int)] = None,
-    temperature: Annotated[float | None, options.number("0 decodes greedily.", 0)] = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    temperature: options.Temperature = None,
     stop: Annotated[
         list[str] | None, options.optional("End the answer before this text; repeatable.")
     ] = None,
@@ -50,6 +62,7 @@ def ask(
             "Write an HTML page: each token's state, each chunk's reason, a timeline."
         ),
     ] = None,
+    sources: options.Sources = True,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -72,22 +85,11 @@ def ask(
         explain=explain is not None,
     )
     with options.engine_for(context) as engine:
-        pieces = engine.ask_stream(question, top_k, asked)
-        printed = False
-        try:
-            for piece in pieces:
-                if not json:
-                    typer.echo(piece, nl=False)
-                    printed = True
-        finally:
-            pieces.abandon()
-            if printed:
-                typer.echo()
-        answer = pieces.answer
+        answer = print_answer(engine.ask_stream(question, top_k, asked), silent=json)
         if json:
             print_json(_fields(answer))
         else:
-            say_metrics(answer.metrics)
+            say_answer(answer, sources)
         if explain is not None:
             explain.write_text(answer.explain().page(question), encoding="utf-8")
         interrupt.expect("the answer is complete; some chunks are not precomputed yet")
@@ -95,8 +97,129 @@ def ask(
     return DONE
 
 
+@reporting
+def chat(
+    context: typer.Context,
+    model: options.Model = None,
+    store: options.Store = None,
+    top_k: options.TopK = None,
+    mode: options.Mode = None,
+    policy: options.Policy = None,
+    ratio: options.AutoRatio = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    temperature: options.Temperature = None,
+    embedder: options.Embedder = None,
+    ram_bytes: options.RamBytes = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    lora: options.Lora = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    sources: options.Sources = True,
+    verbose: options.Verbose = False,
+) -> int:
+    """Ask questions one after another, each in the light of those before; the model is opened once.
+
+    Ctrl-C ends an answer, Ctrl-D the conversation. Questions may also come from a file: chat < questions.txt
+    """
+    begin(verbose, "the conversation was not begun")
+    with suppress(ImportError):
+        import readline  # noqa: F401  # lets input() edit lines
+    from blendrag.engine import Options
+
+    asked = Options(
+        mode=mode,  # type: ignore[arg-type]  # the option's callback allows only modes
+        policy=policy,
+        ratio=ratio,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+    )
+    with options.engine_for(context) as engine:
+        began = time.perf_counter()
+        with StatusLine("opening the model"):
+            _ = engine.resources.retriever().embedder.dim  # loads it
+            engine.open()
+        opened = f"{engine.adapter.model_id} in {duration(time.perf_counter() - began)}"
+        say("note", f"opened {opened}; Ctrl-C ends an answer, Ctrl-D the conversation")
+        history: list[tuple[str, str]] = []
+        with interrupt.left_to_caller():
+            while (question := read_question()) is not None:
+                if question.strip():
+                    _turn(engine, question, top_k, asked, history, sources)
+        interrupt.expect("some chunks are not precomputed yet")
+        engine.drain()
+    return DONE
+
+
+def read_question() -> str | None:
+    """The next line of stdin; empty after Ctrl-C, ``None`` at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except KeyboardInterrupt:
+        typer.echo()
+        return ""
+    except EOFError:
+        if sys.stdin.isatty():
+            typer.echo()
+        return None
+
+
+def _turn(
+    engine: BlendEngine,
+    question: str,
+    top_k: int | None,
+    asked: Options,
+    history: list[tuple[str, str]],
+    sources: bool,
+) -> None:
+    """Answer one question and add it to ``history``, whose oldest turns go if the context is full."""
+    said: list[str] = []
+    try:
+        check_unicode(question, "the question")
+        while True:
+            try:
+                pieces = engine.ask_stream(question, top_k, asked, history=history)
+                break
+            except ContextOverflowError:
+                if not history:
+                    raise
+                del history[0]
+        answer = print_answer(pieces, said)
+        say_answer(answer, sources)
+    except KeyboardInterrupt:
+        say("note", "the answer was ended")
+    except BlendragError as error:
+        say("error", str(error.by("--top-k") if isinstance(error, ContextOverflowError) else error))
+        return
+    if said:
+        history.append((question, "".join(said).strip()))
+
+
+def print_answer(
+    pieces: AnswerIterator, said: list[str] | None = None, silent: bool = False
+) -> Answer:
+    """Print pieces on stdout as they come, and add them to ``said``."""
+    said = [] if said is None else said
+    try:
+        for piece in pieces:
+            said.append(piece)
+            if not silent:
+                typer.echo(piece, nl=False)
+    finally:
+        pieces.abandon()
+        if said and not silent:
+            typer.echo()
+    return pieces.answer
+
+
+def say_answer(answer: Answer, sources: bool) -> None:
+    """Print the sources, if they are wanted, and the figures on stderr."""
+    if sources:
+        say_sources(answer.sources)
+    say_metrics(answer.metrics)
+
+
 def _fields(answer: Answer) -> dict[str, Any]:
-    shown = ("source", "title", "chunk_id", "distance", "text")
+    shown = ("source", "title", "start", "end", "score", "distance", "chunk_id", "text")
     return {
         "answer": answer.text,
         "finish_reason": answer.finish_reason,
@@ -105,15 +228,27 @@ def _fields(answer: Answer) -> dict[str, Any]:
     }
 
 
+def say_sources(sources: Sequence[RetrievedChunk]) -> None:
+    """Print the file, place, score and beginning of each passage on stderr, the nearest first."""
+    for source in sorted(sources, key=lambda source: source.distance):
+        say(
+            "source",
+            f"{source.source}, characters {source.start} to {source.end}, score {source.score:.2f}: "
+            f"{shorten(source.text, PASSAGE_CHARS, placeholder=' …')}",
+        )
+
+
 def say_metrics(metrics: RequestMetrics) -> None:
     """Print one line of figures on stderr, then the decision of ``ratio=auto`` and the notes."""
     predicted = metrics.predicted_ttft_s
     expected = "" if predicted is None else f", {1e3 * predicted:,.0f} predicted"
+    opened = f" once the model was open ({metrics.opening_s:,.1f} s)"
+    opened *= metrics.opening_s >= WORTH_TELLING_S
     how = f", {metrics.policy} at ratio {metrics.ratio:.2f}" if metrics.policy else ""
     say(
         "metrics",
         f"first token after {1e3 * metrics.ttft_s:,.0f} ms{expected} "
-        f"(loading {1e3 * metrics.load_s:,.0f} ms), "
+        f"(loading {1e3 * metrics.load_s:,.0f} ms){opened}, "
         f"{metrics.prompt_tokens} prompt tokens: {metrics.reused_tokens} reused, "
         f"{metrics.recomputed_tokens} of them recomputed, {metrics.fresh_tokens} fresh; "
         f"mode {metrics.mode}{how}{_schedule(metrics)}",

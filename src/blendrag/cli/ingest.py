@@ -19,9 +19,12 @@ from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
+    from blendrag.text.readers import Patterns
 
 #: Size limit of ``--prefix-file``.
 MAX_PREFIX_BYTES = MIB
+#: Files named in a line about skipped ones.
+NAMED_FILES = 3
 
 Paths = Annotated[list[Path], typer.Argument(help="Files or directories.", show_default=False)]
 
@@ -38,6 +41,14 @@ def ingest(
     prefix_file: Annotated[
         Path | None,
         options.optional("Rendered prompt up to the first chunk; chunks are encoded after it."),
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        options.optional("Read only these files of directories, as in .gitignore; repeatable."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        options.optional("Leave these out, besides hidden files; repeatable: '*.log', 'old/'."),
     ] = None,
     embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
@@ -57,38 +68,55 @@ def ingest(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Precompute documents (text, Markdown, HTML, JSON lines). Safe to interrupt and to repeat."""
+    """Precompute documents: text of any kind, HTML, JSON lines, PDF and DOCX with blendrag[files].
+
+    Safe to interrupt and to repeat.
+    """
     begin(verbose, "nothing new was stored; repeat the command to go on")
-    _require_documents(paths)
+    from blendrag.text.readers import Patterns
+
+    patterns = Patterns(tuple(include or ()), tuple(exclude or ()))
+    _require_documents(paths, patterns)
     prefix = None
     if prefix_file is not None:
         content = "the rendered prompt up to the first chunk"
         prefix = options.read_text("--prefix-file", prefix_file, MAX_PREFIX_BYTES, content)
     how = {"prefix_text": prefix, "read_only": dry_run}
     with options.engine_for(context, for_ingest=True, **how) as engine:
-        return _dry_run(engine, paths, json) if dry_run else _ingest(engine, paths, prune, json)
+        if dry_run:
+            return _dry_run(engine, paths, patterns, json)
+        return _ingest(engine, paths, patterns, prune, json)
 
 
-def _require_documents(paths: list[Path]) -> None:
+def _require_documents(paths: list[Path], patterns: Patterns) -> None:
     """Refuse missing paths and an empty corpus before the model is loaded."""
-    from blendrag.text.readers import SUPPORTED_SUFFIXES, scan_inputs
+    from blendrag.text.readers import scan_inputs
 
-    found = scan_inputs(paths)
+    found = scan_inputs(paths, patterns)
     if not found.files:
-        skipped = f" ({len(found.unsupported)} of other kinds skipped)" * bool(found.unsupported)
+        skipped = "; ".join(f"{len(files)} skipped: {why}" for why, files in found.skipped.items())
         raise InvalidInputError(
-            f"there is no document in {', '.join(map(str, paths))}{skipped}; "
-            f"expected files ending in {', '.join(SUPPORTED_SUFFIXES)}"
+            f"there is no document in {', '.join(map(str, paths))}{f' ({skipped})' if skipped else ''}; "
+            "expected files of text that the patterns do not leave out"
         )
 
 
-def _ingest(engine: BlendEngine, paths: list[Path], prune: bool, json: bool) -> int:
+def _say_skipped(skipped: dict[str, list[str]]) -> None:
+    """One line for each reason; ``--json`` has all names."""
+    for why, files in skipped.items():
+        more = ", …" * (len(files) > NAMED_FILES)
+        names = ", ".join(files[:NAMED_FILES])
+        say("skipped", f"{count(len(files), 'file')}, {why}: {names}{more}")
+
+
+def _ingest(
+    engine: BlendEngine, paths: list[Path], patterns: Patterns, prune: bool, json: bool
+) -> int:
     interrupt.expect("what was stored is kept; repeat the command to go on", grace_s=10.0)
     with IngestProgress() as progress:
-        report = engine.ingest(paths, progress, prune)
+        report = engine.ingest(paths, progress, prune, patterns)
         progress.name_failures(report.failures)
-    for skipped in report.skipped:
-        say("skipped", skipped)
+    _say_skipped(report.skipped)
     if report.gone and not prune:
         gone = f"{count(len(report.gone), 'document')}, such as {_shown(report.gone[0])}"
         say("note", f"the files of {gone}, are gone; add --prune to remove the documents too")
@@ -111,13 +139,12 @@ def _ingest(engine: BlendEngine, paths: list[Path], prune: bool, json: bool) -> 
     return FAILED if report.stopped or report.failed else DONE
 
 
-def _dry_run(engine: BlendEngine, paths: list[Path], json: bool) -> int:
+def _dry_run(engine: BlendEngine, paths: list[Path], patterns: Patterns, json: bool) -> int:
     interrupt.expect("nothing was written")
-    plan = engine.dry_run(paths)
+    plan = engine.dry_run(paths, patterns)
     for failure in plan.failures:
         say("failed", failure)
-    for skipped in plan.skipped:
-        say("skipped", skipped)
+    _say_skipped(plan.skipped)
     show(
         json,
         plan,

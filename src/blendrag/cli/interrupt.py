@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 STATUS = 130
@@ -31,6 +31,18 @@ def install() -> None:
     """Handle SIGINT, unless the parent process ignores it (``nohup``, ``&``)."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _handle)
+
+
+@contextmanager
+def left_to_caller() -> Iterator[None]:
+    """Ctrl-C raises ``KeyboardInterrupt`` each time and ends nothing."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def expect(sentence: str, grace_s: float = GRACE_S) -> None:

@@ -58,6 +58,7 @@ _QUIET = {
 }
 _NOISY_LOGGERS = (
     "transformers", "sentence_transformers", "huggingface_hub", "peft", "torch", "faiss",
+    "pypdf",
     "torchao", "torch.utils._pytree",  # torchao 0.18 warns at every import about GPU kernels and enums
 )  # fmt: skip
 

@@ -149,6 +149,11 @@ AutoRatio = Annotated[
 ]
 MinRatio = Annotated[float | None, number("Lowest ratio that --ratio auto may choose.", 0, 1)]
 TopK = Annotated[int | None, number("Chunks in a prompt.", 1, kind=int)]
+MaxNewTokens = Annotated[int | None, number("Longest answer.", 1, kind=int)]
+Temperature = Annotated[float | None, number("0 decodes greedily.", 0)]
+Sources = Annotated[
+    bool, typer.Option("--sources/--no-sources", help="Show the passages that were read.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show library logs.")]
 

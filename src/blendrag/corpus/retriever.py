@@ -29,6 +29,11 @@ class RetrievedChunk:
     distance: float
     metadata: Mapping[str, MetadataValue]
 
+    @property
+    def score(self) -> float:
+        """Cosine similarity to the question, in [-1, 1]: larger is nearer."""
+        return 1 - self.distance**2 / 2
+
 
 class Retriever:
     def __init__(self, corpus: Corpus, embedder: Embedder) -> None:

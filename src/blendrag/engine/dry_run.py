@@ -15,7 +15,7 @@ from blendrag.fusor import gate, verdicts
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import chunk_key
 from blendrag.text.chunking import Chunk
-from blendrag.text.readers import digest_of
+from blendrag.text.readers import ALL, Patterns, digest_of
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,12 @@ class DryRun:
     """Opening the model, the gate if it did not run before, computing KV, embedding."""
     failed: int
     failures: list[str]
-    skipped: list[str]
+    skipped: dict[str, list[str]]
 
 
-def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
+def dry_run(
+    resources: Resources, worker: Worker, inputs: Inputs, patterns: Patterns = ALL
+) -> DryRun:
     """See :meth:`BlendEngine.dry_run`."""
     corpus, chunker = resources.corpus, resources.chunker()
     if corpus is not None and corpus.has_manifest:
@@ -41,7 +43,7 @@ def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
     report, unchanged = IngestReport(), 0
     chunks: dict[str, Chunk] = {}
     unembedded: dict[str, Chunk] = {}
-    for document, _ in documents_of(inputs, report):
+    for document, _ in documents_of(inputs, report, patterns):
         known = corpus and corpus.unchanged(document.source, digest_of(document))
         of_document = known or chunker.split(document.text)
         unchanged += bool(known)

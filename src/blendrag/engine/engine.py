@@ -52,7 +52,14 @@ from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.library import Library
 from blendrag.engine.planner import KVAccess, Planner, check_fits, checked
 from blendrag.engine.profiling import ProfileReport
-from blendrag.engine.rendering import Rendered, prompt_over, recognise, refuse_silence, render
+from blendrag.engine.rendering import (
+    NEXT_QUESTION,
+    Rendered,
+    prompt_over,
+    recognise,
+    refuse_silence,
+    render,
+)
 from blendrag.engine.request import (
     Answer,
     OptionFields,
@@ -77,6 +84,7 @@ from blendrag.planning.plan import Plan, Reason, ReasonCode
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
 from blendrag.text.prompt import SegmentedPrompt, segment_prompt
+from blendrag.text.readers import ALL, Patterns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -275,17 +283,19 @@ class BlendEngine:
         question: str,
         top_k: int | None = None,
         options: Options | None = None,
+        *,
+        history: Sequence[tuple[str, str]] = (),
         **given: Unpack[OptionFields],
     ) -> Answer:
         """Retrieve the nearest chunks and answer over them; the answer names its sources.
 
-        Options of the request are keywords, or ``options``.
+        ``history``: earlier questions and answers of the conversation, the oldest first. Chunks are retrieved
+        for the question and the one before it. Options of the request are keywords, or ``options``.
         """
         options = with_keywords(options, given)
         with tracing.span("ask"):
-            chunks = self.retrieve(question, top_k)
-            answer = self.generate(prompt_over(question, [c.text for c in chunks]), options)
-        return replace(answer, sources=tuple(chunks))
+            chunks, prompt, options = self._asked(question, top_k, history, options)
+            return replace(self.generate(prompt, options), sources=chunks)
 
     @takes_options
     def ask_stream(
@@ -293,15 +303,38 @@ class BlendEngine:
         question: str,
         top_k: int | None = None,
         options: Options | None = None,
+        *,
+        history: Sequence[tuple[str, str]] = (),
         **given: Unpack[OptionFields],
     ) -> AnswerIterator:
         """:meth:`ask`, piece by piece."""
         options = with_keywords(options, given)
         with tracing.span("ask"):  # ends before the answer does
-            chunks = self.retrieve(question, top_k)
-            pieces = self.stream(prompt_over(question, [c.text for c in chunks]), options)
-        pieces.sources = tuple(chunks)
+            chunks, prompt, options = self._asked(question, top_k, history, options)
+            pieces = self.stream(prompt, options)
+        pieces.sources = chunks
         return pieces
+
+    def _asked(
+        self,
+        question: str,
+        top_k: int | None,
+        history: Sequence[tuple[str, str]],
+        options: Options,
+    ) -> tuple[tuple[RetrievedChunk, ...], RagPrompt, Options]:
+        """Chunks and prompt of :meth:`ask`, and the options, with a stop string for models that go on."""
+        about = (
+            f"{history[-1][0]}\n{question}" if history and isinstance(question, str) else question
+        )
+        chunks, tokens = tuple(self.retrieve(about, top_k)), self.resources.tokens
+        texts = [chunk.text for chunk in chunks]
+        sources = [chunk.source for chunk in chunks] if tokens.names_sources else None
+        options = replace(options, stop=(*options.stop, NEXT_QUESTION))
+        if not (options.apply_chat_template and tokens.has_template):
+            return chunks, prompt_over(question, texts, sources, history), options
+        said = ((("user", asked), ("assistant", answer)) for asked, answer in history)
+        messages = tuple({"role": role, "content": text} for turn in said for role, text in turn)
+        return chunks, replace(prompt_over(question, texts, sources), history=messages), options
 
     def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
         """The ``top_k`` chunks nearest to ``question`` by L2, in reading order."""
@@ -326,7 +359,9 @@ class BlendEngine:
         """Render, recognise chunks and tokenise, in the caller's thread. Nothing is computed."""
         if options.timeout_s is not None and time.perf_counter() - asked_at > options.timeout_s:
             raise RequestTimeout(options.timeout_s)  # earlier prompts took all the time
+        began = time.perf_counter()
         s, tokens = self.settings, self.resources.tokens
+        opening_s = time.perf_counter() - began
         policy = options.policy or s.policy
         make_policy(policy)  # fail before any work
         schedule = Schedule.parse(options.schedule or s.schedule)
@@ -355,6 +390,7 @@ class BlendEngine:
             asked_at=asked_at,
             source_of=source_of,
             notes=notes,
+            opening_s=opening_s,
         )
 
     def _segments(
@@ -430,12 +466,17 @@ class BlendEngine:
         verification, the request starts again without that chunk.
         """
         request, stream = batch.entries[number]
+        began = time.perf_counter()
         adapter = self.resources.adapter
+        stream.opening_s = request.opening_s + time.perf_counter() - began
         # forwards that may blend run uncompiled
         compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
         with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
+            if request.mode != "full" and request.prompt.chunks:
+                stream.opening_s += self._planner.open()
             ahead = batch.take(number)
             request = checked(request, adapter)
+            request = replace(request, asked_at=request.asked_at + stream.opening_s)
             access: KVAccess | None = None
             generation = Generation(adapter, lambda: self.resources.fusor, request, stream)
             plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)
@@ -511,15 +552,20 @@ class BlendEngine:
     # -- the corpus -----------------------------------------------------------------------------
 
     def ingest(
-        self, inputs: Inputs, watch: Watch | None = None, prune: bool = False
+        self,
+        inputs: Inputs,
+        watch: Watch | None = None,
+        prune: bool = False,
+        patterns: Patterns = ALL,
     ) -> IngestReport:
         """Precompute files, directories or :class:`Document` objects. Safe to interrupt and to repeat.
 
-        ``prune`` removes documents whose file no longer exists in the given directories.
+        ``prune`` removes documents whose file no longer exists in the given directories. ``patterns`` choose
+        files of directories, for example ``Patterns(include=("*.md",))``.
         Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused, after the texts were
         stored without it, for mode ``full``.
         """
-        return ingesting.ingest(self.resources, self._worker, inputs, watch, prune)
+        return ingesting.ingest(self.resources, self._worker, inputs, watch, prune, patterns)
 
     def remove(self, paths: Sequence[Path | str]) -> int:
         """Remove documents by path or directory, in any spelling: texts, vectors and KV. Returns how many.
@@ -528,9 +574,9 @@ class BlendEngine:
         """
         return ingesting.remove(self.resources, paths)
 
-    def dry_run(self, inputs: Inputs) -> DryRun:
+    def dry_run(self, inputs: Inputs, patterns: Patterns = ALL) -> DryRun:
         """What :meth:`ingest` would do: chunks, bytes, and seconds estimated from timed samples."""
-        return dry_run(self.resources, self._worker, inputs)
+        return dry_run(self.resources, self._worker, inputs, patterns)
 
     # -- the rest -------------------------------------------------------------------------------
 
@@ -538,6 +584,11 @@ class BlendEngine:
     def adapter(self) -> ModelAdapter:
         """The loaded model; loads it."""
         return self.resources.adapter
+
+    def open(self) -> None:
+        """Load the model and check that stored KV is its own, which the first request does otherwise."""
+        _ = self.resources.adapter
+        self._worker.run(self._planner.open)
 
     def verify(self) -> Verification:
         """The correctness gate for the loaded model, remembered in the store."""

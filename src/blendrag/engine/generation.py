@@ -193,6 +193,7 @@ class Generation:
             predicted_compute_s=predicted.compute_s if predicted else None,
             decision=plan.decision if plan.forecast is not None else "",
             batch_size=batch_size,
+            opening_s=stream.opening_s,
         )
 
 

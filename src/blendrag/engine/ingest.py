@@ -31,7 +31,7 @@ from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.text.chunking import Chunk
-from blendrag.text.readers import Document, digest_of, read_documents, scan_inputs
+from blendrag.text.readers import ALL, Document, Patterns, digest_of, read_documents, scan_inputs
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ class IngestReport:
     bytes: int = 0
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+    """Files of directories that were not read, by reason."""
     gone: list[str] = field(default_factory=list)
     """Documents of the given paths whose file or record no longer exists, or that were ``pruned``."""
     pruned: int = 0
@@ -91,6 +92,7 @@ def ingest(
     inputs: Inputs,
     watch: Watch | None = None,
     prune: bool = False,
+    patterns: Patterns = ALL,
 ) -> IngestReport:
     """See :meth:`BlendEngine.ingest`."""
     corpus = resources.create_corpus()
@@ -98,7 +100,7 @@ def ingest(
 
     def run() -> IngestReport:
         try:
-            return IngestRun(resources, worker, corpus, watch).run(listed, prune)
+            return IngestRun(resources, worker, corpus, watch).run(listed, prune, patterns)
         except IdentityChangedError:
             corpus.require_begun()  # another process began this corpus in another encoding
             raise
@@ -130,12 +132,12 @@ class IngestRun:
         for source in corpus.file_sources():
             self._known.setdefault(resolved(source), []).append(source)
 
-    def run(self, inputs: Inputs, prune: bool = False) -> IngestReport:
+    def run(self, inputs: Inputs, prune: bool = False, patterns: Patterns = ALL) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
         report, seen, read = self._report, set(), set[str]()
         try:
             with self._writer.pinned():
-                for document, size_bytes in documents_of(inputs, report, read):
+                for document, size_bytes in documents_of(inputs, report, patterns, read):
                     seen.add(resolved(document.source))
                     self._ingest(document, size_bytes)
             self._find_gone(inputs, seen, read, prune)
@@ -285,7 +287,10 @@ def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
 
 
 def documents_of(
-    inputs: Inputs, report: IngestReport, read: set[str] | None = None
+    inputs: Inputs,
+    report: IngestReport,
+    patterns: Patterns = ALL,
+    read: set[str] | None = None,
 ) -> Iterator[tuple[Document, float]]:
     """Given documents and those of given paths, whose sources are their resolved paths.
 
@@ -294,8 +299,9 @@ def documents_of(
     """
     given: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     yield from ((each, 0.0) for each in given if isinstance(each, Document))
-    found = scan_inputs([Path(each) for each in given if not isinstance(each, Document)])
-    report.skipped += [f"{path}: unsupported suffix {path.suffix!r}" for path in found.unsupported]
+    paths = [Path(each) for each in given if not isinstance(each, Document)]
+    found = scan_inputs(paths, patterns)
+    report.skipped = found.skipped
     files = {os.path.realpath(path): path for path in reversed(found.files)}
     sizes = {name: _size(path) for name, path in files.items()}
     report.total_bytes += sum(sizes.values())

@@ -114,8 +114,22 @@ class Planner:
         self._resources = resources
         self._settings = settings
         self._background = background
+        self._is_open = False
         self._told: set[str] = set()
         """Namespaces for which :data:`OLD_CALIBRATION` was given."""
+
+    def open(self) -> float:
+        """Identify the model, check that stored KV is what it computes, prepare blending; once. Returns the
+        seconds."""
+        if self._is_open:
+            return 0.0
+        began = time.perf_counter()
+        resources = self._resources
+        if resources.adapter.refusal is None:  # else planning reports it
+            resources.kv_validity.is_valid(resources.kv_validity.namespace)
+            _ = resources.fusor
+        self._is_open = True
+        return time.perf_counter() - began
 
     def access(self, request: Request, check: Callable[[], None] | None) -> KVAccess:
         """May ``request`` use stored KV, and with which policy, profile and controller?

@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 from blendrag.corpus.corpus import Corpus
@@ -30,6 +31,10 @@ from blendrag.text.matches import Match, common_prefix
 
 LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"
+#: Before the question, not in the head: small models follow what is near the answer, and KV stays exact.
+UNKNOWN = "If the answer is not in the context, say that you do not know.\n\n"
+#: Where base models and small ones begin to ask themselves.
+NEXT_QUESTION = "\nQuestion:"
 
 Span = tuple[int, int]
 Change = Callable[[int, str], str]
@@ -72,18 +77,34 @@ class Rendered:
     notes: tuple[str, ...] = ()
 
 
-def prompt_over(question: str, texts: Sequence[str]) -> RagPrompt:
-    """blendrag's RAG prompt over the texts of chunks."""
+def prompt_over(
+    question: str,
+    texts: Sequence[str],
+    sources: Sequence[str] | None = None,
+    answered: Sequence[tuple[str, str]] = (),
+) -> RagPrompt:
+    """blendrag's RAG prompt over the texts of chunks.
+
+    With ``sources``, one per text, the name of a document follows its chunks, and the model is told what to
+    do if they do not contain the answer. All of this follows the first chunk, which stays an exact match.
+    ``answered``: earlier questions and answers, for models without a chat template.
+    """
     question = question.strip()
     if not question:
         raise InvalidInputError("the question is empty; ask something")
-    matches, at = [], len(LEADING)
-    for text in texts:
+    names = [PurePath(source).name for source in sources or ()]
+    matches, asked = [], LEADING
+    for number, text in enumerate(texts):
         chunk = canonical(text)
-        start = at + text.index(chunk)
+        start = len(asked) + text.index(chunk)
         matches.append(Match(chunk_id_of(chunk), start, start + len(chunk), complete=True))
-        at += len(text) + len(SEPARATOR)
-    asked = f"{LEADING}{SEPARATOR.join(texts)}{SEPARATOR}Question: {question}"
+        asked += text
+        if names and names[number : number + 1] != names[number + 1 : number + 2]:
+            asked += f"\n[{names[number]}]"
+        asked += SEPARATOR
+    asked += UNKNOWN if names else ""
+    asked += "".join(f"Question: {q}\nAnswer: {a}{SEPARATOR}" for q, a in answered)
+    asked += f"Question: {question}"
     end = len(asked)
     return RagPrompt(f"{asked}\nAnswer:", tuple(matches), (end - len(question), end))
 
@@ -110,7 +131,8 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
         check_unicode(text, "the prompt")
         if not (options.apply_chat_template and tokens.has_template):
             return _raw(prompt, text, tokens, options)
-        messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": text}]
+        history = prompt.history if isinstance(prompt, RagPrompt) else ()
+        messages: Sequence[Mapping[str, Any]] = [*history, {"role": "user", "content": text}]
     elif isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt):
         messages = [_flattened(message) for message in prompt if isinstance(message, Mapping)]
     else:

@@ -24,12 +24,14 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RagPrompt:
-    """One user message with known chunks and question; nothing needs to be recognised."""
+    """A user message with known chunks and question; nothing needs to be recognised."""
 
     text: str
     chunks: tuple[Match, ...]
     """Ascending, disjoint, in characters of ``text``."""
     question: tuple[int, int]
+    history: tuple[Message, ...] = ()
+    """Messages before this one."""
 
 
 Prompt = str | Sequence[Message] | RagPrompt
@@ -251,6 +253,8 @@ class Request:
     notes: tuple[str, ...] = ()
     is_auto: bool = False
     """Whether the loading controller chooses the ratio."""
+    opening_s: float = 0.0
+    """Seconds of opening the tokenizer for this request."""
     sequences: int = 1
     """Sequences that ``generate`` runs: beams or returned sequences."""
     trace_context: Any = field(default_factory=tracing.current, repr=False, compare=False)

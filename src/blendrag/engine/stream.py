@@ -45,6 +45,8 @@ class AnswerStream:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wake: Callable[[], None] | None = None
         self.cancelled = False
+        self.opening_s = 0.0
+        """Seconds of opening the model; no part of ``ttft_s``."""
         self.ttft_s = 0.0
         self.stopped_by: str | None = None
         self.text = ""
@@ -84,11 +86,11 @@ class AnswerStream:
     def mark_first_token(self) -> None:
         """Record the time to first token; later calls change nothing."""
         if not self.ttft_s:
-            self.ttft_s = time.perf_counter() - self._started
+            self.ttft_s = time.perf_counter() - self._started - self.opening_s
 
     def first_token_at(self) -> float | None:
         """``time.perf_counter()`` of the first token; ``None`` before."""
-        return self._started + self.ttft_s if self.ttft_s else None
+        return self._started + self.opening_s + self.ttft_s if self.ttft_s else None
 
     def end(self) -> None:
         """Generation has ended: emit what was held back."""

@@ -167,6 +167,12 @@ class Tokens:
         return bool(self.template_text)
 
     @property
+    def names_sources(self) -> bool:
+        """Whether prompts name sources. Not those of the embedded model, which was trained on others: its
+        ``tokenizer_config.json`` says so."""
+        return bool(self.tokenizer.init_kwargs.get("blendrag_names_sources", True))
+
+    @property
     def template_text(self) -> str:
         """The source of the chat template, or of all of them."""
         template = getattr(self.tokenizer, "chat_template", None) or ""

@@ -1,22 +1,28 @@
-"""Read files into documents: plain text, Markdown, HTML and JSON lines.
+"""Read files into documents: text of any kind, Markdown, HTML, JSON lines, PDF and DOCX.
 
-A file that cannot be read raises :class:`UnreadableDocumentError` with the reason, so that ingest can
-report it and continue.
+Text is known by its content, and its encoding is guessed if it is not UTF-8. A file that cannot be read
+raises :class:`UnreadableDocumentError` with the reason, so that ingest can report it and continue.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from charset_normalizer import from_bytes, is_binary
+from pathspec import GitIgnoreSpec
+
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
 from blendrag.store import regular_files
 from blendrag.store.identity import digest_fields
+from blendrag.text import office_files
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup
@@ -25,6 +31,16 @@ MetadataValue = str | int | float | bool
 
 #: Size limit of a document's file.
 MAX_DOCUMENT_BYTES = 1024 * regular_files.MIB
+#: Tell whether a file is text.
+BEGINNING_BYTES = 64 * 1024
+
+#: Encodings that are guessed: with NUL bytes, and without.
+_WIDE = ["utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be"]
+_NARROW = [
+    "cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1255", "cp1256", "cp1257", "iso8859_2", "koi8_r",
+    "cp932", "euc_jp", "gb18030", "big5", "cp949",
+]  # fmt: skip
+_HTML = re.compile(r"\s*<(!doctype html|html)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -49,24 +65,40 @@ def digest_of(document: Document) -> str:
 
 # -- which files ------------------------------------------------------------------------------------
 
+#: Left out of directories, as git ignores them; a directory that is named is searched.
+EXCLUDED = (".*", "__pycache__", "node_modules")
+
 
 class Inputs(NamedTuple):
     """The files found in a list of paths, each once."""
 
     files: list[Path]
-    unsupported: list[Path]
-    """Files found in a directory that no reader supports. They are reported, not read."""
+    skipped: dict[str, list[str]]
+    """Files of directories that are not read, by reason."""
 
 
-def scan_inputs(paths: Sequence[Path]) -> Inputs:
-    """The files named, and the supported files below the directories named (recursive, sorted).
+class Patterns(NamedTuple):
+    """Which files of directories are read, as in ``.gitignore``, relative to each directory."""
 
-    Skips hidden files, hidden directories and KV stores, and does not follow links to directories. A
-    file named explicitly is always returned: reading it then reports why it cannot be read. Raises
-    :class:`InvalidInputError` for a path that does not exist or a directory that cannot be listed.
+    include: tuple[str, ...] = ()
+    """Only these; empty: all."""
+    exclude: tuple[str, ...] = ()
+    """Not these, nor :data:`EXCLUDED`."""
+
+
+ALL = Patterns()
+
+
+def scan_inputs(paths: Sequence[Path], patterns: Patterns = ALL) -> Inputs:
+    """The files named, and the documents below the directories named (recursive, sorted).
+
+    Skips KV stores, and does not follow links to directories. A file named explicitly is always returned:
+    reading it then reports why it cannot be read. Raises :class:`InvalidInputError` for a path that does not
+    exist, a directory that cannot be listed, and a bad pattern.
     """
+    include, exclude = _compiled(patterns.include), _compiled((*EXCLUDED, *patterns.exclude))
     files: dict[Path, None] = {}
-    unsupported: dict[Path, None] = {}
+    skipped: dict[Path, str] = {}
     for path in map(Path, paths):
         try:
             is_directory, exists = path.is_dir(), path.exists() or path.is_symlink()
@@ -76,18 +108,34 @@ def scan_inputs(paths: Sequence[Path]) -> Inputs:
                 "the directories above it, or leave it out"
             ) from exc
         if is_directory:
-            for found in _files_below(path):
-                (files if found.suffix.lower() in SUPPORTED_SUFFIXES else unsupported)[found] = None
+            for found in _files_below(path, include, exclude):
+                if why := _why_skipped(found):
+                    skipped[found] = why
+                else:
+                    files[found] = None
         elif exists:
             files[path] = None
         else:
             raise InvalidInputError(
                 f"{path} does not exist, expected a file or a directory; check the spelling"
             )
-    return Inputs(list(files), [path for path in unsupported if path not in files])
+    by_reason: dict[str, list[str]] = {}
+    for path, why in skipped.items():
+        if path not in files:
+            by_reason.setdefault(why, []).append(str(path))
+    return Inputs(list(files), by_reason)
 
 
-def _files_below(directory: Path) -> Iterator[Path]:
+def _compiled(patterns: Sequence[str]) -> GitIgnoreSpec:
+    try:
+        return GitIgnoreSpec.from_lines(patterns)
+    except ValueError as exc:
+        raise InvalidInputError(
+            f"{', '.join(patterns)}: {exc}; expected patterns as in .gitignore, such as '*.md' or 'old/'"
+        ) from exc
+
+
+def _files_below(directory: Path, include: GitIgnoreSpec, exclude: GitIgnoreSpec) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise InvalidInputError(
             f"{error.filename} cannot be listed ({error.strerror}); "
@@ -95,10 +143,33 @@ def _files_below(directory: Path) -> Iterator[Path]:
         ) from error
 
     for folder, folders, names in os.walk(directory, onerror=refuse):
+        inside = Path(folder).relative_to(directory)
         folders[:] = sorted(
-            name for name in folders if not (name.startswith(".") or _is_store(Path(folder, name)))
+            name
+            for name in folders
+            if not (exclude.match_file(f"{inside / name}/") or _is_store(Path(folder, name)))
         )
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        for name in sorted(names):
+            path = inside / name
+            if not exclude.match_file(path) and (not len(include) or include.match_file(path)):
+                yield directory / path
+
+
+def _why_skipped(path: Path) -> str:
+    """Why a file in a directory is no document, or empty."""
+    if not path.is_file():
+        return "not a file"
+    try:
+        with os.fdopen(regular_files.open_regular(path, follow=True), "rb") as file:
+            beginning = file.read(BEGINNING_BYTES)
+    except OSError:
+        return ""  # reading it reports why
+    if not beginning.strip():
+        return "empty"
+    if kind := office_files.kind_of(path, beginning):
+        lacks = office_files.lacks_reader(kind)
+        return f"{kind}, which needs {office_files.INSTALL}" if lacks else ""
+    return "" if encoding_of(beginning) else "binary"
 
 
 def _is_store(directory: Path) -> bool:
@@ -117,42 +188,66 @@ def read_documents(path: Path) -> Iterator[Document]:
 
     Raises :class:`UnreadableDocumentError`; for JSON lines only after all good lines were yielded.
     """
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UnreadableDocumentError(
-            path,
-            f"suffix {path.suffix!r} is not supported, expected one of {', '.join(_READERS)}; "
-            "convert it to text first",
-        )
-    yield from reader(path, _read_text(path))
+    data = _read_bytes(path)
+    if kind := office_files.kind_of(path, data):
+        text, title = office_files.read(path, kind, data)
+        yield Document(path.as_posix(), _with_newlines(text), title or _stem_title(path))
+        return
+    text = _decoded(path, data)
+    is_html = _HTML.match(text)
+    reader = _READERS.get(path.suffix.lower(), _read_html if is_html else _read_plain)
+    yield from reader(path, text)
 
 
-def _read_text(path: Path) -> str:
-    """The file as text with ``\\n`` line ends."""
+def _read_bytes(path: Path) -> bytes:
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError as exc:
         shown = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
         raise UnreadableDocumentError(shown, "has a name that is not UTF-8; rename it") from exc
     try:
-        data = regular_files.read_bytes(path, MAX_DOCUMENT_BYTES, follow=True)
+        return regular_files.read_bytes(path, MAX_DOCUMENT_BYTES, follow=True)
     except OSError as exc:
         raise UnreadableDocumentError(
             path, f"cannot be read ({exc.strerror or exc}); check that it exists and is readable"
         ) from exc
-    if b"\0" in data:
-        raise UnreadableDocumentError(
-            path, "is binary (contains NUL bytes), expected UTF-8 text; convert it to text first"
-        )
+
+
+def _decoded(path: Path, data: bytes) -> str:
+    """The text with ``\\n`` line ends."""
+    encoding = encoding_of(data)
+    if encoding is None:
+        raise UnreadableDocumentError(path, "is binary, expected text; convert it to text first")
     try:
-        text = _with_newlines(data.decode("utf-8-sig"))
+        text = _with_newlines(data.decode(encoding))
     except UnicodeDecodeError as exc:
         raise UnreadableDocumentError(
-            path, f"is not UTF-8 (byte {exc.start}); convert it, for example with iconv"
+            path, f"is not {encoding} throughout (byte {exc.start}); convert it to UTF-8 with iconv"
         ) from exc
     if not text.strip():
         raise UnreadableDocumentError(path, "is empty, expected text; remove it or fill it")
     return text
+
+
+def encoding_of(data: bytes) -> str | None:
+    """The encoding of a text, or of its beginning; ``None`` for what is no text.
+
+    UTF-8 if it can be, else a guess. Windows-1252 wins a tie: short texts fit several encodings.
+    """
+    if b"\0" not in data:
+        with suppress(UnicodeDecodeError):
+            codecs.getincrementaldecoder("utf-8")().decode(data)
+            return "utf-8-sig"
+    elif is_binary(data[:BEGINNING_BYTES]):
+        return None
+    found = from_bytes(data, cp_isolation=_WIDE if b"\0" in data else _NARROW)
+    best = found.best()
+    if best is None:
+        return None
+    worth = (best.chaos, -best.coherence)
+    alike = [match for match in found if (match.chaos, -match.coherence) <= worth]
+    is_western = any("cp1252" in match.could_be_from_charset for match in alike)
+    return "cp1252" if is_western else best.encoding
 
 
 def _with_newlines(text: str) -> str:
@@ -276,10 +371,9 @@ def _jsonl_document(path: Path, number: int, line: str) -> Document:
     )
 
 
+#: Readers of marked-up text, by suffix; all other text is plain.
 _READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
-    ".txt": _read_plain,
     **dict.fromkeys((".md", ".markdown"), _read_markdown),
     **dict.fromkeys((".html", ".htm"), _read_html),
     ".jsonl": _read_jsonl,
 }
-SUPPORTED_SUFFIXES = tuple(_READERS)

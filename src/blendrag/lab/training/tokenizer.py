@@ -65,6 +65,7 @@ def train_tokenizer(seed: int = 0, n_contexts: int = 800) -> PreTrainedTokenizer
         extra_special_tokens=[USER, ASSISTANT, SYSTEM],
         model_max_length=4096,
         clean_up_tokenization_spaces=False,
+        blendrag_names_sources=False,
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

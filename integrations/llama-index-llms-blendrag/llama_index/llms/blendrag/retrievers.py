@@ -99,4 +99,4 @@ def node_with_score(chunk: RetrievedChunk) -> NodeWithScore:
         start=chunk.start,
         end=chunk.end,
     )
-    return NodeWithScore(node=node, score=1 - chunk.distance**2 / 2)
+    return NodeWithScore(node=node, score=chunk.score)

@@ -1,0 +1,74 @@
+"""``blendrag chat``: one process, many questions; Ctrl-C ends an answer, the end of stdin ends it all."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cli.commands import QUESTION, ask, invoke, refused, start
+from cli.test_interrupt import SLOW_DECODING
+
+MORE = ("--max-new-tokens", "4", "--top-k", "1")
+
+
+def test_questions_are_answered_one_after_another_with_their_sources(ingested: Path) -> None:
+    questions = f"{QUESTION}\n\n  \nAnd of document 1?\n"
+    result = invoke("chat", "--store", ingested, *MORE, stdin=questions)
+    assert result.exit_code == 0
+    first, second = result.stdout.splitlines()
+    assert first == ask(ingested, *MORE)["answer"]
+    assert second
+    kinds = [line.split(": ")[0] for line in result.stderr.splitlines()]
+    assert [kind for kind in kinds if kind != "progress"] == [
+        "note", "source", "metrics", "source", "metrics",
+    ]  # fmt: skip
+    assert "reused" in result.stderr
+    quiet = invoke("chat", "--store", ingested, *MORE, "--no-sources", stdin=questions)
+    assert "source: " not in quiet.stderr
+
+
+def test_a_bad_question_does_not_end_the_conversation(ingested: Path) -> None:
+    result = invoke("chat", "--store", ingested, *MORE, stdin=f"{'word ' * 1200}\n{QUESTION}\n")
+    assert result.exit_code == 0
+    assert "error: " in result.stderr
+    assert "retrieve fewer chunks (--top-k)" in result.stderr
+    assert result.stdout == f"{ask(ingested, *MORE)['answer']}\n"
+
+
+def test_a_long_conversation_forgets_its_beginning(ingested: Path) -> None:
+    """The model's context of 1024 tokens holds a few of these questions."""
+    long = f"{'Tell me of the windmill. ' * 12}{QUESTION}\n"
+    result = invoke("chat", "--store", ingested, *MORE, stdin=long * 8)
+    assert "error: " not in result.stderr
+    assert result.stderr.count("metrics: ") == 8
+
+
+def test_a_chat_without_documents_is_refused_before_the_first_question(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    assert "no corpus" in refused("chat", "--store", store, "--model", str(model_dir))
+    assert not store.exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(ingested: Path) -> None:
+    process = start(
+        "chat", "--store", str(ingested), "--max-new-tokens", "60", "--top-k", "1", "--no-sources",
+        before=SLOW_DECODING, stdin=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stdin.write(f"{QUESTION}\n")
+    process.stdin.flush()
+    next(line for line in process.stderr if line == "NOW\n")
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == "note: the answer was ended\n"
+    stdout, stderr = process.communicate(f"{QUESTION}\n", timeout=60)
+    assert process.returncode == 0
+    assert stderr.startswith("metrics: first token after ")
+    assert "Traceback" not in stderr
+    assert len(stdout.splitlines()) >= 1

@@ -1,0 +1,114 @@
+"""What ``ask`` sends: passages with their sources, what to do without an answer, where to stop."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import scripted
+import tiny
+from blendrag.demo import demo_model_path
+from blendrag.engine import BlendEngine
+from blendrag.engine.rendering import LEADING
+from blendrag.model.loading import load_tokens
+
+QUESTION = "Who built the ships near the town?"
+
+
+def asked(engine: BlendEngine) -> str:
+    """The prompt of the newest request."""
+    prompts: list[str] = engine.adapter.model.prompts
+    return prompts[-1]
+
+
+def test_a_prompt_names_its_sources_and_says_what_to_do_without_an_answer(tmp_path: Path) -> None:
+    with scripted.engine([], tmp_path / "store") as engine:
+        engine.ingest([tiny.document(i, paragraphs=2) for i in range(2)]).whole()
+        answer = engine.ask(QUESTION, top_k=4)
+        assert answer.metrics.chunks[0].outcome == "exact"
+        assert {chunk.outcome for chunk in answer.metrics.chunks} <= {"exact", "blended"}
+    head, *documents, rest = asked(engine).split("\n\n")
+    first, second = (source.source for source in (answer.sources[0], answer.sources[-1]))
+    assert first != second
+    # the name of a document follows its last passage
+    assert [text.split("\n")[1:] for text in documents if "[" in text] == [
+        [f"[{first}]"],
+        [f"[{second}]"],
+    ]
+    assert head.endswith(LEADING.strip())
+    assert "If the answer is not in the context, say that you do not know." in asked(engine)
+    assert rest.startswith(f"Question: {QUESTION}\nAnswer:")
+
+
+def test_the_embedded_model_keeps_the_prompt_that_it_was_trained_on() -> None:
+    assert not load_tokens(str(demo_model_path())).names_sources
+
+
+@pytest.mark.parametrize("template", [scripted.TEMPLATE, None])
+def test_an_answer_ends_before_the_model_asks_itself(tmp_path: Path, template: str | None) -> None:
+    said = "They did.\nQuestion: Who else?\nAnswer: Nobody."
+    with scripted.engine([], tmp_path / "store", said) as engine:
+        engine.resources.tokens.tokenizer.chat_template = template
+        engine.ingest([tiny.document(0)]).whole()
+        assert engine.ask(QUESTION, stop="Nobody").text == "They did."
+        assert engine.ask(QUESTION, stop="did").text == "They "
+        assert "".join(engine.ask_stream(QUESTION)) == "They did."
+
+
+def test_opening_the_model_is_no_part_of_the_time_to_first_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.5)
+        return tiny.adapter(tiny.llama())
+
+    monkeypatch.setattr("blendrag.engine.resources.load_adapter", slowly)
+    monkeypatch.setattr(
+        "blendrag.engine.resources.load_tokens", lambda *_: tiny.adapter(tiny.llama()).tokens
+    )
+    with tiny.engine("some/model", tmp_path / "store") as engine:
+        began = time.perf_counter()
+        first = engine.generate("What?", max_new_tokens=1).metrics
+        waited_s = time.perf_counter() - began
+        second = engine.generate("What?", max_new_tokens=1).metrics
+    assert first.opening_s >= 0.5
+    assert first.total_s + first.opening_s <= waited_s
+    assert 0 < first.ttft_s <= first.total_s
+    assert second.opening_s < 0.5
+
+
+# -- conversations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [scripted.TEMPLATE, None])
+def test_a_question_is_asked_in_the_light_of_those_before(
+    tmp_path: Path, template: str | None
+) -> None:
+    with scripted.engine([], tmp_path / "store") as engine:
+        engine.resources.tokens.tokenizer.chat_template = template
+        engine.ingest([tiny.document(i, paragraphs=2) for i in range(8)]).whole()
+        about = "What did Paragraph 501 tell of Place3507?"
+        alone = engine.ask("And when?", top_k=1)
+        answer = engine.ask("And when?", top_k=1, history=[(about, "Of 15531 ships.")])
+        assert (
+            [chunk.source for chunk in answer.sources] == ["doc5.txt"] != [alone.sources[0].source]
+        )
+        assert answer.metrics.reused_tokens > 0
+        prompt = asked(engine)
+    told, said, now = (
+        prompt.index(text) for text in (about, "Of 15531 ships.", "Question: And when?")
+    )
+    assert told < said < now
+    passage = prompt.index(answer.sources[0].text)
+    assert said < passage < now if template else passage < told
+
+
+def test_an_empty_question_in_a_conversation_is_refused(tmp_path: Path) -> None:
+    with scripted.engine([], tmp_path / "store") as engine:
+        engine.ingest([tiny.document(0)]).whole()
+        for bad in (" ", 5):
+            with tiny.refuses("^the question "):
+                engine.ask(bad, history=[("Who?", "They.")])  # type: ignore[arg-type]
