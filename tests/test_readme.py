@@ -65,7 +65,8 @@ def run_in_shell(line):
         assert extras <= set(project["optional-dependencies"]), line
     else:
         assert program == "blendrag", line
-        result = invoke(*arguments)
+        asked = "Which sport does Anna Bell enjoy?\n" * (arguments[0] == "chat")
+        result = invoke(*arguments, stdin=asked)
         assert result.exit_code == 0, (line, result.stderr)
         assert result.stdout.strip(), line
 
