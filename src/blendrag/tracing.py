@@ -51,11 +51,12 @@ def span(
 
     ``parent``: a :func:`current` context. ``began``: ``time.perf_counter()``; default: now.
     """
-    if _trace is None:
+    tracer = _tracer()
+    if tracer is None:
         yield _ignored
         return
     start = None if began is None else _epoch_ns(began)
-    made = _tracer().start_span(name, parent, start_time=start)
+    made = tracer.start_span(name, parent, start_time=start)
     add = _adds_to(made)
     add(attributes)
     try:
@@ -74,11 +75,12 @@ def generation(first_token: Callable[[], float | None]) -> Iterator[tuple[Add, A
 
     ``first_token``: ``time.perf_counter()`` of it, ``None`` before.
     """
-    if _trace is None:
+    tracer = _tracer()
+    if tracer is None:
         yield _ignored, _ignored
         return
     later: list[Attributes] = []
-    prefill = failed = _tracer().start_span("prefill")
+    prefill = failed = tracer.start_span("prefill")
     error: BaseException | None = None
     try:
         with _trace.use_span(prefill, record_exception=False, set_status_on_exception=False):
@@ -91,7 +93,7 @@ def generation(first_token: Callable[[], float | None]) -> Iterator[tuple[Add, A
         if at is not None:
             first_ns = _epoch_ns(at)
             prefill.end(first_ns)
-            failed = _tracer().start_span("decode", start_time=first_ns)
+            failed = tracer.start_span("decode", start_time=first_ns)
             for attributes in later:
                 _adds_to(failed)(attributes)
         if error is not None:
@@ -100,6 +102,9 @@ def generation(first_token: Callable[[], float | None]) -> Iterator[tuple[Add, A
 
 
 def _tracer() -> Any:
+    """``None`` if nothing records: no package, or no provider was set."""
+    if _trace is None or isinstance(_trace.get_tracer_provider(), _trace.ProxyTracerProvider):
+        return None
     return _trace.get_tracer("blendrag")
 
 

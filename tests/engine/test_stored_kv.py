@@ -14,7 +14,7 @@ import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options, kv_validity
-from blendrag.engine.kv_validity import _alike, _encoded
+from blendrag.engine.kv_validity import PROBE_TOLERANCE, _alike, _encoded
 from blendrag.fusor import gate
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.encodings.int8 import Int8
@@ -183,16 +183,17 @@ def test_a_probe_of_other_kv_is_noticed_despite_large_key_biases(encoding):
     adapter = tiny.adapter(tiny.large_biases().to(torch.bfloat16))
     kv = adapter.encode((0,), list(range(3, 35)))
     kv = replace(kv, layout=kv.layout.encoded(encoding))
-    assert _alike(kv, stored(kv))
+    tolerance = PROBE_TOLERANCE["bfloat16"]
+    assert _alike(kv, stored(kv), tolerance)
     noise = torch.Generator().manual_seed(1)
     rounded = [
         (layer + 0.02 * torch.randn(layer.shape, generator=noise)).to(layer.dtype)
         for layer in kv.layers
     ]
-    assert _alike(kv, stored(replace(kv, layers=rounded))), "another kernel's rounding"
+    assert _alike(kv, stored(replace(kv, layers=rounded)), tolerance), "another kernel's rounding"
     for name, wrong in WRONG.items():
         layers = [wrong(kv.layers[0]), *kv.layers[1:]]
-        assert not _alike(kv, stored(replace(kv, layers=layers))), name
+        assert not _alike(kv, stored(replace(kv, layers=layers)), tolerance), name
 
 
 @pytest.mark.usefixtures("empty_cache")

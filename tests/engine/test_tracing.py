@@ -23,11 +23,16 @@ QUESTION = "What did the company of Place0 build?"
 
 @pytest.fixture
 def exported(monkeypatch):
-    """A function that returns the spans so far: by name, the last of each."""
+    """The exporter of all spans of this test."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
-    return lambda: {span.name.split()[0]: span for span in exporter.get_finished_spans()}
+    return exporter
+
+
+def last_spans(exporter):
+    """By the first word of their name."""
+    return {span.name.split()[0]: span for span in exporter.get_finished_spans()}
 
 
 def parents(spans):
@@ -38,7 +43,7 @@ def parents(spans):
 def test_a_question_is_a_tree_of_spans_with_token_counts(engine, exported):
     with trace.get_tracer("app").start_as_current_span("app"):
         answer = engine.ask(QUESTION, max_new_tokens=3, temperature=0.5, seed=7, stop="END")
-    spans, m = exported(), answer.metrics
+    spans, m = last_spans(exported), answer.metrics
     assert parents(spans) == {
         "app": None, "ask": "app", "retrieval": "ask", "chat": "ask", "plan": "chat",
         "prefill": "chat", "load": "prefill", "decode": "chat",
@@ -76,10 +81,26 @@ def test_a_question_is_a_tree_of_spans_with_token_counts(engine, exported):
     assert QUESTION not in str([span.to_json() for span in spans.values()])
 
 
+def test_a_search_of_a_vector_store_is_a_retrieval(engine, exported):
+    engine.library.search(QUESTION, 3)
+    attributes = last_spans(exported)["retrieval"].attributes
+    assert attributes["gen_ai.retrieval.top_k"] == 3
+    assert attributes["gen_ai.data_source.id"] == str(engine.resources.root)
+
+
+def test_prompts_of_a_batch_share_the_span_of_their_prefill(engine, exported):
+    answers = engine.batch([tiny.prompt(engine, i) for i in (0, 1)], mode="reuse", max_new_tokens=1)
+    assert {answer.metrics.batch_size for answer in answers} == {2}
+    found = exported.get_finished_spans()
+    (load,) = {span.parent.span_id for span in found if span.name == "load"}
+    (shared,) = [span for span in found if span.context.span_id == load]
+    assert (shared.name, shared.attributes["blendrag.batch_size"]) == ("prefill", 2)
+
+
 async def test_an_awaited_request_belongs_to_the_callers_span(engine, exported):
     with trace.get_tracer("app").start_as_current_span("app"):
         await engine.agenerate("hi", max_new_tokens=1, apply_chat_template=False)
-    spans = exported()
+    spans = last_spans(exported)
     assert parents(spans)["text_completion"] == "app"
     assert "load" not in spans
 
@@ -91,7 +112,7 @@ def test_errors_are_recorded_where_they_happen(engine, exported):
     hooked = engine.adapter.stack.layers[2].mlp.register_forward_hook(explode)
     with hooked, pytest.raises(ZeroDivisionError):
         engine.generate(tiny.prompt(engine, 0))
-    spans = exported()
+    spans = last_spans(exported)
     assert "decode" not in spans
     for name in ("chat", "prefill"):
         assert spans[name].attributes["error.type"] == "ZeroDivisionError"
@@ -100,10 +121,13 @@ def test_errors_are_recorded_where_they_happen(engine, exported):
     assert spans["plan"].status.is_unset
     with pytest.raises(InvalidInputError):
         engine.generate("")
-    assert exported()["chat"].attributes["error.type"] == "InvalidInputError"
+    assert last_spans(exported)["chat"].attributes["error.type"] == "InvalidInputError"
 
 
-def test_without_the_package_nothing_is_traced_and_requests_are_answered(engine, monkeypatch):
+def test_without_provider_or_package_nothing_is_traced_and_requests_are_answered(
+    engine, monkeypatch
+):
+    assert tracing._tracer() is None  # no provider was set
     monkeypatch.setattr(tracing, "_trace", None)
     monkeypatch.setattr(tracing, "_context", None)
     assert engine.ask(QUESTION, max_new_tokens=2).metrics.reused_tokens > 0

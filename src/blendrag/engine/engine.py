@@ -339,8 +339,7 @@ class BlendEngine:
     def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
         """The ``top_k`` chunks nearest to ``question`` by L2, in reading order."""
         k = self.settings.top_k if top_k is None else top_k
-        root = self.resources.root
-        with tracing.span(f"retrieval {root}", partial(spans.retrieval, root, k)):
+        with spans.retrieval(self.resources.root, k):
             return self.resources.retriever().retrieve(question, k)
 
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:

@@ -26,6 +26,7 @@ from blendrag.engine.kv_writer import (
     kv_keys,
     with_loaded_identity,
 )
+from blendrag.engine.request_spans import retrieval
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError, InvalidInputError, check_unicode
@@ -205,8 +206,9 @@ class Library:
             )
         if corpus is None or k < 1 or corpus.vectors.dim() is None:
             return []
-        vector = self.embed_query(query) if isinstance(query, str) else unit_vector(query)
-        return corpus.entries.nearest(vector, k, where)
+        with retrieval(self._resources.root, k):
+            vector = self.embed_query(query) if isinstance(query, str) else unit_vector(query)
+            return corpus.entries.nearest(vector, k, where)
 
     def has_kv(self, ids: Sequence[str]) -> dict[str, bool]:
         """Whether the KV of each entry's text is stored; without unknown ids."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from blendrag.engine.request import Answer, Options
 from blendrag.engine.resources import Resources
 from blendrag.metrics import RequestMetrics
 from blendrag.planning.plan import Plan
-from blendrag.tracing import PROVIDER
+from blendrag.tracing import PROVIDER, Add, span
 
 
 def operation(options: Options, resources: Resources) -> str:
@@ -50,13 +51,17 @@ def answered(answer: Answer, model: str) -> dict[str, Any]:
     }
 
 
-def retrieval(root: Path, top_k: int) -> dict[str, Any]:
-    return {
-        **PROVIDER,
-        "gen_ai.operation.name": "retrieval",
-        "gen_ai.data_source.id": str(root),
-        "gen_ai.retrieval.top_k": top_k,
-    }
+def retrieval(root: Path, top_k: int) -> AbstractContextManager[Add]:
+    """The span of a search in the store at ``root``."""
+    return span(
+        f"retrieval {root}",
+        lambda: {
+            **PROVIDER,
+            "gen_ai.operation.name": "retrieval",
+            "gen_ai.data_source.id": str(root),
+            "gen_ai.retrieval.top_k": top_k,
+        },
+    )
 
 
 def planned(plan: Plan) -> dict[str, Any]:
