@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tiny
+from blendrag.fusor import attention
 from blendrag.fusor.attention import decode_attention, fast_decoding
 from blendrag.model import ModelAdapter
 
 #: How far apart sums in another order may be.
 CLOSE = 2e-5
+#: Has code for ``sdpa`` by name, and adds masks to scores under any other.
+FALCON = ("FalconForCausalLM", "FalconConfig", {"multi_query": True})
+FAMILIES = {**tiny.FAMILIES, "falcon": FALCON}
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.FAMILIES if name != "gpt_oss"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
 def test_logits_of_every_family_are_those_of_stock_decoding(name: str) -> None:
     """Through prefill, decoding, and the windows of layers that have one; in a batch with padding, too."""
-    model = tiny.family(name, initializer_range=0.2, num_key_value_heads=2)
+    model = tiny.build(FAMILIES[name], initializer_range=0.2, num_key_value_heads=2)
     stack = ModelAdapter(model, tiny.tokenizer()).stack
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(4, 600, (2, 3 * tiny.WINDOW), generator=generator)
@@ -45,3 +52,29 @@ def test_what_differs_by_head_is_left_to_transformers(name: str) -> None:
     out, _ = decode_attention(module, query, key, key, **given)
     expected, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, key, **given)
     torch.testing.assert_close(out, expected)
+
+
+def test_heads_are_folded_in_this_thread_and_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(threading.current_thread().name)
+        return decode_attention(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "decode_attention", counted)
+    model = tiny.llama()
+    stack, ids = ModelAdapter(model, tiny.tokenizer()).stack, tiny.random_ids(6)
+
+    def forward() -> None:
+        model(input_ids=ids)
+
+    with fast_decoding(stack):
+        assert stack.config._attn_implementation == "sdpa"
+        owner = threading.Thread(target=forward, name="owner")
+        owner.start()
+        owner.join()
+        assert not calls
+        forward()
+        assert len(calls) == len(stack.layers)
+    forward()
+    assert len(calls) == len(stack.layers)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blendrag.fusor.rows import AnyRows, Rows
@@ -26,8 +26,6 @@ from blendrag.model.sharing import in_this_thread
 from blendrag.model.structure import DecoderStack
 
 NAME = "blendrag"
-#: Name of :func:`decode_attention`.
-DECODE_NAME = "blendrag_decode"
 #: The name of :func:`blend_attention` while :func:`serves` watches it.
 PROBE_NAME = "blendrag_probe"
 #: Keyword that carries the rows through the decoder layer to the attention function.
@@ -125,9 +123,8 @@ def decode_attention(
     has_more = dropout or any(kwargs.get(name) is not None for name in UNSERVED)
     is_masked_by_head = attention_mask is not None and attention_mask.shape[1] != 1
     if rows != 1 or heads == kv_heads or has_more or is_masked_by_head:
-        stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
         arguments = (module, query, key, value, attention_mask)
-        return stock(*arguments, scaling=scaling, dropout=dropout, **kwargs)
+        return sdpa_attention_forward(*arguments, scaling=scaling, dropout=dropout, **kwargs)
     folded = query.reshape(batch, kv_heads, heads // kv_heads, width)
     out = F.scaled_dot_product_attention(
         folded, key, value, attn_mask=attention_mask, scale=scaling
@@ -138,14 +135,37 @@ def decode_attention(
 @contextmanager
 def fast_decoding(stack: DecoderStack) -> Iterator[None]:
     """Decode with :func:`decode_attention` where it helps, in this thread and context only."""
-    device = next(stack.base.parameters()).device
-    if device.type != "cpu" or stack.config._attn_implementation != "sdpa":
+    if next(stack.base.parameters()).device.type != "cpu":
         yield
         return
-    ALL_ATTENTION_FUNCTIONS.register(DECODE_NAME, decode_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(DECODE_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    with implementation(stack, DECODE_NAME):
+    _patch_sdpa()
+    token = _folds.set(True)
+    try:
         yield
+    finally:
+        with suppress(ValueError):  # left in another context than it was entered in
+            _folds.reset(token)
+
+
+_folds: ContextVar[bool] = ContextVar("blendrag_folds", default=False)
+
+
+@functools.cache
+def _patch_sdpa() -> None:
+    """Make the implementation ``sdpa`` of transformers fold heads within :func:`fast_decoding`.
+
+    The name stays, because some models (transformers 5.23) look at it: under another one Falcon adds boolean
+    masks to its scores, and models with an indexer leave out the mask of what it chose.
+    """
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if stock is not sdpa_attention_forward:  # the model's owner has replaced it
+        return
+
+    def sdpa(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        folds = not torch.compiler.is_dynamo_compiling() and _folds.get()
+        return decode_attention(*args, **kwargs) if folds else stock(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa)
 
 
 @contextmanager
