@@ -38,8 +38,8 @@ def file(written: Path, tmp_path: Path, cache: Path) -> Path:
     return Path(shutil.copy2(written, tmp_path / "tiny.gguf"))
 
 
-def write_gguf(path: Path, architecture: str) -> Path:
-    """The tiny Llama and its tokenizer, in float32."""
+def write_gguf(path: Path, architecture: str, without: str = "nothing") -> Path:
+    """The tiny Llama and its tokenizer, in float32, without the tensors of that name."""
     model, tokenizer = tiny.llama(), tiny.tokenizer()
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -71,6 +71,8 @@ def write_gguf(path: Path, architecture: str) -> Path:
             heads = config.num_key_value_heads if "k_proj" in base else config.num_attention_heads
             halves = values.reshape(heads, 2, -1, values.shape[1])
             values = halves.swapaxes(1, 2).reshape(values.shape)
+        if of_gguf == without:
+            continue
         writer.add_tensor(f"{of_gguf}.{kind}", values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -132,6 +134,13 @@ def test_a_truncated_file_says_to_download_it_again(file, cache):
 def test_an_unknown_architecture_is_refused(tmp_path, cache):
     other = write_gguf(tmp_path / "other.gguf", "unheard")
     assert "unheard" in failing(other)
+    assert not any(path.is_dir() for path in cache.iterdir())
+
+
+def test_weights_that_are_not_in_the_file_are_not_made_up(tmp_path, cache):
+    """As in one part of a split model."""
+    part = write_gguf(tmp_path / "part.gguf", "llama", without="blk.2.attn_k")
+    assert "lacks 1 weights, such as model.layers.2.self_attn.k_proj.weight" in failing(part)
     assert not any(path.is_dir() for path in cache.iterdir())
 
 

@@ -93,6 +93,8 @@ def _unpack(file: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unpacking-") as scratch:
         try:
             _dequantise(file, Path(scratch))
+        except ModelLoadError:
+            raise
         except Exception as exc:
             if is_out_of_memory(exc) or is_out_of_space(exc):
                 raise
@@ -125,9 +127,18 @@ def _dequantise(file: Path, folder: Path) -> None:
     from transformers.utils.quantization_config import GgufConfig
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    model: Any
+    model, report = AutoModelForCausalLM.from_pretrained(
+        **source,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+        output_loading_info=True,
     )
+    if missing := sorted(report["missing_keys"]):  # transformers has made them up
+        raise ModelLoadError(
+            f"{file} lacks {len(missing)} weights, such as {missing[0]}; expected a complete model in one "
+            "file (merge the parts of a split one with llama-gguf-split --merge)"
+        )
     # transformers 5.17 leaves the marks of a quantised model, which cannot be saved
     model.config.__dict__.pop("quantization_config", None)
     model.hf_quantizer, model.is_quantized = None, False
