@@ -211,3 +211,9 @@ def test_the_scout_pass_of_query_ends_early_in_deep_models_only():
     assert make_policy("blend").attention_layers(32) == range(8, 32)
     assert make_policy("hkvd").attention_layers(32) == range(0)
     assert make_policy("blend").attention_layers(1) == range(1)
+
+
+@pytest.mark.parametrize("layers", [1, 4, 12, 30])
+def test_a_depth_that_is_less_than_a_layer_takes_one(layers):
+    for name in ("query(0-1)", "query(50-52)", "query+hkvd(99-100)"):
+        assert len(make_policy(name).attention_layers(layers)) == 1

@@ -124,7 +124,8 @@ class SelectionPolicy:
         else:
             deep = self.deep_attention_depth if layers >= DEEP_LAYERS else None
             first, last = (int(share * layers) for share in deep or self.attention_depth)
-        return range(min(first, layers - 1), max(last, 1))
+        first = min(first, layers - 1)
+        return range(first, max(last, first + 1))
 
     def layer_counts(
         self, schedule: Schedule, ratio: float, candidates: int, layers: int, chunks: int
