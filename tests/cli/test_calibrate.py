@@ -18,7 +18,7 @@ def test_what_was_found_is_printed_kept_and_used(store: Path) -> None:
     result = invoke("calibrate", "--store", store, *FEW, "--json")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
-    assert len(report["rows"]) == 10
+    assert len(report["rows"]) == 9  # as many as the corpus has chunks
     found = report["calibration"]
     assert found["policy"] in (found["candidate"], "query")
     ran = ask(store, "--ratio", "0.2")["metrics"]["policy"]

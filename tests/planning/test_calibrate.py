@@ -34,6 +34,7 @@ from blendrag.planning.calibrate import (
     question_about,
     reference,
     sample_corpus,
+    sample_questions,
 )
 from blendrag.planning.calibration import Calibration, calibrations
 from blendrag.planning.controller import PlanOptions
@@ -41,6 +42,8 @@ from blendrag.store.records import Records
 
 RATIO = 0.2
 FIRST, *OTHERS = CANDIDATES
+#: Of the shared engine, with two or three chunks each.
+DOCUMENTS = 8
 
 
 def found(policy: str = FIRST, candidate: str = FIRST) -> Calibration:
@@ -144,7 +147,7 @@ def test_a_damaged_calibration_is_left_out(tmp_path, change):
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     root = tmp_path_factory.mktemp("calibrate") / "s"
     with tiny.engine(tiny.llama(), root) as made:
-        made.ingest([tiny.document(i) for i in range(3)])
+        made.ingest([tiny.document(i) for i in range(DOCUMENTS)])
         yield made
 
 
@@ -286,7 +289,7 @@ def test_a_sample_takes_neighbours_along_and_is_repeatable(engine):
     assert corpus is not None
     one, two = (list(sample_corpus(corpus, 6, 4)) for _ in range(2))
     assert one == two
-    texts = [tiny.chunk_texts(engine, number) for number in range(3)]
+    texts = [tiny.chunk_texts(engine, number) for number in range(DOCUMENTS)]
     for asked in one:
         assert 1 <= len(asked.chunks) <= 4
         assert len(set(asked.chunks)) == len(asked.chunks)
@@ -294,6 +297,16 @@ def test_a_sample_takes_neighbours_along_and_is_repeatable(engine):
         for own in texts:
             at = [own.index(chunk) for chunk in asked.chunks if chunk in own]
             assert not at or at == list(range(at[0], at[0] + len(at)))  # in reading order
+
+
+def test_no_prompt_is_measured_twice(engine, monkeypatch):
+    """A prompt that helped to choose a policy says nothing about it afterwards."""
+    monkeypatch.setattr("blendrag.planning.calibrate.question_about", str)
+    corpus = engine.resources.require_corpus()
+    texts = {chunk for number in range(DOCUMENTS) for chunk in tiny.chunk_texts(engine, number)}
+    asked = [prompt.question for prompt in sample_corpus(corpus, 100, 4)]
+    assert sorted(asked) == sorted(texts)
+    assert sorted(sample_questions(("b?", "a?", " b? ", "a?"), 4)) == ["a?", "b?"]
 
 
 def test_a_question_is_about_the_longest_name_of_a_chunk():

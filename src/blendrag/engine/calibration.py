@@ -91,7 +91,7 @@ class CalibrationReport:
         if found is None:
             return (
                 f"{prompts} prompts are too few to choose a policy, and nothing was kept; measure more with "
-                "--samples or --minutes, or with more --questions"
+                "--samples or --minutes, with more --questions or after ingesting more"
             )
         compared = (
             f"on {found.prompts} prompts that did not choose it, KL from full prefill is "

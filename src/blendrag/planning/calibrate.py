@@ -11,7 +11,7 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibration import Calibration
 from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.text.chunking import Chunk
 from blendrag.text.prompt import SegmentedPrompt
 
 # -- sample: questions over chunks of the user's corpus -------------------------------------------
@@ -44,9 +45,10 @@ class SampledQuestion(NamedTuple):
 
 
 def sample_corpus(corpus: Corpus, prompts: int, top_k: int) -> Iterator[SampledQuestion]:
-    """``prompts`` random sets of at most ``top_k`` chunks, and a question about one of them.
+    """At most ``prompts`` random sets of at most ``top_k`` chunks, and a question about one of them.
 
-    Chunks come with their neighbours: blending can lose what chunks say about each other.
+    Chunks come with their neighbours: blending can lose what chunks say about each other. Each text is asked
+    about once, because prompts that check a policy must not have chosen it; a small corpus gives fewer.
     """
     sources = corpus.sources()
     if not sources:
@@ -54,22 +56,40 @@ def sample_corpus(corpus: Corpus, prompts: int, top_k: int) -> Iterator[SampledQ
             "the corpus holds no document to calibrate on; ingest first (blendrag ingest PATH…)"
         )
     rng = random.Random("calibrate")
-    order = rng.sample(sources, len(sources))
-    for number in range(prompts):
-        first = order[number % len(order)]
-        runs = [_run(corpus, first, top_k, rng)]
+    for first, last in islice(
+        _chunks_to_ask_about(corpus, rng.sample(sources, len(sources)), rng), prompts
+    ):
+        runs = [_run(corpus.chunks_of(first), last, top_k)]
         question = question_about(runs[0][-1])
         for source in rng.sample(sources, min(len(sources), top_k)):
             left = top_k - sum(map(len, runs))
-            if left > 0 and source != first:
-                runs.append(_run(corpus, source, left, rng))
+            chunks = corpus.chunks_of(source) if left > 0 and source != first else []
+            if chunks:
+                runs.append(_run(chunks, rng.randrange(len(chunks)), left))
         rng.shuffle(runs)
         yield SampledQuestion(question, tuple(text for run in runs for text in run))
 
 
+def _chunks_to_ask_about(
+    corpus: Corpus, sources: Sequence[str], rng: random.Random
+) -> Iterator[tuple[str, int]]:
+    """Source and index of random chunks, one of each document in turn, until every text was taken once."""
+    taken: set[str] = set()
+    while sources:
+        left = []
+        for source in sources:
+            texts = [chunk.text for chunk in corpus.chunks_of(source)]
+            if new := [i for i, text in enumerate(texts) if text not in taken]:
+                at = rng.choice(new)
+                taken.add(texts[at])
+                left.append(source)
+                yield source, at
+        sources = left
+
+
 def sample_questions(questions: Sequence[str], prompts: int) -> list[str]:
-    """At most ``prompts`` of ``questions``, drawn at random."""
-    asked = [question for question in questions if question.strip()]
+    """At most ``prompts`` of ``questions``, drawn at random, each once."""
+    asked = list(dict.fromkeys(question.strip() for question in questions if question.strip()))
     if not asked:
         raise InvalidInputError("there is no question to calibrate on; expected one a line")
     return random.Random("calibrate").sample(asked, min(prompts, len(asked)))
@@ -87,10 +107,8 @@ def question_about(text: str) -> str:
     return f"What does the context say about {subject}?"
 
 
-def _run(corpus: Corpus, source: str, at_most: int, rng: random.Random) -> list[str]:
-    """A random chunk of a document and those before it."""
-    chunks = corpus.chunks_of(source)
-    last = rng.randrange(len(chunks))
+def _run(chunks: Sequence[Chunk], last: int, at_most: int) -> list[str]:
+    """A chunk of a document and those before it."""
     return [chunk.text for chunk in chunks[: last + 1][-min(RUN, at_most) :]]
 
 
