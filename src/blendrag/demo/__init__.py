@@ -63,7 +63,12 @@ def handbook_path() -> Path:
 
 
 def handbook_questions() -> tuple[Question, ...]:
-    """The questions on the handbook; ``document_id`` is the file name without ``.md``."""
+    """The questions on the handbook; ``document_id`` is the file name without ``.md``.
+
+    Of those that full prefill answers right, they are the twelve with the largest margin: the smallest
+    difference in log probability between a token and the next best one, up to the end of the accepted text.
+    Blending had no part in this choice, but the handbook was reworded where it mixed up similar sentences.
+    """
     records = json.loads((_HERE / "handbook_questions.json").read_text(encoding="utf-8"))
     return tuple(
         Question(
