@@ -62,7 +62,7 @@ def test_prune_removes_what_is_gone_from_the_given_paths_only(model_dir, docs, t
     (docs / "d1.txt").write_bytes(b"\0")  # cannot be read now, but is there
     args = ingest_args(docs, model_dir, store)
     kept = invoke(*args)
-    assert "the files of 2 documents, such as " in kept.stderr
+    assert "note: not found any more: 2 documents, such as " in kept.stderr
     assert "add --prune" in kept.stderr
     present = {"d1.txt": False, "d2.txt": False, "r.jsonl#b": False, "other.txt": True}
     assert listed(store) == present | {"d0.txt": True, "r.jsonl#a": False}

@@ -119,7 +119,8 @@ def _ingest(
     _say_skipped(report.skipped)
     if report.gone and not prune:
         gone = f"{count(len(report.gone), 'document')}, such as {_shown(report.gone[0])}"
-        say("note", f"the files of {gone}, are gone; add --prune to remove the documents too")
+        say("note", f"not found any more: {gone}; add --prune to remove what is gone")
+    new = f"{readable_size(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s in "
     pruned = f"; {count(report.pruned, 'document')} removed" * bool(report.pruned)
     show(
         json,
@@ -127,8 +128,7 @@ def _ingest(
         f"{count(report.documents, 'document')} ({report.documents_unchanged:,} unchanged), "
         f"{count(report.chunks, 'chunk')}: {report.chunks_computed:,} computed, "
         f"{report.chunks_skipped:,} already stored; {report.failed} failed; "
-        f"{readable_size(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s in {duration(report.seconds)}"
-        f"{pruned}",
+        f"{new if report.bytes else ''}{duration(report.seconds)}{pruned}",
     )
     if report.interrupted:
         return interrupted()
