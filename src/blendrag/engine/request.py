@@ -308,6 +308,6 @@ class Answer:
         """
         if self.trace is None:
             raise InvalidInputError(
-                "this answer kept no trace of its tokens; ask with Options(explain=True)"
+                "this answer kept no trace of its tokens; ask again with explain=True"
             )
         return Explanation(self, self.trace)
