@@ -337,8 +337,12 @@ class WordEmbedder:
 
 
 def engine(model: Any, root: Any, **changes: Any) -> BlendEngine:
-    """An engine over small chunks whose embedder counts words; ``model`` needs no tokenizer."""
-    given = {"tokenizer": tokenizer(), "chunk_tokens": 128, "max_new_tokens": 6, **changes}
+    """An engine over small chunks whose embedder counts words; ``model`` needs no tokenizer.
+
+    It learns nothing, so that no test depends on the prompts of another.
+    """
+    given = {"tokenizer": tokenizer(), "chunk_tokens": 128, "max_new_tokens": 6, "learn": False}
+    given |= changes
     made = BlendEngine(model, root, **given)
     made.resources.__dict__["embedder"] = WordEmbedder()
     return made

@@ -87,6 +87,8 @@ class Settings(BaseSettings):
     kv_encoding: KVEncoding = "native"
     """How a new store encodes KV: as computed, or in int8 or fp8, half as large with a small error. A store
     that is not empty keeps its own encoding."""
+    learn: bool = True
+    """Learn passages that return in prompts, and reuse them from their third appearance on."""
     prefix_min_tokens: int = Field(default=8, ge=1)
     """Leading parts shorter than this are computed rather than cached as an exact prefix."""
 

@@ -79,6 +79,8 @@ class RequestMetrics:
     opening_s: float = 0.0
     """Opening the tokenizer and the model, and checking that stored KV is theirs: about 0 but for the first
     request of an engine."""
+    learned_tokens: int = 0
+    """Tokens of passages that were learned from this prompt, because an earlier one had them, too."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dictionary."""

@@ -132,7 +132,7 @@ def parsed(text: str) -> dict[tuple[str, str | None], float]:
 
 
 def test_every_counter_is_exported_with_help_and_type():
-    text = exposition(STATS, "/data/store")
+    text = exposition(STATS, "/data/store", passages=3, tokens=900)
     values = {
         (name.removeprefix("blendrag_store_"), tier): value
         for (name, tier), value in parsed(text).items()
@@ -146,12 +146,13 @@ def test_every_counter_is_exported_with_help_and_type():
         ("entries", "memory"): 3, ("entries", "disk"): 7,
         ("bytes", "memory"): 300, ("bytes", "disk"): 700,
         ("limit_bytes", "memory"): 1000, ("limit_bytes", "disk"): 2**63,
+        ("learned_passages_total", None): 3, ("learned_tokens_total", None): 900,
     }  # fmt: skip
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert all(family.documentation for family in families.values())
     gauges = {f"blendrag_store_{name}" for name in ("entries", "bytes", "limit_bytes")}
     assert {name for name, each in families.items() if each.type == "gauge"} == gauges
-    assert len(parsed(exposition(replace(STATS, tiers=()), "/s"))) == 5
+    assert len(parsed(exposition(replace(STATS, tiers=()), "/s"))) == 7
 
 
 @pytest.mark.parametrize("path", ['/all \\"\n\\n', "/ends \\", "/ümlaut {},="])

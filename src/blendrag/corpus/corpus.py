@@ -25,6 +25,7 @@ from blendrag.corpus.database import (
     damaged_settings,
 )
 from blendrag.corpus.documents import (
+    LEARNED,
     DroppedTexts,
     EntryTable,
     StoredChunk,
@@ -150,13 +151,13 @@ class Corpus:
             raise damaged_settings("it is not a valid manifest", self._file.path) from exc
 
     def begin(self, manifest: Manifest) -> None:
-        """Set the manifest, unless there are chunks already, and remember the one that holds now.
+        """Set the manifest, unless there are documents already, and remember the one that holds now.
 
         If two processes begin one corpus at once, the later one's manifest holds, and the other must not add
         its own chunks (see :meth:`require_begun`).
         """
         with self._file.writing():
-            if not self.has_manifest or not len(self):
+            if not self.has_manifest or not self.has_documents:
                 self._file.set_meta("manifest", manifest.to_json())
             self._begun = self.manifest
 
@@ -251,6 +252,17 @@ class Corpus:
     def __len__(self) -> int:
         """Number of different chunks."""
         return int(self._file.rows("SELECT count(*) FROM chunk")[0][0])
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether it holds more than passages that were learned from prompts.
+
+        Those do not bind the manifest: they are encoded again as it says.
+        """
+        learned = "SELECT document FROM entry WHERE parent = ?"
+        return bool(
+            self._file.rows(f"SELECT 1 FROM document WHERE id NOT IN ({learned}) LIMIT 1", LEARNED)
+        )
 
     def __bool__(self) -> bool:
         """True: an empty corpus is a corpus, too."""

@@ -31,6 +31,8 @@ from blendrag.text.chunking import Chunk
 from blendrag.text.readers import Document
 from blendrag.text.recognition import chunk_hashes
 
+#: Parent of the entries that were learned from prompts.
+LEARNED = "learned from prompts"
 #: Parameters of one statement at most.
 _BATCH = 500
 
@@ -276,12 +278,14 @@ class EntryTable:
         self._before_put = before_put
 
     def __len__(self) -> int:
-        return int(self._file.rows("SELECT count(*) FROM entry")[0][0])
+        """Without those that were learned from prompts."""
+        return int(self._file.rows("SELECT count(*) FROM entry WHERE parent != ?", LEARNED)[0][0])
 
     def ids(self, parent: str | None = None) -> list[str]:
-        """Ids in the order in which the entries were added or last changed."""
-        where, given = ("", ()) if parent is None else ("WHERE parent = ?", (parent,))
-        found = self._file.sound_rows((ENTRY,), f"{where} ORDER BY document", *given)
+        """Ids in the order in which the entries were added or last changed: of this parent, or all but those
+        that were learned from prompts."""
+        where, given = ("parent != ?", LEARNED) if parent is None else ("parent = ?", parent)
+        found = self._file.sound_rows((ENTRY,), f"WHERE {where} ORDER BY document", given)
         return [entry[0] for (entry,) in found]
 
     def get(self, ids: Sequence[str]) -> dict[str, Entry]:

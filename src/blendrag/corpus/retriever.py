@@ -56,7 +56,7 @@ class Retriever:
             raise InvalidInputError(
                 f"top_k is {top_k!r:.60}, expected a whole number of 1 or more; 6 is usual"
             )
-        if not len(self.corpus):
+        if not self.corpus.has_documents:
             raise InvalidInputError(
                 f"the corpus at {self.corpus.directory} holds no chunks; ingest first "
                 "(blendrag ingest PATH…)"

@@ -49,6 +49,7 @@ from blendrag.engine.exposition import exposition
 from blendrag.engine.generation import Generation
 from blendrag.engine.ingest import IngestReport, Inputs, Watch
 from blendrag.engine.kv_writer import BackgroundWriter
+from blendrag.engine.learning import Learner
 from blendrag.engine.library import Library
 from blendrag.engine.planner import KVAccess, Planner, check_fits, checked
 from blendrag.engine.profiling import ProfileReport
@@ -83,6 +84,7 @@ from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.plan import Plan, Reason, ReasonCode
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
+from blendrag.text.passages import FreshText
 from blendrag.text.prompt import SegmentedPrompt, segment_prompt
 from blendrag.text.readers import ALL, Patterns
 
@@ -111,6 +113,7 @@ class BlendEngine:
             measure what the prefix is worth.
         ram_bytes, disk_bytes: limits of the store's tiers.
         encoding: how a new store keeps KV: native, int8 or fp8.
+        learn: ``False`` learns no passages from prompts (:mod:`blendrag.engine.learning`).
         lora: directory of a PEFT adapter to load onto the model.
         model_kwargs: more arguments of ``AutoModelForCausalLM.from_pretrained`` (``revision``,
             ``attn_implementation``, ``quantization_config``, …).
@@ -148,6 +151,7 @@ class BlendEngine:
         ram_bytes: int | None = None,
         disk_bytes: int | None = None,
         encoding: KVEncoding | None = None,
+        learn: bool | None = None,
         read_only: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
@@ -155,7 +159,7 @@ class BlendEngine:
             "dtype": dtype, "device": device, "mode": mode, "policy": policy,
             "schedule": schedule, "ratio": ratio, "min_ratio": min_ratio, "max_new_tokens": max_new_tokens,
             "top_k": top_k, "embedder": embedder, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes,
-            "kv_encoding": encoding,
+            "kv_encoding": encoding, "learn": learn,
         }  # fmt: skip
         changes = {name: value for name, value in given.items() if value is not None}
         self.settings = settings().model_copy(update=changes)
@@ -179,6 +183,7 @@ class BlendEngine:
         self.library = Library(self.resources, self._worker)
         self._background = BackgroundWriter(self.resources, self._worker)
         self._planner = Planner(self.resources, self.settings, self._background)
+        self._learner = Learner(self.resources, self._background, self.settings.learn)
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -367,7 +372,8 @@ class BlendEngine:
         rendered = render(prompt, tokens, options)
         if not isinstance(prompt, str | RagPrompt):
             refuse_silence(prompt)
-        segments, source_of, notes = self._segments(rendered)
+        mode = options.mode or s.mode
+        segments, source_of, notes, fresh = self._segments(rendered)
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         new_tokens = options.max_new_tokens or s.max_new_tokens
@@ -377,10 +383,12 @@ class BlendEngine:
         min_ratio = s.min_ratio if options.min_ratio is None else options.min_ratio
         if options.min_ratio is not None and ratio != AUTO:
             notes += ("min_ratio ignored: it applies only to ratio=auto",)
+        if fresh is not None and mode != "full":
+            notes += self._learner.advice(self.resources.corpus, fresh)
         return Request(
             prompt=segments,
             options=options,
-            mode=options.mode or s.mode,
+            mode=mode,
             policy=policy,
             schedule=schedule,
             ratio=min_ratio if ratio == AUTO else ratio,
@@ -390,12 +398,14 @@ class BlendEngine:
             source_of=source_of,
             notes=notes,
             opening_s=opening_s,
+            fresh=fresh,
         )
 
     def _segments(
         self, rendered: Rendered
-    ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...]]:
-        """A rendered prompt cut at its chunks, the source of each chunk, and notes for the metrics."""
+    ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
+        """A rendered prompt cut at its chunks, the source of each chunk, notes for the metrics, and what may
+        be learned."""
         resources = self.resources
         corpus, foreign = resources.own_corpus()
         found = recognise(corpus, rendered, resources.tokens)
@@ -412,7 +422,8 @@ class BlendEngine:
             found.plain,
         )
         notes = (*((foreign,) if foreign else found.notes), *rendered.notes)
-        return segments, {c.chunk_id: c.source for c in chunks.values()}, notes
+        fresh = None if foreign else found.fresh
+        return segments, {c.chunk_id: c.source for c in chunks.values()}, notes, fresh
 
     def _answer_stream(self, request: Request) -> AnswerStream:
         options, tokens = request.options, self.resources.tokens
@@ -502,7 +513,7 @@ class BlendEngine:
                         to_prefill(partial(spans.prefilled, answer.metrics))
                         to_decode(partial(spans.decoded, answer.metrics))
                         self._background.note(plan)
-                        return answer
+                        return self._learner.learn(request, answer)
                 except SpanCorruptError as corrupt:
                     avoid.add(corrupt.span.reader.key)
                     plan = prefilled = None
@@ -639,7 +650,8 @@ class BlendEngine:
 
     def prometheus(self) -> str:
         """:meth:`stats` in Prometheus' text format, for a ``/metrics`` endpoint."""
-        return exposition(self.stats(), str(self.resources.root.absolute()))
+        learner, root = self._learner, str(self.resources.root.absolute())
+        return exposition(self.stats(), root, learner.passages, learner.tokens)
 
     @property
     def closed(self) -> bool:

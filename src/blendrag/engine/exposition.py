@@ -32,8 +32,11 @@ _BY_TIER = {
 }
 
 
-def exposition(stats: StoreStats, store: str) -> str:
-    """``stats`` of the store at path ``store``, as text that ends with a newline."""
+def exposition(stats: StoreStats, store: str, passages: int = 0, tokens: int = 0) -> str:
+    """``stats`` of the store at path ``store``, as text that ends with a newline.
+
+    ``passages``, ``tokens``: what was learned from prompts.
+    """
     label = f'store="{_escaped(store)}"'
     lines = []
     for name, (text, field) in _TOTALS.items():
@@ -41,6 +44,8 @@ def exposition(stats: StoreStats, store: str) -> str:
     for name, (text, field) in _BY_TIER.items():
         samples = {f'{label},tier="{tier.tier}"': getattr(tier, field) for tier in stats.tiers}
         lines += _family(name, text, samples)
+    lines += _family("learned_passages_total", "Passages learned from prompts.", {label: passages})
+    lines += _family("learned_tokens_total", "Tokens of these passages.", {label: tokens})
     return "".join(f"{line}\n" for line in lines)
 
 

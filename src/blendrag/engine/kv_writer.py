@@ -173,6 +173,10 @@ class BackgroundWriter:
         todo = [(ids, prefix) for ids in plan.missing]
         if plan.leading and self._seen_before(plan.leading):
             todo.append((plan.leading, ()))
+        self.queue(todo)
+
+    def queue(self, todo: Sequence[tuple[Ids, Ids]]) -> None:
+        """Encode these ids after their prefixes in the background."""
         for ids, prefix in todo:
             if len(self._queued) >= QUEUED_CHUNKS:
                 log.info("%d chunks wait to be encoded; no more are queued", QUEUED_CHUNKS)
@@ -181,10 +185,17 @@ class BackgroundWriter:
                 self._queued.add((ids, prefix))
                 self._worker.submit(partial(self._encode, ids, prefix), background=True)
 
-    @property
-    def goes_first(self) -> bool:
-        """Whether a request should have its missing chunks encoded before it runs: other requests wait."""
-        return self._worker.is_waited_for and not self._full and self._resources.is_writable
+    def going_first(self, missing: Callable[[], Sequence[Ids]]) -> tuple[list[Ids], str]:
+        """Which of a request's missing chunks are encoded before it runs, and why: all if other requests
+        wait, else those that an earlier request missed and that have waited since."""
+        waits = self._worker.is_waited_for
+        if not (waits or self._queued) or self._full or not self._resources.is_writable:
+            return [], ""
+        if waits:
+            return list(missing()), "other requests waited"
+        prefix = self._resources.prefix_ids
+        due = [ids for ids in missing() if (ids, prefix) in self._queued]
+        return due, "they were next in the background"
 
     def encode_first(self, missing: Sequence[Ids], check: Callable[[], None]) -> int:
         """Encode these chunks now, on the worker; returns how many are stored.

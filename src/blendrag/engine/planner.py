@@ -150,12 +150,10 @@ class Planner:
         profile, profile_notes = self._profile(request, namespace)
         controller = self.controller(namespace, profile)
         notes += profile_notes + self._loaded_otherwise(namespace, controller, request.prompt)
-        if check is not None and request.mode != "prefix" and self._background.goes_first:
-            missing = controller.missing(request.prompt)
-            if encoded := self._background.encode_first(missing, check):
-                notes += (
-                    f"{encoded} chunks were encoded before the answer because other requests waited",
-                )
+        if check is not None and request.mode != "prefix":
+            first, why = self._background.going_first(lambda: controller.missing(request.prompt))
+            if encoded := self._background.encode_first(first, check):
+                notes += (f"{encoded} chunks were encoded before the answer because {why}",)
         return KVAccess(request, adapter, controller, notes=notes)
 
     def controller(self, namespace: str, profile: Profile | None = None) -> Controller:

@@ -28,6 +28,7 @@ from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
 from blendrag.text.matches import Match, common_prefix
+from blendrag.text.passages import FreshText
 
 LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"
@@ -74,6 +75,8 @@ class Rendered:
     """Content of the last user message, if known."""
     chunks: tuple[Match, ...] | None = None
     """The chunks, if they are known. Then all other text in ``contents`` is tokenised as plain text."""
+    replies: tuple[Span, ...] = ()
+    """Contents that the model wrote."""
     notes: tuple[str, ...] = ()
 
 
@@ -210,8 +213,15 @@ def _located(
     last = [i for i, m in enumerate(messages) if m.get("role") == "user"] or [len(messages) - 1]
     turns = [span for number, span in found if number == last[-1]]
     return Rendered(
-        rendered, merged([span for _, span in found]), turns[-1] if turns else (len(rendered),) * 2
+        rendered,
+        merged([span for _, span in found]),
+        turns[-1] if turns else (len(rendered),) * 2,
+        replies=tuple(span for n, span in found if _role(messages, n) == "assistant"),
     )
+
+
+def _role(messages: Sequence[Mapping[str, Any]], number: int) -> Any:
+    return messages[number].get("role") if number < len(messages) else None
 
 
 def _rendered_with(
@@ -368,6 +378,8 @@ class Recognised:
     plain: tuple[Span, ...] = ()
     """Other text to tokenise as plain text; ascending, outside chunks."""
     notes: tuple[str, ...] = ()
+    fresh: FreshText | None = None
+    """``None`` if the prompt's chunks were given."""
 
 
 def recognise(corpus: Corpus | None, rendered: Rendered, tokens: Tokens) -> Recognised:
@@ -378,12 +390,15 @@ def recognise(corpus: Corpus | None, rendered: Rendered, tokens: Tokens) -> Reco
         there = tuple(m for m in rendered.chunks if m.chunk_id in known)
         rest = _without(rendered.contents or (), there)
         return Recognised(there, tuple(span for span in rest if _overlaps(span, control)))
-    if corpus is None:
-        return Recognised()
     text, contents = rendered.text, rendered.contents
     within = _between(control, len(text)) if contents is None else contents
-    found = corpus.chunk_index.find(text, within)
-    chunks = without_question(found, text, rendered.turn or _last_turn(text, within))
+    turn = rendered.turn or _last_turn(text, within)
+    found = corpus.chunk_index.find(text, within) if corpus is not None else []
+    chunks = without_question(found, text, turn)
+    asked = [span for span in within if span not in rendered.replies]
+    fresh = FreshText(text, tuple(_without(asked, found)), tuple(found), turn, tuple(control))
+    if corpus is None:
+        return Recognised(fresh=fresh)
     plain: list[Span] = []
     if contents is not None and any(_overlaps(span, control) for span in contents):
         left = _without(contents, chunks)
@@ -393,7 +408,7 @@ def recognise(corpus: Corpus | None, rendered: Rendered, tokens: Tokens) -> Reco
         plain = [span for span in merged(maybe) if _overlaps(span, control)]
     computed = [m for m in found if m not in chunks]
     notes = _why_missed(corpus, text, found) + _why_computed(text, computed)
-    return Recognised(tuple(chunks), tuple(plain), notes)
+    return Recognised(tuple(chunks), tuple(plain), notes, fresh)
 
 
 def without_question(matches: Sequence[Match], text: str, turn: Span) -> list[Match]:
@@ -402,13 +417,14 @@ def without_question(matches: Sequence[Match], text: str, turn: Span) -> list[Ma
     inside = [m for m in matches if start <= m.start and m.end <= end]
     outside = [m for m in matches if m not in inside]
     elsewhere = any(not _asks(text[m.start : m.end]) for m in outside)
+    is_asked = bool(inside and _QUESTION_FOLLOWS.search(text[start : inside[0].start]))
     questions: list[Match] = []
     for match in reversed(inside):
         before, after = text[start : match.start], text[match.end : end]
         chunk = text[match.start : match.end]
         if elsewhere:
             fresh = not _QUESTION_FOLLOWS.search(after)
-        elif questions:  # the question may be what follows
+        elif questions or is_asked:  # the question may be what follows, or comes before all chunks
             fresh = bool(_LABEL_BEFORE.search(before)) or _is_asked(chunk, after)
         else:
             fresh = is_question(before, chunk, after, others=len(inside) > 1)

@@ -17,6 +17,7 @@ from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import RequestMetrics
 from blendrag.signatures import shows
 from blendrag.text.matches import Match
+from blendrag.text.passages import FreshText
 from blendrag.text.prompt import SegmentedPrompt
 
 Message = Mapping[str, Any]
@@ -251,6 +252,8 @@ class Request:
     source_of: Mapping[str, str] = field(default_factory=dict)
     """Source of each chunk, by chunk id."""
     notes: tuple[str, ...] = ()
+    fresh: FreshText | None = None
+    """What may be learned; ``None`` if nothing."""
     is_auto: bool = False
     """Whether the loading controller chooses the ratio."""
     opening_s: float = 0.0

@@ -315,6 +315,8 @@ class Resources:
         manifest = corpus.manifest
         if manifest.tokenizer_fingerprint == self.tokens.fingerprint:
             return corpus, ""
+        if not corpus.has_documents:
+            return None, ""
         return None, (
             f"store {self.root} was ingested with model {manifest.model!r}, so nothing of it is "
             f"reused with {self.model_name!r}"
@@ -351,16 +353,19 @@ class Resources:
         self._corpus_settings.check(corpus.manifest, self.root)
 
     def _settled(self) -> Manifest | None:
-        """The manifest of a corpus with content; the settings of an empty one may still change."""
+        """The manifest of a corpus with documents; the settings of any other may still change."""
         corpus = self.corpus
-        has_content = corpus is not None and corpus.has_manifest and len(corpus)
-        return corpus.manifest if corpus is not None and has_content else None
+        is_settled = corpus is not None and corpus.has_manifest and corpus.has_documents
+        return corpus.manifest if corpus is not None and is_settled else None
 
     @property
     def manifest(self) -> Manifest:
-        """The corpus's manifest; one with this engine's settings while the corpus is empty."""
-        given = self._corpus_settings
-        return self._settled() or given.manifest(self.model_name, self.tokens, self.settings)
+        """The corpus's manifest; one with this engine's settings while the corpus has no documents."""
+        return self._settled() or self._new_manifest
+
+    @opened
+    def _new_manifest(self) -> Manifest:
+        return self._corpus_settings.manifest(self.model_name, self.tokens, self.settings)
 
     def _check_owner(self, corpus: Corpus) -> None:
         manifest = corpus.manifest

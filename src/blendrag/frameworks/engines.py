@@ -66,6 +66,7 @@ class EngineName(NamedTuple):
     model_kwargs: _Kwargs
     embedder: str
     trust_remote_code: bool
+    learn: bool
 
 
 _engines: dict[EngineName, BlendEngine] = {}
@@ -117,6 +118,7 @@ def engine_name(
         _Kwargs(options.get("model_kwargs") or {}),
         options.get("embedder") or defaults.embedder,
         trust_remote_code,
+        defaults.learn if (learn := options.get("learn")) is None else learn,
     )
 
 
@@ -145,6 +147,7 @@ def engine_of(name: EngineName) -> BlendEngine:
                 # a corpus remembers its embedder: the default must not contradict it
                 embedder=None if name.embedder == settings().embedder else name.embedder,
                 trust_remote_code=name.trust_remote_code,
+                learn=name.learn,
             )
         return _engines[name]
 

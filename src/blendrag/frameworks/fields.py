@@ -63,6 +63,8 @@ class EngineFields(BaseModel):
     """sentence-transformers model for a new corpus; an existing corpus remembers its own."""
     trust_remote_code: bool | None = None
     """Run Python files that come with ``model`` or ``embedder``. Read them first."""
+    learn: bool | None = None
+    """``False`` learns no passages from prompts."""
     given_engine: BlendEngine | None = Field(default=None, alias="engine", exclude=True, repr=False)
     """``engine=``: a ``BlendEngine`` to use instead of the names above."""
     _name: EngineName | None = PrivateAttr(default=None)

@@ -140,6 +140,7 @@ def open_engines(
                 encode_prefix=kind is not False,
                 encoding="native" if is_ideal else kv_encoding,
                 ram_bytes=IDEAL_RAM_BYTES if is_ideal else 0,
+                learn=False,
             )
             engine.resources.embedder = NoEmbedder("none")
             engines[kind] = stack.enter_context(engine)

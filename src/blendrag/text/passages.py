@@ -1,0 +1,241 @@
+"""Find passages that return: what a prompt has in common with earlier ones, cut into chunks.
+
+1. Of each prompt, keep the text and the hashes of some windows of 32 characters. The hash itself decides
+   which (about every eighth), so that equal texts keep equal windows.
+2. Where a window of a new prompt is known, extend the match to both sides as far as the texts agree. Such a
+   *run* ends where the neighbours differ.
+3. Cut runs at blank lines, rules (``-----``), labels (``Context:``, ``[2]``) and after unwrapped lines, so
+   that retrieved texts that happened to follow each other twice are told apart. Join short paragraphs.
+
+Everything is linear in the length of the prompt, and kept in memory only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from blendrag.text.matches import Match, common_prefix, letters_in
+from blendrag.text.recognition import U64, PrefixSums
+
+Span = tuple[int, int]
+
+#: Characters of recent prompts that are kept.
+MEMORY_CHARS = 4_000_000
+WINDOW = 32
+#: One window in so many is kept.
+SAMPLED = 8
+#: Letters of the shortest passage, about 25 tokens.
+MIN_LETTERS = 80
+#: A paragraph is joined to a passage of fewer characters.
+JOINED_CHARS = 120
+#: Overlapping matches are compared within runs of fewer characters.
+COMPARED_CHARS = 400
+#: A line of so many characters is a paragraph of its own.
+UNWRAPPED_CHARS = 200
+
+_RULE = r"[ \t]*(?:([-=*_#~])\1{2,}[ \t]*)?"
+_LABEL = r"(?:context|documents?|passages?|sources?|information)\b[^\n:]{0,24}:|[\[(]\d{1,3}[\])]"
+#: What is between passages: a blank line or a rule, a label at the beginning of a line or paragraph.
+_BREAK = re.compile(
+    rf"^(?:{_RULE}(?=\n|\Z)|{_LABEL})|(?<=[^\n]{{{UNWRAPPED_CHARS}}})\n",
+    re.IGNORECASE | re.MULTILINE,
+)
+_END_LABEL = re.compile(r"\n[^\n:]{1,48}:\s*$")
+#: Between the pieces of a prompt in the memory.
+_GAP = "\0"
+
+
+@dataclass(frozen=True)
+class FreshText:
+    """The text of a prompt that is in no known chunk. Spans are in characters of ``text``."""
+
+    text: str
+    spans: tuple[Span, ...]
+    """Searched, outside of known chunks; without what the model wrote."""
+    chunks: tuple[Match, ...]
+    """The known chunks in ``text``."""
+    turn: Span
+    """The last user message."""
+    control: tuple[Span, ...]
+    """What is or looks like control tokens."""
+
+
+class Run(NamedTuple):
+    """``text[start:end]`` of a prompt is also in an earlier one."""
+
+    start: int
+    end: int
+    begins_prompts: bool
+    """Whether both prompts begin with it."""
+
+    @property
+    def chars(self) -> int:
+        return self.end - self.start
+
+
+def _add(text: str, runs: list[Run], run: Run) -> None:
+    """Add a run to those before it. What two of them share goes to the later one from the last line break on,
+    else to the longer one."""
+    while runs and run.start <= runs[-1].start and run.chars > runs[-1].chars:
+        runs.pop()
+    if runs and run.start < runs[-1].end:
+        last = runs[-1]
+        cut = text.rfind("\n", max(run.start, last.start), min(run.end, last.end)) + 1
+        cut = cut or (run.start if run.chars > last.chars else last.end)
+        runs[-1], run = last._replace(end=cut), run._replace(start=cut)
+    if run.chars > 0:
+        runs.append(run)
+
+
+class PromptMemory:
+    """The texts of recent prompts. Not thread-safe."""
+
+    def __init__(self, max_chars: int = MEMORY_CHARS) -> None:
+        self._max_chars = max_chars
+        self._texts: deque[str] = deque()
+        self._first = 0
+        """Number of the oldest text."""
+        self._chars = 0
+        self._hashes = np.zeros(0, U64)  # sorted
+        self._places = np.zeros(0, np.int64)  # number of the text << 32 | start of the window
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def meet(self, text: str, within: Sequence[Span]) -> list[Run]:
+        """Runs in these parts of ``text``, ascending and disjoint; then remember the parts.
+
+        ``within``: ascending and disjoint. A run lies in one of them.
+        """
+        parts = [text[low:high] for low, high in within]
+        joined = _GAP.join(parts)
+        if len(joined) < WINDOW or len(joined) > self._max_chars:
+            return []
+        windows = PrefixSums(joined).windows(WINDOW)
+        starts = np.flatnonzero(windows % U64(SAMPLED) == 0)
+        hashes = windows[starts]
+        runs: list[Run] = []
+        at = part = 0  # where the current part begins in ``joined``
+        for start, place in zip(*self._known(hashes, starts), strict=True):
+            while start >= at + len(parts[part]) + 1:
+                at += len(parts[part]) + 1
+                part += 1
+            shift = within[part][0] - at
+            if runs and start + shift < runs[-1].end and runs[-1].chars >= COMPARED_CHARS:
+                continue
+            run = self._extended(joined, start, at, at + len(parts[part]), place)
+            if run is not None:
+                _add(text, runs, Run(run.start + shift, run.end + shift, run.begins_prompts))
+        self._remember(joined, hashes, starts)
+        return runs
+
+    def _known(self, hashes: np.ndarray, starts: np.ndarray) -> tuple[list[int], list[int]]:
+        """The starts of windows that are known, and the latest place of each."""
+        if not len(self._hashes):
+            return [], []
+        latest = np.searchsorted(self._hashes, hashes, "right") - 1
+        known = (latest >= 0) & (self._hashes[latest] == hashes)
+        return starts[known].tolist(), self._places[latest[known]].tolist()
+
+    def _extended(self, text: str, start: int, low: int, high: int, place: int) -> Run | None:
+        """The run in ``text[low:high]`` around a window that is also at ``place``."""
+        old, at = self._texts[(place >> 32) - self._first], place & 0xFFFFFFFF
+        after = common_prefix(text[start:high], old[at : at + high - start])
+        if after < WINDOW:  # another text with the same hash
+            return None
+        room = min(start - low, at)
+        back = common_prefix(text[start - room : start][::-1], old[at - room : at][::-1])
+        gap = old.rfind(_GAP, at - back, at)
+        back = at - gap - 1 if gap >= 0 else back
+        begins = start - back == 0 and at - back == 0
+        return Run(start - back, start + after, begins)
+
+    def _remember(self, text: str, hashes: np.ndarray, starts: np.ndarray) -> None:
+        place = (self._first + len(self._texts) << 32) | starts
+        order = np.argsort(hashes, kind="stable")
+        at = np.searchsorted(self._hashes, hashes[order], "right")
+        self._hashes = np.insert(self._hashes, at, hashes[order])
+        self._places = np.insert(self._places, at, place[order])
+        self._texts.append(text)
+        self._chars += len(text)
+        while self._chars > self._max_chars:
+            self._chars -= len(self._texts.popleft())
+            self._first += 1
+        kept = self._places >> 32 >= self._first
+        if not kept.all():
+            self._hashes, self._places = self._hashes[kept], self._places[kept]
+
+
+def paragraphs(text: str, run: Run) -> list[Span]:
+    """The paragraphs of a run, without labels and without short remains of paragraphs that the run cuts.
+
+    The paragraph that begins both prompts is their instruction, which is reused as an exact prefix; it is
+    left out.
+    """
+    low, end = _word_start(text, run.start), _word_end(text, run.end)
+    spans, is_instruction = [], run.begins_prompts
+    for cut in _BREAK.finditer(text, low, end):
+        if not is_instruction:
+            spans.append(_stripped(text, low, cut.start()))
+        is_instruction &= cut[0] == "\n"  # a long line, not the end of a paragraph
+        low = cut.end()
+    if not is_instruction:
+        low, last = _stripped(text, low, end)
+        label = _END_LABEL.search(text, low, last)
+        spans.append((low, label.start() if label else last))
+    return [span for span in spans if _is_long(text, span) or _is_whole(text, span)]
+
+
+def joined(text: str, spans: Sequence[Span]) -> list[Span]:
+    """Passages of whole paragraphs. Short paragraphs are joined if only white space is between them."""
+    passages: list[Span] = []
+    for low, high in spans:
+        if passages and not text[passages[-1][1] : low].strip():
+            start, end = passages[-1]
+            ends_a_section = high - low < UNWRAPPED_CHARS and text[high - 1] in ".!?"
+            if end - start < JOINED_CHARS or ends_a_section:
+                passages[-1] = (start, high)
+                continue
+        passages.append((low, high))
+    return [span for span in passages if _is_long(text, span)]
+
+
+def _word_start(text: str, at: int) -> int:
+    """The first place from ``at`` on that cuts no word, after punctuation if it cuts a line."""
+    if at == 0 or text[at - 1] == "\n":
+        return at
+    while at < len(text) and text[at - 1].isalnum() and text[at].isalnum():
+        at += 1
+    while at < len(text) and not text[at].isalnum() and text[at] != "\n":
+        at += 1
+    return at
+
+
+def _word_end(text: str, at: int) -> int:
+    while 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum():
+        at -= 1
+    return at
+
+
+def _stripped(text: str, low: int, high: int) -> Span:
+    piece = text[low:high]
+    low += len(piece) - len(piece.lstrip())
+    return low, low + len(piece.strip())
+
+
+def _is_long(text: str, span: Span) -> bool:
+    return letters_in(text[slice(*span)]) >= MIN_LETTERS
+
+
+def _is_whole(text: str, span: Span) -> bool:
+    """Whether it is not empty and nothing but a label shares its lines."""
+    begin, end = text.rfind("\n", 0, span[0]) + 1, text.find("\n", span[1])
+    before, after = text[begin : span[0]].strip(), text[span[1] : end if end >= 0 else None]
+    is_alone = not before or re.fullmatch(_LABEL, before, re.IGNORECASE) is not None
+    return span[0] < span[1] and is_alone and not after.strip()
