@@ -55,14 +55,14 @@ class Learner:
             return ()
         self._warned = True
         advice = (
-            f"store {self._resources.root} holds no chunks, so nothing of this prompt is reused; add them "
-            "with BlendVectorStore.from_documents(pieces, …) (LangChain), BlendPrecompute (LlamaIndex) or "
+            f"store {self._resources.root} holds no chunks, so nothing is reused; add them with "
+            "BlendVectorStore.from_documents(pieces, …) (LangChain), BlendPrecompute (LlamaIndex) or "
             "blendrag ingest"
         )
         if self._learns and not self._resources.read_only:
             advice += (
-                "; passages that return in prompts are learned on their second appearance and reused from "
-                "the third on (learn=False turns this off)"
+                "; passages are learned when they return in a second prompt, and reused from the third on "
+                "(learn=False turns this off)"
             )
         log.warning("%s", advice)
         return (advice,)

@@ -1,0 +1,209 @@
+"""Plain prompts teach an engine their passages: from the third prompt on, their KV is reused."""
+
+import logging
+
+import pytest
+
+import tiny
+from blendrag.corpus.documents import LEARNED
+from blendrag.engine import BlendEngine, Options, learning
+from blendrag.errors import StoreFullError
+
+pytestmark = pytest.mark.timeout(120)
+TEXTS = [" ".join(tiny.sentence(10 * i + k) for k in range(3)) for i in range(6)]
+
+
+@pytest.fixture
+def engine(tmp_path):
+    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=True) as made:
+        yield made
+
+
+def prompt(*numbers, question="Who built it?"):
+    texts = "\n\n".join(TEXTS[number] for number in numbers)
+    return f"{tiny.LEAD}{texts}\n\nQuestion: {question}"
+
+
+def reused(answer):
+    """Reused share of the tokens of passages, which are all but a few of the prompt's."""
+    chunks = [chunk for chunk in answer.metrics.chunks if chunk.outcome != "computed"]
+    return sum(chunk.tokens for chunk in chunks) / answer.metrics.prompt_tokens
+
+
+def learned(engine):
+    return [entry.text for entry in engine.library.entries(parent=LEARNED)]
+
+
+def stored_text(engine):
+    """Everything in the store's directory, as text."""
+    files = [file for file in engine.resources.root.rglob("*") if file.is_file()]
+    return b"".join(file.read_bytes() for file in files).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_a_passage_is_reused_from_its_third_prompt_on(engine, pauses):
+    """Also if prompts follow each other without a pause for the background."""
+    shares = []
+    for order in ((0, 1, 2), (3, 2, 0, 1), (1, 0, 2), (2, 1, 0)):
+        shares.append(reused(engine.generate(prompt(*order, question=f"Where is {order}?"))))
+        if pauses:
+            engine.drain()
+    assert shares[:2] == [0, 0]
+    assert min(shares[2:]) > 0.8
+    assert sorted(learned(engine)) == sorted(TEXTS[:3])
+
+
+def test_what_was_learned_is_told_and_counted(engine):
+    engine.generate(prompt(0, 1))
+    second = engine.generate(prompt(1, 0, question="When?")).metrics
+    tokens = sum(len(engine.resources.text_ids(text)) for text in TEXTS[:2])
+    assert second.learned_tokens == tokens
+    assert second.notes[-1].startswith(f"2 passages ({tokens:,} tokens) were in an earlier prompt")
+    assert 'blendrag_store_learned_passages_total{store="' in engine.prometheus()
+    assert f"}} {tokens}\n" in engine.prometheus()
+    third = engine.generate(prompt(0, 1, question="Why?")).metrics
+    assert third.learned_tokens == 0
+    assert {chunk.source for chunk in third.chunks} == {LEARNED}
+
+
+def test_a_stored_passage_is_encoded_alone_and_full_recompute_is_a_stock_prefill(engine):
+    for order in ((0, 1, 2), (2, 0, 1)):
+        engine.generate(prompt(*order, question=f"Where is {order}?"))
+        engine.drain()
+    ids = engine.resources.text_ids(TEXTS[1])
+    kv, alone = tiny.stored_kv(engine, ids), engine.adapter.encode(engine.resources.prefix_ids, ids)
+    assert all((a == b).all() for a, b in zip(kv.layers, alone.layers, strict=True))
+    text = prompt(1, 2, 0)
+    full, answer = tiny.first_logits(engine, text, Options(mode="full", max_new_tokens=2))
+    assert [chunk.outcome for chunk in answer.metrics.chunks] == ["computed"] * 3
+    blend, answer = tiny.first_logits(
+        engine, text, Options(mode="blend", ratio=1.0, max_new_tokens=2)
+    )
+    assert reused(answer) > 0.8
+    assert tiny.difference(full, blend) < 1e-3
+    plain = tiny.tokenizer().apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    stock = tiny.tokenizer()(plain, add_special_tokens=False, return_tensors="pt").input_ids
+    assert tiny.difference(full, tiny.stock(engine.adapter.model, stock)[0, -1]) < 1e-3
+
+
+def test_it_can_be_turned_off(tmp_path, caplog):
+    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=False) as made:
+        answers = [made.generate(prompt(0, 1, question=f"Where is {n}?")) for n in range(4)]
+    assert {answer.metrics.reused_tokens for answer in answers} == {0}
+    assert not (tmp_path / "kv").exists()
+    assert "learned" not in caplog.text
+
+
+def test_modes_that_reuse_nothing_learn_nothing(engine):
+    for n in range(3):
+        engine.generate(prompt(0, 1, question=f"Where is {n}?"), Options(mode="full"))
+    assert learned(engine) == []
+
+
+def test_nothing_of_a_prompt_that_was_seen_once_is_written(engine):
+    engine.generate(prompt(0, 1, question="Where is the xylophone?"))
+    engine.generate(prompt(1, 2, question="Where is the zeppelin?"))
+    engine.drain()
+    written = stored_text(engine)
+    assert TEXTS[1] in written
+    assert not any(text in written for text in (TEXTS[0], TEXTS[2], "xylophone", "zeppelin"))
+
+
+def test_instruction_question_and_replies_are_not_learned(engine):
+    """They are computed, or reused as an exact prefix, however often they return."""
+    rules = "Use only what the documents say, and answer in one short sentence. " * 4
+    reply = "The company built ships near the town, and it moved to the harbour later. " * 3
+    question = "In which year and for which company were the ships near the harbour built? " * 2
+    messages = [
+        {"role": "system", "content": f"{rules}\n\n{TEXTS[0]}\n\n{TEXTS[1]}"},
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": reply},
+        {"role": "user", "content": question},
+    ]
+    for _ in range(3):
+        answer = engine.generate(messages)
+        engine.drain()
+    assert sorted(learned(engine)) == sorted(TEXTS[:2])
+    assert [chunk.outcome for chunk in answer.metrics.chunks] == ["blended"] * 2
+    for _ in range(2):
+        answer = engine.generate(messages)
+        engine.drain()
+    tokens = sum(chunk.tokens for chunk in answer.metrics.chunks)
+    assert answer.metrics.reused_tokens > tokens + 50  # with the instruction before them
+
+
+def test_learned_passages_outlive_the_engine(engine):
+    for n in range(2):
+        engine.generate(prompt(0, 1, question=f"Where is {n}?"))
+    engine.drain()
+    root = engine.resources.root
+    engine.close()
+    with tiny.engine(tiny.llama(), root, learn=True) as other:
+        assert reused(other.generate(prompt(1, 0))) > 0.8
+        assert len(other.library) == 0
+        assert other.library.delete_parents([LEARNED])
+        assert reused(other.generate(prompt(1, 0))) == 0
+
+
+def test_they_do_not_bind_the_settings_of_a_corpus(engine):
+    for n in range(2):
+        engine.generate(prompt(0, 1, question=f"Where is {n}?"))
+    root = engine.resources.root
+    engine.close()
+    with tiny.engine(tiny.llama(), root, chunk_tokens=64, prefix_text=tiny.BOS) as other:
+        other.ingest([tiny.document(1)])
+        assert other.resources.manifest.chunk_tokens == 64
+        engine_prompt = tiny.prompt(other, 1)
+        assert reused(other.generate(engine_prompt)) > 0.8
+
+
+def test_their_kv_is_bounded_and_the_least_recently_used_are_forgotten(engine, monkeypatch):
+    for order in ((0, 1), (1, 0), (0, 2), (0, 2, 3)):  # 1 is used longest ago
+        engine.generate(prompt(*order, question=f"Where is {order}?"))
+        engine.drain()
+    assert sorted(learned(engine)) == sorted(TEXTS[n] for n in (0, 1, 2))
+    limit = sum(engine._learner._sizes.values())
+    disk = next(tier for tier in engine.stats().tiers if tier.tier == "disk")
+    monkeypatch.setattr(learning, "DISK_SHARE", limit / disk.limit_bytes)
+    engine.generate(prompt(0, 3, 2))
+    engine.drain()
+    assert sorted(learned(engine)) == sorted(TEXTS[n] for n in (0, 2, 3))
+    assert tiny.stored_kv(engine, engine.resources.text_ids(TEXTS[1])) is None
+    monkeypatch.setattr(learning, "DISK_SHARE", 0.0)
+    for _ in range(2):
+        engine.generate(prompt(4, 5))
+    assert learned(engine) == []
+
+
+def test_an_error_of_the_store_ends_learning_and_fails_no_request(engine, monkeypatch, caplog):
+    def full(*args):
+        raise StoreFullError("the disk is full")
+
+    monkeypatch.setattr(type(engine.resources), "create_corpus", full)
+    for _ in range(3):
+        assert engine.generate(prompt(0, 1)).metrics.learned_tokens == 0
+    assert caplog.text.count("learns no more passages from prompts: the disk is full") == 1
+
+
+def test_a_store_without_chunks_is_told_once(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, logger="blendrag")
+    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=True) as made:
+        made.generate("Hello.")
+        assert "holds no chunks" not in caplog.text
+        first, second = made.generate(prompt(0)), made.generate(prompt(1))
+    assert caplog.text.count("holds no chunks") == 1
+    (note,) = first.metrics.notes
+    assert f"store {tmp_path / 'kv'} holds no chunks" in note
+    for remedy in ("BlendVectorStore.from_documents(pieces, …)", "BlendPrecompute", "learn=False"):
+        assert remedy in note
+    assert tiny.one_sentence(note)
+    assert second.metrics.notes == ()
+    with tiny.engine(tiny.llama(), tmp_path / "other", learn=False) as made:
+        (note,) = made.generate(prompt(0)).metrics.notes
+    assert "BlendPrecompute" in note
+    assert "learn" not in note
+    with BlendEngine(tiny.llama(), tmp_path / "kv", tokenizer=tiny.tokenizer()) as made:
+        made.ingest([tiny.document(1)])
+        assert "holds no chunks" not in str(made.generate(prompt(0)).metrics.notes)
