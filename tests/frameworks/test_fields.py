@@ -186,3 +186,11 @@ def test_the_default_embedder_does_not_contradict_a_corpus_with_another(tmp_path
             made.engine.library.add([Entry(id="3", text="three")], embed=False, precompute=False)
     finally:
         close_shared_engines()
+
+
+def test_learning_can_be_turned_off_for_the_engine_of_a_wrapper(tmp_path):
+    try:
+        assert wrapper(store=tmp_path / "a").engine.settings.learn
+        assert not wrapper(store=tmp_path / "a", learn=False).engine.settings.learn
+    finally:
+        close_shared_engines()

@@ -167,8 +167,6 @@ class BackgroundWriter:
 
     def note(self, plan: Plan) -> None:
         """Queue the chunks that had no KV, and a leading part that was seen before."""
-        if self._full or not self._resources.is_writable:
-            return
         prefix = self._resources.prefix_ids
         todo = [(ids, prefix) for ids in plan.missing]
         if plan.leading and self._seen_before(plan.leading):
@@ -177,6 +175,8 @@ class BackgroundWriter:
 
     def queue(self, todo: Sequence[tuple[Ids, Ids]]) -> None:
         """Encode these ids after their prefixes in the background."""
+        if not todo or self._full or not self._resources.is_writable:
+            return
         for ids, prefix in todo:
             if len(self._queued) >= QUEUED_CHUNKS:
                 log.info("%d chunks wait to be encoded; no more are queued", QUEUED_CHUNKS)

@@ -104,13 +104,16 @@ class Learner:
         matches = [Match("", start, end, complete=True) for start, end in spans]
         around = sorted([*fresh.chunks, *matches], key=lambda match: match.start)
         kept = [m for m in without_question(around, text, fresh.turn) if not m.chunk_id]
-        chunks: dict[str, Chunk] = {}
-        for start, end in joined(text, [(m.start, m.end) for m in kept]):
-            if not any(low < end and start < high for low, high in fresh.control):
-                for chunk in self._resources.chunker().split(text[start:end]):
-                    if letters_in(chunk.text) >= MIN_LETTERS:
-                        chunks[chunk.chunk_id] = chunk
-        return list(chunks.values())
+        passages = [
+            text[start:end]
+            for start, end in joined(text, [(m.start, m.end) for m in kept])
+            if not any(low < end and start < high for low, high in fresh.control)
+        ]
+        if not passages:
+            return []
+        split = self._resources.chunker().split
+        chunks = {chunk.chunk_id: chunk for passage in passages for chunk in split(passage)}
+        return [chunk for chunk in chunks.values() if letters_in(chunk.text) >= MIN_LETTERS]
 
     def _stored(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Those of ``chunks`` that there is room for, as entries of the corpus."""
