@@ -38,10 +38,16 @@ class OwnEmbeddings(Embeddings):
         return [float(x) for x in tiny.WordEmbedder().embed_query(text) + np.float32(1e-3)]
 
 
+def page(number):
+    """Four paragraphs of two sentences."""
+    sentences = [tiny.sentence(100 * number + i) for i in range(8)]
+    return "\n\n".join(" ".join(sentences[i : i + 2]) for i in range(0, 8, 2))
+
+
 @pytest.fixture
 def retriever():
-    pages = [Document(tiny.document(n, paragraphs=6).text) for n in range(3)]
-    splitter = RecursiveCharacterTextSplitter(chunk_size=300, chunk_overlap=0)
+    pages = [Document(page(n)) for n in range(3)]
+    splitter = RecursiveCharacterTextSplitter(chunk_size=500, chunk_overlap=0)
     store = InMemoryVectorStore.from_documents(splitter.split_documents(pages), OwnEmbeddings())
     return store.as_retriever(search_kwargs={"k": 6})
 

@@ -27,12 +27,15 @@ class OwnEmbedding(BaseEmbedding):
         return self._get_text_embedding(query)
 
 
+def page(number):
+    """Four paragraphs of two sentences."""
+    sentences = [tiny.sentence(100 * number + i) for i in range(8)]
+    return "\n\n".join(" ".join(sentences[i : i + 2]) for i in range(0, 8, 2))
+
+
 def index_of(*steps):
-    pages = [
-        Document(text=tiny.document(n, paragraphs=6).text, metadata={"file_name": f"page{n}.txt"})
-        for n in range(3)
-    ]
-    splitter = SentenceSplitter(chunk_size=96, chunk_overlap=0)
+    pages = [Document(text=page(n), metadata={"file_name": f"page{n}.txt"}) for n in range(3)]
+    splitter = SentenceSplitter(chunk_size=128, chunk_overlap=0)
     return VectorStoreIndex.from_documents(
         pages, transformations=[splitter, *steps], embed_model=OwnEmbedding()
     )
@@ -52,7 +55,7 @@ def test_nine_tenths_of_the_context_are_reused_from_the_third_request_on(seen, t
             shares.append(found / context)
             orders.append(texts)
         assert all(sorted(texts) == sorted(orders[0]) for texts in orders)
-        assert orders[2] not in orders[:2]
+        assert len({tuple(texts) for texts in orders}) > 1
         assert len(orders[0]) > 5
     assert (min(shares[2:]) >= 0.9) == learns
     assert (max(shares) > 0) == learns

@@ -193,16 +193,19 @@ def paragraphs(text: str, run: Run) -> list[Span]:
 
 
 def joined(text: str, spans: Sequence[Span]) -> list[Span]:
-    """Passages of whole paragraphs. Short paragraphs are joined if only white space is between them."""
+    """Passages of whole paragraphs. A short paragraph is joined to a short passage or ends a long one, if
+    only white space is between them."""
     passages: list[Span] = []
+    is_ended = False
     for low, high in spans:
         if passages and not text[passages[-1][1] : low].strip():
             start, end = passages[-1]
-            ends_a_section = high - low < UNWRAPPED_CHARS and text[high - 1] in ".!?"
-            if end - start < JOINED_CHARS or ends_a_section:
-                passages[-1] = (start, high)
+            ends = not is_ended and text[high - 1] in ".!?" and not _is_long(text, (low, high))
+            if end - start < JOINED_CHARS or ends:
+                passages[-1], is_ended = (start, high), end - start >= JOINED_CHARS
                 continue
         passages.append((low, high))
+        is_ended = False
     return [span for span in passages if _is_long(text, span)]
 
 
