@@ -31,6 +31,7 @@ class EngineOptions(TypedDict, total=False):
     model_kwargs: dict[str, Any] | None
     embedder: str | None
     trust_remote_code: bool | None
+    learn: bool | None
 
 
 class EngineArguments(EngineOptions, total=False):
