@@ -3,8 +3,10 @@
 import logging
 
 import pytest
+from typer.testing import CliRunner
 
 import tiny
+from blendrag.cli.app import app
 from blendrag.corpus.documents import LEARNED
 from blendrag.engine import BlendEngine, Options, learning
 from blendrag.errors import StoreFullError
@@ -140,6 +142,8 @@ def test_learned_passages_outlive_the_engine(engine):
     engine.drain()
     root = engine.resources.root
     engine.close()
+    listed = CliRunner().invoke(app, ["list", "--store", str(root)]).output
+    assert "0 documents, 2 passages learned from prompts" in listed
     with tiny.engine(tiny.llama(), root, learn=True) as other:
         assert reused(other.generate(prompt(1, 0))) > 0.8
         assert len(other.library) == 0

@@ -189,9 +189,11 @@ def list_documents(
     begin(verbose, "nothing was changed", loads_torch=False)
     from blendrag.config import settings
     from blendrag.corpus.corpus import Corpus, files_of
+    from blendrag.corpus.documents import LEARNED
 
     with Corpus.open(store or settings().store, read_only=True) as corpus:
         documents, entries = corpus.documents(), len(corpus.entries)
+        learned = len(corpus.entries.ids(LEARNED))
         model = corpus.manifest.model if corpus.has_manifest else None
     rows = [
         asdict(each)
@@ -199,12 +201,13 @@ def list_documents(
         for each in documents
     ]
     if json:
-        print_json({"model": model, "documents": rows, "entries": entries})
+        print_json({"model": model, "documents": rows, "entries": entries, "learned": learned})
         return DONE
     for row in rows:
         size = f"{count(row['chunks'], 'chunk')}, {count(row['tokens'], 'token')}"
         typer.echo(f"{_shown(row['source'])}: {size}{', the file is gone' * row['gone']}")
     added = f", {count(entries, 'text')} added by id" * bool(entries)
+    added += f", {count(learned, 'passage')} learned from prompts" * bool(learned)
     typer.echo(f"{count(len(rows), 'document')}{added}; model {model}")
     return DONE
 
