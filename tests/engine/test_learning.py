@@ -136,6 +136,19 @@ def test_instruction_question_and_replies_are_not_learned(engine):
     assert answer.metrics.reused_tokens > tokens + 50  # with the instruction before them
 
 
+def test_a_system_prompt_before_known_chunks_stays_an_exact_prefix(engine):
+    engine.ingest([tiny.document(50)])
+    rules = "\n\n".join(f"Rule {n}: {tiny.sentence(n)} {tiny.sentence(-n)}" for n in range(4))
+    context = "\n\n".join(tiny.chunk_texts(engine, 50))
+    for question in ("Who?", "Where?", "When?", "Why?"):
+        user = f"{context}\n\nQuestion: {question}"
+        messages = [{"role": "system", "content": rules}, {"role": "user", "content": user}]
+        metrics = engine.generate(messages).metrics
+        engine.drain()
+    assert learned(engine) == []
+    assert metrics.reused_tokens > sum(chunk.tokens for chunk in metrics.chunks) + 200
+
+
 def test_learned_passages_outlive_the_engine(engine):
     for n in range(2):
         engine.generate(prompt(0, 1, question=f"Where is {n}?"))

@@ -98,9 +98,11 @@ class Learner:
     def _passages(self, fresh: FreshText) -> list[Chunk]:
         """Chunks of what the prompt has in common with earlier ones, each once."""
         text = fresh.text
-        spans = [
-            span for run in self._memory.meet(text, fresh.spans) for span in paragraphs(text, run)
-        ]
+        runs = self._memory.meet(text, fresh.spans)
+        if fresh.chunks and runs and runs[0].begins_prompts and runs[0].ends_parts:
+            # what precedes the first chunk again is reused as an exact prefix
+            runs = [run for run in runs if run.start > fresh.chunks[0].start]
+        spans = [span for run in runs for span in paragraphs(text, run)]
         matches = [Match("", start, end, complete=True) for start, end in spans]
         around = sorted([*fresh.chunks, *matches], key=lambda match: match.start)
         kept = [m for m in without_question(around, text, fresh.turn) if not m.chunk_id]

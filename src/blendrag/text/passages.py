@@ -73,6 +73,8 @@ class Run(NamedTuple):
     end: int
     begins_prompts: bool
     """Whether both prompts begin with it."""
+    ends_parts: bool = False
+    """Whether a searched part ends with it in both."""
 
     @property
     def chars(self) -> int:
@@ -131,7 +133,8 @@ class PromptMemory:
                 continue
             run = self._extended(joined, start, at, at + len(parts[part]), place)
             if run is not None:
-                _add(text, runs, Run(run.start + shift, run.end + shift, run.begins_prompts))
+                moved = run._replace(start=run.start + shift, end=run.end + shift)
+                _add(text, runs, moved)
         self._remember(joined, hashes, starts)
         return runs
 
@@ -154,7 +157,8 @@ class PromptMemory:
         gap = old.rfind(_GAP, at - back, at)
         back = at - gap - 1 if gap >= 0 else back
         begins = start - back == 0 and at - back == 0
-        return Run(start - back, start + after, begins)
+        ends = start + after == high and old[at + after : at + after + 1] in ("", _GAP)
+        return Run(start - back, start + after, begins, ends)
 
     def _remember(self, text: str, hashes: np.ndarray, starts: np.ndarray) -> None:
         place = (self._first + len(self._texts) << 32) | starts
