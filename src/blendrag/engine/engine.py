@@ -513,7 +513,7 @@ class BlendEngine:
                         to_prefill(partial(spans.prefilled, answer.metrics))
                         to_decode(partial(spans.decoded, answer.metrics))
                         self._background.note(plan)
-                        return self._learner.learn(request, answer)
+                    return self._learner.learn(request, answer)
                 except SpanCorruptError as corrupt:
                     avoid.add(corrupt.span.reader.key)
                     plan = prefilled = None
