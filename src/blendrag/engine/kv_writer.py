@@ -167,8 +167,10 @@ class BackgroundWriter:
 
     def note(self, plan: Plan) -> None:
         """Queue the chunks that had no KV, and a leading part that was seen before."""
-        prefix = self._resources.prefix_ids
-        todo = [(ids, prefix) for ids in plan.missing]
+        todo: list[tuple[Ids, Ids]] = []
+        if plan.missing:
+            prefix = self._resources.prefix_ids
+            todo += [(ids, prefix) for ids in plan.missing]
         if plan.leading and self._seen_before(plan.leading):
             todo.append((plan.leading, ()))
         self.queue(todo)
