@@ -146,10 +146,13 @@ def pretrained_text(models: Mapping[str, ByTask]) -> str:
 def _grid(models: Mapping[str, Mapping[str, Fidelity]]) -> str:
     names = sorted({task for tasks in models.values() for task in tasks})
     names.sort(key=lambda name: name in TASKS)  # files of questions first
-    lines = [(model, {**tasks, "": mean_of([*tasks.values()])}) for model, tasks in models.items()]
+    lines = [(model, dict(tasks)) for model, tasks in models.items()]
+    for _, line in lines:
+        if len(line) == len(names):  # means over other tasks cannot be compared
+            line[""] = mean_of([*line.values()])
     if len(lines) > 1:
         of = {name: [line[name] for _, line in lines if name in line] for name in (*names, "")}
-        lines.append(("mean", {name: mean_of(points) for name, points in of.items()}))
+        lines.append(("mean", {name: mean_of(points) for name, points in of.items() if points}))
 
     def cell(name: str) -> Column:
         return name or "mean", lambda line: _cell(line[1].get(name))
