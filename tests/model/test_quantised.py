@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +142,24 @@ def test_a_method_that_cannot_be_loaded_is_one_sentence_on_stderr(
     ):
         load_adapter(checkpoint, device="cpu")
     assert capsys.readouterr().out == ""
+
+
+def test_two_threads_that_load_leave_stdout_as_it_was():
+    before, entered, both = sys.stdout, threading.Event(), threading.Event()
+    quiet = partial(loading._quantised, "some", "torchao", torch.device("cpu"))
+
+    def leave_first() -> None:
+        with quiet():
+            entered.set()
+            both.wait(0.3)
+
+    first = threading.Thread(target=leave_first)
+    first.start()
+    entered.wait()
+    with quiet():
+        both.set()
+        first.join()
+    assert sys.stdout is before
 
 
 def test_weights_of_an_unknown_method_are_not_made_up(checkpoint):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import lru_cache
@@ -226,6 +227,9 @@ def _quantization_method(config: Any) -> str:
     return str(getattr(method, "value", method))
 
 
+_redirecting = threading.Lock()
+
+
 @contextmanager
 def _quantised(name: str, method: str, target: torch.device) -> Iterator[None]:
     """For loading a model: errors name the method and the device, and nothing is printed to stdout."""
@@ -236,8 +240,9 @@ def _quantised(name: str, method: str, target: torch.device) -> Iterator[None]:
             why = "it needs the packages optimum and gptqmodel"
         return f"model {name!r} is quantised by {method} and cannot be loaded on {target}: {why}"
 
-    # gptqmodel 7.7 prints a logo and its progress to stdout, where commands print answers.
-    with _mapped(message), redirect_stdout(StringIO()):
+    # gptqmodel 7.7 prints a logo and its progress to stdout, where commands print answers. One thread at a
+    # time: each puts back what it found.
+    with _mapped(message), _redirecting, redirect_stdout(StringIO()):
         yield
 
 
