@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import pytest
@@ -106,6 +109,20 @@ def test_a_changed_file_replaces_what_was_unpacked(file, cache):
     second = unpacked_directory(str(file))
     assert second != first
     assert [path for path in cache.iterdir() if path.is_dir()] == [second]
+
+
+def test_what_a_killed_process_left_is_removed(written, tmp_path, cache, monkeypatch):
+    """Also if the name of the file looks like a pattern."""
+    file = Path(shutil.copy2(written, tmp_path / "tiny[1].gguf"))
+    with monkeypatch.context() as patch:
+        left = lambda **named: nullcontext(tempfile.mkdtemp(**named))  # noqa: E731
+        patch.setattr(tempfile, "TemporaryDirectory", left)
+        patch.setattr("blendrag.model.gguf_files._dequantise", mock.Mock(side_effect=SystemExit))
+        with pytest.raises(SystemExit):
+            unpacked_directory(str(file))
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+    folder = unpacked_directory(str(file))
+    assert [path for path in cache.iterdir() if path.is_dir()] == [folder]
 
 
 def test_its_name_is_absolute(file, monkeypatch):

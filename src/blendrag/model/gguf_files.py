@@ -6,6 +6,7 @@ from there. Needs ``blendrag[gguf]``.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
@@ -48,7 +49,8 @@ def unpacked_directory(name: str) -> Path:
         return target
     with FileLock(_models() / f"{of_path}.lock"):
         if not target.is_dir():
-            for earlier in _models().glob(f"{of_path}-*"):  # the file has changed
+            # of another version of the file, or left by a process that was killed
+            for earlier in _models().glob(f"{glob.escape(of_path)}-*"):
                 shutil.rmtree(earlier, ignore_errors=True)
             _unpack(file, target)
     return target
@@ -90,7 +92,7 @@ def _unpack(file: Path, target: Path) -> None:
             f"{readable_size(free)} free; make room or name another directory in BLENDRAG_CACHE"
         )
     log.warning("unpacking %s once, %s in %s", file.name, readable_size(needed), target.parent)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unpacking-") as scratch:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}-") as scratch:
         try:
             _dequantise(file, Path(scratch))
         except ModelLoadError:
