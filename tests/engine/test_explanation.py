@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 import tiny
 from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine.explanation import Explanation
 from blendrag.errors import InvalidInputError
 from blendrag.metrics import COMPUTE, LOAD, SELECT
 
@@ -74,6 +76,18 @@ def test_the_page_shows_the_prompt_and_refers_to_nothing_outside(answer):
         assert f'title="{state}' in page
     for chunk in answer.metrics.chunks:
         assert chunk.reason in page
+
+
+def test_names_of_files_and_reasons_are_text(answer):
+    chunks = [
+        replace(chunk, source=f"/docs/{MARKUP}", reason=MARKUP) for chunk in answer.metrics.chunks
+    ]
+    metrics = replace(answer.metrics, chunks=tuple(chunks), notes=(MARKUP,))
+    page = Explanation(replace(answer, text=MARKUP, metrics=metrics), answer.explain().trace).page(
+        MARKUP
+    )
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 4 + len(chunks)
 
 
 def test_a_notebook_shows_the_page_without_its_head(answer):
