@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from blendrag.demo.tour import HANDBOOK_MODES, Reply, Stop, Tour
+from blendrag.demo.tour import HANDBOOK_MODES, HANDBOOK_RATIO, Reply, Stop, Tour
 
 LEGEND = (
     "full prefills the whole prompt; reuse loads every chunk's KV as it was stored; blend loads it and "
@@ -16,8 +16,8 @@ LEGEND = (
     "what blending saves: blendrag bench ttft measures a larger one."
 )
 HANDBOOK_LEGEND = (
-    "The answers are blend's. full prefills the whole prompt; blend loads the chunks' KV and recomputes a "
-    "small share. TTFT: time to first token. Reused: share of the prompt that was not computed."
+    "The answers are blend's. full prefills the whole prompt; blend loads the chunks' KV and recomputes "
+    f"{HANDBOOK_RATIO:.0%} of it. TTFT: time to first token. Reused: share of the prompt that was not computed."
 )
 #: Columns of output that is not a terminal.
 WIDTH = 140
