@@ -17,7 +17,8 @@ LEGEND = (
 )
 HANDBOOK_LEGEND = (
     "The answers are blend's. full prefills the whole prompt; blend loads the chunks' KV and recomputes "
-    f"{HANDBOOK_RATIO:.0%} of it. TTFT: time to first token. Reused: share of the prompt that was not computed."
+    f"{HANDBOOK_RATIO:.0%} of it. TTFT: time to first token. Reused: share of the prompt that was not "
+    "computed."
 )
 #: Columns of output that is not a terminal.
 WIDTH = 140
