@@ -86,7 +86,7 @@ page = $(BIN)/python -m blendrag.lab.bench.page --from build/bench --out docs
 
 bench: $(READY) ## measure time to first token: docs/performance.md
 	$(call measure,ttft,ttft --geometry $(GEOMETRY) --chunks 6 --chunk-tokens 512 \
-	  --question-tokens 32 --ratio 0.15 $(BENCH_ARGS))
+	  --question-tokens 32 --ratio 0.3 $(BENCH_ARGS))
 	$(page)
 
 # Hours on two cores. Factors of the sweep can be measured one by one: make bench-all FACTORS="tier encoding"

@@ -115,7 +115,7 @@ def test_prompts_of_a_batch_are_explained_without_a_timeline(engine):
 
 def test_an_answer_without_a_trace_says_how_to_get_one(engine):
     answer = engine.generate("hello", Options(max_new_tokens=1))
-    with pytest.raises(InvalidInputError, match=r"ask with Options\(explain=True\)"):
+    with pytest.raises(InvalidInputError, match=r"ask again with explain=True"):
         answer.explain()
 
 

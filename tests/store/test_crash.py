@@ -306,7 +306,10 @@ def test_a_directory_whose_sync_failed_is_synced_again(lab, store, root, monkeyp
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_says_what_is_needed_and_queries_go_on(lab, store, root, failing, code):
-    with failing("write", ".part", code), pytest.raises(StoreFullError, match="MB") as caught:
+    with (
+        failing("write", ".part", code),
+        pytest.raises(StoreFullError, match=r"needs [0-9.]+ KiB") as caught,
+    ):
         lab.put(store, 2)
     assert caught.value.needed_bytes == lab.entry_bytes
     assert lab.is_right(store, 1)

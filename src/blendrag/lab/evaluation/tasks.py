@@ -144,10 +144,10 @@ def _table(year: int, values: Mapping[int, Sequence[int]], chunker: Chunker) -> 
 def _chat(rng: random.Random, chunker: Chunker, n: int) -> Iterator[Made]:
     pages, parts = _handbook(), spread(range(n), min(TURNS, n))
     text = "\n\n".join(pages.values())
-    chunks = chunker.split(text)
+    chunks = [each for each in chunker.split(text) if len(each.text) > 80]  # no heading alone
 
     def home(question: Question) -> int:
-        """The chunk with its answer."""
+        """The chunk with its answer, or after the heading with it."""
         at = text.index(question.answer, text.index(pages[question.document_id]))
         return next(i for i, chunk in enumerate(chunks) if at < chunk.end)
 
