@@ -1,7 +1,4 @@
-"""Pretrained models: the commands that measure how near answers are to full prefill's, and their tables.
-
-The commands name models and files without their folders, so that they can be kept and compared.
-"""
+"""Pretrained models: the commands that measure how near answers are to full prefill's, and their tables."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from blendrag.lab.evaluation.tasks import TASKS
 from blendrag.lab.evaluation.ways import FULL, NONE, REUSE
 from blendrag.lab.tables import NOTHING, Column, interval, table
 
-#: The folder of all models in commands that are kept.
+#: The folder of all models in commands, which are kept and compared.
 _MODELS = "MODELS"
 #: Policies, ratios and size of every run.
 _OPTIONS = (

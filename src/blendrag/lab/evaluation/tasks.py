@@ -1,7 +1,4 @@
-"""Cases made from what is on every machine: the same for the same seed, tokenizer and version of Python.
-
-docs/evaluation.md describes the tasks.
-"""
+"""Cases made from what is on every machine: the same for the same seed, tokenizer and version of Python."""
 
 from __future__ import annotations
 
