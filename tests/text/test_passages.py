@@ -20,8 +20,9 @@ def prompt(*numbers, join="\n\n", label=""):
 
 def met(memory, text):
     """The passages in what ``memory`` knows of the whole ``text``."""
-    spans = [s for run in memory.meet(text, [(0, len(text))]) for s in paragraphs(text, run)]
-    return [text[low:high] for low, high in joined(text, spans)]
+    runs = memory.meet(text, [(0, len(text))])
+    spans = [s for run in runs for s in paragraphs(text, run)]
+    return [text[low:high] for low, high in joined(text, spans, runs)]
 
 
 def test_nothing_returns_in_a_first_prompt():
@@ -72,6 +73,15 @@ def test_short_paragraphs_are_joined_and_short_texts_left_out():
     ]
     assert sum(map(str.isalnum, tiny.sentence(1))) < MIN_LETTERS
     assert met(memory, f"Only this.\n\n{tiny.sentence(1)}") == []
+
+
+@pytest.mark.parametrize("join", ["\n\n", "\n"])
+def test_a_heading_that_ends_a_text_is_not_joined_to_the_text_that_follows(join):
+    texts = [f"{text}\n\n## Part {number}" for number, text in enumerate(TEXTS[:4])]
+    memory = PromptMemory()
+    met(memory, HEAD + join.join(texts) + "\n\nQuestion: Who?")
+    found = met(memory, HEAD + join.join(texts[n] for n in (3, 1, 0, 2)) + "\n\nQuestion: When?")
+    assert found == [TEXTS[n] for n in (3, 1, 0, 2)]
 
 
 def test_runs_lie_within_the_parts_that_are_searched():

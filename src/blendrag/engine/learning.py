@@ -108,7 +108,7 @@ class Learner:
         kept = [m for m in without_question(around, text, fresh.turn) if not m.chunk_id]
         passages = [
             text[start:end]
-            for start, end in joined(text, [(m.start, m.end) for m in kept])
+            for start, end in joined(text, [(m.start, m.end) for m in kept], runs)
             if not any(low < end and start < high for low, high in fresh.control)
         ]
         if not passages:

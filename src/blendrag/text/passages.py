@@ -5,7 +5,8 @@
 2. Where a window of a new prompt is known, extend the match to both sides as far as the texts agree. Such a
    *run* ends where the neighbours differ.
 3. Cut runs at blank lines, rules (``-----``), labels (``Context:``, ``[2]``) and after unwrapped lines, so
-   that retrieved texts that happened to follow each other twice are told apart. Join short paragraphs.
+   that retrieved texts that happened to follow each other twice are told apart. Join short paragraphs of
+   one run.
 
 Everything is linear in the length of the prompt, and kept in memory only.
 """
@@ -13,6 +14,7 @@ Everything is linear in the length of the prompt, and kept in memory only.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -196,13 +198,16 @@ def paragraphs(text: str, run: Run) -> list[Span]:
     return [span for span in spans if _is_long(text, span) or _is_whole(text, span)]
 
 
-def joined(text: str, spans: Sequence[Span]) -> list[Span]:
+def joined(text: str, spans: Sequence[Span], runs: Sequence[Run]) -> list[Span]:
     """Passages of whole paragraphs. A short paragraph is joined to a short passage or ends a long one, if
-    only white space is between them."""
+    only white space is between them and no run begins there: a heading that ends a retrieved text is not
+    joined to the text that happens to follow."""
     passages: list[Span] = []
     is_ended = False
+    starts = [run.start for run in runs]
     for low, high in spans:
-        if passages and not text[passages[-1][1] : low].strip():
+        begins_run = passages and bisect_right(starts, low) > bisect_right(starts, passages[-1][0])
+        if passages and not begins_run and not text[passages[-1][1] : low].strip():
             start, end = passages[-1]
             ends = not is_ended and text[high - 1] in ".!?" and not _is_long(text, (low, high))
             if end - start < JOINED_CHARS or ends:
