@@ -66,7 +66,19 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "options as top k": (lambda e: e.ask("what?", Options()), "whole number"),  # type: ignore[arg-type]
     "an unknown option": (
         lambda e: e.ask("what?", max_tokens=2),  # type: ignore[call-arg]
-        "max_tokens: not an option of a request; expected mode, .*max_new_tokens, stop",
+        "max_tokens: not an option.*did you mean max_new_tokens.*expected mode, .*seed",
+    ),
+    "a misspelt argument": (
+        lambda e: e.ask("what?", topk=2),  # type: ignore[call-arg]
+        "topk: not an option.*did you mean top_k",
+    ),
+    "an answer object in the history": (
+        lambda e: e.ask("what?", history=[("who?", Options())]),  # type: ignore[list-item]
+        r"history\[0\].*Options.*expected a pair of texts",
+    ),
+    "a question alone in the history": (
+        lambda e: e.ask("what?", history=["who?"]),  # type: ignore[list-item]
+        r"history\[0\].*expected a pair of texts",
     ),
     "options as a dictionary": (
         lambda e: e.stream("hi", {"mode": "full"}),  # type: ignore[arg-type]

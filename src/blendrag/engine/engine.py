@@ -328,6 +328,7 @@ class BlendEngine:
         options: Options,
     ) -> tuple[tuple[RetrievedChunk, ...], RagPrompt, Options]:
         """Chunks and prompt of :meth:`ask`, and the options, with a stop string for models that go on."""
+        _check_history(history)
         about = (
             f"{history[-1][0]}\n{question}" if history and isinstance(question, str) else question
         )
@@ -688,3 +689,13 @@ def check_defaults(defaults: Settings) -> None:
     Schedule.parse(defaults.schedule)
     if defaults.top_k < 1:
         raise InvalidInputError(f"top_k is {defaults.top_k}, expected 1 or more")
+
+
+def _check_history(history: Sequence[tuple[str, str]]) -> None:
+    for at, turn in enumerate(history):
+        pair = isinstance(turn, Sequence) and not isinstance(turn, str) and len(turn) == 2
+        if not pair or not all(isinstance(text, str) for text in turn):
+            types = ", ".join(type(x).__name__ for x in turn) if pair else type(turn).__name__
+            raise InvalidInputError(
+                f"history[{at}] is {types}, expected a pair of texts: (question, answer.text)"
+            )

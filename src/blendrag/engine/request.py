@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, TypedDict, get_args
 
@@ -210,6 +211,8 @@ class OptionFields(TypedDict, total=False):
     explain: bool
 
 
+_ASKED = ("top_k", "history")  # arguments of ask that are not options
+
 #: Shows every option in the signature of a call.
 takes_options = shows(OptionFields, Options())
 
@@ -226,8 +229,11 @@ def with_keywords(options: Options | None, keywords: Mapping[str, Any]) -> Optio
         )
     known = [one.name for one in fields(Options)]
     if unknown := sorted(set(keywords) - set(known)):
+        close = [one for name in unknown for one in get_close_matches(name, [*known, *_ASKED], n=1)]
+        meant = f"did you mean {', '.join(close)}? " if close else ""
         raise InvalidInputError(
-            f"{', '.join(unknown)}: not an option of a request; expected {', '.join(known)}"
+            f"{', '.join(unknown)}: not an option of a request; {meant}expected {', '.join(known)}; "
+            f"ask takes {' and '.join(_ASKED)}, too"
         )
     return replace(options or Options(), **keywords)
 
