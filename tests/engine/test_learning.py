@@ -194,9 +194,10 @@ def test_their_kv_is_bounded_and_the_least_recently_used_are_forgotten(engine, m
     assert learned(engine) == []
 
 
-def test_an_error_of_the_store_ends_learning_and_fails_no_request(engine, monkeypatch, caplog):
+@pytest.mark.parametrize("error", [StoreFullError, RuntimeError])
+def test_an_error_ends_learning_and_fails_no_request(error, engine, monkeypatch, caplog):
     def full(*args):
-        raise StoreFullError("the disk is full")
+        raise error("the disk is full")
 
     monkeypatch.setattr(type(engine.resources), "create_corpus", full)
     for _ in range(3):

@@ -4,8 +4,8 @@ Text that was in an earlier prompt, too, becomes chunks of the corpus (:mod:`ble
 are encoded in the background and reused from the third prompt on. What was seen once is only in memory.
 
 Learned passages are entries of the parent :data:`LEARNED`, without vectors, so that search never finds them.
-Their KV takes at most :data:`DISK_SHARE` of the store's limit and only space that is free; the passages that
-were used longest ago are forgotten.
+Their KV takes at most :data:`DISK_SHARE` of the store's limit and only space that is free; the least recently
+used passages are dropped first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Learner:
         self._warned = False
         self._memory = PromptMemory()
         self._sizes: dict[str, int] | None = None
-        """Bytes of the KV of each learned passage, by chunk id, those used longest ago first."""
+        """Bytes of the KV of each learned passage, by chunk id, the least recently used first."""
         self.passages = 0
         """Learned since the engine was made."""
         self.tokens = 0
@@ -75,9 +75,12 @@ class Learner:
         try:
             self._mark_used(request)
             chunks = self._stored(self._passages(fresh))
-        except BlendragError as error:
+        except Exception as error:  # the answer is complete and must not be lost
             self._learns = False
-            log.warning("this engine learns no more passages from prompts: %s", error)
+            unexpected = None if isinstance(error, BlendragError) else error
+            log.warning(
+                "this engine learns no more passages from prompts: %s", error, exc_info=unexpected
+            )
             return answer
         if not chunks:
             return answer
