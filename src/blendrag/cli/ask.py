@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 #: Longest schedule that is printed in full.
 SCHEDULE_CHARS = 60
-#: Opening that took less is not told.
+#: Seconds; a shorter opening is not mentioned.
 WORTH_TELLING_S = 0.1
-#: Shown of each source.
+#: Characters shown of each source.
 PASSAGE_CHARS = 80
 
 

@@ -118,14 +118,14 @@ class PromptMemory:
         ``within``: ascending and disjoint. A run lies in one of them.
         """
         parts = [text[low:high] for low, high in within]
-        joined = _GAP.join(parts)
-        if len(joined) < WINDOW or len(joined) > self._max_chars:
+        whole = _GAP.join(parts)
+        if len(whole) < WINDOW or len(whole) > self._max_chars:
             return []
-        windows = PrefixSums(joined).windows(WINDOW)
+        windows = PrefixSums(whole).windows(WINDOW)
         starts = np.flatnonzero(windows % U64(SAMPLED) == 0)
         hashes = windows[starts]
         runs: list[Run] = []
-        at = part = 0  # where the current part begins in ``joined``
+        at = part = 0  # where the current part begins in ``whole``
         for start, place in zip(*self._known(hashes, starts), strict=True):
             while start >= at + len(parts[part]) + 1:
                 at += len(parts[part]) + 1
@@ -133,11 +133,11 @@ class PromptMemory:
             shift = within[part][0] - at
             if runs and start + shift < runs[-1].end and runs[-1].chars >= COMPARED_CHARS:
                 continue
-            run = self._extended(joined, start, at, at + len(parts[part]), place)
+            run = self._extended(whole, start, at, at + len(parts[part]), place)
             if run is not None:
                 moved = run._replace(start=run.start + shift, end=run.end + shift)
                 _add(text, runs, moved)
-        self._remember(joined, hashes, starts)
+        self._remember(whole, hashes, starts)
         return runs
 
     def _known(self, hashes: np.ndarray, starts: np.ndarray) -> tuple[list[int], list[int]]:

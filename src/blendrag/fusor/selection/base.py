@@ -24,8 +24,8 @@ import torch
 from blendrag.fusor.selection.schedule import Schedule
 
 #: Models of this many layers or more count as deep. Measured were the embedded model (12) and pretrained ones
-#: (18 to 30). In these the attention of the last half chose tokens that brought answers closer to full
-#: prefill than that of the middle third, the first half or all layers (docs/quality.md).
+#: (18 to 30). In most of these comparisons the attention of the last half chose better tokens than that of
+#: the middle third, the first half or all layers (docs/quality/tried.md).
 DEEP_LAYERS = 16
 LAST_HALF = (1 / 2, 1.0)
 
