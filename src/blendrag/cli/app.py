@@ -18,6 +18,7 @@ from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
 from blendrag.cli.output import count, duration
 from blendrag.cli.profile import profile
 from blendrag.cli.progress import StatusLine
+from blendrag.cli.serve import serve
 from blendrag.cli.store import app as store_commands
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _print_verification(model: str, result: Verification) -> None:
     typer.echo(f"  the next 32 tokens are those of the model without blendrag: {equal}")
 
 
-for command in (ingest, remove, ask, chat, verify, demo, calibrate, profile):
+for command in (ingest, remove, ask, chat, serve, verify, demo, calibrate, profile):
     app.command()(command)
 app.command("list")(list_documents)
 app.add_typer(store_commands)

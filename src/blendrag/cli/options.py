@@ -96,7 +96,7 @@ def number(
     return typer.Option(help=text, parser=parse, metavar=f"{ends}|{word}" if word else ends)
 
 
-def _size(text: str, *names: str) -> Any:
+def size(text: str, *names: str) -> Any:
     return optional(text, *names, parser=parse_size, metavar="SIZE")
 
 
@@ -119,11 +119,9 @@ TrustRemoteCode = Annotated[
         help="Run Python files that come with --model or --embedder. Read them first.",
     ),
 ]
-RamBytes = Annotated[int | None, _size("Limit of the memory tier: 2GiB, 500MB, …")]
-DiskBytes = Annotated[int | None, _size("Limit of the disk tier: 64GiB, …")]
-MaxBytes = Annotated[
-    int | None, _size("Size to reach: 2GiB, 500MB, … [default: the store's limit]")
-]
+RamBytes = Annotated[int | None, size("Limit of the memory tier: 2GiB, 500MB, …")]
+DiskBytes = Annotated[int | None, size("Limit of the disk tier: 64GiB, …")]
+MaxBytes = Annotated[int | None, size("Size to reach: 2GiB, 500MB, … [default: the store's limit]")]
 Encoding = Annotated[
     str | None,
     optional("How a new store keeps KV: native, int8 or fp8.", callback=_one_of("KVEncoding")),

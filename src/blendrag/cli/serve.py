@@ -1,0 +1,99 @@
+"""``blendrag serve``: OpenAI's HTTP interface over one store. Needs the extra ``blendrag[server]``."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blendrag.cli import interrupt, options
+from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.output import say
+from blendrag.cli.progress import StatusLine
+from blendrag.errors import InvalidInputError
+from blendrag.store.regular_files import MIB
+
+#: Modules that the extra installs.
+REQUIREMENTS = ("fastapi", "uvicorn")
+#: Size limit of ``--api-key-file``.
+MAX_KEY_FILE_BYTES = MIB
+
+
+@reporting
+def serve(
+    context: typer.Context,
+    model: options.Model = None,
+    store: options.Store = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        options.optional("One key a line; a line that ends in 'write' may change documents."),
+    ] = None,
+    max_requests: Annotated[
+        int | None,
+        options.number(
+            "Requests waiting and running; more get status 429. [default: 256]", 1, kind=int
+        ),
+    ] = None,
+    max_body: Annotated[
+        int | None, options.size("Largest body of a request: 500kB, 8MiB, … [default: 8MiB]")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        options.number("Longest answer to ask for. [default: the model's context]", 1, kind=int),
+    ] = None,
+    mode: options.Mode = None,
+    policy: options.Policy = None,
+    ratio: options.AutoRatio = None,
+    top_k: options.TopK = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    embedder: options.Embedder = None,
+    ram_bytes: options.RamBytes = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    lora: options.Lora = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Answer HTTP requests in OpenAI's schema until Ctrl-C or SIGTERM; running answers are finished."""
+    begin(verbose, "the server had not begun")
+    _require_extra()
+    from blendrag.server.access import ApiKeys
+    from blendrag.server.app import Limits, Service, create_app
+    from blendrag.server.running import bound_socket
+    from blendrag.server.running import serve as serve_until_signal
+
+    keys = ApiKeys()
+    if api_key_file is not None:
+        text = options.read_text(
+            "--api-key-file", api_key_file, MAX_KEY_FILE_BYTES, "one key a line"
+        )
+        keys = ApiKeys.parse(text, f"--api-key-file {api_key_file}")
+    given = {"max_requests": max_requests, "max_body_bytes": max_body, "max_tokens": max_tokens}
+    limits = Limits(**{name: value for name, value in given.items() if value is not None})
+    at = bound_socket(host, port)
+    defaults: dict[str, Any] = {
+        "mode": mode, "policy": policy, "ratio": ratio, "top_k": top_k,
+        "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    with at, options.engine_for(context, **defaults) as engine:
+        with StatusLine("opening the model"):
+            engine.open()
+        service = Service(engine, limits, keys)
+        shown = f"[{host}]" if ":" in host else host
+        say("serving", f"{service.model_id} at http://{shown}:{at.getsockname()[1]}/v1")
+        interrupt.expect("the server has stopped")
+        serve_until_signal(create_app(service), at, verbose)
+        engine.drain()  # store KV of chunks that had none
+    return DONE
+
+
+def _require_extra() -> None:
+    missing = [name for name in REQUIREMENTS if find_spec(name) is None]
+    if missing:
+        raise InvalidInputError(
+            f"blendrag serve needs {', '.join(missing)}; pip install 'blendrag[server]'"
+        )

@@ -1,0 +1,142 @@
+"""Who may send a request, and how much: bearer keys and the limits of a body.
+
+A key file has one key a line. A line may end in ``write``: that key may also change documents. Empty lines
+and lines that begin with ``#`` are skipped. Without keys everybody may ask and nobody may change documents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from dataclasses import dataclass, field
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from blendrag.errors import InvalidInputError
+from blendrag.server.refusals import ClientGoneError, Refusal
+
+#: Seconds that a client may take to send a body.
+BODY_TIMEOUT_S = 60.0
+#: Paths below this need a key.
+GUARDED = "/v1"
+_WRITE = "write"
+
+
+@dataclass(frozen=True)
+class ApiKeys:
+    """Keys and whether each may write."""
+
+    may_write: dict[bytes, bool] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> ApiKeys:
+        """The keys of a file's text. Raises :class:`InvalidInputError`, which names no key."""
+        keys: dict[bytes, bool] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            if words[1:] not in ([], [_WRITE]):
+                raise InvalidInputError(
+                    f"line {number} of {where} has {len(words)} words, expected one key, or a key and "
+                    f"'{_WRITE}'"
+                )
+            keys[words[0].encode()] = len(words) > 1
+        if not keys:
+            raise InvalidInputError(
+                f"{where} holds no key; write one a line, or leave out --api-key-file"
+            )
+        return cls(keys)
+
+    def writes(self, authorization: str | None) -> bool:
+        """Whether the bearer of this header may write. Raises :class:`Refusal` without a known key."""
+        if not self.may_write:
+            return False
+        scheme, _, given = (authorization or "").partition(" ")
+        sent = given.strip().encode("latin-1")  # as it came over the wire
+        found = [writes for key, writes in self.may_write.items() if hmac.compare_digest(key, sent)]
+        if scheme.lower() != "bearer" or not found:
+            wrong = "is not one of this server" if authorization else "is missing"
+            raise Refusal(
+                401,
+                f"the API key {wrong}; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return found[0]
+
+
+def require_writer(request: Request) -> None:
+    """Refuse a request whose key may not write."""
+    if not request.state.may_write:
+        raise Refusal(
+            403,
+            f"this key may not change documents; use one whose line in the key file ends in '{_WRITE}'",
+            code="read_only_key",
+        )
+
+
+class Door:
+    """ASGI middleware: checks the key before the body is read, and limits the body."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int) -> None:
+        self.app = app
+        self.keys = keys
+        self.max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        try:
+            if scope["path"].startswith(GUARDED):
+                writes = self.keys.writes(headers.get("authorization"))
+                scope.setdefault("state", {})["may_write"] = writes
+            length = headers.get("content-length", "0")
+            if length.isdecimal() and int(length) > self.max_body_bytes:
+                raise self._too_large()
+            body = await self._read(receive)
+        except Refusal as refusal:
+            return await refusal.response()(scope, receive, send)
+        except ClientGoneError:
+            return None
+
+        sent = False
+
+        async def receive_read() -> Message:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return await self.app(scope, receive_read, send)
+
+    async def _read(self, receive: Receive) -> bytes:
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError(
+                            "the connection was closed before the body was complete"
+                        )
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self.max_body_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise Refusal(
+                408, f"the body was not complete after {BODY_TIMEOUT_S:g} s; send it at once"
+            ) from None
+
+    def _too_large(self) -> Refusal:
+        return Refusal(
+            413,
+            f"the body is larger than {self.max_body_bytes} bytes, the limit of this server (--max-body)",
+        )

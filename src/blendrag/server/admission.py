@@ -1,0 +1,114 @@
+"""How many requests wait or run, how many more are let in, and how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from blendrag.metrics import RequestMetrics
+from blendrag.server.refusals import ClientGoneError, Refusal, refusal_of
+
+#: Seconds after which a client that was turned away should ask again.
+RETRY_AFTER_S = 2
+
+ANSWERED, REFUSED, REJECTED, CANCELLED, FAILED = OUTCOMES = (
+    "answered", "refused", "rejected", "cancelled", "failed",
+)  # fmt: skip
+
+
+class Ticket:
+    """One request that was let in. It waits until its first token and runs afterwards."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._runs = False
+
+    def begun(self) -> None:
+        """The first token came; later calls change nothing."""
+        if not self._runs:
+            self._runs = True
+            self._admission.waiting -= 1
+            self._admission.running += 1
+
+    def leave(self) -> None:
+        if self._runs:
+            self._admission.running -= 1
+        else:
+            self._admission.waiting -= 1
+
+
+class Admission:
+    """Counts of this server's requests. Used on the event loop only."""
+
+    def __init__(self, max_requests: int) -> None:
+        self.max_requests = max_requests
+        self.waiting = 0
+        self.running = 0
+        self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        self.tokens = Counter(dict.fromkeys(("prompt", "reused", "recomputed", "generated"), 0))
+        self.ttft_s = 0.0
+
+    @contextmanager
+    def ticket(self) -> Iterator[Ticket]:
+        """Let one request in and count how it ends. Raises :class:`Refusal` 429 if there are too many."""
+        if self.waiting + self.running >= self.max_requests:
+            self.outcomes[REJECTED] += 1
+            raise Refusal(
+                429,
+                f"{self.max_requests} requests are waiting or running, the limit of this server "
+                "(--max-requests); ask again later",
+                code="server_overloaded",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+        self.waiting += 1
+        ticket = Ticket(self)
+        outcome = ANSWERED
+        try:
+            yield ticket
+        except BaseException as exc:
+            outcome = _outcome_of(exc)
+            raise
+        finally:
+            ticket.leave()
+            self.outcomes[outcome] += 1
+
+    def note(self, metrics: RequestMetrics) -> None:
+        """Count what an answered request took."""
+        self.ttft_s += metrics.ttft_s
+        self.tokens["prompt"] += metrics.prompt_tokens
+        self.tokens["reused"] += metrics.reused_tokens
+        self.tokens["recomputed"] += metrics.recomputed_tokens
+        self.tokens["generated"] += metrics.new_tokens
+
+    def exposition(self) -> str:
+        """The counts as Prometheus text, format 0.0.4."""
+        lines = _family("requests_waiting", "Requests without a first token.", {"": self.waiting})
+        lines += _family("requests_running", "Requests with a first token.", {"": self.running})
+        lines += _family(
+            "requests_total",
+            "Requests by outcome: answered, refused (wrong input), rejected (too many), cancelled (the "
+            "client left), failed.",
+            {f'{{outcome="{name}"}}': count for name, count in self.outcomes.items()},
+        )
+        lines += _family(
+            "tokens_total",
+            "Tokens of answered requests.",
+            {f'{{kind="{name}"}}': count for name, count in self.tokens.items()},
+        )
+        lines += _family("ttft_seconds_total", "Times to first token, summed.", {"": self.ttft_s})
+        return "".join(f"{line}\n" for line in lines)
+
+
+def _family(name: str, text: str, samples: Mapping[str, float]) -> list[str]:
+    """The lines of one metric family; ``samples`` by their labels."""
+    kind = "counter" if name.endswith("_total") else "gauge"
+    described = [f"# HELP blendrag_{name} {text}", f"# TYPE blendrag_{name} {kind}"]
+    return described + [f"blendrag_{name}{labels} {value}" for labels, value in samples.items()]
+
+
+def _outcome_of(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError | GeneratorExit | ClientGoneError):
+        return CANCELLED
+    return REFUSED if refusal_of(error).status < 500 else FAILED

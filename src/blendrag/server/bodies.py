@@ -1,0 +1,123 @@
+"""Bodies of requests, in OpenAI's schema (https://platform.openai.com/docs/api-reference).
+
+Types are strict and unknown fields are refused, so that no misspelled option is silently ignored. Fields
+that do not change an answer are accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class BlendOptions(Body):
+    """How this request is blended; the defaults are those of the server."""
+
+    mode: str | None = None
+    policy: str | None = None
+    schedule: str | None = None
+    ratio: float | Literal["auto"] | None = None
+    min_ratio: float | None = None
+    top_k: int | None = None
+
+
+class Generating(Body):
+    """What requests for chats and for completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    blendrag: BlendOptions | None = None
+    # ignored
+    user: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class Tolerant(BaseModel):
+    """Parts of messages, which clients send back with fields of earlier answers."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class ContentPart(Tolerant):
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(Tolerant):
+    name: str
+    arguments: str = "{}"
+
+
+class MadeCall(Tolerant):
+    id: str | None = None
+    function: CalledFunction
+
+
+class ChatTurn(Tolerant):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+
+
+class OfferedFunction(Tolerant):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class OfferedTool(Tolerant):
+    type: Literal["function"] = "function"
+    function: OfferedFunction
+
+
+class ResponseFormat(Tolerant):
+    type: str
+
+
+class ChatBody(Generating):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatTurn]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    # ignored
+    store: Any = None
+    modalities: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None

@@ -1,0 +1,188 @@
+"""From an exception to a status and OpenAI's error object.
+
+::
+
+    {"error": {"message": …, "type": …, "param": …, "code": …}}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from blendrag.engine.worker import CLOSED
+from blendrag.errors import (
+    BlendragError,
+    ContextOverflowError,
+    InvalidInputError,
+    InvalidOptionError,
+    RequestTimeout,
+    StoreFullError,
+    is_out_of_memory,
+)
+
+log = logging.getLogger(__name__)
+
+#: OpenAI's names of options that the engine calls otherwise.
+OPENAI_NAMES = {"max_new_tokens": "max_tokens", "logprobs": "top_logprobs"}
+#: Status of a client that has gone, as nginx writes it to its log; nobody receives it.
+CLIENT_GONE = 499
+#: Longest part of a wrong value that a message repeats, in characters.
+SHOWN_CHARS = 60
+
+
+class Refusal(BlendragError):
+    """A request that is answered with an error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The error object."""
+        about = {"type": _type_of(self.status), "param": self.param, "code": self.code}
+        return {"error": {"message": str(self), **about}}
+
+    def response(self) -> Response:
+        # ASCII: a message may repeat a lone surrogate, which has no UTF-8
+        return Response(
+            json.dumps(self.fields), self.status, self.headers, media_type="application/json"
+        )
+
+
+class ClientGoneError(BlendragError):
+    """The client closed the connection, or reads no more of it."""
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """What a client is told about ``error``."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, ContextOverflowError):
+        message = (
+            f"this model's context is {error.context_tokens} tokens; the prompt has {error.prompt_tokens} "
+            f"and {error.max_new_tokens} were asked for; shorten the prompt, retrieve fewer chunks "
+            "(blendrag.top_k) or lower max_tokens"
+        )
+        return Refusal(400, message, param="messages", code="context_length_exceeded")
+    if isinstance(error, InvalidOptionError):
+        name = OPENAI_NAMES.get(error.name, error.name)
+        return Refusal(400, str(error.called(name)), param=name)
+    if isinstance(error, InvalidInputError):
+        return Refusal(503 if str(error) == CLOSED else 400, str(error))
+    if isinstance(error, RequestTimeout):
+        return Refusal(504, str(error))
+    if isinstance(error, StoreFullError):
+        return Refusal(507, str(error))
+    if isinstance(error, BlendragError):  # the store, the model or the system, not the request
+        return Refusal(503, str(error))
+    if is_out_of_memory(error):
+        return Refusal(503, "out of memory; send a shorter prompt or fewer requests at once")
+    return Refusal(500, "internal error; the log of the server has its traceback")
+
+
+def install_refusals(app: FastAPI) -> None:
+    """Answer every exception with an error object."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGoneError):
+            return Response(status_code=CLIENT_GONE)
+        return refusal_of(error).response()
+
+    async def refuse_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return of_http(request, error).response()
+
+    async def refuse_body(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return of_body(request, error).response()
+
+    app.add_exception_handler(HTTPException, refuse_http)
+    app.add_exception_handler(RequestValidationError, refuse_body)
+    app.add_exception_handler(BlendragError, refuse)
+    app.add_exception_handler(Exception, refuse)  # logged with its traceback by uvicorn
+
+
+def of_http(request: Request, error: HTTPException) -> Refusal:
+    """Unknown paths, wrong methods, and bodies that cannot be read."""
+    status, path = error.status_code, request.url.path
+    message = str(error.detail)
+    if status == 404:
+        message = f"there is nothing at {path}; the paths begin with /v1"
+    elif status == 405:
+        message = f"{request.method} is not allowed at {path}"
+    elif status == 400:
+        message = "the body cannot be read as JSON in UTF-8; send one JSON object"
+    return Refusal(status, message, headers=error.headers)
+
+
+def of_body(request: Request, error: RequestValidationError) -> Refusal:
+    """The first field that is wrong, and what it should be."""
+    errors = error.errors()
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        reason = first["ctx"]["error"]
+        return Refusal(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}")
+    if not isinstance(error.body, Mapping):
+        kind = request.headers.get("content-type")
+        if isinstance(error.body, bytes) and "json" not in (kind or ""):
+            said = f"content-type {kind}" if kind else "no content-type"
+            return Refusal(415, f"{said}, expected application/json")
+        return Refusal(400, "the body is not a JSON object; send one")
+    place, value = _place(error.body, first["loc"][1:])
+    param = _spelled(place)
+    if first["type"] == "missing":
+        return Refusal(400, f"{param} is missing; it is required", param=param)
+    if first["type"] == "extra_forbidden":
+        return Refusal(400, f"{param} is not a field of this request; leave it out", param=param)
+    same = [each for each in errors if _place(error.body, each["loc"][1:])[0] == place]
+    expected = " or ".join(
+        dict.fromkeys(str(each["msg"]).removeprefix("Input should be ") for each in same)
+    )
+    shown = json.dumps(value)[:SHOWN_CHARS]
+    return Refusal(400, f"{param} is {shown}, expected {expected}", param=param)
+
+
+def _place(body: Any, location: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    """The part of pydantic's ``location`` that is in ``body``, without names of types, and the value there.
+
+    A field that is missing is the last part.
+    """
+    value: Any = body
+    for depth, part in enumerate(location):
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            is_missing = isinstance(value, Mapping) and depth == len(location) - 1
+            return (tuple(location), None) if is_missing else (tuple(location[:depth]), value)
+    return tuple(location), value
+
+
+def _spelled(place: Sequence[Any]) -> str:
+    """``("messages", 0, "role")`` → ``messages[0].role``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return text.removeprefix(".")[:SHOWN_CHARS]

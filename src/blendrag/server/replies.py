@@ -1,0 +1,106 @@
+"""From an answer to OpenAI's objects."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from blendrag.corpus.retriever import RetrievedChunk
+from blendrag.engine import Answer, TokenLogprob
+from blendrag.frameworks.tools import Parsed
+
+Fields = dict[str, Any]
+
+#: What is said of a source.
+_SOURCE = ("source", "title", "start", "end", "score", "distance", "chunk_id", "text")
+
+
+class Reply:
+    """One response, whole or in chunks: what all its objects have in common."""
+
+    def __init__(self, kind: str, prefix: str, model: str) -> None:
+        """``kind``: the name of the whole object, such as ``chat.completion``."""
+        self._kind = kind
+        self._about = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, choices: Sequence[Fields], answers: Sequence[Answer], **more: Any) -> Fields:
+        about = {"object": self._kind, "choices": list(choices), "usage": usage(answers)}
+        return {**self._about, **about, **more}
+
+    def chunk(self, choices: Sequence[Fields], **more: Any) -> Fields:
+        return {**self._about, "object": f"{self._kind}.chunk", "choices": list(choices), **more}
+
+
+def usage(answers: Sequence[Answer]) -> Fields:
+    """Tokens of all answers; ``cached_tokens`` were loaded, recomputed ones included."""
+    prompt = sum(answer.metrics.prompt_tokens for answer in answers)
+    new = sum(answer.metrics.new_tokens for answer in answers)
+    cached = sum(answer.metrics.reused_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def blendrag_fields(answer: Answer, sources: Sequence[RetrievedChunk] = ()) -> Fields:
+    """The ``blendrag`` object: what was reused and recomputed, why, how long it took, and the sources."""
+    fields = answer.metrics.as_dict()
+    if sources:
+        fields["sources"] = [{name: getattr(each, name) for name in _SOURCE} for each in sources]
+    return fields
+
+
+def chat_message(parsed: Parsed) -> Fields:
+    """The assistant's message. Calls that cannot be parsed stay text."""
+    message: Fields = {"role": "assistant", "content": text_of(parsed)}
+    if parsed.calls:
+        message["tool_calls"] = tool_calls(parsed)
+        message["content"] = message["content"] or None
+    return message
+
+
+def text_of(parsed: Parsed) -> str:
+    return parsed.text + "".join(call.text for call in parsed.invalid)
+
+
+def tool_calls(parsed: Parsed) -> list[Fields]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {
+                "name": call.name,
+                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            },
+        }
+        for call in parsed.calls
+    ]
+
+
+def finish_reason(answer: Answer, parsed: Parsed) -> str:
+    return "tool_calls" if parsed.calls and answer.finish_reason == "stop" else answer.finish_reason
+
+
+def chat_logprobs(answer: Answer) -> Fields | None:
+    """``logprobs`` of a choice, if they were asked for."""
+    if answer.logprobs is None:
+        return None
+    return {"content": [_token(each) for each in answer.logprobs], "refusal": None}
+
+
+def _token(chosen: TokenLogprob) -> Fields:
+    top = [_likely(token, logprob) for token, logprob in chosen.top]
+    return {**_likely(chosen.token, chosen.logprob), "top_logprobs": top}
+
+
+def _likely(token: str, logprob: float) -> Fields:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}

@@ -1,0 +1,57 @@
+"""The server's process: the socket, uvicorn, and what SIGTERM does."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
+
+from blendrag.errors import InvalidInputError
+
+#: Seconds that running requests may take after SIGTERM or Ctrl-C; then they are cancelled.
+DRAIN_S = 30
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A bound socket that refuses connections until :func:`serve`.
+
+    Raises :class:`InvalidInputError` if the address cannot be used.
+    """
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+        return made
+    except OSError as exc:
+        made.close()
+        raise InvalidInputError(
+            f"cannot listen on {host} port {port} ({exc.strerror or exc}); choose another --port or --host"
+        ) from exc
+
+
+def server_of(app: FastAPI, verbose: bool = False) -> uvicorn.Server:
+    """uvicorn with this project's settings."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            # without a configuration, errors go to stderr
+            log_config=LOGGING_CONFIG if verbose else None,
+            log_level="info" if verbose else "error",
+            access_log=verbose,
+            timeout_graceful_shutdown=DRAIN_S,
+            server_header=False,
+            ws="none",
+        )
+    )
+
+
+def serve(app: FastAPI, at: socket.socket, verbose: bool = False) -> None:
+    """Serve until SIGTERM or Ctrl-C, then finish the requests that were let in."""
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn raises the signal again after the drain; the engine is still to be closed then
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+    server_of(app, verbose).run(sockets=[at])

@@ -1,0 +1,39 @@
+"""The embedded model over a part of its corpus, served on a free port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import tiny
+from blendrag.demo import demo_corpus_path
+from blendrag.engine import BlendEngine
+from server.live import Live, live
+
+FILES = ("anna-bell.txt", "hans-ellis.txt", "apple-festival.txt")
+QUESTION = "Which sport does Anna Bell enjoy?"
+ANSWER = "skating"
+
+
+@pytest.fixture(scope="session")
+def demo_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    root = tmp_path_factory.mktemp("served") / "store"
+    with BlendEngine("demo", root, chunk_tokens=64, max_new_tokens=12, learn=False) as engine:
+        engine.resources.__dict__["embedder"] = tiny.WordEmbedder()
+        engine.ingest([demo_corpus_path() / name for name in FILES]).whole()
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def served(demo_engine: BlendEngine) -> Iterator[Live]:
+    with live(demo_engine) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def context(demo_engine: BlendEngine) -> str:
+    """All chunks about Anna Bell."""
+    corpus = demo_engine.resources.require_corpus()
+    (source,) = [each.source for each in corpus.documents() if "anna-bell" in each.source]
+    return "\n\n".join(chunk.text for chunk in corpus.chunks_of(source))

@@ -1,0 +1,70 @@
+"""A real server in a thread of this process, on a free port."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from blendrag.engine import BlendEngine
+from blendrag.server.access import ApiKeys
+from blendrag.server.app import Limits, Service, create_app
+from blendrag.server.running import bound_socket, server_of
+
+
+@dataclass(frozen=True)
+class Live:
+    service: Service
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def v1(self) -> str:
+        return f"{self.url}/v1"
+
+    @property
+    def engine(self) -> BlendEngine:
+        return self.service.engine
+
+    def client(self, **more: object) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **more)  # type: ignore[arg-type]
+
+    def settled(self) -> None:
+        """Wait until no request waits or runs."""
+        admission = self.service.admission
+        until(lambda: admission.waiting + admission.running == 0)
+
+
+@contextmanager
+def live(engine: BlendEngine, limits: Limits | None = None, keys: str = "") -> Iterator[Live]:
+    """Serve ``engine``, whose model is opened; ``keys`` is the text of a key file."""
+    engine.open()
+    known = ApiKeys.parse(keys, "keys") if keys else ApiKeys()
+    service = Service(engine, limits or Limits(), known)
+    at = bound_socket("127.0.0.1", 0)
+    server = server_of(create_app(service))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [at]}, daemon=True)
+    port = at.getsockname()[1]
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield Live(service, port)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
+def until(is_so, seconds: float = 30.0) -> None:
+    """Wait until ``is_so()``."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
