@@ -25,7 +25,7 @@ def test_a_new_store_needs_a_model_and_says_which_ones_there_are(ingest, tmp_pat
     assert "--model Qwen/" in sentence
     assert "--model demo is a toy" in sentence
     asked = refused("ask", QUESTION, "--store", tmp_path / "store")
-    assert "check the spelling of --store" in asked
+    assert "check its spelling" in asked
     assert "--model MODEL" in asked
     assert [path.name for path in tmp_path.iterdir()] == ["docs"]
 
@@ -55,7 +55,7 @@ def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(refused_dir,
     store = tmp_path / "store"
     for _ in range(2):
         fed = refused(*ingest_args(docs, refused_dir, store), status=3)
-        assert "; 3 documents were stored without KV: ask with --mode full, or " in fed
+        assert "; 3 documents were stored without KV: ask with mode full, or " in fed
     assert printed("store", "stats", "--store", store)["chunks"] == 0
     assert "use mode full" in said(invoke("ask", QUESTION, "--store", store))
     answer = ask(store, "--mode", "full")

@@ -211,7 +211,7 @@ def test_a_recorded_name_is_not_a_path_into_the_store(
     monkeypatch.chdir(tmp_path)
     hostile = [str(root / "evil"), str(root), str(tmp_path / "link"), "store/evil", "outside"]
     for name in [*hostile, "./outside", "../x", "a/b/c", "~/x", "", f"{tmp_path}/x/../store/evil"]:
-        with pytest.raises(InvalidInputError, match="if you trust it, name it: --model"):
+        with pytest.raises(InvalidInputError, match="if you trust it, name it as the model"):
             check_recorded(name, root, "--model")
 
 

@@ -286,7 +286,7 @@ def test_of_two_first_ingests_with_other_settings_one_is_refused(tmp_path, one, 
             assert "\n" not in str(caught.value)
             assert fast.resources.require_corpus().sources() == ["doc0.txt"]
         if error and one:  # settings that were named differ from the store's
-            with tiny.refuses("into another --store"):
+            with tiny.refuses("into another store"):
                 slow.ingest(DOCUMENTS)
         else:
             assert slow.ingest(DOCUMENTS).whole().chunks > 0

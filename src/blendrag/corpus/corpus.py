@@ -95,10 +95,10 @@ class Corpus:
         if not exists and (read_only or not create):
             if Path(root).is_file():
                 raise CorpusError(
-                    f"store {root} is a file, expected a directory; choose another --store"
+                    f"store {root} is a file, expected a directory; choose another store"
                 )
             raise CorpusError(
-                f"there is no corpus at {directory}; check the spelling of --store, or ingest first "
+                f"there is no corpus at {directory}; check its spelling, or ingest first "
                 f"(blendrag ingest PATH… --model MODEL --store {root})"
             )
         if read_only or (exists and not can_write(directory)):
@@ -107,8 +107,7 @@ class Corpus:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as exc:
             raise CorpusError(
-                f"{directory} cannot be made ({exc.strerror}); give --store a directory that can "
-                "be written"
+                f"{directory} cannot be made ({exc.strerror}); choose a store that can be written"
             ) from exc
         return cls(CorpusFile(directory, create=create))
 
@@ -171,7 +170,7 @@ class Corpus:
             )
             raise CorpusError(
                 f"the corpus at {self.directory} was begun by another process at the same time, "
-                f"with {told}; repeat the command to go on with that, or choose another --store"
+                f"with {told}; repeat the command to go on with that, or choose another store"
             )
 
     def set_manifest(self, manifest: Manifest) -> None:
@@ -182,7 +181,7 @@ class Corpus:
                 if not same_embedder(present, embedder):
                     raise CorpusError(
                         f"the corpus at {self.directory} was embedded with {present!r}, not "
-                        f"{embedder!r}; use --embedder {present} or ingest into another --store"
+                        f"{embedder!r}; use embedder {present} or ingest into another store"
                     )
             self._file.set_meta("manifest", manifest.to_json())
 

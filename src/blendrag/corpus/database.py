@@ -240,7 +240,7 @@ _LOCKED = (
 )
 _READ_ONLY = (
     "or its directory cannot be written, expected write permission; change its permissions or choose "
-    "another --store"
+    "another store"
 )
 #: What SQLite's primary result codes mean for a corpus, and the remedy.
 _MEANINGS = {
@@ -249,10 +249,10 @@ _MEANINGS = {
     sqlite3.SQLITE_READONLY: _READ_ONLY,
     sqlite3.SQLITE_PERM: _READ_ONLY,
     sqlite3.SQLITE_CANTOPEN: "cannot be opened, expected a file and a directory that this user may read and "
-    "write; change their permissions or choose another --store",
+    "write; change their permissions or choose another store",
     sqlite3.SQLITE_IOERR: "cannot be read or written ({error}), expected a working disk; check it, then try "
     "again",
-    sqlite3.SQLITE_NOTADB: "is not a corpus database; give --store another directory or delete the file",
+    sqlite3.SQLITE_NOTADB: "is not a corpus database; choose another store or delete the file",
     sqlite3.SQLITE_TOOBIG: f"has or would get a row of over {MAX_ROW_BYTES // 1024**2} MiB, expected less; "
     "cut the text or its metadata into smaller ones",
 }
@@ -325,7 +325,7 @@ def _connect(directory: Path, read_only: bool, create: bool) -> sqlite3.Connecti
         )
     except OSError as exc:
         raise CorpusError(
-            f"{path} cannot be opened ({exc.strerror}); check its permissions or choose another --store"
+            f"{path} cannot be opened ({exc.strerror}); check its permissions or choose another store"
         ) from exc
     try:
         # The file may come from anybody: run no code in its schema, read no row larger than ours.
@@ -359,7 +359,7 @@ def _check_files(directory: Path) -> None:
             kind = "a directory" if path == directory else "a regular file"
             raise CorpusError(
                 f"{path} is not {kind}, expected one made by blendrag ingest; move it away or choose "
-                "another --store"
+                "another store"
             )
     journal = directory / f"{FILE_NAME}-journal"
     if not os.path.lexists(journal):
@@ -405,10 +405,10 @@ def _is_corpus(connection: sqlite3.Connection, path: Path) -> bool:
     if application != APPLICATION_ID:
         raise CorpusError(
             f"{path} is a database of another program, expected a blendrag corpus; "
-            "give --store another directory"
+            "choose another store"
         )
     if version != SCHEMA_VERSION:
-        newer = "a newer blendrag: upgrade, or ingest into another --store"
+        newer = "a newer blendrag: upgrade, or ingest into another store"
         older = f"an older blendrag: delete the directory {path.parent} and ingest again"
         raise CorpusError(
             f"{path} has format {version}, expected {SCHEMA_VERSION}; it was written by "
@@ -485,7 +485,7 @@ class CorpusFile:
             if self.read_only:
                 raise CorpusError(
                     f"the corpus at {self.directory} is read-only, expected one that can be "
-                    "written; change its permissions or choose another --store"
+                    "written; change its permissions or choose another store"
                 )
             with _transaction(self.connection, self.path, "IMMEDIATE"):
                 yield self.connection

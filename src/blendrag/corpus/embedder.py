@@ -68,7 +68,7 @@ def refuse_given(embedder: str) -> None:
         name = embedder[len(GIVEN) :] or "unnamed"
         raise InvalidInputError(
             f"the vectors of this corpus were given by the application (embedding model {name}), so "
-            "blendrag cannot embed texts for it; search by vector, or use another --store"
+            "blendrag cannot embed texts for it; search by vector, or use another store"
         )
 
 
@@ -201,7 +201,7 @@ class Embedder:
                 raise
             remedy = offline if name in _MINILM_NAMES else "check the name"
             raise ModelLoadError(
-                f"embedder {name!r} cannot be loaded ({type(exc).__name__}); {remedy}, or give --embedder "
+                f"embedder {name!r} cannot be loaded ({type(exc).__name__}); {remedy}, or name "
                 "a local directory of a sentence-transformers model"
             ) from exc
 
@@ -233,7 +233,7 @@ def embedder_of(
     if named is not None and same_embedder(named, manifest.embedder):
         return Embedder(named, trust_remote_code=trust_remote_code)
     if not manifest.embedder.startswith(GIVEN):
-        check_recorded(manifest.embedder, root, "--embedder")
+        check_recorded(manifest.embedder, root, "embedder")
     return Embedder(manifest.embedder, recorded=True)
 
 
@@ -382,7 +382,7 @@ class ModelFiles:
         return ModelLoadError(f"embedder {self.name!r} {why}")
 
     def _distrust(self, why: str) -> ModelLoadError:
-        trust = f"if you trust it, name it: --embedder {self.name}"
+        trust = f"if you trust it, name it as the embedder: {self.name}"
         return self._refusal(f"is named only by the store and {why}; {trust}")
 
     def _json(self, file: PurePosixPath | str) -> Any:

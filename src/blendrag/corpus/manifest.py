@@ -55,12 +55,12 @@ _WRITTEN = TypeAdapter(Manifest)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
-def check_recorded(name: str, root: Path, option: str) -> None:
+def check_recorded(name: str, root: Path, kind: str) -> None:
     """Refuse to load a model that only the store at ``root`` names, unless the name is harmless.
 
     Hub ids and absolute directories outside of the store are harmless; their weights are loaded from
-    safetensors. Anything else may have been put there by the store's author. ``option``: how the user can
-    name the model. Raises :class:`InvalidInputError`.
+    safetensors. Anything else may have been put there by the store's author. ``kind``: model or
+    embedder. Raises :class:`InvalidInputError`.
     """
     if not os.path.lexists(name) and _HUB_ID.fullmatch(name):
         return
@@ -72,5 +72,5 @@ def check_recorded(name: str, root: Path, option: str) -> None:
             return
     raise InvalidInputError(
         f"store {root} names {name!r:.200}, {reason}, which is not loaded because a store says so; if you "
-        f"trust it, name it: {option} {name:.200}"
+        f"trust it, name it as the {kind}: {name:.200}"
     )

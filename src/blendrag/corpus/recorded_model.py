@@ -31,8 +31,8 @@ def model_for(
         return default
     if trust_remote_code:
         raise InvalidInputError(
-            "--trust-remote-code was given without --model; a store cannot choose which code is run, so "
-            "name the model too"
+            "trust_remote_code was given without a model; a store cannot choose which code is run, so name "
+            "the model too"
         )
     if for_ingest and not (root / DIRECTORY / FILE_NAME).exists():
         raise _unnamed(root)
@@ -40,12 +40,12 @@ def model_for(
         if not corpus.has_manifest:
             raise _unnamed(root)
         named = corpus.manifest.model
-    check_recorded(named, root, "--model")
+    check_recorded(named, root, "model")
     folder = Path(named)
     if folder.is_dir() and not any((folder / name).exists() for name in SAFETENSORS):
         raise InvalidInputError(
             f"store {root} names the model {named!r}, which has no {SAFETENSORS[0]}; other weights are "
-            f"loaded only if you name the model: --model {named}"
+            f"loaded only if you name the model yourself: {named}"
         )
     return named
 

@@ -108,8 +108,8 @@ def ingest(
     report = with_loaded_identity(resources, run)
     if report.refused:
         raise UnsupportedModelError(
-            f"{report.refused}; {report.documents} documents were stored without KV: ask with --mode full, "
-            "or ingest with another --model into another --store"
+            f"{report.refused}; {report.documents} documents were stored without KV: ask with mode full, "
+            "or ingest with another model into another store"
         )
     resources.remember_namespace()
     drop_orphaned_kv(resources, corpus)  # left by a run that was killed

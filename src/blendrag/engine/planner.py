@@ -153,7 +153,8 @@ class Planner:
         if check is not None and request.mode != "prefix":
             first, why = self._background.going_first(lambda: controller.missing(request.prompt))
             if encoded := self._background.encode_first(first, check):
-                notes += (f"{encoded} chunks were encoded before the answer because {why}",)
+                chunks = "1 chunk was" if encoded == 1 else f"{encoded} chunks were"
+                notes += (f"{chunks} encoded before the answer because {why}",)
         return KVAccess(request, adapter, controller, notes=notes)
 
     def controller(self, namespace: str, profile: Profile | None = None) -> Controller:

@@ -104,17 +104,17 @@ class CorpusSettings:
         wrong = {}
         if self.chunk_tokens not in (None, manifest.chunk_tokens):
             tokens = manifest.chunk_tokens
-            wrong["--chunk-tokens"] = f"holds chunks of {tokens} tokens, not {self.chunk_tokens}"
+            wrong["chunk_tokens"] = f"holds chunks of {tokens} tokens, not {self.chunk_tokens}"
         if self.prefix_text not in (None, manifest.prefix_text):
-            wrong["--prefix-file"] = "was ingested with another prefix"
+            wrong["prefix"] = "was ingested with another prefix"
         if self.encoding not in (None, manifest.encoding):
-            wrong["--encoding"] = f"keeps KV in encoding {manifest.encoding}, not {self.encoding}"
+            wrong["encoding"] = f"keeps KV in encoding {manifest.encoding}, not {self.encoding}"
         if manifest.prefix_ids and not self.encode_prefix:
             tokens = len(manifest.prefix_ids)
             wrong["encode_prefix=False"] = f"was ingested with a prefix of {tokens} tokens"
         for option, why in wrong.items():
             raise InvalidInputError(
-                f"store {root} {why}; leave {option} out or ingest into another --store"
+                f"store {root} {why}; leave {option} out or ingest into another store"
             )
 
     def check_embedder(self, manifest: Manifest, root: Path) -> None:
@@ -124,7 +124,7 @@ class CorpusSettings:
         if not same_embedder(self.embedder, manifest.embedder):
             raise InvalidInputError(
                 f"store {root} was embedded with {manifest.embedder!r}, not "
-                f"{self.embedder!r}; leave --embedder out or ingest into another --store"
+                f"{self.embedder!r}; leave the embedder out or ingest into another store"
             )
 
 
@@ -372,7 +372,7 @@ class Resources:
         if manifest.tokenizer_fingerprint != self.tokens.fingerprint:
             raise InvalidInputError(
                 f"store {self.root} was ingested with model {manifest.model!r}, not "
-                f"{self.model_name!r}; ask with --model {manifest.model}, or ingest into another --store"
+                f"{self.model_name!r}; use that model, or ingest into another store"
             )
 
     @property

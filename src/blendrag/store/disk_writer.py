@@ -201,7 +201,7 @@ class DiskWriter:
         if free_bytes < needed_bytes:
             raise StoreFullError(
                 f"the disk of store {self.root} has {readable_size(free_bytes)} left, expected "
-                f"{readable_size(needed_bytes)}; free some space or choose another --store",
+                f"{readable_size(needed_bytes)}; free some space or choose another store",
                 needed_bytes,
             )
 
@@ -324,7 +324,7 @@ class DiskWriter:
         except IndexCorrupt as exc:
             raise StoreUnavailableError(
                 f"the index of store {self.root} cannot be rebuilt ({exc}), expected a working disk; "
-                "check it or choose another --store"
+                "check it or choose another store"
             ) from exc
 
 

@@ -88,10 +88,10 @@ def named_errors(doing: str, needed_bytes: int = 0) -> Iterator[None]:
         if is_out_of_space(exc):
             raise StoreFullError(
                 f"no space left while {doing}, which needs {readable_size(needed_bytes)}; "
-                "free some space or choose another --store",
+                "free some space or choose another store",
                 needed_bytes,
             ) from exc
         raise StoreUnavailableError(
             f"{exc.strerror or exc} while {doing}, expected a working disk and a directory of our "
-            "own; check it or choose another --store"
+            "own; check it or choose another store"
         ) from exc

@@ -82,7 +82,7 @@ def _create(root: Path, read_only: bool) -> None:
 
 
 def _refused(why: str) -> StoreUnavailableError:
-    return StoreUnavailableError(f"{why} or choose another --store")
+    return StoreUnavailableError(f"{why} or choose another store")
 
 
 def read_only_error(root: Path) -> StoreUnavailableError:
@@ -111,7 +111,7 @@ def _prepare_subdirectory(path: Path, read_only: bool) -> None:
                 return
             raise StoreUnavailableError(
                 f"{path.parent} holds no store and cannot be written, expected a store to read "
-                "from; choose another --store"
+                "from; choose another store"
             )
         mode = path.lstat().st_mode
     if not stat.S_ISDIR(mode):
@@ -132,7 +132,7 @@ def _check_version(root: Path) -> None:
     if match is None:
         raise StoreUnavailableError(
             f"{path} reads {text[:32]!r}, expected 'blendrag-kv {FORMAT_VERSION}'; "
-            "this is not a blendrag store, choose another --store"
+            "this is not a blendrag store, choose another store"
         )
     if int(match[1]) > FORMAT_VERSION:
         raise _refused(

@@ -59,7 +59,7 @@ def require_store(root: Path) -> None:
         if root.is_dir() and not (os.path.lexists(mark) and mark.lstat().st_size):
             raise StoreUnavailableError(
                 f"{root} holds no store, expected a directory that blendrag ingest made; "
-                "choose another --store"
+                "choose another store"
             )
     prepare(root, read_only=True)
 
