@@ -94,7 +94,7 @@ def test_an_engine_that_trusts_the_code_runs_it(own_code, marker, tmp_path):
 @pytest.mark.parametrize("command", [["ask", "why?"], ["calibrate"], ["profile"]])
 def test_trusting_code_requires_naming_the_model(command, tmp_path):
     args = (*command, "--store", str(tmp_path), "--trust-remote-code")
-    assert "without --model" in refused(*args)
+    assert "without a model" in refused(*args)
 
 
 def test_wrappers_trust_code_only_if_told_to(own_code, tmp_path):

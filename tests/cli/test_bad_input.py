@@ -232,7 +232,7 @@ def test_a_full_store_stops_ingest_and_it_can_be_repeated(
 ) -> None:
     stopped = printed(*ingest, "--disk-bytes", "150kB", status=1)
     assert 0 < stopped["chunks_computed"] < 9
-    assert "--disk-bytes" in said(invoke(*ingest)), "the store remembers its limit"
+    assert "raise disk_bytes" in said(invoke(*ingest)), "the store remembers its limit"
     assert reused_tokens(tmp_path / "store") > 0
     rest = printed(*ingest, "--disk-bytes", "1GB")
     assert rest["documents"] == 3

@@ -25,7 +25,7 @@ def test_a_new_store_needs_a_model_and_says_which_ones_there_are(ingest, tmp_pat
     assert "--model Qwen/" in sentence
     assert "--model demo is a toy" in sentence
     asked = refused("ask", QUESTION, "--store", tmp_path / "store")
-    assert "check its spelling" in asked
+    assert "check the spelling" in asked
     assert "--model MODEL" in asked
     assert [path.name for path in tmp_path.iterdir()] == ["docs"]
 
@@ -66,7 +66,7 @@ def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(refused_dir,
 def test_a_store_that_was_ingested_in_another_dtype_says_why_nothing_is_reused(store):
     (note,) = ask(store, "--dtype", "bfloat16")["metrics"]["notes"]
     assert "as the ingest loaded it, not as " in note
-    assert "is loaded here (bfloat16); leave out --dtype" in note
+    assert "is loaded here (bfloat16); leave out dtype" in note
     assert ask(store)["metrics"]["notes"] == []
 
 

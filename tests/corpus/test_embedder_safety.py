@@ -207,12 +207,12 @@ def test_a_recorded_name_is_not_a_path_into_the_store(
     (tmp_path / "outside").mkdir()
     (tmp_path / "link").symlink_to(root / "evil")
     for harmless in ("demo", "minilm-offline", "org/model-1.5B_x", str(tmp_path / "outside")):
-        check_recorded(harmless, root, "--model")
+        check_recorded(harmless, root, "model")
     monkeypatch.chdir(tmp_path)
     hostile = [str(root / "evil"), str(root), str(tmp_path / "link"), "store/evil", "outside"]
     for name in [*hostile, "./outside", "../x", "a/b/c", "~/x", "", f"{tmp_path}/x/../store/evil"]:
         with pytest.raises(InvalidInputError, match="if you trust it, name it as the model"):
-            check_recorded(name, root, "--model")
+            check_recorded(name, root, "model")
 
 
 def test_an_embedder_inside_a_store_is_loaded_only_if_the_user_names_it(

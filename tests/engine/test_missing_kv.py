@@ -17,7 +17,7 @@ from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.errors import RequestCancelled, StoreFullError
 
 pytestmark = pytest.mark.timeout(120)
-NOTE = "chunks were encoded before the answer"
+NOTE = "encoded before the answer"
 BLEND = Options(mode="blend", ratio=0.3, max_new_tokens=2)
 
 
@@ -103,7 +103,7 @@ def test_missing_chunks_are_encoded_once_if_other_requests_wait(engine, encoding
     keys = lose(engine)
     first, second = answers(engine, 2)
     assert computed(first) == 0
-    assert notes(first) == [f"{len(keys)} {NOTE} because other requests waited"]
+    assert notes(first) == [f"{len(keys)} chunks were {NOTE} because other requests waited"]
     assert not notes(second)
     assert first.text == second.text == whole.text
     engine.drain()

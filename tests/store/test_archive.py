@@ -194,7 +194,7 @@ def test_an_import_adds_what_is_missing_evicts_the_oldest_and_can_be_repeated(la
 def test_a_given_limit_is_remembered_and_ends_the_import(lab, archive, target):
     report = import_archive(target, archive, disk_bytes=2 * lab.entry_bytes)
     assert not report.is_complete
-    assert "--disk-bytes" in report.stopped
+    assert "raise disk_bytes" in report.stopped
     assert report.imported == 2
     assert survey(target).limit_bytes == 2 * lab.entry_bytes
     assert len(lab.intact(target)) == 2

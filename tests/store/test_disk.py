@@ -169,7 +169,7 @@ def test_a_chunk_without_room_is_refused_and_nothing_evicted(lab, make_small):
     for number in (1, 2):
         store.pin(lab.namespace, lab.key(number))
         lab.put(store, number)
-    with pytest.raises(StoreFullError, match="--disk-bytes"):
+    with pytest.raises(StoreFullError, match="raise disk_bytes"):
         lab.put(store, 3)
     assert lab.right(store) == [1, 2]
 
@@ -212,7 +212,7 @@ def test_entries_put_or_protected_within_a_scope_are_not_evicted(lab, make_small
         lab.put(store, 1)  # there already: pinned all the same
         lab.put(store, 3)
         assert stored(lab, store) == [0, 1, 3]
-        with pytest.raises(StoreFullError, match="--disk-bytes") as caught:
+        with pytest.raises(StoreFullError, match="raise disk_bytes") as caught:
             lab.put(store, 4)
         assert caught.value.needed_bytes == lab.entry_bytes
         assert stored(lab, store) == [0, 1, 3]

@@ -22,7 +22,7 @@ def assert_refused(root, expectation, read_only=False):
     message = str(caught.value)
     assert expectation in message
     assert str(root) in message
-    assert "--store" in message or "blendrag ingest" in message
+    assert "another store" in message or "blendrag ingest" in message
     assert "\n" not in message
 
 

@@ -66,7 +66,7 @@ def test_memory_stays_within_its_limit_and_drops_the_least_recently_used(lab):
         lab.put(store, number)
     assert not lab.has(store, 0)
     assert lab.gives(reader, lab.kv(0))
-    with pytest.raises(StoreFullError, match="--ram-bytes"):
+    with pytest.raises(StoreFullError, match="raise ram_bytes"):
         lab.put(MemoryStore(CHUNK_BYTES - 1), 1)
 
 

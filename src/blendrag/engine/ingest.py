@@ -251,7 +251,7 @@ class IngestRun:
         needed_bytes = text_bytes * tokens / size_bytes * per_token
         if needed_bytes >= ANNOUNCED_BYTES:
             root = self._resources.root
-            smaller = "; a new store with --encoding int8 takes about half" * (
+            smaller = "; a new store in encoding int8 takes about half" * (
                 layout.encoding == NATIVE_ENCODING and layout.dtype != "float32"
             )
             log.warning(

@@ -185,8 +185,8 @@ class Planner:
         dtype = dtype_name(resources.adapter.model.dtype)
         return (
             f"chunks were computed because store {resources.root} holds the KV of {manifest.model!r} as the "
-            f"ingest loaded it, not as {resources.model_name!r} is loaded here ({dtype}); leave out --dtype, "
-            "--device and --lora, or ingest again with them",
+            f"ingest loaded it, not as {resources.model_name!r} is loaded here ({dtype}); leave out dtype, "
+            "device and lora, or ingest again with them",
         )
 
     def _calibrated(self, request: Request, namespace: str) -> tuple[Request, tuple[str, ...]]:

@@ -182,7 +182,7 @@ class ModelAdapter:
         if skip + tokens > limit:
             raise InvalidInputError(
                 f"a chunk of {tokens} tokens after a prefix of {skip} exceeds the {limit} tokens that "
-                "this model encodes alike; take shorter chunks (--chunk-tokens)"
+                "this model encodes alike; take shorter chunks (chunk_tokens)"
             )
         layers = [
             torch.stack((layer.keys[0, :, skip:], layer.values[0, :, skip:]))  # [2, Hkv, T, D]

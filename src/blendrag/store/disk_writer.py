@@ -237,7 +237,7 @@ class DiskWriter:
         raise StoreFullError(
             f"the store's limit of {readable_size(limit_bytes)} has no room for "
             f"{readable_size(needed_bytes)} more next to what must be kept ({entries} entries, "
-            f"{readable_size(size_bytes)}); raise --disk-bytes by {readable_size(excess_bytes)} or more",
+            f"{readable_size(size_bytes)}); raise disk_bytes by {readable_size(excess_bytes)} or more",
             needed_bytes,
         )
 

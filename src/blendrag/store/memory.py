@@ -92,7 +92,7 @@ class MemoryStore(ProcessBound):
         if not self.insert(namespace, key, block):
             raise StoreFullError(
                 f"the memory tier's limit of {readable_size(self.limit_bytes)} has no room for "
-                f"{readable_size(block.size_bytes)} more; raise --ram-bytes",
+                f"{readable_size(block.size_bytes)} more; raise ram_bytes",
                 block.size_bytes,
             )
 

@@ -169,7 +169,7 @@ def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -
                 sync_directory(root)
         except OSError as exc:  # a full disk does not keep the store from being opened
             logger.warning(
-                "store %s cannot remember its limit (%s): give --disk-bytes again next time",
+                "store %s cannot remember its limit (%s): give disk_bytes again next time",
                 root,
                 exc.strerror or exc,
             )
