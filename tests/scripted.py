@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -108,8 +109,9 @@ class ScriptedLlama(LlamaForCausalLM):
         """Decoded inputs of ``generate``, the newest last."""
         self.forwards = 0
         """Forwards inside ``generate`` of all requests."""
-        self._reply: list[int] | None = None
-        self._said = 0
+        # hooks run for each request, forwards may be for several
+        self.register_forward_pre_hook(self._begin)
+        self.register_forward_hook(self._say)
 
     def reply_to(self, prompt: str) -> str:
         if callable(self.script):
@@ -120,23 +122,25 @@ class ScriptedLlama(LlamaForCausalLM):
         prompt = self.words.decode(inputs[0], skip_special_tokens=False)
         self.prompts.append(prompt)
         words = self.words.encode(self.reply_to(prompt), add_special_tokens=False)
-        self._reply, self._said = [*words, self.words.eos_token_id], 0
+        token = _reply.set(iter([*words, *[self.words.eos_token_id] * 4]))
         try:
             return super().generate(inputs, **kwargs)
         finally:
-            self._reply = None
+            _reply.reset(token)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._reply is None:  # the gate, an ingest: the model as it is
-            return super().forward(*args, **kwargs)
-        self.forwards += 1
-        if self.pause_s:
+    def _begin(self, *_: Any) -> None:
+        if _reply.get() is not None:
+            self.forwards += 1
             time.sleep(self.pause_s)
-        out = super().forward(*args, **kwargs)
-        token = self._reply[min(self._said, len(self._reply) - 1)]
-        out.logits[:, -1, token] = out.logits[:, -1].amax(-1) + LIFT
-        self._said += 1
-        return out
+
+    def _say(self, module: Any, args: Any, out: Any) -> None:
+        reply = _reply.get()
+        if reply is not None:  # else the gate, an ingest: the model as it is
+            out.logits[:, -1, next(reply)] = out.logits[:, -1].amax(-1) + LIFT
+
+
+_reply: ContextVar[Iterator[int] | None] = ContextVar("reply", default=None)
+"""What is still to be said in this ``generate``."""
 
 
 def model(script: Script = (), default: str = "I do not know.", seed: int = 0) -> ScriptedLlama:

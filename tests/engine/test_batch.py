@@ -301,7 +301,8 @@ def test_a_corrupt_chunk_affects_only_its_own_prompt(own):
     assert "verification" in computed.reason
 
 
-def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own):
+def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own, monkeypatch):
+    monkeypatch.setattr("blendrag.engine.engine.MAX_RUNNING", 1)
     prompts = prompts_of(own, 2)
     model = own.adapter.model
     with own.adapter.lock:
@@ -368,11 +369,11 @@ def test_an_interrupt_while_submitting_cancels_the_batch_and_closes_all_readers(
     submit, answered = engine._worker.submit, []
     submitted: list[Any] = []
 
-    def failing(call: Any, background: bool = False) -> Any:
+    def failing(call: Any, **given: Any) -> Any:
         if len(submitted) == 2:
             answering.wait(60)  # the first is answered, and all four are prefilled
             raise KeyboardInterrupt
-        submitted.append(submit(call, background))
+        submitted.append(submit(call, **given))
         return submitted[-1]
 
     answering = threading.Event()

@@ -54,7 +54,7 @@ def test_what_differs_by_head_is_left_to_transformers(name: str) -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_heads_are_folded_in_this_thread_and_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_folded_only_here_and_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:

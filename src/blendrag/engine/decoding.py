@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from blendrag.engine.request import Options, TokenLogprob
-from blendrag.model.sharing import in_this_thread
+from blendrag.model.sharing import only_here
 
 #: Tokens decoded before a token to find its text, because some tokenizers drop a leading space.
 CONTEXT_TOKENS = 4
@@ -62,9 +62,9 @@ class SeededDraws(TorchFunctionMode):
                 active.close()
                 active.enter_context(self)
 
-            before = model.register_forward_pre_hook(in_this_thread(enter_forward))
+            before = model.register_forward_pre_hook(only_here(enter_forward))
             around.callback(before.remove)
-            hook = in_this_thread(leave_forward)
+            hook = only_here(leave_forward)
             after = model.register_forward_hook(hook, always_call=True)
             around.callback(after.remove)
             active.enter_context(self)
@@ -86,7 +86,7 @@ class Likelihoods:
         def look(module: Any, args: Any, out: Any) -> None:
             self._logits = out.logits[0, -1].detach()  # [V]
 
-        hook = model.register_forward_hook(in_this_thread(look))
+        hook = model.register_forward_hook(only_here(look))
         try:
             yield
         finally:

@@ -93,6 +93,8 @@ if TYPE_CHECKING:
 
 #: Restarts of a request after chunks failed verification, before it is computed in full.
 MAX_RESTARTS = 8
+#: Most requests that decode together.
+MAX_RUNNING = 32
 STILL_CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification again and again")
 
 
@@ -183,6 +185,8 @@ class BlendEngine:
         self.library = Library(self.resources, self._worker)
         self._background = BackgroundWriter(self.resources, self._worker)
         self._planner = Planner(self.resources, self.settings, self._background)
+        self._running: dict[AnswerStream, int] = {}
+        """Bytes of the KV of each request that has begun and not ended."""
         self._learner = Learner(self.resources, self._background, self.settings.learn)
 
     # -- asking ---------------------------------------------------------------------------------
@@ -454,12 +458,25 @@ class BlendEngine:
                     exc.__traceback__ = None  # its frames hold the KV cache
                 raise
             finally:
+                self._running.pop(stream, None)
                 batch.leave(number)
                 stream.finish()
             log_answer(answer.metrics)
             return answer
 
-        return Started(stream, self._worker.submit(work))
+        return Started(stream, self._worker.submit(work, joins=partial(self._joins, request)))
+
+    def _joins(self, request: Request) -> bool:
+        """Whether the request may begin while others run: there is memory for its KV, and no other engine
+        waits for the model."""
+        adapter = self.resources.adapter
+        if adapter.refusal is not None or adapter.lock.is_wanted:
+            return False
+        size_bytes = _kv_bytes(request, adapter)
+        return (
+            len(self._running) < MAX_RUNNING
+            and sum(self._running.values()) + size_bytes <= self.settings.batch_bytes
+        )
 
     def _span(
         self, options: Options, parent: Any, asked_at: float
@@ -482,6 +499,7 @@ class BlendEngine:
         stream.opening_s = request.opening_s + time.perf_counter() - began
         # forwards that may blend run uncompiled
         compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
+        self._running[stream] = _kv_bytes(request, adapter)
         with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
             if request.mode != "full" and request.prompt.chunks:
                 stream.opening_s += self._planner.open()
@@ -675,6 +693,14 @@ class BlendEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _kv_bytes(request: Request, adapter: ModelAdapter) -> int:
+    """KV of the prompt and the longest answer; 0 for a model that cannot share a forward."""
+    if adapter.refusal is not None:
+        return 0
+    tokens = len(request.prompt.ids) + request.max_new_tokens + 1
+    return request.sequences * adapter.layout.size_bytes(tokens)
 
 
 def check_defaults(defaults: Settings) -> None:

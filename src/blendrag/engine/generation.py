@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from blendrag.engine.decoding import SeededDraws, sampling
 from blendrag.engine.explanation import Trace
 from blendrag.engine.request import Answer, Request
 from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import BlendragError, InvalidInputError, UnsupportedModelError
 from blendrag.fusor import Fusion, Fusor, Prefilled
 from blendrag.fusor.attention import fast_decoding
 from blendrag.metrics import RequestMetrics, Timeline
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.sharing import in_this_thread
+from blendrag.model.sharing import only_here
 from blendrag.planning.plan import Plan
+from blendrag.serving.turns import taking_turns
 
 
 class Generation:
@@ -62,19 +63,36 @@ class Generation:
         fusion: Fusion | None = None
         adapter = self._adapter
         # around the fusion, which sets another attention in it, and left after it
-        with fast_decoding(adapter.stack) if adapter.refusal is None else nullcontext():
+        with ExitStack() as around:
+            if adapter.refusal is None:
+                around.enter_context(fast_decoding(adapter.stack))
+            if self._takes_turns:
+                around.enter_context(taking_turns(adapter))
             if prefilled is not None:  # the first forward in generate has already run, in a batch
                 fusion = prefilled.fusion
                 with prefilled.replayed(adapter.stack.base) as cache:
                     output = self._generate(ids, cache)
             elif not plan.spans:  # can still be abandoned before each layer
+                cache = None
+                if self._takes_turns and request.sequences == 1:
+                    cache = self._fusor().new_cache(ids.shape[1], request.max_new_tokens)
                 with _checked_layers(adapter.decoder_layers, stream.check):
-                    output = self._generate(ids)
+                    output = self._generate(ids, cache)
             elif request.sequences == 1:
                 output, fusion = self._blended(ids, plan)
             else:
                 output, fusion = self._two_step(ids, plan)
         return self._answer(plan, fusion, output[:, ids.shape[1] :].tolist(), batch_size)
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether tokens may be decoded together with those of other requests."""
+        adapter = self._adapter
+        if adapter.refusal is not None or adapter.is_compiled:
+            return False
+        with suppress(UnsupportedModelError):
+            return self._fusor().packs
+        return False
 
     def _blended(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:
         """The first forward in ``generate`` is the fusion."""
@@ -200,7 +218,7 @@ class Generation:
 @contextmanager
 def _checked_layers(layers: Sequence[nn.Module], check: Callable[[], None]) -> Iterator[None]:
     """Call ``check()`` before each layer, so that a stock forward can be abandoned early."""
-    hook = in_this_thread(lambda *_: check())
+    hook = only_here(lambda *_: check())
     handles = [layer.register_forward_pre_hook(hook) for layer in layers]
     try:
         yield

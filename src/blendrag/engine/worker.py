@@ -1,4 +1,7 @@
-"""One thread that does all work on the model: requests first, background work in between."""
+"""One thread that does all work on the model: requests first, background work in between.
+
+Requests that may run at the same time take turns (:mod:`blendrag.serving.turns`). Everything else runs alone.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,49 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
+from blendrag.serving.turns import Turns
 
 T = TypeVar("T")
 
 CLOSED = "this engine is closed; make a new BlendEngine"
 
 
+def _never() -> bool:
+    return False
+
+
+class _Job(NamedTuple):
+    future: Future[Any]
+    call: Callable[[], Any]
+    joins: Callable[[], bool]
+
+
 class Worker:
-    """Runs foreground calls in order, background calls only while there are none."""
+    """Begins foreground calls in order, background calls only while there are none."""
 
     def __init__(self) -> None:
-        self._foreground: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._background: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._foreground: deque[_Job] = deque()
+        self._background: deque[_Job] = deque()
+        self._running: set[Future[Any]] = set()
         self._changed = threading.Condition()
         self.closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
-    def submit(self, call: Callable[[], T], background: bool = False) -> Future[T]:
+    def submit(
+        self,
+        call: Callable[[], T],
+        background: bool = False,
+        joins: Callable[[], bool] = _never,
+    ) -> Future[T]:
         """Queue ``call``; its result or exception arrives in the future.
 
-        A foreground call from the worker's thread runs at once. Background calls are cancelled once the
+        ``joins()``, asked on the worker: whether it may begin while others that asked have not ended. A
+        foreground call from the worker's thread runs at once. Background calls are cancelled once the
         worker is closed. Raises :class:`NoThreadError` if the thread cannot be started.
         """
         future: Future[T] = Future()
@@ -47,7 +69,7 @@ class Worker:
                 raise InvalidInputError(CLOSED)
             if self._thread is None:
                 self._start()
-            (self._background if background else self._foreground).append((future, call))
+            (self._background if background else self._foreground).append(_Job(future, call, joins))
             self._changed.notify_all()
         return future
 
@@ -86,7 +108,8 @@ class Worker:
         """Block until everything queued so far is done, background work included."""
         self._check_process()
         with self._changed:
-            pending = [future for future, _ in (*self._foreground, *self._background)]
+            queued = (*self._foreground, *self._background)
+            pending = [*self._running, *(job.future for job in queued)]
         for future in pending:
             with suppress(CancelledError):
                 future.exception()
@@ -99,25 +122,50 @@ class Worker:
             return
         with self._changed:
             self.closed = True
-            for future, _ in self._background:
-                future.cancel()
+            for job in self._background:
+                job.future.cancel()
             self._background.clear()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
+        turns = Turns()
+        while True:
+            job = self._next(turns)
+            if job is None and not turns:
+                return
+            if job is not None:
+                turns.start(partial(self._settle, job.future, job.call))
+                # the error of a failed request would keep all that it had computed
+                del job
+            turns.step()
+
+    def _next(self, turns: Turns) -> _Job | None:
+        """The next call to begin; ``None`` if those that run must go on first, or after the last one."""
         while True:
             with self._changed:
-                while not (self._foreground or self._background or self.closed):
+                while not (self._foreground or self._background or self.closed or turns):
                     self._changed.wait()
                 queue = self._foreground or self._background
-                if not queue:
-                    return
-                future, call = queue.popleft()
+                if not queue or (turns and queue is self._background):
+                    return None
+                first = queue[0]
+            # calls are taken by this thread only
+            if turns and not first.joins():
+                return None
+            with self._changed:
+                if queue and queue[0] is first:
+                    queue.popleft()
+                    self._running.add(first.future)
+                    return first
+
+    def _settle(self, future: Future[Any], call: Callable[[], Any]) -> None:
+        try:
             _settle(future, call)
-            # the error of a failed request would keep all that it had computed
-            del future, call
+        finally:
+            with self._changed:
+                self._running.discard(future)
 
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:

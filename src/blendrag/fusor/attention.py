@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blendrag.fusor.rows import AnyRows, Rows
 from blendrag.model.kv_compare import NOISE, content, magnitude, misfit
-from blendrag.model.sharing import in_this_thread
+from blendrag.model.sharing import only_here
 from blendrag.model.structure import DecoderStack
 
 NAME = "blendrag"
@@ -229,7 +229,7 @@ def serves(stack: DecoderStack) -> bool:
         return args, {**kwargs, ROWS_KEYWORD: rows}
 
     expected = stack.base(input_ids=ids, use_cache=False).last_hidden_state
-    hook = in_this_thread(pass_rows)
+    hook = only_here(pass_rows)
     handles = [la.register_forward_pre_hook(hook, with_kwargs=True) for la in stack.layers]
     try:
         with implementation(stack, PROBE_NAME):

@@ -56,7 +56,7 @@ class BlendLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append in place; concatenates once beams have replaced the views."""
-        if not self._is_view() or key_states.shape[0] != 1:
+        if not self.is_view or key_states.shape[0] != 1:
             return super().update(key_states, value_states)
         start = self.keys.shape[-2]
         end = start + key_states.shape[-2]
@@ -66,7 +66,9 @@ class BlendLayer(DynamicLayer):
         self.buffer[1, :, :, start:end] = value_states
         return self.show(end)
 
-    def _is_view(self) -> bool:
+    @property
+    def is_view(self) -> bool:
+        """Whether its content is the beginning of :attr:`buffer`."""
         # An empty view has no address.
         same = not self.keys.numel() or self.keys.data_ptr() == self.buffer.data_ptr()
         return self.keys.shape[0] == 1 and same
@@ -113,6 +115,11 @@ class BlendCache(DynamicCache):
         with torch.inference_mode(False):
             made._keep_in([group[..., start : start + capacity, :] for group in self._groups])
         return made
+
+    @property
+    def is_one_sequence(self) -> bool:
+        """Whether it is an ordinary cache of one sequence, in its buffers."""
+        return self.merge is None and all(layer.is_view for layer in self.layers)
 
     def show(self, length: int) -> None:
         """Make the first ``length`` tokens of every layer the cache's content."""

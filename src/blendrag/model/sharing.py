@@ -2,7 +2,7 @@
 
 - :func:`loaded_once`: engines of the same name load the model once.
 - :func:`lock_of`: one lock per model object. Engines over the same model take turns.
-- :func:`in_this_thread`: hooks are on the model, so every thread runs them; these act in one thread only.
+- :func:`only_here`: hooks are on the model, so all its users run them; these act for one user only.
 
 Forwards by others take no lock, and compute what they would without blendrag.
 """
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from greenlet import getcurrent
 from torch import nn
 
 T = TypeVar("T")
@@ -61,6 +62,11 @@ class ModelLock:
         if self._depth == 0:
             self._owner = None
             self._held.release()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another thread waits for it."""
+        return self._door.locked()
 
     def __enter__(self) -> None:
         self.acquire()
@@ -115,12 +121,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook``, which does nothing in other threads and while dynamo traces the module."""
-    owner = threading.get_ident()
+def only_here(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook``, which does nothing in other threads and greenlets, and while dynamo traces the module."""
+    owner = getcurrent()
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != owner:
+        if torch.compiler.is_dynamo_compiling() or getcurrent() is not owner:
             return None
         return hook(*args, **kwargs)
 

@@ -25,7 +25,7 @@ from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.sharing import in_this_thread
+from blendrag.model.sharing import only_here
 from blendrag.planning.profile import COLD, DISK, Conditions, Curve, Profile, Tier, cores
 from blendrag.planning.tier_times import measure_device, measure_directory, measure_memory
 from blendrag.store.encodings import stored_layer_bytes
@@ -356,7 +356,7 @@ class ModelTimes:
     def _watched(self) -> Iterator[list[float]]:
         """Three times of each pass: when it enters the first layer, enters the last one, and leaves it."""
         times: list[float] = []
-        note = in_this_thread(lambda *_: times.append(self._now()))
+        note = only_here(lambda *_: times.append(self._now()))
         first, last = self._adapter.decoder_layers[0], self._adapter.decoder_layers[-1]
         with ExitStack() as hooks:
             hooks.callback(first.register_forward_pre_hook(note).remove)

@@ -61,6 +61,10 @@ class KVLayout:
         shape = self.layers[layer]
         return (2, shape.kv_heads, tokens, shape.head_dim)
 
+    def size_bytes(self, tokens: int) -> int:
+        """Of the KV of so many tokens in all layers."""
+        return sum(self.layer_bytes(layer, tokens) for layer in range(len(self.layers)))
+
     def layer_bytes(self, layer: int, tokens: int) -> int:
         """Bytes of one layer's tensor, before encoding."""
         return math.prod(self.layer_shape(layer, tokens)) * ITEM_BYTES[self.dtype]

@@ -1,0 +1,157 @@
+"""Requests that run at the same time decode together, and each gets what it gets alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import tiny
+from blendrag.engine import BlendEngine, Options
+from blendrag.errors import RequestCancelled, RequestTimeout
+from blendrag.serving import turns
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    root = tmp_path_factory.mktemp("many")
+    with tiny.engine(tiny.llama(initializer_range=0.2), root) as made:
+        made.ingest([tiny.document(number) for number in range(4)])
+        yield made
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests each joint step had."""
+    sizes: list[int] = []
+    stock = turns.decoded_together
+
+    def counted(steps: Sequence[Any]) -> list[Any]:
+        sizes.append(len(steps))
+        return stock(steps)
+
+    monkeypatch.setattr(turns, "decoded_together", counted)
+    return sizes
+
+
+def options(number: int) -> Options:
+    """Different in every way in which requests differ."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"mode": "full"},
+        {"mode": "reuse"},
+        {"temperature": 0.9, "seed": number},
+        {"logprobs": 2},
+        {"generate": {"repetition_penalty": 1.3}},
+        {"generate": {"num_beams": 2}},
+        {"stop": ("e",)},
+    ]
+    return Options(max_new_tokens=3 + 5 * number % 17, **ways[number % len(ways)])
+
+
+def asked(engine: BlendEngine, number: int) -> str:
+    return tiny.prompt(engine, number % 4, (number + 1) % 4, ask=f"What happened in {number}?")
+
+
+def test_32_requests_that_come_and_go_get_the_answers_that_each_gets_alone(engine, sizes):
+    alone = [engine.generate(asked(engine, i), options(i)) for i in range(32)]
+    assert not sizes
+
+    def later(i: int) -> Any:
+        time.sleep(0.01 * (i % 5))
+        return engine.generate(asked(engine, i), options(i))
+
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(later, range(32)))
+    assert max(sizes) > 4
+    assert len(set(sizes)) > 2  # requests joined and left
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours.text == theirs.text
+        assert ours.finish_reason == theirs.finish_reason
+        assert ours.metrics.new_tokens == theirs.metrics.new_tokens
+        for one, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+            assert one.id == other.id
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert "forward" not in vars(engine.adapter.model)
+
+
+class Fails(LogitsProcessor):
+    """Fails at its fourth token."""
+
+    calls = 0
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == 4:
+            raise RuntimeError("a processor failed")
+        return scores
+
+
+def test_a_request_that_fails_or_is_cancelled_does_not_disturb_the_others(engine, sizes):
+    prompts = [asked(engine, i) for i in range(4)]
+    long = Options(max_new_tokens=24)
+    alone = [engine.generate(prompt, long).text for prompt in prompts]
+    failing = {"logits_processor": LogitsProcessorList([Fails()])}
+    with ThreadPoolExecutor(8) as pool:
+        with engine.adapter.lock:  # none begins before all are there
+            good = [pool.submit(engine.generate, prompt, long) for prompt in prompts]
+            bad = pool.submit(engine.generate, prompts[0], Options(generate=failing))
+            late = pool.submit(engine.generate, prompts[1], Options(timeout_s=0.05))
+            left = engine.stream(prompts[2], long)
+            time.sleep(0.1)
+        next(left)
+        left.close()
+    assert [one.result().text for one in good] == alone
+    with pytest.raises(RuntimeError, match="a processor failed"):
+        bad.result()
+    with pytest.raises(RequestTimeout):
+        late.result()
+    with pytest.raises(RequestCancelled):
+        _ = left.answer
+    assert max(sizes) >= 4
+
+
+def test_a_joint_step_that_fails_is_decoded_one_by_one(engine, monkeypatch):
+    prompts = [asked(engine, i) for i in range(3)]
+    alone = [engine.generate(prompt, Options(max_new_tokens=9)).text for prompt in prompts]
+    tries: list[int] = []
+
+    def fail(steps: Sequence[Any]) -> list[Any]:
+        tries.append(len(steps))
+        raise RuntimeError("no memory for all")
+
+    monkeypatch.setattr(turns, "decoded_together", fail)
+    together = engine.batch(prompts, Options(max_new_tokens=9))
+    assert [one.text for one in together] == alone
+    assert tries
+
+
+def test_other_work_waits_until_no_request_runs(engine, tmp_path):
+    running: list[int] = []
+    pieces = engine.stream(asked(engine, 0), Options(max_new_tokens=200, mode="full"))
+    next(pieces)
+    engine._worker.run(lambda: running.append(len(engine._running)))
+    assert running == [0]
+    assert pieces.answer.metrics.new_tokens == 200
+
+
+def test_requests_wait_for_memory(tmp_path: Path, monkeypatch, sizes):
+    with tiny.engine(tiny.llama(), tmp_path) as engine:
+        question = Options(max_new_tokens=30, mode="full")
+        prompts = [f"What happened in {i}?" for i in range(6)]
+        engine.batch(prompts, question)
+        assert max(sizes) == 6
+        sizes.clear()
+        tokens = len(engine.segments(prompts[0]).ids) + 31
+        limit = 2.5 * engine.adapter.layout.size_bytes(tokens)
+        engine.settings = engine.settings.model_copy(update={"batch_bytes": int(limit)})
+        engine.batch(prompts, question)
+        assert max(sizes) == 2

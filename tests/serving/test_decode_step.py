@@ -1,0 +1,91 @@
+"""A joint decode step gives each request what it gets alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.fusor import Fusor
+from blendrag.fusor.cache import BlendCache
+from blendrag.model import ModelAdapter
+from blendrag.serving.decode_step import DecodeStep, decoded_together
+
+#: How far apart sums in another order may be.
+CLOSE = 2e-5
+LENGTHS = (1, 5, tiny.WINDOW + 3, 3 * tiny.WINDOW)
+
+
+def prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(4, 600, (1, length), generator=generator) for length in LENGTHS]
+
+
+def prefilled(adapter: ModelAdapter, ids: torch.Tensor, room: int = 8) -> BlendCache:
+    cache = BlendCache(adapter.layout, ids.shape[1] + room, adapter.device)
+    adapter.model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def step(adapter: ModelAdapter, token: int, cache: BlendCache) -> DecodeStep:
+    given = {"input_ids": torch.tensor([[token]]), "past_key_values": cache, "use_cache": True}
+    made = DecodeStep.of(adapter, adapter.model.forward, given)
+    assert made is not None
+    return made
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", list(tiny.FAMILIES))
+def test_logits_of_every_family_are_those_of_each_request_alone(name: str) -> None:
+    """Of prompts shorter and longer than the window, over three tokens."""
+    model = tiny.build(tiny.FAMILIES[name], initializer_range=0.2)
+    adapter = ModelAdapter(model, tiny.tokenizer())
+    if not Fusor(adapter).packs:
+        pytest.skip("decodes alone")
+    alone, together = ([prefilled(adapter, ids) for ids in prompts()] for _ in range(2))
+    for token in (7, 8, 9):
+        outputs = decoded_together([step(adapter, token + i, c) for i, c in enumerate(together)])
+        for i, (cache, ours) in enumerate(zip(alone, outputs, strict=True)):
+            ids = torch.tensor([[token + i]])
+            theirs = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            assert ours.logits.shape == theirs.shape == (1, 1, model.config.vocab_size)
+            assert (ours.logits - theirs).abs().max() <= CLOSE * theirs.abs().max()
+            assert ours.past_key_values.get_seq_length() == cache.get_seq_length()
+
+
+@torch.inference_mode()
+def test_a_failed_step_leaves_the_caches_as_they_were() -> None:
+    adapter = tiny.adapter(tiny.llama())
+    caches = [prefilled(adapter, ids) for ids in prompts()]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    steps = [step(adapter, 7, cache) for cache in caches]
+    hook = adapter.stack.layers[-1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        decoded_together(steps)
+    hook.remove()
+    assert [cache.get_seq_length() for cache in caches] == list(LENGTHS)
+    assert {layer.get_seq_length() for layer in caches[-1].layers} == {LENGTHS[-1]}
+
+
+@torch.inference_mode()
+def test_what_a_joint_step_cannot_give_is_decoded_alone() -> None:
+    adapter = tiny.adapter(tiny.llama())
+    cache = prefilled(adapter, prompts()[1])
+    ids = torch.tensor([[7]])
+    of = {"input_ids": ids, "past_key_values": cache, "attention_mask": torch.ones(1, 6)}
+    forward = adapter.model.forward
+    assert DecodeStep.of(adapter, forward, of) is not None
+    for other in (
+        {"output_hidden_states": True},
+        {"input_ids": ids.expand(2, 1)},
+        {"input_ids": torch.tensor([[7, 8]])},
+        {"past_key_values": None},
+    ):
+        assert DecodeStep.of(adapter, forward, of | other) is None
+    cache.batch_repeat_interleave(2)
+    assert DecodeStep.of(adapter, forward, of) is None
