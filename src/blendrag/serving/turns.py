@@ -39,6 +39,7 @@ class Turn(greenlet):
     def wait(self, step: DecodeStep | None) -> Any:
         """Let the other calls run. Returns what the forward of ``step`` would; ``None`` if it has not run."""
         self.step = step
+        assert self.parent is not None
         with torch.inference_mode(False):  # modes are the thread's: others begin without this one's
             return self.parent.switch()
 
