@@ -10,7 +10,7 @@ from langchain_text_splitters import TextSplitter
 
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.engines import EngineArguments
-from blendrag.frameworks.fields import EngineFields
+from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.signatures import shows
 from langchain_blendrag.vectorstores import refuse_text
 
@@ -47,6 +47,7 @@ class BlendTextSplitter(TextSplitter):
     ) -> None:
         from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
+        check_keywords(BlendTextSplitter, names)
         if chunk_overlap != 0:
             raise InvalidInputError(
                 f"chunk_overlap is {chunk_overlap!r}, expected 0, as overlapping pieces are stored and "

@@ -19,7 +19,7 @@ from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.engines import EngineArguments
-from blendrag.frameworks.fields import EngineFields
+from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.signatures import shows
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class BlendVectorStore(VectorStore):
                 f"embedding is the text {embedding!r:.60}, expected LangChain's Embeddings; use model= or "
                 "embedder= for names"
             )
+        check_keywords(BlendVectorStore, names)
         self._fields, self._embedding = EngineFields(**names), embedding
 
     @property

@@ -76,7 +76,8 @@ async def test_a_prompt_longer_than_the_context_is_refused_without_warnings(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"temperatur": 0.5}, "Extra inputs are not permitted"),
+        ({"temperatur": 0.5}, "temperatur: not a field of .*; did you mean temperature"),
+        ({"zzz": 0.5}, "zzz: not a field of .*; expected .*, store, .*, top_p"),
         ({"policy": "best"}, "policy 'best' is not one of"),
         ({"max_tokens": "many"}, "max_new_tokens\n"),
     ],

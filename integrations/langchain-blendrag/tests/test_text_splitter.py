@@ -47,6 +47,7 @@ def test_a_wrong_size_and_anything_but_a_text_are_refused(engine: BlendEngine) -
         ({"chunk_size": 10}, "is 10, .* 64 to 4096"),
         ({"chunk_size": "5"}, "is '5', expected"),
         ({"chunk_size": 99.5}, "is 99.5, expected"),
+        ({"chunk_tokens": 99}, r"chunk_tokens: .*; did you mean .*chunk_size\?"),
     ):
         given: Any = options
         with pytest.raises(InvalidInputError, match=says) as raised:

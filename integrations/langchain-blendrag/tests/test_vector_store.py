@@ -177,6 +177,7 @@ def test_wrong_arguments_are_refused_and_change_nothing(store: BlendVectorStore)
         (lambda: kept.similarity_search("x", top_k=2), "top_k: not an option"),
         (lambda: kept.similarity_search("x", filter={"a": {"$in": [1]}}), "a function of a docum"),
         (lambda: kept.max_marginal_relevance_search("x", lambda_=1), "lambda_mult"),
+        (lambda: BlendVectorStore(stor="kv"), "did you mean store"),  # type: ignore[call-arg]
         (lambda: BlendVectorStore("demo"), "model="),  # type: ignore[arg-type]
     ]
     for call, says in calls:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.schema import Document, MetadataMode, NodeRelationship
+from pydantic import ValidationError
 
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
@@ -74,6 +76,9 @@ def test_a_limit_that_is_too_small_is_refused_in_a_sentence(engine: BlendEngine)
     ):
         with pytest.raises(InvalidInputError, match=says):
             BlendNodeParser(engine=engine, chunk_tokens=limit, count_metadata=limit > 3)([document])
+    wrong: dict[str, Any] = {"chunk_size": 64}
+    with pytest.raises(ValidationError, match=r"chunk_size: .* did you mean chunk_tokens\?"):
+        BlendNodeParser(engine=engine, **wrong)
 
 
 async def test_nodes_know_their_document_and_neighbours(parser: BlendNodeParser) -> None:

@@ -5,11 +5,22 @@ Limits such as "ratio in [0, 1]" are checked by :class:`Options`; here they beco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
 
 from blendrag.config import Mode, Ratio
 from blendrag.errors import InvalidInputError, InvalidOptionError
@@ -34,6 +45,22 @@ else:  # importing a wrapper does not import transformers
 CONFIG = ConfigDict(
     extra="forbid", populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=()
 )
+
+
+def check_keywords(kind: type, given: Iterable[str]) -> None:
+    """Raise :class:`InvalidInputError` for keywords that ``kind``, not a pydantic model, does not take."""
+    valid = inspect.signature(kind).parameters
+    for name in given:
+        if name not in valid:
+            raise _unknown(kind, name, valid)
+
+
+def _unknown(kind: type, name: str, valid: Collection[str]) -> InvalidInputError:
+    close = get_close_matches(name, valid, n=2)
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    return InvalidInputError(
+        f"{name}: not a field of {kind.__name__}; {meant}expected {', '.join(sorted(valid))}"
+    )
 
 
 class EngineFields(BaseModel):
@@ -68,6 +95,19 @@ class EngineFields(BaseModel):
     given_engine: BlendEngine | None = Field(default=None, alias="engine", exclude=True, repr=False)
     """``engine=``: a ``BlendEngine`` to use instead of the names above."""
     _name: EngineName | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain_unknown(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Say in one sentence which field was meant."""
+        try:
+            return handler(given)
+        except ValidationError as exc:
+            valid = [field.alias or name for name, field in cls.model_fields.items()]
+            for error in exc.errors():
+                if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
+                    raise _unknown(cls, str(error["loc"][0]), valid) from exc
+            raise
 
     @model_validator(mode="after")
     def _take_engine(self) -> EngineFields:

@@ -11,7 +11,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.engines import EngineOptions, check_given
-from blendrag.frameworks.fields import EngineFields
+from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.frameworks.streaming import to_thread
 from blendrag.signatures import shows
 from llama_index.llms.blendrag._nodes import to_node
@@ -49,6 +49,7 @@ class BlendRetriever(BaseRetriever):
         verbose: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
+        check_keywords(BlendRetriever, options)
         if similarity_top_k is not None and similarity_top_k < 1:
             raise InvalidInputError(
                 f"similarity_top_k is {similarity_top_k}, expected 1 or more; 6 is usual"
