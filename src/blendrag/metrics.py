@@ -5,6 +5,7 @@ Definitions (CacheBlend's, or ours where the paper has none):
 * ``prompt_tokens = reused_tokens + fresh_tokens``.
 * ``reused_tokens``: tokens whose stored KV was loaded, exact prefix and chunks, including those that the
   fusor recomputed afterwards.
+* ``prefix_tokens``: those of ``reused_tokens`` before the first chunk, which no chunk report counts.
 * ``recomputed_tokens = round(ratio × blended chunk tokens)``.
 * ``ratio`` r: mean share of blended chunk tokens recomputed in layers 1…L-1.
 * ``charged_ratio = Σ_l |chunk tokens computed in layer l| / (L · N_chunk)``: the cost, with the entry
@@ -79,6 +80,8 @@ class RequestMetrics:
     opening_s: float = 0.0
     """Opening the tokenizer and the model, and checking that stored KV is theirs: about 0 but for the first
     request of an engine."""
+    prefix_tokens: int = 0
+    """Of ``reused_tokens``: the beginning of the prompt, before the first chunk."""
     learned_tokens: int = 0
     """Tokens of passages that were learned from this prompt, because an earlier one had them, too."""
 

@@ -113,6 +113,21 @@ def test_prompts_of_a_batch_are_explained_without_a_timeline(engine):
         assert sum(trace.recomputed) == pytest.approx(answer.metrics.recomputed_tokens, abs=1)
 
 
+def test_the_beginning_of_a_prompt_is_counted_and_shown(engine):
+    text = "Answer from the notes of the company, and say where you read it. "
+    text += tiny.prompt(engine, 0, 1)
+    first = engine.generate(text, EXPLAINED)
+    again = engine.generate(text, EXPLAINED)
+    engine.drain()  # stores a beginning that was seen twice
+    again = engine.generate(text, EXPLAINED)
+    assert first.metrics.prefix_tokens == 0 < again.metrics.prefix_tokens
+    chunks = sum(chunk.tokens for chunk in again.metrics.chunks)
+    assert again.metrics.prefix_tokens + chunks == again.metrics.reused_tokens
+    row = "(the prompt's beginning)"
+    assert row in again.explain().page()
+    assert row not in first.explain().page()
+
+
 def test_an_answer_without_a_trace_says_how_to_get_one(engine):
     answer = engine.generate("hello", Options(max_new_tokens=1))
     with pytest.raises(InvalidInputError, match=r"ask again with explain=True"):

@@ -71,19 +71,7 @@ def ask(
     check_unicode(question, "the question")
     if explain is not None:
         require_place("--explain", explain, ".html")
-    from blendrag.engine import Options
-
-    asked = Options(
-        mode=mode,  # type: ignore[arg-type]  # the option's callback allows only modes
-        policy=policy,
-        schedule=schedule,
-        ratio=ratio,
-        min_ratio=min_ratio,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        stop=tuple(stop or ()),
-        explain=explain is not None,
-    )
+    asked = options.request_options(context, stop=tuple(stop or ()), explain=explain is not None)
     with options.engine_for(context) as engine:
         answer = print_answer(engine.ask_stream(question, top_k, asked), silent=json)
         if json:
@@ -124,15 +112,7 @@ def chat(
     begin(verbose, "the conversation was not begun")
     with suppress(ImportError):
         import readline  # noqa: F401  # lets input() edit lines
-    from blendrag.engine import Options
-
-    asked = Options(
-        mode=mode,  # type: ignore[arg-type]  # the option's callback allows only modes
-        policy=policy,
-        ratio=ratio,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-    )
+    asked = options.request_options(context)
     with options.engine_for(context) as engine:
         began = time.perf_counter()
         with StatusLine("opening the model"):
@@ -244,12 +224,13 @@ def say_metrics(metrics: RequestMetrics) -> None:
     expected = "" if predicted is None else f", {1e3 * predicted:,.0f} predicted"
     opened = f" once the model was open ({metrics.opening_s:,.1f} s)"
     opened *= metrics.opening_s >= WORTH_TELLING_S
+    prefix = f" ({metrics.prefix_tokens} before the first chunk)" * bool(metrics.prefix_tokens)
     how = f", {metrics.policy} at ratio {metrics.ratio:.2f}" if metrics.policy else ""
     say(
         "metrics",
         f"first token after {1e3 * metrics.ttft_s:,.0f} ms{expected} "
         f"(loading {1e3 * metrics.load_s:,.0f} ms){opened}, "
-        f"{metrics.prompt_tokens} prompt tokens: {metrics.reused_tokens} reused, "
+        f"{metrics.prompt_tokens} prompt tokens: {metrics.reused_tokens} reused{prefix}, "
         f"{metrics.recomputed_tokens} of them recomputed, {metrics.fresh_tokens} fresh; "
         f"mode {metrics.mode}{how}{_schedule(metrics)}",
     )
