@@ -1,6 +1,6 @@
 """Settings and their defaults, overridable by ``BLENDRAG_*`` variables and by options.
 
-:func:`settings` reads the environment once, on first use. No default is stated anywhere else.
+:func:`settings` reads the environment once, on first use. No default is set anywhere else.
 """
 
 from __future__ import annotations

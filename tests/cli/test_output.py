@@ -7,15 +7,18 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from blendrag import __version__
 from blendrag.cli import progress
+from blendrag.cli.app import app
 from blendrag.cli.options import parse_size
 from blendrag.cli.output import print_json
 from blendrag.cli.progress import StatusLine
+from blendrag.config import DEFAULT_POLICY, Settings
 from blendrag.lab import commands
 from cli.commands import invoke, said
 
@@ -35,6 +38,16 @@ def test_help_imports_neither_torch_nor_transformers(command: list[str], shown: 
     done = subprocess.run(args, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
+
+
+def test_help_shows_the_defaults_of_the_settings() -> None:
+    command: Any = typer.main.get_command(app)
+    helps = {option.name: option.help for option in command.commands["ask"].params}
+    defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    options = "store", "top_k", "mode", "schedule", "ratio", "min_ratio", "max_new_tokens"
+    for name in options:
+        assert f"[default: {defaults[name]}]" in helps[name]
+    assert f"else {DEFAULT_POLICY}]" in helps["policy"]
 
 
 def test_version_is_the_version_of_the_package() -> None:

@@ -1,6 +1,7 @@
 """Every option that several commands share, and the engine that these options describe.
 
-An option that is not given is ``None``, and the settings or the store decide.
+An option that is not given is ``None``, and the settings or the store decide. Help texts repeat defaults of
+:mod:`blendrag.config`, because importing it would double the time of ``--help``; a test compares them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.store import regular_files
 
 if TYPE_CHECKING:
-    from blendrag.engine import BlendEngine
+    from blendrag.engine import BlendEngine, Options
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)}
@@ -108,7 +109,9 @@ Model = Annotated[
         "-m",
     ),
 ]
-Store = Annotated[Path | None, optional("Directory of the KV store.", "--store", "-s")]
+Store = Annotated[
+    Path | None, optional("Directory of the KV store. [default: blendrag-store]", "--store", "-s")
+]
 Dtype = Annotated[str | None, optional("auto, float32, float16 or bfloat16.")]
 Device = Annotated[str | None, optional("auto, cpu, cuda or cuda:N.")]
 Lora = Annotated[Path | None, optional("Directory of a PEFT adapter.")]
@@ -129,25 +132,40 @@ Encoding = Annotated[
 Embedder = Annotated[
     str | None, optional("sentence-transformers model, or minilm-offline. [default: the store's]")
 ]
-Mode = Annotated[str | None, optional("blend, full, prefix or reuse.", callback=_one_of("Mode"))]
-Policy = Annotated[str | None, optional("Selection policy: which tokens are recomputed.")]
+Mode = Annotated[
+    str | None,
+    optional("blend, full, prefix or reuse. [default: blend]", callback=_one_of("Mode")),
+]
+Policy = Annotated[
+    str | None,
+    optional(
+        "Which tokens are recomputed: query, hkvd, … [default: what blendrag calibrate found, else query]"
+    ),
+]
 Schedule = Annotated[
     str | None,
-    optional("constant, linear, geometric[:g], first:m or one ratio per layer."),
+    optional(
+        "constant, linear, geometric[:g], first:m or one ratio per layer. [default: constant]"
+    ),
 ]
-Ratio = Annotated[float | None, number("Share of tokens recomputed.", 0, 1)]
+Ratio = Annotated[float | None, number("Share of tokens recomputed. [default: 0.3]", 0, 1)]
 AutoRatio = Annotated[
     float | None,
     number(
-        "Share of tokens recomputed; auto: as many as cost no time (see blendrag profile).",
+        "Share of tokens recomputed; auto: as many as cost no time (see blendrag profile). "
+        "[default: 0.3]",
         0,
         1,
         word="auto",
     ),
 ]
-MinRatio = Annotated[float | None, number("Lowest ratio that --ratio auto may choose.", 0, 1)]
-TopK = Annotated[int | None, number("Chunks in a prompt.", 1, kind=int)]
-MaxNewTokens = Annotated[int | None, number("Longest answer.", 1, kind=int)]
+MinRatio = Annotated[
+    float | None, number("Lowest ratio that --ratio auto may choose. [default: 0.3]", 0, 1)
+]
+TopK = Annotated[int | None, number("Chunks in a prompt. [default: 6]", 1, kind=int)]
+MaxNewTokens = Annotated[
+    int | None, number("Longest answer in tokens. [default: 128]", 1, kind=int)
+]
 Temperature = Annotated[float | None, number("0 decodes greedily.", 0)]
 Sources = Annotated[
     bool, typer.Option("--sources/--no-sources", help="Show the passages that were read.")
@@ -161,6 +179,20 @@ ENGINE_OPTIONS = (
     "chunk_tokens", "embedder", "ram_bytes", "disk_bytes", "encoding", "dtype", "device",
     "trust_remote_code",
 )  # fmt: skip
+
+
+#: Options of a request that are given as they are.
+REQUEST_OPTIONS = (
+    "mode", "policy", "schedule", "ratio", "min_ratio", "max_new_tokens", "temperature",
+)  # fmt: skip
+
+
+def request_options(context: typer.Context, **more: Any) -> Options:
+    """The request options of a command."""
+    from blendrag.engine import Options
+
+    given = context.params
+    return Options(**{name: given[name] for name in REQUEST_OPTIONS if name in given}, **more)
 
 
 def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) -> BlendEngine:
