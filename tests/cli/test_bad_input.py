@@ -102,6 +102,11 @@ def test_an_empty_or_too_long_question_is_refused(
         ("ask q --dtype int3", "int3"),
         ("ask q --device abacus", "abacus"),
         ("ask q --lora /no/such/adapter", "/no/such/adapter"),
+        *(
+            (f"{command} --model /no/such", "there is no model '/no/such'; expected a directory")
+            for command in ("ask q", "chat", "ingest .", "calibrate", "profile")
+        ),
+        ("ask q --model /no/such.gguf", "there is no file /no/such.gguf; expected a GGUF file"),
         ("ask q --no-such", "No such option"),
         ("ingest . --encoding zip", "'zip' is not one of native, int8, fp8"),
         ("ingest . --chunk-tokens 8", "'8' must be a whole number in [64, 4096]"),

@@ -109,6 +109,19 @@ def test_an_error_about_a_hub_id_says_what_happened(
             load("somebody/model")
 
 
+@pytest.mark.parametrize("name", ["/no/such/model", "./model", "a/b/c", ""])
+def test_a_path_where_there_is_nothing_is_not_looked_up_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    failing(monkeypatch, OSError("asked the hub"))
+    for load in (load_adapter, load_tokens, load_context_tokens):
+        with pytest.raises(
+            ModelLoadError, match=f"there is no model '{name}'; expected a"
+        ) as caught:
+            load(name)
+        assert tiny.one_sentence(str(caught.value))
+
+
 def test_a_cached_model_with_a_file_missing_is_not_called_unknown(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from blendrag.config import DEMO_MODEL
 from blendrag.errors import (
@@ -162,10 +163,25 @@ def _complete_model(name: str, method: str, target: torch.device, options: dict[
 
 def _resolve_model(name: str) -> str:
     """``demo`` → the directory inside the package, a GGUF file → that of its unpacked weights; other names
-    unchanged."""
+    unchanged. Raises :class:`ModelLoadError` for a path where there is nothing."""
     if name == DEMO_MODEL:
         return str(Path(__file__).resolve().parent.parent / "demo" / "model")
-    return str(unpacked_directory(name)) if is_gguf(name) else name
+    if is_gguf(name):
+        return str(unpacked_directory(name))
+    if not (os.path.lexists(name) or _is_hub_id(name)):
+        raise ModelLoadError(
+            f"there is no model {name!r}; expected a directory with config.json and weights, a GGUF file, a "
+            "hub id (owner/name) or 'demo'"
+        )
+    return name
+
+
+def _is_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def resolve_device(device: str) -> torch.device:
