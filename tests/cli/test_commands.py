@@ -24,6 +24,7 @@ def test_dry_run_predicts_the_ingest_and_repeating_an_ingest_computes_nothing(
     assert first | {"documents": 3, "chunks": 9, "chunks_computed": 9, "failed": 0} == first
     assert first["bytes"] == plan["bytes"] > 0
     assert first["tokens_per_s"] > 0
+    assert 0 < first["encoding_s"] < first["seconds"]
     again = printed(*ingest)
     assert again | {"chunks": 9, "chunks_computed": 0, "chunks_skipped": 9, "bytes": 0} == again
     shown = invoke(*ingest).stdout

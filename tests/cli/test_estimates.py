@@ -113,7 +113,7 @@ def test_ingest_says_what_it_will_take_on_disk_if_that_is_much(ingest, monkeypat
     assert " of text takes about " in said
     assert " per token; the disk has " in said
     size = re.search(r"takes about ([\d.]+) KiB", said)
-    stored = re.search(r"; ([\d.]+) KiB at", told.stdout)
+    stored = re.search(r"; ([\d.]+) KiB encoded in", told.stdout)
     assert size is not None
     assert stored is not None
     assert 0.8 < float(size[1]) / float(stored[1]) < 1.25

@@ -120,7 +120,10 @@ def _ingest(
     if report.gone and not prune:
         gone = f"{count(len(report.gone), 'document')}, such as {_shown(report.gone[0])}"
         say("note", f"not found any more: {gone}; add --prune to remove what is gone")
-    new = f"{readable_size(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s in "
+    encoded = (
+        f"{readable_size(report.bytes)} encoded in {duration(report.encoding_s)}, "
+        f"{report.tokens_per_s:,.0f} tokens/s; "
+    )
     pruned = f"; {count(report.pruned, 'document')} removed" * bool(report.pruned)
     show(
         json,
@@ -128,7 +131,7 @@ def _ingest(
         f"{count(report.documents, 'document')} ({report.documents_unchanged:,} unchanged), "
         f"{count(report.chunks, 'chunk')}: {report.chunks_computed:,} computed, "
         f"{report.chunks_skipped:,} already stored; {report.failed} failed; "
-        f"{new if report.bytes else ''}{duration(report.seconds)}{pruned}",
+        f"{encoded if report.bytes else ''}{duration(report.seconds)} in all{pruned}",
     )
     if report.interrupted:
         return interrupted()

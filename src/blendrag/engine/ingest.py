@@ -53,6 +53,8 @@ class IngestReport:
     tokens_per_s: float = 0.0
     """Computed tokens per second of encoding and storing; 0 if nothing was computed."""
     bytes: int = 0
+    encoding_s: float = 0.0
+    """Seconds of encoding and storing, a part of ``seconds``."""
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=dict)
@@ -171,6 +173,7 @@ class IngestRun:
         report.failed = len(report.failures)
         report.chunks_computed, report.bytes = written.chunks, written.size_bytes
         report.tokens_per_s = written.tokens / written.seconds if written.seconds else 0.0
+        report.encoding_s = written.seconds
         report.seconds = time.perf_counter() - self._began
 
     def _tell(self) -> None:
