@@ -149,6 +149,24 @@ def test_a_system_prompt_before_known_chunks_stays_an_exact_prefix(engine):
     assert metrics.reused_tokens > sum(chunk.tokens for chunk in metrics.chunks) + 200
 
 
+def test_a_system_prompt_before_learned_passages_is_an_exact_prefix(engine):
+    rules = (
+        "You answer questions of sailors, who know their craft and want a short and exact answer in "
+        "their own words, without any preface.\n\n"
+        "Use nothing but the passages of the user's message, and name the one that you have used, so "
+        "that everybody can read it again.\n\n"
+        "Where no passage holds the answer, say so at once; nobody wants a guess about a harbour, "
+        "however good it may sound."
+    )
+    for order in ((0, 1), (1, 0), (0, 1), (1, 0), (0, 1)):
+        messages = [{"role": "system", "content": rules}]
+        messages += [{"role": "user", "content": prompt(*order, question=f"Where is {order}?")}]
+        metrics = engine.generate(messages).metrics
+        engine.drain()
+    assert sorted(learned(engine)) == sorted(TEXTS[:2])
+    assert metrics.prefix_tokens > len(engine.resources.text_ids(rules))
+
+
 def test_learned_passages_outlive_the_engine(engine):
     for n in range(2):
         engine.generate(prompt(0, 1, question=f"Where is {n}?"))

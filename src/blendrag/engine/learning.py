@@ -26,7 +26,7 @@ from blendrag.errors import BlendragError
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.text.chunking import Chunk
 from blendrag.text.matches import Match, letters_in
-from blendrag.text.passages import MIN_LETTERS, FreshText, PromptMemory, joined, paragraphs
+from blendrag.text.passages import MIN_LETTERS, FreshText, PromptMemory, Run, joined, paragraphs
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +100,19 @@ class Learner:
 
     def _passages(self, fresh: FreshText) -> list[Chunk]:
         """Chunks of what the prompt has in common with earlier ones, each once."""
+        runs = self._memory.meet(fresh.text, fresh.spans)
+        if not (runs and runs[0].begins_prompts and runs[0].ends_parts):
+            return self._chunks(fresh, runs)
+        # a whole message that begins both prompts is their instruction if passages follow it: what precedes
+        # the first chunk again is reused as an exact prefix
+        if fresh.chunks:
+            after = [run for run in runs if run.start > fresh.chunks[0].start]
+            return self._chunks(fresh, after)
+        return self._chunks(fresh, runs[1:]) or self._chunks(fresh, runs)
+
+    def _chunks(self, fresh: FreshText, runs: Sequence[Run]) -> list[Chunk]:
+        """What ``runs`` of the prompt hold, without its question."""
         text = fresh.text
-        runs = self._memory.meet(text, fresh.spans)
-        if fresh.chunks and runs and runs[0].begins_prompts and runs[0].ends_parts:
-            # what precedes the first chunk again is reused as an exact prefix
-            runs = [run for run in runs if run.start > fresh.chunks[0].start]
         spans = [span for run in runs for span in paragraphs(text, run)]
         matches = [Match("", start, end, complete=True) for start, end in spans]
         around = sorted([*fresh.chunks, *matches], key=lambda match: match.start)
