@@ -4,22 +4,22 @@ import tempfile
 
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.query_engine import RetrieverQueryEngine
 
 from blendrag import BlendEngine
 from blendrag.demo import demo_corpus_path
-from llama_index.llms.blendrag import BlendLLM, BlendRetriever
+from llama_index.llms.blendrag import BlendLLM, BlendRetriever, BlendReuseEvent
 
 QUESTION = "Which sport does Anna Bell enjoy?"
 
 
-class Usage(BaseEventHandler):
-    """Prints the tokens of each answer: ``reused_tokens`` of the prompt were loaded, not computed."""
+class ReusePrinter(BaseEventHandler):
+    """Prints what was measured for each answer."""
 
     def handle(self, event, **kwargs):
-        if isinstance(event, LLMChatEndEvent):
-            print(event.response.raw["usage"])
+        if isinstance(event, BlendReuseEvent):
+            print(f"{event.reused_tokens} of {event.prompt_tokens} prompt tokens reused")
+            print(f"first token after {event.ttft_s:.2f} s", *event.notes, sep="; ")
 
 
 with (
@@ -30,6 +30,6 @@ with (
     llm = BlendLLM(engine=engine, max_new_tokens=16)
     retriever = BlendRetriever(engine=engine, similarity_top_k=6)
 
-    get_dispatcher().add_event_handler(Usage())
+    get_dispatcher().add_event_handler(ReusePrinter())
     query_engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode="compact")
     print(query_engine.query(QUESTION))

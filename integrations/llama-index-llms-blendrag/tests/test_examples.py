@@ -62,7 +62,7 @@ def printed_by(demo: BlendEngine, capsys: pytest.CaptureFixture[str]) -> Callabl
 @pytest.mark.parametrize(
     ("name", "says", "reused", "least"),
     [
-        ("llama_index_rag.py", "skating", r"'reused_tokens': (\d+)", 200),
+        ("llama_index_rag.py", "skating", r"(\d+) of \d+ prompt tokens reused", 200),
         ("llama_index_citation.py", "anna-bell.txt", r"(\d+)% of the prompt reused", 50),
     ],
 )

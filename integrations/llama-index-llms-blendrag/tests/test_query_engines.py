@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.events.llm import LLMChatStartEvent
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
@@ -41,10 +43,32 @@ async def test_a_node_is_the_chunk_and_says_where_it_is_from(
 def test_wrong_arguments_are_refused(engine: BlendEngine) -> None:
     with pytest.raises(InvalidInputError, match="similarity_top_k is 0, expected 1 or more"):
         BlendRetriever(engine=engine, similarity_top_k=0)
+    wrong: dict[str, Any] = {"top_k": 3}
+    with pytest.raises(
+        InvalidInputError, match=r"top_k: not a field of BlendRetriever; .*similarity_top_k"
+    ):
+        BlendRetriever(engine=engine, **wrong)
     with pytest.raises(InvalidInputError, match="leave store out"):
         BlendRetriever(engine=engine, store="kv")
     with pytest.raises(InvalidInputError, match="the question is empty"):
         BlendRetriever(engine=engine).retrieve(" ")
+
+
+def test_metrics_are_read_from_a_query_engine_as_the_page_shows(
+    llm: BlendLLM, retriever: BlendRetriever, seen: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "integrations.md").read_text()
+    (snippet,) = re.findall(r"```python\n([^`]*class ReusePrinter.*?)```", page, re.DOTALL)
+    handlers = list(get_dispatcher().event_handlers)
+    try:
+        exec(snippet, {"query_engine": RetrieverQueryEngine.from_args(retriever, llm=llm)})
+    finally:
+        get_dispatcher().event_handlers[:] = handlers
+    (metrics,) = seen.metrics
+    reused, prompt = metrics["reused_tokens"], metrics["prompt_tokens"]
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"{reused} of {prompt} prompt tokens reused"
+    assert second.startswith(f"first token after {metrics['ttft_s']:.2f} s")
 
 
 class WithMetadata(BaseNodePostprocessor):
