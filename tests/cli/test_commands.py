@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from blendrag.cli import progress
+from blendrag.cli.ask import say_metrics
+from blendrag.metrics import RequestMetrics
 from cli.commands import QUESTION, ask, invoke, printed, refused, said
 
 
@@ -84,6 +86,13 @@ def test_ask_prints_the_answer_and_metrics_on_stderr(ingested: Path) -> None:
     assert chosen.endswith("mode blend, query at ratio 0.30, schedule 0.4,0.2")
     for more in (("--policy", "boundary(3)"), ("--mode", "reuse")):  # these follow no schedule
         assert "schedule" not in said(invoke(*args, *more))
+
+
+def test_the_line_of_metrics_tells_the_beginning_of_the_prompt_from_chunks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    say_metrics(RequestMetrics("blend", 0, 0, 0, 100, 90, 15, 10, 1, 0.3, 0.3, prefix_tokens=40))
+    assert ": 90 reused (40 before the first chunk), 15 of them recom" in capsys.readouterr().err
 
 
 def test_ask_shows_file_place_score_and_passage_of_its_sources(ingested: Path) -> None:
