@@ -12,8 +12,9 @@ import httpx
 
 from blendrag.engine import BlendEngine
 from blendrag.server.access import ApiKeys
-from blendrag.server.app import Limits, Service, create_app
+from blendrag.server.app import create_app
 from blendrag.server.running import bound_socket, server_of
+from blendrag.server.service import Limits, Service
 
 
 @dataclass(frozen=True)

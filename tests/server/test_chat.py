@@ -49,3 +49,113 @@ def test_a_stream_has_the_same_text_and_ends_with_usage_if_asked(client, asked) 
     assert last.choices == []
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert len(pieces) >= 3  # the role, the text, the end
+
+
+def test_max_tokens_ends_an_answer_and_stop_strings_cut_it(client, asked) -> None:
+    short = client.chat.completions.create(model="demo", messages=asked, max_tokens=1)
+    assert short.choices[0].finish_reason == "length"
+    assert short.usage.completion_tokens == 1
+    other = client.chat.completions.create(model="demo", messages=asked, max_completion_tokens=1)
+    assert other.choices[0].message == short.choices[0].message
+    cut = client.chat.completions.create(model="demo", messages=asked, stop=["ting"])
+    assert cut.choices[0].message.content.strip() == "ska"
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def sampled(client, asked, **more: object):
+    made = client.chat.completions.create(
+        model="demo", messages=asked, temperature=8.0, max_tokens=8, **more
+    )
+    return [choice.message.content for choice in made.choices]
+
+
+def test_a_seed_repeats_a_sample(client, asked) -> None:
+    first = sampled(client, asked, seed=1)
+    assert sampled(client, asked, seed=1) == first
+    assert sampled(client, asked, seed=2) != first
+    assert ANSWER in sampled(client, asked, seed=1, top_p=0.0001)[0]
+
+
+def test_n_answers_are_n_choices(client, asked) -> None:
+    texts = sampled(client, asked, seed=1, n=3)
+    assert len(set(texts)) == 3
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=asked, temperature=8.0, max_tokens=8, seed=1, n=3, stream=True
+        )
+    )
+    streamed = ["", "", ""]
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+    assert sum(choice.finish_reason is not None for c in chunks for choice in c.choices) == 3
+
+
+def test_log_probabilities_come_whole_and_streamed(client, asked) -> None:
+    given = {"model": "demo", "messages": asked, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**given)
+    content = whole.choices[0].logprobs.content
+    assert "".join(each.token for each in content).startswith(whole.choices[0].message.content)
+    assert all(len(each.top_logprobs) == 2 and each.logprob <= 0 for each in content)
+    assert bytes(content[0].bytes).decode() == content[0].token
+    chunks = client.chat.completions.create(**given, stream=True)
+    streamed = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+    assert [each.content for each in streamed] == [content]
+    plain = client.chat.completions.create(model="demo", messages=asked)
+    assert plain.choices[0].logprobs is None
+
+
+def test_a_request_chooses_how_it_is_blended(client, asked) -> None:
+    def about(**blendrag: object):
+        made = client.chat.completions.create(
+            model="demo", messages=asked, extra_body={"blendrag": blendrag}
+        )
+        return made.model_extra["blendrag"]
+
+    assert about(mode="full")["reused_tokens"] == 0
+    assert about(mode="reuse")["recomputed_tokens"] == 0
+    assert about(ratio=0.6)["recomputed_tokens"] > about(ratio=0.2)["recomputed_tokens"]
+
+
+def test_parts_and_roles_of_messages_are_read(client, asked) -> None:
+    (message,) = asked
+    parts = [{"type": "text", "text": message["content"]}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    made = client.chat.completions.create(model="demo", messages=messages)
+    assert ANSWER in made.choices[0].message.content
+
+
+def test_completions_take_the_prompt_as_it_is(client, context: str) -> None:
+    prompt = f"<|bos|><|user|>{context}\n\nQuestion: {QUESTION}\nAnswer:<|end|><|assistant|>"
+    made = client.completions.create(model="demo", prompt=prompt, logprobs=2)
+    (choice,) = made.choices
+    assert ANSWER in choice.text
+    likely = choice.logprobs
+    assert "".join(likely.tokens).startswith(choice.text)
+    assert likely.text_offset[0] == 0
+    assert len(likely.tokens) == len(likely.token_logprobs) == len(likely.top_logprobs)
+    assert made.model_extra["blendrag"]["reused_tokens"] > 50
+    *chunks, last = client.completions.create(
+        model="demo", prompt=prompt, stream=True, stream_options={"include_usage": True}
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    assert last.usage == made.usage
+
+
+def test_several_prompts_are_several_choices(client) -> None:
+    prompts = ["<|bos|><|user|>One", "<|bos|><|user|>Two"]
+    made = client.completions.create(model="demo", prompt=prompts, max_tokens=3)
+    alone = [client.completions.create(model="demo", prompt=p, max_tokens=3) for p in prompts]
+    assert [choice.text for choice in made.choices] == [each.choices[0].text for each in alone]
+    assert made.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone)
+    assert len(made.model_extra["blendrag"]) == 2
+
+
+def test_models_are_listed_and_looked_up(client) -> None:
+    language, embedder = client.models.list()
+    assert language.id == "demo"
+    assert client.models.retrieve(embedder.id) == embedder
+    assert client.models.retrieve("demo").model_extra["max_model_len"] == 4096
+    with pytest.raises(openai.NotFoundError, match="not served here; expected 'demo'"):
+        client.models.retrieve("gpt-4o")

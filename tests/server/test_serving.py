@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from blendrag.cli import serve
-from cli.commands import refused
+from cli.commands import refused, save_model, start
+from server.live import until
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that never ends by itself."""
+    return save_model(tmp_path_factory.mktemp("served-llama"))
 
 
 @pytest.fixture
@@ -55,3 +64,33 @@ def test_a_wrong_key_file_is_one_sentence(key_file, text, expected) -> None:
 
 def test_a_missing_key_file_is_one_sentence(key_file) -> None:
     assert "cannot be read (No such file" in refused("serve", "--api-key-file", key_file)
+
+
+def test_sigterm_lets_answers_end_and_refuses_new_ones(model_dir: Path, tmp_path: Path) -> None:
+    process = start(
+        "serve", "--model", str(model_dir), "--store", str(tmp_path / "store"), "--port", "0",
+        "--mode", "full", "--max-requests", "5",
+    )  # fmt: skip
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if line.startswith("serving: "))
+    url = line.split(" at ")[1].strip().removesuffix("/v1")
+    body = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 400, "stream": True}
+    asked = httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60)
+    with asked as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith('data: {"id"')
+        process.send_signal(signal.SIGTERM)
+        until(lambda: _is_refused(url))
+        told = [line for line in lines if line]
+    assert told[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in told[-2]
+    assert process.wait(timeout=30) == 0
+    assert process.stderr.read() == ""
+
+
+def _is_refused(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health")
+    except httpx.ConnectError:
+        return True
+    return False

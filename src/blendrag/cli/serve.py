@@ -62,9 +62,10 @@ def serve(
     begin(verbose, "the server had not begun")
     _require_extra()
     from blendrag.server.access import ApiKeys
-    from blendrag.server.app import Limits, Service, create_app
+    from blendrag.server.app import create_app
     from blendrag.server.running import bound_socket
     from blendrag.server.running import serve as serve_until_signal
+    from blendrag.server.service import Limits, Service
 
     keys = ApiKeys()
     if api_key_file is not None:

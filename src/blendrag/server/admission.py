@@ -24,6 +24,7 @@ class Ticket:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._runs = False
+        self.is_answered = False
 
     def begun(self) -> None:
         """The first token came; later calls change nothing."""
@@ -31,6 +32,11 @@ class Ticket:
             self._runs = True
             self._admission.waiting -= 1
             self._admission.running += 1
+
+    def answered(self, metrics: RequestMetrics) -> None:
+        """The answer is complete; a client may still leave before it has read it."""
+        self.is_answered = True
+        self._admission.note(metrics)
 
     def leave(self) -> None:
         if self._runs:
@@ -68,7 +74,7 @@ class Admission:
         try:
             yield ticket
         except BaseException as exc:
-            outcome = _outcome_of(exc)
+            outcome = ANSWERED if ticket.is_answered else _outcome_of(exc)
             raise
         finally:
             ticket.leave()

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import BlendEngine, Message, Options, Prompt
+from blendrag.engine.rendering import NEXT_QUESTION, prompt_over
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.tools import Parsed, chosen_tool, opening_for, parse
-from blendrag.server.bodies import ChatBody, ChatTurn, ContentPart, Generating, MadeCall
+from blendrag.server.bodies import (
+    ChatBody,
+    ChatTurn,
+    CompletionBody,
+    ContentPart,
+    Generating,
+    MadeCall,
+)
 from blendrag.server.refusals import Refusal
 
 #: Roles that chat templates do not know.
@@ -42,9 +51,10 @@ class Asked:
         return Parsed(found.text, found.calls[:1], found.invalid)
 
 
-def asked_chat(engine: BlendEngine, body: ChatBody, max_new_tokens: int | None) -> Asked:
-    """The request of a chat. Opens the tokenizer; reads and searches the corpus."""
-    if not engine.resources.tokens.has_template:
+def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Asked:
+    """The request of a chat; ``limit``: the longest answer. Opens the tokenizer, searches the corpus."""
+    tokens = engine.resources.tokens
+    if not tokens.has_template:
         raise InvalidInputError(
             "this model has no chat template; send the prompt to /v1/completions instead"
         )
@@ -59,23 +69,56 @@ def asked_chat(engine: BlendEngine, body: ChatBody, max_new_tokens: int | None) 
     if body.response_format is not None and body.response_format.type != "text":
         raise Refusal(
             400,
-            f"response_format of type {body.response_format.type!r}, expected text: the form of an answer "
-            "cannot be guaranteed; offer one tool and choose it with tool_choice",
+            f"response_format of type {body.response_format.type!r:.60}, expected text: the form of an "
+            "answer cannot be guaranteed; offer one tool and choose it with tool_choice",
             param="response_format",
         )
     options = _options(
+        engine,
         body,
-        max_new_tokens,
-        body.max_completion_tokens or body.max_tokens,
-        logprobs=_logprobs(body),
+        limit,
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=_chat_logprobs(body),
         tools=tuple(offered),
-        opening=opening_for(engine.resources.tokens, choice, offered) if offered else "",
+        opening=opening_for(tokens, choice, offered) if offered else "",
     )
-    return Asked(engine, messages, options, parallel_calls=body.parallel_tool_calls is not False)
+    prompt, sources = _with_texts(engine, body, messages)
+    if prompt is not messages:
+        options = replace(options, stop=(*options.stop, NEXT_QUESTION))
+    return Asked(engine, prompt, options, sources, body.parallel_tool_calls is not False)
+
+
+def prompts_of(body: CompletionBody) -> list[str]:
+    """The prompts of a completion. Raises :class:`Refusal` for token ids."""
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise Refusal(
+            400,
+            "prompt is empty or holds token ids, expected a text or a list of texts",
+            param="prompt",
+        )
+    return [str(prompt) for prompt in prompts]
+
+
+def asked_completion(
+    engine: BlendEngine, body: CompletionBody, prompt: str, limit: int | None
+) -> Asked:
+    """The request of a completion: the prompt as it is; ``limit``: the longest answer."""
+    for name in ("echo", "suffix", "best_of"):
+        if (value := getattr(body, name)) and value != (body.n or 1):
+            raise Refusal(400, f"{name} is not supported; leave it out", param=name)
+    options = _options(
+        engine, body, limit, body.max_tokens, logprobs=body.logprobs, apply_chat_template=False
+    )
+    return Asked(engine, prompt, options)
 
 
 def _options(
-    body: Generating, limit: int | None, max_new_tokens: int | None, **more: Any
+    engine: BlendEngine,
+    body: Generating,
+    limit: int | None,
+    max_new_tokens: int | None,
+    **more: Any,
 ) -> Options:
     """Options of the engine. Raises :class:`Refusal` for what it cannot do."""
     for name in _PENALTIES:
@@ -83,7 +126,9 @@ def _options(
             raise Refusal(400, f"{name} is {value}, expected 0: there are no penalties", param=name)
     if body.logit_bias:
         raise Refusal(400, "logit_bias is not supported; leave it out", param="logit_bias")
-    if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
+    if max_new_tokens is None:
+        max_new_tokens = min(engine.settings.max_new_tokens, limit or sys.maxsize)
+    if limit is not None and max_new_tokens > limit:
         raise Refusal(
             400,
             f"max_tokens is {max_new_tokens}, and this server allows at most {limit} (--max-tokens)",
@@ -120,7 +165,7 @@ def _sequences(body: Generating) -> Mapping[str, Any]:
     return {"num_return_sequences": n}
 
 
-def _logprobs(body: ChatBody) -> int | None:
+def _chat_logprobs(body: ChatBody) -> int | None:
     """Alternatives per token; ``None`` if log probabilities are not asked for."""
     if not body.logprobs:
         if body.top_logprobs:
@@ -176,3 +221,60 @@ def _call(call: MadeCall, number: int) -> dict[str, Any]:
         )
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "id": call.id, "function": function}
+
+
+# -- texts to answer from -------------------------------------------------------------------------
+
+
+def _with_texts(
+    engine: BlendEngine, body: ChatBody, messages: list[Message]
+) -> tuple[Prompt, tuple[RetrievedChunk, ...]]:
+    """The prompt with the texts that the request brings or wants retrieved, and the retrieved ones.
+
+    The last message is the question. Retrieved chunks are known; brought documents are recognised, and
+    learned, like any other text of a prompt.
+    """
+    if not (body.retrieve or body.documents):
+        return messages, ()
+    if body.retrieve and body.documents:
+        raise Refusal(400, "documents and retrieve, expected one of them", param="retrieve")
+    *history, last = messages or [{}]
+    if last.get("role") != "user":
+        name = "retrieve" if body.retrieve else "documents"
+        raise Refusal(
+            400, f"{name} with a last message that is not the user's question", param="messages"
+        )
+    question, tokens = last["content"], engine.resources.tokens
+    if body.documents:
+        titled = [_titled(each, number) for number, each in enumerate(body.documents)]
+        named = [title for title, _ in titled] if tokens.names_sources else None
+        over = prompt_over(question, [text for _, text in titled], named)
+        return [*history, {"role": "user", "content": over.text}], ()
+    earlier = [message["content"] for message in history if message["role"] == "user"]
+    top_k = body.blendrag.top_k if body.blendrag else None
+    chunks = tuple(engine.retrieve("\n".join([*earlier[-1:], question]), top_k))
+    named = [chunk.source for chunk in chunks] if tokens.names_sources else None
+    over = prompt_over(question, [chunk.text for chunk in chunks], named)
+    return replace(over, history=tuple(history)), chunks
+
+
+def _titled(document: str | Mapping[str, Any], number: int) -> tuple[str, str]:
+    """Title and text of a document: a text, ``{"title", "text"}``, or either of them as ``{"data": …}``."""
+    given: Any = document
+    if isinstance(given, Mapping) and "data" in given:
+        given = (
+            {"title": given.get("id"), **data}
+            if isinstance(data := given["data"], Mapping)
+            else data
+        )
+    if isinstance(given, str):
+        given = {"text": given}
+    text = given.get("text", given.get("snippet")) if isinstance(given, Mapping) else None
+    if not isinstance(text, str) or not text.strip():
+        raise Refusal(
+            400,
+            f"documents[{number}] has no text, expected a text or an object with title and text",
+            param=f"documents[{number}]",
+        )
+    title = given.get("title")
+    return (title if isinstance(title, str) else f"document {number + 1}"), text

@@ -116,8 +116,47 @@ class ChatBody(Generating):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    documents: list[str | dict[str, Any]] | None = None
+    """Texts to answer from, as vLLM's and Cohere's clients send them."""
+    retrieve: bool | None = None
+    """Whether to search the store for texts to answer from."""
     # ignored
     store: Any = None
     modalities: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
+
+
+class CompletionBody(Generating):
+    """``POST /v1/completions``: the prompt as it is, without the chat template."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class EmbeddingBody(Body):
+    """``POST /v1/embeddings``."""
+
+    input: str | list[str] | list[int] | list[list[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    user: Any = None
+
+
+class GivenDocument(Body):
+    """A document with the same ``source`` is replaced."""
+
+    source: str
+    text: str
+    title: str | None = None
+    metadata: dict[str, str | int | float | bool] = {}
+
+
+class IngestBody(Body):
+    """``POST /v1/ingest``."""
+
+    documents: list[GivenDocument]

@@ -29,8 +29,12 @@ from blendrag.errors import (
 
 log = logging.getLogger(__name__)
 
-#: OpenAI's names of options that the engine calls otherwise.
-OPENAI_NAMES = {"max_new_tokens": "max_tokens", "logprobs": "top_logprobs"}
+#: Names of the engine's options in a body.
+OPTION_FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "logprobs": "top_logprobs",
+    **{name: f"blendrag.{name}" for name in ("mode", "ratio", "min_ratio")},
+}
 #: Status of a client that has gone, as nginx writes it to its log; nobody receives it.
 CLIENT_GONE = 499
 #: Longest part of a wrong value that a message repeats, in characters.
@@ -90,7 +94,7 @@ def refusal_of(error: BaseException) -> Refusal:
         )
         return Refusal(400, message, param="messages", code="context_length_exceeded")
     if isinstance(error, InvalidOptionError):
-        name = OPENAI_NAMES.get(error.name, error.name)
+        name = OPTION_FIELDS.get(error.name, error.name)
         return Refusal(400, str(error.called(name)), param=name)
     if isinstance(error, InvalidInputError):
         return Refusal(503 if str(error) == CLOSED else 400, str(error))
@@ -141,7 +145,7 @@ def of_http(request: Request, error: HTTPException) -> Refusal:
 
 
 def of_body(request: Request, error: RequestValidationError) -> Refusal:
-    """The first field that is wrong, and what it should be."""
+    """One field that is wrong, and what it should be."""
     errors = error.errors()
     first = errors[0]
     if first["type"] == "json_invalid":
@@ -153,33 +157,34 @@ def of_body(request: Request, error: RequestValidationError) -> Refusal:
             said = f"content-type {kind}" if kind else "no content-type"
             return Refusal(415, f"{said}, expected application/json")
         return Refusal(400, "the body is not a JSON object; send one")
-    place, value = _place(error.body, first["loc"][1:])
+    # where several types are allowed, the one that fits best has its error deepest
+    found = [(each, *_place(error.body, each)) for each in errors]
+    first, place, value = max(found, key=lambda each: len(each[1]))
     param = _spelled(place)
     if first["type"] == "missing":
         return Refusal(400, f"{param} is missing; it is required", param=param)
     if first["type"] == "extra_forbidden":
         return Refusal(400, f"{param} is not a field of this request; leave it out", param=param)
-    same = [each for each in errors if _place(error.body, each["loc"][1:])[0] == place]
-    expected = " or ".join(
-        dict.fromkeys(str(each["msg"]).removeprefix("Input should be ") for each in same)
-    )
+    expected = [str(each["msg"]) for each, where, _ in found if where == place]
+    joined = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in expected))
     shown = json.dumps(value)[:SHOWN_CHARS]
-    return Refusal(400, f"{param} is {shown}, expected {expected}", param=param)
+    return Refusal(400, f"{param} is {shown}, expected {joined}", param=param)
 
 
-def _place(body: Any, location: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-    """The part of pydantic's ``location`` that is in ``body``, without names of types, and the value there.
-
-    A field that is missing is the last part.
-    """
+def _place(body: Any, error: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Where in ``body`` an error of pydantic is, without the names of types in its location, and the value
+    there."""
+    place: tuple[Any, ...] = ()
     value: Any = body
-    for depth, part in enumerate(location):
+    for part in error["loc"][1:]:
         try:
             value = value[part]
         except (KeyError, IndexError, TypeError):
-            is_missing = isinstance(value, Mapping) and depth == len(location) - 1
-            return (tuple(location), None) if is_missing else (tuple(location[:depth]), value)
-    return tuple(location), value
+            continue
+        place = (*place, part)
+    if error["type"] == "missing":
+        return (*place, error["loc"][-1]), None
+    return place, value
 
 
 def _spelled(place: Sequence[Any]) -> str:

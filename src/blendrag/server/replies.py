@@ -21,9 +21,10 @@ _SOURCE = ("source", "title", "start", "end", "score", "distance", "chunk_id", "
 class Reply:
     """One response, whole or in chunks: what all its objects have in common."""
 
-    def __init__(self, kind: str, prefix: str, model: str) -> None:
-        """``kind``: the name of the whole object, such as ``chat.completion``."""
+    def __init__(self, kind: str, chunk_kind: str, prefix: str, model: str) -> None:
+        """``kind``, ``chunk_kind``: names of the objects; ``prefix`` begins the id."""
         self._kind = kind
+        self._chunk_kind = chunk_kind
         self._about = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -35,7 +36,7 @@ class Reply:
         return {**self._about, **about, **more}
 
     def chunk(self, choices: Sequence[Fields], **more: Any) -> Fields:
-        return {**self._about, "object": f"{self._kind}.chunk", "choices": list(choices), **more}
+        return {**self._about, "object": self._chunk_kind, "choices": list(choices), **more}
 
 
 def usage(answers: Sequence[Answer]) -> Fields:

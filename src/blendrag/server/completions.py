@@ -1,0 +1,89 @@
+"""``POST /v1/completions``, whole or in events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from blendrag.engine import Answer
+from blendrag.server.asking import asked_completion, prompts_of
+from blendrag.server.bodies import CompletionBody
+from blendrag.server.refusals import Refusal
+from blendrag.server.replies import Fields, Reply, blendrag_fields, usage
+from blendrag.server.service import Service
+
+
+def _reply(service: Service) -> Reply:
+    return Reply("text_completion", "text_completion", "cmpl", service.model_id)
+
+
+async def completion(service: Service, body: CompletionBody) -> Fields:
+    """Whole answers: ``n`` to each prompt, prompt by prompt."""
+    limit = service.limits.max_tokens
+    answering = [
+        asyncio.ensure_future(
+            service.answered(partial(asked_completion, service.engine, body, prompt, limit))
+        )
+        for prompt in prompts_of(body)
+    ]
+    try:
+        answers = [answer for _, answer in await asyncio.gather(*answering)]
+    finally:  # the first error ends the others
+        for each in answering:
+            each.cancel()
+    texts = [(answer, text) for answer in answers for text in answer.texts]
+    choices = [
+        _choice(index, text, finish_reason=answer.finish_reason, logprobs=_logprobs(answer))
+        for index, (answer, text) in enumerate(texts)
+    ]
+    about: Any = [blendrag_fields(answer) for answer in answers]
+    return _reply(service).whole(choices, answers, blendrag=about if len(about) > 1 else about[0])
+
+
+async def completion_chunks(service: Service, body: CompletionBody) -> AsyncGenerator[Fields, None]:
+    """The chunks of a streamed answer."""
+    prompt, *more = prompts_of(body)
+    if more:
+        raise Refusal(
+            400,
+            f"stream with {1 + len(more)} prompts, expected one; send a request for each",
+            param="prompt",
+        )
+    reply = _reply(service)
+    make = partial(asked_completion, service.engine, body, prompt, service.limits.max_tokens)
+    async with aclosing(service.pieces(make)) as telling:
+        async for _, piece in telling:
+            answer = piece.answer
+            if answer is None:
+                yield reply.chunk([_choice(0, piece.text)])
+                continue
+            for index, text in enumerate(answer.texts):
+                rest = text if index else piece.text
+                ending = {"finish_reason": answer.finish_reason, "logprobs": _logprobs(answer)}
+                about = {} if index else {"blendrag": blendrag_fields(answer)}
+                yield reply.chunk([_choice(index, rest, **ending)], **about)
+            if body.includes_usage:
+                yield reply.chunk([], usage=usage([answer]))
+
+
+def _choice(index: int, text: str, **more: Any) -> Fields:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}
+
+
+def _logprobs(answer: Answer) -> Fields | None:
+    """In the form of completions; ``None`` if log probabilities were not asked for."""
+    if answer.logprobs is None:
+        return None
+    offsets, length = [], 0
+    for each in answer.logprobs:
+        offsets.append(length)
+        length += len(each.token)
+    return {
+        "tokens": [each.token for each in answer.logprobs],
+        "token_logprobs": [each.logprob for each in answer.logprobs],
+        "top_logprobs": [dict(each.top) for each in answer.logprobs],
+        "text_offset": offsets,
+    }

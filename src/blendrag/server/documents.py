@@ -1,0 +1,57 @@
+"""``POST /v1/ingest``, ``GET`` and ``DELETE /v1/documents``: the documents of the store's corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from blendrag.engine import BlendEngine, Document
+from blendrag.errors import check_unicode
+from blendrag.server.bodies import IngestBody
+from blendrag.server.refusals import Refusal
+from blendrag.server.replies import Fields
+
+_REPORTED = (
+    "documents", "documents_unchanged", "chunks", "chunks_computed", "tokens", "bytes", "seconds",
+    "failed", "failures",
+)  # fmt: skip
+
+
+def ingest(engine: BlendEngine, body: IngestBody) -> Fields:
+    """Store texts and their KV; returns what was done. Raises :class:`StoreFullError`."""
+    if not body.documents:
+        raise Refusal(400, "documents is empty; send at least one", param="documents")
+    for number, each in enumerate(body.documents):
+        for name, text in (("source", each.source), ("text", each.text), ("title", each.title)):
+            check_unicode(text or "", f"{name} of documents[{number}]")
+        if not each.source.strip() or not each.text.strip():
+            raise Refusal(
+                400,
+                f"documents[{number}] has an empty source or text; fill both",
+                param=f"documents[{number}]",
+            )
+    given = [
+        Document(each.source, each.text, each.title or "", each.metadata) for each in body.documents
+    ]
+    report = engine.ingest(given).whole()
+    return {"object": "ingest", **{name: getattr(report, name) for name in _REPORTED}}
+
+
+def documents(engine: BlendEngine) -> Fields:
+    """All documents with their sources, titles, chunks and tokens."""
+    corpus = engine.resources.corpus
+    found = [] if corpus is None else corpus.documents()
+    return {"object": "list", "data": [{"object": "document", **asdict(each)} for each in found]}
+
+
+def delete_documents(engine: BlendEngine, sources: Sequence[str]) -> Fields:
+    """Remove documents with these very sources; all or none."""
+    known = {each["source"] for each in documents(engine)["data"]}
+    if unknown := [source for source in sources if source not in known]:
+        raise Refusal(
+            404,
+            f"there is no document {unknown[0]!r:.100}; GET /v1/documents lists all",
+            param="source",
+            code="document_not_found",
+        )
+    return {"object": "list", "deleted": engine.remove(sources) if sources else 0}

@@ -1,0 +1,108 @@
+"""One engine behind HTTP: its limits, its names, and the road of a request through it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from blendrag.engine import Answer, BlendEngine
+from blendrag.frameworks.streaming import Piece, astream_pieces, to_thread
+from blendrag.server.access import ApiKeys
+from blendrag.server.admission import Admission
+from blendrag.server.asking import Asked
+from blendrag.server.refusals import Refusal
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server takes."""
+
+    max_requests: int = 256
+    """Waiting and running at once; more are refused with 429."""
+    max_body_bytes: int = 8 * 1024**2
+    max_tokens: int | None = None
+    """Longest answer that a request may ask for; ``None``: what fits the model's context."""
+
+
+class Told(NamedTuple):
+    """A piece of an answer, and the request it belongs to."""
+
+    asked: Asked
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Service:
+    """An engine whose model is open."""
+
+    engine: BlendEngine
+    limits: Limits = Limits()
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    began: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def admission(self) -> Admission:
+        return Admission(self.limits.max_requests)
+
+    @cached_property
+    def changing(self) -> asyncio.Lock:
+        """Held while the corpus is changed."""
+        return asyncio.Lock()
+
+    @cached_property
+    def model_id(self) -> str:
+        return _short(self.engine.resources.model_name)
+
+    @property
+    def embedder_id(self) -> str:
+        return _short(self.engine.resources.manifest.embedder)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise :class:`Refusal` 404 for another model than the served one."""
+        _check(name, self.model_id, self.engine.resources.model_name)
+
+    def check_embedder(self, name: str | None) -> None:
+        """Raise :class:`Refusal` 404 for another model than the store's embedder."""
+        _check(name, self.embedder_id, self.engine.resources.manifest.embedder)
+
+    async def pieces(self, make: Callable[[], Asked]) -> AsyncGenerator[Told, None]:
+        """The answer to a request in pieces, from the queue to its end. ``make`` runs on a thread."""
+        with self.admission.ticket() as ticket:
+            asked = await to_thread(make)
+            async with aclosing(
+                astream_pieces(self.engine, asked.prompt, asked.options)
+            ) as streaming:
+                async for piece in streaming:
+                    ticket.begun()
+                    if piece.answer is not None:
+                        ticket.answered(piece.answer.metrics)
+                    yield Told(asked, piece)
+
+    async def answered(self, make: Callable[[], Asked]) -> tuple[Asked, Answer]:
+        """The whole answer to a request."""
+        async with aclosing(self.pieces(make)) as telling:
+            async for asked, piece in telling:
+                if piece.answer is not None:
+                    return asked, piece.answer
+        raise AssertionError("the last piece has the answer")
+
+
+def _short(name: str) -> str:
+    """The last part of a directory, which clients can write; other names unchanged."""
+    return Path(name).name if Path(name).is_absolute() else name
+
+
+def _check(name: str | None, *known: str) -> None:
+    if name is not None and name not in known:
+        raise Refusal(
+            404,
+            f"the model {name!r:.100} is not served here; expected {known[0]!r}",
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,78 @@
+"""Bearer keys: who may ask and who may write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from blendrag.engine import BlendEngine
+from blendrag.server.access import ApiKeys
+from server.live import Live, live
+
+KEYS = "# readers\nreader-1\n\nreader-2\n# editors\neditor-1 write\n"
+
+
+@pytest.fixture(scope="module")
+def guarded(demo_engine: BlendEngine) -> Iterator[Live]:
+    with live(demo_engine, keys=KEYS) as server:
+        yield server
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "Bearer reader-3",
+        "Bearer reader",
+        "Bearer",
+        "Basic reader-1",
+        "Bearer #",
+        "Bearer write",
+        "Bearer re\u00e4der",
+        "reader-1",
+    ],
+)
+def test_without_a_known_key_nothing_below_v1_answers(guarded: Live, header) -> None:
+    with guarded.client() as client:
+        headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
+            response = client.request(method, path, headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_known_keys_may_ask(guarded: Live) -> None:
+    with openai.OpenAI(base_url=guarded.v1, api_key="reader-1", max_retries=0) as client:
+        assert client.models.list().data
+    with guarded.client() as client:
+        for key in ("reader-2", "editor-1"):
+            assert client.get("/v1/models", headers=bearer(key)).status_code == 200
+
+
+def test_health_and_metrics_need_no_key(guarded: Live) -> None:
+    with guarded.client() as client:
+        assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/metrics").status_code == 200
+
+
+def test_only_keys_that_may_write_change_documents(guarded: Live, served: Live) -> None:
+    new = {"documents": [{"source": "x", "text": "y"}]}
+    asked = (("POST", "/v1/ingest", {"json": new}), ("DELETE", "/v1/documents?source=x", {}))
+    for server, headers in ((guarded, bearer("reader-1")), (served, {})):
+        with server.client(headers=headers) as client:
+            for method, path, more in asked:
+                response = client.request(method, path, **more)
+                assert response.status_code == 403
+                assert response.json()["error"]["code"] == "read_only_key"
+            assert client.get("/v1/documents").status_code == 200
+
+
+def test_keys_do_not_show_in_texts() -> None:
+    assert "editor-1" not in repr(ApiKeys.parse(KEYS, "keys"))

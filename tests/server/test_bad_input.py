@@ -1,0 +1,218 @@
+"""Whatever is wrong is an error object with the right status, and the server goes on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from contextlib import closing
+from typing import Any
+
+import httpx
+import pytest
+
+from blendrag.engine import BlendEngine
+from blendrag.server import access
+from blendrag.server.service import Limits
+from server.live import Live, live
+
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def client(served: Live):
+    with served.client() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _goes_on(client: httpx.Client):
+    yield
+    made = client.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
+    assert made.status_code == 200
+
+
+def refused(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object of a response with that status."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    (name,) = response.json()
+    error: dict[str, Any] = response.json()[name]
+    assert name == "error"
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert "Traceback" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"messages": None}, "messages", "messages is null, expected a valid list"),
+        ({"messages": []}, None, "send at least one"),
+        ({"messages": "Hello"}, "messages", 'messages is "Hello", expected a valid list'),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
+        ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role", "expected 'system'"),
+        (
+            {"messages": [{"role": "user", "content": 7}]},
+            "messages[0].content",
+            "messages[0].content is 7, expected a valid string or a valid list",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "a part of type 'image_url', expected text",
+        ),
+        ({"messages": [{"role": "user", "content": ""}]}, None, "empty"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "lone surrogate"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, None, "chat template refuses"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [
+                {"function": {"name": "f", "arguments": "[1]"}}]}]},
+            "messages[0].tool_calls",
+            "not a JSON object",
+        ),
+        ({"temperatur": 1}, "temperatur", "temperatur is not a field"),
+        ({"temperature": "hot"}, "temperature", 'temperature is "hot", expected a valid number'),
+        ({"temperature": -1}, "temperature", "temperature -1"),
+        ({"temperature": float("nan")}, "temperature", "temperature nan"),
+        ({"top_p": 2, "temperature": 1}, "top_p", "top_p 2"),
+        ({"top_p": 0.5}, "top_p", "add temperature=1.0"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens 0 is not 1 or more"),
+        ({"max_tokens": 2.5}, "max_tokens", "max_tokens is 2.5, expected a valid integer"),
+        ({"max_tokens": True}, "max_tokens", "expected a valid integer"),
+        ({"max_completion_tokens": 5000}, "messages", "context is 4096 tokens"),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, "messages", "context is 4096"),
+        ({"n": 0}, "n", "n is 0, expected 1 to 16"),
+        ({"n": 2}, "n", "n is 2 without a temperature"),
+        ({"n": 2, "temperature": 1, "logprobs": True}, None, "logprobs of 2"),
+        ({"stop": [""]}, "stop", "an empty text"),
+        ({"stop": [1]}, "stop[0]", "stop[0] is 1"),
+        ({"seed": 2**70}, "seed", "64-bit"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be a number in [0, 20]"),
+        ({"top_logprobs": 2}, "top_logprobs", "add logprobs"),
+        ({"frequency_penalty": 1}, "frequency_penalty", "expected 0"),
+        ({"logit_bias": {"7": 1}}, "logit_bias", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "offer one tool"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, None, "support tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
+        ({"blendrag": {"ratio": 2}}, "blendrag.ratio", "ratio 2.0 must be a number in [0, 1]"),
+        ({"blendrag": {"ration": 1}}, "blendrag.ration", "not a field"),
+        ({"blendrag": {"mode": "fast"}}, "blendrag.mode", "is not one of blend"),
+        ({"blendrag": {"policy": "best"}}, None, "best"),
+        ({"documents": [{"title": "x"}]}, "documents[0]", "has no text"),
+        ({"documents": ["x"], "retrieve": True}, "retrieve", "one of them"),
+        ({"retrieve": True, "blendrag": {"top_k": 0}}, None, "top_k is 0"),
+        (
+            {"retrieve": True, "messages": [{"role": "assistant", "content": "x"}]},
+            "messages",
+            "not the user's question",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(client: httpx.Client, fields, param, said) -> None:
+    body = json.dumps({"messages": HELLO, **fields})
+    for stream in ("", ', "stream": true'):
+        response = client.post(
+            CHAT, content=body[:-1] + stream + "}", headers={"Content-Type": "application/json"}
+        )
+        error = refused(response, 400)
+        assert said in error["message"]
+        assert error["param"] == param
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "the body is not a JSON object"),
+        (b"{", "the body is not JSON"),
+        (b"[]", "the body is not a JSON object"),
+        (b'"x"', "the body is not a JSON object"),
+        (b'{"messages": "\xff"}', "cannot be read as JSON in UTF-8"),
+        (b"[" * 100_000, "cannot be read as JSON in UTF-8"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "cannot be read as JSON in UTF-8"),
+    ],
+)
+def test_a_body_that_is_no_json_object(client: httpx.Client, content, said) -> None:
+    response = client.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    assert said in refused(response, 400)["message"]
+
+
+def test_another_content_type_is_refused(client: httpx.Client) -> None:
+    response = client.post(CHAT, content=b'{"messages": []}', headers={"Content-Type": "text/x"})
+    assert "expected application/json" in refused(response, 415)["message"]
+
+
+def test_an_unknown_model_path_or_method(client: httpx.Client) -> None:
+    for name in ("gpt-4o", "\ud800"):
+        body = json.dumps({"model": name, "messages": HELLO}).encode()
+        response = client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+        error = refused(response, 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "nothing at /v1/chat" in refused(client.post("/v1/chat"), 404)["message"]
+    assert "GET is not allowed" in refused(client.get(CHAT), 405)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/completions", {"prompt": [1, 2]}, "token ids"),
+        ("/v1/completions", {"prompt": []}, "prompt is empty"),
+        ("/v1/completions", {"prompt": ""}, "the prompt is empty"),
+        ("/v1/completions", {"prompt": ["a", "b"], "stream": True}, "stream with 2 prompts"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
+        ("/v1/completions", {"prompt": ["a", ""]}, "the prompt is empty"),
+        ("/v1/embeddings", {"input": []}, "input has 0 texts"),
+        ("/v1/embeddings", {"input": [[1, 2]]}, "check_embedding_ctx_length=False"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 3}, "dimensions is not supported"),
+        ("/v1/embeddings", {"input": "\ud800"}, "lone surrogate"),
+    ],
+)
+def test_other_endpoints_name_what_is_wrong(client: httpx.Client, path, body, said) -> None:
+    response = client.post(
+        path, content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
+    assert said in refused(response, 400)["message"]
+
+
+def test_a_long_body_is_refused_before_it_is_read(small: Live) -> None:
+    long = json.dumps({"messages": HELLO, "user": "x" * 1000}).encode()
+    given = {"headers": {"Content-Type": "application/json"}}
+    with small.client() as client:
+        error = refused(client.post(CHAT, content=long, **given), 413)
+        assert "larger than 1000 bytes" in error["message"]
+        refused(client.post(CHAT, content=iter([long[:600], long[600:]]), **given), 413)
+
+
+def test_a_body_that_never_ends_is_refused(small: Live, monkeypatch) -> None:
+    monkeypatch.setattr(access, "BODY_TIMEOUT_S", 0.05)
+    assert "was not complete" in refused(sent_in_part(small.port), 408)["message"]
+
+
+def test_answers_are_limited(small: Live) -> None:
+    with small.client() as client:
+        error = refused(client.post(CHAT, json={"messages": HELLO, "max_tokens": 6}), 400)
+        assert "max_tokens is 6, and this server allows at most 5" in error["message"]
+        answered = client.post(CHAT, json={"messages": HELLO}).json()
+        assert answered["usage"]["completion_tokens"] <= 5
+
+
+@pytest.fixture(scope="module")
+def small(demo_engine: BlendEngine):
+    with live(demo_engine, Limits(max_body_bytes=1000, max_tokens=5)) as server:
+        yield server
+
+
+def sent_in_part(port: int) -> httpx.Response:
+    """The response to a request whose body never ends."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    with closing(connection):
+        connection.putrequest("POST", CHAT)
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", "500")
+        connection.endheaders(b"{")
+        answer = connection.getresponse()
+        return httpx.Response(
+            answer.status, headers=dict(answer.getheaders()), content=answer.read()
+        )

@@ -1,0 +1,177 @@
+"""Many clients at once, clients that leave, clients that never read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+import scripted
+from blendrag.server import events
+from blendrag.server.service import Limits
+from server.conftest import ANSWER, QUESTION
+from server.live import Live, live, until
+
+LONG = "word " * 60
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Answers for at least two seconds, if nobody stops it. Lets three requests in."""
+    root = tmp_path_factory.mktemp("slow") / "store"
+    with scripted.engine((), root, default=LONG, mode="full") as engine:
+        engine.adapter.model.pause_s = 0.02
+        with live(engine, Limits(max_requests=3)) as server:
+            yield server
+
+
+def outcomes(server: Live) -> dict[str, int]:
+    return dict(server.service.admission.outcomes)
+
+
+def begin(server: Live, stream: bool = True) -> socket.socket:
+    """A connection that has sent a request and reads nothing."""
+    body = json.dumps({"messages": HELLO, "stream": stream}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(slow: Live, stream: bool) -> None:
+    model, admission = slow.engine.adapter.model, slow.service.admission
+    before, began = outcomes(slow)["cancelled"], model.forwards
+    connection = begin(slow, stream)
+    until(lambda: model.forwards > began + 2)
+    assert admission.waiting + admission.running == 1
+    connection.close()
+    until(lambda: outcomes(slow)["cancelled"] == before + 1)
+    slow.settled()
+    slow.engine.drain()  # the worker has left it
+    assert model.forwards < began + 60
+
+
+def test_a_client_that_leaves_the_queue_is_never_computed(slow: Live) -> None:
+    model, prompts = slow.engine.adapter.model, len(slow.engine.adapter.model.prompts)
+    running = begin(slow)
+    until(lambda: slow.service.admission.running == 1)
+    queued = begin(slow)
+    until(lambda: slow.service.admission.waiting == 1)
+    queued.close()
+    until(lambda: slow.service.admission.waiting == 0)
+    running.close()
+    slow.settled()
+    slow.engine.drain()
+    assert len(model.prompts) == prompts + 1
+
+
+def test_more_requests_than_allowed_are_asked_to_come_back(slow: Live) -> None:
+    before = outcomes(slow)["rejected"]
+    held = [begin(slow) for _ in range(3)]
+    until(lambda: slow.service.admission.waiting + slow.service.admission.running == 3)
+    with slow.client() as client:
+        for stream in (True, False):
+            refused = client.post(CHAT, json={"messages": HELLO, "stream": stream})
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "server_overloaded"
+        assert client.get("/health").status_code == 200
+        text = client.get("/metrics").text
+    assert outcomes(slow)["rejected"] == before + 2
+    assert f'blendrag_requests_total{{outcome="rejected"}} {before + 2}' in text
+    assert "blendrag_requests_running 1\n" in text
+    assert "blendrag_requests_waiting 2\n" in text
+    for connection in held:
+        connection.close()
+    slow.settled()
+
+
+def test_clients_that_never_read_do_not_stall_others(served: Live, asked_body) -> None:
+    held = [begin(served) for _ in range(20)]
+    with served.client() as client:
+        made = client.post(CHAT, json=asked_body)
+    assert ANSWER in made.json()["choices"][0]["message"]["content"]
+    for connection in held:
+        connection.close()
+    served.settled()
+
+
+@pytest.mark.parametrize("sent", [0, 1, 5])
+async def test_a_client_that_stops_reading_counts_as_gone(monkeypatch, sent: int) -> None:
+    monkeypatch.setattr(events, "SEND_TIMEOUT_S", 0.01)
+    closed = []
+
+    async def chunks():
+        try:
+            while True:
+                yield {}
+        finally:
+            closed.append(True)
+
+    left = [{}] * sent
+
+    async def send(message) -> None:
+        if not left:
+            await asyncio.Event().wait()
+        left.pop()
+
+    begun = chunks()
+    stream = events.EventStream(await anext(begun), begun)
+    async with asyncio.timeout(20):
+        await stream.stream_response(send)
+    assert closed == [True]
+
+
+@pytest.fixture
+def asked_body(context: str) -> dict[str, object]:
+    text = f"{context}\n\nQuestion: {QUESTION}\nAnswer:"
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+async def test_sixty_clients_at_once_get_their_own_answers(served: Live) -> None:
+    async with openai.AsyncOpenAI(base_url=served.v1, api_key="none", max_retries=0) as client:
+        chat = client.chat.completions
+
+        async def ask(number: int) -> tuple[str, int]:
+            given = {"model": "demo", "messages": HELLO, "max_tokens": 1 + number % 2}
+            if number % 4 < 2:
+                made = await chat.create(**given)
+                return made.choices[0].message.content, made.usage.completion_tokens
+            stream = await chat.create(**given, stream=True, stream_options={"include_usage": True})
+            *chunks, last = [chunk async for chunk in stream]
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            return text, last.usage.completion_tokens
+
+        before = outcomes(served)["answered"]
+        found = await asyncio.gather(*(ask(number) for number in range(60)))
+    assert [tokens for _, tokens in found[:2]] == [1, 2]
+    assert all(each == found[number % 2] for number, each in enumerate(found))
+    assert outcomes(served)["answered"] == before + 60
+
+
+def test_two_hundred_open_connections_are_all_answered(served: Live) -> None:
+    held = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(200)]
+    for connection in reversed(held):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    for connection in held:
+        with connection, connection.makefile("rb") as answer:
+            assert answer.readline() == b"HTTP/1.1 200 OK\r\n"
+
+
+async def test_an_error_after_the_first_chunk_is_an_event() -> None:
+    async def chunks():
+        yield {"n": 1}
+        raise OSError("unplugged")
+
+    sent = [each async for each in events.EventStream({"n": 0}, chunks()).body_iterator]
+    assert [json.loads(each[6:]) for each in sent[:2]] == [{"n": 0}, {"n": 1}]
+    assert json.loads(sent[2][6:])["error"]["type"] == "server_error"
+    assert "unplugged" not in sent[2]
+    assert sent[3] == "data: [DONE]\n\n"

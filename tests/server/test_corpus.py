@@ -1,0 +1,153 @@
+"""Documents in a request, retrieval, vectors, and changing the corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import openai
+import pytest
+
+import tiny
+from blendrag.engine import BlendEngine
+from server.conftest import ANSWER, QUESTION
+from server.live import Live, live
+
+CHAT = "/v1/chat/completions"
+ASKED = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture
+def client(served: Live):
+    with served.client() as made:
+        yield made
+
+
+def answered(client, **body: object):
+    response = client.post(CHAT, json={"messages": ASKED, **body})
+    assert response.status_code == 200, response.text
+    made = response.json()
+    return made["choices"][0]["message"]["content"].strip(" ."), made["blendrag"]
+
+
+def test_retrieve_answers_like_ask_and_cites_its_sources(served: Live, client) -> None:
+    text, about = answered(client, retrieve=True, blendrag={"top_k": 4})
+    alone = served.engine.ask(QUESTION, 4)
+    assert text == alone.text.strip(" .")
+    assert [each["text"] for each in about["sources"]] == [each.text for each in alone.sources]
+    assert about["reused_tokens"] == alone.metrics.reused_tokens > 50
+    assert {"source", "title", "start", "end", "score"} <= set(about["sources"][0])
+    assert len(answered(client, retrieve=True, blendrag={"top_k": 1})[1]["sources"]) == 1
+
+
+def test_retrieve_searches_for_the_question_before_too(served: Live, client, monkeypatch) -> None:
+    asked = []
+
+    def retrieve(question: str, top_k: int | None = None):
+        asked.append(question)
+        return []
+
+    monkeypatch.setattr(served.engine, "retrieve", retrieve)
+    earlier = [
+        {"role": "user", "content": "Who is Anna Bell?"},
+        {"role": "assistant", "content": "A pilot."},
+    ]
+    answered(client, retrieve=True, messages=[*earlier, *ASKED])
+    assert asked == [f"Who is Anna Bell?\n{QUESTION}"]
+
+
+def test_a_stream_that_retrieves_cites_its_sources(client) -> None:
+    body = {"messages": ASKED, "retrieve": True, "stream": True}
+    lines = client.post(CHAT, json=body).text.strip().split("\n\n")
+    assert lines[-1] == "data: [DONE]"
+    assert '"sources":[{"source":' in lines[-2]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda text: text,
+        lambda text: {"title": "Anna Bell", "text": text},
+        lambda text: {"data": text},
+        lambda text: {"id": "1", "data": {"title": "Anna Bell", "text": text}},
+        lambda text: {"title": "Anna Bell", "snippet": text},
+    ],
+)
+def test_documents_of_a_request_are_answered_from_and_reused(client, context, shape) -> None:
+    documents = [shape(text) for text in context.split("\n\n")]
+    text, about = answered(client, documents=documents)
+    assert text == ANSWER
+    assert about["reused_tokens"] > 50
+    assert "sources" not in about
+
+
+def test_vectors_are_those_of_the_store(served: Live) -> None:
+    with openai.OpenAI(base_url=served.v1, api_key="none", max_retries=0) as openai_client:
+        embedder = served.service.embedder_id
+        both = openai_client.embeddings.create(model=embedder, input=["one", "two"])  # base64
+        plain = openai_client.embeddings.create(
+            model=embedder, input="two", encoding_format="float"
+        )
+        with pytest.raises(openai.NotFoundError, match="not served here"):
+            openai_client.embeddings.create(model="text-embedding-3-small", input="one")
+    expected = served.engine.library.embed(["one", "two"])
+    assert np.allclose([each.embedding for each in both.data], expected, atol=1e-6)
+    assert np.allclose(plain.data[0].embedding, expected[1], atol=1e-6)
+    assert both.usage.prompt_tokens >= 2
+
+
+@pytest.fixture
+def writable(tmp_path) -> Iterator[Live]:
+    with BlendEngine("demo", tmp_path / "store", chunk_tokens=64, max_new_tokens=12) as engine:
+        engine.resources.__dict__["embedder"] = tiny.WordEmbedder()
+        with live(engine, keys="editor write") as server:
+            yield server
+
+
+def test_documents_are_ingested_asked_listed_and_deleted(writable: Live, context: str) -> None:
+    with writable.client(headers={"Authorization": "Bearer editor"}) as client:
+        assert client.get("/v1/documents").json() == {"object": "list", "data": []}
+        new = {"source": "people/anna", "text": context, "title": "Anna", "metadata": {"year": 1}}
+        added = client.post("/v1/ingest", json={"documents": [new]}).json()
+        assert (added["documents"], added["failed"]) == (1, 0)
+        assert added["chunks_computed"] == added["chunks"] > 1
+        again = client.post("/v1/ingest", json={"documents": [new]}).json()
+        assert (again["documents_unchanged"], again["chunks_computed"]) == (1, 0)
+        (listed,) = client.get("/v1/documents").json()["data"]
+        assert (listed["source"], listed["title"]) == ("people/anna", "Anna")
+        assert listed["chunks"] == added["chunks"]
+
+        text, about = answered(client, retrieve=True)
+        assert text == ANSWER
+        assert about["sources"][0]["source"] == "people/anna"
+
+        for wrong in ("people", "people/ann", "/"):
+            missing = client.delete("/v1/documents", params={"source": [wrong, "people/anna"]})
+            assert missing.status_code == 404
+            assert missing.json()["error"]["code"] == "document_not_found"
+        gone = client.delete("/v1/documents", params={"source": "people/anna"})
+        assert gone.json()["deleted"] == 1
+        assert client.get("/v1/documents").json()["data"] == []
+        empty = client.post(CHAT, json={"messages": ASKED, "retrieve": True})
+        assert empty.status_code == 400
+        assert "holds no chunks" in empty.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("documents", "said"),
+    [
+        ([], "documents is empty"),
+        ([{"text": "x"}], "documents[0].source is missing"),
+        ([{"source": " ", "text": "x"}], "empty source"),
+        ([{"source": "x", "text": ""}], "empty source or text"),
+        ([{"source": "x", "text": "y", "metadata": {"a": [1]}}], "documents[0].metadata.a"),
+        (["x"], "documents[0]"),
+    ],
+)
+def test_documents_that_cannot_be_stored(writable: Live, documents, said) -> None:
+    with writable.client(headers={"Authorization": "Bearer editor"}) as client:
+        response = client.post("/v1/ingest", json={"documents": documents})
+        assert response.status_code == 400
+        assert said in response.json()["error"]["message"]
+        assert client.delete("/v1/documents").status_code == 400
+        assert client.get("/v1/documents").json()["data"] == []

@@ -1,0 +1,89 @@
+"""Tool calls, with a model whose replies are scripted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+import scripted
+from server.live import Live, live
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a town",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+    },
+}
+CALL = scripted.call("weather", town="Örebro")
+SCRIPT = (
+    ("tool_response", "It rains."),
+    ("weather in two", f"I look.\n{CALL}\n{CALL}"),
+    ("weather", f"I look.\n{CALL}"),
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    root = tmp_path_factory.mktemp("scripted") / "store"
+    with scripted.engine(SCRIPT, root, mode="full") as engine, live(engine) as server:
+        yield server
+
+
+@pytest.fixture
+def ask(served: Live):
+    with openai.OpenAI(base_url=served.v1, api_key="none", max_retries=0) as client:
+        yield lambda text, **more: client.chat.completions.create(
+            model=served.service.model_id,
+            messages=text if isinstance(text, list) else [{"role": "user", "content": text}],
+            tools=[TOOL],
+            **more,
+        )
+
+
+def test_a_call_is_parsed_and_its_result_answered(ask) -> None:
+    (choice,) = ask("weather in one").choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"town": "Örebro"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    told = ask([{"role": "user", "content": "weather in one"}, choice.message, result])
+    assert told.choices[0].message.content == "It rains."
+    assert told.choices[0].finish_reason == "stop"
+
+
+def test_a_stream_hides_the_text_of_a_call_and_ends_with_the_call(ask) -> None:
+    chunks = [chunk.choices[0] for chunk in ask("weather in two", stream=True)]
+    assert "".join(each.delta.content or "" for each in chunks).strip() == "I look."
+    calls = [call for each in chunks for call in each.delta.tool_calls or ()]
+    assert [call.index for call in calls] == [0, 1]
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_parallel_calls_can_be_refused(ask) -> None:
+    assert len(ask("weather in two").choices[0].message.tool_calls) == 2
+    one = ask("weather in two", parallel_tool_calls=False)
+    assert len(one.choices[0].message.tool_calls) == 1
+
+
+def test_a_call_can_be_required_or_forbidden(served: Live, ask) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    ask("Say hello.", tool_choice=choice)
+    prompts = served.engine.adapter.model.prompts
+    assert prompts[-1].endswith('<tool_call>\n{"name": "weather", "arguments":')
+    ask("Say hello.", tool_choice="none")
+    assert "weather" not in prompts[-1]
+    with pytest.raises(openai.BadRequestError, match="tool_choice 'cook' is not auto"):
+        ask("Say hello.", tool_choice="cook")
+
+
+def test_several_answers_with_tools_are_refused(ask) -> None:
+    with pytest.raises(openai.BadRequestError, match="n is 2 with tools") as caught:
+        ask("weather", n=2, temperature=1.0)
+    assert caught.value.param == "n"
