@@ -248,7 +248,14 @@ def test_padding_of_a_sequence_that_ended_early_is_not_counted(tmp_path):
         options = Options(temperature=1.0, max_new_tokens=40, generate={"num_return_sequences": 6})
         answer = engine.generate("hello there", options)
         (output,) = outputs
-        new = output[:, len(engine.segments("hello there").ids) :]
+        prompt_tokens = len(engine.segments("hello there").ids)
+        new = output[:, prompt_tokens:]
         assert (new[0] == 599).any()  # the first sequence was padded up to a longer one
         assert answer.finish_reason == "stop"
         assert answer.metrics.new_tokens == int((new != 599).sum())
+
+        short = engine.generate("hello there", options, max_new_tokens=3)
+        rows = outputs[-1][:, prompt_tokens:].tolist()
+        ended = ["stop" if any(3 <= token < 200 for token in row) else "length" for row in rows]
+        assert list(short.finish_reasons) == ended
+        assert set(ended) == {"stop", "length"}

@@ -88,7 +88,6 @@ def serve(
         say("serving", f"{service.model_id} at http://{shown}:{at.getsockname()[1]}/v1")
         interrupt.expect("the server has stopped")
         serve_until_signal(create_app(service), at, verbose)
-        engine.drain()  # store KV of chunks that had none
     return DONE
 
 

@@ -154,22 +154,24 @@ class Generation:
         """Texts and metrics of the new tokens of each sequence, with end tokens and padding."""
         request, stream = self._request, self._stream
         rows = [self._until_end(row) for row in rows]
-        is_over = stream.stopped_by is not None or not self._ends.isdisjoint(rows[0][-1:])
+        ended = [not self._ends.isdisjoint(row[-1:]) for row in rows]
+        ended[0] = ended[0] or stream.stopped_by is not None
         decode = self._adapter.tokens.tokenizer.decode
         texts = [stream.text]
         if request.sequences > 1:
             whole = [decode(row, skip_special_tokens=True) for row in rows]
             texts = [cut_at_stop(text, request.options.stop) for text in whole]
-            is_over = is_over or texts[0] != whole[0]
+            cut = [text != all_of_it for text, all_of_it in zip(texts, whole, strict=True)]
+            ended = [end or stopped for end, stopped in zip(ended, cut, strict=True)]
         logprobs = None
         if stream.likely is not None:
             logprobs = stream.likely.of(texts[0], stream.tokens, decode)
         metrics = self._metrics(plan, fusion, sum(len(row) for row in rows), batch_size)
-        finish_reason = "stop" if is_over else "length"
+        reasons = tuple("stop" if end else "length" for end in ended)
         trace = None
         if self._timeline is not None:
             trace = Trace.of(plan, fusion, self._timeline, decode)
-        return Answer(texts[0], tuple(texts), finish_reason, metrics, (), logprobs, trace)
+        return Answer(texts[0], tuple(texts), reasons, metrics, (), logprobs, trace)
 
     def _until_end(self, row: list[int]) -> list[int]:
         """Token ids up to and with the end token, without padding."""

@@ -296,19 +296,24 @@ class TokenLogprob:
 class Answer:
     """An answer with its metrics.
 
-    ``texts`` has one entry per returned sequence; ``text`` is the first. ``finish_reason`` is ``stop`` (end
-    token or stop string) or ``length``. ``logprobs``, if requested, has one entry per token; their texts
-    joined begin with ``text``, and equal it unless a stop string cut a token.
+    ``texts`` and ``finish_reasons`` have one entry per returned sequence; ``text`` and ``finish_reason`` are
+    the first. A finish reason is ``stop`` (end token or stop string) or ``length``. ``logprobs``, if
+    requested, has one entry per token; their texts joined begin with ``text``, and equal it unless a stop
+    string cut a token.
     """
 
     text: str
     texts: tuple[str, ...]
-    finish_reason: str
+    finish_reasons: tuple[str, ...]
     metrics: RequestMetrics
     sources: tuple[RetrievedChunk, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     trace: Trace | None = None
     """With ``Options(explain=True)``."""
+
+    @property
+    def finish_reason(self) -> str:
+        return self.finish_reasons[0]
 
     def explain(self) -> Explanation:
         """What became of each prompt token, why, and when: a page, or an object that a notebook shows.

@@ -41,7 +41,7 @@ async def chat_completion(service: Service, body: ChatBody) -> Fields:
                 "index": index,
                 "message": chat_message(parsed),
                 "logprobs": chat_logprobs(answer),
-                "finish_reason": finish_reason(answer, parsed),
+                "finish_reason": finish_reason(answer, index, parsed),
             }
         )
     about = blendrag_fields(answer, asked.sources)
@@ -87,7 +87,7 @@ def _ending(reply: Reply, told: Told, shown: StreamedText) -> Iterator[Fields]:
             yield reply.chunk([_delta(index, {"tool_calls": calls})])
         if (likely := chat_logprobs(answer)) is not None:
             yield reply.chunk([_delta(index, {}, logprobs=likely)])
-        last = _delta(index, {}, finish_reason=finish_reason(answer, parsed))
+        last = _delta(index, {}, finish_reason=finish_reason(answer, index, parsed))
         about = {} if index else {"blendrag": blendrag_fields(answer, asked.sources)}
         yield reply.chunk([last], **about)
 

@@ -12,7 +12,7 @@ from blendrag.engine import Answer
 from blendrag.server.asking import asked_completion, prompts_of
 from blendrag.server.bodies import CompletionBody
 from blendrag.server.refusals import Refusal
-from blendrag.server.replies import Fields, Reply, blendrag_fields, usage
+from blendrag.server.replies import Fields, Reply, blendrag_fields, finite, usage
 from blendrag.server.service import Service
 
 
@@ -34,11 +34,12 @@ async def completion(service: Service, body: CompletionBody) -> Fields:
     finally:  # the first error ends the others
         for each in answering:
             each.cancel()
-    texts = [(answer, text) for answer in answers for text in answer.texts]
-    choices = [
-        _choice(index, text, finish_reason=answer.finish_reason, logprobs=_logprobs(answer))
-        for index, (answer, text) in enumerate(texts)
+    ends = [
+        (text, {"finish_reason": reason, "logprobs": _logprobs(answer)})
+        for answer in answers
+        for text, reason in zip(answer.texts, answer.finish_reasons, strict=True)
     ]
+    choices = [_choice(index, text, **ending) for index, (text, ending) in enumerate(ends)]
     about: Any = [blendrag_fields(answer) for answer in answers]
     return _reply(service).whole(choices, answers, blendrag=about if len(about) > 1 else about[0])
 
@@ -62,7 +63,10 @@ async def completion_chunks(service: Service, body: CompletionBody) -> AsyncGene
                 continue
             for index, text in enumerate(answer.texts):
                 rest = text if index else piece.text
-                ending = {"finish_reason": answer.finish_reason, "logprobs": _logprobs(answer)}
+                ending = {
+                    "finish_reason": answer.finish_reasons[index],
+                    "logprobs": _logprobs(answer),
+                }
                 about = {} if index else {"blendrag": blendrag_fields(answer)}
                 yield reply.chunk([_choice(index, rest, **ending)], **about)
             if body.includes_usage:
@@ -83,7 +87,9 @@ def _logprobs(answer: Answer) -> Fields | None:
         length += len(each.token)
     return {
         "tokens": [each.token for each in answer.logprobs],
-        "token_logprobs": [each.logprob for each in answer.logprobs],
-        "top_logprobs": [dict(each.top) for each in answer.logprobs],
+        "token_logprobs": [finite(each.logprob) for each in answer.logprobs],
+        "top_logprobs": [
+            {token: finite(logprob) for token, logprob in each.top} for each in answer.logprobs
+        ],
         "text_offset": offsets,
     }

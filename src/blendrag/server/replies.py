@@ -87,8 +87,9 @@ def tool_calls(parsed: Parsed) -> list[Fields]:
     ]
 
 
-def finish_reason(answer: Answer, parsed: Parsed) -> str:
-    return "tool_calls" if parsed.calls and answer.finish_reason == "stop" else answer.finish_reason
+def finish_reason(answer: Answer, index: int, parsed: Parsed) -> str:
+    reason = answer.finish_reasons[index]
+    return "tool_calls" if parsed.calls and reason == "stop" else reason
 
 
 def chat_logprobs(answer: Answer) -> Fields | None:
@@ -104,4 +105,10 @@ def _token(chosen: TokenLogprob) -> Fields:
 
 
 def _likely(token: str, logprob: float) -> Fields:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}
+    given = list(token.encode("utf-8", "replace"))
+    return {"token": token, "logprob": finite(logprob), "bytes": given}
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes this number instead."""
+    return max(logprob, -9999.0)
