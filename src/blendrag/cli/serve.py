@@ -84,6 +84,7 @@ def serve(
         with StatusLine("opening the model"):
             engine.open()
         service = Service(engine, limits, keys)
+        at.listen()
         shown = f"[{host}]" if ":" in host else host
         say("serving", f"{service.model_id} at http://{shown}:{at.getsockname()[1]}/v1")
         interrupt.expect("the server has stopped")

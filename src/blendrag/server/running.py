@@ -17,7 +17,7 @@ DRAIN_S = 30
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A bound socket that refuses connections until :func:`serve`.
+    """A bound socket that does not listen yet.
 
     Raises :class:`InvalidInputError` if the address cannot be used.
     """
