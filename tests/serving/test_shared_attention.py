@@ -20,7 +20,6 @@ from blendrag.serving.shared_attention import (
     RunningKV,
     SharedAttention,
     SharedChunk,
-    attend_by_products,
     private_kv,
 )
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
@@ -183,11 +182,11 @@ def test_a_chunk_hidden_from_all_rows_or_one_is_left_out(window: int | None) -> 
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
-def test_plain_products_equal_the_kernel(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+@pytest.mark.parametrize("rows", [0, 1000])
+def test_products_and_the_kernel_are_equal(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int
 ) -> None:
-    """They serve devices without such a kernel."""
-    monkeypatch.setattr(shared_attention, "attend_by_flash", attend_by_products)
+    monkeypatch.setattr(shared_attention, "PRODUCT_ROWS", rows)
     case = random_case(1, 8, dtype, 5)
     shared = case.shared()
     shared.advance()

@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,9 @@ from blendrag.errors import InvalidInputError
 from blendrag.model.positions import Repositioner, apply_rotary, rotary_table
 from blendrag.store.kv import KVLayout
 
-#: Rows from which a chunk is attended in float32. With fewer, converting takes longer than it saves.
-FLOAT_ROWS = 64
+#: Query rows from which products and a softmax are faster on a CPU than torch's flash attention (2.13), which
+#: multiplies bfloat16 no faster than float32.
+PRODUCT_ROWS = 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +42,15 @@ class SharedChunk:
     """``[2, Hkv, T, D]`` each, keys first."""
     start: int
     """The position that the first key is rotated for."""
+
+    @property
+    def tokens(self) -> int:
+        return self.layers[0].shape[2]
+
+    @cached_property
+    def views(self) -> list[tuple[torch.Tensor, ...]]:
+        """K and V ``[1, Hkv, T, D]`` of each layer."""
+        return [layer.unsqueeze(1).unbind() for layer in self.layers]
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,9 +184,11 @@ class SharedAttention:
         parts = []
         if kind.calls:
             turned = kind.turn(rows).split(kind.sizes, dim=2)
-            for (chunk, first, bias, dtype), q in zip(kind.calls, turned, strict=True):
-                k, v = chunk.layers[layer][:, None, :, first:].to(dtype)  # [1, Hkv, T, D]
-                parts.append(attend_part(q.to(dtype), k, v, bias, scaling))
+            for (chunk, first, bias), q in zip(kind.calls, turned, strict=True):
+                k, v = chunk.views[layer]
+                if first:
+                    k, v = k[:, :, first:], v[:, :, first:]
+                parts.append(attend_part(q, k, v, bias, scaling))
         keys_of, values_of = (buffer.split(kind.splits, dim=2) for buffer in (keys, values))
         for q, at in zip(rows.split(1), kind.overlays, strict=True):
             parts.append(attend_part(q, keys_of[at], values_of[at], None, scaling))
@@ -199,8 +212,6 @@ class _Call(NamedTuple):
     """Entries before this one are hidden from all rows."""
     bias: torch.Tensor | None
     """``[n·G, T-first]``: 0 or -inf."""
-    dtype: torch.dtype
-    """To attend it in."""
 
 
 class _LayerKind:
@@ -234,11 +245,8 @@ class _LayerKind:
                 continue
             hidden = hidden[seen]  # [n, T]
             first = int(hidden.all(0).logical_not().nonzero()[0])
-            size = len(hidden) * sharing
-            dtype = torch.float32 if size >= FLOAT_ROWS else like.dtype
-            bias = _bias(hidden[:, first:], sharing, dtype, device)
-            self.calls.append(_Call(chunk, first, bias, dtype))
-            self.sizes.append(size)
+            self.calls.append(_Call(chunk, first, _bias(hidden[:, first:], like)))
+            self.sizes.append(len(hidden) * sharing)
             pairs += [pair for pair, is_seen in zip(holding, seen.tolist(), strict=True) if is_seen]
         own = [row for row, _ in pairs]
         self._held = torch.tensor(own, dtype=torch.long, device=device)
@@ -285,36 +293,38 @@ class _LayerKind:
         self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: torch.Tensor
     ) -> torch.Tensor:
         """Outputs ``[1, Hkv, n·G, D]`` and log-sum-exps ``[1, Hkv, n·G]`` of all parts → ``[R, H, D]``."""
-        count, heads, sharing, _ = rows.shape
-        outs = torch.cat([out.transpose(1, 2) for out, _ in parts], dim=1)  # [1, P·G, Hkv, D]
-        outs = outs.view(-1, sharing, *outs.shape[2:])
+        count, heads, sharing, width = rows.shape
+        outs = torch.cat([out for out, _ in parts], dim=2).view(heads, -1, sharing, width)
         if self.calls:
-            lses = torch.cat([lse for _, lse in parts], dim=2).view(heads, -1, sharing)
-            none = F.pad(lses, (0, 0, 0, 1), value=float("-inf"))  # [Hkv, P+1, G]
+            lses = torch.cat([lse for _, lse in parts], dim=2).view(
+                heads, -1, sharing
+            )  # [Hkv, P, G]
+            none = F.pad(lses, (0, 0, 0, 1), value=float("-inf"))
             by_row = none.index_select(1, self._parts.flatten()).view(heads, count, -1, sharing)
-            total = by_row.logsumexp(2).index_select(1, self._owners)  # [Hkv, P, G]
-            weighted = outs * (lses - total).exp_().permute(1, 2, 0)[..., None]  # [P, G, Hkv, D]
-            merged = weighted.new_zeros((count, *weighted.shape[1:]))
-            outs = merged.index_add_(0, self._owners, weighted)
-        return outs.transpose(1, 2).flatten(1, 2).to(rows.dtype)
+            total = by_row.logsumexp(2).index_select(1, self._owners)
+            weighted = outs * (lses - total).exp_()[..., None]  # [Hkv, P, G, D]
+            merged = weighted.new_zeros((heads, count, sharing, width))
+            outs = merged.index_add_(1, self._owners, weighted)
+        return outs.transpose(0, 1).flatten(1, 2).to(rows.dtype)
 
 
 def _hidden(held: HeldChunk, request: RunningKV, window: int | None) -> torch.Tensor:
     """``[T]``: entries of a chunk that the request's newest token does not see."""
-    tokens = held.chunk.layers[0].shape[2]
+    tokens = held.chunk.tokens
     hidden = torch.zeros(tokens, dtype=torch.bool) if held.stale is None else held.stale
     before = request.first_visible(window) - held.at
     return hidden if before <= 0 else hidden | (torch.arange(tokens) < before)
 
 
-def _bias(
-    hidden: torch.Tensor, sharing: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
+def _bias(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
     """``hidden`` ``[n, T]`` as ``[n·G, T]``, 0 or -inf; ``None`` if nothing is hidden."""
     if not hidden.any():
         return None
-    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    return bias.repeat_interleave(sharing, 0).to(device)
+    bias = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+    return bias.repeat_interleave(like.shape[2], 0).to(like.device)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def attend_part(
@@ -324,39 +334,26 @@ def attend_part(
     bias: torch.Tensor | None,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and its log-sum-exp in float32: ``[1, Hkv, M, D]`` and ``[1, Hkv, M]``."""
-    if query.device.type == "cpu":
-        return attend_by_flash(query, keys, values, bias, scaling)
-    return attend_by_products(query, keys, values, bias, scaling)
-
-
-def attend_by_flash(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor | None,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by the kernel that scaled_dot_product_attention uses on a CPU."""
-    return _flash(query, keys, values, attn_mask=bias, scale=scaling)
-
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-def attend_by_products(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor | None,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain products, for devices without a kernel that returns log-sum-exps."""
-    scores = (query.float() @ keys.float().transpose(-1, -2)) * scaling  # [1, Hkv, M, T]
+    """``query`` ``[1, Hkv, M, D]`` over ``keys`` and ``values`` ``[1, Hkv, T, D]``: outputs ``[1, Hkv, M,
+    D]`` and log-sum-exps ``[1, Hkv, M]``, float32. T is not 0, and each row sees a key."""
+    if query.device.type == "cpu" and query.shape[2] < PRODUCT_ROWS:
+        return _flash(query.to(keys.dtype), keys, values, attn_mask=bias, scale=scaling)
+    scores = (query.float() * scaling) @ keys.float().transpose(2, 3)  # [1, Hkv, M, T]
     if bias is not None:
         scores += bias
-    lse = scores.logsumexp(-1)
-    return ((scores - lse[..., None]).exp_() @ values.float()).to(query.dtype), lse
+    highest = scores.amax(-1)
+    weights = torch.softmax(scores, -1, out=scores)
+    lse = highest - weights.amax(-1).log_()
+    if query.device.type == "cpu" and not _multiplies(keys.dtype):
+        values = values.float()
+    return weights.to(values.dtype) @ values, lse
+
+
+@cache
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for products of ``dtype``."""
+    features = torch.cpu.get_capabilities()
+    return dtype == torch.bfloat16 and any(features.get(f"{isa}_bf16") for isa in ("avx512", "amx"))
 
 
 def private_kv(
