@@ -74,12 +74,14 @@ test-oldest test-newest: test-%: integrations/%.txt
 
 # Each bench writes build/bench/NAME.json, completely or not at all; docs/performance.md is made from them.
 # More arguments: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64". Some benches have no
-# --rounds, --ratio or --tier, so they take LOAD_ARGS, AUTO_ARGS and OVERHEAD_ARGS instead.
+# --rounds, --ratio or --tier, so they take LOAD_ARGS, AUTO_ARGS, OVERHEAD_ARGS and ATTENTION_ARGS instead.
 GEOMETRY ?= qwen2.5-0.5b
 BENCH_ARGS ?=
 LOAD_ARGS  ?=
 AUTO_ARGS  ?=
 OVERHEAD_ARGS ?=
+ATTENTION_ARGS ?=
+SHARES := 0,0.5,0.75,1
 measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) --json > build/bench/$(1).part \
   && mv build/bench/$(1).part build/bench/$(1).json
 page = $(BIN)/python -m blendrag.lab.bench.page --from build/bench --out docs
@@ -103,6 +105,10 @@ bench-all: bench ## measure everything else in docs/performance.md, with its plo
 	$(call measure,throughput,throughput --geometry $(GEOMETRY) $(BENCH_ARGS))
 	$(call measure,load,load --geometry $(GEOMETRY) $(LOAD_ARGS))
 	$(call measure,load-smaller-store,load --geometry $(GEOMETRY) --store-chunks 40 $(LOAD_ARGS))
+	$(call measure,attention,attention $(ATTENTION_ARGS))
+	$(call measure,attention-wider,attention --geometry qwen2.5-1.5b $(ATTENTION_ARGS))
+	$(call measure,attention-recomputed,attention --requests 32 --ratio 0.15 $(ATTENTION_ARGS))
+	$(call measure,attention-prefix,attention --requests 32 --shared $(SHARES) $(ATTENTION_ARGS))
 	$(call measure,auto,auto --geometry $(GEOMETRY) $(AUTO_ARGS))
 	$(page)
 

@@ -35,6 +35,10 @@ COMMANDS = {
         "--store-chunks", "4",
     ),
     "auto": ("auto", *SMALL, "--policy", "random", "--tiers", "memory,disk", "--ratios", "0.5,0.15,1"),
+    "attention": (
+        "attention", "--geometry", "tiny", "--requests", "1,3", "--tokens", "80", "--shared", "0,1",
+        "--chunk-tokens", "32", "--own-tokens", "8", "--ratio", "0.25", "--rounds", "1",
+    ),
     "overhead": (
         "overhead", "--chunks", "3,9", "--chunk-tokens", "8", "--policies", "reuse,query", "--rounds", "1",
     ),

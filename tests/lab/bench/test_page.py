@@ -193,6 +193,7 @@ def test_make_passes_further_arguments_to_every_bench():
         "LOAD_ARGS": "--requests 20",
         "AUTO_ARGS": "--rounds 3 --min-ratio 0.2",
         "OVERHEAD_ARGS": "--rounds 3",
+        "ATTENTION_ARGS": "--own-tokens 16",
     }
     planned = subprocess.run(
         ["make", "-n", "bench-all", *(f"{name}={args}" for name, args in further.items())],
@@ -203,8 +204,8 @@ def test_make_passes_further_arguments_to_every_bench():
     assert {command.split()[1] for command in commands} == set(PAGE_BENCHES)
     assert sum("--compiled" in command for command in commands) == 1
     for command in commands:
-        own = {"load": "LOAD_ARGS", "auto": "AUTO_ARGS", "overhead": "OVERHEAD_ARGS"}
-        named = own.get(command.split()[1], "BENCH_ARGS")
+        named = f"{command.split()[1].upper()}_ARGS"
+        named = named if named in further else "BENCH_ARGS"
         assert command.endswith(f" {further[named]}")
         typed = command.replace("$on", "").replace("$factor", "ratio")  # of the loop over factors
         shown = invoke(*shlex.split(typed), "--help")

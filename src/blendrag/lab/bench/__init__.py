@@ -20,6 +20,7 @@ SUMMARIES = {
     "load": "TTFT and throughput under Poisson arrivals, for full, prefix and blend.",
     "auto": "Ratio auto against fixed ratios on each tier, and predicted against measured TTFT.",
     "overhead": "Operators, Python time and time per layer of a request.",
+    "attention": "Decode attention of many requests over shared chunks and over private copies.",
     "ingest": "Ingest rate against stock prefill, and ingest of an unchanged corpus.",
     "store": "Reads, puts, misses and decoding of the store against raw I/O.",
 }

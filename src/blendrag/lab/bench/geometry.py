@@ -66,14 +66,19 @@ def config_of(geometry: str) -> dict[str, Any]:
 @torch.inference_mode(False)  # as in load_adapter
 def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A Qwen2 model of that geometry with random weights and sdpa attention."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM
 
-    config = Qwen2Config(
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(qwen2_config(geometry), dtype=dtype).eval()
+
+
+def qwen2_config(geometry: str) -> Any:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
         **config_of(geometry),
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         attn_implementation="sdpa",
     )
-    torch.manual_seed(0)
-    with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
