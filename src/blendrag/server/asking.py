@@ -31,7 +31,7 @@ _PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServedRequest:
     """One request to the engine, and what its answer is read with."""
 
     engine: BlendEngine
@@ -51,7 +51,7 @@ class Asked:
         return Parsed(found.text, found.calls[:1], found.invalid)
 
 
-def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Asked:
+def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> ServedRequest:
     """The request of a chat; ``limit``: the longest answer. Opens the tokenizer, searches the corpus."""
     tokens = engine.resources.tokens
     if not tokens.has_template:
@@ -85,7 +85,7 @@ def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Asked:
     prompt, sources = _with_texts(engine, body, messages)
     if prompt is not messages:
         options = replace(options, stop=(*options.stop, NEXT_QUESTION))
-    return Asked(engine, prompt, options, sources, body.parallel_tool_calls is not False)
+    return ServedRequest(engine, prompt, options, sources, body.parallel_tool_calls is not False)
 
 
 def prompts_of(body: CompletionBody) -> list[str]:
@@ -102,7 +102,7 @@ def prompts_of(body: CompletionBody) -> list[str]:
 
 def asked_completion(
     engine: BlendEngine, body: CompletionBody, prompt: str, limit: int | None
-) -> Asked:
+) -> ServedRequest:
     """The request of a completion: the prompt as it is; ``limit``: the longest answer."""
     for name in ("echo", "suffix", "best_of"):
         if (value := getattr(body, name)) and value != (body.n or 1):
@@ -110,7 +110,7 @@ def asked_completion(
     options = _options(
         engine, body, limit, body.max_tokens, logprobs=body.logprobs, apply_chat_template=False
     )
-    return Asked(engine, prompt, options)
+    return ServedRequest(engine, prompt, options)
 
 
 def _options(

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from blendrag.frameworks.streaming import StreamedText
-from blendrag.server.asking import Asked, asked_chat
+from blendrag.server.asking import ServedRequest, asked_chat
 from blendrag.server.bodies import ChatBody
 from blendrag.server.replies import (
+    Envelope,
     Fields,
-    Reply,
     blendrag_fields,
     chat_logprobs,
     chat_message,
@@ -24,8 +24,8 @@ from blendrag.server.replies import (
 from blendrag.server.service import Service, Told
 
 
-def _reply(service: Service) -> Reply:
-    return Reply("chat.completion", "chat.completion.chunk", "chatcmpl", service.model_id)
+def _envelope(service: Service) -> Envelope:
+    return Envelope("chat.completion", "chat.completion.chunk", "chatcmpl", service.model_id)
 
 
 async def chat_completion(service: Service, body: ChatBody) -> Fields:
@@ -45,12 +45,12 @@ async def chat_completion(service: Service, body: ChatBody) -> Fields:
             }
         )
     about = blendrag_fields(answer, asked.sources)
-    return _reply(service).whole(choices, [answer], blendrag=about)
+    return _envelope(service).whole(choices, [answer], blendrag=about)
 
 
 async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields, None]:
     """The chunks of a streamed answer."""
-    reply = _reply(service)
+    envelope = _envelope(service)
     shown: StreamedText | None = None
     make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
     async with aclosing(service.pieces(make)) as telling:
@@ -58,22 +58,22 @@ async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields
             if shown is None:
                 shown = _no_text(service, told.asked)
                 for index in range(body.n or 1):
-                    yield reply.chunk([_delta(index, {"role": "assistant", "content": ""})])
+                    yield envelope.chunk([_delta(index, {"role": "assistant", "content": ""})])
             if told.piece.answer is not None:
-                for chunk in _ending(reply, told, shown):
+                for chunk in _ending(envelope, told, shown):
                     yield chunk
                 if body.includes_usage:
-                    yield reply.chunk([], usage=usage([told.piece.answer]))
+                    yield envelope.chunk([], usage=usage([told.piece.answer]))
             elif text := shown.add(told.piece.text):
-                yield reply.chunk([_delta(0, {"content": text})])
+                yield envelope.chunk([_delta(0, {"content": text})])
 
 
-def _no_text(service: Service, asked: Asked) -> StreamedText:
+def _no_text(service: Service, asked: ServedRequest) -> StreamedText:
     tokens = service.engine.resources.tokens if asked.options.tools else None
     return StreamedText(tokens, asked.options.opening)
 
 
-def _ending(reply: Reply, told: Told, shown: StreamedText) -> Iterator[Fields]:
+def _ending(envelope: Envelope, told: Told, shown: StreamedText) -> Iterator[Fields]:
     """What was not ``shown`` yet: the rest of the text, calls, log probabilities, and how it ended."""
     asked, answer = told.asked, told.piece.answer
     assert answer is not None
@@ -81,15 +81,15 @@ def _ending(reply: Reply, told: Told, shown: StreamedText) -> Iterator[Fields]:
         parsed = asked.parsed(whole)
         text = text_of(parsed)
         if rest := text if index else shown.rest(text):
-            yield reply.chunk([_delta(index, {"content": rest})])
+            yield envelope.chunk([_delta(index, {"content": rest})])
         if parsed.calls:
             calls = [{"index": i, **call} for i, call in enumerate(tool_calls(parsed))]
-            yield reply.chunk([_delta(index, {"tool_calls": calls})])
+            yield envelope.chunk([_delta(index, {"tool_calls": calls})])
         if (likely := chat_logprobs(answer)) is not None:
-            yield reply.chunk([_delta(index, {}, logprobs=likely)])
+            yield envelope.chunk([_delta(index, {}, logprobs=likely)])
         last = _delta(index, {}, finish_reason=finish_reason(answer, index, parsed))
         about = {} if index else {"blendrag": blendrag_fields(answer, asked.sources)}
-        yield reply.chunk([last], **about)
+        yield envelope.chunk([last], **about)
 
 
 def _delta(index: int, fields: Fields, **more: Any) -> Fields:

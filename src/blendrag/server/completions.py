@@ -12,12 +12,12 @@ from blendrag.engine import Answer
 from blendrag.server.asking import asked_completion, prompts_of
 from blendrag.server.bodies import CompletionBody
 from blendrag.server.refusals import Refusal
-from blendrag.server.replies import Fields, Reply, blendrag_fields, finite, usage
+from blendrag.server.replies import Envelope, Fields, blendrag_fields, finite, usage
 from blendrag.server.service import Service
 
 
-def _reply(service: Service) -> Reply:
-    return Reply("text_completion", "text_completion", "cmpl", service.model_id)
+def _envelope(service: Service) -> Envelope:
+    return Envelope("text_completion", "text_completion", "cmpl", service.model_id)
 
 
 async def completion(service: Service, body: CompletionBody) -> Fields:
@@ -41,7 +41,9 @@ async def completion(service: Service, body: CompletionBody) -> Fields:
     ]
     choices = [_choice(index, text, **ending) for index, (text, ending) in enumerate(ends)]
     about: Any = [blendrag_fields(answer) for answer in answers]
-    return _reply(service).whole(choices, answers, blendrag=about if len(about) > 1 else about[0])
+    return _envelope(service).whole(
+        choices, answers, blendrag=about if len(about) > 1 else about[0]
+    )
 
 
 async def completion_chunks(service: Service, body: CompletionBody) -> AsyncGenerator[Fields, None]:
@@ -53,13 +55,13 @@ async def completion_chunks(service: Service, body: CompletionBody) -> AsyncGene
             f"stream with {1 + len(more)} prompts, expected one; send a request for each",
             param="prompt",
         )
-    reply = _reply(service)
+    envelope = _envelope(service)
     make = partial(asked_completion, service.engine, body, prompt, service.limits.max_tokens)
     async with aclosing(service.pieces(make)) as telling:
         async for _, piece in telling:
             answer = piece.answer
             if answer is None:
-                yield reply.chunk([_choice(0, piece.text)])
+                yield envelope.chunk([_choice(0, piece.text)])
                 continue
             for index, text in enumerate(answer.texts):
                 rest = text if index else piece.text
@@ -68,9 +70,9 @@ async def completion_chunks(service: Service, body: CompletionBody) -> AsyncGene
                     "logprobs": _logprobs(answer),
                 }
                 about = {} if index else {"blendrag": blendrag_fields(answer)}
-                yield reply.chunk([_choice(index, rest, **ending)], **about)
+                yield envelope.chunk([_choice(index, rest, **ending)], **about)
             if body.includes_usage:
-                yield reply.chunk([], usage=usage([answer]))
+                yield envelope.chunk([], usage=usage([answer]))
 
 
 def _choice(index: int, text: str, **more: Any) -> Fields:

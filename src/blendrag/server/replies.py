@@ -18,7 +18,7 @@ Fields = dict[str, Any]
 _SOURCE = ("source", "title", "start", "end", "score", "distance", "chunk_id", "text")
 
 
-class Reply:
+class Envelope:
     """One response, whole or in chunks: what all its objects have in common."""
 
     def __init__(self, kind: str, chunk_kind: str, prefix: str, model: str) -> None:

@@ -15,7 +15,7 @@ from blendrag.engine import Answer, BlendEngine
 from blendrag.frameworks.streaming import Piece, astream_pieces, to_thread
 from blendrag.server.access import ApiKeys
 from blendrag.server.admission import Admission
-from blendrag.server.asking import Asked
+from blendrag.server.asking import ServedRequest
 from blendrag.server.refusals import Refusal
 
 
@@ -33,7 +33,7 @@ class Limits:
 class Told(NamedTuple):
     """A piece of an answer, and the request it belongs to."""
 
-    asked: Asked
+    asked: ServedRequest
     piece: Piece
 
 
@@ -71,7 +71,7 @@ class Service:
         """Raise :class:`Refusal` 404 for another model than the store's embedder."""
         _check(name, self.embedder_id, self.engine.resources.manifest.embedder)
 
-    async def pieces(self, make: Callable[[], Asked]) -> AsyncGenerator[Told, None]:
+    async def pieces(self, make: Callable[[], ServedRequest]) -> AsyncGenerator[Told, None]:
         """The answer to a request in pieces, from the queue to its end. ``make`` runs on a thread."""
         with self.admission.ticket() as ticket:
             asked = await to_thread(make)
@@ -84,7 +84,7 @@ class Service:
                         ticket.answered(piece.answer.metrics)
                     yield Told(asked, piece)
 
-    async def answered(self, make: Callable[[], Asked]) -> tuple[Asked, Answer]:
+    async def answered(self, make: Callable[[], ServedRequest]) -> tuple[ServedRequest, Answer]:
         """The whole answer to a request."""
         async with aclosing(self.pieces(make)) as telling:
             async for asked, piece in telling:
