@@ -9,9 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+import tiny
 from blendrag.cli import serve
+from blendrag.engine import BlendEngine
 from cli.commands import refused, save_model, start
-from server.live import until
+from server.live import live, until
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,27 @@ def test_a_wrong_key_file_is_one_sentence(key_file, text, expected) -> None:
 
 def test_a_missing_key_file_is_one_sentence(key_file) -> None:
     assert "cannot be read (No such file" in refused("serve", "--api-key-file", key_file)
+
+
+def test_a_model_that_cannot_be_blended_is_refused_at_the_start(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "gpt2", tiny.family("gpt2"))
+    store = tmp_path / "store"
+    said = refused("serve", "--model", model, "--store", store, "--port", "0", status=3)
+    assert "use mode full" in said
+
+
+def test_such_a_model_is_served_in_mode_full(tmp_path: Path) -> None:
+    given = {"tokenizer": tiny.tokenizer(), "mode": "full", "max_new_tokens": 2}
+    with (
+        BlendEngine(tiny.family("gpt2"), tmp_path / "store", **given) as engine,
+        live(engine) as server,
+        server.client() as client,
+    ):
+        body = {"messages": [{"role": "user", "content": "Hello"}]}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        blended = client.post("/v1/chat/completions", json=body | {"blendrag": {"mode": "blend"}})
+        assert blended.status_code == 400
+        assert blended.json()["error"]["param"] == "blendrag.mode"
 
 
 def test_sigterm_lets_answers_end_and_refuses_new_ones(model_dir: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,8 +12,11 @@ from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import say
 from blendrag.cli.progress import StatusLine
-from blendrag.errors import InvalidInputError
+from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.regular_files import MIB
+
+if TYPE_CHECKING:
+    from blendrag.engine import BlendEngine
 
 #: Modules that the extra installs.
 REQUIREMENTS = ("fastapi", "uvicorn")
@@ -81,8 +84,7 @@ def serve(
         "max_new_tokens": max_new_tokens,
     }  # fmt: skip
     with at, options.engine_for(context, **defaults) as engine:
-        with StatusLine("opening the model"):
-            engine.open()
+        _open(engine)
         service = Service(engine, limits, keys)
         at.listen()
         shown = f"[{host}]" if ":" in host else host
@@ -90,6 +92,21 @@ def serve(
         interrupt.expect("the server has stopped")
         serve_until_signal(create_app(service), at, verbose)
     return DONE
+
+
+def _open(engine: BlendEngine) -> None:
+    """Load what requests need. Raises :class:`UnsupportedModelError` if the mode needs a blendable model."""
+    with StatusLine("opening the model"):
+        engine.open()
+    if engine.settings.mode != "full":
+        engine.adapter.require_blendable()
+    corpus = engine.resources.corpus
+    if corpus is not None and corpus.has_documents:
+        try:
+            with StatusLine("opening the embedder"):
+                _ = engine.resources.retriever().embedder.dim  # loads it
+        except BlendragError as error:
+            say("note", f"retrieval and embeddings are refused: {error}")
 
 
 def _require_extra() -> None:

@@ -24,6 +24,7 @@ from blendrag.errors import (
     InvalidOptionError,
     RequestTimeout,
     StoreFullError,
+    UnsupportedModelError,
     is_out_of_memory,
 )
 
@@ -98,6 +99,8 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(400, str(error.called(name)), param=name)
     if isinstance(error, InvalidInputError):
         return Refusal(503 if str(error) == CLOSED else 400, str(error))
+    if isinstance(error, UnsupportedModelError):
+        return Refusal(400, str(error), param="blendrag.mode")
     if isinstance(error, RequestTimeout):
         return Refusal(504, str(error))
     if isinstance(error, StoreFullError):
