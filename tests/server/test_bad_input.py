@@ -162,6 +162,8 @@ def test_an_unknown_model_path_or_method(client: httpx.Client) -> None:
         ("/v1/completions", {"prompt": ""}, "the prompt is empty"),
         ("/v1/completions", {"prompt": ["a", "b"], "stream": True}, "stream with 2 prompts"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo is not supported"),
+        ("/v1/completions", {"prompt": "a", "best_of": 2}, "best_of is not supported"),
         ("/v1/completions", {"prompt": ["a", ""]}, "the prompt is empty"),
         ("/v1/embeddings", {"input": []}, "input has 0 texts"),
         ("/v1/embeddings", {"input": [[1, 2]]}, "check_embedding_ctx_length=False"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import openai
 import pytest
 
+from blendrag.server.replies import chat_logprobs
 from server.conftest import ANSWER, QUESTION
 from server.live import Live
 
@@ -159,3 +163,18 @@ def test_models_are_listed_and_looked_up(client) -> None:
     assert client.models.retrieve("demo").model_extra["max_model_len"] == 4096
     with pytest.raises(openai.NotFoundError, match="not served here; expected 'demo'"):
         client.models.retrieve("gpt-4o")
+
+
+def test_the_schema_of_requests_is_served(served: Live) -> None:
+    with served.client() as client:
+        schema = client.get("/openapi.json").json()
+    fields = schema["components"]["schemas"]["ChatBody"]["properties"]
+    assert {"messages", "documents", "retrieve", "blendrag"} <= set(fields)
+
+
+def test_an_infinite_log_probability_is_a_number_of_json(served: Live) -> None:
+    answer = served.engine.generate("Hello", logprobs=1, max_new_tokens=1)
+    (chosen,) = answer.logprobs
+    banned = replace(chosen, logprob=-math.inf, top=(("x", -math.inf),))
+    (content,) = chat_logprobs(replace(answer, logprobs=(banned,)))["content"]
+    assert content["logprob"] == content["top_logprobs"][0]["logprob"] == -9999.0

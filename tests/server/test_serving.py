@@ -12,6 +12,7 @@ import pytest
 import tiny
 from blendrag.cli import serve
 from blendrag.engine import BlendEngine
+from blendrag.errors import ModelLoadError
 from cli.commands import refused, save_model, start
 from server.live import live, until
 
@@ -87,6 +88,16 @@ def test_such_a_model_is_served_in_mode_full(tmp_path: Path) -> None:
         blended = client.post("/v1/chat/completions", json=body | {"blendrag": {"mode": "blend"}})
         assert blended.status_code == 400
         assert blended.json()["error"]["param"] == "blendrag.mode"
+
+
+def test_an_embedder_that_cannot_be_loaded_is_a_note(demo_engine, monkeypatch, capsys) -> None:
+    def fails():
+        raise ModelLoadError("embedder 'x' cannot be loaded")
+
+    monkeypatch.setattr(demo_engine.resources, "retriever", fails)
+    serve._open(demo_engine)
+    note = "note: retrieval and embeddings are refused: embedder 'x' cannot be loaded\n"
+    assert capsys.readouterr().err.endswith(note)
 
 
 def test_sigterm_lets_answers_end_and_refuses_new_ones(model_dir: Path, tmp_path: Path) -> None:

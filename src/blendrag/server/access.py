@@ -73,7 +73,8 @@ def require_writer(request: Request) -> None:
     if not request.state.may_write:
         raise Refusal(
             403,
-            f"this key may not change documents; use one whose line in the key file ends in '{_WRITE}'",
+            "documents are changed only with a key whose line in the server's --api-key-file ends in "
+            f"'{_WRITE}'; send such a key",
             code="read_only_key",
         )
 

@@ -104,8 +104,9 @@ def asked_completion(
     engine: BlendEngine, body: CompletionBody, prompt: str, limit: int | None
 ) -> ServedRequest:
     """The request of a completion: the prompt as it is; ``limit``: the longest answer."""
-    for name in ("echo", "suffix", "best_of"):
-        if (value := getattr(body, name)) and value != (body.n or 1):
+    best_of = None if body.best_of == (body.n or 1) else body.best_of
+    for name, value in (("echo", body.echo), ("suffix", body.suffix), ("best_of", best_of)):
+        if value:
             raise Refusal(400, f"{name} is not supported; leave it out", param=name)
     options = _options(
         engine, body, limit, body.max_tokens, logprobs=body.logprobs, apply_chat_template=False
