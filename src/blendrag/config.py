@@ -77,8 +77,10 @@ class Settings(BaseSettings):
     vector."""
     max_new_tokens: int = Field(default=128, ge=1)
     batch_bytes: int = Field(default=2 * 1024**3, ge=0)
-    """Memory limit for prompts of a batch that are prefilled together: their KV and activations. 0: one
-    after another."""
+    """Memory limit for the KV of requests that run at the same time, and for prompts of a batch that are
+    prefilled together, with their activations. 0: one after another."""
+    max_running: int = Field(default=32, ge=1)
+    """Most requests that run at the same time."""
 
     ram_bytes: int = Field(default=2 * 1024**3, ge=0)
     """Limit of the store's memory tier."""

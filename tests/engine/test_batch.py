@@ -301,8 +301,8 @@ def test_a_corrupt_chunk_affects_only_its_own_prompt(own):
     assert "verification" in computed.reason
 
 
-def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own, monkeypatch):
-    monkeypatch.setattr("blendrag.engine.engine.MAX_RUNNING", 1)
+def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own):
+    own.settings = own.settings.model_copy(update={"max_running": 1})
     prompts = prompts_of(own, 2)
     model = own.adapter.model
     with own.adapter.lock:

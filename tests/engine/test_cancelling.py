@@ -108,8 +108,8 @@ async def test_cancelling_a_task_stops_its_stream_before_the_first_piece(engine)
     await asyncio.to_thread(assert_free, engine)
 
 
-async def test_a_request_cancelled_in_the_queue_never_starts(engine, monkeypatch):
-    monkeypatch.setattr("blendrag.engine.engine.MAX_RUNNING", 1)
+async def test_a_request_cancelled_in_the_queue_never_starts(engine):
+    engine.settings = engine.settings.model_copy(update={"max_running": 1})
     talking = engine.stream("talk")
     next(talking)
     prompts = len(engine.adapter.model.prompts)
@@ -263,8 +263,8 @@ def test_a_late_or_abandoned_request_stops_its_prefill_at_the_next_layer(engine,
     assert_free(engine)
 
 
-def test_time_in_the_queue_counts(engine, monkeypatch):
-    monkeypatch.setattr("blendrag.engine.engine.MAX_RUNNING", 1)
+def test_time_in_the_queue_counts(engine):
+    engine.settings = engine.settings.model_copy(update={"max_running": 1})
     talking = engine.stream("talk")
     next(talking)
     prompts = len(engine.adapter.model.prompts)

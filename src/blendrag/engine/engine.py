@@ -93,8 +93,6 @@ if TYPE_CHECKING:
 
 #: Restarts of a request after chunks failed verification, before it is computed in full.
 MAX_RESTARTS = 8
-#: Most requests that decode together.
-MAX_RUNNING = 32
 STILL_CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification again and again")
 
 
@@ -474,7 +472,7 @@ class BlendEngine:
             return False
         size_bytes = _kv_bytes(request, adapter)
         return (
-            len(self._running) < MAX_RUNNING
+            len(self._running) < self.settings.max_running
             and sum(self._running.values()) + size_bytes <= self.settings.batch_bytes
         )
 

@@ -17,6 +17,7 @@ SUMMARIES = {
     "sweep": "Time to first token over one factor, all its values in one run.",
     "throughput": "First tokens per second of full, reuse and blend by batch size.",
     "trace": "One request layer by layer, and how much of its loading and computing overlaps.",
+    "serve": "Whole answers of many requests, one by one and together, against stock transformers.",
     "load": "TTFT and throughput under Poisson arrivals, for full, prefix and blend.",
     "auto": "Ratio auto against fixed ratios on each tier, and predicted against measured TTFT.",
     "overhead": "Operators, Python time and time per layer of a request.",
