@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from blendrag.lab.bench.rounds import MeasuredNothingError
-from blendrag.lab.bench.serve import BASELINE, serve
+from blendrag.lab.bench.serve import BASELINE
 from blendrag.serving import turns
-from lab.bench.small import measured, timed
+from lab.bench.small import measured
 
 SMALL = (
     "--geometry", "tiny", "--dtype", "float32", "--requests", "3", "--new-tokens", "5", "--chunks", "2",
