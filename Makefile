@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak fuzz-corpus coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server fuzz-corpus coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -131,6 +131,12 @@ soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 
 	  $(if $(KILLS),--kills $(KILLS)) $(if $(MUTATIONS),--mutations $(MUTATIONS)) \
 	  $(if $(FAULTS),--faults $(FAULTS)) $(if $(CUTS),--cuts $(CUTS)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DIR),--dir $(DIR)) $(if $(JSON),--json $(JSON))
+
+# make soak-server REQUESTS=1000 CLIENTS=64 SEED=7
+soak-server: $(READY) ## send 10,000 random requests to blendrag serve: whole, streamed, abandoned, wrong
+	@PYTHONPATH=tests $(BIN)/python -m server.soak \
+	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \
+	  $(if $(SEED),--seed $(SEED))
 
 # make fuzz-corpus COPIES=1000 SEED=7
 fuzz-corpus: $(READY) ## damage copies of a corpus: never a wrong text, never a traceback
