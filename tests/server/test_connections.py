@@ -130,6 +130,19 @@ async def test_a_client_that_stops_reading_counts_as_gone(monkeypatch, sent: int
     assert closed == [True]
 
 
+@pytest.mark.parametrize(
+    "half", ["POST /v1/chat", "HEADERS", "HEADERS{", "not HTTP at all\r\n\r\n"]
+)
+def test_half_a_request_is_dropped_without_a_word(served: Live, caplog, half: str) -> None:
+    headers = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", served.port))
+    connection.sendall(half.replace("HEADERS", headers).encode())
+    connection.close()
+    with served.client() as client:
+        assert client.get("/health").status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 @pytest.fixture
 def asked_body(context: str) -> dict[str, object]:
     text = f"{context}\n\nQuestion: {QUESTION}\nAnswer:"

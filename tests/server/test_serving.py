@@ -89,6 +89,10 @@ def test_such_a_model_is_served_in_mode_full(tmp_path: Path) -> None:
         assert blended.status_code == 400
         assert blended.json()["error"]["param"] == "blendrag.mode"
 
+        engine.close()
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/chat/completions", json=body).status_code == 503
+
 
 def test_an_embedder_that_cannot_be_loaded_is_a_note(demo_engine, monkeypatch, capsys) -> None:
     def fails():

@@ -15,7 +15,7 @@ from blendrag.server.completions import completion, completion_chunks
 from blendrag.server.documents import delete_documents, documents, ingest
 from blendrag.server.embeddings import embeddings
 from blendrag.server.events import streamed, while_connected
-from blendrag.server.refusals import Refusal, install_refusals
+from blendrag.server.refusals import install_refusals
 from blendrag.server.replies import Fields
 from blendrag.server.service import Service
 
@@ -76,8 +76,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Fields:
-        if engine.closed:
-            raise Refusal(503, "the engine is closed")
+        service.check_open()
         return {"status": "ok"}
 
     @app.get("/metrics")

@@ -16,7 +16,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from blendrag.engine.worker import CLOSED
 from blendrag.errors import (
     BlendragError,
     ContextOverflowError,
@@ -98,7 +97,7 @@ def refusal_of(error: BaseException) -> Refusal:
         name = OPTION_FIELDS.get(error.name, error.name)
         return Refusal(400, str(error.called(name)), param=name)
     if isinstance(error, InvalidInputError):
-        return Refusal(503 if str(error) == CLOSED else 400, str(error))
+        return Refusal(400, str(error))
     if isinstance(error, UnsupportedModelError):
         return Refusal(400, str(error), param="blendrag.mode")
     if isinstance(error, RequestTimeout):

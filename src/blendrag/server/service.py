@@ -63,6 +63,11 @@ class Service:
     def embedder_id(self) -> str:
         return _short(self.engine.resources.manifest.embedder)
 
+    def check_open(self) -> None:
+        """Raise :class:`Refusal` 503 once the engine is closed."""
+        if self.engine.closed:
+            raise Refusal(503, "the engine of this server is closed; start the server again")
+
     def check_model(self, name: str | None) -> None:
         """Raise :class:`Refusal` 404 for another model than the served one."""
         _check(name, self.model_id, self.engine.resources.model_name)
@@ -73,6 +78,7 @@ class Service:
 
     async def pieces(self, make: Callable[[], ServedRequest]) -> AsyncGenerator[Told, None]:
         """The answer to a request in pieces, from the queue to its end. ``make`` runs on a thread."""
+        self.check_open()
         with self.admission.ticket() as ticket:
             asked = await to_thread(make)
             async with aclosing(
