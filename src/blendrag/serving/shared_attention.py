@@ -23,7 +23,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from blendrag.errors import InvalidInputError
 from blendrag.model.positions import Repositioner, apply_rotary, rotary_table
@@ -183,15 +183,15 @@ class SharedAttention:
         kind = self._kind(layer, window, rows)
         parts = []
         if kind.calls:
-            turned = kind.turn(rows).split(kind.sizes, dim=2)
+            turned = kind.turn(rows, scaling).split(kind.sizes, dim=2)
             for (chunk, first, bias), q in zip(kind.calls, turned, strict=True):
                 k, v = chunk.views[layer]
                 if first:
                     k, v = k[:, :, first:], v[:, :, first:]
-                parts.append(attend_part(q, k, v, bias, scaling))
+                parts.append(attend_part(q, k, v, bias))
         keys_of, values_of = (buffer.split(kind.splits, dim=2) for buffer in (keys, values))
         for q, at in zip(rows.split(1), kind.overlays, strict=True):
-            parts.append(attend_part(q, keys_of[at], values_of[at], None, scaling))
+            parts.append(attend_part(q, keys_of[at], values_of[at], scaling=scaling))
         return kind.merge(parts, rows)
 
     def _kind(self, layer: int, window: int | None, rows: torch.Tensor) -> _LayerKind:
@@ -259,14 +259,14 @@ class _LayerKind:
                 repositioner.rotary, table, offsets.repeat_interleave(sharing)
             )
         # parts are the pairs, then the overlays
-        owners = [*own, *range(len(requests))]
         parts: list[list[int]] = [[] for _ in requests]
-        for part, row in enumerate(owners):
+        for part, row in enumerate([*own, *range(len(requests))]):
             parts[row].append(part)
-        most = max(map(len, parts))
-        padded = [of + [len(owners)] * (most - len(of)) for of in parts]
-        self._owners = torch.tensor(owners, device=device)  # [P]
-        self._parts = torch.tensor(padded, device=device)  # [R, S], P where a row has fewer
+        lists = [torch.tensor(of_row) for of_row in parts]
+        padded = pad_sequence(lists, batch_first=True, padding_value=-1).to(device)  # [R, S]
+        self._parts = padded.clamp_min(0).flatten()
+        absent = torch.zeros(padded.shape, device=device).masked_fill_(padded < 0, float("-inf"))
+        self._absent = absent[..., None]  # [R, S, 1]
 
     def place_overlays(self, tokens: int) -> None:
         """Find the visible stretch of each overlay; buffers of ``tokens`` are split there."""
@@ -282,9 +282,9 @@ class _LayerKind:
             end = request.start + len(request.positions)
         self.splits.append(tokens - end)
 
-    def turn(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` ``[R, Hkv, G, D]`` for all calls: ``[1, Hkv, P·G, D]``, rotated by -Δ, float32."""
-        turned = rows.float().transpose(0, 1).index_select(1, self._held).flatten(1, 2)
+    def turn(self, rows: torch.Tensor, scaling: float) -> torch.Tensor:
+        """``rows`` ``[R, Hkv, G, D]`` for all calls, scaled, rotated by -Δ: ``[1, Hkv, P·G, D]``, float32."""
+        turned = (rows.float() * scaling).transpose(0, 1).index_select(1, self._held).flatten(1, 2)
         if self._table is not None:
             turned = apply_rotary(self._apply, turned, self._table)
         return turned[None]
@@ -299,12 +299,10 @@ class _LayerKind:
             lses = torch.cat([lse for _, lse in parts], dim=2).view(
                 heads, -1, sharing
             )  # [Hkv, P, G]
-            none = F.pad(lses, (0, 0, 0, 1), value=float("-inf"))
-            by_row = none.index_select(1, self._parts.flatten()).view(heads, count, -1, sharing)
-            total = by_row.logsumexp(2).index_select(1, self._owners)
-            weighted = outs * (lses - total).exp_()[..., None]  # [Hkv, P, G, D]
-            merged = weighted.new_zeros((heads, count, sharing, width))
-            outs = merged.index_add_(1, self._owners, weighted)
+            of_row = lses.index_select(1, self._parts).view(heads, count, -1, sharing)
+            weights = (of_row + self._absent).softmax(2)  # [Hkv, R, S, G]
+            outs = outs.index_select(1, self._parts).view(*weights.shape, width)
+            outs = (outs * weights[..., None]).sum(2)  # [Hkv, R, G, D]
         return outs.transpose(0, 1).flatten(1, 2).to(rows.dtype)
 
 
@@ -331,14 +329,15 @@ def attend_part(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    bias: torch.Tensor | None,
-    scaling: float,
+    bias: torch.Tensor | None = None,
+    scaling: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``query`` ``[1, Hkv, M, D]`` over ``keys`` and ``values`` ``[1, Hkv, T, D]``: outputs ``[1, Hkv, M,
     D]`` and log-sum-exps ``[1, Hkv, M]``, float32. T is not 0, and each row sees a key."""
     if query.device.type == "cpu" and query.shape[2] < PRODUCT_ROWS:
         return _flash(query.to(keys.dtype), keys, values, attn_mask=bias, scale=scaling)
-    scores = (query.float() * scaling) @ keys.float().transpose(2, 3)  # [1, Hkv, M, T]
+    query = query.float() if scaling == 1.0 else query.float() * scaling
+    scores = torch.bmm(query[0], keys[0].float().transpose(1, 2))  # [Hkv, M, T]
     if bias is not None:
         scores += bias
     highest = scores.amax(-1)
@@ -346,7 +345,7 @@ def attend_part(
     lse = highest - weights.amax(-1).log_()
     if query.device.type == "cpu" and not _multiplies(keys.dtype):
         values = values.float()
-    return weights.to(values.dtype) @ values, lse
+    return torch.bmm(weights.to(values.dtype), values[0])[None], lse[None]
 
 
 @cache
