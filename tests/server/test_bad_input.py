@@ -99,6 +99,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"blendrag": {"ratio": 2}}, "blendrag.ratio", "ratio 2.0 must be a number in [0, 1]"),
         ({"blendrag": {"ration": 1}}, "blendrag.ration", "not a field"),
         ({"blendrag": {"mode": "fast"}}, "blendrag.mode", "is not one of blend"),
+        ({"blendrag": {"timeout_s": 0}}, "blendrag.timeout_s", "must be above 0"),
         ({"blendrag": {"policy": "best"}}, None, "best"),
         ({"documents": [{"title": "x"}]}, "documents[0]", "has no text"),
         ({"documents": ["x"], "retrieve": True}, "retrieve", "one of them"),

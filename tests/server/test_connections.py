@@ -73,6 +73,17 @@ def test_a_client_that_leaves_the_queue_is_never_computed(slow: Live) -> None:
     assert len(model.prompts) == prompts + 1
 
 
+@pytest.mark.parametrize("seconds", [0.000001, 0.3])
+def test_a_request_that_takes_too_long_is_refused(slow: Live, seconds: float) -> None:
+    failed = outcomes(slow)["failed"]
+    body = {"messages": HELLO, "blendrag": {"timeout_s": seconds}}
+    with slow.client() as client:
+        late = client.post(CHAT, json=body)
+        assert late.status_code == 504
+        assert "no answer within the timeout" in late.json()["error"]["message"]
+    assert outcomes(slow)["failed"] == failed + 1
+
+
 def test_more_requests_than_allowed_are_asked_to_come_back(slow: Live) -> None:
     before = outcomes(slow)["rejected"]
     held = [begin(slow) for _ in range(3)]

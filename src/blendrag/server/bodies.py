@@ -21,7 +21,7 @@ class StreamOptions(Body):
 
 
 class BlendOptions(Body):
-    """How this request is blended; the defaults are those of the server."""
+    """How this request is blended, and how long it may take; the defaults are those of the server."""
 
     mode: str | None = None
     policy: str | None = None
@@ -29,6 +29,7 @@ class BlendOptions(Body):
     ratio: float | Literal["auto"] | None = None
     min_ratio: float | None = None
     top_k: int | None = None
+    timeout_s: float | None = None
 
 
 class Generating(Body):

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 OPTION_FIELDS = {
     "max_new_tokens": "max_tokens",
     "logprobs": "top_logprobs",
-    **{name: f"blendrag.{name}" for name in ("mode", "ratio", "min_ratio")},
+    **{name: f"blendrag.{name}" for name in ("mode", "ratio", "min_ratio", "timeout_s")},
 }
 #: Status of a client that has gone, as nginx writes it to its log; nobody receives it.
 CLIENT_GONE = 499
