@@ -14,34 +14,34 @@ from cli.test_interrupt import SLOW_DECODING
 MORE = ("--max-new-tokens", "4", "--top-k", "1")
 
 
-def test_questions_are_answered_one_after_another_with_their_sources(ingested: Path) -> None:
+def test_questions_are_answered_one_after_another_with_their_sources(store: Path) -> None:
     questions = f"{QUESTION}\n\n  \nAnd of document 1?\n"
-    result = invoke("chat", "--store", ingested, *MORE, stdin=questions)
+    result = invoke("chat", "--store", store, *MORE, stdin=questions)
     assert result.exit_code == 0
     first, second = result.stdout.splitlines()
-    assert first == ask(ingested, *MORE)["answer"]
+    assert first == ask(store, *MORE)["answer"]
     assert second
     kinds = [line.split(": ")[0] for line in result.stderr.splitlines()]
     assert [kind for kind in kinds if kind != "progress"] == [
         "note", "source", "metrics", "source", "metrics",
     ]  # fmt: skip
     assert "reused" in result.stderr
-    quiet = invoke("chat", "--store", ingested, *MORE, "--no-sources", stdin=questions)
+    quiet = invoke("chat", "--store", store, *MORE, "--no-sources", stdin=questions)
     assert "source: " not in quiet.stderr
 
 
-def test_a_bad_question_does_not_end_the_conversation(ingested: Path) -> None:
-    result = invoke("chat", "--store", ingested, *MORE, stdin=f"{'word ' * 1200}\n{QUESTION}\n")
+def test_a_bad_question_does_not_end_the_conversation(store: Path) -> None:
+    result = invoke("chat", "--store", store, *MORE, stdin=f"{'word ' * 1200}\n{QUESTION}\n")
     assert result.exit_code == 0
     assert "error: " in result.stderr
     assert "retrieve fewer chunks (--top-k)" in result.stderr
-    assert result.stdout == f"{ask(ingested, *MORE)['answer']}\n"
+    assert result.stdout == f"{ask(store, *MORE)['answer']}\n"
 
 
-def test_a_long_conversation_forgets_its_beginning(ingested: Path) -> None:
+def test_a_long_conversation_forgets_its_beginning(store: Path) -> None:
     """The model's context of 1024 tokens holds a few of these questions."""
     long = f"{'Tell me of the windmill. ' * 12}{QUESTION}\n"
-    result = invoke("chat", "--store", ingested, *MORE, stdin=long * 8)
+    result = invoke("chat", "--store", store, *MORE, stdin=long * 8)
     assert "error: " not in result.stderr
     assert result.stderr.count("metrics: ") == 8
 
@@ -55,9 +55,9 @@ def test_a_chat_without_documents_is_refused_before_the_first_question(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(ingested: Path) -> None:
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(store: Path) -> None:
     process = start(
-        "chat", "--store", str(ingested), "--max-new-tokens", "60", "--top-k", "1", "--no-sources",
+        "chat", "--store", str(store), "--max-new-tokens", "60", "--top-k", "1", "--no-sources",
         before=SLOW_DECODING, stdin=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None
