@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendrag.errors import UnsupportedModelError
+from blendrag.fusor import attention
 from blendrag.fusor.attention import ROWS_KEYWORD, NotServedError, blend_attention
 from blendrag.fusor.hooks import slice_kwargs
 from blendrag.fusor.rows import ALIGNED, Rows
@@ -90,6 +92,13 @@ def test_fast_attention_equals_the_explicit_mask_for_any_rows(data):
     positions = torch.tensor(sorted(rows))
     assert error(positions, n, window, kv_heads=kv_heads) < 1e-5
     assert error(positions, n, window, torch.bfloat16, kv_heads) < 3e-2
+
+
+@pytest.mark.parametrize(("dtype", "ways"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_shared_heads_are_multiplied_where_that_is_faster(dtype, ways, monkeypatch):
+    monkeypatch.setattr(attention, "_by_products", mock := Mock(wraps=attention._by_products))
+    assert error(random_rows(700, 60), 700, None, dtype) < 3e-2
+    assert mock.call_count == ways
 
 
 # -- blocks and biases --------------------------------------------------------------------------
