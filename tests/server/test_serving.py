@@ -8,12 +8,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import tiny
 from blendrag.cli import serve
 from blendrag.engine import BlendEngine
 from blendrag.errors import ModelLoadError
+from blendrag.server.admission import TTFT_BUCKETS_S
 from cli.commands import refused, save_model, start
+from server.conftest import QUESTION
 from server.live import live, until
 
 
@@ -92,6 +95,32 @@ def test_such_a_model_is_served_in_mode_full(tmp_path: Path) -> None:
         engine.close()
         assert client.get("/health").status_code == 503
         assert client.post("/v1/chat/completions", json=body).status_code == 503
+
+
+def test_metrics_count_what_was_asked(demo_engine: BlendEngine) -> None:
+    with live(demo_engine) as server, server.client() as client:
+        body = {"messages": [{"role": "user", "content": QUESTION}], "retrieve": True}
+        made = [client.post("/v1/chat/completions", json=body).json() for _ in range(2)]
+        client.post("/v1/chat/completions", json=body | {"temperature": -1})
+        text = client.get("/metrics").text
+    families = {each.name: each for each in text_string_to_metric_families(text)}
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for each in families.values()
+        for sample in each.samples
+    }
+    assert found["blendrag_requests_total", "answered"] == 2
+    assert found["blendrag_requests_total", "refused"] == 1
+    reused = sum(each["blendrag"]["reused_tokens"] for each in made)
+    assert found["blendrag_tokens_total", "reused"] == reused > 0
+    taken_s = [each["blendrag"]["ttft_s"] for each in made]
+    assert families["blendrag_ttft_seconds"].type == "histogram"
+    assert found["blendrag_ttft_seconds_sum",] == pytest.approx(sum(taken_s))
+    assert found["blendrag_ttft_seconds_bucket", "+Inf"] == 2
+    for limit in TTFT_BUCKETS_S[:-1]:
+        within = sum(each <= limit for each in taken_s)
+        assert found["blendrag_ttft_seconds_bucket", f"{limit:g}"] == within
+    assert any(name.startswith("blendrag_store_") for name in families)
 
 
 def test_an_embedder_that_cannot_be_loaded_is_a_note(demo_engine, monkeypatch, capsys) -> None:

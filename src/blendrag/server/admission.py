@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from blendrag.server.refusals import ClientGoneError, Refusal, refusal_of
 
 #: Seconds after which a client that was turned away should ask again.
 RETRY_AFTER_S = 2
+
+#: Upper ends of the histogram of times to first token.
+TTFT_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, math.inf)
 
 ANSWERED, REFUSED, REJECTED, CANCELLED, FAILED = OUTCOMES = (
     "answered", "refused", "rejected", "cancelled", "failed",
@@ -55,6 +59,8 @@ class Admission:
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         self.tokens = Counter(dict.fromkeys(("prompt", "reused", "recomputed", "generated"), 0))
         self.ttft_s = 0.0
+        self.within_s = Counter(dict.fromkeys(TTFT_BUCKETS_S, 0))
+        """Answered requests by times to first token that they did not exceed."""
 
     @contextmanager
     def ticket(self) -> Iterator[Ticket]:
@@ -83,6 +89,7 @@ class Admission:
     def note(self, metrics: RequestMetrics) -> None:
         """Count what an answered request took."""
         self.ttft_s += metrics.ttft_s
+        self.within_s.update(limit for limit in TTFT_BUCKETS_S if metrics.ttft_s <= limit)
         self.tokens["prompt"] += metrics.prompt_tokens
         self.tokens["reused"] += metrics.reused_tokens
         self.tokens["recomputed"] += metrics.recomputed_tokens
@@ -103,15 +110,22 @@ class Admission:
             "Tokens of answered requests.",
             {f'{{kind="{name}"}}': count for name, count in self.tokens.items()},
         )
-        lines += _family("ttft_seconds_total", "Times to first token, summed.", {"": self.ttft_s})
+        buckets = {f'_bucket{{le="{_limit(end)}"}}': n for end, n in self.within_s.items()}
+        sums = {"_sum": self.ttft_s, "_count": self.within_s[math.inf]}
+        text = "Times to first token of answered requests."
+        lines += _family("ttft_seconds", text, buckets | sums, "histogram")
         return "".join(f"{line}\n" for line in lines)
 
 
-def _family(name: str, text: str, samples: Mapping[str, float]) -> list[str]:
-    """The lines of one metric family; ``samples`` by their labels."""
-    kind = "counter" if name.endswith("_total") else "gauge"
+def _family(name: str, text: str, samples: Mapping[str, float], kind: str = "") -> list[str]:
+    """The lines of one metric family; ``samples`` by what follows the name."""
+    kind = kind or ("counter" if name.endswith("_total") else "gauge")
     described = [f"# HELP blendrag_{name} {text}", f"# TYPE blendrag_{name} {kind}"]
     return described + [f"blendrag_{name}{labels} {value}" for labels, value in samples.items()]
+
+
+def _limit(end_s: float) -> str:
+    return "+Inf" if math.isinf(end_s) else f"{end_s:g}"
 
 
 def _outcome_of(error: BaseException) -> str:
