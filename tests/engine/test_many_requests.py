@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import RequestCancelled, RequestTimeout
 from blendrag.serving import turns
+from blendrag.serving.chunk_pool import ChunkPool
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,9 +36,9 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     stock = turns.decoded_together
 
-    def counted(steps: Sequence[Any]) -> list[Any]:
+    def counted(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
         sizes.append(len(steps))
-        return stock(steps)
+        return stock(steps, pool)
 
     monkeypatch.setattr(turns, "decoded_together", counted)
     return sizes
@@ -95,6 +97,43 @@ class Fails(LogitsProcessor):
         return scores
 
 
+@pytest.mark.parametrize("mode", ["blend", "reuse"])
+def test_requests_share_chunks_at_different_positions(engine, monkeypatch, mode):
+    """Each keeps only its own tokens; a chunk is in memory once, and gone with the last request."""
+    moved: list[Any] = []
+    stock = ChunkPool._moved
+
+    def watched(pool: ChunkPool, request: Any, holders: Any) -> Any:
+        tokens = request.length
+        running = stock(pool, request, holders)
+        if running is not None:
+            moved.append((pool, tokens, running, len(running.positions)))
+            assert not request.cache.get_seq_length()
+        return running
+
+    prompts = [tiny.prompt(engine, i, (i + 1) % 4, (i + 2) % 4) for i in range(4)]
+    asked = Options(mode=mode, ratio=0.2 if mode == "blend" else None, max_new_tokens=12)
+    alone = [engine.generate(prompt, asked).text for prompt in prompts]
+    assert not moved
+    monkeypatch.setattr(ChunkPool, "_moved", watched)
+    assert [answer.text for answer in engine.batch(prompts, asked)] == alone
+    pools, lengths, requests, own = zip(*moved, strict=True)
+    assert len(moved) == 4
+    assert len(set(pools)) == 1
+    assert sum(own) < (0.35 if mode == "blend" else 0.2) * sum(lengths)
+    held = [chunk for request in requests for chunk in request.held]
+    assert len({one.chunk for one in held}) < len(held) / 2
+    places: dict[Any, set[int]] = {}
+    for one in held:
+        places.setdefault(one.chunk, set()).add(one.at)
+    assert max(map(len, places.values())) > 1
+    del one, held, places, requests, moved[:]
+    gc.collect()
+    assert not pools[0]._chunks
+    assert pools[0]._overlays is not None
+    assert pools[0]._overlays._free == [(0, pools[0]._overlays.tokens)]
+
+
 def test_a_request_that_fails_or_is_cancelled_does_not_disturb_the_others(engine, sizes):
     prompts = [asked(engine, i) for i in range(4)]
     long = Options(max_new_tokens=24)
@@ -124,10 +163,13 @@ def test_a_joint_step_that_fails_is_decoded_one_by_one(engine, monkeypatch):
     alone = [engine.generate(prompt, Options(max_new_tokens=9)).text for prompt in prompts]
     tries: list[int] = []
 
-    def fail(steps: Sequence[Any]) -> list[Any]:
+    def fail(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
+        if len(steps) == 1:
+            return stock(steps, pool)
         tries.append(len(steps))
         raise RuntimeError("no memory for all")
 
+    stock = turns.decoded_together
     monkeypatch.setattr(turns, "decoded_together", fail)
     together = engine.batch(prompts, Options(max_new_tokens=9))
     assert [one.text for one in together] == alone

@@ -11,7 +11,8 @@ import tiny
 from blendrag.fusor import Fusor
 from blendrag.fusor.cache import BlendCache
 from blendrag.model import ModelAdapter
-from blendrag.serving.decode_step import DecodeStep, decoded_together
+from blendrag.serving.chunk_pool import ChunkPool, RequestKV
+from blendrag.serving.decode_step import DecodeStep, can_join, decoded_together
 
 #: How far apart sums in another order may be.
 CLOSE = 2e-5
@@ -29,11 +30,13 @@ def prefilled(adapter: ModelAdapter, ids: torch.Tensor, room: int = 8) -> BlendC
     return cache
 
 
-def step(adapter: ModelAdapter, token: int, cache: BlendCache) -> DecodeStep:
-    given = {"input_ids": torch.tensor([[token]]), "past_key_values": cache, "use_cache": True}
-    made = DecodeStep.of(adapter, adapter.model.forward, given)
-    assert made is not None
-    return made
+def decoded(adapter: ModelAdapter, caches: list[BlendCache], token: int) -> list[Any]:
+    """Of each request the next token, in one forward."""
+    steps = [
+        DecodeStep(adapter.model.forward, torch.tensor([[token + i]]), RequestKV(cache))
+        for i, cache in enumerate(caches)
+    ]
+    return decoded_together(steps, ChunkPool(adapter, 0))
 
 
 @torch.inference_mode()
@@ -46,7 +49,7 @@ def test_logits_of_every_family_are_those_of_each_request_alone(name: str) -> No
         pytest.skip("decodes alone")
     alone, together = ([prefilled(adapter, ids) for ids in prompts()] for _ in range(2))
     for token in (7, 8, 9):
-        outputs = decoded_together([step(adapter, token + i, c) for i, c in enumerate(together)])
+        outputs = decoded(adapter, together, token)
         for i, (cache, ours) in enumerate(zip(alone, outputs, strict=True)):
             ids = torch.tensor([[token + i]])
             theirs = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
@@ -63,10 +66,9 @@ def test_a_failed_step_leaves_the_caches_as_they_were() -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no memory")
 
-    steps = [step(adapter, 7, cache) for cache in caches]
     hook = adapter.stack.layers[-1].register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="no memory"):
-        decoded_together(steps)
+        decoded(adapter, caches, 7)
     hook.remove()
     assert [cache.get_seq_length() for cache in caches] == list(LENGTHS)
     assert {layer.get_seq_length() for layer in caches[-1].layers} == {LENGTHS[-1]}
@@ -78,14 +80,13 @@ def test_what_a_joint_step_cannot_give_is_decoded_alone() -> None:
     cache = prefilled(adapter, prompts()[1])
     ids = torch.tensor([[7]])
     of = {"input_ids": ids, "past_key_values": cache, "attention_mask": torch.ones(1, 6)}
-    forward = adapter.model.forward
-    assert DecodeStep.of(adapter, forward, of) is not None
+    assert can_join(adapter, of)
     for other in (
         {"output_hidden_states": True},
         {"input_ids": ids.expand(2, 1)},
         {"input_ids": torch.tensor([[7, 8]])},
         {"past_key_values": None},
     ):
-        assert DecodeStep.of(adapter, forward, of | other) is None
+        assert not can_join(adapter, of | other)
     cache.batch_repeat_interleave(2)
-    assert DecodeStep.of(adapter, forward, of) is None
+    assert not can_join(adapter, of)

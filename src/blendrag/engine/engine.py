@@ -179,7 +179,7 @@ class BlendEngine:
                 model_kwargs, device_map, self.settings.dtype, self.settings.device
             ),
         )
-        self._worker = Worker()
+        self._worker = Worker(self.settings.batch_bytes)
         self.library = Library(self.resources, self._worker)
         self._background = BackgroundWriter(self.resources, self._worker)
         self._planner = Planner(self.resources, self.settings, self._background)

@@ -26,7 +26,7 @@ from blendrag.metrics import RequestMetrics, Timeline
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import only_here
 from blendrag.planning.plan import Plan
-from blendrag.serving.turns import taking_turns
+from blendrag.serving.turns import blended, taking_turns
 
 
 class Generation:
@@ -70,6 +70,7 @@ class Generation:
                 around.enter_context(taking_turns(adapter))
             if prefilled is not None:  # the first forward in generate has already run, in a batch
                 fusion = prefilled.fusion
+                blended(fusion)
                 with prefilled.replayed(adapter.stack.base) as cache:
                     output = self._generate(ids, cache)
             elif not plan.spans:  # can still be abandoned before each layer
@@ -100,6 +101,7 @@ class Generation:
         cache = fusor.new_cache(tokens, self._request.max_new_tokens)
         request, check = plan.request(tokens), self._stream.check
         with fusor.fuse(cache, request, check, self._timeline, last_row_only=True) as fusion:
+            blended(fusion)
             return self._generate(ids, cache), fusion
 
     def _two_step(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:

@@ -35,7 +35,9 @@ class _Job(NamedTuple):
 class Worker:
     """Begins foreground calls in order, background calls only while there are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_bytes: int = 0) -> None:
+        """``kv_bytes``: limit of the KV of requests that share chunks (:class:`Turns`)."""
+        self._kv_bytes = kv_bytes
         self._foreground: deque[_Job] = deque()
         self._background: deque[_Job] = deque()
         self._running: set[Future[Any]] = set()
@@ -130,7 +132,7 @@ class Worker:
             self._thread.join()
 
     def _run(self) -> None:
-        turns = Turns()
+        turns = Turns(self._kv_bytes)
         while True:
             job = self._next(turns)
             if job is None and not turns:

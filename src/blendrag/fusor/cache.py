@@ -121,6 +121,20 @@ class BlendCache(DynamicCache):
         """Whether it is an ordinary cache of one sequence, in its buffers."""
         return self.merge is None and all(layer.is_view for layer in self.layers)
 
+    @property
+    def room(self) -> int:
+        """Tokens that can still be appended in place."""
+        layer = self.layers[0]
+        return layer.buffer.shape[-2] - layer.keys.shape[-2]
+
+    def release(self) -> None:
+        """Drop all KV; it is kept elsewhere from now on."""
+        for layer in self.layers:
+            layer.buffer = layer.buffer.new_empty(
+                (*layer.buffer.shape[:3], 0, layer.buffer.shape[4])
+            )
+            layer.show(0)
+
     def show(self, length: int) -> None:
         """Make the first ``length`` tokens of every layer the cache's content."""
         for layer in self.layers:

@@ -1,7 +1,8 @@
 """One forward that decodes a token for each of several requests.
 
-The model sees a batch of one-token sequences, each at its own position. Keys and values go to each request's
-own cache, and each row attends to that cache only; there is no padding.
+The model sees a batch of one-token sequences, each at its own position, without padding. Keys and values go
+to each request's own cache or overlay. A row attends to its cache, or to its overlay and the chunks that it
+shares (:mod:`blendrag.serving.chunk_pool`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blendrag.fusor.attention import UNSERVED, NotServedError, implementation
 from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.model.adapter import ModelAdapter
+from blendrag.serving.chunk_pool import ChunkPool, RequestKV
+from blendrag.serving.shared_attention import SharedAttention
 
 NAME = "blendrag_decode"
 #: Arguments of a forward that joint steps provide themselves, or that do not matter for one token.
@@ -34,91 +37,100 @@ _PROVIDED = frozenset(
 class DecodeStep:
     """A forward of one request that decodes a token."""
 
-    adapter: ModelAdapter
     forward: Callable[..., Any]
     """The model's own."""
     ids: torch.Tensor
     """``[1, 1]``"""
-    cache: BlendCache
-
-    @classmethod
-    def of(
-        cls, adapter: ModelAdapter, forward: Callable[..., Any], given: Mapping[str, Any]
-    ) -> DecodeStep | None:
-        """The step that a call of ``forward`` with these arguments is; ``None`` if it must run alone."""
-        ids, cache = given.get("input_ids"), given.get("past_key_values")
-        if not isinstance(ids, torch.Tensor) or ids.shape != (1, 1):
-            return None
-        if not isinstance(cache, BlendCache) or not cache.is_one_sequence:
-            return None
-        more = (given[name] for name in given.keys() - _PROVIDED)
-        if any(value is not None and value is not False for value in more):
-            return None
-        limit = adapter.blend_limit_tokens
-        if limit is not None and cache.get_seq_length() >= limit:
-            return None  # all rows of a forward use one rotary table
-        return cls(adapter, forward, ids, cache)
+    kv: RequestKV
 
 
-def decoded_together(steps: Sequence[DecodeStep]) -> list[Any]:
+def can_join(adapter: ModelAdapter, given: Mapping[str, Any]) -> bool:
+    """Whether a forward with these arguments decodes one token, and nothing more is asked of it."""
+    ids, cache = given.get("input_ids"), given.get("past_key_values")
+    if not isinstance(ids, torch.Tensor) or ids.shape != (1, 1):
+        return False
+    if not isinstance(cache, BlendCache) or not cache.is_one_sequence:
+        return False
+    more = (given[name] for name in given.keys() - _PROVIDED)
+    if any(value is not None and value is not False for value in more):
+        return False
+    limit = adapter.blend_limit_tokens  # all rows of a forward use one rotary table
+    return limit is None or cache.get_seq_length() < limit
+
+
+def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
     """What the forward of each step would return: logits ``[1, 1, V]`` and its cache.
 
-    After an error all caches are as before.
+    After an error all KV is as before.
     """
-    adapter, forward = steps[0].adapter, steps[0].forward
-    lengths = [step.cache.get_seq_length() for step in steps]
-    rows = _Rows([step.cache for step in steps])
+    requests = [step.kv for step in steps]
+    lengths = [one.length for one in requests]
+    shared = pool.attention(requests)
+    rows = _Rows(requests, shared)
+    if shared is not None:
+        shared.advance()
     try:
-        with torch.inference_mode(), _attending(adapter, rows):
-            output = forward(
+        with torch.inference_mode(), _attending(pool.adapter, rows):
+            output = steps[0].forward(
                 input_ids=torch.cat([step.ids for step in steps]),  # [R, 1]
-                position_ids=torch.tensor(lengths, device=adapter.device)[:, None],  # [R, 1]
+                position_ids=torch.tensor(lengths, device=pool.adapter.device)[:, None],  # [R, 1]
                 past_key_values=rows,
                 use_cache=True,
                 return_dict=True,
             )
     except BaseException:
-        for step, length in zip(steps, lengths, strict=True):
-            step.cache.show(length)
+        if shared is not None:
+            shared.retract()
+        for one, length in zip(requests, lengths, strict=True):
+            if one.running is None:
+                one.cache.show(length)
         raise
     logits = output.logits  # [R, 1, V]
     return [
-        type(output)(logits=logits[row : row + 1], past_key_values=step.cache)
-        for row, step in enumerate(steps)
+        type(output)(logits=logits[row : row + 1], past_key_values=one.cache)
+        for row, one in enumerate(requests)
     ]
 
 
 class _RowsLayer(DynamicLayer):
-    """The same layer of several caches."""
+    """One layer of the KV of several requests."""
 
-    def __init__(self, layers: Sequence[BlendLayer], rows: _Rows) -> None:
+    def __init__(self, rows: _Rows, layers: Sequence[BlendLayer]) -> None:
         super().__init__()
-        self._layers = layers
         self._rows = rows
+        self._layers = layers
 
     def get_seq_length(self) -> int:
         """Of the longest, as if the others were padded."""
-        return max(layer.get_seq_length() for layer in self._layers)
+        return self._rows.longest
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append row i ``[1, Hkv, 1, D]`` to layer i. :func:`attend` takes what they hold from there."""
-        fresh = zip(key_states.split(1), value_states.split(1), strict=True)
+        """Append rows ``[R, Hkv, 1, D]`` to caches; :func:`attend` appends to overlays."""
         self._rows.held = [
-            layer.update(*row) for layer, row in zip(self._layers, fresh, strict=True)
+            layer.update(key_states[row : row + 1], value_states[row : row + 1])
+            for row, layer in zip(self._rows.alone, self._layers, strict=True)
         ]
         return key_states, value_states
 
 
 class _Rows(Cache):
-    """The caches of several requests, one a row."""
+    """The KV of several requests, one a row."""
 
-    def __init__(self, caches: Sequence[BlendCache]) -> None:
-        layers = zip(*(cache.layers for cache in caches), strict=True)
-        super().__init__(layers=[_RowsLayer(same, self) for same in layers])
+    def __init__(self, requests: Sequence[RequestKV], shared: SharedAttention | None) -> None:
+        self.longest = max(one.length for one in requests)
+        self.alone = [row for row, one in enumerate(requests) if one.running is None]
+        """Rows with a cache of their own."""
+        self.sharing = [row for row, one in enumerate(requests) if one.running is not None]
+        self.shared = shared
         self.held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-        """K and V ``[1, Hkv, N, D]`` of each row in the layer that was updated last."""
+        """K and V ``[1, Hkv, N, D]`` of each row of ``alone``, in the layer that was updated last."""
+        caches = [requests[row].cache for row in self.alone]
+        count = len(requests[0].cache.layers)
+        super().__init__(
+            layers=[_RowsLayer(self, [cache.layers[i] for cache in caches]) for i in range(count)]
+        )
 
 
 _rows: ContextVar[_Rows | None] = ContextVar("blendrag_decode_rows", default=None)
@@ -146,18 +158,25 @@ def attend(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``query`` ``[R, H, 1, D]``, row i over what its request's cache holds → ``[R, 1, H, D]``."""
+    """``query`` ``[R, H, 1, D]``, each row over the KV of its request → ``[R, 1, H, D]``."""
     rows = _rows.get()
-    if rows is None or attention_mask is not None or len(rows.held) != len(query):
+    if rows is None or attention_mask is not None or len(rows.held) != len(rows.alone):
         raise NotServedError("the layer does not attend to what its cache holds")
     if any(kwargs.get(name) is not None for name in UNSERVED):
         raise NotServedError("the attention needs more than scaled dot products")
     count, heads, _, width = query.shape
-    kv_heads = key.shape[1]
-    folded = query.reshape(count, kv_heads, heads // kv_heads, width)
-    outs = []
-    for row, (keys, values) in zip(folded.split(1), rows.held, strict=True):
-        if sliding_window is not None:
-            keys, values = keys[:, :, -sliding_window:], values[:, :, -sliding_window:]
-        outs.append(F.scaled_dot_product_attention(row, keys, values, scale=scaling))
-    return torch.cat(outs).reshape(count, 1, heads, -1), None
+    scaling = width**-0.5 if scaling is None else scaling
+    out = query.new_empty((count, heads, value.shape[-1]))
+    if rows.alone:
+        folded = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [R, Hkv, G, D]
+        for row, (keys, values) in zip(rows.alone, rows.held, strict=True):
+            if sliding_window is not None:
+                keys, values = keys[:, :, -sliding_window:], values[:, :, -sliding_window:]
+            own = F.scaled_dot_product_attention(folded[row : row + 1], keys, values, scale=scaling)
+            out[row] = own.flatten(0, 2)
+    if rows.shared is not None:
+        mine = slice(None) if not rows.alone else rows.sharing
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        qkv = query[mine, :, 0], key[mine, :, 0], value[mine, :, 0]
+        out[mine] = rows.shared.attend(layer, *qkv, scaling, sliding_window)
+    return out[:, None], None

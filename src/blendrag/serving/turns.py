@@ -18,8 +18,10 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
+from blendrag.fusor import Fusion
 from blendrag.model.adapter import ModelAdapter
-from blendrag.serving.decode_step import DecodeStep, decoded_together
+from blendrag.serving.chunk_pool import ChunkPool, RequestKV
+from blendrag.serving.decode_step import DecodeStep, can_join, decoded_together
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,10 @@ class Turn(greenlet):
         self.turns = turns
         self.adapter: ModelAdapter | None = None
         """Whose tokens it decodes by turns."""
+        self.fusion: Fusion | None = None
+        """How its prompt was blended, if it was."""
+        self.kv: RequestKV | None = None
+        """Its KV, from the first token that can be decoded with others."""
         self.step: DecodeStep | None = None
         """What it waits for; ``None`` if that must be computed alone."""
 
@@ -47,10 +53,13 @@ class Turn(greenlet):
 class Turns:
     """Runs calls by turns, all on the thread that uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_bytes: int) -> None:
+        """``kv_bytes``: limit of the KV of requests that share chunks, without the chunks."""
+        self._kv_bytes = kv_bytes
         self._waiting: list[Turn] = []
         self._patched = 0
         """How many of them take turns on the model."""
+        self._pool: ChunkPool | None = None
 
     def __len__(self) -> int:
         """How many calls have begun and not ended."""
@@ -65,17 +74,46 @@ class Turns:
     def step(self) -> None:
         """Decode a token of every call, and run each until it ends or has another one to decode."""
         turns, self._waiting = self._waiting, []
-        steps = [turn.step for turn in turns if turn.step is not None]
-        outputs: dict[int, Any] = {}
-        if len(steps) > 1:
-            try:
-                together = decoded_together(steps)
-                outputs = {id(step): out for step, out in zip(steps, together, strict=True)}
-            except Exception as exc:
-                log.warning("%d requests decode one after another: %s", len(steps), exc)
+        steps = {turn: turn.step for turn in turns if turn.step is not None}
+        outputs: dict[Turn, Any] = {}
+        if len(steps) > 1 or any(step.kv.running for step in steps.values()):
+            outputs = self._decoded(steps)
         for turn in turns:
-            turn.switch(outputs.get(id(turn.step)))
+            output = outputs.get(turn)
+            if isinstance(output, Exception):
+                turn.throw(output)
+            else:
+                turn.switch(output)
             self._keep(turn)
+
+    def _decoded(self, steps: dict[Turn, DecodeStep]) -> dict[Turn, Any]:
+        """The output of each step that was computed, or its error if it cannot be computed alone."""
+        pool = self._pool_of(next(iter(steps)))
+        together = list(steps.values())
+        try:
+            pool.share([step.kv for step in together])
+            return dict(zip(steps, decoded_together(together, pool), strict=True))
+        except Exception as exc:
+            if len(steps) == 1:
+                return dict.fromkeys(steps, exc)
+            log.warning("%d requests decode one after another: %s", len(steps), exc)
+        outputs: dict[Turn, Any] = {}
+        for turn, step in steps.items():
+            if step.kv.running:
+                outputs |= self._decoded({turn: step})
+        return outputs
+
+    def _pool_of(self, turn: Turn) -> ChunkPool:
+        assert turn.adapter is not None
+        if self._pool is None or self._pool.adapter is not turn.adapter:
+            self._pool = ChunkPool(turn.adapter, self._kv_bytes)
+        return self._pool
+
+    def leave(self, turn: Turn) -> None:
+        """The call decodes no more tokens."""
+        if turn.kv is not None and self._pool is not None:
+            self._pool.leave(turn.kv)
+        turn.adapter = turn.fusion = turn.kv = None
 
     def _keep(self, turn: Turn) -> None:
         if not turn.dead:
@@ -111,15 +149,20 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         ids = kwargs.get("input_ids")
         if ids is None or ids.shape[-1] != 1:  # a prefill
             return stock(**kwargs)
-        output = turn.wait(DecodeStep.of(turn.adapter, stock, kwargs))
+        joins = bool(turn.kv and turn.kv.running) or can_join(turn.adapter, kwargs)
+        if joins and turn.kv is None:
+            turn.kv = RequestKV(kwargs["past_key_values"], turn.fusion)
+        output = turn.wait(DecodeStep(stock, ids, turn.kv) if joins and turn.kv else None)
         return stock(**kwargs) if output is None else output
 
     return forward
 
 
-def is_turn() -> bool:
-    """Whether the caller runs in :class:`Turns`."""
-    return isinstance(getcurrent(), Turn)
+def blended(fusion: Fusion) -> None:
+    """Say how the prompt of this call was blended, so that it may share chunks with others."""
+    turn = getcurrent()
+    if isinstance(turn, Turn):
+        turn.fusion = fusion
 
 
 @contextmanager
@@ -135,4 +178,4 @@ def taking_turns(adapter: ModelAdapter) -> Iterator[None]:
         try:
             yield
         finally:
-            turn.adapter = None
+            turn.turns.leave(turn)

@@ -20,9 +20,9 @@ def test_every_way_answers_all_requests(monkeypatch: pytest.MonkeyPatch) -> None
     sizes: list[int] = []
     stock = turns.decoded_together
 
-    def counted(steps: Any) -> Any:
+    def counted(steps: Any, pool: Any) -> Any:
         sizes.append(len(steps))
-        return stock(steps)
+        return stock(steps, pool)
 
     monkeypatch.setattr(turns, "decoded_together", counted)
     rows = {row["way"]: row for row in measured("serve", *SMALL)["rows"]}

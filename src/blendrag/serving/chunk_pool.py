@@ -1,0 +1,141 @@
+"""Chunks that running requests share: in memory once, whatever their places in the prompts.
+
+A request begins with KV of its own, as its prefill left it. Once others hold the same chunks, what it has of
+them unchanged is dropped, and the rest becomes its overlay (:mod:`blendrag.serving.shared_attention`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+
+from blendrag.errors import CorruptKVError, InvalidInputError
+from blendrag.fusor import Fusion
+from blendrag.fusor.cache import BlendCache
+from blendrag.fusor.loader import LoadedSpan
+from blendrag.model.adapter import ModelAdapter
+from blendrag.serving.shared_attention import (
+    HeldChunk,
+    Overlays,
+    RunningKV,
+    SharedAttention,
+    SharedChunk,
+)
+
+#: A request shares its chunks if others hold so many of the tokens that it took unchanged.
+MIN_SHARED_TOKENS = 128
+
+
+@dataclass(eq=False)
+class RequestKV:
+    """The KV of one running request: in its cache, or, once it shares chunks, in a pool."""
+
+    cache: BlendCache
+    fusion: Fusion | None = None
+    """How the prompt was blended, if it was."""
+    running: RunningKV | None = None
+    """Its place in the pool; then ``cache`` is empty."""
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self.running.positions[-1] + 1 if self.running else self.cache.get_seq_length()
+
+
+class ChunkPool:
+    """The chunks and overlays of the running requests of one model. Used on one thread."""
+
+    def __init__(self, adapter: ModelAdapter, limit_bytes: int) -> None:
+        """``limit_bytes``: of all overlays together, which stay allocated."""
+        self.adapter = adapter
+        self._limit_tokens = max(1, limit_bytes // adapter.layout.size_bytes(1))
+        self._overlays: Overlays | None = None
+        self._chunks: WeakValueDictionary[str, SharedChunk] = WeakValueDictionary()
+        self._attention: tuple[list[RunningKV], SharedAttention] | None = None
+
+    def share(self, requests: Sequence[RequestKV]) -> None:
+        """Let those of ``requests`` share chunks that have some in common, with each other or with requests
+        that share already. Their caches are emptied."""
+        alone = [one for one in requests if one.fusion is not None and one.running is None]
+        holders = Counter(self._chunks.keys())
+        for one in alone:
+            holders.update({span.reader.key for span in _spans(one)})
+        for one in alone:
+            one.running = self._moved(one, holders)
+
+    def leave(self, request: RequestKV) -> None:
+        """The request has ended."""
+        if request.running is not None:
+            assert self._overlays is not None
+            self._overlays.leave(request.running)
+            request.running = self._attention = None
+
+    def attention(self, requests: Sequence[RequestKV]) -> SharedAttention | None:
+        """Of those that share chunks, the same until they change; ``None`` if none does."""
+        running = [one.running for one in requests if one.running is not None]
+        if not running or self._overlays is None:
+            return None
+        if self._attention is None or self._attention[0] != running:
+            made = SharedAttention(running, self._overlays, self.adapter.repositioner)
+            self._attention = running, made
+        return self._attention[1]
+
+    def _moved(self, request: RequestKV, holders: Counter[str]) -> RunningKV | None:
+        """The request's place in the pool, or ``None``: it keeps its cache."""
+        cache, length = request.cache, request.length
+        computed = torch.zeros(length, dtype=torch.bool)
+        assert request.fusion is not None
+        for tokens in {id(tokens): tokens for tokens in request.fusion.recomputed}.values():
+            computed[tokens.cpu()] = True
+        own, dropped = torch.ones(length, dtype=torch.bool), 0  # what the overlay keeps
+        for span in _spans(request):
+            own[span.start : span.end] = kept = computed[span.start : span.end]
+            if holders[span.reader.key] > 1:
+                dropped += span.tokens - int(kept.sum())
+        if dropped < MIN_SHARED_TOKENS:
+            return None
+        try:  # chunks that nobody else holds go to the pool, too, for those who come later
+            held = [self._held(span, computed) for span in _spans(request)]
+            positions = own.nonzero().flatten()
+            running = self._joined(held, positions.tolist(), cache.room)
+        except (CorruptKVError, InvalidInputError):  # damaged since it was read, or no room
+            return None
+        at = positions.to(self.adapter.device)
+        assert self._overlays is not None
+        for layer, buffer in enumerate(cache.buffers(length)):
+            torch.index_select(buffer, 2, at, out=self._overlays.view(layer, running))
+        cache.release()
+        return running
+
+    def _joined(self, held: Sequence[HeldChunk], positions: list[int], room: int) -> RunningKV:
+        if self._overlays is None:
+            layout, device = self.adapter.layout, self.adapter.device
+            self._overlays = Overlays(layout, self._limit_tokens, device)
+        return self._overlays.join(held, positions, room)
+
+    def _held(self, span: LoadedSpan, computed: torch.Tensor) -> HeldChunk:
+        """``computed`` ``[N]``: tokens of the prompt that were computed in any layer."""
+        stale = torch.ones(span.reader.tokens, dtype=torch.bool)
+        stale[: span.tokens] = computed[span.start : span.end]
+        return HeldChunk(self._chunk(span), span.start, stale if stale.any() else None)
+
+    def _chunk(self, span: LoadedSpan) -> SharedChunk:
+        key = span.reader.key
+        if key not in self._chunks:
+            layout, tokens = self.adapter.layout, span.reader.tokens
+            layers = []
+            for layer in range(len(layout.layers)):
+                kv = torch.empty(layout.layer_shape(layer, tokens), dtype=layout.torch_dtype)
+                span.reader.read_layer(layer, kv)
+                layers.append(kv.to(self.adapter.device))
+            self._chunks[key] = chunk = SharedChunk(layers, span.stored_position)
+            return chunk
+        return self._chunks[key]
+
+
+def _spans(request: RequestKV) -> tuple[LoadedSpan, ...]:
+    return request.fusion.request.spans if request.fusion is not None else ()
