@@ -176,6 +176,43 @@ def test_a_joint_step_that_fails_is_decoded_one_by_one(engine, monkeypatch):
     assert tries
 
 
+class Asks(LogitsProcessor):
+    """Asks another question at its third token."""
+
+    def __init__(self, engine: BlendEngine, prompt: Any) -> None:
+        self._ask = lambda: engine.generate(prompt, Options(max_new_tokens=4)).text
+        self.calls = 0
+        self.answer = ""
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == 3:
+            self.answer = self._ask()
+        return scores
+
+
+def test_a_request_may_ask_within_a_request(engine):
+    prompts = [asked(engine, i) for i in range(4)]
+    long, short = Options(max_new_tokens=12, ratio=0.2), Options(max_new_tokens=4)
+    alone = [engine.generate(prompt, long).text for prompt in prompts]
+    inner = engine.generate(prompts[3], short).text
+    asking = [Asks(engine, prompts[3]) for _ in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(
+            pool.map(
+                lambda prompt, asks: (
+                    engine.generate(
+                        prompt, long, generate={"logits_processor": LogitsProcessorList([asks])}
+                    ).text
+                ),
+                prompts,
+                asking,
+            )
+        )
+    assert answers == alone
+    assert {asks.answer for asks in asking} == {inner}
+
+
 def test_other_work_waits_until_no_request_runs(engine, tmp_path):
     running: list[int] = []
     pieces = engine.stream(asked(engine, 0), Options(max_new_tokens=200, mode="full"))

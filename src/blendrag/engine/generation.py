@@ -75,7 +75,8 @@ class Generation:
                     output = self._generate(ids, cache)
             elif not plan.spans:  # can still be abandoned before each layer
                 cache = None
-                if self._takes_turns and request.sequences == 1:
+                own = adapter.model.generation_config.cache_implementation is None
+                if self._takes_turns and request.sequences == 1 and own:
                     cache = self._fusor().new_cache(ids.shape[1], request.max_new_tokens)
                 with _checked_layers(adapter.decoder_layers, stream.check):
                     output = self._generate(ids, cache)

@@ -113,7 +113,6 @@ class Turns:
         """The call decodes no more tokens."""
         if turn.kv is not None and self._pool is not None:
             self._pool.leave(turn.kv)
-        turn.adapter = turn.fusion = turn.kv = None
 
     def _keep(self, turn: Turn) -> None:
         if not turn.dead:
@@ -173,9 +172,11 @@ def taking_turns(adapter: ModelAdapter) -> Iterator[None]:
     if not isinstance(turn, Turn):
         yield
         return
+    around = turn.adapter, turn.fusion, turn.kv  # a processor of a request may ask, too
+    turn.adapter, turn.fusion, turn.kv = adapter, None, None
     with turn.turns.shared(adapter.model):
-        turn.adapter = adapter
         try:
             yield
         finally:
             turn.turns.leave(turn)
+            turn.adapter, turn.fusion, turn.kv = around
