@@ -130,7 +130,8 @@ Encoding = Annotated[
     optional("How a new store keeps KV: native, int8 or fp8.", callback=_one_of("KVEncoding")),
 ]
 Embedder = Annotated[
-    str | None, optional("sentence-transformers model, or minilm-offline. [default: the store's]")
+    str | None,
+    optional("sentence-transformers model, or minilm-offline. [default: the store's, else MiniLM]"),
 ]
 Mode = Annotated[
     str | None,

@@ -197,7 +197,7 @@ class BackgroundWriter:
             return list(missing()), "other requests waited"
         prefix = self._resources.prefix_ids
         due = [ids for ids in missing() if (ids, prefix) in self._queued]
-        return due, "they were next in the background"
+        return due, "background encoding was not finished"
 
     def encode_first(self, missing: Sequence[Ids], check: Callable[[], None]) -> int:
         """Encode these chunks now, on the worker; returns how many are stored.
