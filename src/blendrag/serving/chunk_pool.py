@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from blendrag.errors import CorruptKVError, InvalidInputError
+from blendrag.errors import CorruptKVError, InvalidInputError, is_out_of_memory
 from blendrag.fusor import Fusion
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
@@ -55,12 +55,18 @@ class ChunkPool:
         self._limit_tokens = max(1, limit_bytes // adapter.layout.size_bytes(1))
         self._overlays: Overlays | None = None
         self._chunks: WeakValueDictionary[str, SharedChunk] = WeakValueDictionary()
+        self._considered: set[int | str] = set()
+        """Requests and chunks when it was last decided who shares."""
         self._attention: tuple[list[RunningKV], SharedAttention] | None = None
 
     def share(self, requests: Sequence[RequestKV]) -> None:
         """Let those of ``requests`` share chunks that have some in common, with each other or with requests
         that share already. Their caches are emptied."""
         alone = [one for one in requests if one.fusion is not None and one.running is None]
+        state: set[int | str] = {*map(id, alone), *self._chunks.keys()}
+        if state == self._considered:
+            return
+        self._considered = state
         holders = Counter(self._chunks.keys())
         for one in alone:
             holders.update({span.reader.key for span in _spans(one)})
@@ -103,6 +109,10 @@ class ChunkPool:
             positions = own.nonzero().flatten()
             running = self._joined(held, positions.tolist(), cache.room)
         except (CorruptKVError, InvalidInputError):  # damaged since it was read, or no room
+            return None
+        except RuntimeError as exc:
+            if not is_out_of_memory(exc):
+                raise
             return None
         at = positions.to(self.adapter.device)
         assert self._overlays is not None

@@ -60,6 +60,7 @@ class Turns:
         self._patched = 0
         """How many of them take turns on the model."""
         self._pool: ChunkPool | None = None
+        self._warned = False
 
     def __len__(self) -> int:
         """How many calls have begun and not ended."""
@@ -96,7 +97,9 @@ class Turns:
         except Exception as exc:
             if len(steps) == 1:
                 return dict.fromkeys(steps, exc)
-            log.warning("%d requests decode one after another: %s", len(steps), exc)
+            if not self._warned:
+                self._warned = True
+                log.warning("%d requests decode one after another: %s", len(steps), exc)
         outputs: dict[Turn, Any] = {}
         for turn, step in steps.items():
             if step.kv.running:
