@@ -66,7 +66,7 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
     requests = [step.kv for step in steps]
     lengths = [one.length for one in requests]
     shared = pool.attention(requests)
-    rows = _Rows(requests, shared)
+    rows = _Rows(requests, shared, pool.adapter.device)
     if shared is not None:
         shared.advance()
     try:
@@ -118,12 +118,18 @@ class _RowsLayer(DynamicLayer):
 class _Rows(Cache):
     """The KV of several requests, one a row."""
 
-    def __init__(self, requests: Sequence[RequestKV], shared: SharedAttention | None) -> None:
+    def __init__(
+        self, requests: Sequence[RequestKV], shared: SharedAttention | None, device: torch.device
+    ) -> None:
         self.longest = max(one.length for one in requests)
         self.alone = [row for row, one in enumerate(requests) if one.running is None]
         """Rows with a cache of their own."""
-        self.sharing = [row for row, one in enumerate(requests) if one.running is not None]
         self.shared = shared
+        self.sharing: slice | torch.Tensor = slice(None)
+        """Rows that ``shared`` attends."""
+        if self.alone and shared is not None:
+            sharing = [row for row, one in enumerate(requests) if one.running is not None]
+            self.sharing = torch.tensor(sharing, device=device)
         self.held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         """K and V ``[1, Hkv, N, D]`` of each row of ``alone``, in the layer that was updated last."""
         caches = [requests[row].cache for row in self.alone]
@@ -175,7 +181,7 @@ def attend(
             own = F.scaled_dot_product_attention(folded[row : row + 1], keys, values, scale=scaling)
             out[row] = own.flatten(0, 2)
     if rows.shared is not None:
-        mine = slice(None) if not rows.alone else rows.sharing
+        mine = rows.sharing
         layer: int = module.layer_idx  # type: ignore[assignment]
         qkv = query[mine, :, 0], key[mine, :, 0], value[mine, :, 0]
         out[mine] = rows.shared.attend(layer, *qkv, scaling, sliding_window)

@@ -59,6 +59,8 @@ class Turns:
         self._waiting: list[Turn] = []
         self._patched = 0
         """How many of them take turns on the model."""
+        self._own: Any = None
+        """What the model's instance had for ``forward`` before."""
         self._pool: ChunkPool | None = None
         self._warned = False
 
