@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from blendrag.lab.bench.serve import BASELINE
+from blendrag.lab.bench.serve import ARRIVING_BASELINE, BASELINE, doubling_rate
 from blendrag.serving import turns
 from lab.bench.small import measured
 
@@ -26,15 +26,24 @@ def test_every_way_answers_all_requests(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(turns, "decoded_together", counted)
     rows = {row["way"]: row for row in measured("serve", *SMALL)["rows"]}
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert rows[BASELINE]["over_baseline"] == 1
     assert max(sizes) == 3
     served = [row for row in rows.values() if row["ttft_s"] is not None]
-    assert len(served) == 4
+    assert len(served) == 5
     assert all(row["ttft_s"] <= row["p95_ttft_s"] <= row["seconds"] for row in served)
 
 
-def test_requests_arrive_at_a_rate() -> None:
-    found = measured("serve", *SMALL, "--rate", "20")
-    assert len(found["rows"]) == 4  # transformers' takes all at once
-    assert all(row["seconds"] > 0.05 for row in found["rows"])
+def test_requests_arrive_at_random() -> None:
+    found = measured("serve", *SMALL, "--poisson", "--contexts", "1")
+    full, same, faster = found["rows"]
+    assert found["contexts"] == 1
+    assert faster["rate"] == 4 * same["rate"] == 4 * full["rate"]
+    assert full["way"] == ARRIVING_BASELINE
+    assert all(0 <= row["in_time"] <= 1 for row in found["rows"])
+
+
+def test_full_prefill_waits_as_long_as_it_takes_at_the_doubling_rate() -> None:
+    rate = doubling_rate([0.0, 1.0, 2.0], ttft_s=1.0, total_s=2.0)
+    # the second waits 2 - 1/rate, the third twice as long: 1 s on average
+    assert rate == pytest.approx(1.0)

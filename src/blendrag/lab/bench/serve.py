@@ -1,24 +1,32 @@
 """``blendrag bench serve``: whole answers to requests that arrive together or at random, over one corpus.
 
-One engine answers them one by one and together, in modes ``full`` and ``blend``; transformers' continuous
-batching answers the same prompts. Chunks are chosen with a skew, so that requests share some of them.
+One engine answers them one by one and together, in modes ``full`` and ``blend``, and together without sharing
+KV; transformers' continuous batching answers the same prompts. Chunks are chosen with a skew, so that
+requests share some of them.
+
+Arrivals at random: at the rate at which the mean TTFT of full prefill, one by one, is twice that of a lone
+request, and at multiples of it.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import time
+import typing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Annotated
+from unittest import mock
 
 import numpy as np
 import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from blendrag.config import Mode
 from blendrag.corpus.documents import Entry
 from blendrag.demo import demo_corpus_path
 from blendrag.engine import Answer, BlendEngine, Options
@@ -29,9 +37,13 @@ from blendrag.lab.bench.rounds import MeasuredNothingError, Tick, run_rounds, si
 from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.workload import BlendResult, Workload, conditions
 from blendrag.lab.tables import NOTHING, ResultTable, figure, times
+from blendrag.serving import chunk_pool
 
 #: What the others are compared with.
 BASELINE = "blend, one by one"
+ARRIVING_BASELINE = "full, one by one"
+#: Rates of arrivals for blend, as multiples of the one for full prefill.
+RATES = (1, 4)
 #: Of the paged cache of transformers' continuous batching, its default.
 PAGE_TOKENS = 256
 
@@ -41,14 +53,19 @@ class ServeRow:
     """Medians of the rounds."""
 
     way: str
+    rate: float | None
+    """Arrivals per second; ``None``: all at once."""
     seconds: float
     """From the first arrival to the last token."""
     over_baseline: float
-    """Requests per second, against :data:`BASELINE`."""
+    """Requests per second, against :data:`BASELINE` or, at random arrivals, :data:`ARRIVING_BASELINE`."""
     ttft_s: float | None
+    """Mean."""
     p95_ttft_s: float | None
     token_ms: float | None
     """Between two tokens of a request."""
+    in_time: float | None
+    """Share of requests whose first token came within twice the TTFT of a lone full prefill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +73,7 @@ class ServeResult(BlendResult):
     requests: int
     new_tokens: int
     corpus_chunks: int
-    rate: float
+    contexts: int
     rows: tuple[ServeRow, ...]
 
 
@@ -67,21 +84,30 @@ class Served:
 
 
 def serve_table(result: ServeResult) -> ResultTable:
-    arriving = f"arriving at {result.rate:g} per s" if result.rate else "arriving together"
+    arriving = "together" if result.rows[0].rate is None else "at random"
+    baseline = BASELINE if result.rows[0].rate is None else ARRIVING_BASELINE
 
-    def seconds(value: float | None) -> str:
+    def shown(value: float | None) -> str:
         return NOTHING if value is None else figure(value)
 
+    def cells(row: ServeRow) -> tuple[str, ...]:
+        rate = () if row.rate is None else (f"{row.rate:.3g}",)
+        in_time = () if row.in_time is None else (f"{row.in_time:.0%}",)
+        return (
+            row.way, *rate, f"{result.requests / row.seconds:.3g}", times(row.over_baseline),
+            shown(row.ttft_s), shown(row.p95_ttft_s), *in_time, shown(row.token_ms),
+        )  # fmt: skip
+
+    head: tuple[str, ...] = ("way", "arrivals/s", "answers/s", f"over {baseline}", "TTFT s", "95% of TTFT s",
+            "in time", "ms per token")  # fmt: skip
+    if arriving == "together":
+        head = tuple(name for name in head if name not in ("arrivals/s", "in time"))
     return ResultTable(
-        ("way", "requests/s", f"over {BASELINE}", "TTFT s", "95% of TTFT s", "ms per token"),
-        [
-            (row.way, figure(result.requests / row.seconds), times(row.over_baseline),
-             seconds(row.ttft_s), seconds(row.p95_ttft_s), seconds(row.token_ms))
-            for row in result.rows
-        ],
-        f"{result.requests} requests {arriving}, {result.new_tokens} tokens each, over "
-        f"{result.corpus_chunks} chunks: {result.about}",
-    )  # fmt: skip
+        head,
+        [cells(row) for row in result.rows],
+        f"{result.requests} requests arriving {arriving}, {result.new_tokens} tokens each, "
+        f"{result.contexts} contexts over {result.corpus_chunks} chunks: {result.about}",
+    )
 
 
 @options.bench(serve_table, rounds=1, ratio=0.3, encoding=options.OMIT)
@@ -91,9 +117,12 @@ def serve(
     requests: options.Count = 16,
     new_tokens: options.Count = 64,
     corpus_chunks: options.Count = 20,
-    rate: Annotated[
-        float, typer.Option(help="Requests per second, at random; 0: all at once.", min=0)
-    ] = 0.0,
+    contexts: Annotated[
+        int, typer.Option(help="Different contexts of the questions; 0: each its own.", min=0)
+    ] = 0,
+    poisson: Annotated[
+        bool, typer.Option("--poisson", help="Arrivals at random, not all at once.")
+    ] = False,
     tick: Tick = silent,
 ) -> ServeResult:
     adapter = timed.adapter
@@ -102,6 +131,7 @@ def serve(
         raise InvalidInputError(
             f"{corpus_chunks} chunks in the corpus, expected at least the {workload.chunks} of a prompt"
         )
+    contexts = min(contexts or requests, requests)
     with (
         scratch() as root,
         BlendEngine(
@@ -112,25 +142,131 @@ def serve(
         tick("storing the corpus")
         texts = _texts(engine, workload, corpus_chunks)
         engine.library.add([Entry(str(i), text) for i, text in enumerate(texts)], embed=False)
-        prompts = _prompts(texts, workload, requests)
-        gaps = np.random.default_rng(0).exponential(1 / rate if rate else 0.0, requests)
-        arrivals = np.cumsum(gaps) - gaps[0]
-        asked = partial(Options, max_new_tokens=new_tokens, apply_chat_template=False,
-                        generate={"min_new_tokens": new_tokens})  # fmt: skip
-        ways: dict[str, Callable[[], Served]] = {}
-        for mode in ("full", "blend"):
-            given = asked(mode=mode)
-            ways[f"{mode}, one by one"] = partial(_served, engine, prompts, given, arrivals, 1)
-            ways[f"{mode}, together"] = partial(_served, engine, prompts, given, arrivals, requests)
-        if not rate:
-            ways["transformers' continuous batching"] = partial(_stock, engine, prompts, new_tokens)
+        prompts = _prompts(texts, workload, requests, contexts)
+        ways, rates, in_time_s = (_at_random if poisson else _at_once)(
+            _Asking(engine, prompts, new_tokens), tick
+        )
         found = run_rounds(ways, workload.rounds, tick, warm_up=False)
-    base = median(one.seconds for one in found[BASELINE])
-    rows = tuple(_row(way, served, base) for way, served in found.items())
+    base = median(one.seconds for one in found[ARRIVING_BASELINE if poisson else BASELINE])
+    rows = tuple(_row(way, found[way], base, rates.get(way), in_time_s) for way in ways)
     return ServeResult(
         **conditions(adapter, workload, "disk"), requests=requests, new_tokens=new_tokens,
-        corpus_chunks=corpus_chunks, rate=rate, rows=rows,
+        corpus_chunks=corpus_chunks, contexts=contexts, rows=rows,
     )  # fmt: skip
+
+
+Ways = dict[str, Callable[[], Served]]
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """Answers all prompts."""
+
+    engine: BlendEngine
+    prompts: Sequence[str]
+    new_tokens: int
+
+    def options(self, mode: Mode) -> Options:
+        return Options(
+            mode=mode, max_new_tokens=self.new_tokens, apply_chat_template=False,
+            generate={"min_new_tokens": self.new_tokens},
+        )  # fmt: skip
+
+    def one_by_one(self, mode: Mode, arrivals: Sequence[float] = ()) -> Served:
+        return self._served(mode, arrivals, 1)
+
+    def together(self, mode: Mode, arrivals: Sequence[float] = ()) -> Served:
+        return self._served(mode, arrivals, len(self.prompts))
+
+    def unshared(self, mode: Mode) -> Served:
+        """Together, each request with KV of its own."""
+        with mock.patch.object(chunk_pool, "MIN_SHARED_TOKENS", sys.maxsize):
+            return self.together(mode)
+
+    def _served(self, mode: Mode, arrivals: Sequence[float], running: int) -> Served:
+        """Answer all, of which at most ``running`` run at the same time."""
+        engine, asked = self.engine, self.options(mode)
+        engine.settings = engine.settings.model_copy(update={"max_running": running})
+        began = time.perf_counter()
+
+        def answer(prompt: str, at: float) -> Answer:
+            time.sleep(max(0.0, began + at - time.perf_counter()))
+            return engine.generate(prompt, asked)
+
+        with ThreadPoolExecutor(len(self.prompts)) as pool:
+            answers = list(pool.map(answer, self.prompts, arrivals or [0.0] * len(self.prompts)))
+        seconds = time.perf_counter() - began
+        for answered in answers:
+            reuses = bool(answered.metrics.reused_tokens)
+            if answered.metrics.new_tokens != self.new_tokens or reuses == (mode == "full"):
+                raise MeasuredNothingError(
+                    "an answer is too short, or its KV was not used as asked"
+                )
+        return Served(seconds, answers)
+
+    def stock(self) -> Served:
+        """Tokens by ``generate_batch``, which shares prefixes of prompts."""
+        asked = Options(apply_chat_template=False)
+        ids = [list(self.engine.segments(prompt, asked).ids) for prompt in self.prompts]
+        config = GenerationConfig(
+            max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        longest = max(map(len, ids)) + self.new_tokens
+        batching = ContinuousBatchingConfig(
+            page_size=PAGE_TOKENS, num_blocks=len(ids) * (longest // PAGE_TOKENS + 2)
+        )
+        began = time.perf_counter()
+        found = self.engine.adapter.model.generate_batch(
+            ids, config, continuous_batching_config=batching, warmup=False
+        )
+        seconds = time.perf_counter() - began
+        if any(len(one.generated_tokens) != self.new_tokens for one in found.values()):
+            raise MeasuredNothingError("transformers' continuous batching gave too short an answer")
+        return Served(seconds)
+
+
+def _at_once(asking: _Asking, tick: Tick) -> tuple[Ways, dict[str, float], float | None]:
+    ways: Ways = {}
+    for mode in typing.cast(tuple[Mode, ...], ("full", "blend")):
+        ways[f"{mode}, one by one"] = partial(asking.one_by_one, mode)
+        ways[f"{mode}, together"] = partial(asking.together, mode)
+    ways["blend, together, nothing shared"] = partial(asking.unshared, "blend")
+    ways["transformers' continuous batching"] = asking.stock
+    return ways, {}, None
+
+
+def _at_random(asking: _Asking, tick: Tick) -> tuple[Ways, dict[str, float], float | None]:
+    """The ways, the rates of their arrivals, and twice the TTFT of a lone full prefill."""
+    tick("a full prefill alone")
+    alone = asking.engine.generate(asking.prompts[0], asking.options("full")).metrics
+    gaps = np.random.default_rng(0).exponential(size=len(asking.prompts))
+    arrivals = np.cumsum(gaps) - gaps[0]  # at rate 1
+    rate = doubling_rate(arrivals, alone.ttft_s, alone.total_s)
+    ways: Ways = {ARRIVING_BASELINE: partial(asking.one_by_one, "full", list(arrivals / rate))}
+    rates = {ARRIVING_BASELINE: rate}
+    for more in RATES:
+        way = f"blend, together, {more} × the rate"
+        ways[way] = partial(asking.together, "blend", list(arrivals / (more * rate)))
+        rates[way] = more * rate
+    return ways, rates, 2 * alone.ttft_s
+
+
+def doubling_rate(arrivals: Sequence[float], ttft_s: float, total_s: float) -> float:
+    """The rate per second at which requests that are answered one by one have a mean TTFT of twice
+    ``ttft_s``; ``arrivals`` are those at a rate of 1."""
+
+    def mean_wait(rate: float) -> float:
+        free, waited = 0.0, []
+        for at in arrivals:
+            waited.append(max(0.0, free - at / rate))
+            free = max(free, at / rate) + total_s
+        return float(np.mean(waited))
+
+    low, high = 1e-3 / total_s, 100 / total_s
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_wait(middle) <= ttft_s else (low, middle)
+    return low
 
 
 def _texts(engine: BlendEngine, workload: Workload, count: int) -> list[str]:
@@ -147,73 +283,34 @@ def _texts(engine: BlendEngine, workload: Workload, count: int) -> list[str]:
     return [text.strip() for text in texts]
 
 
-def _prompts(texts: Sequence[str], workload: Workload, count: int) -> list[str]:
+def _prompts(texts: Sequence[str], workload: Workload, requests: int, contexts: int) -> list[str]:
+    """Questions over ``contexts`` sequences of chunks, which are chosen by Zipf's law."""
     generator = np.random.default_rng(1)
     weights = 1 / np.arange(1, len(texts) + 1)
+    weights /= weights.sum()
+    chosen = [
+        generator.choice(len(texts), workload.chunks, replace=False, p=weights)
+        for _ in range(contexts)
+    ]
     prompts = []
-    for number in range(count):
-        chosen = generator.choice(
-            len(texts), workload.chunks, replace=False, p=weights / weights.sum()
-        )
+    for number in range(requests):
         question = "what " * (workload.question_tokens - 5) + f"in {number}?"
-        prompts.append("\n\n".join([*(texts[i] for i in chosen), f"Question: {question}"]))
+        context = (texts[i] for i in chosen[number % contexts])
+        prompts.append("\n\n".join([*context, f"Question: {question}"]))
     return prompts
 
 
-def _served(
-    engine: BlendEngine,
-    prompts: Sequence[str],
-    asked: Options,
-    arrivals: Sequence[float],
-    running: int,
-) -> Served:
-    """Answer all, of which at most ``running`` run at the same time."""
-    engine.settings = engine.settings.model_copy(update={"max_running": running})
-    began = time.perf_counter()
-
-    def answer(prompt: str, at: float) -> Answer:
-        time.sleep(max(0.0, began + at - time.perf_counter()))
-        return engine.generate(prompt, asked)
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(answer, prompts, arrivals))
-    seconds = time.perf_counter() - began
-    for answered in answers:
-        reuses = bool(answered.metrics.reused_tokens)
-        if answered.metrics.new_tokens != asked.max_new_tokens or reuses == (asked.mode == "full"):
-            raise MeasuredNothingError("an answer is too short, or its KV was not used as asked")
-    return Served(seconds, answers)
-
-
-def _stock(engine: BlendEngine, prompts: Sequence[str], new_tokens: int) -> Served:
-    """Tokens by ``generate_batch``, which shares prefixes of prompts."""
-    asked = Options(apply_chat_template=False)
-    ids = [list(engine.segments(prompt, asked).ids) for prompt in prompts]
-    config = GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    longest = max(map(len, ids)) + new_tokens
-    batching = ContinuousBatchingConfig(
-        page_size=PAGE_TOKENS, num_blocks=len(ids) * (longest // PAGE_TOKENS + 2)
-    )
-    began = time.perf_counter()
-    found = engine.adapter.model.generate_batch(
-        ids, config, continuous_batching_config=batching, warmup=False
-    )
-    seconds = time.perf_counter() - began
-    if any(len(one.generated_tokens) != new_tokens for one in found.values()):
-        raise MeasuredNothingError("transformers' continuous batching gave too short an answer")
-    return Served(seconds)
-
-
-def _row(way: str, served: Sequence[Served], base: float) -> ServeRow:
+def _row(
+    way: str, served: Sequence[Served], base: float, rate: float | None, in_time_s: float | None
+) -> ServeRow:
     seconds = median(one.seconds for one in served)
     metrics = [answer.metrics for one in served for answer in one.answers]
     if not metrics:
-        return ServeRow(way, seconds, base / seconds, None, None, None)
+        return ServeRow(way, rate, seconds, base / seconds, None, None, None, None)
     ttft = [each.ttft_s for each in metrics]
     between = [(m.total_s - m.ttft_s) / max(1, m.new_tokens - 1) for m in metrics]
+    in_time = None if in_time_s is None else float(np.mean([s <= in_time_s for s in ttft]))
     return ServeRow(
-        way, seconds, base / seconds, median(ttft), float(np.quantile(ttft, 0.95)),
-        1e3 * median(between),
+        way, rate, seconds, base / seconds, float(np.mean(ttft)), float(np.quantile(ttft, 0.95)),
+        1e3 * median(between), in_time,
     )  # fmt: skip
