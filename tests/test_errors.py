@@ -11,6 +11,7 @@ MADE: list[errors.BlendragError] = [
     errors.InvalidInputError("a is 1, expected 2; write 2"),
     errors.InvalidOptionError("stop", "holds an empty text; leave it out"),
     errors.ContextOverflowError(100, 20, 64),
+    errors.SchemaError("travel.xml:3", "<modul> is unknown, expected <module>"),
     errors.UnreadableDocumentError("a.txt", "holds no text"),
     errors.StoreFullError("no room", needed_bytes=7),
     errors.RequestTimeout(0.5),

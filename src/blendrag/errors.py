@@ -6,6 +6,7 @@
     ├── InvalidInputError        the caller's value is wrong
     │   ├── InvalidOptionError       one option of a request
     │   ├── ContextOverflowError     prompt + new tokens do not fit the model's context
+    │   ├── SchemaError              a schema, or a prompt of one, is wrong; names file and line
     │   └── UnreadableDocumentError  one input file cannot be read; ingest continues with the next
     ├── ModelError
     │   ├── ModelLoadError           there is no model of that name, or it cannot be loaded
@@ -107,6 +108,18 @@ class ContextOverflowError(InvalidInputError):
         """The same error, naming the option that sets the number of chunks."""
         sizes = self.prompt_tokens, self.max_new_tokens, self.context_tokens
         return ContextOverflowError(*sizes, option)
+
+
+class SchemaError(InvalidInputError):
+    """The markup of a schema or of a prompt is wrong, or a prompt does not fit its schema.
+
+    ``at`` is the place, as ``file:line``.
+    """
+
+    def __init__(self, at: object, wrong: str) -> None:
+        self.at = str(at)
+        self.wrong = wrong
+        super().__init__(f"{at}: {wrong}")
 
 
 class UnreadableDocumentError(InvalidInputError):

@@ -1,0 +1,527 @@
+"""The Prompt Markup Language (Prompt Cache, §3.2): text → :class:`Schema` or :class:`PromptMarkup`.
+
+The markup is XML. Document types are refused, and with them all entities but the five of XML. Every error is
+a :class:`SchemaError` with file and line. ``docs/schemas.md`` describes the tags and what whitespace means.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from xml.parsers import expat
+
+from blendrag.errors import SchemaError
+from blendrag.schema.nodes import (
+    ROLES,
+    Argument,
+    Import,
+    Location,
+    Module,
+    Parameter,
+    PromptMarkup,
+    PromptNode,
+    Role,
+    Scaffold,
+    Schema,
+    SchemaNode,
+    Text,
+    Union,
+    walk,
+    without_roles,
+)
+
+MAX_BYTES = 64 * 1024**2
+#: Tags inside each other. Deeper markup is a mistake or an attack on the recursion below.
+MAX_DEPTH = 64
+MAX_NAME_CHARS = 200
+#: Tokens of one parameter.
+MAX_TOKENS = 1_000_000
+
+PARAMETERS = ("param", "parameter")
+#: Names that no module can have, as imports are tags.
+RESERVED = ("schema", "prompt", "module", "union", "scaffold", *PARAMETERS, *ROLES)
+
+_COMMENT = "\0"  # cannot occur in XML
+_COMMENT_LINES = re.compile(r"^[ \t]*\0[\0 \t]*\n", re.MULTILINE)
+_CODES = expat.errors.codes
+
+
+@dataclass
+class _Run:
+    """The text between two tags."""
+
+    pieces: list[str]
+    at: Location
+    is_blank: bool = True
+
+
+@dataclass
+class _Element:
+    """One tag as XML has it."""
+
+    tag: str
+    attributes: dict[str, str]
+    at: Location
+    keeps_space: bool
+    runs: list[_Run]
+    """One more than ``children``: before, between and after them."""
+    children: list[_Element] = field(default_factory=list)
+
+
+def parse_schema(text: str, file: str = "<string>") -> Schema:
+    """The schema that ``text`` describes. ``file`` is the name in errors. Raises :class:`SchemaError`."""
+    root = _parsed(text, file, "schema")
+    attributes = _attributes(root, ("name",))
+    scaffolds = [child for child in root.children if child.tag == "scaffold"]
+    schema = Schema(
+        _name(root, attributes["name"], "schema"),
+        tuple(_schema_nodes(root, None, in_role=False)),
+        tuple(map(_scaffold, scaffolds)),
+        root.at,
+    )
+    if not schema.children:
+        raise SchemaError(root.at, "the schema is empty, expected text or <module>")
+    _check_names(schema)
+    for scaffold in schema.scaffolds:
+        _check_scaffold(schema, scaffold)
+    return schema
+
+
+def parse_prompt(text: str, file: str = "<string>") -> PromptMarkup:
+    """The prompt that ``text`` describes; not yet compared with its schema. Raises :class:`SchemaError`."""
+    root = _parsed(text, file, "prompt")
+    schema = _attributes(root, ("schema",))["schema"]
+    return PromptMarkup(schema, tuple(_prompt_nodes(root, "prompt")), root.at)
+
+
+# -- XML ------------------------------------------------------------------------------------------
+
+
+def _parsed(text: str, file: str, root_tag: str) -> _Element:
+    if not isinstance(text, str):
+        raise SchemaError(
+            Location(file, 1), f"{text!r:.40} is a {type(text).__name__}, expected a str"
+        )
+    try:
+        data = text.removeprefix("\ufeff").encode("utf-8")
+    except UnicodeEncodeError as exc:
+        at = Location(file, text.count("\n", 0, exc.start) + 1)
+        raise SchemaError(
+            at, f"lone surrogate {text[exc.start]!r}, expected valid Unicode; decode as UTF-8"
+        ) from exc
+    if len(data) > MAX_BYTES:
+        raise SchemaError(
+            Location(file, 1),
+            f"{len(data):,} bytes, expected at most {MAX_BYTES:,}; split the schema",
+        )
+    root = _TreeBuilder(file).build(data)
+    if root.tag != root_tag:
+        raise SchemaError(root.at, f"the root is <{root.tag}>, expected <{root_tag}>")
+    return root
+
+
+class _TreeBuilder:
+    """Builds the tree of elements from expat's events."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._open: list[_Element] = []
+        self._root: _Element | None = None
+        self._parser = expat.ParserCreate("utf-8")
+        self._parser.StartElementHandler = self._start
+        self._parser.EndElementHandler = self._end
+        self._parser.CharacterDataHandler = self._text
+        self._parser.CommentHandler = self._comment
+        self._parser.ProcessingInstructionHandler = self._comment
+        self._parser.StartDoctypeDeclHandler = self._refuse_doctype
+
+    def build(self, data: bytes) -> _Element:
+        try:
+            self._parser.Parse(data, True)
+        except expat.ExpatError as exc:
+            at = Location(self._file, exc.lineno, exc.offset + 1)
+            raise SchemaError(at, self._what_is_malformed(exc)) from exc
+        assert self._root is not None  # expat reports a file without elements
+        return self._root
+
+    def _here(self) -> Location:
+        parser = self._parser
+        return Location(self._file, parser.CurrentLineNumber, parser.CurrentColumnNumber + 1)
+
+    def _start(self, tag: str, attributes: dict[str, str]) -> None:
+        at = self._here()
+        if len(self._open) == MAX_DEPTH:
+            raise SchemaError(at, f"<{tag:.40}> is inside {MAX_DEPTH} tags, expected fewer")
+        if ":" in tag:
+            raise SchemaError(at, f"<{tag:.40}> has a namespace, expected a tag without one")
+        keeps_space = bool(self._open) and self._open[-1].keeps_space
+        space = attributes.pop("xml:space", None)
+        if space not in (None, "preserve", "default"):
+            raise SchemaError(at, f"xml:space is {space!r:.40}, expected 'preserve' or 'default'")
+        if space is not None:
+            keeps_space = space == "preserve"
+        element = _Element(tag, attributes, at, keeps_space, [_Run([], at)])
+        if self._open:
+            self._open[-1].children.append(element)
+            self._open[-1].runs.append(_Run([], at))
+        else:
+            self._root = element
+        self._open.append(element)
+
+    def _end(self, tag: str) -> None:
+        self._open.pop()
+
+    def _text(self, data: str) -> None:
+        run = self._open[-1].runs[-1]
+        run.pieces.append(data)
+        if run.is_blank and not data.isspace():
+            run.is_blank = False
+            run.at = self._here()
+
+    def _comment(self, *_: str) -> None:
+        if self._open:
+            self._open[-1].runs[-1].pieces.append(_COMMENT)
+
+    def _refuse_doctype(self, *_: object) -> None:
+        raise SchemaError(
+            self._here(), "<!DOCTYPE> is refused, as entities can expand without limit; remove it"
+        )
+
+    def _what_is_malformed(self, error: expat.ExpatError) -> str:
+        innermost = self._open[-1] if self._open else None
+        opened = innermost and f"</{innermost.tag:.80}> for the tag of line {innermost.at.line}"
+        if error.code == _CODES[expat.errors.XML_ERROR_TAG_MISMATCH]:
+            return f"this closing tag fits no open tag, expected {opened}"
+        if error.code == _CODES[expat.errors.XML_ERROR_NO_ELEMENTS]:
+            if opened:
+                return f"the text ends, expected {opened}"
+            return "there is no tag, expected <schema name=…> or <prompt schema=…>"
+        if error.code == _CODES[expat.errors.XML_ERROR_UNDEFINED_ENTITY]:
+            return (
+                "unknown entity, expected &lt; &gt; &amp; &quot; &apos; or a number such as &#160;; write "
+                "&amp; for &"
+            )
+        if error.code == _CODES[expat.errors.XML_ERROR_JUNK_AFTER_DOC_ELEMENT]:
+            return "there is more after the last closing tag, expected one <schema> or <prompt> per file"
+        if error.code == _CODES[expat.errors.XML_ERROR_INVALID_TOKEN]:
+            return (
+                "not valid XML; put values of attributes in quotation marks, write &lt; for < and &amp; for "
+                "& in text, and leave out control characters"
+            )
+        return f"not valid XML: {expat.errors.messages.get(error.code, error.code)}"
+
+
+# -- whitespace -----------------------------------------------------------------------------------
+
+
+def _content(element: _Element, drops_last_break: bool = False) -> Iterator[Text | _Element]:
+    """Texts and tags inside ``element``, without the whitespace that only lays the markup out."""
+    texts = ["".join(run.pieces) for run in element.runs]
+    if element.keeps_space:
+        texts = [text.replace(_COMMENT, "") for text in texts]
+    else:
+        texts = _without_layout(texts, element.children, drops_last_break)
+    for text, run, child in zip(texts, element.runs, [*element.children, None], strict=True):
+        if text:
+            yield Text(text, run.at)
+        if child is not None:
+            yield child
+
+
+def _without_layout(
+    texts: list[str], children: list[_Element], drops_last_break: bool
+) -> list[str]:
+    """``texts[i]`` precedes ``children[i]``; the last text follows all children.
+
+    A line with text or a parameter is kept with its line break, less the indentation that all such lines have
+    in common. Other lines are layout, except blank lines between two lines of text.
+    """
+    lines: list[_Line] = [_Line()]
+    for number, text in enumerate(texts):
+        # The first piece continues a line, so a comment in it is no line of its own.
+        first, separator, rest = text.partition("\n")
+        text = first + separator + _COMMENT_LINES.sub("", rest)
+        first, *others = text.replace(_COMMENT, "").split("\n")
+        lines[-1].add(number, first)
+        for piece in others:
+            lines.append(_Line())
+            lines[-1].add(number, piece)
+        if number < len(children):
+            lines[-1].add_tag(children[number].tag in PARAMETERS)
+    indent = os.path.commonprefix([line.indent() for line in lines[1:] if line.is_written])  # noqa: RUF071
+    kept = [""] * len(texts)
+    blank: list[
+        int
+    ] = []  # numbers of the texts that hold the blank lines since the last written line
+    follows_text = False
+    for i, line in enumerate(lines):
+        if line.is_written:
+            for number in blank:
+                kept[number] += "\n"
+            for number, piece in line.kept(len(indent) if i else 0):
+                kept[number] += piece
+            if i < len(lines) - 1:
+                kept[line.last_number] += "\n"
+        elif not line.has_tag and follows_text:
+            blank.append(line.last_number)
+            continue
+        blank.clear()
+        follows_text = line.is_written
+    if drops_last_break:
+        kept[-1] = kept[-1].removesuffix("\n")
+    return kept
+
+
+class _Line:
+    """One line inside an element: pieces of text with the number of the text they belong to, and tags."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, str] | bool] = []
+        """Pieces, and for each tag whether it is a parameter."""
+        self.is_written = False
+        self.has_tag = False
+        self.last_number = 0
+
+    def add(self, number: int, piece: str) -> None:
+        self._items.append((number, piece))
+        self.last_number = number
+        self.is_written |= not _is_blank(piece)
+
+    def add_tag(self, is_parameter: bool) -> None:
+        self._items.append(is_parameter)
+        self.has_tag = True
+        self.is_written |= is_parameter
+
+    def indent(self) -> str:
+        first = self._items[0]
+        assert isinstance(first, tuple)
+        return first[1][: len(first[1]) - len(first[1].lstrip(" \t"))]
+
+    def kept(self, indent: int) -> Iterator[tuple[int, str]]:
+        """Pieces without indentation. A blank one is kept next to a parameter only."""
+        for k, item in enumerate(self._items):
+            if isinstance(item, tuple):
+                number, piece = item
+                near = self._items[max(k - 1, 0) : k + 2]
+                if not _is_blank(piece) or any(other is True for other in near):
+                    yield number, piece[indent:] if k == 0 else piece
+
+
+def _is_blank(text: str) -> bool:
+    return not text.strip(" \t")
+
+
+# -- tags → nodes ---------------------------------------------------------------------------------
+
+
+def _schema_nodes(element: _Element, module: str | None, in_role: bool) -> Iterator[SchemaNode]:
+    for item in _content(element, drops_last_break=element.tag in ROLES):
+        if isinstance(item, Text):
+            yield item
+        elif item.tag == "module":
+            yield _module(item, in_role)
+        elif item.tag == "union":
+            yield _union(item, in_role)
+        elif item.tag in PARAMETERS:
+            if module is None:
+                raise SchemaError(
+                    item.at, f"<{item.tag}> is outside of a module, expected inside <module name=…>"
+                )
+            yield _parameter(item)
+        elif item.tag in ROLES:
+            if in_role:
+                raise SchemaError(item.at, f"<{item.tag}> is inside a role, expected outside")
+            _attributes(item, ())
+            yield Role(item.tag, tuple(_schema_nodes(item, module, in_role=True)), item.at)
+        elif item.tag != "scaffold" or element.tag != "schema":
+            raise SchemaError(item.at, _misplaced(item, element))
+
+
+def _misplaced(item: _Element, parent: _Element) -> str:
+    if item.tag == "scaffold":
+        return f"<scaffold> is inside <{parent.tag}>, expected directly inside <schema>"
+    allowed = ["module", "union", *ROLES]
+    allowed += ["param"] if parent.tag == "module" else []
+    allowed += ["scaffold"] if parent.tag == "schema" else []
+    tags = ", ".join(f"<{tag}>" for tag in allowed)
+    return (
+        f"<{item.tag:.80}> is no tag of a schema, expected {tags}{did_you_mean(item.tag, allowed)}; "
+        "write &lt; for < in text"
+    )
+
+
+def _module(element: _Element, in_role: bool) -> Module:
+    name = _name(element, _attributes(element, ("name",))["name"], "module")
+    if name in RESERVED:
+        raise SchemaError(element.at, f"{name!r} is a tag of the markup, expected another name")
+    children = tuple(_schema_nodes(element, name, in_role))
+    if not children:
+        raise SchemaError(element.at, f"module {name!r} is empty, expected text or modules in it")
+    seen: set[str] = set()
+    for node in without_roles(children):
+        if isinstance(node, Parameter):
+            if node.name in seen:
+                raise SchemaError(
+                    node.at,
+                    f"module {name!r} has a parameter {node.name!r} already, expected another name",
+                )
+            seen.add(node.name)
+    return Module(name, children, element.at)
+
+
+def _union(element: _Element, in_role: bool) -> Union:
+    _attributes(element, ())
+    members = []
+    for item in _content(element):
+        if isinstance(item, Text):
+            if item.text.strip():
+                raise SchemaError(
+                    item.at, f"text {item.text.strip():.40} in <union>, expected only <module>"
+                )
+        elif item.tag != "module":
+            raise SchemaError(item.at, f"<{item.tag:.80}> in <union>, expected only <module>")
+        else:
+            members.append(_module(item, in_role))
+    if not members:
+        raise SchemaError(element.at, "<union> is empty, expected <module> tags in it")
+    return Union(tuple(members), element.at)
+
+
+def _parameter(element: _Element) -> Parameter:
+    lengths = [name for name in ("len", "length") if name in element.attributes]
+    if len(lengths) != 1:
+        found = "both len and length" if lengths else "no len"
+        raise SchemaError(element.at, f"<{element.tag}> has {found}, expected name and len")
+    attributes = _attributes(element, ("name", lengths[0]))
+    name = _name(element, attributes["name"], "parameter")
+    given = attributes[lengths[0]]
+    if not re.fullmatch(r"0*[1-9][0-9]{0,6}", given) or int(given) > MAX_TOKENS:
+        raise SchemaError(
+            element.at,
+            f"{lengths[0]} of parameter {name!r} is {given!r:.40}, expected a number of tokens from 1 to "
+            f"{MAX_TOKENS:,}",
+        )
+    if element.children or any(
+        text.strip() for text in "".join(element.runs[0].pieces).split(_COMMENT)
+    ):
+        raise SchemaError(element.at, f"<{element.tag}> has content, expected none")
+    return Parameter(name, int(given), element.at)
+
+
+def _scaffold(element: _Element) -> Scaffold:
+    names = tuple(_attributes(element, ("modules",))["modules"].split())
+    if any(isinstance(item, _Element) or item.text.strip() for item in _content(element)):
+        raise SchemaError(
+            element.at,
+            "<scaffold> has content, expected names only, as in <scaffold modules='a b'/>",
+        )
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise SchemaError(
+            element.at,
+            f"modules of <scaffold> is {' '.join(names)!r:.80}, expected two or more different modules",
+        )
+    return Scaffold(names, element.at)
+
+
+def _prompt_nodes(element: _Element, inside: str) -> Iterator[PromptNode]:
+    for item in _content(element, drops_last_break=inside != "import"):
+        if isinstance(item, Text):
+            yield item
+        elif item.tag in ROLES and inside == "prompt":
+            _attributes(item, ())
+            yield Role(item.tag, tuple(_prompt_nodes(item, "role")), item.at)
+        elif item.tag in RESERVED:
+            why = "is inside another tag" if item.tag in ROLES else "is a tag of schemas"
+            raise SchemaError(
+                item.at, f"<{item.tag}> {why}, expected an import such as <name/>, or text"
+            )
+        else:
+            arguments = tuple(
+                Argument(name, text, item.at) for name, text in _attributes(item, None).items()
+            )
+            children = tuple(_prompt_nodes(item, "import"))
+            yield Import(item.tag, arguments, children, item.at)  # type: ignore[arg-type]
+
+
+def _attributes(element: _Element, required: tuple[str, ...] | None) -> dict[str, str]:
+    """The attributes, which are exactly ``required``, or any with ``None``."""
+    for name in element.attributes:
+        if ":" in name or (required is not None and name not in required):
+            expected = ", ".join(required or ()) or "no attributes"
+            raise SchemaError(
+                element.at,
+                f"<{element.tag:.80}> has no attribute {name!r:.80}, expected {expected}",
+            )
+    for name in required or ():
+        if name not in element.attributes:
+            raise SchemaError(
+                element.at, f"<{element.tag}> has no {name}, expected <{element.tag} {name}=…>"
+            )
+    return element.attributes
+
+
+def _name(element: _Element, name: str, of: str) -> str:
+    if is_name(name):
+        return name
+    raise SchemaError(
+        element.at,
+        f"name of the {of} is {name!r:.60}, expected a letter or _, then letters, digits, '.', '-' or '_', "
+        f"at most {MAX_NAME_CHARS} characters",
+    )
+
+
+def is_name(name: str) -> bool:
+    """Whether ``name`` can be the name of a tag or an attribute."""
+    if len(name) > MAX_NAME_CHARS or not re.fullmatch(r"[^\W\d][\w.\-·]*", name):
+        return False
+    if name.isascii():
+        return True
+    try:  # XML's letters are not Python's
+        expat.ParserCreate("utf-8").Parse(f"<{name}/>".encode(), True)
+    except (expat.ExpatError, UnicodeEncodeError):
+        return False
+    return True
+
+
+# -- the whole schema -----------------------------------------------------------------------------
+
+
+def _check_names(schema: Schema) -> None:
+    seen: dict[str, Module] = {}
+    for node in walk(schema.children):
+        if isinstance(node, Module):
+            if node.name in seen:
+                raise SchemaError(
+                    node.at,
+                    f"module {node.name!r} exists in line {seen[node.name].at.line} already, expected "
+                    "another name",
+                )
+            seen[node.name] = node
+
+
+def _check_scaffold(schema: Schema, scaffold: Scaffold) -> None:
+    chosen: dict[Union, Module] = {}
+    places = schema.places
+    for name in scaffold.modules:
+        if name not in schema.modules:
+            raise SchemaError(
+                scaffold.at,
+                f"scaffold names {name!r:.80}, expected a module of the schema"
+                f"{did_you_mean(name, schema.modules)}",
+            )
+        for union, member in places[name].choices:
+            if chosen.setdefault(union, member) is not member:
+                raise SchemaError(
+                    scaffold.at,
+                    f"scaffold needs {chosen[union].name!r} and {member.name!r}, which are in one union "
+                    f"(line {union.at.line}), expected modules that a prompt can import together",
+                )
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """``"; did you mean 'miami'?"``, or nothing."""
+    close = difflib.get_close_matches(name[:MAX_NAME_CHARS], names, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
