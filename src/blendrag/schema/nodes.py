@@ -197,27 +197,27 @@ def with_role_texts(root: Root, texts: Callable[[Role], tuple[str, str]]) -> Roo
     Neighbouring texts become one, so that they are tokenised together.
     """
 
-    def replaced(nodes: Iterable[Any]) -> tuple[Any, ...]:
-        flat: list[Node] = []
-        node: Node
-        for node in nodes:
-            if isinstance(node, Role):
-                before, after = texts(node)
-                flat += [Text(before, node.at), *replaced(node.children), Text(after, node.at)]
-            elif isinstance(node, Module):
-                flat.append(replace(node, children=replaced(node.children)))
-            elif isinstance(node, Import):
-                flat.append(replace(node, children=replaced(node.children)))
-            elif isinstance(node, Union):
-                flat.append(replace(node, members=replaced(node.members)))
-            else:
-                flat.append(node)
-        return _joined(flat)
-
-    return replace(root, children=replaced(root.children))
+    return replace(root, children=_joined(_with_role_texts(root.children, texts)))
 
 
-def _joined(nodes: list[Node]) -> tuple[Node, ...]:
+def _with_role_texts(
+    nodes: Iterable[Node], texts: Callable[[Role], tuple[str, str]]
+) -> Iterator[Node]:
+    for node in nodes:
+        if isinstance(node, Role):
+            before, after = texts(node)
+            yield Text(before, node.at)
+            yield from _with_role_texts(node.children, texts)
+            yield Text(after, node.at)
+        elif isinstance(node, Module):
+            yield replace(node, children=_joined(_with_role_texts(node.children, texts)))
+        elif isinstance(node, Union):
+            yield replace(node, members=_joined(_with_role_texts(node.members, texts)))
+        else:
+            yield node
+
+
+def _joined(nodes: Iterable[Node]) -> tuple[Any, ...]:
     joined: list[Node] = []
     for node in nodes:
         if not isinstance(node, Text):
