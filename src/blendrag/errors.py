@@ -113,7 +113,7 @@ class ContextOverflowError(InvalidInputError):
 class SchemaError(InvalidInputError):
     """The markup of a schema or of a prompt is wrong, or a prompt does not fit its schema.
 
-    ``at`` is the place, as ``file:line``.
+    ``at`` is the place, as ``file:line:column``.
     """
 
     def __init__(self, at: object, wrong: str) -> None:

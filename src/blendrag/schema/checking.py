@@ -23,7 +23,7 @@ from blendrag.schema.nodes import (
 )
 
 if TYPE_CHECKING:
-    from blendrag.schema.layout import CountTokens
+    from blendrag.schema.layout import CountTokens, Extent
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,19 @@ def check_lengths(parts: Sequence[Part], count_tokens: CountTokens) -> None:
                     f"{part.argument.name}={part.argument.text!r:.60} has {tokens:,} tokens, expected at "
                     f"most {most:,} (line {part.parameter.at.line} of the schema); shorten it",
                 )
+
+
+def check_context(parts: Sequence[Part], extents: Sequence[Extent], context_tokens: int) -> None:
+    """Raise :class:`SchemaError` for the first part that ends behind the context of the model."""
+    for part, extent in zip(parts, extents, strict=True):
+        if extent.end > context_tokens:
+            at = part.parameter.at if isinstance(part, FilledParameter) else part.text.at
+            raise SchemaError(
+                at,
+                f"this part of the prompt takes positions {extent.start:,} to {extent.end:,}, expected at "
+                f"most {context_tokens:,}, the context of the model; shorten the schema, or put modules of "
+                "which a prompt needs one into a <union>",
+            )
 
 
 class _Resolver:

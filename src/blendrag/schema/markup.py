@@ -46,6 +46,7 @@ RESERVED = ("schema", "prompt", "module", "union", "scaffold", *PARAMETERS, *ROL
 
 _COMMENT = "\0"  # cannot occur in XML
 _COMMENT_LINES = re.compile(r"^[ \t]*\0[\0 \t]*\n", re.MULTILINE)
+_SPACE = " \t\r\n"
 _CODES = expat.errors.codes
 
 
@@ -252,7 +253,7 @@ def _without_layout(
         if number < len(children):
             lines[-1].add_tag(children[number].tag in PARAMETERS)
     indent = os.path.commonprefix([line.indent() for line in lines[1:] if line.is_written])  # noqa: RUF071
-    kept = [""] * len(texts)
+    kept: list[list[str]] = [[] for _ in texts]
     blank: list[
         int
     ] = []  # numbers of the texts that hold the blank lines since the last written line
@@ -260,19 +261,19 @@ def _without_layout(
     for i, line in enumerate(lines):
         if line.is_written:
             for number in blank:
-                kept[number] += "\n"
+                kept[number].append("\n")
             for number, piece in line.kept(len(indent) if i else 0):
-                kept[number] += piece
+                kept[number].append(piece)
             if i < len(lines) - 1:
-                kept[line.last_number] += "\n"
+                kept[line.last_number].append("\n")
         elif not line.has_tag and follows_text:
             blank.append(line.last_number)
             continue
         blank.clear()
         follows_text = line.is_written
-    if drops_last_break:
-        kept[-1] = kept[-1].removesuffix("\n")
-    return kept
+    if drops_last_break and kept[-1] and kept[-1][-1] == "\n":
+        kept[-1].pop()
+    return ["".join(pieces) for pieces in kept]
 
 
 class _Line:
@@ -377,9 +378,10 @@ def _union(element: _Element, in_role: bool) -> Union:
     members = []
     for item in _content(element):
         if isinstance(item, Text):
-            if item.text.strip():
+            if item.text.strip(_SPACE):
                 raise SchemaError(
-                    item.at, f"text {item.text.strip():.40} in <union>, expected only <module>"
+                    item.at,
+                    f"text {item.text.strip(_SPACE)!r:.40} in <union>, expected only <module>",
                 )
         elif item.tag != "module":
             raise SchemaError(item.at, f"<{item.tag:.80}> in <union>, expected only <module>")
@@ -405,7 +407,7 @@ def _parameter(element: _Element) -> Parameter:
             f"{MAX_TOKENS:,}",
         )
     if element.children or any(
-        text.strip() for text in "".join(element.runs[0].pieces).split(_COMMENT)
+        text.strip(_SPACE) for text in "".join(element.runs[0].pieces).split(_COMMENT)
     ):
         raise SchemaError(element.at, f"<{element.tag}> has content, expected none")
     return Parameter(name, int(given), element.at)
@@ -413,7 +415,7 @@ def _parameter(element: _Element) -> Parameter:
 
 def _scaffold(element: _Element) -> Scaffold:
     names = tuple(_attributes(element, ("modules",))["modules"].split())
-    if any(isinstance(item, _Element) or item.text.strip() for item in _content(element)):
+    if any(isinstance(item, _Element) or item.text.strip(_SPACE) for item in _content(element)):
         raise SchemaError(
             element.at,
             "<scaffold> has content, expected names only, as in <scaffold modules='a b'/>",
@@ -475,7 +477,7 @@ def _name(element: _Element, name: str, of: str) -> str:
 
 def is_name(name: str) -> bool:
     """Whether ``name`` can be the name of a tag or an attribute."""
-    if len(name) > MAX_NAME_CHARS or not re.fullmatch(r"[^\W\d][\w.\-·]*", name):
+    if len(name) > MAX_NAME_CHARS or not re.fullmatch(r"[^\W\d][\w.-]*", name):
         return False
     if name.isascii():
         return True

@@ -35,7 +35,7 @@ class Location:
     column: int = 1
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}:{self.column}"
 
 
 @dataclass(frozen=True, eq=False)
