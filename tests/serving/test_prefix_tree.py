@@ -1,0 +1,228 @@
+"""The prefix tree returns the KV that was put for exactly these tokens, or less of it, whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from blendrag.serving import block_pool
+from blendrag.serving.block_pool import BLOCK_TOKENS, BlockPool
+from blendrag.serving.prefix_tree import PrefixReader, PrefixTree
+from blendrag.store.kv import KVLayout, LayerShape
+
+LAYOUT = KVLayout((LayerShape(1, 2), LayerShape(2, 4)), "float32")
+BLOCK_BYTES = LAYOUT.size_bytes(BLOCK_TOKENS)
+Ids = tuple[int, ...]
+
+
+def kv_of(family: str, ids: Ids) -> list[torch.Tensor]:
+    """K and V that depend on the family and on all tokens so far."""
+    state, values = sum(map(ord, family)), []
+    for token in ids:
+        state = (state * 31 + token + 7) % 100_003
+        values.append(float(state))
+    row = torch.tensor(values)
+    return [
+        (row[None, None, :, None] + 0.25 * i).expand(LAYOUT.layer_shape(i, len(ids))).clone()
+        for i in range(len(LAYOUT.layers))
+    ]
+
+
+def read(reader: PrefixReader) -> list[torch.Tensor]:
+    layers = [torch.empty(LAYOUT.layer_shape(i, reader.tokens)) for i in range(len(LAYOUT.layers))]
+    for i, layer in enumerate(layers):
+        reader.read_layer(i, layer)
+    return layers
+
+
+def check_content(reader: PrefixReader, family: str, ids: Ids) -> None:
+    assert reader.tokens <= len(ids)
+    for ours, theirs in zip(read(reader), kv_of(family, ids[: reader.tokens]), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def tree(blocks: int = 1000) -> PrefixTree:
+    return PrefixTree(BlockPool(LAYOUT, blocks * BLOCK_BYTES))
+
+
+def insert(made: PrefixTree, ids: Ids, family: str = "") -> int:
+    there = made.insert(family, ids, kv_of(family, ids))
+    made.check_integrity()
+    return there
+
+
+@contextmanager
+def joined(made: PrefixTree, ids: Ids, family: str = "") -> Iterator[PrefixReader]:
+    reader = made.join(family, ids)
+    assert reader is not None
+    check_content(reader, family, ids)
+    yield reader
+    reader.close()
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_pool, "SLAB_BYTES", 4 * BLOCK_BYTES)
+
+
+def common(a: Ids, b: Ids) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+#: Sequences that often begin alike and part within blocks and between them.
+SEQUENCES = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from([1, 5, 30, 63, 64, 65, 130])),
+    min_size=1,
+    max_size=4,
+).map(lambda parts: tuple(token for token, times in parts for _ in range(times)))
+FAMILIES = st.sampled_from(["", "tenant"])
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Against a plain model: the sequences that were inserted."""
+
+    @initialize(blocks=st.sampled_from([3, 8, 1000]))
+    def start(self, blocks: int) -> None:
+        self.tree = tree(blocks)
+        self.is_large = blocks == 1000
+        self.put: set[tuple[str, Ids]] = set()
+        self.readers: list[tuple[PrefixReader, str, Ids]] = []
+
+    def longest(self, family: str, ids: Ids) -> int:
+        return max((common(ids, there) for name, there in self.put if name == family), default=0)
+
+    @rule(family=FAMILIES, ids=SEQUENCES)
+    def insert(self, family: str, ids: Ids) -> None:
+        there = self.tree.insert(family, ids, kv_of(family, ids))
+        self.put.add((family, ids))
+        assert self.tree.match(family, ids) == there
+        assert there == len(ids) or not self.is_large
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), more=SEQUENCES)
+    def append(self, data: st.DataObject, more: Ids) -> None:
+        """A request goes on where another one still reads."""
+        _, family, ids = data.draw(st.sampled_from(self.readers))
+        self.insert(family, ids + more)
+
+    @rule(family=FAMILIES, ids=SEQUENCES)
+    def join(self, family: str, ids: Ids) -> None:
+        reader = self.tree.join(family, ids)
+        tokens = reader.tokens if reader else 0
+        assert tokens <= self.longest(family, ids)
+        if self.is_large:
+            assert tokens == self.longest(family, ids)
+        if reader is not None:
+            self.readers.append((reader, family, ids))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        leaving = data.draw(st.sampled_from(self.readers))
+        self.readers.remove(leaving)
+        leaving[0].close()
+        leaving[0].close()
+
+    @rule()
+    def shrink(self) -> None:
+        self.tree.shrink(0)
+        self.is_large = False
+        if not self.readers:
+            assert not self.tree.pool.slabs
+            self.put.clear()
+
+    @invariant()
+    def nothing_is_lost_or_mixed_up(self) -> None:
+        self.tree.check_integrity()
+        for reader, family, ids in self.readers:
+            check_content(reader, family, ids)
+            assert self.tree.match(family, ids) >= reader.tokens
+
+
+TreeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+test_any_sequence_of_changes = TreeMachine.TestCase
+
+
+def test_prompts_that_part_within_a_block_share_the_blocks_before_it():
+    made, begin = tree(), tuple(range(200))
+    insert(made, begin + (7,) * 100)
+    blocks = made.pool.used
+    insert(made, begin + (8,) * 100)
+    assert made.pool.used == blocks + 2  # of 300 tokens, 192 are shared
+    with joined(made, begin + (8,) * 50) as reader:
+        assert reader.tokens == 250
+        parts = reader.parts()
+        assert [(chunk.start, chunk.tokens) for _, chunk in parts] == [(0, 192), (192, 108)]
+        with joined(made, begin + (7,) * 20) as other:
+            assert other.parts()[0] == parts[0]  # one chunk for both
+    with joined(made, (*begin, 9)) as reader:  # within a block, for reading
+        assert reader.tokens == 200
+
+
+def test_the_kv_of_a_node_is_a_view_of_the_pool():
+    made = tree()
+    insert(made, tuple(range(300)))
+    with joined(made, tuple(range(300))) as reader:
+        ((_, chunk),) = reader.parts()
+        slab = made.pool.slabs[0]
+        assert chunk.layers[1].data_ptr() == slab.layers[1].data_ptr()
+        assert chunk.layers[1].shape == (2, 2, 300, 4)
+
+
+def test_a_sequence_that_grows_wastes_less_than_a_block():
+    made, ids = tree(), tuple(range(1000))
+    for end in range(10, 1000, 30):
+        assert insert(made, ids[:end]) == end
+        assert made.pool.used == -(-end // BLOCK_TOKENS)
+
+
+def test_what_was_used_last_and_what_is_in_use_stays():
+    made = tree(blocks=6)
+    a, b, c, d = ((token,) * 128 for token in range(4))
+    for ids in (a, b, c):
+        insert(made, ids)
+    with joined(made, a):
+        pass
+    with joined(made, b):  # in use, though a was used later before
+        with joined(made, a):
+            pass
+        insert(made, d)
+        assert [made.match("", ids) for ids in (a, b, c, d)] == [128, 128, 0, 128]
+        assert insert(made, (5,) * 640) == 256  # all but what is in use
+        assert made.match("", b) == 128
+
+
+def test_memory_is_returned_to_the_system():
+    made = tree()
+    for token in range(5):
+        insert(made, (token,) * 200)
+    assert made.pool.size_bytes >= 20 * BLOCK_BYTES
+    with joined(made, (3,) * 200):
+        made.shrink(0)
+        assert 4 * BLOCK_BYTES <= made.pool.size_bytes <= 8 * BLOCK_BYTES
+        made.check_integrity()
+    made.shrink(0)
+    assert not made.pool.size_bytes
+
+
+def test_families_share_nothing():
+    made, ids = tree(), tuple(range(100))
+    insert(made, ids, "one")
+    assert made.join("other", ids) is None
+    insert(made, ids, "other")
+    with joined(made, ids, "one"), joined(made, ids, "other"):
+        assert made.pool.used == 4
+
+
+def test_without_room_nothing_is_kept():
+    made = tree(blocks=0)
+    assert insert(made, (1,) * 100) == 0
+    assert made.join("", (1,) * 100) is None
