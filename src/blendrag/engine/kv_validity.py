@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,12 +21,12 @@ from blendrag.corpus.manifest import Manifest
 from blendrag.errors import CorruptKVError, IdentityChangedError, UnsupportedModelError
 from blendrag.fusor import verdicts
 from blendrag.fusor.gate import Verification, verify
-from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content, magnitude, misfit
+from blendrag.model.sharing import ModelLock
 from blendrag.store import KVReader, KVStore
 from blendrag.store.encodings import codec_of, staging_of
-from blendrag.store.identity import chunk_key
-from blendrag.store.kv import ChunkKV, dtype_name
+from blendrag.store.identity import ModelIdentity, chunk_key
+from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,43 @@ PROBE_TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 ANNOUNCED_S = 3.0
 
 
+class Encodes(Protocol):
+    """A model that computes KV: :class:`ModelAdapter`, or one whose tokens are placed."""
+
+    model: Any
+    model_id: str
+    lock: ModelLock
+    refusal: str | None
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def precision(self) -> torch.dtype: ...
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def identity(self) -> ModelIdentity: ...
+    def encode(self, prefix_ids: Sequence[int], chunk_ids: Sequence[int], /) -> ChunkKV: ...
+
+
+#: Measures whether a model's KV may be reused; takes the model, and what announces how long the rest takes.
+Gate = Callable[[Any, Callable[[int, float], None]], Verification]
+
+
 class KVValidity:
     """Validity of one model's KV in one store. Methods that compute take the model's lock."""
 
     def __init__(
-        self, adapter: ModelAdapter, store: KVStore, root: Path, manifest: Callable[[], Manifest]
+        self,
+        adapter: Encodes,
+        store: KVStore,
+        root: Path,
+        manifest: Callable[[], Manifest],
+        gate: Gate | None = None,
     ) -> None:
-        """``manifest``: with the prefix and the encoding of KV that is stored now."""
+        """``manifest``: with the prefix and the encoding of KV that is stored now. ``gate``: instead of that
+        of blending."""
+        self._gate = gate
         self._adapter = adapter
         self._store = store
         self._root = root
@@ -64,11 +94,11 @@ class KVValidity:
         The gate runs over native KV; its result holds for every encoding.
         """
         if self._adapter.refusal is not None:
-            return verify(self._adapter)
+            return Verification("refused", self._adapter.refusal, ())
         namespace = self._adapter.identity.namespace
         known = verdicts.recall(namespace, self._adapter.device)
         if known is None:
-            known = verify(self._adapter, self._announce)
+            known = (self._gate or verify)(self._adapter, self._announce)
             verdicts.remember(namespace, self._adapter.device, known)
         return known
 
@@ -146,14 +176,20 @@ class KVValidity:
         Raises :class:`IdentityChangedError` if the loaded model is no longer that one.
         """
         with self._adapter.lock:
-            encoding = self._manifest().encoding
-            if self._adapter.identity.encoded(encoding).namespace != namespace:
-                raise IdentityChangedError(
-                    f"the weights or adapters of {self._adapter.model_id} changed while KV was being "
-                    "computed; nothing wrong was stored, start again"
-                )
-            kv = self._adapter.encode(prefix, ids)
-            return replace(kv, layout=kv.layout.encoded(encoding))
+            self.require_identity(namespace)
+            return self.encoded(self._adapter.encode(prefix, ids))
+
+    def require_identity(self, namespace: str) -> None:
+        """Raise :class:`IdentityChangedError` if the loaded model is not the one that ``namespace`` names."""
+        if self.namespace != namespace:
+            raise IdentityChangedError(
+                f"the weights or adapters of {self._adapter.model_id} changed while KV was being "
+                "computed; nothing wrong was stored, start again"
+            )
+
+    def encoded(self, kv: ChunkKV) -> ChunkKV:
+        """``kv`` as this store will keep it."""
+        return replace(kv, layout=kv.layout.encoded(self._manifest().encoding))
 
     def admit(self, namespace: str) -> None:
         """Prepare ``namespace`` for writing: the gate has passed, the probe entry is stored and pinned.

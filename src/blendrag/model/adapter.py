@@ -20,6 +20,7 @@ from blendrag.model import fingerprint
 from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
 from blendrag.model.sharing import lock_of
 from blendrag.model.structure import (
+    Decoder,
     DecoderStack,
     check_placement,
     find_stack,
@@ -145,13 +146,18 @@ class ModelAdapter:
         """
         with self.lock:
             self.require_blendable()
+            if dtype_name(self.model.dtype) != self.layout.dtype:
+                self._probe()  # the model was converted: K and V have another dtype now
+            return self.identity_over(self.stack, self.layout)
+
+    def identity_over(self, decoder: Decoder, layout: KVLayout) -> ModelIdentity:
+        """:attr:`identity` of a model with this ``decoder`` and ``layout``, blendable or not."""
+        with self.lock:
             found = fingerprint.loaded(self.model)
             marks = self._digests.marks(found)
             config = self.model.config
             identified = (marks, found.adapters, self.model.dtype, config._attn_implementation)
             if self._identity is None or identified != self._identified:
-                if dtype_name(self.model.dtype) != self.layout.dtype:
-                    self._probe()  # the model was converted: K and V have another dtype now
                 self._identity = ModelIdentity(
                     model_id=self.model_id,
                     revision=self.revision,
@@ -160,9 +166,9 @@ class ModelAdapter:
                     weight_quantization=fingerprint.weight_quantization(config),
                     compute_dtype=dtype_name(self.model.dtype),
                     attention=str(config._attn_implementation),
-                    geometry=fingerprint.geometry(self.stack.config, self.stack.layer_types),
+                    geometry=fingerprint.geometry(decoder.config, decoder.layer_types),
                     tokenizer_fingerprint=self.tokens.fingerprint,
-                    stored_dtype=self.layout.dtype,
+                    stored_dtype=layout.dtype,
                 )
             self._identified = identified
             return self._identity

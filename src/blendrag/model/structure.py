@@ -26,25 +26,29 @@ from blendrag.store.tensor_bytes import DTYPES
 
 
 @dataclass(frozen=True)
-class DecoderStack:
-    """The parts of a causal LM that blending touches."""
+class Decoder:
+    """A causal LM without its LM head, and the list of its decoder layers."""
 
     base: nn.Module
-    """The decoder without its LM head."""
     layers: Sequence[nn.Module]
-    attentions: Sequence[nn.Module]
-    rotary: nn.Module | None
     config: Any
     layer_types: Sequence[str]
+
+
+@dataclass(frozen=True)
+class DecoderStack(Decoder):
+    """The parts of a causal LM that blending touches."""
+
+    attentions: Sequence[nn.Module]
+    rotary: nn.Module | None
     may_be_compiled: Sequence[nn.Module]
     """The decoder layers and all modules outside of them."""
 
 
-def find_stack(model: Any) -> DecoderStack:
-    """Locate the decoder layers, or raise :class:`UnsupportedModelError` saying what is missing.
+def find_decoder(model: Any) -> Decoder:
+    """Locate the decoder layers: the module list with one entry per hidden layer.
 
-    The layers are the module list with one entry per hidden layer; a layer's attention is the child that
-    carries ``layer_idx``.
+    Raises :class:`UnsupportedModelError` if there is none, and for other layers than of attention.
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -57,8 +61,23 @@ def find_stack(model: Any) -> DecoderStack:
         raise UnsupportedModelError(
             f"{name} has no list of {count} decoder layers to hook; use mode full"
         )
+    types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
+    if others := set(types) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {min(others)!r}; only full and sliding-window attention can be "
+            "blended; use mode full"
+        )
+    return Decoder(base, layers, config, types)
+
+
+def find_stack(model: Any) -> DecoderStack:
+    """Locate what blending touches, or raise :class:`UnsupportedModelError` saying what is missing.
+
+    A layer's attention is the child that carries ``layer_idx``.
+    """
+    name, found = type(model).__name__, find_decoder(model)
     attentions = []
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(found.layers):
         children = (c for c in layer.children() if getattr(c, "layer_idx", None) == i)
         attention = next((child for child in children if hasattr(child, "config")), None)
         if attention is None:
@@ -67,16 +86,18 @@ def find_stack(model: Any) -> DecoderStack:
                 "KV to reuse; use mode full"
             )
         attentions.append(attention)
-    types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
-    if others := set(types) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {min(others)!r}; only full and sliding-window attention can be "
-            "blended; use mode full"
-        )
-    rotary = getattr(base, "rotary_emb", None)
-    inside = {id(module) for layer in layers for module in layer.modules()}
+    rotary = getattr(found.base, "rotary_emb", None)
+    inside = {id(module) for layer in found.layers for module in layer.modules()}
     around = [module for module in model.modules() if id(module) not in inside]
-    return DecoderStack(base, layers, attentions, rotary, config, types, (*around, *layers))
+    return DecoderStack(
+        found.base,
+        found.layers,
+        found.config,
+        found.layer_types,
+        attentions,
+        rotary,
+        (*around, *found.layers),
+    )
 
 
 def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLayout:

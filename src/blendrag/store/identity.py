@@ -89,3 +89,16 @@ class ModelIdentity:
 def chunk_key(namespace: str, prefix_ids: Sequence[int], chunk_ids: Sequence[int]) -> str:
     """Key of the KV of ``chunk_ids`` computed after ``prefix_ids`` (64 hex digits)."""
     return digest_fields([b"chunk", namespace.encode(), pack_ids(prefix_ids), pack_ids(chunk_ids)])
+
+
+def module_key(
+    namespace: str, ids: Sequence[int], positions: Sequence[int], start: int, end: int
+) -> str:
+    """Key of the KV of ``ids[start:end]`` of a prompt module (64 hex digits).
+
+    ``ids`` at ``positions`` are computed together, placeholders of parameters included.
+    """
+    stretch = pack_ids((start, end))
+    return digest_fields(
+        [b"module", namespace.encode(), pack_ids(ids), pack_ids(positions), stretch]
+    )

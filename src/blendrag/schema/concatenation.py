@@ -1,0 +1,139 @@
+"""Cached inference: stored modules one after another, then the tokens that are not cached (Prompt Cache §3.4).
+
+The order of the keys in a cache does not matter, so modules are read to where they are concatenated, in the
+order of their import. All other tokens of the prompt follow in one forward, each at its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from blendrag.fusor.cache import BlendCache
+from blendrag.fusor.loader import LayerLoader, LoadedSpan
+from blendrag.store.base import KVReader
+from blendrag.store.kv import KVLayout
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens of the schema that are encoded together: those of a module, or of all modules of a scaffold.
+
+    ``positions`` ascend. Each of ``stretches`` is stored by itself: the tokens between two parameters or
+    nested modules. Tokens outside of them are placeholders of parameters.
+    """
+
+    name: str
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    stretches: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class CachedStretch:
+    """Tokens ``[start, end)`` of a block."""
+
+    block: Block
+    start: int
+    end: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.block.ids[self.start : self.end]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return self.block.positions[self.start : self.end]
+
+
+@dataclass(frozen=True)
+class FreshTokens:
+    """Tokens of a prompt that are computed."""
+
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlacedPrompt:
+    """A prompt whose parts have fixed positions, in reading order."""
+
+    parts: tuple[CachedStretch | FreshTokens, ...]
+
+    @cached_property
+    def last_is_cached(self) -> bool:
+        """Whether the token at the largest position is cached. It is computed nevertheless, for its logits."""
+        cached = [p.positions[-1] for p in self.parts if isinstance(p, CachedStretch)]
+        fresh = [p.positions[-1] for p in self.parts if isinstance(p, FreshTokens)]
+        return max(cached, default=-1) > max(fresh, default=-1)
+
+    @cached_property
+    def end(self) -> int:
+        """The position of the first new token."""
+        return 1 + max((part.positions[-1] for part in self.parts), default=-1)
+
+
+def tokens_of(prompt: PlacedPrompt, readers: Sequence[KVReader | None]) -> ConcatenatedPrompt:
+    """``prompt`` over the ``readers`` of its cached stretches, in order; ``None``: computed."""
+    spans: list[LoadedSpan] = []
+    cached: list[tuple[int, int]] = []
+    fresh: list[tuple[int, int]] = []
+    given = iter(readers)
+    last = prompt.end - 1
+    for part in prompt.parts:
+        tokens = list(zip(part.positions, part.ids, strict=True))
+        reader = next(given) if isinstance(part, CachedStretch) else None
+        if reader is None:
+            fresh += tokens
+            continue
+        kept = tokens
+        if prompt.last_is_cached and tokens[-1][0] == last:
+            kept, fresh = tokens[:-1], [*fresh, tokens[-1]]
+        if kept:
+            start = len(cached)
+            cached += kept
+            spans.append(LoadedSpan(start, len(cached), reader, start, exact=True))
+    fresh.sort(key=lambda token: token[0])
+    positions, ids = zip(*(*cached, *fresh), strict=True)
+    return ConcatenatedPrompt(tuple(ids), tuple(positions), tuple(spans), len(fresh))
+
+
+@dataclass(frozen=True)
+class ConcatenatedPrompt:
+    """A prompt as the cache has it: loaded modules, then ``fresh`` computed tokens by position."""
+
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    spans: tuple[LoadedSpan, ...]
+    fresh: int
+
+
+class ModuleCache(BlendCache):
+    """KV of a prompt's modules, which are loaded layer by layer while the first forward computes the rest."""
+
+    def __init__(
+        self, layout: KVLayout, prompt: ConcatenatedPrompt, new_tokens: int, device: torch.device
+    ) -> None:
+        super().__init__(layout, len(prompt.ids) + new_tokens + 1, device)
+        loaded = len(prompt.ids) - prompt.fresh
+        self.loader = LayerLoader(self.buffers(loaded), [prompt.spans] * len(self.layers))
+        self.show(loaded)
+
+    def load(self) -> None:
+        """Wait until all is loaded. Raises :class:`SpanCorruptError`."""
+        self.loader.synchronize(len(self.layers) - 1)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.loader.synchronize(layer_idx)
+        return self.layers[layer_idx].update(key_states, value_states)
