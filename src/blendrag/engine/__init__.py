@@ -6,7 +6,15 @@ from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.dry_run import DryRun
 from blendrag.engine.engine import BlendEngine
 from blendrag.engine.ingest import IngestReport
-from blendrag.engine.request import Answer, Message, Options, Prompt, TokenLogprob
+from blendrag.engine.request import (
+    Answer,
+    Message,
+    Options,
+    Prompt,
+    SchemaPrompt,
+    TokenLogprob,
+)
+from blendrag.engine.schemas import SchemaReport
 from blendrag.text.readers import Document
 
 __all__ = [
@@ -22,6 +30,8 @@ __all__ = [
     "Message",
     "Options",
     "Prompt",
+    "SchemaPrompt",
+    "SchemaReport",
     "Source",
     "TokenLogprob",
 ]

@@ -170,7 +170,7 @@ class RequestBatch:
         limit = adapter.blend_limit_tokens
         if limit is not None and len(request.prompt.ids) > limit:
             return None  # all rows of its forward would use another rotary table
-        if request.mode == "full" or stream.done:
+        if request.mode == "full" or request.placed is not None or stream.done:
             return None
         with suppress(Exception):
             request = checked(request, adapter)

@@ -68,11 +68,13 @@ from blendrag.engine.request import (
     Prompt,
     RagPrompt,
     Request,
+    SchemaPrompt,
     takes_options,
     with_keywords,
 )
 from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import CorpusSettings, Resources
+from blendrag.engine.schemas import Positions, SchemaReport, Schemas
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.worker import CLOSED, Worker
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
@@ -82,6 +84,7 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.plan import Plan, Reason, ReasonCode
+from blendrag.schema.nodes import Schema
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
 from blendrag.text.passages import FreshText
@@ -186,45 +189,69 @@ class BlendEngine:
         self._running: dict[AnswerStream, int] = {}
         """Bytes of the KV of each request that has begun and not ended."""
         self._learner = Learner(self.resources, self._background, self.settings.learn)
+        self._schemas = Schemas(self.resources, self._worker)
 
     # -- asking ---------------------------------------------------------------------------------
 
     @takes_options
     def generate(
-        self, prompt: Prompt, options: Options | None = None, **given: Unpack[OptionFields]
+        self,
+        prompt: Prompt | None = None,
+        options: Options | None = None,
+        *,
+        pml: str | None = None,
+        **given: Unpack[OptionFields],
     ) -> Answer:
         """Answer ``prompt``: a string (one user message, through the chat template) or messages.
 
+        Or ``pml``: ``<prompt schema="…">…</prompt>``, for a schema that was added with :meth:`add_schema`.
         Options of the request are keywords (``max_new_tokens=20``), or ``options``. Raises
         :class:`InvalidInputError` (also :class:`ContextOverflowError`), and
         :class:`UnsupportedModelError` in any mode but full for a model whose KV cannot be reused.
         """
-        return self._start(prompt, with_keywords(options, given)).wait()
+        return self._start(_asked(prompt, pml), with_keywords(options, given)).wait()
 
     @takes_options
     def stream(
-        self, prompt: Prompt, options: Options | None = None, **given: Unpack[OptionFields]
+        self,
+        prompt: Prompt | None = None,
+        options: Options | None = None,
+        *,
+        pml: str | None = None,
+        **given: Unpack[OptionFields],
     ) -> AnswerIterator:
         """Like :meth:`generate`, piece by piece; ``.answer`` holds the whole answer once exhausted.
 
         Abandoning the iterator (``close()``, ``break``, garbage collection) stops generation.
         """
-        return AnswerIterator(self._start(prompt, with_keywords(options, given)))
+        return AnswerIterator(self._start(_asked(prompt, pml), with_keywords(options, given)))
 
     @takes_options
     async def agenerate(
-        self, prompt: Prompt, options: Options | None = None, **given: Unpack[OptionFields]
+        self,
+        prompt: Prompt | None = None,
+        options: Options | None = None,
+        *,
+        pml: str | None = None,
+        **given: Unpack[OptionFields],
     ) -> Answer:
         """:meth:`generate` without blocking the event loop; cancelling the task stops the work."""
-        started = await self._start_off_loop(prompt, with_keywords(options, given))
+        asked = _asked(prompt, pml)
+        started = await self._start_off_loop(asked, with_keywords(options, given))
         return await started.awaited()
 
     @takes_options
     def astream(
-        self, prompt: Prompt, options: Options | None = None, **given: Unpack[OptionFields]
+        self,
+        prompt: Prompt | None = None,
+        options: Options | None = None,
+        *,
+        pml: str | None = None,
+        **given: Unpack[OptionFields],
     ) -> AsyncAnswerIterator:
         """:meth:`stream` for event loops: ``async for``, then ``.answer``. Starts when iterated."""
-        begin = partial(self._start_off_loop, prompt, with_keywords(options, given))
+        asked = _asked(prompt, pml)
+        begin = partial(self._start_off_loop, asked, with_keywords(options, given))
         return AsyncAnswerIterator(begin)
 
     @overload
@@ -352,7 +379,10 @@ class BlendEngine:
 
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
-        return self._segments(render(prompt, self.resources.tokens, options or Options()))[0]
+        options = options or Options()
+        if isinstance(prompt, SchemaPrompt):
+            return self._schemas.read(prompt, options, is_full=True)[0]
+        return self._segments(render(prompt, self.resources.tokens, options))[0]
 
     # -- the road of a request ------------------------------------------------------------------
 
@@ -372,15 +402,21 @@ class BlendEngine:
         policy = options.policy or s.policy
         make_policy(policy)  # fail before any work
         schedule = Schedule.parse(options.schedule or s.schedule)
-        rendered = render(prompt, tokens, options)
-        if not isinstance(prompt, str | RagPrompt):
-            refuse_silence(prompt)
         mode = options.mode or s.mode
-        segments, source_of, notes, fresh = self._segments(rendered)
+        placed, notes, fresh = None, tuple[str, ...](), None
+        if isinstance(prompt, SchemaPrompt):
+            segments, source_of, placed = self._schemas.read(prompt, options, mode == "full")
+        else:
+            rendered = render(prompt, tokens, options)
+            if not isinstance(prompt, str | RagPrompt):
+                refuse_silence(prompt)
+            segments, source_of, notes, fresh = self._segments(rendered)
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         new_tokens = options.max_new_tokens or s.max_new_tokens
-        if self.resources.is_loaded:  # otherwise checked on the worker, once the model is loaded
+        if (
+            self.resources.is_loaded and placed is None
+        ):  # otherwise checked on the worker, once the model is loaded
             check_fits(segments, new_tokens, self.resources.adapter.context_tokens)
         ratio = s.ratio if options.ratio is None else options.ratio
         min_ratio = s.min_ratio if options.min_ratio is None else options.min_ratio
@@ -402,6 +438,7 @@ class BlendEngine:
             notes=notes,
             opening_s=opening_s,
             fresh=fresh,
+            placed=placed,
         )
 
     def _segments(
@@ -499,13 +536,17 @@ class BlendEngine:
         compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
         self._running[stream] = _kv_bytes(request, adapter)
         with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
-            if request.mode != "full" and request.prompt.chunks:
+            if request.placed is not None:
+                stream.opening_s += self._schemas.open()
+            elif request.mode != "full" and request.prompt.chunks:
                 stream.opening_s += self._planner.open()
             ahead = batch.take(number)
             request = checked(request, adapter)
             request = replace(request, asked_at=request.asked_at + stream.opening_s)
             access: KVAccess | None = None
             generation = Generation(adapter, lambda: self.resources.fusor, request, stream)
+            if request.placed is not None:
+                return self._schemas.answer(request, stream, generation)
             plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)
             for restarts_left in reversed(range(MAX_RESTARTS + 1)):
                 stream.check()
@@ -575,6 +616,26 @@ class BlendEngine:
             raise
         answering = iter(submitted)
         return [one if isinstance(one, Exception) else next(answering) for one in made]
+
+    # -- prompt schemas -------------------------------------------------------------------------
+
+    def add_schema(self, source: str | Path | Schema, positions: Positions = "schema") -> str:
+        """Add a schema of Prompt Cache for prompts in ``pml``; returns its name.
+
+        ``source``: markup (``<schema name="…">…``), a file of it, or a parsed schema. A schema of the same
+        name is replaced. With ``positions="schema"`` modules keep the positions of the schema and are never
+        recomputed; with ``"blend"`` they follow each other as in any prompt, and the policy recomputes
+        the most important tokens. Nothing is computed now: modules are encoded at their first use, or by
+        :meth:`encode_schema`. Raises :class:`SchemaError` and :class:`InvalidInputError`.
+        """
+        return self._schemas.add(source, positions).name
+
+    def encode_schema(self, name: str) -> SchemaReport:
+        """Encode the modules of a schema that are not stored yet.
+
+        Raises :class:`UnsupportedModelError` for a model whose tokens cannot be placed.
+        """
+        return self._schemas.encode(name)
 
     # -- the corpus -----------------------------------------------------------------------------
 
@@ -691,6 +752,14 @@ class BlendEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _asked(prompt: Prompt | None, pml: str | None) -> Prompt:
+    """The prompt of a call. Raises :class:`InvalidInputError` unless one of the two is given."""
+    if (prompt is None) == (pml is None):
+        given = "neither a prompt nor pml" if prompt is None else "a prompt and pml"
+        raise InvalidInputError(f"{given} given, expected one of them; leave out the other")
+    return SchemaPrompt(pml) if pml is not None else prompt  # type: ignore[return-value]
 
 
 def _kv_bytes(request: Request, adapter: ModelAdapter) -> int:

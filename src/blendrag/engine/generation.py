@@ -1,8 +1,8 @@
 """From a plan to new tokens and an answer, on the worker's thread.
 
-Four ways into ``model.generate``: stock, with a first forward that blends, with a first forward that ran
-before in a batch, and in two steps for beams and several sequences. The caller holds the model's lock
-from the first hook to the last token.
+Five ways into ``model.generate``: stock, with a first forward that blends, with a first forward that ran
+before in a batch, in two steps for beams and several sequences, and over modules at fixed positions. The
+caller holds the model's lock from the first hook to the last token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from blendrag.fusor import Fusion, Fusor, Prefilled
 from blendrag.fusor.attention import fast_decoding
 from blendrag.metrics import RequestMetrics, Timeline
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.placement import PlacedModel
 from blendrag.model.sharing import only_here
 from blendrag.planning.plan import Plan
+from blendrag.schema.concatenation import ConcatenatedPrompt, ModuleCache
 from blendrag.serving.turns import blended, taking_turns
 
 
@@ -86,6 +88,29 @@ class Generation:
                 output, fusion = self._two_step(ids, plan)
         return self._answer(plan, fusion, output[:, ids.shape[1] :].tolist(), batch_size)
 
+    def run_placed(self, plan: Plan, prompt: ConcatenatedPrompt, model: PlacedModel) -> Answer:
+        """Generate for a prompt whose modules are loaded to fixed positions. Decodes alone.
+
+        Raises :class:`SpanCorruptError`, :class:`RequestCancelled` and :class:`RequestTimeout`.
+        """
+        stream, request, adapter = self._stream, self._request, self._adapter
+        stream.check()
+        ids = torch.tensor([prompt.ids], device=adapter.device)
+        cache = ModuleCache(model.layout, prompt, request.max_new_tokens, adapter.device)
+        with ExitStack() as around:
+            around.callback(cache.loader.close)
+            cache.loader.start()
+            if adapter.refusal is None:
+                around.enter_context(fast_decoding(adapter.stack))
+            around.enter_context(model.uncompiled())
+            around.enter_context(model.placed(cache, prompt.positions))
+            around.enter_context(_checked_layers(model.decoder.layers, stream.check))
+            if request.sequences > 1:
+                cache.load()
+                cache.batch_repeat_interleave(request.sequences)
+            output = self._generate(ids, cache)
+        return self._answer(plan, None, output[:, ids.shape[1] :].tolist(), 1)
+
     @property
     def _takes_turns(self) -> bool:
         """Whether tokens may be decoded together with those of other requests."""
@@ -121,6 +146,7 @@ class Generation:
         kwargs |= sampling(options) | dict(options.generate)
         if cache is not None:
             kwargs["past_key_values"] = cache
+            kwargs["use_cache"] = True  # MPT's config says no
         tokenizer = self._adapter.tokens.tokenizer
         if model.generation_config.pad_token_id is None:
             pad = tokenizer.pad_token_id

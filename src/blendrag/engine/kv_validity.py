@@ -74,7 +74,7 @@ class KVValidity:
     ) -> None:
         """``manifest``: with the prefix and the encoding of KV that is stored now. ``gate``: instead of that
         of blending."""
-        self._gate = gate
+        self._gate: Gate = gate or verify
         self._adapter = adapter
         self._store = store
         self._root = root
@@ -98,7 +98,7 @@ class KVValidity:
         namespace = self._adapter.identity.namespace
         known = verdicts.recall(namespace, self._adapter.device)
         if known is None:
-            known = (self._gate or verify)(self._adapter, self._announce)
+            known = self._gate(self._adapter, self._announce)
             verdicts.remember(namespace, self._adapter.device, known)
         return known
 

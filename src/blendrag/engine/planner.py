@@ -42,9 +42,10 @@ def checked(request: Request, adapter: ModelAdapter) -> Request:
     Raises :class:`ContextOverflowError`, :class:`InvalidInputError` for a checkpoint that asks for assisted
     decoding and for ``logprobs`` of several sequences, :class:`UnsupportedModelError` in any mode but full.
     """
-    check_fits(request.prompt, request.max_new_tokens, adapter.context_tokens)
-    if request.mode != "full":
-        adapter.require_blendable()
+    if request.placed is None:  # else checked by who places it
+        check_fits(request.prompt, request.max_new_tokens, adapter.context_tokens)
+        if request.mode != "full":
+            adapter.require_blendable()
     config = adapter.model.generation_config
     for name in ASSISTED:  # those of the request's options were checked before
         value = getattr(config, name, None)

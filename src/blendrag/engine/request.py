@@ -17,6 +17,7 @@ from blendrag.engine.signatures import shows
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import RequestMetrics
+from blendrag.schema.concatenation import PlacedPrompt
 from blendrag.text.matches import Match
 from blendrag.text.passages import FreshText
 from blendrag.text.prompt import SegmentedPrompt
@@ -36,7 +37,17 @@ class RagPrompt:
     """Messages before this one."""
 
 
-Prompt = str | Sequence[Message] | RagPrompt
+@dataclass(frozen=True)
+class SchemaPrompt:
+    """A prompt in the markup of Prompt Cache, of a schema that the engine has (:meth:`add_schema`)."""
+
+    pml: str
+    """``<prompt schema="…">…</prompt>``"""
+    file: str = "<prompt>"
+    """Its name in errors."""
+
+
+Prompt = str | Sequence[Message] | RagPrompt | SchemaPrompt
 
 
 # -- options --------------------------------------------------------------------------------------
@@ -266,6 +277,8 @@ class Request:
     """Seconds of opening the tokenizer for this request."""
     sequences: int = 1
     """Sequences that ``generate`` runs: beams or returned sequences."""
+    placed: PlacedPrompt | None = None
+    """The prompt with fixed positions, if it is that of a schema with ``positions="schema"``."""
     trace_context: Any = field(default_factory=tracing.current, repr=False, compare=False)
     """Of the caller's thread, for spans on the worker's."""
 

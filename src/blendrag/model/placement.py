@@ -178,14 +178,16 @@ class PlacedModel:
         Tokens after these continue from the largest position.
         """
         assert self._decoder is not None
-        base, at = self._decoder.base, torch.tensor(list(positions), device=self.device)
+        base = self._decoder.base
+        at = torch.tensor(list(positions), device=self.device)
         following = int(at.max()) + 1 if len(at) else 0
 
         def place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            if kwargs.get("past_key_values") is not cache:
+            carried: Any = kwargs.get("past_key_values")
+            if carried is not cache:
                 return None
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-            before, tokens = cache.get_seq_length(), ids.shape[-1]
+            before, tokens = int(carried.get_seq_length()), ids.shape[-1]
             keys = at[: before + tokens]
             if (more := before + tokens - len(at)) > 0:
                 keys = torch.cat((at, torch.arange(following, following + more, device=at.device)))

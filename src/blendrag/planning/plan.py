@@ -26,6 +26,7 @@ class ReasonCode(Enum):
     UNTRUSTED = auto()
     MODE = auto()
     PROMPT_END = auto()
+    PLACED = auto()
     FASTER = auto()
 
 

@@ -1,4 +1,4 @@
-"""Cached inference: stored modules one after another, then the tokens that are not cached (Prompt Cache §3.4).
+"""Cached inference: stored modules one after another, then the tokens that are computed (Prompt Cache §3.4).
 
 The order of the keys in a cache does not matter, so modules are read to where they are concatenated, in the
 order of their import. All other tokens of the prompt follow in one forward, each at its position.
@@ -19,7 +19,7 @@ from blendrag.store.base import KVReader
 from blendrag.store.kv import KVLayout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """Tokens of the schema that are encoded together: those of a module, or of all modules of a scaffold.
 
@@ -62,11 +62,12 @@ class FreshTokens:
 class PlacedPrompt:
     """A prompt whose parts have fixed positions, in reading order."""
 
+    schema: str
     parts: tuple[CachedStretch | FreshTokens, ...]
 
     @cached_property
     def last_is_cached(self) -> bool:
-        """Whether the token at the largest position is cached. It is computed nevertheless, for its logits."""
+        """Whether the token at the largest position is cached. It is computed again, for its logits."""
         cached = [p.positions[-1] for p in self.parts if isinstance(p, CachedStretch)]
         fresh = [p.positions[-1] for p in self.parts if isinstance(p, FreshTokens)]
         return max(cached, default=-1) > max(fresh, default=-1)

@@ -41,13 +41,17 @@ def _measure(model: PlacedModel) -> Verification:
     n = 2 * PART_TOKENS + FRESH_TOKENS
     gap = min(GAP, (model.limit - n) // 2)
     if gap < 1:
-        raise UnsupportedModelError(f"{model.limit} positions are too few for the modules of a schema")
+        raise UnsupportedModelError(
+            f"{model.limit} positions are too few for the modules of a schema"
+        )
     vocab = model.model.get_input_embeddings().num_embeddings
     ids = torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(0)).tolist()
     stock = model.model(input_ids=torch.tensor([ids], device=model.device)).logits[0]
     scale = max(float(stock.float().abs().max()), 1.0)
 
-    def placed(positions: Sequence[int], order: Sequence[int], disturbance: float = 0.0) -> torch.Tensor:
+    def placed(
+        positions: Sequence[int], order: Sequence[int], disturbance: float = 0.0
+    ) -> torch.Tensor:
         """Logits ``[s, V]`` of the fresh tokens over the other parts in that order."""
         before, cache = n - FRESH_TOKENS, DynamicCache()
         together = model.prefill_at(ids[:before], positions[:before])

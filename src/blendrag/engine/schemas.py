@@ -1,0 +1,346 @@
+"""Prompt schemas of one engine: their modules' KV in the store, and prompts that use it (Prompt Cache).
+
+Modules have a namespace and a probe of their own, because models that cannot be blended can be placed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from blendrag.engine.generation import Generation
+from blendrag.engine.kv_validity import KVValidity
+from blendrag.engine.request import Answer, Options, Request, SchemaPrompt
+from blendrag.engine.resources import Resources, opened
+from blendrag.engine.stream import AnswerStream
+from blendrag.engine.worker import Worker
+from blendrag.errors import (
+    ContextOverflowError,
+    InvalidInputError,
+    StoreFullError,
+    UnreadableDocumentError,
+)
+from blendrag.fusor.gate import HeldKV
+from blendrag.fusor.loader import SpanCorruptError
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.model.placement import PlacedModel
+from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
+from blendrag.schema.concatenation import (
+    Block,
+    CachedStretch,
+    ConcatenatedPrompt,
+    FreshTokens,
+    PlacedPrompt,
+    tokens_of,
+)
+from blendrag.schema.encoding import TokenizedSchema
+from blendrag.schema.gate import verify_placement
+from blendrag.schema.markup import did_you_mean, parse_prompt, parse_schema
+from blendrag.schema.nodes import Schema
+from blendrag.store import KVReader
+from blendrag.store.identity import module_key
+from blendrag.store.records import Records
+from blendrag.text.prompt import Segment, SegmentedPrompt
+
+log = logging.getLogger(__name__)
+
+Positions = Literal["schema", "blend"]
+POSITIONS: tuple[Positions, ...] = get_args(Positions)
+PLACED = Reason(ReasonCode.PLACED, "module at the positions of its schema")
+ENCODED_NOW = Reason(ReasonCode.NO_KV, "module was not encoded before; encoded for this request")
+
+
+@dataclass(frozen=True)
+class SchemaReport:
+    """What :meth:`BlendEngine.encode_schema` did."""
+
+    modules: int
+    """Including scaffolds, and the text outside of modules."""
+    encoded: int
+    """Of them, those that were not stored before."""
+    tokens: int
+    """That were encoded."""
+    collected: int
+    """Stored entries of an earlier version of the schema that were deleted."""
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The keys of one schema's modules."""
+
+    name: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Added:
+    schema: TokenizedSchema
+    positions: Positions
+
+
+class Schemas:
+    """The schemas of one engine. Methods with ``check`` or a request run on the worker, under the lock."""
+
+    def __init__(self, resources: Resources, worker: Worker) -> None:
+        self._resources = resources
+        self._worker = worker
+        self._added: dict[str, _Added] = {}
+        self._recorded: dict[str, TokenizedSchema] = {}
+        """What :class:`_Stored` was written for, by name."""
+
+    # -- add ------------------------------------------------------------------------------------
+
+    def add(self, source: str | Path | Schema, positions: Positions) -> TokenizedSchema:
+        """See :meth:`BlendEngine.add_schema`."""
+        if positions not in POSITIONS:
+            raise InvalidInputError(
+                f"positions is {positions!r}, expected {' or '.join(map(repr, POSITIONS))}"
+            )
+        schema = TokenizedSchema(_parsed(source), self._resources.tokens)
+        limit = self._resources.context_tokens
+        if positions == "schema" and schema.end >= limit:
+            raise InvalidInputError(
+                f"schema {schema.name!r} takes {schema.end:,} positions, but the model has {limit:,}; "
+                'shorten it, or add it with positions="blend", where only imported modules take positions'
+            )
+        if schema.placeholder.note:
+            log.info("schema %s: %s", schema.name, schema.placeholder.note)
+        self._added[schema.name] = _Added(schema, positions)
+        return schema
+
+    def __getitem__(self, name: str) -> _Added:
+        try:
+            return self._added[name]
+        except KeyError:
+            known = ", ".join(sorted(self._added)) or "none"
+            raise InvalidInputError(
+                f"schema {name!r:.80} was not added to this engine, which has {known}"
+                f"{did_you_mean(name, self._added)}; call add_schema first"
+            ) from None
+
+    def read(
+        self, prompt: SchemaPrompt, options: Options, is_full: bool
+    ) -> tuple[SegmentedPrompt, dict[str, str], PlacedPrompt | None]:
+        """The tokens of ``prompt``, the source of each chunk in it, and its positions if they are fixed."""
+        if options.tools:
+            raise InvalidInputError(
+                f"tools given ({len(options.tools)}) with a prompt of a schema, expected none; write them "
+                "into a module"
+            )
+        parsed = parse_prompt(prompt.pml, prompt.file)
+        added = self[parsed.schema]
+        placed = added.schema.place(parsed)
+        if options.opening and (ids := tuple(self._resources.tokens.encode_text(options.opening))):
+            at = tuple(range(placed.end, placed.end + len(ids)))
+            placed = PlacedPrompt(placed.schema, (*placed.parts, FreshTokens(ids, at)))
+        if not placed.parts:
+            raise InvalidInputError("the prompt is empty; import a module or ask something")
+        segments = added.schema.segments(placed)
+        is_placed = added.positions == "schema" and not is_full
+        if is_placed:
+            segments = _segments(placed)
+        source = f"schema {added.schema.name}"
+        sources = {s.chunk_id: source for s in segments.chunks if s.chunk_id is not None}
+        return segments, sources, placed if is_placed else None
+
+    # -- encode ---------------------------------------------------------------------------------
+
+    @opened
+    def model(self) -> PlacedModel:
+        return PlacedModel(self._resources.adapter)
+
+    @opened
+    def validity(self) -> KVValidity:
+        resources = self._resources
+        manifest = lambda: resources.manifest  # noqa: E731
+        return KVValidity(self.model, resources.store, resources.root, manifest, verify_placement)
+
+    def _opening(self, part: str) -> Any:
+        return self._resources._opening(f"schemas.{part}")
+
+    def encode(self, name: str) -> SchemaReport:
+        """See :meth:`BlendEngine.encode_schema`."""
+        schema = self[name].schema
+        began = time.perf_counter()
+        if self[name].positions == "blend":
+            raise InvalidInputError(
+                f'schema {name!r} has positions="blend"; its modules are encoded after their first use'
+            )
+
+        def work() -> SchemaReport:
+            with self.model.lock:
+                self.model.require()
+                namespace = self._namespace()
+                collected = self._collect(namespace, schema)
+                missing = [block for block in schema.blocks if self._missing(namespace, block)]
+                for block in missing:
+                    self._encode(namespace, block)
+            seconds = time.perf_counter() - began
+            tokens = sum(len(block.ids) for block in missing)
+            notes = (schema.placeholder.note,) if schema.placeholder.note else ()
+            return SchemaReport(len(schema.blocks), len(missing), tokens, collected, seconds, notes)
+
+        return self._worker.run(work)
+
+    def open(self) -> float:
+        """Find out how tokens of the model are placed, and check stored modules; returns the seconds."""
+        began = time.perf_counter()
+        self.model.require()
+        self._namespace()
+        return time.perf_counter() - began
+
+    def _namespace(self) -> str:
+        """Where the modules of the loaded model are stored, cleared of KV that it does not compute."""
+        namespace = self.validity.namespace
+        if not self.validity.is_valid(namespace) and self._resources.is_writable:
+            self.validity.renew(namespace)
+        return namespace
+
+    def _missing(self, namespace: str, block: Block) -> bool:
+        contains = self._resources.store.contains
+        return not all(
+            contains(namespace, _key(namespace, block, *each)) for each in block.stretches
+        )
+
+    def _encode(self, namespace: str, block: Block) -> dict[tuple[int, int], HeldKV]:
+        """Encode ``block`` and store it, if the store can take it; readers of its stretches."""
+        validity, store = self.validity, self._resources.store
+        validity.require_verified()
+        validity.require_identity(namespace)
+        kvs = self.model.encode_at(block.ids, block.positions, block.stretches)
+        readers = {}
+        try:
+            writes = self._resources.is_writable
+            if writes:
+                validity.admit(namespace)
+            for stretch, kv in zip(block.stretches, kvs, strict=True):
+                readers[stretch] = HeldKV(kv)
+                readers[stretch].key = key = _key(namespace, block, *stretch)
+                if writes:
+                    store.put(namespace, key, validity.encoded(kv))
+        except StoreFullError as full:
+            log.warning("module %s of a schema was not stored: %s", block.name, full)
+            readers = {s: HeldKV(kv) for s, kv in zip(block.stretches, kvs, strict=True)}
+        return readers
+
+    def _collect(self, namespace: str, schema: TokenizedSchema) -> int:
+        """Delete what an earlier schema of this name stored and no schema has now; returns how many."""
+        if self._recorded.get(schema.name) is schema or not self._resources.is_writable:
+            return 0
+        self._recorded[schema.name] = schema
+        records = Records(
+            self._resources.root, f"{namespace}.schemas", "schemas", _Stored, ("name",)
+        )
+        keys = {_key(namespace, block, *s) for block in schema.blocks for s in block.stretches}
+        stale: set[str] = set()
+        kept = set(keys)
+        for entry in records.entries():
+            (stale if entry.name == schema.name else kept).update(entry.keys)
+        records.keep(_Stored(schema.name, tuple(sorted(keys))))
+        delete = self._resources.store.delete
+        return sum(delete(namespace, key) for key in sorted(stale - kept))
+
+    # -- answer ---------------------------------------------------------------------------------
+
+    def answer(self, request: Request, stream: AnswerStream, generation: Generation) -> Answer:
+        """Answer a request with fixed positions. If bytes fail verification, it starts again without them."""
+        assert request.placed is not None
+        end, limit = request.placed.end, self.model.limit
+        if end + request.max_new_tokens > limit:
+            raise ContextOverflowError(end, request.max_new_tokens, limit)
+        avoid: set[str] = set()
+        while True:
+            plan, prompt = self._plan(request.placed, request.prompt, stream.check, avoid)
+            with closing(plan):
+                try:
+                    return generation.run_placed(plan, prompt, self.model)
+                except SpanCorruptError as corrupt:
+                    avoid.add(corrupt.span.reader.key)
+
+    def _plan(
+        self,
+        placed: PlacedPrompt,
+        segments: SegmentedPrompt,
+        check: Callable[[], None],
+        avoid: Collection[str],
+    ) -> tuple[Plan, ConcatenatedPrompt]:
+        """Open the stored modules of ``placed``, and encode those that are not stored."""
+        namespace = self._namespace()
+        if placed.schema in self._added:
+            self._collect(namespace, self._added[placed.schema].schema)
+        usable = self.validity.is_valid(namespace)
+        layout = self.model.layout.encoded(self._resources.manifest.encoding)
+        stretches = [part for part in placed.parts if isinstance(part, CachedStretch)]
+        readers: list[KVReader] = []
+        encoded: dict[Block, dict[tuple[int, int], HeldKV]] = {}
+        is_new: list[bool] = []
+        try:
+            for part in stretches:
+                key = _key(namespace, part.block, part.start, part.end)
+                reader = None
+                if usable and key not in avoid and part.block not in encoded:
+                    reader = self._resources.store.open(namespace, key, layout, len(part.ids))
+                if reader is None and part.block not in encoded:
+                    check()
+                    encoded[part.block] = self._encode(namespace, part.block)
+                is_new.append(reader is None)
+                readers.append(reader or encoded[part.block][part.start, part.end])
+            prompt = tokens_of(placed, readers)
+        except BaseException:
+            for reader in readers:
+                reader.close()
+            raise
+        spans = {span.reader: span for span in prompt.spans}
+        chunks = tuple(
+            PlannedChunk(
+                segment, ENCODED_NOW if new else PLACED, None if new else spans.get(reader)
+            )
+            for segment, reader, new in zip(segments.chunks, readers, is_new, strict=True)
+        )
+        notes: tuple[str, ...] = ()
+        if encoded:
+            count = len(encoded)
+            modules = (
+                "1 module of the schema was"
+                if count == 1
+                else f"{count} modules of the schema were"
+            )
+            notes = (f"{modules} encoded for this request",)
+        plan = Plan(segments, chunks, make_policy("reuse"), Schedule("constant"), 0.0, notes=notes)
+        return plan, prompt
+
+
+def _key(namespace: str, block: Block, start: int, end: int) -> str:
+    return module_key(namespace, block.ids, block.positions, start, end)
+
+
+def _segments(placed: PlacedPrompt) -> SegmentedPrompt:
+    """``placed`` in reading order, each cached stretch as a chunk."""
+    found: list[Segment] = []
+    for part in placed.parts:
+        at = found[-1].end if found else 0
+        name = part.block.name if isinstance(part, CachedStretch) else None
+        found.append(Segment("", part.ids, at, name, part.ids if name else ()))
+    return SegmentedPrompt(tuple(found))
+
+
+def _parsed(source: str | Path | Schema) -> Schema:
+    """A schema from markup, a file of it, or parsed before."""
+    if isinstance(source, Schema):
+        return source
+    if isinstance(source, str) and source.lstrip().startswith("<"):
+        return parse_schema(source)
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        why = getattr(exc, "strerror", None) or exc
+        raise UnreadableDocumentError(path, f"{why}; expected a file of markup") from exc
+    return parse_schema(text, str(path))

@@ -1,0 +1,114 @@
+"""What a model's chat template writes around the roles of a schema (Prompt Cache §3.2.3).
+
+Found by rendering short conversations. A template that folds the system text into the user's message, or
+begins with a default one, is followed as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+
+from blendrag.errors import InvalidInputError
+from blendrag.model.tokens import Tokens
+from blendrag.schema.nodes import Role
+
+_BEFORE: dict[str | None, tuple[str, ...]] = {
+    None: (),
+    "system": ("system",),
+    "user": ("user",),
+    "assistant": ("user", "assistant"),
+}
+"""A conversation that ends with that role."""
+
+
+class ChatTexts:
+    """The template's texts of one model. They are marked, so that other text never becomes control tokens."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        word = secrets.token_hex(8)
+        self._begin, self._end = f"\ue0f0{word}\ue0f2", f"\ue0f1{word}\ue0f2"
+        self._marked = re.compile(f"{self._begin}(.*?){self._end}", re.DOTALL)
+        self.around = lru_cache(maxsize=64)(self._around)
+        self.ids = lru_cache(maxsize=1 << 16)(self._ids)
+
+    def between(
+        self, roles: Sequence[Role], previous: str | None
+    ) -> Callable[[Role], tuple[str, str]]:
+        """For :func:`with_role_texts`: the texts of ``roles`` in order, after the role ``previous``."""
+        texts: dict[Role, tuple[str, str]] = {}
+        for role in roles:
+            before, after = self.around(role.role, previous)
+            texts[role] = self._mark(before), self._mark(after)
+            previous = role.role
+        return texts.__getitem__
+
+    def opening(self, previous: str) -> str:
+        """What the template writes before an answer that follows the role ``previous``."""
+        conversation = [_message(role, "x") for role in _BEFORE[previous]]
+        with suppress(Exception):  # jinja errors of many types
+            plain = self._tokens.render(conversation, add_generation_prompt=False)
+            opened = self._tokens.render(conversation)
+            if opened.startswith(plain):
+                return self._mark(opened[len(plain) :])
+        return ""
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text with marked texts of the template in it; all other text is plain."""
+        ids: list[int] = []
+        for i, part in enumerate(self._marked.split(text)):
+            if part:
+                encode = self._tokens.encode_template if i % 2 else self._tokens.encode_text
+                ids += encode(part)
+        return tuple(ids)
+
+    def _mark(self, text: str) -> str:
+        return f"{self._begin}{text}{self._end}" if text else ""
+
+    def _around(self, role: str, previous: str | None) -> tuple[str, str]:
+        """What the template writes before and after a message of ``role``."""
+        if not self._tokens.has_template:
+            raise InvalidInputError(
+                f"<{role}> in a schema for a model whose tokenizer has no chat template; leave the tag out, "
+                "or set tokenizer.chat_template"
+            )
+        content, earlier = "content", "earlier"
+        while (word := secrets.token_hex(8)) in self._tokens.template_text:
+            pass
+        content, earlier = f"x{word}x", f"y{word}y"
+        ways = [(_BEFORE[previous], ()), (_BEFORE[previous], ("user",))]
+        ways += [
+            (_BEFORE["assistant" if role == "user" else "user"], ()),
+            ((), ()),
+            ((), ("user",)),
+        ]
+        for before, after in ways:
+            messages = [_message(each, earlier) for each in before]
+            messages += [_message(role, content), *(_message(each, "z") for each in after)]
+            with suppress(Exception):  # jinja errors of many types, from the template's checks
+                rendered = self._tokens.render(messages, add_generation_prompt=False)
+                head, tail = rendered.split(content)
+                return self._without(head, before, earlier), "" if after else tail
+        raise InvalidInputError(
+            f"the chat template refuses a message of role {role}; leave out <{role}>"
+        )
+
+    def _without(self, head: str, before: Sequence[str], earlier: str) -> str:
+        """``head`` without the messages before, as far as they are written without this one, too."""
+        if not before:
+            return head
+        with suppress(Exception):  # a template may refuse them alone
+            alone = self._tokens.render(
+                [_message(each, earlier) for each in before], add_generation_prompt=False
+            )
+            if head.startswith(alone):
+                return head[len(alone) :]
+        return head[head.rindex(earlier) + len(earlier) :]
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
