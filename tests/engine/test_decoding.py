@@ -55,13 +55,13 @@ def test_only_bytes_that_are_no_text_are_skipped_by_the_decoder() -> None:
         "Invalid prefix encountered while decoding stream. Token ID: 7, Expected prefix: '\ufffd'"
     )
     stream, ids = stream_over("the town")
-    stream._decode = Fails()  # type: ignore[assignment]
+    stream._steps._decode = Fails()  # type: ignore[assignment]
     stream.put(ids)
     stream.end()
     assert stream.text == "the town"
     message = "something else"
     stream, ids = stream_over("the town")
-    stream._decode = Fails()  # type: ignore[assignment]
+    stream._steps._decode = Fails()  # type: ignore[assignment]
     with pytest.raises(Exception, match="something else"):
         stream.put(ids)
 

@@ -45,6 +45,30 @@ def test_every_token_has_the_state_that_the_metrics_count(answer):
     assert MARKUP in "".join(trace.texts)
 
 
+def test_ranges_are_the_tokens_in_order_with_state_layers_and_chunk(answer):
+    trace, metrics = answer.explain().trace, answer.metrics
+    ranges = list(trace.ranges())
+    assert [text for each in ranges for text in each.texts] == list(trace.texts)
+    assert [each.start for each in ranges[1:]] == [e.start + len(e.texts) for e in ranges[:-1]]
+    loaded = [each for each in ranges if each.state != "computed"]
+    assert sum(len(each.texts) for each in loaded) == metrics.reused_tokens
+    for each in ranges:
+        share = trace.recomputed[each.start]
+        assert (each.state == "recomputed") == (share > 0) == (each.layers > 0)
+        assert each.layers == (1 + share * (trace.layers - 1) if share else 0)
+    for number, (start, end) in enumerate(trace.chunks, start=1):
+        inside = [each for each in ranges if each.chunk == number]
+        assert inside[0].start == start
+        assert sum(len(each.texts) for each in inside) == end - start
+
+
+def test_characters_of_several_tokens_are_whole(engine):
+    text = "été 日本語 🙂"
+    trace = engine.generate(text, EXPLAINED).explain().trace
+    assert text in "".join(trace.texts)
+    assert "" in trace.texts
+
+
 def test_the_timeline_has_loading_selecting_and_computing_of_each_layer(answer):
     spans = answer.explain().trace.spans
     layers = {what: {s.layer for s in spans if s.what == what} for what in (LOAD, COMPUTE, SELECT)}

@@ -56,6 +56,27 @@ def test_retrieve_searches_for_the_question_before_too(served: Live, client, mon
     assert asked == [f"Who is Anna Bell?\n{QUESTION}"]
 
 
+def test_explain_shows_what_became_of_each_token(client) -> None:
+    _, about = answered(client, retrieve=True, blendrag={"explain": True})
+    ranges = about["explanation"]["ranges"]
+    tokens = {"reused": 0, "recomputed": 0, "computed": 0}
+    for each in ranges:
+        tokens[each["state"]] += len(each["texts"])
+        assert (0 < each["layers"] <= about["explanation"]["layers"]) == (
+            each["state"] == "recomputed"
+        )
+    assert sum(tokens.values()) == about["prompt_tokens"]
+    assert tokens["reused"] + tokens["recomputed"] == about["reused_tokens"]
+    assert tokens["recomputed"] >= about["recomputed_tokens"] > 0
+    text = "".join(text for each in ranges for text in each["texts"])
+    assert all(source["text"] in text for source in about["sources"])
+    for number, chunk in enumerate(about["chunks"], start=1):
+        inside = [each for each in ranges if each["chunk"] == number]
+        assert sum(len(each["texts"]) for each in inside) == chunk["tokens"]
+    for unasked in (None, {}, {"explain": False}):
+        assert "explanation" not in answered(client, retrieve=True, blendrag=unasked)[1]
+
+
 def test_a_stream_that_retrieves_cites_its_sources(client) -> None:
     body = {"messages": ASKED, "retrieve": True, "stream": True}
     lines = client.post(CHAT, json=body).text.strip().split("\n\n")

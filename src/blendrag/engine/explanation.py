@@ -6,11 +6,11 @@ explanation shows itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
@@ -22,12 +22,35 @@ if TYPE_CHECKING:
     from blendrag.planning.plan import Plan
 
 
+REUSED, RECOMPUTED, COMPUTED = "reused", "recomputed", "computed"
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """Neighbouring tokens of the prompt that were treated alike."""
+
+    start: int
+    """Position of the first in the prompt."""
+    texts: tuple[str, ...]
+    """Of each token."""
+    state: str
+    """``reused`` (loaded), ``recomputed`` (loaded, then computed in some layers) or ``computed``."""
+    layers: int
+    """How many layers computed recomputed tokens; 0 for others."""
+    chunk: int
+    """Number of their chunk among the metrics' chunk reports, from 1; 0 outside chunks."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
 @dataclass(frozen=True)
 class Trace:
     """What happened to the prompt's tokens; kept with the answer if ``Options(explain=True)``."""
 
     texts: tuple[str, ...]
-    """Of the prompt's tokens; half a character shows as the replacement character."""
+    """What each token of the prompt adds to its text; empty for the first bytes of a character."""
     chunks: tuple[tuple[int, int], ...]
     """Token spans, one for each of the metrics' chunk reports."""
     reused: tuple[tuple[int, int], ...]
@@ -44,9 +67,9 @@ class Trace:
         plan: Plan,
         fusion: Fusion | None,
         timeline: Timeline,
-        decode: Callable[[list[int]], str],
+        texts: Sequence[str],
     ) -> Trace:
-        """Call after the forward. ``decode`` turns token ids into text."""
+        """Call after the forward. ``texts``: of the prompt's tokens."""
         counts = [0] * len(plan.prompt.ids)
         layers = fusion.recomputed[1:] if fusion is not None else []
         for _, run in groupby(layers, key=id):  # unchanged sets are one tensor
@@ -54,7 +77,7 @@ class Trace:
             for position in chosen.tolist():
                 counts[position] += 1 + len(others)
         return cls(
-            texts=tuple(decode([token]) for token in plan.prompt.ids),
+            texts=tuple(texts),
             chunks=tuple((chunk.segment.position, chunk.segment.end) for chunk in plan.chunks),
             reused=tuple((span.start, span.end) for span in plan.spans),
             recomputed=tuple(count / max(len(layers), 1) for count in counts),
@@ -62,16 +85,25 @@ class Trace:
             spans=tuple(timeline.all_spans()),
         )
 
+    def ranges(self) -> Iterator[TokenRange]:
+        """All tokens of the prompt, in order."""
+        states = [(COMPUTED, 0)] * len(self.texts)
+        for start, end in self.reused:
+            states[start:end] = [self._state(share) for share in self.recomputed[start:end]]
+        numbers = [0] * len(self.texts)
+        for number, (start, end) in enumerate(self.chunks, start=1):
+            numbers[start:end] = [number] * (end - start)
+        treated = list(zip(states, numbers, strict=True))
+        for ((state, layers), chunk), run in groupby(range(len(treated)), treated.__getitem__):
+            start, *others = run
+            texts = self.texts[start : start + 1 + len(others)]
+            yield TokenRange(start, texts, state, layers, chunk)
 
-class _Run(NamedTuple):
-    """Neighbouring tokens in the same state."""
-
-    text: str
-    share: float | None
-    """As :attr:`Trace.recomputed`; ``None`` if their KV was not loaded."""
-    state: str
-    chunk: int
-    """Number of the chunk that begins here, else 0."""
+    def _state(self, share: float) -> tuple[str, int]:
+        """State and layers of a loaded token."""
+        if not share:
+            return REUSED, 0
+        return RECOMPUTED, round(share * (self.layers - 1)) + 1
 
 
 class Explanation:
@@ -95,27 +127,9 @@ class Explanation:
             answer=self.answer,
             m=self.answer.metrics,
             trace=self.trace,
-            runs=self._runs(),
             colours=_COLOURS,
             upper=(LOAD, REPOSITION),
         )
-
-    def _runs(self) -> Iterator[_Run]:
-        trace = self.trace
-        begins = {start: number for number, (start, _) in enumerate(trace.chunks, start=1)}
-        shares: list[float | None] = [None] * len(trace.texts)
-        for start, end in trace.reused:
-            shares[start:end] = trace.recomputed[start:end]
-
-        def key(at: int) -> tuple[float | None, int]:
-            return shares[at], begins.get(at, 0)
-
-        for (share, chunk), run in groupby(range(len(trace.texts)), key):
-            state = "reused" if share is not None else "computed"
-            if share:
-                layers = round(share * (trace.layers - 1)) + 1
-                state = f"recomputed in {layers} of {trace.layers} layers, else reused"
-            yield _Run("".join(trace.texts[at] for at in run), share, state, chunk)
 
 
 #: Of the boxes of the timeline.

@@ -18,7 +18,7 @@ from torch import nn
 from blendrag.engine.decoding import SeededDraws, sampling
 from blendrag.engine.explanation import Trace
 from blendrag.engine.request import Answer, Request
-from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
+from blendrag.engine.stream import AnswerStream, StopWhenDone, TextSteps, cut_at_stop
 from blendrag.errors import BlendragError, InvalidInputError, UnsupportedModelError
 from blendrag.fusor import Fusion, Fusor, Prefilled
 from blendrag.fusor.attention import fast_decoding
@@ -199,7 +199,9 @@ class Generation:
         reasons = tuple("stop" if end else "length" for end in ended)
         trace = None
         if self._timeline is not None:
-            trace = Trace.of(plan, fusion, self._timeline, decode)
+            steps = TextSteps(self._adapter.tokens.tokenizer)
+            prompt_texts = [steps.add(token) for token in request.prompt.ids]
+            trace = Trace.of(plan, fusion, self._timeline, prompt_texts)
         return Answer(texts[0], tuple(texts), reasons, metrics, (), logprobs, trace)
 
     def _until_end(self, row: list[int]) -> list[int]:

@@ -20,6 +20,27 @@ from blendrag.errors import RequestCancelled, RequestTimeout
 _END = object()
 
 
+class TextSteps:
+    """The text that each token adds to those before it."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = False) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._skips = skip_special_tokens
+        self._decode = DecodeStream(skip_special_tokens=self._skips)
+
+    def add(self, token: int) -> str:
+        """Text that ``token`` completes; empty for the first bytes of a character."""
+        try:
+            return self._decode.step(self._backend, token) or ""
+        except Exception as exc:
+            # Invalid UTF-8 may decode differently once more bytes follow; tokenizers 0.23 then refuses every
+            # further token with a bare Exception (huggingface/tokenizers#1677, vllm-project/vllm#17448).
+            if not str(exc).startswith("Invalid prefix encountered"):
+                raise
+            self._decode = DecodeStream(skip_special_tokens=self._skips)
+            return self._decode.step(self._backend, token) or ""
+
+
 class AnswerStream:
     """The answer of one request, in pieces of text."""
 
@@ -34,9 +55,8 @@ class AnswerStream:
     ) -> None:
         """``started``: ``time.perf_counter()``. ``hidden``: ids without text, instead of all control tokens.
         ``likely`` records every token."""
-        self._backend = tokenizer.backend_tokenizer
         self.hidden = hidden
-        self._decode = self._new_decoder()
+        self._steps = TextSteps(tokenizer, skip_special_tokens=hidden is None)
         self._stop = stop
         self._held = ""
         self.likely = likely
@@ -53,35 +73,19 @@ class AnswerStream:
         self.tokens: list[tuple[int, str]] = []
         """Every new token with the text it added."""
 
-    def _new_decoder(self) -> DecodeStream:
-        return DecodeStream(skip_special_tokens=self.hidden is None)
-
     # -- worker's side ------------------------------------------------------------------------
 
     def put(self, value: torch.Tensor) -> None:
         """Take the newest token ids ``[n]``."""
         self.mark_first_token()
         for token in value.reshape(-1).tolist():
-            piece = self._step(token) or ""
+            hidden = self.hidden is not None and token in self.hidden
+            piece = "" if hidden else self._steps.add(token)
             self.tokens.append((token, piece))
             if self.likely is not None:
                 self.likely.note(token)
             if piece and self.stopped_by is None:
                 self._push(piece)
-
-    def _step(self, token: int) -> str | None:
-        """Text that ``token`` completes, if any."""
-        if self.hidden is not None and token in self.hidden:
-            return None
-        try:
-            return self._decode.step(self._backend, token)
-        except Exception as exc:
-            # Invalid UTF-8 may decode differently once more bytes follow; tokenizers 0.23 then refuses every
-            # further token with a bare Exception (huggingface/tokenizers#1677, vllm-project/vllm#17448).
-            if not str(exc).startswith("Invalid prefix encountered"):
-                raise
-            self._decode = self._new_decoder()
-            return self._decode.step(self._backend, token)
 
     def mark_first_token(self) -> None:
         """Record the time to first token; later calls change nothing."""

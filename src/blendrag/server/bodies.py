@@ -21,7 +21,8 @@ class StreamOptions(Body):
 
 
 class BlendOptions(Body):
-    """How this request is blended, and how long it may take; the defaults are those of the server."""
+    """How this request is blended, how long it may take, and whether the answer shows what became of each
+    token; the defaults are those of the server."""
 
     mode: str | None = None
     policy: str | None = None
@@ -30,6 +31,7 @@ class BlendOptions(Body):
     min_ratio: float | None = None
     top_k: int | None = None
     timeout_s: float | None = None
+    explain: bool | None = None
 
 
 class Generating(Body):

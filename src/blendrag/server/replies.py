@@ -53,8 +53,12 @@ def usage(answers: Sequence[Answer]) -> Fields:
 
 
 def blendrag_fields(answer: Answer, sources: Sequence[RetrievedChunk] = ()) -> Fields:
-    """The ``blendrag`` object: what was reused and recomputed, why, how long it took, and the sources."""
+    """The ``blendrag`` object: what was reused and recomputed, why, how long it took, the sources, and each
+    token of the prompt if that was asked for."""
     fields = answer.metrics.as_dict()
+    if trace := answer.trace:
+        ranges = [vars(each) for each in trace.ranges()]
+        fields["explanation"] = {"layers": trace.layers, "ranges": ranges}
     if sources:
         fields["sources"] = [{name: getattr(each, name) for name in _SOURCE} for each in sources]
     return fields
