@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,9 @@ from blendrag.server.access import ApiKeys
 from blendrag.server.app import create_app
 from blendrag.server.running import bound_socket, server_of
 from blendrag.server.service import Limits, Service
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,15 @@ def live(engine: BlendEngine, limits: Limits | None = None, keys: str = "") -> I
         server.should_exit = True
         thread.join(timeout=60)
         assert not thread.is_alive()
+
+
+def begin(server: Live, stream: bool = True) -> socket.socket:
+    """A connection that has sent a request and reads nothing."""
+    body = json.dumps({"messages": HELLO, "stream": stream}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
 
 
 def until(is_so, seconds: float = 30.0) -> None:

@@ -15,11 +15,9 @@ import scripted
 from blendrag.server import events
 from blendrag.server.service import Limits
 from server.conftest import ANSWER, QUESTION
-from server.live import Live, live, until
+from server.live import CHAT, HELLO, Live, begin, live, until
 
 LONG = "word " * 60
-HELLO = [{"role": "user", "content": "Hello"}]
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +32,6 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def outcomes(server: Live) -> dict[str, int]:
     return dict(server.service.admission.outcomes)
-
-
-def begin(server: Live, stream: bool = True) -> socket.socket:
-    """A connection that has sent a request and reads nothing."""
-    body = json.dumps({"messages": HELLO, "stream": stream}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    connection = socket.create_connection(("127.0.0.1", server.port))
-    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    return connection
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,55 +1,407 @@
-"""The examples of docs/serving.md run as printed, but for the model, the address and the key."""
+"""The page at ``/``: what it may load and run, and its use in Debian's Chromium."""
 
 from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-from pathlib import Path
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
+import scripted
 from blendrag.engine import BlendEngine
-from server.live import Live, live
+from blendrag.server.service import Limits
+from blendrag.text.readers import Document
+from server.conftest import ANSWER, QUESTION
+from server.live import CHAT, Live, begin, live, until
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+LONG = "word " * 60
+CHATS = f"**{CHAT}"
+MARKUP = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>"
+
+# -- without a browser ----------------------------------------------------------------------------
+
+
+class Parts(HTMLParser):
+    """Attributes, and the texts of scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: dict[str, list[str]] = {"script": [], "style": []}
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside in self.texts:
+            self.texts[self._inside].append(data)
 
 
 @pytest.fixture(scope="module")
-def open_to_all(demo_engine: BlendEngine):
-    with live(demo_engine, keys="editor write\nnone\n") as server:
-        yield server
+def served_page(demo_engine: BlendEngine) -> Any:
+    with live(demo_engine, keys="secret") as server, server.client() as client:
+        return client.get("/")  # without a key
 
 
-def adapted(text: str, server: Live) -> str:
-    return text.replace("http://127.0.0.1:8000", server.url).replace(
-        "Qwen/Qwen2.5-0.5B-Instruct", "demo"
+def test_the_page_is_served_to_everybody_and_refers_to_nothing_outside(served_page) -> None:
+    assert served_page.status_code == 200
+    assert served_page.headers["content-type"] == "text/html; charset=utf-8"
+    assert not re.search(r"https?:|@import|url\(|//[a-z]+\.", served_page.text)
+    found = Parts(served_page.text).attributes
+    for name, value in found:
+        assert not name.startswith("on")
+        assert name not in ("style", "srcdoc", "action")
+        assert name not in ("src", "href") or value.startswith("data:")
+    assert ("lang", "en") in found
+
+
+def test_its_headers_allow_its_own_script_and_style_and_nothing_else(served_page) -> None:
+    policy = dict(
+        each.split(" ", 1) for each in served_page.headers["content-security-policy"].split("; ")
+    )
+    for kind, (text,) in Parts(served_page.text).texts.items():
+        assert (
+            policy.pop(f"{kind}-src")
+            == f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+        )
+    assert policy == {
+        "default-src": "'none'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+    }
+    assert served_page.headers["x-content-type-options"] == "nosniff"
+
+
+def test_its_script_never_makes_markup_of_text(served_page) -> None:
+    (script,) = Parts(served_page.text).texts["script"]
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|write\(|DOMParser|eval|Function\(", script
     )
 
 
-def test_the_examples_in_python_run(open_to_all: Live, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
-        names: dict[str, Any] = {}
-        exec(adapted(block, open_to_all), names)
-        if llm := names.get("llm"):
-            assert str((llm.invoke if hasattr(llm, "invoke") else llm.complete)("Hello"))
-    assert ".txt" in capsys.readouterr().out
+def contrast(one: str, other: str) -> float:
+    """WCAG's contrast ratio of two colours ``#rrggbb``."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(p * w for p, w in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_examples_with_curl_run(open_to_all: Live) -> None:
-    commands = re.findall(r"^\$ (curl (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
-    assert len(commands) == 4
-    for command in commands:
-        if "KEY" not in command:
-            command += ' -H "Authorization: Bearer $KEY"'
-        made = subprocess.run(
-            ["sh", "-c", f"KEY=editor; {adapted(command, open_to_all)} --silent --fail-with-body"],
-            capture_output=True,
-            text=True,
+def mixed(colour: str, percent: str, ground: str) -> str:
+    share = float(percent.rstrip("%")) / 100
+    parts = [
+        round(share * int(colour[at : at + 2], 16) + (1 - share) * int(ground[at : at + 2], 16))
+        for at in (1, 3, 5)
+    ]
+    return "#" + "".join(f"{part:02x}" for part in parts)
+
+
+def test_texts_have_enough_contrast_in_light_and_dark(served_page) -> None:
+    (style,) = Parts(served_page.text).texts["style"]
+    light, dark = (
+        dict(re.findall(r"--([a-z-]+): ([^;]+);", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    )
+    for colours in (light, light | dark):
+        paper, ink = colours["paper"], colours["ink"]
+        pairs = [(colours[name], paper) for name in ("ink", "muted", "accent", "error")]
+        pairs += [(colours["muted"], colours["raised"]), (colours["on-accent"], colours["accent"])]
+        for state, share in (("reused", "tint"), ("computed", "tint"), ("recomputed", "strongest")):
+            pairs.append((ink, mixed(colours[state], colours[share], paper)))
+        assert min(contrast(*pair) for pair in pairs) >= 4.5
+        assert contrast(colours["control"], colours["raised"]) >= 3
+
+
+# -- in Chromium ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("Chromium is not installed; on Debian: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Opens the page of a server. Fails if something was requested elsewhere, or a script failed."""
+    pages, wrong = [], []
+
+    def opened(server: Live, **context: Any) -> Any:
+        page = chromium.new_page(**context)
+        page.set_default_timeout(30_000)
+        pages.append(page)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on(
+            "request",
+            lambda r: r.url.startswith((server.url, "data:")) or wrong.append(r.url),
         )
-        assert made.returncode == 0, made.stdout
-        assert '"error"' not in made.stdout
+        page.on(
+            "console",
+            lambda m: "Content Security Policy" in m.text and wrong.append(m.text),
+        )
+        page.goto(server.url)
+        return page
+
+    yield opened
+    for page in pages:
+        page.close()
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Answers for at least two seconds, if nobody stops it. Lets two requests in."""
+    root = tmp_path_factory.mktemp("slow") / "store"
+    with scripted.engine((), root, default=LONG, mode="full") as engine:
+        engine.adapter.model.pause_s = 0.02
+        with live(engine, Limits(max_requests=2)) as server:
+            yield server
+
+
+def ask(page: Any, text: str = QUESTION) -> None:
+    page.get_by_label("Question").fill(text)
+    page.keyboard.press("Enter")
+
+
+def complete(page: Any, number: int = 1) -> Any:
+    """The ``number``-th turn, once it is answered."""
+    turn = page.locator(f".turn:nth-child({number})")
+    turn.locator(".report").wait_for()
+    return turn
+
+
+def asked_of(request: Any) -> dict[str, Any]:
+    return request.post_data_json
+
+
+def test_a_question_typed_and_sent_by_keyboard_is_answered_with_its_sources(served, visit) -> None:
+    page = visit(served)
+    page.get_by_text("demo", exact=True).wait_for()
+    assert page.evaluate("() => document.activeElement.id") == "question"
+    page.keyboard.type(QUESTION)
+    with page.expect_response(CHATS) as response:
+        page.keyboard.press("Enter")
+    assert asked_of(response.value.request)["retrieve"] is True
+    turn = complete(page)
+    about = served.engine.ask(QUESTION, explain=True)
+    assert turn.locator(".answer").inner_text().strip() == about.text.strip()
+    assert ANSWER in about.text
+    sources = turn.locator(".sources li")
+    assert sources.count() == len(about.sources)
+    sources.first.locator("summary").press("Enter")
+    assert about.sources[0].text.strip() in sources.first.inner_text()
+    (ttft_s,) = re.findall(r'"ttft_s":([\d.]+)', response.value.text())
+    number, unit = turn.locator(".ttft").inner_text().split()
+    assert float(number) == pytest.approx(float(ttft_s) * {"ms": 1000, "s": 1}[unit], abs=0.5)
+    assert page.get_by_role("status").first.inner_text().startswith("First token after ")
+
+
+def test_every_token_is_shown_with_what_became_of_it(served, visit) -> None:
+    page = visit(served)
+    ask(page)
+    turn = complete(page)
+    trace = served.engine.ask(QUESTION, explain=True).explain().trace
+    turn.get_by_text("Every token of the prompt").press("Enter")
+    shown = turn.locator(".prompt > span:not(.unseen)")
+    found = shown.evaluate_all("all => all.map((each) => [each.className, each.textContent])")
+    ranges = list(trace.ranges())
+    assert found == [[each.state, each.text] for each in ranges]
+    for state in ("reused", "recomputed", "computed"):
+        total = sum(len(each.texts) for each in ranges if each.state == state)
+        assert total
+        assert turn.locator(".key li").filter(has_text=re.compile(f"^{total} {state}")).count() == 1
+
+    at = next(number for number, each in enumerate(ranges) if each.state == "recomputed")
+    said = f"recomputed in {ranges[at].layers} of {trace.layers} layers"
+    tip = turn.locator(".tip")
+    shown.nth(at).locator("span").first.hover()
+    assert tip.inner_text() == f"token {ranges[at].start + 1}, source {ranges[at].chunk}: {said}"
+    turn.locator(".prompt").focus()
+    page.keyboard.press("Home")
+    assert tip.inner_text().startswith("token 1:")
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text().startswith("token 2:")
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+
+
+def test_the_time_is_shown_beside_that_of_full_prefill(served, visit) -> None:
+    page = visit(served)
+    ask(page)
+    turn = complete(page)
+    with page.expect_request(CHATS) as asked:
+        turn.get_by_role("button", name="Compare with full prefill").press("Enter")
+    turn.locator(".bar.full").wait_for()
+    assert asked_of(asked.value)["blendrag"] == {"mode": "full", "explain": True}
+    assert "full prefill of the same prompt" in turn.locator(".sentence").inner_text()
+    full = turn.locator(".full-ttft").inner_text()
+    assert ANSWER in turn.locator(".other-answer").inner_text()
+    ask(page, "Who is Hans Ellis?")
+    sentence = complete(page, 2).locator(".sentence").inner_text()
+    assert sentence.startswith(f"The last full prefill took {full} for a prompt of")
+
+
+def test_a_chat_goes_on_until_a_new_one(served, visit) -> None:
+    page = visit(served)
+    ask(page)
+    first = complete(page).locator(".answer").inner_text()
+    page.get_by_label("Search the documents").uncheck()
+    with page.expect_request(CHATS) as asked:
+        ask(page, "And who is Hans Ellis?")
+    roles = [(each["role"], each["content"]) for each in asked_of(asked.value)["messages"]]
+    assert roles[0] == ("user", QUESTION)
+    assert (roles[1][0], roles[1][1].strip()) == ("assistant", first.strip())
+    assert roles[2:] == [("user", "And who is Hans Ellis?")]
+    assert asked_of(asked.value)["retrieve"] is False
+    complete(page, 2)
+    page.get_by_role("button", name="New chat").click()
+    with page.expect_request(CHATS) as asked:
+        ask(page)
+    assert len(asked_of(asked.value)["messages"]) == 1
+
+
+def test_an_answer_streams_and_stops_on_the_server_too(slow, visit) -> None:
+    model, before = slow.engine.adapter.model, slow.service.admission.outcomes["cancelled"]
+    page = visit(slow)
+    page.get_by_label("Search the documents").uncheck()
+    for stop in (
+        lambda: page.get_by_role("button", name="Stop").press("Enter"),
+        lambda: page.keyboard.press("Escape"),
+    ):
+        began = model.forwards
+        ask(page, "Hello")
+        answer = page.locator(".turn:last-child .answer")
+        answer.filter(has_text="word").wait_for()
+        assert answer.get_attribute("aria-busy") == "true"
+        assert slow.service.admission.running == 1
+        stop()
+        page.locator(".turn:last-child .ending").filter(has_text="Stopped.").wait_for()
+        slow.settled()
+        slow.engine.drain()
+        assert 0 < answer.inner_text().count("word") < 60
+        assert model.forwards < began + 55
+        assert page.get_by_role("button", name="Ask").is_visible()
+    assert slow.service.admission.outcomes["cancelled"] == before + 2
+
+
+def test_what_documents_models_and_servers_say_is_text(tmp_path, visit) -> None:
+    with scripted.engine((), tmp_path / "store", default=MARKUP) as engine:
+        engine.ingest(
+            [Document(source=f"/{MARKUP}", text=f"{MARKUP} is a text.", title=MARKUP)]
+        ).whole()
+        with live(engine) as server:
+            page = visit(server)
+            ask(page, MARKUP)
+            turn = complete(page)
+            assert turn.locator("h2").inner_text() == MARKUP
+            assert turn.locator(".answer").inner_text() == MARKUP
+            assert turn.locator(".sources .name").inner_text() == MARKUP
+            turn.locator(".sources summary").click()
+            turn.get_by_text("Every token of the prompt").click()
+            assert MARKUP in turn.locator(".sources p").first.inner_text()
+            assert MARKUP in turn.locator(".prompt").inner_text()
+            page.route(
+                CHATS, lambda route: route.fulfill(status=400, json={"error": {"message": MARKUP}})
+            )
+            ask(page, "Hello")
+            page.get_by_role("alert").filter(has_text=MARKUP).wait_for()
+            assert page.title() == "blendrag"
+            assert page.locator("img").count() == 0
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab_only(demo_engine, visit) -> None:
+    with live(demo_engine, keys="schlüssel") as server:
+        page = visit(server)
+        field = page.get_by_label("API key")
+        field.fill("other")
+        page.keyboard.press("Enter")
+        page.get_by_text("is not one of this server").wait_for()
+        field.fill("schlüssel")
+        page.keyboard.press("Enter")
+        field.wait_for(state="hidden")
+        ask(page)
+        complete(page)
+        page.reload()
+        ask(page)
+        complete(page)
+        stores = "() => [localStorage.length, document.cookie, location.search]"
+        assert page.evaluate(stores) == [0, "", ""]
+        page.get_by_role("button", name="Change key").click()
+        assert field.is_visible()
+        assert page.evaluate("() => sessionStorage.getItem('blendrag-key')") == ""
+
+
+@pytest.mark.slow
+def test_a_full_queue_says_when_to_ask_again(slow, visit) -> None:
+    page = visit(slow)
+    page.get_by_label("Search the documents").uncheck()
+    held = [begin(slow) for _ in range(2)]
+    admission = slow.service.admission
+    until(lambda: admission.waiting + admission.running == 2)
+    ask(page, "Hello")
+    said = page.get_by_role("alert").filter(has_text="Ask again in 2 seconds").inner_text()
+    assert said.startswith("The server is busy.")
+    for connection in held:
+        connection.close()
+    slow.settled()
+    assert page.get_by_label("Question").input_value() == "Hello"
+    page.keyboard.press("Enter")
+    complete(page, 2)
+
+
+def test_a_server_that_is_gone_is_named(served, visit) -> None:
+    page = visit(served)
+    page.route(CHATS, lambda route: route.abort())
+    ask(page)
+    page.get_by_role("alert").filter(has_text=f"no answer from 127.0.0.1:{served.port}").wait_for()
+    page.unroute(CHATS)
+    half = 'data: {"choices": [{"index": 0, "delta": {"content": "half an"}}]}\n\n'
+    page.route(CHATS, lambda route: route.fulfill(body=half, content_type="text/event-stream"))
+    page.keyboard.press("Enter")
+    turn = page.locator(".turn:nth-child(2)")
+    turn.get_by_role("alert").filter(has_text="ended before the answer was complete").wait_for()
+    assert turn.locator(".answer").inner_text() == "half an"
+    page.unroute(CHATS)
+    with page.expect_request(CHATS) as asked:
+        page.keyboard.press("Enter")
+    assert len(asked_of(asked.value)["messages"]) == 1  # what failed is no part of the chat
+    complete(page, 3)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_narrow_screen_in_light_and_dark(served, visit, scheme) -> None:
+    page = visit(served, viewport={"width": 360, "height": 640}, color_scheme=scheme)
+    ask(page)
+    turn = complete(page)
+    turn.get_by_text("Every token of the prompt").click()
+    for summary in turn.locator(".sources summary").all():
+        summary.click()
+    assert page.evaluate("() => document.documentElement.scrollWidth") == 360
+    ground = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    shade = sum(map(int, re.findall(r"\d+", ground)))
+    assert shade > 600 if scheme == "light" else shade < 150

@@ -88,7 +88,9 @@ def serve(
         service = Service(engine, limits, keys)
         at.listen()
         shown = f"[{host}]" if ":" in host else host
-        say("serving", f"{service.model_id} at http://{shown}:{at.getsockname()[1]}/v1")
+        url = f"http://{shown}:{at.getsockname()[1]}"
+        say("serving", f"{service.model_id} at {url}/v1")
+        say("page", f"{url}/")
         interrupt.expect("the server has stopped")
         serve_until_signal(create_app(service), at, verbose)
     return DONE

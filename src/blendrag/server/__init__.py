@@ -10,6 +10,7 @@ chats completions embeddings          OpenAI's endpoints
 documents                             the corpus: ingest, list, delete
 events                                server-sent events, and clients that go away
 refusals                              an exception → status and OpenAI's error object
+page                                  the page at ``/``
 app                                   the routes
 running                               the socket, the process, SIGTERM
 ====================================  ==========================================================

@@ -15,6 +15,7 @@ from blendrag.server.completions import completion, completion_chunks
 from blendrag.server.documents import delete_documents, documents, ingest
 from blendrag.server.embeddings import embeddings
 from blendrag.server.events import streamed, while_connected
+from blendrag.server.page import page
 from blendrag.server.refusals import install_refusals
 from blendrag.server.replies import Fields
 from blendrag.server.service import Service
@@ -84,6 +85,7 @@ def create_app(service: Service) -> FastAPI:
         store = await to_thread(engine.prometheus)
         return PlainTextResponse(store + service.admission.exposition(), media_type=EXPOSITION)
 
+    app.get("/", include_in_schema=False)(page)
     return app
 
 
