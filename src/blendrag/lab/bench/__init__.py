@@ -16,6 +16,7 @@ SUMMARIES = {
     "ttft": "Time to first token of full, prefix, reuse and blend.",
     "sweep": "Time to first token over one factor, all its values in one run.",
     "throughput": "First tokens per second of full, reuse and blend by batch size.",
+    "schema": "Time to first token of a prompt of stored modules: full, blend and schema.",
     "trace": "One request layer by layer, and how much of its loading and computing overlaps.",
     "serve": "Whole answers of many requests, one by one and together, against stock transformers.",
     "load": "TTFT and throughput under Poisson arrivals, for full, prefix and blend.",
