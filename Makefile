@@ -103,6 +103,7 @@ bench-all: bench ## measure everything else in docs/performance.md, with its plo
 	$(call measure,overhead,overhead $(OVERHEAD_ARGS))
 	$(call measure,trace,trace --geometry $(GEOMETRY) $(BENCH_ARGS))
 	$(call measure,throughput,throughput --geometry $(GEOMETRY) $(BENCH_ARGS))
+	$(call measure,schema,schema --geometry $(GEOMETRY) $(BENCH_ARGS))
 	$(call measure,load,load --geometry $(GEOMETRY) $(LOAD_ARGS))
 	$(call measure,load-smaller-store,load --geometry $(GEOMETRY) --store-chunks 40 $(LOAD_ARGS))
 	$(call measure,attention,attention $(ATTENTION_ARGS))

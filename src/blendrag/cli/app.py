@@ -18,6 +18,7 @@ from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
 from blendrag.cli.output import count, duration
 from blendrag.cli.profile import profile
 from blendrag.cli.progress import StatusLine
+from blendrag.cli.schema import app as schema_commands
 from blendrag.cli.serve import serve
 from blendrag.cli.store import app as store_commands
 
@@ -114,6 +115,7 @@ def _print_verification(model: str, result: Verification) -> None:
 for command in (ingest, remove, ask, chat, serve, verify, demo, calibrate, profile):
     app.command()(command)
 app.command("list")(list_documents)
+app.add_typer(schema_commands)
 app.add_typer(store_commands)
 
 # Commands of extras: each entry point is a function that adds its commands to this app.

@@ -42,7 +42,7 @@ from blendrag.schema.encoding import TokenizedSchema
 from blendrag.schema.gate import verify_placement
 from blendrag.schema.markup import did_you_mean, parse_prompt, parse_schema
 from blendrag.schema.nodes import Schema
-from blendrag.store import KVReader
+from blendrag.store import KVReader, regular_files
 from blendrag.store.identity import module_key
 from blendrag.store.records import Records
 from blendrag.text.prompt import Segment, SegmentedPrompt
@@ -50,6 +50,8 @@ from blendrag.text.prompt import Segment, SegmentedPrompt
 log = logging.getLogger(__name__)
 
 Positions = Literal["schema", "blend"]
+#: Largest file of markup.
+MAX_MARKUP_BYTES = 64 * regular_files.MIB
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
 PLACED = Reason(ReasonCode.PLACED, "module at the positions of its schema")
 ENCODED_NOW = Reason(ReasonCode.NO_KV, "module was not encoded before; encoded for this request")
@@ -339,7 +341,7 @@ def _parsed(source: str | Path | Schema) -> Schema:
         return parse_schema(source)
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular_files.read_text(path, MAX_MARKUP_BYTES, follow=True)
     except (OSError, UnicodeDecodeError) as exc:
         why = getattr(exc, "strerror", None) or exc
         raise UnreadableDocumentError(path, f"{why}; expected a file of markup") from exc

@@ -13,6 +13,8 @@ def test_modules_are_loaded_and_the_question_is_computed():
     assert figures["ms"].keys() == figures["speedup"].keys() == {"full", "blend", "schema"}
     assert figures["computed_tokens"] <= 16 < 100 < figures["prompt_tokens"] <= 144
     reused = figures["prompt_tokens"] - figures["computed_tokens"]
-    assert figures["kv_bytes"] == reused * 4 * 2 * 2 * 16 * 4  # layers, K and V, heads, width, bytes
+    assert (
+        figures["kv_bytes"] == reused * 4 * 2 * 2 * 16 * 4
+    )  # layers, K and V, heads, width, bytes
     full, placed = (figures["ms"][way]["median"] for way in ("full", "schema"))
     assert figures["speedup"]["schema"] == full / placed
