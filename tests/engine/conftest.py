@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 import tiny
-from blendrag.engine import BlendEngine
+from blendrag.engine import BlendEngine, exact_prefixes
+
+
+@pytest.fixture(autouse=True)
+def blended_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that wait together are blended one by one, whatever they have in common."""
+    monkeypatch.setattr(exact_prefixes, "MARGIN", float("inf"))
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ from blendrag.engine.batched_prefill import BatchEntry, RequestBatch
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.dry_run import DryRun, dry_run
+from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.exposition import exposition
 from blendrag.engine.generation import Generation
 from blendrag.engine.ingest import IngestReport, Inputs, Watch
@@ -185,9 +186,16 @@ class BlendEngine:
         self._worker = Worker(self.settings.batch_bytes)
         self.library = Library(self.resources, self._worker)
         self._background = BackgroundWriter(self.resources, self._worker)
-        self._planner = Planner(self.resources, self.settings, self._background)
+        self._waiting: dict[AnswerStream, Request] = {}
+        """Requests that have not begun."""
         self._running: dict[AnswerStream, int] = {}
         """Bytes of the KV of each request that has begun and not ended."""
+        self._prefixes = ExactPrefixes(
+            self.resources,
+            self.settings.batch_bytes // 2,
+            lambda: [(request, stream) for stream, request in self._waiting.copy().items()],
+        )
+        self._planner = Planner(self.resources, self.settings, self._background, self._prefixes)
         self._learner = Learner(self.resources, self._background, self.settings.learn)
         self._schemas = Schemas(self.resources, self._worker)
 
@@ -482,6 +490,7 @@ class BlendEngine:
         request, stream = batch.entries[number]
 
         def work() -> Answer:
+            self._waiting.pop(stream, None)
             try:
                 with self._span(request.options, request.trace_context, request.asked_at) as about:
                     stream.check()
@@ -508,10 +517,11 @@ class BlendEngine:
         if adapter.refusal is not None or adapter.lock.is_wanted:
             return False
         size_bytes = _kv_bytes(request, adapter)
-        return (
-            len(self._running) < self.settings.max_running
-            and sum(self._running.values()) + size_bytes <= self.settings.batch_bytes
-        )
+        left = self.settings.batch_bytes - sum(self._running.values()) - size_bytes
+        if left < 0 or len(self._running) >= self.settings.max_running:
+            return False
+        self._prefixes.shrink(left)
+        return self._prefixes.size_bytes <= left
 
     def _span(
         self, options: Options, parent: Any, asked_at: float
@@ -535,6 +545,7 @@ class BlendEngine:
         # forwards that may blend run uncompiled
         compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
         self._running[stream] = _kv_bytes(request, adapter)
+        self._prefixes.shrink(self.settings.batch_bytes - sum(self._running.values()))
         with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
             if request.placed is not None:
                 stream.opening_s += self._schemas.open()
@@ -606,10 +617,13 @@ class BlendEngine:
             self.settings.batch_bytes,
         )
         submitted: list[Started] = []
+        self._waiting.update({entry.stream: entry.request for entry in batch.entries})
         try:
             for number in range(len(requests)):
                 submitted.append(self._submit(batch, number))
         except BaseException:  # closed or interrupted: cancel those that were submitted
+            for entry in batch.entries:
+                self._waiting.pop(entry.stream, None)
             abandon_all(submitted)
             wait([one.future for one in submitted])
             batch.close()

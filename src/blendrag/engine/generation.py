@@ -245,7 +245,7 @@ class Generation:
             decision=plan.decision if plan.forecast is not None else "",
             batch_size=batch_size,
             opening_s=stream.opening_s,
-            prefix_tokens=plan.leading_span.tokens if plan.leading_span else 0,
+            prefix_tokens=plan.prefix_tokens,
         )
 
 

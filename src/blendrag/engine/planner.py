@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from blendrag.config import CALIBRATED, DEFAULT_POLICY, Settings
+from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
 from blendrag.engine.resources import Resources
@@ -110,11 +111,16 @@ class Planner:
     """Decides how requests of one engine use stored KV. Caller holds the model's lock."""
 
     def __init__(
-        self, resources: Resources, settings: Settings, background: BackgroundWriter
+        self,
+        resources: Resources,
+        settings: Settings,
+        background: BackgroundWriter,
+        prefixes: ExactPrefixes,
     ) -> None:
         self._resources = resources
         self._settings = settings
         self._background = background
+        self._prefixes = prefixes
         self._is_open = False
         self._told: set[str] = set()
         """Namespaces for which :data:`OLD_CALIBRATION` was given."""
@@ -135,9 +141,9 @@ class Planner:
     def access(self, request: Request, check: Callable[[], None] | None) -> KVAccess:
         """May ``request`` use stored KV, and with which policy, profile and controller?
 
-        If other requests wait, the chunks that it misses are encoded now, so that they are not computed
-        twice. ``check`` is called before each and raises for a request that is over; ``None`` encodes
-        nothing.
+        If other requests wait, the beginning that they have in common with it and the chunks that it misses
+        are computed now, so that they are not computed twice. ``check`` is called meanwhile and raises for a
+        request that is over; ``None`` computes nothing.
         """
         resources = self._resources
         adapter = resources.adapter
@@ -149,10 +155,16 @@ class Planner:
             return KVAccess(request, adapter, why_not=UNTRUSTED, notes=(UNTRUSTED.text,))
         request, notes = self._calibrated(request, namespace)
         profile, profile_notes = self._profile(request, namespace)
-        controller = self.controller(namespace, profile)
+        prefixes = self._prefixes.of(request, namespace)
+        controller = replace(self.controller(namespace, profile), prefixes=prefixes)
         notes += profile_notes + self._loaded_otherwise(namespace, controller, request.prompt)
+        if check is not None:
+            notes += self._prefixes.share(request, controller, check)
         if check is not None and request.mode != "prefix":
-            first, why = self._background.going_first(lambda: controller.missing(request.prompt))
+            there = self._prefixes.length(request, controller)
+            first, why = self._background.going_first(
+                lambda: controller.missing(request.prompt, there)
+            )
             if encoded := self._background.encode_first(first, check):
                 chunks = "1 chunk was" if encoded == 1 else f"{encoded} chunks were"
                 notes += (f"{chunks} encoded before the answer because {why}",)

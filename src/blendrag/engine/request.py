@@ -88,6 +88,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "generate": (Mapping, "a dictionary"),
     "apply_chat_template": (bool, "True or False"),
     "explain": (bool, "True or False"),
+    "cache_salt": (str, "a text"),
 }
 
 
@@ -158,6 +159,8 @@ class Options:
     """Beginning of the answer, appended to the rendered prompt; the answer's text continues it."""
     explain: bool = False
     """Keep what :meth:`Answer.explain` shows: the state of each prompt token and the timeline."""
+    cache_salt: str | None = None
+    """Requests share exact prefixes in memory only with requests of the same salt."""
 
     def __post_init__(self) -> None:
         for name, (kind, called) in _KINDS.items():
@@ -220,6 +223,7 @@ class OptionFields(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     opening: str
     explain: bool
+    cache_salt: str | None
 
 
 _ASKED = ("top_k", "history")  # arguments of ask that are not options

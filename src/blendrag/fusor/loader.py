@@ -19,7 +19,7 @@ from blendrag.errors import CorruptKVError, starting_thread
 from blendrag.fusor.staging import Transfer, staging_ring
 from blendrag.metrics import LOAD, REPOSITION, WAIT, Timeline, noted
 from blendrag.model.positions import Repositioner
-from blendrag.store.base import KVReader
+from blendrag.store.base import KVReader, ResidentReader
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,12 @@ class LayerLoader:
         self._ready = [threading.Event() for _ in buffers]
         self._in_place = 0
         """Layers that :meth:`synchronize` has seen in place."""
-        self._work = [
+        placed = [
             [(span, buffer[:, :, span.start : span.end]) for span in spans]
             for buffer, spans in zip(buffers, per_layer, strict=True)
         ]
+        self._work = [[one for one in layer if not _is_resident(one[0])] for layer in placed]
+        self._resident = [[one for one in layer if _is_resident(one[0])] for layer in placed]
         transfers = [
             [
                 Transfer(view, (*view.shape[:2], span.reader.tokens, view.shape[3]))
@@ -146,6 +148,9 @@ class LayerLoader:
             if self._failure is not None:
                 raise self._failure
             self._ring.receive(self._in_place)
+            for span, view in self._resident[self._in_place]:
+                assert isinstance(span.reader, ResidentReader)
+                span.reader.copy_layer(self._in_place, view)
             self._in_place += 1
 
     def is_ready(self, layer: int) -> bool:
@@ -161,6 +166,10 @@ class LayerLoader:
             self._thread.join()
         self._failure = None  # its frames hold this loader, and with it the prompt's buffers
         self._ring.close()
+
+
+def _is_resident(span: LoadedSpan) -> bool:
+    return isinstance(span.reader, ResidentReader)
 
 
 def _reads_in_place(span: LoadedSpan, view: torch.Tensor) -> bool:

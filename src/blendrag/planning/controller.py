@@ -6,7 +6,7 @@ ratio.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from blendrag.config import Mode
@@ -17,7 +17,7 @@ from blendrag.planning.choice import Choice, choose
 from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate, PromptParts, StoredPart
 from blendrag.planning.plan import MODE_FULL, Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.planning.profile import COLD, DISK, Profile
-from blendrag.store.base import KVReader, KVStore
+from blendrag.store.base import KVReader, KVStore, ResidentReader
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
@@ -36,6 +36,10 @@ PROMPT_END = Reason(
     ReasonCode.PROMPT_END, "the prompt ends in the chunk, and its last tokens are always computed"
 )
 EXACT_PREFIX = Reason(ReasonCode.EXACT_PREFIX, "exact prefix match")
+IN_MEMORY = Reason(ReasonCode.EXACT_PREFIX, "part of an exact prefix in memory")
+
+#: Opens what is in memory of the longest exact prefix of these ids.
+Prefixes = Callable[[tuple[int, ...]], ResidentReader | None]
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class Controller:
     """How KV is stored under ``namespace``."""
     profile: Profile | None = None
     """What this machine needs for loading and computing, if that was measured."""
+    prefixes: Prefixes | None = None
+    """Exact prefixes that are in memory."""
 
     def plan(
         self,
@@ -89,21 +95,60 @@ class Controller:
             return Plan.computed(prompt, MODE_FULL)
         last = len(prompt.ids) - reserve
         span, leading = self._leading(prompt, avoid, last)
+        span = self._in_memory(prompt, span, last) or span
         plan = Plan(prompt, (), options.policy, options.schedule, options.ratio, span, leading)
         chunks: list[PlannedChunk] = []
         try:
             for segment in prompt.chunks:
-                chunks.append(self._chunk(segment, prompt, options.mode, avoid, last))
+                if span is not None and segment.position < span.end:
+                    chunks.append(PlannedChunk(segment, IN_MEMORY))
+                else:
+                    chunks.append(self._chunk(segment, prompt, options.mode, avoid, last))
             plan = replace(plan, chunks=tuple(chunks))
             return self._estimated(plan, options) if self.profile and chunks else plan
         except BaseException:
             replace(plan, chunks=tuple(chunks)).close()
             raise
 
-    def missing(self, prompt: SegmentedPrompt) -> list[tuple[int, ...]]:
-        """Ids of the whole chunks in ``prompt`` that no tier has, each once. Opens nothing."""
-        whole = dict.fromkeys(segment.stored_ids for segment in prompt.chunks if segment.complete)
-        return [ids for ids in whole if not self.store.contains(self.namespace, self._key(ids))]
+    def missing(self, prompt: SegmentedPrompt, start: int = 0) -> list[tuple[int, ...]]:
+        """Ids of the whole chunks in ``prompt`` from ``start`` on that no tier has, each once. Opens
+        nothing."""
+        chunks = (s for s in prompt.chunks if s.complete and s.position >= start)
+        whole = dict.fromkeys(segment.stored_ids for segment in chunks)
+        return [ids for ids in whole if not self._has(ids)]
+
+    def rows(self, prompt: SegmentedPrompt, options: PlanOptions, start: int, end: int) -> float:
+        """Rows per layer that a request computes for its tokens ``[start, end)`` by what is stored."""
+        fresh, blended, chunks = end - start, 0, 0
+        for segment in prompt.chunks:
+            tokens = min(segment.end, end) - max(segment.position, start)
+            exact = self._is_exact(segment, prompt)
+            if tokens <= 0 or not (exact or options.mode == "blend"):
+                continue
+            if self._has(segment.stored_ids):
+                fresh -= tokens
+                blended += tokens * (not exact)
+                chunks += not exact
+        if not blended:
+            return float(fresh)
+        layers = len(self.adapter.layout.layers)
+        schedule, ratio = options.schedule, options.ratio
+        counts = options.policy.layer_counts(schedule, ratio, blended, layers, chunks)
+        return fresh + sum(counts) / max(1, len(counts))
+
+    def cut(self, prompt: SegmentedPrompt, end: int) -> int:
+        """``end``, or where the chunk begins that ends later: chunks are loaded from their beginning on."""
+        last = len(prompt.ids) - 1
+        split = (s.position for s in prompt.chunks if s.position < end < min(s.end, last))
+        return next(split, end)
+
+    def _has(self, ids: Sequence[int]) -> bool:
+        return self.store.contains(self.namespace, self._key(ids))
+
+    def _is_exact(self, segment: Segment, prompt: SegmentedPrompt) -> bool:
+        """Whether the chunk directly follows the prefix that it was encoded with."""
+        at = segment.position
+        return at == len(self.prefix_ids) and prompt.ids[:at] == self.prefix_ids
 
     def _key(self, ids: Sequence[int]) -> str:
         return chunk_key(self.namespace, self.prefix_ids, ids)
@@ -124,6 +169,23 @@ class Controller:
             return None, ids
         return LoadedSpan(0, end, reader, 0, exact=True), ()
 
+    def _in_memory(
+        self, prompt: SegmentedPrompt, stored: LoadedSpan | None, last: int
+    ) -> LoadedSpan | None:
+        """The longest exact prefix in memory, if it is longer than the stored one, which is closed then."""
+        if self.prefixes is None or not prompt.chunks:
+            return None
+        reader = self.prefixes(prompt.ids[:last])
+        if reader is None:
+            return None
+        end = min(self.cut(prompt, reader.tokens), last)
+        if end < max(self.prefix_min_tokens, stored.end + 1 if stored else 0):
+            reader.close()
+            return None
+        if stored is not None:
+            stored.reader.close()
+        return LoadedSpan(0, end, reader, 0, exact=True)
+
     def _chunk(
         self,
         segment: Segment,
@@ -133,7 +195,7 @@ class Controller:
         last: int,
     ) -> PlannedChunk:
         at, end = segment.position, min(segment.end, last)
-        exact = at == len(self.prefix_ids) and prompt.ids[:at] == self.prefix_ids
+        exact = self._is_exact(segment, prompt)
         if mode == "prefix" and not exact:
             return PlannedChunk(segment, NOT_LEADING)
         if end <= at:
@@ -175,6 +237,12 @@ class Controller:
             forecast = options.forecast(estimator.loading(), options.ratio)
             return replace(plan, forecast=forecast)
         choice = choose(estimator, options.forecast, options.ratio, options.policy.budgeted)
+        kept = [
+            i
+            for i, span in enumerate(plan.spans)
+            if i in choice.loaded or isinstance(span.reader, ResidentReader)
+        ]
+        choice = replace(choice, loaded=tuple(kept))
         decision, notes = _explained(prompt, choice)
         return replace(
             _without_slow_loads(plan, prompt, choice),

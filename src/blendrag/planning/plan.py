@@ -58,7 +58,7 @@ class Plan:
     schedule: Schedule
     ratio: float
     leading_span: LoadedSpan | None = None
-    """The tokens before the first chunk, if their KV is stored."""
+    """The first tokens, if their KV is stored or in memory. Chunks inside it have no span of their own."""
     leading: tuple[int, ...] = ()
     """Ids of the tokens before the first chunk, if they are worth storing and are not stored."""
     forecast: Forecast | None = None
@@ -95,6 +95,16 @@ class Plan:
     def reused_tokens(self) -> int:
         return sum(span.tokens for span in self.spans)
 
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of the leading span that are in no chunk."""
+        if self.leading_span is None:
+            return 0
+        end = self.leading_span.end
+        chunks = (chunk.segment for chunk in self.chunks)
+        inside = sum(max(0, min(s.end, end) - s.position) for s in chunks)
+        return end - inside
+
     def request(self, prompt_tokens: int) -> BlendRequest:
         """The fusor's part of the plan, for the first ``prompt_tokens`` of the prompt."""
         return BlendRequest(
@@ -112,12 +122,15 @@ class Plan:
         reports = []
         for segment, reason, span in self.chunks:
             assert segment.chunk_id is not None
-            source, tier = source_of.get(segment.chunk_id, ""), span.reader.tier if span else ""
+            loaded = span
+            if loaded is None and reason.code is ReasonCode.EXACT_PREFIX:
+                loaded = self.leading_span
+            source, tier = source_of.get(segment.chunk_id, ""), loaded.reader.tier if loaded else ""
             tokens = len(segment.ids)
             outcome: ChunkOutcome
-            if span is None:
+            if loaded is None:
                 outcome, computed = "computed", float(tokens)
-            elif span.exact:
+            elif loaded.exact:
                 outcome, computed = "exact", 0.0
             else:
                 computed = next(per_span, 0.0)

@@ -7,8 +7,9 @@ them unchanged is dropped, and the rest becomes its overlay (:mod:`blendrag.serv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,6 +19,7 @@ from blendrag.fusor import Fusion
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.model.adapter import ModelAdapter
+from blendrag.serving.prefix_tree import PrefixReader
 from blendrag.serving.shared_attention import (
     HeldChunk,
     Overlays,
@@ -69,7 +71,7 @@ class ChunkPool:
         self._considered = state
         holders = Counter(self._chunks.keys())
         for one in alone:
-            holders.update({span.reader.key for span in _spans(one)})
+            holders.update({part.key for part in self._parts(one)})
         for one in alone:
             one.running = self._moved(one, holders)
 
@@ -98,14 +100,15 @@ class ChunkPool:
         for tokens in {id(tokens): tokens for tokens in request.fusion.recomputed}.values():
             computed[tokens.cpu()] = True
         own, dropped = torch.ones(length, dtype=torch.bool), 0  # what the overlay keeps
-        for span in _spans(request):
-            own[span.start : span.end] = kept = computed[span.start : span.end]
-            if holders[span.reader.key] > 1:
-                dropped += span.tokens - int(kept.sum())
+        parts = list(self._parts(request))
+        for part in parts:
+            own[part.at : part.end] = kept = computed[part.at : part.end]
+            if holders[part.key] > 1:
+                dropped += part.end - part.at - int(kept.sum())
         if dropped < MIN_SHARED_TOKENS:
             return None
         try:  # chunks that nobody else holds go to the pool, too, for those who come later
-            held = [self._held(span, computed) for span in _spans(request)]
+            held = [self._held(part, computed) for part in parts]
             positions = own.nonzero().flatten()
             running = self._joined(held, positions.tolist(), cache.room)
         except (CorruptKVError, InvalidInputError):  # damaged since it was read, or no room
@@ -127,25 +130,42 @@ class ChunkPool:
             self._overlays = Overlays(layout, self._limit_tokens, device)
         return self._overlays.join(held, positions, room)
 
-    def _held(self, span: LoadedSpan, computed: torch.Tensor) -> HeldChunk:
+    def _held(self, part: _Part, computed: torch.Tensor) -> HeldChunk:
         """``computed`` ``[N]``: tokens of the prompt that were computed in any layer."""
-        stale = torch.ones(span.reader.tokens, dtype=torch.bool)
-        stale[: span.tokens] = computed[span.start : span.end]
-        return HeldChunk(self._chunk(span), span.start, stale if stale.any() else None)
+        chunk = self._chunks.get(part.key)
+        if chunk is None:
+            self._chunks[part.key] = chunk = part.chunk or self._read(part.span)
+        stale = torch.ones(chunk.tokens, dtype=torch.bool)
+        stale[: part.end - part.at] = computed[part.at : part.end]
+        return HeldChunk(chunk, part.at, stale if stale.any() else None)
 
-    def _chunk(self, span: LoadedSpan) -> SharedChunk:
-        key = span.reader.key
-        if key not in self._chunks:
-            layout, tokens = self.adapter.layout, span.reader.tokens
-            layers = []
-            for layer in range(len(layout.layers)):
-                kv = torch.empty(layout.layer_shape(layer, tokens), dtype=layout.torch_dtype)
-                span.reader.read_layer(layer, kv)
-                layers.append(kv.to(self.adapter.device))
-            self._chunks[key] = chunk = SharedChunk(layers, span.stored_position)
-            return chunk
-        return self._chunks[key]
+    def _parts(self, request: RequestKV) -> Iterator[_Part]:
+        """What of the prompt can be shared."""
+        for span in request.fusion.request.spans if request.fusion is not None else ():
+            if isinstance(span.reader, PrefixReader):  # in memory already: not copied
+                for key, chunk in span.reader.parts():
+                    if chunk.start < span.end:
+                        end = min(span.end, chunk.start + chunk.tokens)
+                        yield _Part(key, chunk.start, end, span, chunk)
+            else:
+                yield _Part(span.reader.key, span.start, span.end, span)
+
+    def _read(self, span: LoadedSpan) -> SharedChunk:
+        layout, tokens = self.adapter.layout, span.reader.tokens
+        layers = []
+        for layer in range(len(layout.layers)):
+            kv = torch.empty(layout.layer_shape(layer, tokens), dtype=layout.torch_dtype)
+            span.reader.read_layer(layer, kv)
+            layers.append(kv.to(self.adapter.device))
+        return SharedChunk(layers, span.stored_position)
 
 
-def _spans(request: RequestKV) -> tuple[LoadedSpan, ...]:
-    return request.fusion.request.spans if request.fusion is not None else ()
+class _Part(NamedTuple):
+    """A stretch ``[at, end)`` of a prompt whose KV others may hold, too."""
+
+    key: str
+    at: int
+    end: int
+    span: LoadedSpan
+    chunk: SharedChunk | None = None
+    """What holds it, if that is in memory; may have more tokens after its end."""

@@ -96,9 +96,10 @@ class PrefixReader:
         return [(f"{n.number}:{n.start}-{n.end}", n.chunk) for n in reversed(path)]
 
     def copy_layer(self, layer: int, out: torch.Tensor) -> None:
-        """Copy K and V to ``out`` ``[2, Hkv, T, D]``."""
-        for _, chunk in self.parts():
-            end = min(self.tokens, chunk.start + chunk.tokens)
+        """Copy K and V of the first tokens to ``out`` ``[2, Hkv, n, D]``."""
+        tokens = min(self.tokens, out.shape[2])
+        for chunk in (chunk for _, chunk in self.parts() if chunk.start < tokens):
+            end = min(tokens, chunk.start + chunk.tokens)
             out[:, :, chunk.start : end] = chunk.layers[layer][:, :, : end - chunk.start]
 
     read_layer = copy_layer

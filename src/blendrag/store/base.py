@@ -49,6 +49,14 @@ class KVReader(Protocol):
         """Release the file or reference. Idempotent."""
 
 
+@runtime_checkable
+class ResidentReader(KVReader, Protocol):
+    """KV in memory where the model computes: the thread that computes copies it."""
+
+    def copy_layer(self, layer: int, out: torch.Tensor) -> None:
+        """Copy the KV of ``layer`` to ``out`` ``[2, Hkv, T, D]`` on the same device."""
+
+
 @dataclass(frozen=True)
 class TierStats:
     """One tier: what it holds now, and counters since it was opened."""

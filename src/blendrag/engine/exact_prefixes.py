@@ -1,0 +1,229 @@
+"""Exact prefixes in memory: computed once where several waiting prompts begin alike.
+
+Blending r of a context for each of n requests costs n·r prefills of it, and no two of them can share the
+result, because each question selects other tokens. Computing the common beginning exactly costs one prefill,
+and all n are left with their questions. The KV is kept in a :class:`PrefixTree` for requests that come later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from blendrag import tracing
+from blendrag.config import Mode
+from blendrag.engine.request import Request
+from blendrag.engine.resources import Resources
+from blendrag.engine.stream import AnswerStream
+from blendrag.errors import RequestCancelled, RequestTimeout
+from blendrag.fusor import BlendRequest
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.planning.controller import Controller, PlanOptions, Prefixes
+from blendrag.serving.block_pool import BlockPool
+from blendrag.serving.prefix_tree import PrefixTree
+from blendrag.store.base import ResidentReader
+from blendrag.store.identity import NATIVE_ENCODING
+from blendrag.text.matches import common_prefix
+from blendrag.text.prompt import SegmentedPrompt
+
+log = logging.getLogger(__name__)
+
+Ids = tuple[int, ...]
+
+#: From so many requests on, the first may wait for a prefill that takes longer than its own blending.
+MANY = 5
+#: So much cheaper must one exact prefill be than what the requests would compute.
+MARGIN = 1.25
+#: Shortest beginning that is computed for several requests.
+MIN_TOKENS = 64
+
+#: Modes in which exact KV in memory is used.
+MODES = ("blend", "prefix")
+
+
+class SharedPrefix(NamedTuple):
+    """The beginning of several prompts, to be computed once."""
+
+    ids: Ids
+    others: Sequence[AnswerStream]
+    """Of the requests that wait for it, without the current one."""
+
+
+class ExactPrefixes:
+    """The exact prefixes of one engine. Used on its worker; the caller holds the model's lock."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        limit_bytes: int,
+        waiting: Callable[[], Sequence[tuple[Request, AnswerStream]]],
+    ) -> None:
+        """``waiting``: requests that have not begun, the current one included or not."""
+        self._resources = resources
+        self._limit_bytes = limit_bytes
+        self._waiting = waiting
+        self._tree: PrefixTree | None = None
+        self._namespace = ""
+        """Whose KV the tree holds."""
+        self._failed: set[Ids] = set()
+        """Beginnings that could not be computed."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of what is kept."""
+        return self._tree.pool.size_bytes if self._tree else 0
+
+    def shrink(self, size_bytes: int) -> None:
+        """Drop what no request uses until at most ``size_bytes`` are kept."""
+        if self._tree is not None:
+            self._tree.shrink(max(0, size_bytes))
+
+    def of(self, request: Request, namespace: str) -> Prefixes | None:
+        """Opens the prefixes that ``request`` may use; ``None`` if it may use none."""
+        adapter = self._resources.adapter
+        limit = adapter.blend_limit_tokens  # beyond it all keys are rotated by another table
+        tokens = len(request.prompt.ids) + request.max_new_tokens
+        if request.mode not in MODES or (limit is not None and tokens > limit):
+            return None
+        return partial(self._tree_of(namespace).join, _family(request))
+
+    def length(self, request: Request, controller: Controller) -> int:
+        """How many tokens at the beginning of its prompt are in memory and can be used."""
+        if controller.prefixes is None or self._tree is None:
+            return 0
+        there = self._tree.match(_family(request), request.prompt.ids)
+        return controller.cut(request.prompt, there)
+
+    def share(
+        self, request: Request, controller: Controller, check: Callable[[], None]
+    ) -> tuple[str, ...]:
+        """Compute the beginning that waiting prompts have in common with this one, if that is worth it.
+
+        Returns a note if it was. ``check`` raises for a request that is over; the others get the KV anyway.
+        """
+        shared = self._worthwhile(request, controller) if controller.prefixes else None
+        if shared is None:
+            return ()
+
+        def check_all() -> None:
+            if all(stream.done for stream in shared.others):
+                check()
+
+        count = len(shared.others) + 1
+        try:
+            with tracing.span("prefill", lambda: {"blendrag.batch_size": count}):
+                kept = self._compute(request, shared.ids, controller, check_all)
+        except (RequestCancelled, RequestTimeout):
+            raise
+        except Exception as exc:
+            self._failed.add(shared.ids)
+            log.warning("%d tokens are not shared: %s", len(shared.ids), exc)
+            return ()
+        check()
+        if not kept:
+            return ()
+        return (
+            f"the first {kept} tokens were computed once for {count} requests, because others waited that "
+            "begin with them",
+        )
+
+    def _worthwhile(self, request: Request, controller: Controller) -> SharedPrefix | None:
+        """The beginning whose single prefill saves most over what the waiting requests would compute."""
+        prompt, family = request.prompt, _family(request)
+        alike = [
+            (other, stream, controller.cut(prompt, common_prefix(prompt.ids, other.prompt.ids)))
+            for other, stream in self._waiting()
+            if other.prompt is not prompt
+            and other.mode in MODES
+            and other.prompt.chunks
+            and _family(other) == family
+            and not stream.done
+        ]
+        best, most = None, 0.0
+        start = self.length(request, controller)
+        most_tokens = self._limit_bytes // self._resources.adapter.layout.size_bytes(1)
+        for end in sorted({min(end, len(prompt.ids) - 1) for _, _, end in alike}):
+            if end - start < MIN_TOKENS or end > most_tokens or prompt.ids[:end] in self._failed:
+                continue
+
+            others = [(other, stream) for other, stream, shared in alike if shared >= end]
+            ways = Counter(map(_way, [request, *(other for other, _ in others)]))
+            cost = {way: _cost(controller, prompt, way, start, end) for way in (*ways, _EXACT)}
+            alone = cost[_way(request)]
+            gain = sum(cost[way] * times for way, times in ways.items()) - MARGIN * cost[_EXACT]
+            if gain > most and (len(others) + 1 >= MANY or alone >= cost[_EXACT]):
+                best, most = SharedPrefix(prompt.ids[:end], [stream for _, stream in others]), gain
+        return best
+
+    def _compute(
+        self, request: Request, ids: Ids, controller: Controller, check: Callable[[], None]
+    ) -> int:
+        """Prefill ``ids`` and keep their KV; returns how many of them are in memory now."""
+        resources, namespace = self._resources, controller.namespace
+        if not resources.kv_validity.verification().blendable:
+            return 0
+        native = controller.encoding == NATIVE_ENCODING
+        exact = _EXACT.options()
+        with closing(controller.plan(request.prompt, exact)) as plan:
+            spans = tuple(
+                span
+                for span in plan.spans
+                if span.end <= len(ids) and (native or isinstance(span.reader, ResidentReader))
+            )
+            blend = BlendRequest(len(ids), spans, exact.policy, exact.schedule, exact.ratio)
+            given = torch.tensor([ids], device=resources.adapter.device)
+            _, cache, _ = resources.fusor.prefill(given, blend, check=check)
+        if resources.kv_validity.namespace != namespace:
+            return 0  # the weights changed meanwhile
+        tree = self._tree_of(namespace)
+        return tree.insert(_family(request), ids, cache.buffers(len(ids)))
+
+    def _tree_of(self, namespace: str) -> PrefixTree:
+        """The tree of the loaded model; a new one once weights or adapters have changed."""
+        if self._tree is None or self._namespace != namespace:
+            adapter = self._resources.adapter
+            pool = BlockPool(adapter.layout, self._limit_bytes, adapter.device)
+            self._tree, self._namespace = PrefixTree(pool), namespace
+            self._failed.clear()
+        return self._tree
+
+
+class _Way(NamedTuple):
+    """How a request computes its prompt."""
+
+    mode: Mode
+    policy: str
+    schedule: Schedule
+    ratio: float
+
+    def options(self) -> PlanOptions:
+        return PlanOptions(self.mode, make_policy(self.policy), self.schedule, self.ratio)
+
+
+_EXACT = _Way("prefix", "full", Schedule("constant"), 1.0)
+
+
+def _way(request: Request) -> _Way:
+    return _Way(request.mode, request.policy, request.schedule, request.ratio)
+
+
+def _family(request: Request) -> Hashable:
+    """Requests of different families share nothing."""
+    return request.options.cache_salt
+
+
+def _cost(
+    controller: Controller, prompt: SegmentedPrompt, way: _Way, start: int, end: int
+) -> float:
+    """Of the tokens ``[start, end)``: seconds with a machine profile, else rows."""
+    rows = controller.rows(prompt, way.options(), start, end)
+    profile = controller.profile
+    if profile is None or not rows:
+        return rows
+    return profile.layers * profile.layer(rows, (start + end) / 2)

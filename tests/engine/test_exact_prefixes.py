@@ -1,0 +1,298 @@
+"""Waiting prompts that begin alike: the beginning is computed exactly, once, and kept in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.errors import BlendragError, RequestCancelled
+from blendrag.fusor import Fusor
+from blendrag.planning.controller import IN_MEMORY
+from blendrag.serving.chunk_pool import ChunkPool
+from blendrag.serving.prefix_tree import PrefixTree
+
+pytestmark = pytest.mark.timeout(120)
+BLEND = Options(mode="blend", ratio=0.3, max_new_tokens=6)
+NOTE = "were computed once for"
+MANY = 6
+
+
+@pytest.fixture(autouse=True)
+def blended_as_alone() -> None:
+    """Not here."""
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[BlendEngine]:
+    with tiny.engine(tiny.llama(), tmp_path / "store", prefix_text=tiny.BOS) as made:
+        made.ingest([tiny.document(i, 4) for i in range(4)])
+        yield made
+        assert not users(made)
+        if made._prefixes._tree is not None:
+            made._prefixes._tree.check_integrity()
+
+
+def users(engine: BlendEngine) -> int:
+    tree = engine._prefixes._tree
+    roots = tree._roots.values() if tree else ()
+    return sum(node.users for root in roots for node in root.below())
+
+
+def prompts(engine: BlendEngine, count: int = MANY, *documents: int) -> list[str]:
+    numbers = documents or (0, 1, 2)
+    return [tiny.prompt(engine, *numbers, ask=f"What is {i}?") for i in range(count)]
+
+
+def queued(engine: BlendEngine, asked: list[str], *options: Options) -> list[Any]:
+    """Their futures; all are queued before the first begins, each as a call of its own."""
+    held = threading.Event()
+    engine._worker.submit(held.wait)
+    ways = options * len(asked) if len(options) < 2 else options
+    started = [engine._start(text, way) for text, way in zip(asked, ways, strict=False)]
+    held.set()
+    return started
+
+
+def together(engine: BlendEngine, asked: list[str], options: Options = BLEND) -> list[Answer]:
+    return [one.wait() for one in queued(engine, asked, options)]
+
+
+def notes(answer: Answer) -> list[str]:
+    return [note for note in answer.metrics.notes if NOTE in note]
+
+
+def in_memory(answer: Answer) -> int:
+    """Chunks whose KV came from the tree."""
+    return sum(chunk.reason == IN_MEMORY.text for chunk in answer.metrics.chunks)
+
+
+def full(engine: BlendEngine, text: str) -> str:
+    return engine.generate(text, Options(mode="full", max_new_tokens=6)).text
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_one_exact_prefill_serves_all_that_wait(engine, batch):
+    """Rows are counted: this fails if every request blends for itself."""
+    asked = prompts(engine)
+    exact = [full(engine, text) for text in asked]
+    tokens = len(engine.segments(asked[0]).ids)
+    rows: list[int] = []
+    hook = engine.adapter.decoder_layers[1].register_forward_pre_hook(
+        lambda _, args: rows.append(args[0].shape[1]) if args[0].shape[1] > 1 else None
+    )
+    answers = engine.batch(asked, BLEND) if batch else together(engine, asked)
+    hook.remove()
+    assert [answer.text for answer in answers] == exact
+    assert len([a for a in answers if notes(a)]) == 1
+    assert sum(rows) < 1.3 * tokens + MANY * 40
+    for answer in answers:
+        metrics = answer.metrics
+        assert metrics.fresh_tokens < 40
+        assert {chunk.outcome for chunk in metrics.chunks} == {"exact"}
+        assert {chunk.tier for chunk in metrics.chunks} == {"memory"}
+        assert in_memory(answer) == len(metrics.chunks)
+        assert (
+            metrics.prefix_tokens + sum(c.tokens for c in metrics.chunks) == metrics.reused_tokens
+        )
+        assert metrics.recomputed_tokens == 0
+
+
+def test_the_suffix_over_memory_is_what_a_full_prefill_computes(engine):
+    text = prompts(engine)[0]
+    theirs, _ = tiny.first_logits(engine, text, Options(mode="full", max_new_tokens=1))
+    blended, _ = tiny.first_logits(engine, text, BLEND)
+    together(engine, prompts(engine))
+    ours, answer = tiny.first_logits(engine, text, BLEND)
+    assert {chunk.outcome for chunk in answer.metrics.chunks} == {"exact"}
+    assert tiny.difference(ours, theirs) < 1e-4 < tiny.difference(blended, theirs)
+
+
+def test_later_requests_use_as_much_as_their_prompts_have_in_common(engine):
+    together(engine, prompts(engine))
+    for documents, exact in (((0, 1, 2), 3), ((0, 1, 3), 2), ((0,), 1), ((1, 0), 0)):
+        text = prompts(engine, 1, *documents)[0]
+        answer = engine.generate(text, BLEND)
+        outcomes = [chunk.outcome for chunk in answer.metrics.chunks]
+        whole = len(outcomes) * exact // len(documents)
+        assert outcomes == ["exact"] * whole + ["blended"] * (len(outcomes) - whole)
+        prefix = engine.generate(text, mode="prefix", max_new_tokens=6)
+        assert prefix.text == full(engine, text)
+        assert in_memory(prefix) == in_memory(answer) == whole
+    assert engine.generate(prompts(engine)[0], mode="full").metrics.reused_tokens == 0
+    assert "exact" not in {
+        chunk.outcome for chunk in engine.generate(prompts(engine)[0], mode="reuse").metrics.chunks
+    }
+
+
+def test_few_requests_are_blended_as_before(engine):
+    for count in (1, 4):
+        answers = together(engine, prompts(engine, count))
+        assert not any(notes(answer) for answer in answers)
+        assert not any(in_memory(answer) for answer in answers)
+    assert not engine._prefixes.size_bytes
+
+
+def test_two_requests_share_what_each_would_compute_in_full(engine):
+    tiny.lose_kv(engine, *(key for i in range(3) for key in tiny.chunk_keys(engine, i)))
+    with tiny.counted(engine.resources.kv_validity, "encode") as encoded:
+        first, second = together(engine, prompts(engine, 2))
+    assert notes(first)
+    assert not encoded
+    assert {c.outcome for c in second.metrics.chunks} == {"exact"}
+    assert second.text == full(engine, prompts(engine, 2)[1])
+
+
+def test_requests_of_other_salts_share_nothing(engine):
+    salted = Options(mode="blend", ratio=0.3, max_new_tokens=6, cache_salt="tenant")
+    together(engine, prompts(engine))
+    for options in (salted, BLEND):
+        answers = together(engine, prompts(engine, 4), options)
+        assert {bool(in_memory(answer)) for answer in answers} == {options is BLEND}
+    mixed = [salted] * 4 + [Options(mode="blend", ratio=0.3, cache_salt="other")] * 4
+    started = queued(engine, prompts(engine, 8), *mixed)
+    assert not any(notes(one.wait()) for one in started)
+    assert any(notes(answer) for answer in together(engine, prompts(engine), salted))
+
+
+def test_nothing_is_reused_after_the_weights_changed(engine):
+    together(engine, prompts(engine))
+    before = engine.generate(prompts(engine)[0], BLEND).metrics
+    with torch.no_grad():
+        engine.adapter.model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    text = prompts(engine)[0]
+    after = engine.generate(text, BLEND)
+    assert before.reused_tokens
+    assert not after.metrics.reused_tokens
+    assert after.text == full(engine, text)
+
+
+def test_weights_that_change_during_the_prefill(engine, monkeypatch):
+    stock = Fusor.prefill
+
+    def changing(*args: Any, **kwargs: Any) -> Any:
+        made = stock(*args, **kwargs)
+        with torch.no_grad():
+            engine.adapter.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        return made
+
+    monkeypatch.setattr(Fusor, "prefill", changing)
+    together(engine, prompts(engine))
+    assert not engine._prefixes.size_bytes
+
+
+def during_the_prefill(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
+    """``act(layer)`` before each layer of the prefill of the common beginning."""
+    stock = Fusor.prefill
+
+    def prefill(fusor: Fusor, ids: Any, request: Any, check: Any = None) -> Any:
+        layers: list[int] = []
+
+        def checked() -> None:
+            layers.append(len(layers))
+            act(layers[-1])
+            check()
+
+        return stock(fusor, ids, request, check=checked)
+
+    monkeypatch.setattr(Fusor, "prefill", prefill)
+
+
+def test_a_request_cancelled_during_the_prefill_leaves_its_kv_to_the_others(engine, monkeypatch):
+    asked = prompts(engine)
+    exact = [full(engine, text) for text in asked]
+    started: list[Any] = []
+    during_the_prefill(
+        monkeypatch, lambda layer: started[0].stream.cancel() if layer == 2 else None
+    )
+    held = threading.Event()
+    engine._worker.submit(held.wait)
+    started += [engine._start(text, BLEND) for text in asked]
+    held.set()
+    with pytest.raises(RequestCancelled):
+        started[0].future.result(60)
+    answers = [one.wait() for one in started[1:]]
+    assert [answer.text for answer in answers] == exact[1:]
+    assert all(in_memory(answer) for answer in answers)
+    assert not any(notes(answer) for answer in answers)  # it was not computed again
+
+
+def test_the_prefill_ends_when_nobody_waits_for_it(engine, monkeypatch):
+    reached: list[int] = []
+
+    def cancel(layer: int) -> None:
+        reached.append(layer)
+        for one in started if layer == 1 else ():
+            one.stream.cancel()
+
+    during_the_prefill(monkeypatch, cancel)
+    started: list[Any] = []
+    held = threading.Event()
+    engine._worker.submit(held.wait)
+    started += [engine._start(text, BLEND) for text in prompts(engine)]
+    held.set()
+    for one in started:
+        with pytest.raises(BlendragError):
+            one.future.result(60)
+    assert reached == [0, 1]
+    assert not engine._prefixes.size_bytes
+
+
+def test_a_prefill_that_fails_is_not_tried_again(engine, monkeypatch):
+    tries: list[int] = []
+
+    def fail(layer: int) -> None:
+        tries.append(layer)
+        raise RuntimeError("no memory for it")
+
+    alone = [engine.generate(text, BLEND).text for text in prompts(engine)]
+    during_the_prefill(monkeypatch, fail)
+    answers = together(engine, prompts(engine))
+    assert [answer.text for answer in answers] == alone
+    assert tries == [0]
+
+
+def test_what_nobody_uses_makes_room_for_running_requests(engine):
+    together(engine, prompts(engine))
+    assert engine._prefixes.size_bytes
+    needed = engine.adapter.layout.size_bytes(len(engine.segments(prompts(engine)[0]).ids) + 7)
+    engine.settings = engine.settings.model_copy(update={"batch_bytes": 2 * needed})
+    engine.batch(prompts(engine, 2), Options(mode="full", max_new_tokens=6))
+    assert not engine._prefixes.size_bytes
+
+
+def test_a_beginning_that_does_not_fit_is_not_computed(engine, monkeypatch):
+    monkeypatch.setattr(engine._prefixes, "_limit_bytes", 10_000)
+    assert not any(notes(answer) for answer in together(engine, prompts(engine)))
+
+
+def test_running_requests_attend_to_the_tree_without_copies(engine, monkeypatch):
+    held: list[Any] = []
+    stock = ChunkPool._moved
+
+    def watched(pool: ChunkPool, request: Any, holders: Any) -> Any:
+        tokens = request.length
+        running = stock(pool, request, holders)
+        held.append((running, tokens))
+        tree = engine._prefixes._tree
+        assert isinstance(tree, PrefixTree)
+        (slab,) = tree.pool.slabs
+        for one in running.held:
+            assert one.at == one.chunk.start
+            own, pooled = one.chunk.layers[0], slab.layers[0]
+            assert own.untyped_storage().data_ptr() == pooled.untyped_storage().data_ptr()
+        return running
+
+    asked = prompts(engine)
+    exact = [full(engine, text) for text in asked]
+    monkeypatch.setattr(ChunkPool, "_moved", watched)
+    assert [answer.text for answer in engine.batch(asked, BLEND)] == exact
+    assert len(held) == MANY
+    assert len({one.chunk for running, _ in held for one in running.held}) == 1
+    assert sum(len(r.positions) for r, _ in held) < 0.2 * sum(length for _, length in held)
