@@ -184,7 +184,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def ask(page: Any, text: str = QUESTION) -> None:
-    page.get_by_label("Question").fill(text)
+    page.get_by_label("Question", exact=True).fill(text)
     page.keyboard.press("Enter")
 
 
@@ -369,7 +369,7 @@ def test_a_full_queue_says_when_to_ask_again(slow, visit) -> None:
     for connection in held:
         connection.close()
     slow.settled()
-    assert page.get_by_label("Question").input_value() == "Hello"
+    assert page.get_by_label("Question", exact=True).input_value() == "Hello"
     page.keyboard.press("Enter")
     complete(page, 2)
 

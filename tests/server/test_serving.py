@@ -141,6 +141,7 @@ def test_sigterm_lets_answers_end_and_refuses_new_ones(model_dir: Path, tmp_path
     assert process.stderr is not None
     line = next(line for line in process.stderr if line.startswith("serving: "))
     url = line.split(" at ")[1].strip().removesuffix("/v1")
+    assert next(process.stderr) == f"page: {url}/\n"
     body = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 400, "stream": True}
     asked = httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60)
     with asked as response:
