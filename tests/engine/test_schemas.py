@@ -254,6 +254,43 @@ def test_a_prompt_streams_stops_and_samples_like_any_other(positions, tmp_path):
         assert several.metrics.reused_tokens
 
 
+@pytest.mark.parametrize("encoding", ["int8", "fp8"])
+def test_modules_are_kept_in_the_encoding_of_the_store(encoding, tmp_path):
+    model = tiny.llama(max_position_embeddings=512)
+    with engine(model, tmp_path, encoding=encoding) as made:
+        made.encode_schema("trip")
+        with watched(model) as seen:
+            assert made.generate(pml=pml(), max_new_tokens=1).metrics.reused_tokens
+        expected = block_masked(model, placed(made, pml()), [])
+        assert 1e-4 < tiny.difference(seen.logits[0], expected[0]) < 1.0
+
+
+def test_requests_of_schemas_and_others_run_side_by_side(tmp_path):
+    with engine(tiny.llama(), tmp_path) as made:
+        made.ingest([tiny.document(1)])
+        prompts = [
+            tiny.prompt(made, 1),
+            SchemaPrompt(pml()),
+            "What?",
+            SchemaPrompt(pml("<hill/>What?")),
+        ]
+        for _ in range(2):  # the first time, modules are encoded between the tokens of others
+            alone = [made.generate(prompt, max_new_tokens=8).text for prompt in prompts]
+            together = made.batch(prompts, max_new_tokens=8)
+            assert [answer.text for answer in together] == alone
+            made.drain()
+
+
+def test_an_answer_over_modules_explains_itself(tmp_path):
+    with engine(tiny.llama(), tmp_path) as made:
+        made.encode_schema("trip")
+        answer = made.generate(pml=pml(), max_new_tokens=1, explain=True)
+        page = answer.explain().page("trip")
+        assert "module at the positions of its schema" in page
+        states = {chunk.outcome for chunk in answer.metrics.chunks}
+        assert states == {"exact"}
+
+
 def test_beams_over_modules_are_those_of_one_sequence(tmp_path):
     model = tiny.llama()
     options = Options(

@@ -128,7 +128,7 @@ def test_an_embedder_that_cannot_be_loaded_is_a_note(demo_engine, monkeypatch, c
         raise ModelLoadError("embedder 'x' cannot be loaded")
 
     monkeypatch.setattr(demo_engine.resources, "retriever", fails)
-    serve._open(demo_engine)
+    serve._open(demo_engine, needs_blending=True)
     note = "note: retrieval and embeddings are refused: embedder 'x' cannot be loaded\n"
     assert capsys.readouterr().err.endswith(note)
 

@@ -48,6 +48,10 @@ def serve(
         int | None,
         options.number("Longest answer to ask for. [default: the model's context]", 1, kind=int),
     ] = None,
+    schema: Annotated[
+        list[Path] | None,
+        options.optional("A prompt schema that chats may name in the field schema; repeatable."),
+    ] = None,
     mode: options.Mode = None,
     policy: options.Policy = None,
     ratio: options.AutoRatio = None,
@@ -84,7 +88,9 @@ def serve(
         "max_new_tokens": max_new_tokens,
     }  # fmt: skip
     with at, options.engine_for(context, **defaults) as engine:
-        _open(engine)
+        for file in schema or ():
+            engine.add_schema(file)
+        _open(engine, needs_blending=not schema)
         service = Service(engine, limits, keys)
         at.listen()
         shown = f"[{host}]" if ":" in host else host
@@ -96,11 +102,11 @@ def serve(
     return DONE
 
 
-def _open(engine: BlendEngine) -> None:
+def _open(engine: BlendEngine, needs_blending: bool) -> None:
     """Load what requests need. Raises :class:`UnsupportedModelError` if the mode needs a blendable model."""
     with StatusLine("opening the model"):
         engine.open()
-    if engine.settings.mode != "full":
+    if engine.settings.mode != "full" and needs_blending:
         engine.adapter.require_blendable()
     corpus = engine.resources.corpus
     if corpus is not None and corpus.has_documents:

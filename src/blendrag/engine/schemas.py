@@ -300,6 +300,9 @@ class Schemas:
                 reader.close()
             raise
         spans = {span.reader: span for span in prompt.spans}
+        for reader in readers:
+            if reader not in spans:  # of the last token alone, which is computed
+                reader.close()
         chunks = tuple(
             PlannedChunk(
                 segment, ENCODED_NOW if new else PLACED, None if new else spans.get(reader)

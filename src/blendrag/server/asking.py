@@ -7,9 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from xml.sax.saxutils import quoteattr
 
 from blendrag.corpus.retriever import RetrievedChunk
-from blendrag.engine import BlendEngine, Message, Options, Prompt
+from blendrag.engine import BlendEngine, Message, Options, Prompt, SchemaPrompt
 from blendrag.engine.rendering import NEXT_QUESTION, prompt_over
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.tools import Parsed, chosen_tool, opening_for, parse
@@ -54,7 +55,7 @@ class ServedRequest:
 def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> ServedRequest:
     """The request of a chat; ``limit``: the longest answer. Opens the tokenizer, searches the corpus."""
     tokens = engine.resources.tokens
-    if not tokens.has_template:
+    if not tokens.has_template and body.schema_name is None:
         raise InvalidInputError(
             "this model has no chat template; send the prompt to /v1/completions instead"
         )
@@ -82,6 +83,8 @@ def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Served
         tools=tuple(offered),
         opening=opening_for(tokens, choice, offered) if offered else "",
     )
+    if body.schema_name is not None:
+        return ServedRequest(engine, _schema_prompt(body, body.schema_name, messages), options)
     prompt, sources = _with_texts(engine, body, messages)
     if prompt is not messages:
         options = replace(options, stop=(*options.stop, NEXT_QUESTION))
@@ -222,6 +225,25 @@ def _call(call: MadeCall, number: int) -> dict[str, Any]:
         )
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "id": call.id, "function": function}
+
+
+# -- prompt schemas -------------------------------------------------------------------------------
+
+
+def _schema_prompt(body: ChatBody, name: str, messages: Sequence[Message]) -> SchemaPrompt:
+    """The only message as markup of the schema ``name``."""
+    for field in ("tools", "documents", "retrieve"):
+        if getattr(body, field):
+            raise Refusal(400, f"schema and {field}, expected one of them", param="schema")
+    if len(messages) != 1 or messages[0]["role"] != "user":
+        raise Refusal(
+            400,
+            f"schema with {len(messages)} messages, expected one of the user that imports modules; write "
+            "earlier turns into it as <user> and <assistant>",
+            param="messages",
+        )
+    content = messages[0]["content"]
+    return SchemaPrompt(f"<prompt schema={quoteattr(name)}>{content}</prompt>", "messages[0]")
 
 
 # -- texts to answer from -------------------------------------------------------------------------

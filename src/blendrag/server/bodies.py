@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Body(BaseModel):
@@ -123,6 +123,8 @@ class ChatBody(Generating):
     """Texts to answer from, as vLLM's and Cohere's clients send them."""
     retrieve: bool | None = None
     """Whether to search the store for texts to answer from."""
+    schema_name: str | None = Field(None, alias="schema")
+    """The prompt schema whose modules the only message imports."""
     # ignored
     store: Any = None
     modalities: Any = None
