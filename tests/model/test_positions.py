@@ -12,7 +12,7 @@ from blendrag.engine import Options
 from blendrag.errors import UnsupportedModelError
 from blendrag.model import ModelAdapter
 from blendrag.model.kv_compare import content, magnitude, misfit
-from blendrag.model.positions import PROBE_OFFSETS, apply_rotary
+from blendrag.model.positions import PROBE_OFFSETS, Rotation, apply_rotary, rotary_table
 
 IDS = tiny.random_ids(20, seed=3)[0].tolist()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -77,6 +77,19 @@ def test_keys_moved_by_an_offset_per_token_equal_keys_computed_there(model):
         there = [each[:, at] for each in keys_at(model, 200 + offset)]
         assert all(close(a[:, at], b) for a, b in zip(rotated, there, strict=True)), offset
     assert not all(close(a[:, at], b, 1e-2) for a, b in zip(keys, there, strict=True))
+
+
+def test_a_rotation_by_its_parts_equals_the_models_own(model):
+    moves = model.repositioner
+    keys, offsets = (
+        torch.randn(2, 4, model.layout.layers[0].head_dim),
+        torch.tensor([0, 5, -200, 1100]),
+    )
+    for name in {moves.table_names[i] for i, kind in enumerate(moves.kinds) if kind == "rotary"}:
+        table = rotary_table(moves.rotary, name, offsets)
+        cos, sin, half = Rotation.of(moves.apply, table, keys.shape[-1])
+        by_parts = keys * cos + (keys @ half) * sin
+        assert close(by_parts, apply_rotary(moves.apply, keys, table), 1e-6)
 
 
 @torch.no_grad()

@@ -182,11 +182,14 @@ def test_a_chunk_hidden_from_all_rows_or_one_is_left_out(window: int | None) -> 
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("rows", [0, 1000])
+@pytest.mark.parametrize("way", ["kernel", "products in float32", "products in the dtype"])
 def test_products_and_the_kernel_are_equal(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, way: str
 ) -> None:
-    monkeypatch.setattr(shared_attention, "PRODUCT_ROWS", rows)
+    multiply_in_bfloat16(monkeypatch)
+    if way != "products in the dtype":
+        monkeypatch.setattr(shared_attention, "_multiplies", lambda dtype: False)
+    monkeypatch.setattr(shared_attention, "PRODUCT_ROWS", 1000 if way == "kernel" else 0)
     case = random_case(1, 8, dtype, 5)
     shared = case.shared()
     shared.advance()
@@ -194,17 +197,64 @@ def test_products_and_the_kernel_are_equal(
         assert error(case.step(shared, window=window)) < CLOSE[dtype]
 
 
+def multiply_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU with products of bfloat16, however few rows there are."""
+    monkeypatch.setattr(shared_attention, "PRODUCT_ROWS", 0)
+    monkeypatch.setattr(shared_attention, "_multiplies", lambda dtype: dtype == torch.bfloat16)
+
+
+def test_products_lose_nothing_to_the_mean_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of models with biases are far from zero, and so are their scores."""
+    multiply_in_bfloat16(monkeypatch)
+    case = Case(seed=2, dtype=torch.bfloat16)
+    chunk = case.chunk(40, start=0)
+    case.join([HeldChunk(chunk, 0)], [40])
+    for kv in (*chunk.layers, *case.overlays.layers):
+        kv[0] += 512
+    shared = case.shared()
+    shared.advance()
+    assert error(case.step(shared, layer=1)) < CLOSE[torch.bfloat16]
+
+
+def test_products_serve_rows_with_negative_scores_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_in_bfloat16(monkeypatch)
+    case = Case(dtype=torch.bfloat16)
+    chunk = case.chunk(40, start=0)
+    for keys, _ in chunk.layers:
+        keys.abs_()[:, :20].neg_()
+    case.join([HeldChunk(chunk, 0, torch.arange(40) >= 20)], [40])
+    shared = case.shared()
+    shared.advance()
+    query, none = torch.ones(1, 4, WIDTH).bfloat16(), torch.zeros(1, 2, WIDTH).bfloat16()
+    got = shared.attend(1, query, none, none, SCALING)
+    assert error((got, case.reference(query, 1, None))) < CLOSE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("longest", [0, 12, 1000])
+def test_short_and_long_overlays_are_attended_alike(
+    monkeypatch: pytest.MonkeyPatch, longest: int
+) -> None:
+    monkeypatch.setattr(shared_attention, "SHORT_TOKENS", longest)
+    case = random_case(3, 4, torch.float32, 8)
+    assert {len(request.positions) <= 12 for request in case.requests} == {True, False}
+    shared = case.shared()
+    for _ in range(2):
+        shared.advance()
+        for window in (None, 9):
+            assert error(case.step(shared, window=window)) < CLOSE[torch.float32]
+
+
 def test_masks_and_tables_are_made_once_for_all_layers_and_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[int | None] = []
 
-    class Counted(shared_attention._LayerKind):
+    class Counted(shared_attention._ChunkCalls):
         def __init__(self, requests: object, window: int | None, *args: object) -> None:
             made.append(window)
             super().__init__(requests, window, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(shared_attention, "_LayerKind", Counted)
+    monkeypatch.setattr(shared_attention, "_ChunkCalls", Counted)
     case = random_case(2, 4, torch.float32, 3)
     shared = case.shared()
     for _ in range(3):

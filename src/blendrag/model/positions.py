@@ -97,6 +97,31 @@ def apply_rotary(apply: RotaryApply, keys: torch.Tensor, table: RotaryTable) -> 
     return torch.cat((turned, wide[..., rotary_dim:]), dim=-1).view(keys.shape)
 
 
+class Rotation(NamedTuple):
+    """Rotations as ``x * cos + (x @ half) * sin``: many rotations of the same x share ``x @ half``."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    """Float32 ``[n, D]`` both."""
+    half: torch.Tensor
+    """Float32 ``[D, D]`` of 0, 1 and -1."""
+
+    @classmethod
+    def of(cls, apply: RotaryApply, table: RotaryTable, width: int) -> Rotation:
+        """What :func:`apply_rotary` does with ``table`` to vectors of this width."""
+        cos, sin = table
+        none, no_turn = torch.zeros_like(cos), torch.zeros_like(cos[:, :1])
+
+        def applied(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            return apply_rotary(apply, x[None], RotaryTable(cos, sin))[0]
+
+        basis = torch.eye(width, device=cos.device)
+        half = applied(basis, no_turn, no_turn + 1) - applied(basis, no_turn, no_turn)
+        ones = basis.new_ones(cos.shape[1], width)
+        turned = applied(ones, none, sin) - applied(ones, none, none)  # less dims that never turn
+        return cls(applied(ones, cos, none), turned * half.sum(0), half)
+
+
 def classify(
     base: LayersKV,
     shifted: Mapping[int, LayersKV],

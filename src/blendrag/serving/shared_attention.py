@@ -7,7 +7,7 @@ the request's own tokens (recomputed, fresh and generated) are its *overlay*.
 
 1. Chunk first: one call per chunk, with the rows of all requests that hold it. Entries that a request has
    recomputed are masked for its row.
-2. Sequence first: one call per request over its overlay.
+2. Sequence first: one call over all short overlays, and one for each longer overlay.
 3. The parts of a row are merged by their log-sum-exp, in float32.
 
 What a step needs besides tensors (which rows hold which chunk, masks, rotary tables) is prepared once for all
@@ -26,12 +26,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from blendrag.errors import InvalidInputError
-from blendrag.model.positions import Repositioner, apply_rotary, rotary_table
+from blendrag.model.positions import Repositioner, Rotation, rotary_table
 from blendrag.store.kv import KVLayout
 
 #: Query rows from which products and a softmax are faster on a CPU than torch's flash attention (2.13), which
 #: multiplies bfloat16 no faster than float32.
-PRODUCT_ROWS = 48
+PRODUCT_ROWS = 32
+#: Up to this length, copying overlays for one call is faster than a call for each.
+SHORT_TOKENS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +50,9 @@ class SharedChunk:
         return self.layers[0].shape[2]
 
     @cached_property
-    def views(self) -> list[tuple[torch.Tensor, ...]]:
-        """K and V ``[1, Hkv, T, D]`` of each layer."""
-        return [layer.unsqueeze(1).unbind() for layer in self.layers]
+    def means(self) -> list[torch.Tensor]:
+        """Of the keys of each layer, ``[Hkv, 1, D]``, in their dtype."""
+        return [kv[0].mean(1, keepdim=True) for kv in self.layers]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +139,8 @@ class SharedAttention:
         self._requests = requests
         self._overlays = overlays
         self._repositioner = repositioner
-        self._kinds: dict[tuple[str | None, int | None, int], _LayerKind] = {}
+        self._chunk_calls: dict[tuple[str | None, int | None, int, float], _ChunkCalls] = {}
+        self._overlay_calls: dict[int | None, _OverlayCalls] = {}
 
     def advance(self) -> None:
         """Give every request a place for its next token.
@@ -153,9 +156,10 @@ class SharedAttention:
             request.positions.append(request.positions[-1] + 1)
         newest = [request.start + len(request.positions) - 1 for request in self._requests]
         self._newest = torch.tensor(newest, device=self._overlays.layers[0].device)
-        self._kinds = {key: kind for key, kind in self._kinds.items() if kind.window is None}
-        for kind in self._kinds.values():
-            kind.place_overlays(self._overlays.tokens)
+        self._chunk_calls = {
+            key: calls for key, calls in self._chunk_calls.items() if calls.window is None
+        }
+        self._overlay_calls = {}
 
     def retract(self) -> None:
         """Undo :meth:`advance` after a step that failed."""
@@ -176,46 +180,114 @@ class SharedAttention:
         ``key`` and ``value`` ``[R, Hkv, D]`` are those of the same tokens. All three are rotated for their
         prompt positions.
         """
-        keys, values = self._overlays.layers[layer].unsqueeze(1)  # [1, Hkv, N, D]
-        keys.index_copy_(2, self._newest, key.transpose(0, 1)[None])
-        values.index_copy_(2, self._newest, value.transpose(0, 1)[None])
-        rows = query.unflatten(1, (key.shape[1], -1))  # [R, Hkv, G, D]
-        kind = self._kind(layer, window, rows)
-        parts = []
-        if kind.calls:
-            turned = kind.turn(rows, scaling).split(kind.sizes, dim=2)
-            for (chunk, first, bias), q in zip(kind.calls, turned, strict=True):
-                k, v = chunk.views[layer]
-                if first:
-                    k, v = k[:, :, first:], v[:, :, first:]
-                parts.append(attend_part(q, k, v, bias))
-        keys_of, values_of = (buffer.split(kind.splits, dim=2) for buffer in (keys, values))
-        for q, at in zip(rows.split(1), kind.overlays, strict=True):
-            parts.append(attend_part(q, keys_of[at], values_of[at], scaling=scaling))
-        return kind.merge(parts, rows)
+        buffer = self._overlays.layers[layer]  # [2, Hkv, N, D]
+        newest = torch.cat((key, value), dim=1).transpose(0, 1)  # [2·Hkv, R, D]
+        buffer.flatten(0, 1).index_copy_(1, self._newest, newest)
+        rows = query.unflatten(1, (key.shape[1], -1)).transpose(0, 1).contiguous()  # [Hkv, R, G, D]
+        if window not in self._overlay_calls:
+            self._overlay_calls[window] = _OverlayCalls(self._requests, window, rows)
+        own_out, own_lse = self._overlay_calls[window].attend(rows, buffer, scaling)
+        chunks = self._chunk_calls_of(layer, window, rows, scaling)
+        if not chunks.calls:
+            return own_out.flatten(1, 2).to(query.dtype)
+        outs, lses = chunks.attend(layer, rows)
+        outs.append(own_out.transpose(0, 1).flatten(1, 2).float())
+        lses.append(own_lse.transpose(0, 1).flatten(1, 2))
+        return chunks.merge(outs, lses, rows).transpose(0, 1).to(query.dtype).flatten(1, 2)
 
-    def _kind(self, layer: int, window: int | None, rows: torch.Tensor) -> _LayerKind:
+    def _chunk_calls_of(
+        self, layer: int, window: int | None, rows: torch.Tensor, scaling: float
+    ) -> _ChunkCalls:
         moves = self._repositioner
         table = moves.table_names[layer] if moves.kinds[layer] == "rotary" else None
-        key = (table, window, rows.shape[2])
-        if key not in self._kinds:
-            self._kinds[key] = _LayerKind(self._requests, window, moves, table, rows)
-            self._kinds[key].place_overlays(self._overlays.tokens)
-        return self._kinds[key]
+        key = (table, window, rows.shape[2], scaling)
+        if key not in self._chunk_calls:
+            self._chunk_calls[key] = _ChunkCalls(
+                self._requests, window, moves, table, rows, scaling
+            )
+        return self._chunk_calls[key]
+
+
+class _OverlayCalls:
+    """The calls over the overlays of a step, in layers with one window.
+
+    What the requests see of short overlays is gathered for one call. Longer ones have a call each.
+    """
+
+    def __init__(
+        self, requests: Sequence[RunningKV], window: int | None, like: torch.Tensor
+    ) -> None:
+        """``like``: queries ``[Hkv, R, G, D]``."""
+        short: list[tuple[int, int, int]] = []
+        self._long: list[tuple[int, int, int]] = []
+        """Row, start and length of what it sees."""
+        for row, request in enumerate(requests):
+            hidden = bisect_left(request.positions, request.first_visible(window))
+            seen = row, request.start + hidden, len(request.positions) - hidden
+            (short if seen[2] <= SHORT_TOKENS else self._long).append(seen)
+        self._gathered: torch.Tensor | None = None
+        """``[n·T]``: where the tokens of the short ones are, padded to one length."""
+        self._order: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The rows of the short ones, and the part of each row, if there are both kinds."""
+        if short:
+            rows, starts, lengths = torch.tensor(short, device=like.device).T
+            tokens = torch.arange(int(lengths.max()), device=like.device)
+            at = starts[:, None] + tokens.minimum(lengths[:, None] - 1)  # [n, T]
+            self._gathered = at.flatten()
+            bias = like.new_zeros(at.shape)
+            bias.masked_fill_(tokens >= lengths[:, None], float("-inf"))
+            self._bias = bias.repeat(len(like), 1)[None, :, None]  # [1, Hkv·n, 1, T]
+            if self._long:
+                order = torch.tensor([row for row, _, _ in (*short, *self._long)])
+                self._order = rows, order.argsort().to(like.device)
+
+    def attend(
+        self, rows: torch.Tensor, buffer: torch.Tensor, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rows`` ``[Hkv, R, G, D]`` over ``buffer`` ``[2, Hkv, N, D]``: outputs ``[R, Hkv, G, D]`` and
+        log-sum-exps ``[R, Hkv, G]``."""
+        parts = []
+        if self._gathered is not None:
+            some = rows if self._order is None else rows.index_select(1, self._order[0])
+            heads = some.flatten(0, 1)[None]  # [1, Hkv·n, G, D]
+            gathered = buffer.index_select(2, self._gathered)
+            keys, values = gathered.view(2, *heads.shape[:2], -1, heads.shape[3])
+            out, lse = attend_part(heads, keys, values, self._bias, scaling)
+            parts.append(
+                (out.view(some.shape).transpose(0, 1), lse.view(some.shape[:3]).transpose(0, 1))
+            )
+        if self._long:
+            keys, values = buffer[:, None]  # [1, Hkv, N, D]
+            queries = rows.transpose(0, 1).split(1)  # [1, Hkv, G, D]
+            for row, start, length in self._long:
+                kv = keys.narrow(2, start, length), values.narrow(2, start, length)
+                parts.append(attend_part(queries[row], *kv, scaling=scaling))
+        if len(parts) == 1:
+            return parts[0]
+        outs, lses = (torch.cat(each) for each in zip(*parts, strict=True))
+        if self._order is not None:
+            outs, lses = (each.index_select(0, self._order[1]) for each in (outs, lses))
+        return outs, lses
 
 
 class _Call(NamedTuple):
     """A chunk, attended by the rows that hold it."""
 
     chunk: SharedChunk
+    pairs: list[tuple[int, HeldChunk]]
+    """The rows, and where they hold it."""
     first: int
     """Entries before this one are hidden from all rows."""
     bias: torch.Tensor | None
     """``[n·G, T-first]``: 0 or -inf."""
 
+    def kv(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """K and V ``[Hkv, T-first, D]``."""
+        return self.chunk.layers[layer][:, :, self.first :].unbind()
 
-class _LayerKind:
-    """What all layers with one rotary table and window share in a step."""
+
+class _ChunkCalls:
+    """The calls over chunks, in layers with one rotary table, window and scaling."""
 
     def __init__(
         self,
@@ -224,20 +296,18 @@ class _LayerKind:
         repositioner: Repositioner,
         table: str | None,
         like: torch.Tensor,
+        scaling: float,
     ) -> None:
         """``table``: name of the rotary table, ``None`` in position-free layers. ``like``: queries
-        ``[R, Hkv, G, D]``."""
-        self._requests = requests
+        ``[Hkv, R, G, D]``."""
         self.window = window
+        self._scaling = scaling
         sharing, device = like.shape[2], like.device
         self.calls: list[_Call] = []
-        self.sizes: list[int] = []
-        """Query rows of each call, ``n·G``."""
         holders: dict[SharedChunk, list[tuple[int, HeldChunk]]] = {}
         for row, request in enumerate(requests):
             for held in request.held:
                 holders.setdefault(held.chunk, []).append((row, held))
-        pairs: list[tuple[int, HeldChunk]] = []
         for chunk, holding in holders.items():
             hidden = torch.stack([_hidden(held, requests[row], window) for row, held in holding])
             seen = ~hidden.all(1)  # flash attention would give the other rows a log-sum-exp of 0
@@ -245,65 +315,102 @@ class _LayerKind:
                 continue
             hidden = hidden[seen]  # [n, T]
             first = int(hidden.all(0).logical_not().nonzero()[0])
-            self.calls.append(_Call(chunk, first, _bias(hidden[:, first:], like)))
-            self.sizes.append(len(hidden) * sharing)
-            pairs += [pair for pair, is_seen in zip(holding, seen.tolist(), strict=True) if is_seen]
+            pairs = [pair for pair, is_seen in zip(holding, seen.tolist(), strict=True) if is_seen]
+            self.calls.append(_Call(chunk, pairs, first, _bias(hidden[:, first:], like)))
+        self.calls.sort(key=lambda call: len(call.pairs), reverse=True)
+        self._sizes = [len(call.pairs) * sharing for call in self.calls]
+        """Query rows of each call, ``n·G``."""
+        self._multiplied = 0
+        """The calls for :func:`multiply_parts`, which are the first ones."""
+        if device.type == "cpu" and _multiplies(like.dtype):
+            self._multiplied = sum(size >= PRODUCT_ROWS for size in self._sizes)
+        self._kv: dict[int, list[tuple[torch.Tensor, ...]]] = {}
+        pairs = [pair for call in self.calls for pair in call.pairs]
         own = [row for row, _ in pairs]
-        self._held = torch.tensor(own, dtype=torch.long, device=device)
-        self._table = None
+        self._rows_of_pairs: torch.Tensor | None = None
+        """``None`` if every call has all rows in order, so that nothing needs to be gathered."""
+        if own != [*range(len(requests))] * len(self.calls):
+            self._rows_of_pairs = torch.tensor(own, device=device)
+            self._parts, self._absent = _parts_of_rows([*own, *range(len(requests))], device)
+        self._rotation: Rotation | None = None
         if table is not None and pairs:
             back = [held.chunk.start - held.at for _, held in pairs]  # -Δ
-            offsets = torch.tensor(back, device=device)
-            self._apply = repositioner.apply
-            self._table = rotary_table(
-                repositioner.rotary, table, offsets.repeat_interleave(sharing)
-            )
-        # parts are the pairs, then the overlays
-        parts: list[list[int]] = [[] for _ in requests]
-        for part, row in enumerate([*own, *range(len(requests))]):
-            parts[row].append(part)
-        lists = [torch.tensor(of_row) for of_row in parts]
-        padded = pad_sequence(lists, batch_first=True, padding_value=-1).to(device)  # [R, S]
-        self._parts = padded.clamp_min(0).flatten()
-        absent = torch.zeros(padded.shape, device=device).masked_fill_(padded < 0, float("-inf"))
-        self._absent = absent[..., None]  # [R, S, 1]
+            tables = rotary_table(repositioner.rotary, table, torch.tensor(back, device=device))
+            cos, sin, half = Rotation.of(repositioner.apply, tables, like.shape[3])
+            cos, sin = cos[:, None] * scaling, sin[:, None] * scaling  # [P, 1, D]
+            if self._rows_of_pairs is None:
+                cos, sin = (each.unflatten(0, (-1, len(requests))) for each in (cos, sin))
+            self._rotation = Rotation(cos, sin, half)
 
-    def place_overlays(self, tokens: int) -> None:
-        """Find the visible stretch of each overlay; buffers of ``tokens`` are split there."""
-        self.splits: list[int] = []
-        self.overlays = [0] * len(self._requests)
-        """The number of each request's stretch among the splits."""
-        end = 0
-        for row in sorted(range(len(self._requests)), key=lambda row: self._requests[row].start):
-            request = self._requests[row]
-            hidden = bisect_left(request.positions, request.first_visible(self.window))
-            self.splits += [request.start + hidden - end, len(request.positions) - hidden]
-            self.overlays[row] = len(self.splits) - 1
-            end = request.start + len(request.positions)
-        self.splits.append(tokens - end)
+    def turn(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` ``[Hkv, R, G, D]`` for all calls, scaled, rotated by -Δ: ``[Hkv, P·G, D]``, float32."""
+        rows = rows.float()
+        if self._rotation is None:
+            turned = self._of_pairs(rows * self._scaling)
+            if self._rows_of_pairs is None:
+                turned = turned.repeat(1, len(self.calls), 1, 1, 1)
+        else:
+            cos, sin, half = self._rotation
+            turned = self._of_pairs(rows) * cos
+            turned.addcmul_(self._of_pairs(rows @ half), sin)
+        return turned.reshape(len(rows), -1, rows.shape[3])
 
-    def turn(self, rows: torch.Tensor, scaling: float) -> torch.Tensor:
-        """``rows`` ``[R, Hkv, G, D]`` for all calls, scaled, rotated by -Δ: ``[1, Hkv, P·G, D]``, float32."""
-        turned = (rows.float() * scaling).transpose(0, 1).index_select(1, self._held).flatten(1, 2)
-        if self._table is not None:
-            turned = apply_rotary(self._apply, turned, self._table)
-        return turned[None]
+    def _of_pairs(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[Hkv, R, G, D]`` → ``[Hkv, P, G, D]``, or ``[Hkv, 1, R, G, D]`` if every call has all rows."""
+        if self._rows_of_pairs is None:
+            return rows[:, None]
+        return rows.index_select(1, self._rows_of_pairs)
+
+    def attend(
+        self, layer: int, rows: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """``rows`` ``[Hkv, R, G, D]``: outputs ``[Hkv, n·G, D]`` and log-sum-exps ``[Hkv, n·G]`` of the
+        calls in their order."""
+        if layer not in self._kv:
+            self._kv[layer] = [call.kv(layer) for call in self.calls]
+        turned, count = self.turn(rows), self._multiplied
+        queries = turned.split(self._sizes, dim=1)
+        outs: list[torch.Tensor] = []
+        lses: list[torch.Tensor] = []
+        if count:
+            rounded = turned.to(rows.dtype).split(self._sizes, dim=1)
+            means = [call.chunk.means[layer] for call in self.calls[:count]]
+            biases = [call.bias for call in self.calls[:count]]
+            some = queries[:count], rounded[:count], self._kv[layer][:count]
+            outs, lse = multiply_parts(*some, means, biases)
+            lses.append(lse)
+        for i in range(count, len(self.calls)):
+            keys, values = self._kv[layer][i]
+            out, lse = attend_part(queries[i][None], keys[None], values[None], self.calls[i].bias)
+            outs.append(out[0])
+            lses.append(lse[0])
+        return outs, lses
 
     def merge(
-        self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: torch.Tensor
+        self, outs: list[torch.Tensor], lses: list[torch.Tensor], like: torch.Tensor
     ) -> torch.Tensor:
-        """Outputs ``[1, Hkv, n·G, D]`` and log-sum-exps ``[1, Hkv, n·G]`` of all parts → ``[R, H, D]``."""
-        count, heads, sharing, width = rows.shape
-        outs = torch.cat([out for out, _ in parts], dim=2).view(heads, -1, sharing, width)
-        if self.calls:
-            lses = torch.cat([lse for _, lse in parts], dim=2).view(
-                heads, -1, sharing
-            )  # [Hkv, P, G]
-            of_row = lses.index_select(1, self._parts).view(heads, count, -1, sharing)
-            weights = (of_row + self._absent).softmax(2)  # [Hkv, R, S, G]
-            outs = outs.index_select(1, self._parts).view(*weights.shape, width)
-            outs = (outs * weights[..., None]).sum(2)  # [Hkv, R, G, D]
-        return outs.transpose(0, 1).flatten(1, 2).to(rows.dtype)
+        """Outputs ``[Hkv, n·G, D]`` and log-sum-exps ``[Hkv, n·G]`` of the calls and then of the overlays →
+        the shape of ``like``, ``[Hkv, R, G, D]``."""
+        heads, count, sharing, width = like.shape
+        out = torch.cat(outs, dim=1).view(heads, -1, sharing, width)
+        lse = torch.cat(lses, dim=1).view(heads, -1, sharing)
+        if self._rows_of_pairs is not None:
+            out = out.index_select(1, self._parts)
+            lse = lse.index_select(1, self._parts) + self._absent
+        weights = lse.view(heads, -1, count, sharing, 1).softmax(1)  # [Hkv, S, R, G, 1]
+        return (out.view(*weights.shape[:4], width) * weights).sum(1)
+
+
+def _parts_of_rows(rows: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rows``: the row of each part. The parts of each row, padded to S: ``[S·R]``, and 0 or, where there is
+    none, -inf: ``[S·R, 1]``."""
+    parts: dict[int, list[int]] = {}
+    for part, row in enumerate(rows):
+        parts.setdefault(row, []).append(part)
+    lists = [torch.tensor(parts[row]) for row in sorted(parts)]
+    padded = pad_sequence(lists, padding_value=-1).flatten().to(device)
+    absent = torch.zeros(len(padded), device=device).masked_fill_(padded < 0, float("-inf"))
+    return padded.clamp_min(0), absent[:, None]
 
 
 def _hidden(held: HeldChunk, request: RunningKV, window: int | None) -> torch.Tensor:
@@ -332,20 +439,57 @@ def attend_part(
     bias: torch.Tensor | None = None,
     scaling: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``query`` ``[1, Hkv, M, D]`` over ``keys`` and ``values`` ``[1, Hkv, T, D]``: outputs ``[1, Hkv, M,
-    D]`` and log-sum-exps ``[1, Hkv, M]``, float32. T is not 0, and each row sees a key."""
+    """``query`` ``[B, Hkv, M, D]`` over ``keys`` and ``values`` ``[B, Hkv, T, D]``: outputs ``[B, Hkv, M,
+    D]`` and log-sum-exps ``[B, Hkv, M]``, float32. T is not 0, and each row sees a key."""
     if query.device.type == "cpu" and query.shape[2] < PRODUCT_ROWS:
         return _flash(query.to(keys.dtype), keys, values, attn_mask=bias, scale=scaling)
     query = query.float() if scaling == 1.0 else query.float() * scaling
-    scores = torch.bmm(query[0], keys[0].float().transpose(1, 2))  # [Hkv, M, T]
+    scores = query @ keys.float().mT  # [B, Hkv, M, T]
     if bias is not None:
         scores += bias
     highest = scores.amax(-1)
     weights = torch.softmax(scores, -1, out=scores)
     lse = highest - weights.amax(-1).log_()
-    if query.device.type == "cpu" and not _multiplies(keys.dtype):
+    if query.device.type == "cpu":
         values = values.float()
-    return torch.bmm(weights.to(values.dtype), values[0])[None], lse[None]
+    return weights.to(values.dtype) @ values, lse
+
+
+def multiply_parts(
+    queries: Sequence[torch.Tensor],
+    rounded: Sequence[torch.Tensor],
+    kv: Sequence[tuple[torch.Tensor, ...]],
+    means: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Attention of several parts by products in bfloat16, the fastest way on a CPU that has them.
+
+    Scores are rounded to bfloat16. Those of keys less their mean are smaller and lose less; the query times
+    the mean is added to the log-sum-exp, in float32.
+
+    Args:
+        queries: of each part, ``[Hkv, M, D]``, scaled, float32.
+        rounded: the same in bfloat16.
+        kv: keys and values ``[Hkv, T, D]``.
+        means: of the keys, ``[Hkv, 1, D]``.
+        biases: ``[M, T]``.
+
+    Returns the outputs of each part, ``[Hkv, M, D]``, and the log-sum-exps of all, ``[Hkv, …]``.
+    """
+    outs, found = [], []
+    parts = zip(queries, rounded, kv, means, biases, strict=True)
+    for exact, query, (keys, values), mean, bias in parts:
+        centred = (keys - mean).mT
+        scores = query @ centred if bias is None else torch.baddbmm(bias, query, centred)
+        bits = scores.view(torch.int16)  # reduced far faster than bfloat16 (torch 2.13)
+        most, least = bits.amax(-1), bits.amin(-1)
+        torch.softmax(scores, -1, out=scores)
+        found.append((most, least, bits.amax(-1), (exact @ mean.float().mT)[..., 0]))
+        outs.append(scores @ values)
+    most, least, top, shift = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+    # as integers, numbers are in order if one is positive, and in reverse order if all are negative
+    highest = torch.where(most >= 0, most, least).view(rounded[0].dtype)
+    return outs, shift + highest - top.view(highest.dtype).float().log_()
 
 
 @cache
