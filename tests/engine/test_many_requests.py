@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many requests each joint step had."""
+    """How many requests each joint step had. Prefills do not pause, so that many join."""
     sizes: list[int] = []
     stock = turns.decoded_together
 
@@ -41,6 +42,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return stock(steps, pool)
 
     monkeypatch.setattr(turns, "decoded_together", counted)
+    monkeypatch.setattr(turns, "PREFILL_SHARE", math.inf)
     return sizes
 
 

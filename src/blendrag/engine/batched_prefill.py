@@ -25,6 +25,7 @@ from blendrag.fusor import PackedPrompt, Prefilled
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.planning.plan import Plan
 from blendrag.planning.profile import Profile
+from blendrag.serving.turns import pausing
 
 log = logging.getLogger(__name__)
 
@@ -190,4 +191,4 @@ class RequestBatch:
         device = self._resources.adapter.device
         ids = torch.tensor([planned.request.prompt.ids], device=device)  # [1, N]
         request = planned.plan.request(ids.shape[1])
-        return PackedPrompt(ids, request, planned.request.max_new_tokens, stream.check)
+        return PackedPrompt(ids, request, planned.request.max_new_tokens, pausing(stream.check))

@@ -27,6 +27,7 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.controller import Controller, PlanOptions, Prefixes
 from blendrag.serving.block_pool import BlockPool
 from blendrag.serving.prefix_tree import PrefixTree
+from blendrag.serving.turns import pausing
 from blendrag.store.base import ResidentReader
 from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.text.matches import common_prefix
@@ -118,7 +119,7 @@ class ExactPrefixes:
         count = len(shared.others) + 1
         try:
             with tracing.span("prefill", lambda: {"blendrag.batch_size": count}):
-                kept = self._compute(request, shared.ids, controller, check_all)
+                kept = self._compute(request, shared.ids, controller, pausing(check_all))
         except (RequestCancelled, RequestTimeout):
             raise
         except Exception as exc:

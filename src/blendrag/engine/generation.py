@@ -8,12 +8,11 @@ caller holds the model's lock from the first hook to the last token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-from torch import nn
 
 from blendrag.engine.decoding import SeededDraws, sampling
 from blendrag.engine.explanation import Trace
@@ -25,10 +24,10 @@ from blendrag.fusor.attention import fast_decoding
 from blendrag.metrics import RequestMetrics, Timeline
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.placement import PlacedModel
-from blendrag.model.sharing import only_here
+from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan
 from blendrag.schema.concatenation import ConcatenatedPrompt, ModuleCache
-from blendrag.serving.turns import blended, taking_turns
+from blendrag.serving.turns import blended, pausing, taking_turns
 
 
 class Generation:
@@ -46,6 +45,7 @@ class Generation:
         self._fusor = fusor
         self._request = request
         self._stream = stream
+        self._check = pausing(stream.check)
         self._timeline = Timeline() if request.options.explain else None
         configured = adapter.model.generation_config.eos_token_id
         eos = request.options.generate.get("eos_token_id", configured)
@@ -80,7 +80,7 @@ class Generation:
                 own = adapter.model.generation_config.cache_implementation is None
                 if self._takes_turns and request.sequences == 1 and own:
                     cache = self._fusor().new_cache(ids.shape[1], request.max_new_tokens)
-                with _checked_layers(adapter.decoder_layers, stream.check):
+                with before_layers(adapter.decoder_layers, self._check):
                     output = self._generate(ids, cache)
             elif request.sequences == 1:
                 output, fusion = self._blended(ids, plan)
@@ -104,7 +104,7 @@ class Generation:
                 around.enter_context(fast_decoding(adapter.stack))
             around.enter_context(model.uncompiled())
             around.enter_context(model.placed(cache, prompt.positions))
-            around.enter_context(_checked_layers(model.decoder.layers, stream.check))
+            around.enter_context(before_layers(model.decoder.layers, self._check))
             if request.sequences > 1:
                 cache.load()
                 cache.batch_repeat_interleave(request.sequences)
@@ -125,8 +125,8 @@ class Generation:
         """The first forward in ``generate`` is the fusion."""
         fusor, tokens = self._fusor(), ids.shape[1]
         cache = fusor.new_cache(tokens, self._request.max_new_tokens)
-        request, check = plan.request(tokens), self._stream.check
-        with fusor.fuse(cache, request, check, self._timeline, last_row_only=True) as fusion:
+        request, line = plan.request(tokens), self._timeline
+        with fusor.fuse(cache, request, self._check, line, last_row_only=True) as fusion:
             blended(fusion)
             return self._generate(ids, cache), fusion
 
@@ -134,7 +134,7 @@ class Generation:
         """Blend all but the last token, repeat the cache per sequence, then an ordinary ``generate``."""
         n = ids.shape[1] - 1
         _, cache, fusion = self._fusor().prefill(
-            ids[:, :n], plan.request(n), check=self._stream.check, timeline=self._timeline
+            ids[:, :n], plan.request(n), check=self._check, timeline=self._timeline
         )
         cache.batch_repeat_interleave(self._request.sequences)
         return self._generate(ids, cache), fusion
@@ -247,15 +247,3 @@ class Generation:
             opening_s=stream.opening_s,
             prefix_tokens=plan.prefix_tokens,
         )
-
-
-@contextmanager
-def _checked_layers(layers: Sequence[nn.Module], check: Callable[[], None]) -> Iterator[None]:
-    """Call ``check()`` before each layer, so that a stock forward can be abandoned early."""
-    hook = only_here(lambda *_: check())
-    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -18,7 +18,9 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError, IdentityChangedError, InvalidInputError, StoreFullError
+from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan
+from blendrag.serving.turns import pause
 from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import chunk_key
@@ -205,11 +207,12 @@ class BackgroundWriter:
         ``check`` is called before each and raises for a request that is over.
         """
         stored = 0
-        for ids in missing:
-            check()
-            stored += self._encode(ids, self._resources.prefix_ids)
-            if self._full:
-                break
+        with before_layers(self._resources.adapter.decoder_layers, pause):
+            for ids in missing:
+                check()
+                stored += self._encode(ids, self._resources.prefix_ids)
+                if self._full:
+                    break
         return stored
 
     def _seen_before(self, leading: Ids) -> bool:

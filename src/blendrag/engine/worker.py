@@ -134,7 +134,7 @@ class Worker:
     def _run(self) -> None:
         turns = Turns(self._kv_bytes)
         while True:
-            job = self._next(turns)
+            job = None if turns.is_paused else self._next(turns)
             if job is None and not turns:
                 return
             if job is not None:

@@ -84,6 +84,7 @@ def _slicing(pack: Pack, index: int, masked: bool) -> Callable[..., Arguments | 
         # torch passes no kwargs if the hook is removed after another thread began to run hooks
         if kwargs is None or not _is_under_way(pack.cache):
             return None
+        pack.check(index)
         if pack.timeline is not None:
             pack.timeline.enter(index)
         hidden = args[0] if args else kwargs["hidden_states"]

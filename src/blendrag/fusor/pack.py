@@ -172,8 +172,8 @@ class Pack:
 
     # -- before a layer -----------------------------------------------------------------------
 
-    def enter_layer(self, layer: int, run: RunLayer) -> tuple[AnyRows, Among]:
-        """Rows of ``layer``; ``run`` runs it before that, if its K/V are needed first."""
+    def check(self, layer: int) -> None:
+        """Whether prompts are abandoned before ``layer``; called before :meth:`enter_layer`."""
         if layer == 0:
             self._arriving = {
                 member: (start, start + self.fusions[member].prompt_tokens)
@@ -183,6 +183,9 @@ class Pack:
         for member in self._present(layer):
             with self._errors_of(member):
                 self.fusions[member].check()
+
+    def enter_layer(self, layer: int, run: RunLayer) -> tuple[AnyRows, Among]:
+        """Rows of ``layer``; ``run`` runs it before that, if its K/V are needed first."""
         self._peek(layer, run)
         rows, among = self._selected(layer)
         is_last = layer == len(self.cache.layers) - 1

@@ -3,6 +3,7 @@
 - :func:`loaded_once`: engines of the same name load the model once.
 - :func:`lock_of`: one lock per model object. Engines over the same model take turns.
 - :func:`only_here`: hooks are on the model, so all its users run them; these act for one user only.
+- :func:`before_layers`: such a hook on every decoder layer, to abandon or to pause a forward.
 
 Forwards by others take no lock, and compute what they would without blendrag.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -131,3 +132,16 @@ def only_here(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook(*args, **kwargs)
 
     return guarded
+
+
+@contextmanager
+def before_layers(layers: Sequence[nn.Module], call: Callable[[], None]) -> Iterator[None]:
+    """Within this context ``call()`` precedes each of ``layers`` in the caller's forwards; it may raise to
+    abandon one."""
+    hook = only_here(lambda *_: call())
+    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

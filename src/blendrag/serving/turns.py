@@ -2,14 +2,16 @@
 
 A request runs unchanged in a greenlet: ``model.generate`` with its sampling, stop strings, logits processors
 and seed. Where it would decode a token, the other requests run until they would, too; then one forward
-computes the tokens of all (:mod:`blendrag.serving.decode_step`).
+computes the tokens of all (:mod:`blendrag.serving.decode_step`). A prefill pauses between two layers to let
+the others decode (:func:`pause`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
+from torch.overrides import _len_torch_function_stack
 
 from blendrag.fusor import Fusion
 from blendrag.model.adapter import ModelAdapter
@@ -24,6 +27,10 @@ from blendrag.serving.chunk_pool import ChunkPool, RequestKV
 from blendrag.serving.decode_step import DecodeStep, can_join, decoded_together
 
 log = logging.getLogger(__name__)
+
+#: A prefill computes this many times as long as the others decoded before it lets them decode again, so they
+#: delay its first token by a fifth at most.
+PREFILL_SHARE = 5
 
 
 class Turn(greenlet):
@@ -41,10 +48,12 @@ class Turn(greenlet):
         """Its KV, from the first token that can be decoded with others."""
         self.step: DecodeStep | None = None
         """What it waits for; ``None`` if that must be computed alone."""
+        self.is_paused = False
+        """Whether it waits between two layers of a prefill."""
 
-    def wait(self, step: DecodeStep | None) -> Any:
+    def wait(self, step: DecodeStep | None, is_paused: bool = False) -> Any:
         """Let the other calls run. Returns what the forward of ``step`` would; ``None`` if it has not run."""
-        self.step = step
+        self.step, self.is_paused = step, is_paused
         assert self.parent is not None
         with torch.inference_mode(False):  # modes are the thread's: others begin without this one's
             return self.parent.switch()
@@ -56,7 +65,12 @@ class Turns:
     def __init__(self, kv_bytes: int) -> None:
         """``kv_bytes``: limit of the KV of requests that share chunks, without the chunks."""
         self._kv_bytes = kv_bytes
-        self._waiting: list[Turn] = []
+        self._turns: list[Turn] = []
+        """The calls that have begun and not ended."""
+        self._step_s = 0.0
+        """How long the last step took."""
+        self._stepped_at = 0.0
+        """When it began or, once it has ended, ended."""
         self._patched = 0
         """How many of them take turns on the model."""
         self._own: Any = None
@@ -66,28 +80,54 @@ class Turns:
 
     def __len__(self) -> int:
         """How many calls have begun and not ended."""
-        return len(self._waiting)
+        return len(self._turns)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a prefill waits for the others to decode."""
+        return any(turn.is_paused for turn in self._turns)
 
     def start(self, call: Callable[[], None]) -> None:
-        """Run ``call``, which raises nothing, until it ends or has a token to decode."""
+        """Run ``call``, which raises nothing, until it ends, pauses or has a token to decode."""
         turn = Turn(self, call)
+        self._turns.append(turn)
         turn.switch()
-        self._keep(turn)
+        self._forget_if_over(turn)
 
     def step(self) -> None:
-        """Decode a token of every call, and run each until it ends or has another one to decode."""
-        turns, self._waiting = self._waiting, []
+        """Decode a token of every call, and run each until it ends, pauses or has another one to decode."""
+        paused = [turn for turn in self._turns if turn.is_paused]
+        self._stepped_at = began = time.perf_counter()
+        self._decode([turn for turn in self._turns if not turn.is_paused])
+        self._stepped_at = time.perf_counter()
+        self._step_s = self._stepped_at - began
+        for turn in paused:
+            self._resume(turn)
+
+    def is_due(self, turn: Turn) -> bool:
+        """Whether other calls should decode before ``turn`` computes its next layer."""
+        waits = any(not other.is_paused for other in self._turns if other is not turn)
+        return waits and time.perf_counter() - self._stepped_at >= PREFILL_SHARE * self._step_s
+
+    def _decode(self, turns: Sequence[Turn]) -> None:
         steps = {turn: turn.step for turn in turns if turn.step is not None}
         outputs: dict[Turn, Any] = {}
         if len(steps) > 1 or any(step.kv.running for step in steps.values()):
             outputs = self._decoded(steps)
         for turn in turns:
-            output = outputs.get(turn)
-            if isinstance(output, Exception):
-                turn.throw(output)
-            else:
-                turn.switch(output)
-            self._keep(turn)
+            self._resume(turn, outputs.get(turn))
+
+    def _resume(self, turn: Turn, output: Any = None) -> None:
+        turn.is_paused = False
+        if isinstance(output, Exception):
+            turn.throw(output)
+        else:
+            turn.switch(output)
+        self._forget_if_over(turn)
+
+    def _forget_if_over(self, turn: Turn) -> None:
+        if turn.dead:
+            self._turns.remove(turn)
 
     def _decoded(self, steps: dict[Turn, DecodeStep]) -> dict[Turn, Any]:
         """The output of each step that was computed, or its error if it cannot be computed alone."""
@@ -118,10 +158,6 @@ class Turns:
         """The call decodes no more tokens."""
         if turn.kv is not None and self._pool is not None:
             self._pool.leave(turn.kv)
-
-    def _keep(self, turn: Turn) -> None:
-        if not turn.dead:
-            self._waiting.append(turn)
 
     @contextmanager
     def shared(self, model: nn.Module) -> Iterator[None]:
@@ -160,6 +196,26 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(**kwargs) if output is None else output
 
     return forward
+
+
+def pause() -> None:
+    """Let the other calls decode a token if that is due. Called before each layer of a prefill."""
+    turn = getcurrent()
+    if not isinstance(turn, Turn) or not turn.turns.is_due(turn):
+        return
+    # function modes are the thread's, too: the others would draw from this call's seed
+    if not _len_torch_function_stack():
+        turn.wait(None, is_paused=True)
+
+
+def pausing(check: Callable[[], None]) -> Callable[[], None]:
+    """``check`` after :func:`pause`."""
+
+    def checked() -> None:
+        pause()
+        check()
+
+    return checked
 
 
 def blended(fusion: Fusion) -> None:

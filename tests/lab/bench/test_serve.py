@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ def test_every_way_answers_all_requests(monkeypatch: pytest.MonkeyPatch) -> None
         return stock(steps, pool)
 
     monkeypatch.setattr(turns, "decoded_together", counted)
+    monkeypatch.setattr(turns, "PREFILL_SHARE", math.inf)  # none ends during a prefill
     rows = {row["way"]: row for row in measured("serve", *SMALL)["rows"]}
     assert len(rows) == 6
     assert rows[BASELINE]["over_baseline"] == 1

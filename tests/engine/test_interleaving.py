@@ -1,0 +1,354 @@
+"""A prefill pauses between layers to let running requests decode, and nobody's answer changes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from greenlet import getcurrent
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import tiny
+from blendrag.engine import BlendEngine, Options, generation, packing_rule
+from blendrag.engine.answers import Started
+from blendrag.engine.decoding import SeededDraws
+from blendrag.engine.stream import AnswerStream
+from blendrag.errors import RequestCancelled, RequestTimeout
+from blendrag.metrics import Timeline
+from blendrag.serving import turns
+from blendrag.serving.chunk_pool import ChunkPool
+from blendrag.serving.turns import Turn, Turns
+
+pytestmark = pytest.mark.timeout(120)
+LAYERS = tiny.COMMON["num_hidden_layers"]
+LONG = Options(max_new_tokens=40, ratio=0.2)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("interleaving")) as made:
+        made.ingest([tiny.document(number) for number in range(4)])
+        yield made
+
+
+class Pauses:
+    """Prefills pause before every layer; each pause calls ``then()`` first."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.then: Callable[[], object] = lambda: None
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
+    pauses, wait, start = Pauses(), Turn.wait, Turns.start
+
+    def watched(turn: Turn, step: Any, is_paused: bool = False) -> Any:
+        if is_paused:
+            pauses.count += 1
+            pauses.then()
+        return wait(turn, step, is_paused)
+
+    def checked(turns: Turns, call: Callable[[], None]) -> None:
+        assert not turns.is_paused, "a request began while another one's prefill was paused"
+        start(turns, call)
+
+    monkeypatch.setattr(turns, "PREFILL_SHARE", 0)
+    monkeypatch.setattr(Turn, "wait", watched)
+    monkeypatch.setattr(Turns, "start", checked)
+    return pauses
+
+
+class GoesOn(LogitsProcessor):
+    """Chooses its first token once that many requests are queued, and fails at its token ``fails_at``."""
+
+    def __init__(self, engine: BlendEngine, queued: int, fails_at: int) -> None:
+        self._worker = engine._worker
+        self._queued = queued
+        self._fails_at = fails_at
+        self._calls = 0
+        self._until = time.perf_counter() + 60
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self._calls += 1
+        while self._calls == 1 and len(self._worker._foreground) < self._queued:
+            assert time.perf_counter() < self._until
+            time.sleep(0.001)
+        if self._calls == self._fails_at:
+            raise RuntimeError("a processor failed")
+        return scores
+
+
+def asked(engine: BlendEngine, number: int) -> str:
+    return tiny.prompt(engine, number % 4, (number + 1) % 4, ask=f"What happened in {number}?")
+
+
+def running(engine: BlendEngine, number: int, queued: int = 1, fails_at: int = 0) -> Started:
+    """A request that decodes for long, once ``queued`` others wait."""
+    processors = LogitsProcessorList([GoesOn(engine, queued, fails_at)])
+    options = Options(max_new_tokens=40, ratio=0.2, generate={"logits_processor": processors})
+    return engine._start(asked(engine, number), options)
+
+
+def newcomers(engine: BlendEngine, ways: Sequence[Options]) -> list[Started]:
+    return [engine._start(asked(engine, 1 + i), options) for i, options in enumerate(ways)]
+
+
+@pytest.fixture
+def tokens(monkeypatch: pytest.MonkeyPatch) -> list[AnswerStream]:
+    """The stream of every token, in order."""
+    tokens: list[AnswerStream] = []
+    put = AnswerStream.put
+
+    def noted(stream: AnswerStream, value: torch.Tensor) -> None:
+        tokens.append(stream)
+        put(stream, value)
+
+    monkeypatch.setattr(AnswerStream, "put", noted)
+    return tokens
+
+
+@pytest.mark.parametrize("mode", ["blend", "full"])
+@pytest.mark.parametrize("share", [0, math.inf])
+def test_a_running_request_decodes_while_others_are_prefilled(
+    engine, tokens, pauses, monkeypatch, mode, share
+):
+    """With an infinite share, prefills do not pause."""
+    monkeypatch.setattr(turns, "PREFILL_SHARE", share)
+    first = running(engine, 0, queued=2)
+    others = newcomers(engine, [Options(mode=mode, max_new_tokens=2)] * 2)
+    for started in (first, *others):
+        started.wait()
+    starts = [tokens.index(started.stream) for started in others]
+    assert starts[0] < starts[1]  # in order
+    meanwhile = tokens[: starts[0]].count(first.stream)
+    assert meanwhile > LAYERS if share == 0 else meanwhile <= 2
+    assert (pauses.count > 0) == (share == 0)
+
+
+WAYS = [
+    Options(max_new_tokens=5, ratio=0.2),
+    Options(max_new_tokens=5, mode="full"),
+    Options(max_new_tokens=9, policy="hkvd", ratio=0.3, temperature=1.0, seed=7),
+    Options(max_new_tokens=5, mode="reuse", logprobs=1),
+    Options(max_new_tokens=5, generate={"num_beams": 2}),
+    Options(max_new_tokens=9, mode="full", temperature=1.0, seed=8),
+]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "gemma3_text", "gpt_neox", "phi3", "cohere2", "qwen3_moe"]
+)
+def test_answers_are_those_of_each_request_alone(family, tmp_path, pauses):
+    model = tiny.family(family, initializer_range=0.2)
+    with tiny.engine(model, tmp_path) as engine:
+        engine.ingest([tiny.document(number) for number in range(4)])
+        expected = [engine.generate(asked(engine, 1 + i), way).text for i, way in enumerate(WAYS)]
+        long = engine.generate(asked(engine, 0), LONG).text
+        assert not pauses.count
+        first = running(engine, 0, queued=len(WAYS))
+        others = newcomers(engine, WAYS)
+        assert [started.wait().text for started in others] == expected
+        assert first.wait().text == long
+        assert pauses.count >= 3 * LAYERS
+        assert "forward" not in vars(engine.adapter.model)
+        assert not any(layer._forward_pre_hooks for layer in engine.adapter.stack.layers)
+
+
+def test_prompts_that_are_prefilled_together_pause(engine, pauses, monkeypatch):
+    monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
+    prompts, short = [asked(engine, 1 + i) for i in range(3)], Options(max_new_tokens=4)
+    expected = [engine.generate(prompt, short).text for prompt in prompts]
+    first = running(engine, 0, queued=3)
+    answers = engine.batch(prompts, short)
+    assert [answer.text for answer in answers] == expected
+    assert {answer.metrics.batch_size for answer in answers} == {3}
+    assert pauses.count >= LAYERS
+    first.wait()
+
+
+def test_encoding_of_missing_chunks_pauses(engine, pauses, monkeypatch):
+    short = Options(max_new_tokens=4, ratio=0.2)
+    expected = engine.generate(asked(engine, 2), short).text
+    validity, within = engine.resources.kv_validity, []
+    encode, paused = validity.encode, []
+
+    def noted(*args: Any) -> Any:
+        within.append(True)
+        try:
+            return encode(*args)
+        finally:
+            within.pop()
+
+    monkeypatch.setattr(validity, "encode", noted)
+    pauses.then = lambda: paused.extend(within)
+    tiny.lose_kv(engine, *tiny.chunk_keys(engine, 2))
+    first = running(engine, 0, queued=2)
+    others = [engine._start(asked(engine, 2), short) for _ in range(2)]
+    assert [started.wait().text for started in others] == [expected] * 2
+    assert len(paused) >= LAYERS
+    first.wait()
+
+
+@pytest.mark.parametrize("mode", ["blend", "full"])
+@pytest.mark.parametrize("error", [RequestCancelled, RequestTimeout])
+def test_a_paused_request_that_is_over_stops_at_once(engine, pauses, mode, error):
+    long = engine.generate(asked(engine, 0), LONG).text
+    short = Options(max_new_tokens=4, mode=mode)
+    expected = engine.generate(asked(engine, 2), short).text
+    first = running(engine, 0, queued=2)
+    over, after = newcomers(engine, [Options(max_new_tokens=4, mode=mode), short])
+
+    def end() -> None:
+        if error is RequestCancelled:
+            over.stream.cancel()
+        else:
+            over.stream._timeout_s = 1e-9
+        counts.append(pauses.count)
+        pauses.then = lambda: None
+
+    counts: list[int] = []
+    began = pauses.count
+    pauses.then = end
+    with pytest.raises(error):
+        over.wait()
+    over.future.exception()
+    assert counts == [began + 1]
+    assert after.wait().text == expected
+    assert first.wait().text == long
+    assert not engine._running
+
+
+def test_a_step_that_fails_does_not_disturb_the_paused_prefill(engine, pauses, monkeypatch):
+    """Neither a joint step nor a request that fails by itself."""
+    long = engine.generate(asked(engine, 3), LONG).text
+    short = Options(max_new_tokens=4, ratio=0.2)
+    expected = engine.generate(asked(engine, 1), short).text
+    stock, failures = turns.decoded_together, []
+
+    def fail(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
+        if len(steps) > 1 and pauses.count:
+            failures.append(len(steps))
+            raise RuntimeError("no memory for all")
+        return stock(steps, pool)
+
+    monkeypatch.setattr(turns, "decoded_together", fail)
+    with engine.adapter.lock:
+        going = engine._start(asked(engine, 3), LONG)
+        failing = running(engine, 0, queued=0, fails_at=4)
+        newcomer = engine._start(asked(engine, 1), short)
+    assert newcomer.wait().text == expected
+    assert going.wait().text == long
+    with pytest.raises(RuntimeError, match="a processor failed"):
+        failing.wait()
+    assert failures
+
+
+class Asks(LogitsProcessor):
+    """Asks another question at its third token."""
+
+    def __init__(self, engine: BlendEngine, prompt: str, options: Options) -> None:
+        self._ask = lambda: engine.generate(prompt, options).text
+        self.calls = 0
+        self.answer = ""
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == 3:
+            self.answer = self._ask()
+        return scores
+
+
+@pytest.mark.parametrize("mode", ["blend", "full"])
+def test_prefills_of_requests_within_requests_pause(engine, pauses, mode):
+    inner = Options(mode=mode, max_new_tokens=5)
+    expected = engine.generate(asked(engine, 3), inner).text
+    seeded = [Options(max_new_tokens=12, temperature=1.0, seed=i, mode=mode) for i in range(3)]
+    alone = [engine.generate(asked(engine, 1 + i), way).text for i, way in enumerate(seeded)]
+    asking = [Asks(engine, asked(engine, 3), inner) for _ in seeded]
+    ways = [
+        Options(
+            **{**vars(way), "generate": {"logits_processor": LogitsProcessorList([asks])}},
+        )
+        for way, asks in zip(seeded, asking, strict=True)
+    ]
+    first = running(engine, 0, queued=len(ways))
+    others = newcomers(engine, ways)
+    assert [started.wait().text for started in others] == alone
+    assert {asks.answer for asks in asking} == {expected}
+    assert pauses.count > LAYERS * len(ways)
+    first.wait()
+
+
+def test_nobody_draws_from_the_seed_of_a_call_that_could_pause(pauses):
+    """Function modes of torch are the thread's, so a call that has one does not pause."""
+    order: list[str] = []
+
+    def decoding() -> None:
+        for _ in range(2):
+            getcurrent().wait(None)
+            order.append("decoded")
+
+    def seeded() -> None:
+        with SeededDraws(3, torch.device("cpu")):
+            turns.pause()
+            order.append("drew")
+        turns.pause()
+        order.append("went on")
+
+    taking = Turns(0)
+    taking.start(decoding)
+    taking.start(seeded)
+    while taking:
+        taking.step()
+    assert order == ["drew", "decoded", "went on", "decoded"]
+
+
+def test_the_timeline_of_a_layer_does_not_contain_pauses(engine, pauses, monkeypatch):
+    lines: list[Timeline] = []
+    entered: list[dict[int, float]] = []
+
+    def made() -> Timeline:
+        lines.append(Timeline())
+        return lines[-1]
+
+    monkeypatch.setattr(generation, "Timeline", made)
+    pauses.then = lambda: entered.extend(line._open for line in lines if line._open)
+    first = running(engine, 0)
+    engine.generate(asked(engine, 1), Options(max_new_tokens=2, explain=True))
+    assert pauses.count
+    assert not entered
+    first.wait()
+
+
+def test_a_prefill_computes_for_a_multiple_of_the_time_of_a_step(monkeypatch):
+    """By a clock that ticks once a layer and twice a step."""
+    now = [100.0]
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(turns, "PREFILL_SHARE", 5)
+    order: list[str] = []
+
+    def decoding() -> None:
+        while order.count("L") < 40:
+            getcurrent().wait(None)
+            now[0] += 2
+            order.append("t")
+
+    def prefill() -> None:
+        for _ in range(40):
+            turns.pause()
+            now[0] += 1
+            order.append("L")
+
+    taking = Turns(0)
+    taking.start(decoding)
+    taking.step()
+    taking.start(prefill)
+    while taking:
+        taking.step()
+    assert "".join(order) == "t" + ("L" * 10 + "t") * 4
