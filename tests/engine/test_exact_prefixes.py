@@ -161,6 +161,22 @@ def test_requests_of_other_salts_share_nothing(engine):
     assert any(notes(answer) for answer in together(engine, prompts(engine), salted))
 
 
+def test_nothing_of_a_salted_prompt_is_stored_or_learned(tmp_path):
+    salted = Options(mode="blend", ratio=0.3, max_new_tokens=6, cache_salt="tenant")
+    learned: list[int] = []
+    with tiny.engine(tiny.llama(), tmp_path, prefix_text=tiny.BOS, learn=True) as made:
+        made.ingest([tiny.document(i, 4) for i in range(2)])
+        passage = tiny.document(7).text
+        for options, stored in ((salted, False), (BLEND, True), (salted, False)):
+            for number in range(4):
+                text = prompts(made, 1, 0)[0] + passage + f" Now answer {number}."
+                metrics = made.generate(text, options).metrics
+                made.drain()
+            assert bool(metrics.prefix_tokens) == stored
+            learned.append(made._learner.passages)
+    assert learned[0] == 0 < learned[1] == learned[2]
+
+
 def test_nothing_is_reused_after_the_weights_changed(engine):
     together(engine, prompts(engine))
     before = engine.generate(prompts(engine)[0], BLEND).metrics

@@ -8,6 +8,7 @@ from dataclasses import replace
 import openai
 import pytest
 
+import tiny
 from blendrag.server.replies import chat_logprobs
 from server.conftest import ANSWER, QUESTION
 from server.live import Live
@@ -78,6 +79,15 @@ def test_a_seed_repeats_a_sample(client, asked) -> None:
     assert sampled(client, asked, seed=1) == first
     assert sampled(client, asked, seed=2) != first
     assert ANSWER in sampled(client, asked, seed=1, top_p=0.0001)[0]
+
+
+def test_a_salt_reaches_the_engine(client, asked, demo_engine) -> None:
+    with tiny.counted(demo_engine, "_request") as requests:
+        client.chat.completions.create(
+            model="demo", messages=asked, max_tokens=1, extra_body={"cache_salt": "tenant"}
+        )
+        client.chat.completions.create(model="demo", messages=asked, max_tokens=1)
+    assert [options.cache_salt for _, options, _ in requests] == ["tenant", None]
 
 
 def test_n_answers_are_n_choices(client, asked) -> None:

@@ -419,6 +419,8 @@ class BlendEngine:
             if not isinstance(prompt, str | RagPrompt):
                 refuse_silence(prompt)
             segments, source_of, notes, fresh = self._segments(rendered)
+        if options.cache_salt is not None:
+            fresh = None
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         new_tokens = options.max_new_tokens or s.max_new_tokens
@@ -759,6 +761,7 @@ class BlendEngine:
         loaded by name unless another open engine uses it. Idempotent.
         """
         self._worker.close()
+        self._prefixes.close()
         self.resources.close()
 
     def __enter__(self) -> BlendEngine:

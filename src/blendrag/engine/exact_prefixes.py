@@ -1,8 +1,8 @@
 """Exact prefixes in memory: computed once where several waiting prompts begin alike.
 
-Blending r of a context for each of n requests costs n·r prefills of it, and no two of them can share the
-result, because each question selects other tokens. Computing the common beginning exactly costs one prefill,
-and all n are left with their questions. The KV is kept in a :class:`PrefixTree` for requests that come later.
+Blending a context at ratio r for each of n requests costs n·r prefills of it, and they cannot share the
+result, because each question selects other tokens. Computing the common beginning exactly costs one prefill;
+then only the questions are left. The KV is kept in a :class:`PrefixTree` for requests that come later.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 Ids = tuple[int, ...]
 
-#: From so many requests on, the first may wait for a prefill that takes longer than its own blending.
+#: From so many requests on, the first one may wait longer than for its own blending.
 MANY = 5
-#: So much cheaper must one exact prefill be than what the requests would compute.
+#: What the requests would compute alone must be so many times the exact prefill.
 MARGIN = 1.25
 #: Shortest beginning that is computed for several requests.
 MIN_TOKENS = 64
@@ -65,7 +65,7 @@ class ExactPrefixes:
         limit_bytes: int,
         waiting: Callable[[], Sequence[tuple[Request, AnswerStream]]],
     ) -> None:
-        """``waiting``: requests that have not begun, the current one included or not."""
+        """``waiting``: requests that have not begun; may include the current one."""
         self._resources = resources
         self._limit_bytes = limit_bytes
         self._waiting = waiting
@@ -84,6 +84,10 @@ class ExactPrefixes:
         """Drop what no request uses until at most ``size_bytes`` are kept."""
         if self._tree is not None:
             self._tree.shrink(max(0, size_bytes))
+
+    def close(self) -> None:
+        """Drop everything."""
+        self._tree = None
 
     def of(self, request: Request, namespace: str) -> Prefixes | None:
         """Opens the prefixes that ``request`` may use; ``None`` if it may use none."""
@@ -104,9 +108,10 @@ class ExactPrefixes:
     def share(
         self, request: Request, controller: Controller, check: Callable[[], None]
     ) -> tuple[str, ...]:
-        """Compute the beginning that waiting prompts have in common with this one, if that is worth it.
+        """Compute the beginning that waiting prompts have in common with this one, if that saves time.
 
-        Returns a note if it was. ``check`` raises for a request that is over; the others get the KV anyway.
+        Returns a note if it was computed. ``check`` raises if this request is over. While others wait for the
+        KV, that happens only once it is computed.
         """
         shared = self._worthwhile(request, controller) if controller.prefixes else None
         if shared is None:

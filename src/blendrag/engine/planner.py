@@ -156,7 +156,11 @@ class Planner:
         request, notes = self._calibrated(request, namespace)
         profile, profile_notes = self._profile(request, namespace)
         prefixes = self._prefixes.of(request, namespace)
-        controller = replace(self.controller(namespace, profile), prefixes=prefixes)
+        controller = replace(
+            self.controller(namespace, profile),
+            prefixes=prefixes,
+            stores_leading=request.options.cache_salt is None,
+        )
         notes += profile_notes + self._loaded_otherwise(namespace, controller, request.prompt)
         if check is not None:
             notes += self._prefixes.share(request, controller, check)

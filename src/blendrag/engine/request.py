@@ -160,7 +160,8 @@ class Options:
     explain: bool = False
     """Keep what :meth:`Answer.explain` shows: the state of each prompt token and the timeline."""
     cache_salt: str | None = None
-    """Requests share exact prefixes in memory only with requests of the same salt."""
+    """Prompts share exact prefixes only with prompts of the same salt. With a salt, nothing of the prompt is
+    learned or stored."""
 
     def __post_init__(self) -> None:
         for name, (kind, called) in _KINDS.items():

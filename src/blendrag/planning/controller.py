@@ -78,6 +78,8 @@ class Controller:
     """What this machine needs for loading and computing, if that was measured."""
     prefixes: Prefixes | None = None
     """Exact prefixes that are in memory."""
+    stores_leading: bool = True
+    """Whether the part before the first chunk may be stored, and read if it was."""
 
     def plan(
         self,
@@ -162,7 +164,7 @@ class Controller:
         ids = prompt.leading_ids
         end = min(len(ids), last)
         fits = self.prefix_min_tokens <= len(ids) <= LEADING_MAX_TOKENS
-        if not (prompt.chunks and fits and end > 0):
+        if not (self.stores_leading and prompt.chunks and fits and end > 0):
             return None, ()
         reader = self._open(chunk_key(self.namespace, (), ids), len(ids), avoid)
         if reader is None:

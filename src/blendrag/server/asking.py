@@ -147,6 +147,7 @@ def _options(
         top_p=None if body.top_p == 1 else body.top_p,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         seed=body.seed,
+        cache_salt=body.cache_salt,
         generate=_sequences(body),
         **blend,
         **more,

@@ -46,6 +46,8 @@ class Generating(Body):
     n: int | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
+    cache_salt: str | None = None
+    """As at vLLM: shares what earlier prompts left with prompts of the same salt only."""
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
