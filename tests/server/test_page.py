@@ -244,8 +244,9 @@ def test_every_token_is_shown_with_what_became_of_it(served, visit) -> None:
     turn.locator(".prompt").focus()
     page.keyboard.press("Home")
     assert tip.inner_text().startswith("token 1:")
-    page.keyboard.press("ArrowRight")
-    assert tip.inner_text().startswith("token 2:")
+    for number in (2, 3, 4):
+        page.keyboard.press("ArrowRight")
+        assert tip.inner_text().startswith(f"token {number}")
     page.keyboard.press("Escape")
     assert not tip.is_visible()
 
@@ -375,18 +376,20 @@ def test_a_full_queue_says_when_to_ask_again(slow, visit) -> None:
 
 
 def test_a_server_that_is_gone_is_named(served, visit) -> None:
+    half = 'data: {"choices": [{"index": 0, "delta": {"content": "half an"}}]}\n\n'
+    replies = [
+        lambda route: route.abort(),
+        lambda route: route.fulfill(body=half, content_type="text/event-stream"),
+        lambda route: route.continue_(),
+    ]
     page = visit(served)
-    page.route(CHATS, lambda route: route.abort())
+    page.route(CHATS, lambda route: replies.pop(0)(route))
     ask(page)
     page.get_by_role("alert").filter(has_text=f"no answer from 127.0.0.1:{served.port}").wait_for()
-    page.unroute(CHATS)
-    half = 'data: {"choices": [{"index": 0, "delta": {"content": "half an"}}]}\n\n'
-    page.route(CHATS, lambda route: route.fulfill(body=half, content_type="text/event-stream"))
-    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")  # the question is there again
     turn = page.locator(".turn:nth-child(2)")
     turn.get_by_role("alert").filter(has_text="ended before the answer was complete").wait_for()
     assert turn.locator(".answer").inner_text() == "half an"
-    page.unroute(CHATS)
     with page.expect_request(CHATS) as asked:
         page.keyboard.press("Enter")
     assert len(asked_of(asked.value)["messages"]) == 1  # what failed is no part of the chat
