@@ -15,3 +15,12 @@ def test_the_use_cases_of_prompt_cache_compute_only_what_is_asked(capsys):
     assert all(int(few) < 0.2 * int(all_of_them) for few, all_of_them in computed)
     for file, tokens in re.findall(r"full: (\d+) of (\d+) tokens computed", printed):
         assert file == tokens
+
+
+def test_the_page_on_schemas_runs_as_printed(tmp_path, monkeypatch, capsys):
+    page = (example_scripts.EXAMPLES.parent / "docs/schemas.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "docs/schemas.md", "exec"), {})
+    *_, reused, fresh = capsys.readouterr().out.split()
+    assert int(reused) > 2 * int(fresh)

@@ -424,9 +424,8 @@ class BlendEngine:
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         new_tokens = options.max_new_tokens or s.max_new_tokens
-        if (
-            self.resources.is_loaded and placed is None
-        ):  # otherwise checked on the worker, once the model is loaded
+        # otherwise checked on the worker, once the model is loaded
+        if self.resources.is_loaded and placed is None:
             check_fits(segments, new_tokens, self.resources.adapter.context_tokens)
         ratio = s.ratio if options.ratio is None else options.ratio
         min_ratio = s.min_ratio if options.min_ratio is None else options.min_ratio

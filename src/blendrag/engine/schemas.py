@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from blendrag import tracing
+from blendrag.engine import request_spans as spans
 from blendrag.engine.generation import Generation
 from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.request import Answer, Options, Request, SchemaPrompt
@@ -259,12 +262,20 @@ class Schemas:
             raise ContextOverflowError(end, request.max_new_tokens, limit)
         avoid: set[str] = set()
         while True:
-            plan, prompt = self._plan(request.placed, request.prompt, stream.check, avoid)
-            with closing(plan):
-                try:
-                    return generation.run_placed(plan, prompt, self.model)
-                except SpanCorruptError as corrupt:
-                    avoid.add(corrupt.span.reader.key)
+            with tracing.span("plan") as about:
+                plan, prompt = self._plan(request.placed, request.prompt, stream.check, avoid)
+                about(partial(spans.planned, plan))
+            try:
+                with (
+                    closing(plan),
+                    tracing.generation(stream.first_token_at) as (to_prefill, to_decode),
+                ):
+                    answer = generation.run_placed(plan, prompt, self.model)
+                    to_prefill(partial(spans.prefilled, answer.metrics))
+                    to_decode(partial(spans.decoded, answer.metrics))
+                return answer
+            except SpanCorruptError as corrupt:
+                avoid.add(corrupt.span.reader.key)
 
     def _plan(
         self,
@@ -299,13 +310,13 @@ class Schemas:
             for reader in readers:
                 reader.close()
             raise
-        spans = {span.reader: span for span in prompt.spans}
+        loaded = {span.reader: span for span in prompt.spans}
         for reader in readers:
-            if reader not in spans:  # of the last token alone, which is computed
+            if reader not in loaded:  # of the last token alone, which is computed
                 reader.close()
         chunks = tuple(
             PlannedChunk(
-                segment, ENCODED_NOW if new else PLACED, None if new else spans.get(reader)
+                segment, ENCODED_NOW if new else PLACED, None if new else loaded.get(reader)
             )
             for segment, reader, new in zip(segments.chunks, readers, is_new, strict=True)
         )
