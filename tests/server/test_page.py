@@ -341,7 +341,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(demo_engine, visit) -> None
         field = page.get_by_label("API key")
         field.fill("other")
         page.keyboard.press("Enter")
-        page.get_by_text("is not one of this server").wait_for()
+        page.get_by_role("alert").filter(has_text="is not one of this server").wait_for()
         field.fill("schlüssel")
         page.keyboard.press("Enter")
         field.wait_for(state="hidden")
