@@ -31,7 +31,7 @@ from blendrag.store.kv import KVLayout
 
 #: Query rows from which products and a softmax are faster on a CPU than torch's flash attention (2.13), which
 #: multiplies bfloat16 no faster than float32.
-PRODUCT_ROWS = 32
+PRODUCT_ROWS = 48
 #: Up to this length, copying overlays for one call is faster than a call for each.
 SHORT_TOKENS = 128
 
