@@ -327,7 +327,7 @@ def test_the_timeline_of_a_layer_does_not_contain_pauses(engine, pauses, monkeyp
 
 
 def test_a_prefill_computes_for_a_multiple_of_the_time_of_a_step(monkeypatch):
-    """By a clock that ticks once a layer and twice a step."""
+    """By a clock that ticks once a layer and twice a step; a single step that takes longer does not count."""
     now = [100.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(turns, "PREFILL_SHARE", 5)
@@ -336,7 +336,7 @@ def test_a_prefill_computes_for_a_multiple_of_the_time_of_a_step(monkeypatch):
     def decoding() -> None:
         while order.count("L") < 40:
             getcurrent().wait(None)
-            now[0] += 2
+            now[0] += 30 if order.count("t") == 3 else 2
             order.append("t")
 
     def prefill() -> None:
@@ -347,8 +347,9 @@ def test_a_prefill_computes_for_a_multiple_of_the_time_of_a_step(monkeypatch):
 
     taking = Turns(0)
     taking.start(decoding)
-    taking.step()
+    for _ in range(2):
+        taking.step()
     taking.start(prefill)
     while taking:
         taking.step()
-    assert "".join(order) == "t" + ("L" * 10 + "t") * 4
+    assert "".join(order) == "tt" + ("L" * 10 + "t") * 4

@@ -67,8 +67,8 @@ class Turns:
         self._kv_bytes = kv_bytes
         self._turns: list[Turn] = []
         """The calls that have begun and not ended."""
-        self._step_s = 0.0
-        """How long the last step took."""
+        self._steps_s = 0.0, 0.0
+        """How long the last two steps took; one that begins to share chunks takes far longer than others."""
         self._stepped_at = 0.0
         """When it began or, once it has ended, ended."""
         self._patched = 0
@@ -100,14 +100,15 @@ class Turns:
         self._stepped_at = began = time.perf_counter()
         self._decode([turn for turn in self._turns if not turn.is_paused])
         self._stepped_at = time.perf_counter()
-        self._step_s = self._stepped_at - began
+        self._steps_s = self._steps_s[1], self._stepped_at - began
         for turn in paused:
             self._resume(turn)
 
     def is_due(self, turn: Turn) -> bool:
         """Whether other calls should decode before ``turn`` computes its next layer."""
         waits = any(not other.is_paused for other in self._turns if other is not turn)
-        return waits and time.perf_counter() - self._stepped_at >= PREFILL_SHARE * self._step_s
+        due_s = PREFILL_SHARE * min(self._steps_s)
+        return waits and time.perf_counter() - self._stepped_at >= due_s
 
     def _decode(self, turns: Sequence[Turn]) -> None:
         steps = {turn: turn.step for turn in turns if turn.step is not None}
