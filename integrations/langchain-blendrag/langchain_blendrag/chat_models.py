@@ -28,6 +28,7 @@ from langchain_core.utils.json import parse_partial_json
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from blendrag.errors import InvalidInputError
+from blendrag.frameworks import schema_prompts
 from blendrag.frameworks.fields import CONFIG, RequestFields
 from blendrag.frameworks.streaming import (
     Piece,
@@ -261,6 +262,8 @@ def make_request(
     choice = chosen_tool(tool_choice, tools or ())
     offered = () if choice == "none" else tuple(tools or ())
     options = fields.request_options(stop, **call, tools=offered or None)
+    if (placed := schema_prompts.from_messages(messages)) is not None:
+        return ChatRequest(placed, options)
     if not options.apply_chat_template:
         return ChatRequest(_flattened(messages, offered), options)
     asked = to_dicts(messages)

@@ -22,6 +22,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list
 
+from blendrag.frameworks import schema_prompts
 from blendrag.frameworks.fields import CONFIG, RequestFields
 from blendrag.frameworks.streaming import Piece, astream_pieces, stream_pieces, to_thread
 from langchain_blendrag._convert import (
@@ -31,9 +32,10 @@ from langchain_blendrag._convert import (
     to_dicts,
     token_usage,
 )
+from langchain_blendrag.prompts import SchemaPromptValue
 
 if TYPE_CHECKING:
-    from blendrag.engine import Answer, Options
+    from blendrag.engine import Answer, Options, Prompt
 
 #: Call options that decide how messages become text.
 _RENDERING = ("apply_chat_template", "template_kwargs")
@@ -67,9 +69,11 @@ class TemplatedPromptValue(PromptValue):
         return list(self.messages)
 
 
-def engine_prompt(prompt: str) -> str | tuple[Message, ...]:
-    """What the engine renders: the messages of ``prompt``, or ``prompt`` itself."""
-    return prompt.messages if isinstance(prompt, RenderedPrompt) else prompt
+def engine_prompt(prompt: str) -> Prompt:
+    """What the engine renders: the messages of ``prompt``, its modules, or ``prompt`` itself."""
+    if isinstance(prompt, RenderedPrompt):
+        return prompt.messages
+    return schema_prompts.from_text(prompt) or prompt
 
 
 class BlendLLM(RequestFields, BaseLLM):
@@ -182,7 +186,7 @@ class BlendLLM(RequestFields, BaseLLM):
 
         ``call``: arguments of the call, which ``_convert_input`` does not get.
         """
-        if isinstance(value, StringPromptValue):
+        if isinstance(value, StringPromptValue | SchemaPromptValue):
             return value
         options = self.request_options(**{name: call[name] for name in _RENDERING if name in call})
         if options.apply_chat_template:

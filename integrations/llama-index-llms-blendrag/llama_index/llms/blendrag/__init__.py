@@ -9,6 +9,7 @@ from llama_index.llms.blendrag.embeddings import BlendEmbedding
 from llama_index.llms.blendrag.events import BlendReuseEvent
 from llama_index.llms.blendrag.ingestion import BlendPrecompute
 from llama_index.llms.blendrag.node_parser import BlendNodeParser
+from llama_index.llms.blendrag.prompts import SchemaPromptTemplate
 from llama_index.llms.blendrag.retrievers import BlendRetriever
 from llama_index.llms.blendrag.synthesizer import BlendPromptHelper, BlendSynthesizer
 from llama_index.llms.blendrag.vector_store import BlendVectorStore
@@ -23,6 +24,7 @@ __all__ = [
     "BlendReuseEvent",
     "BlendSynthesizer",
     "BlendVectorStore",
+    "SchemaPromptTemplate",
     "close_shared_engines",
     "shared_engine",
 ]

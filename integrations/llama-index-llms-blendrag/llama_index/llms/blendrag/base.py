@@ -28,6 +28,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 
 from blendrag.errors import InvalidInputError
+from blendrag.frameworks import schema_prompts
 from blendrag.frameworks.fields import CONFIG, RequestFields
 from blendrag.frameworks.streaming import StreamedText, astream_pieces, stream_pieces, to_thread
 from blendrag.frameworks.tools import (
@@ -42,15 +43,18 @@ from llama_index.llms.blendrag import _convert, events
 from llama_index.llms.blendrag._convert import to_dicts
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from llama_index.core.chat_engine.types import AgentChatResponse
     from llama_index.core.tools.types import BaseTool
 
-    from blendrag.engine import Answer, BlendEngine, Options
+    from blendrag.engine import Answer, BlendEngine, Options, SchemaPrompt
     from blendrag.model.tokens import Tokens
 
+    #: What the engine is asked: text, messages for the chat template, or the modules of a schema.
+    Asked: TypeAlias = str | list[dict[str, Any]] | SchemaPrompt
+
 R = TypeVar("R", ChatResponse, CompletionResponse)
-#: What the engine is asked: text, or messages for the chat template.
-Asked = str | list[dict[str, Any]]
 #: A function schema in OpenAI's form.
 Spec = Mapping[str, Any]
 
@@ -294,10 +298,13 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
             prompt = self.completion_to_prompt(prompt)
         options = self.request_options(**overrides)
         span_id = active_span_id.get()
-        return Call(self.engine, prompt, options, _convert.completion, span_id=span_id)
+        asked = schema_prompts.from_text(prompt) or prompt
+        return Call(self.engine, asked, options, _convert.completion, span_id=span_id)
 
     def _asked(self, messages: Sequence[ChatMessage], options: Options) -> Asked:
         """Messages for the model's template, or flattened by LlamaIndex if none is applied."""
+        if (placed := schema_prompts.from_messages(messages)) is not None:
+            return placed
         converted = to_dicts(messages)
         if not converted or (
             options.apply_chat_template and self.engine.resources.tokens.has_template
