@@ -10,6 +10,7 @@ request, and at multiples of it.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -29,7 +30,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from blendrag.config import Mode
 from blendrag.corpus.documents import Entry
 from blendrag.demo import demo_corpus_path
-from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine import Answer, BlendEngine, Options, exact_prefixes
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
@@ -173,19 +174,24 @@ class _Asking:
         )  # fmt: skip
 
     def one_by_one(self, mode: Mode, arrivals: Sequence[float] = ()) -> Served:
-        return self._served(mode, arrivals, 1)
+        with mock.patch.object(exact_prefixes, "MARGIN", math.inf):
+            return self._served(mode, arrivals, 1)
 
     def together(self, mode: Mode, arrivals: Sequence[float] = ()) -> Served:
         return self._served(mode, arrivals, len(self.prompts))
 
     def unshared(self, mode: Mode) -> Served:
         """Together, each request with KV of its own."""
-        with mock.patch.object(chunk_pool, "MIN_SHARED_TOKENS", sys.maxsize):
+        with (
+            mock.patch.object(chunk_pool, "MIN_SHARED_TOKENS", sys.maxsize),
+            mock.patch.object(exact_prefixes, "MARGIN", math.inf),
+        ):
             return self.together(mode)
 
     def _served(self, mode: Mode, arrivals: Sequence[float], running: int) -> Served:
         """Answer all, of which at most ``running`` run at the same time."""
         engine, asked = self.engine, self.options(mode)
+        engine._prefixes.close()  # what another way has left there
         engine.settings = engine.settings.model_copy(update={"max_running": running})
         began = time.perf_counter()
 
