@@ -179,12 +179,13 @@ def test_nothing_of_a_salted_prompt_is_stored_or_learned(tmp_path):
 
 def test_nothing_is_reused_after_the_weights_changed(engine):
     together(engine, prompts(engine))
-    before = engine.generate(prompts(engine)[0], BLEND).metrics
+    before = engine.generate(prompts(engine)[0], BLEND)
+    engine.drain()
     with torch.no_grad():
         engine.adapter.model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
     text = prompts(engine)[0]
     after = engine.generate(text, BLEND)
-    assert before.reused_tokens
+    assert in_memory(before)
     assert not after.metrics.reused_tokens
     assert after.text == full(engine, text)
 
@@ -312,3 +313,26 @@ def test_running_requests_attend_to_the_tree_without_copies(engine, monkeypatch)
     assert len(held) == MANY
     assert len({one.chunk for running, _ in held for one in running.held}) == 1
     assert sum(len(r.positions) for r, _ in held) < 0.2 * sum(length for _, length in held)
+
+
+def test_a_conversation_before_the_chunks_is_computed_once(engine):
+    turns = ["What did the mayor of the town say about the harbour and its ships? " * 4] * 3
+    (chunk,) = tiny.chunk_texts(engine, 0)[:1]
+
+    def asked(count: int) -> str:
+        return "Hello. " + "".join(turns[:count]) + f"\n\n{chunk}\n\nQuestion: What else?"
+
+    leading = [len(engine.segments(asked(count)).leading_ids) for count in (1, 2, 3)]
+    assert leading[0] >= 64
+    engine.generate(asked(1), BLEND)
+    for before, count in ((0, 2), (1, 3)):
+        engine._prefixes.close()
+        theirs, _ = tiny.first_logits(engine, asked(count), BLEND)
+        engine._prefixes.close()
+        engine.generate(asked(count - 1), BLEND)
+        ours, answer = tiny.first_logits(engine, asked(count), BLEND)
+        assert leading[before] - 8 <= answer.metrics.prefix_tokens < leading[before + 1]
+        assert tiny.difference(ours, theirs) < 1e-4
+    engine._prefixes.close()
+    engine.generate(asked(1), Options(mode="full"))
+    assert not engine._prefixes.size_bytes

@@ -556,7 +556,8 @@ class BlendEngine:
             request = checked(request, adapter)
             request = replace(request, asked_at=request.asked_at + stream.opening_s)
             access: KVAccess | None = None
-            generation = Generation(adapter, lambda: self.resources.fusor, request, stream)
+            keep = partial(self._prefixes.keep, request)
+            generation = Generation(adapter, lambda: self.resources.fusor, request, stream, keep)
             if request.placed is not None:
                 return self._schemas.answer(request, stream, generation)
             plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)

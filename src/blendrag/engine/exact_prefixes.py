@@ -22,9 +22,10 @@ from blendrag.engine.request import Request
 from blendrag.engine.resources import Resources
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestCancelled, RequestTimeout
-from blendrag.fusor import BlendRequest
+from blendrag.fusor import BlendCache, BlendRequest
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.controller import Controller, PlanOptions, Prefixes
+from blendrag.planning.plan import Plan
 from blendrag.serving.block_pool import BlockPool
 from blendrag.serving.prefix_tree import PrefixTree
 from blendrag.serving.turns import pausing
@@ -41,7 +42,7 @@ Ids = tuple[int, ...]
 MANY = 5
 #: What the requests would compute alone must be so many times the exact prefill.
 MARGIN = 1.25
-#: Shortest beginning that is computed for several requests.
+#: Shortest beginning that is computed for several requests, or kept.
 MIN_TOKENS = 64
 
 #: Modes in which exact KV in memory is used.
@@ -91,10 +92,7 @@ class ExactPrefixes:
 
     def of(self, request: Request, namespace: str) -> Prefixes | None:
         """Opens the prefixes that ``request`` may use; ``None`` if it may use none."""
-        adapter = self._resources.adapter
-        limit = adapter.blend_limit_tokens  # beyond it all keys are rotated by another table
-        tokens = len(request.prompt.ids) + request.max_new_tokens
-        if request.mode not in MODES or (limit is not None and tokens > limit):
+        if not self._may_use(request):
             return None
         return partial(self._tree_of(namespace).join, _family(request))
 
@@ -139,6 +137,31 @@ class ExactPrefixes:
             "begin with them",
         )
 
+    def keep(self, request: Request, plan: Plan, cache: BlendCache) -> None:
+        """Keep the KV of the part before the first chunk, such as a conversation, which grows."""
+        ids, span = plan.prompt.leading_ids, plan.leading_span
+        if self._tree is None or not (plan.chunks and self._may_use(request)):
+            return
+        if len(ids) < MIN_TOKENS or self._tree.match(_family(request), ids) == len(ids):
+            return
+        if span is not None and not (self._is_native or isinstance(span.reader, ResidentReader)):
+            return
+        validity = self._resources.kv_validity
+        if validity.namespace == self._namespace and validity.verification().blendable:
+            self._tree.insert(_family(request), ids, cache.buffers(len(ids)))
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether stored KV is what was computed, to the bit."""
+        return self._resources.manifest.encoding == NATIVE_ENCODING
+
+    def _may_use(self, request: Request) -> bool:
+        limit = (
+            self._resources.adapter.blend_limit_tokens
+        )  # beyond it all keys are rotated otherwise
+        tokens = len(request.prompt.ids) + request.max_new_tokens
+        return request.mode in MODES and (limit is None or tokens <= limit)
+
     def _worthwhile(self, request: Request, controller: Controller) -> SharedPrefix | None:
         """The beginning whose single prefill saves most over what the waiting requests would compute."""
         prompt, family = request.prompt, _family(request)
@@ -174,13 +197,13 @@ class ExactPrefixes:
         resources, namespace = self._resources, controller.namespace
         if not resources.kv_validity.verification().blendable:
             return 0
-        native = controller.encoding == NATIVE_ENCODING
         exact = _EXACT.options()
         with closing(controller.plan(request.prompt, exact)) as plan:
             spans = tuple(
                 span
                 for span in plan.spans
-                if span.end <= len(ids) and (native or isinstance(span.reader, ResidentReader))
+                if span.end <= len(ids)
+                and (self._is_native or isinstance(span.reader, ResidentReader))
             )
             blend = BlendRequest(len(ids), spans, exact.policy, exact.schedule, exact.ratio)
             given = torch.tensor([ids], device=resources.adapter.device)

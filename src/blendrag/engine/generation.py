@@ -19,7 +19,7 @@ from blendrag.engine.explanation import Trace
 from blendrag.engine.request import Answer, Request
 from blendrag.engine.stream import AnswerStream, StopWhenDone, TextSteps, cut_at_stop
 from blendrag.errors import BlendragError, InvalidInputError, UnsupportedModelError
-from blendrag.fusor import Fusion, Fusor, Prefilled
+from blendrag.fusor import BlendCache, Fusion, Fusor, Prefilled
 from blendrag.fusor.attention import fast_decoding
 from blendrag.metrics import RequestMetrics, Timeline
 from blendrag.model.adapter import ModelAdapter
@@ -39,12 +39,15 @@ class Generation:
         fusor: Callable[[], Fusor],
         request: Request,
         stream: AnswerStream,
+        keep: Callable[[Plan, BlendCache], None] = lambda plan, cache: None,
     ) -> None:
-        """``fusor`` makes the fusor when it is first needed."""
+        """``fusor`` makes the fusor when it is first needed. ``keep`` gets the KV of the prompt once it is
+        complete."""
         self._adapter = adapter
         self._fusor = fusor
         self._request = request
         self._stream = stream
+        self._keep = keep
         self._check = pausing(stream.check)
         self._timeline = Timeline() if request.options.explain else None
         configured = adapter.model.generation_config.eos_token_id
@@ -74,14 +77,14 @@ class Generation:
                 fusion = prefilled.fusion
                 blended(fusion)
                 with prefilled.replayed(adapter.stack.base) as cache:
-                    output = self._generate(ids, cache)
+                    output = self._generate(ids, cache, plan)
             elif not plan.spans:  # can still be abandoned before each layer
                 cache = None
                 own = adapter.model.generation_config.cache_implementation is None
                 if self._takes_turns and request.sequences == 1 and own:
                     cache = self._fusor().new_cache(ids.shape[1], request.max_new_tokens)
                 with before_layers(adapter.decoder_layers, self._check):
-                    output = self._generate(ids, cache)
+                    output = self._generate(ids, cache, plan)
             elif request.sequences == 1:
                 output, fusion = self._blended(ids, plan)
             else:
@@ -128,7 +131,7 @@ class Generation:
         request, line = plan.request(tokens), self._timeline
         with fusor.fuse(cache, request, self._check, line, last_row_only=True) as fusion:
             blended(fusion)
-            return self._generate(ids, cache), fusion
+            return self._generate(ids, cache, plan), fusion
 
     def _two_step(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:
         """Blend all but the last token, repeat the cache per sequence, then an ordinary ``generate``."""
@@ -139,7 +142,15 @@ class Generation:
         cache.batch_repeat_interleave(self._request.sequences)
         return self._generate(ids, cache), fusion
 
-    def _generate(self, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    def _generate(
+        self, ids: torch.Tensor, cache: Any = None, kept: Plan | None = None
+    ) -> torch.Tensor:
+        """``kept``: the plan by which ``cache`` is filled, if it may be kept."""
+
+        def prefilled() -> None:
+            if kept is not None and cache is not None:
+                self._keep(kept, cache)
+
         request, stream, model = self._request, self._stream, self._adapter.model
         options = request.options
         kwargs: dict[str, Any] = {"max_new_tokens": request.max_new_tokens}
@@ -161,7 +172,7 @@ class Generation:
                 output = model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    stopping_criteria=[StopWhenDone(stream, feeds=request.sequences == 1)],
+                    stopping_criteria=[StopWhenDone(stream, request.sequences == 1, prefilled)],
                     return_dict_in_generate=False,
                     **kwargs,
                 )

@@ -194,15 +194,25 @@ class StopWhenDone(StoppingCriteria):
     A streamer gets a token only after the stopping criteria, so a stop string would cost one more forward.
     """
 
-    def __init__(self, stream: AnswerStream, feeds: bool = True) -> None:
-        """``feeds``: the generated sequence is the answer, which it is not with beams."""
+    def __init__(
+        self,
+        stream: AnswerStream,
+        feeds: bool = True,
+        prefilled: Callable[[], None] | None = None,
+    ) -> None:
+        """``feeds``: the generated sequence is the answer, which it is not with beams. ``prefilled()`` is
+        called once the prompt's KV is complete."""
         self._stream = stream
         self._feeds = feeds
+        self._prefilled = prefilled
 
     def __call__(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
     ) -> torch.BoolTensor:
         self._stream.mark_first_token()
+        if self._prefilled is not None:
+            self._prefilled()
+            self._prefilled = None
         if self._feeds and not self._stream.done:  # on mps, transformers stops one forward late
             self._stream.put(input_ids[0, -1:])
         rows = input_ids.shape[0]
