@@ -1,13 +1,14 @@
-"""``blendrag schema encode`` and ``run``."""
+"""``blendrag schema check``, ``show``, ``encode`` and ``run``."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from cli.commands import invoke, save_model
+from cli.commands import invoke, refused, save_model
 
 SCHEMA = """<schema name="trip">You plan trips.
 <module name="plan">A trip of <param name="days" len="4"/> days to the old town by the river.</module>
@@ -62,3 +63,53 @@ def test_bad_input_is_one_sentence(args, sentence, made, monkeypatch):
     result = invoke("schema", *args, *where)
     assert result.exit_code == 2
     assert sentence in result.stderr.replace("\n", "")
+
+
+def test_a_schema_and_its_prompts_are_checked(made):
+    folder, (_, model, *_) = made
+    found = invoke("schema", "check", folder / "trip.xml", folder / "ask.xml", PROMPT)
+    assert found.stdout == "trip: 2 modules, 2 prompts, no errors\n"
+    assert "lengths were not checked; name a --model" in found.stderr
+    invoke("schema", "check", folder / "trip.xml", PROMPT, "--model", model)
+    long = PROMPT.replace('"3"', '"one hundred and twenty thousand"')
+    invoke("schema", "check", folder / "trip.xml", long)
+    for prompt, message in (
+        (long, "tokens, expected at most 4 (line 2 of the schema); shorten it"),
+        (
+            PROMPT.replace("?", "? Say it." * 1000),
+            "expected at most 1,024, the context of the model",
+        ),
+    ):
+        sentence = refused("schema", "check", folder / "trip.xml", prompt, "--model", model)
+        assert message in sentence
+        assert sentence.startswith("error: <prompt>:1:")
+    (folder / "wrong.xml").write_text('<schema name="s">\n<modul/></schema>', encoding="utf-8")
+    assert "wrong.xml:2:1: <modul> is no tag of a schema" in refused(
+        "schema", "check", folder / "wrong.xml"
+    )
+
+
+def test_a_schema_is_shown_as_a_tree_and_drawn(made):
+    folder, (_, model, *_) = made
+    shown = invoke("schema", "show", folder / "trip.xml", "--svg", folder / "trip.svg").stdout
+    lines = [line.split() for line in shown.splitlines()]
+    assert lines == [
+        ["trip", "start", "end", "words"],
+        ["├──", '"You', "plan", 'trips."', "0", "3", "3"],
+        ["├──", "module", "plan", "3", "18", "15"],
+        ["│", "├──", '"A', "trip", 'of"', "3", "6", "3"],
+        ["│", "├──", "param", "days", "6", "10", "4"],
+        ["│", "└──", '"days', "to", "the", "old", "town", "by", "the", 'river."', "10", "18", "8"],
+        ["└──", "module", "food", "18", "21", "3"],
+        ["└──", '"They', "eat", 'fish."', "18", "21", "3"],
+    ]
+    drawing = ElementTree.parse(folder / "trip.svg")
+    titles = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}title")]
+    assert "module plan: 3 to 18" in titles
+    assert len(titles) == 7
+    counted = json.loads(
+        invoke("schema", "show", folder / "trip.xml", "--model", model, "--json").stdout
+    )
+    assert counted["unit"] == "tokens"
+    assert counted["length"] > 21
+    assert [part["kind"] for part in counted["parts"]].count("module") == 2

@@ -1,12 +1,16 @@
-"""``blendrag schema``: prompt schemas (Prompt Cache): encode their modules, answer prompts of them."""
+"""``blendrag schema``: check and show prompt schemas, encode their modules, answer prompts."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.ask import print_answer, say_metrics
@@ -16,6 +20,8 @@ from blendrag.cli.progress import StatusLine
 
 if TYPE_CHECKING:
     from blendrag.engine import SchemaPrompt, SchemaReport
+    from blendrag.schema.encoding import TokenizedSchema
+    from blendrag.schema.layout import CountTokens, Layout
 
 app = typer.Typer(
     name="schema",
@@ -27,6 +33,139 @@ app = typer.Typer(
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="The schema: <schema name=…>.", show_default=False)
 ]
+
+
+Prompt = Annotated[
+    str, typer.Argument(help="<prompt schema=…>…, or a file of it.", show_default=False)
+]
+CountedModel = Annotated[
+    str | None,
+    options.optional("Count in tokens of this model: hub id, directory or demo.", "--model", "-m"),
+]
+
+
+@app.command()
+@reporting
+def check(
+    file: File,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROMPT]...",
+            help="Prompts of the schema: <prompt schema=…>…, or files of it.",
+            show_default=False,
+        ),
+    ] = None,
+    model: CountedModel = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Check a schema, and prompts against it. With --model also lengths and the model's context."""
+    begin(verbose, "nothing was changed", loads_torch=model is not None)
+    from blendrag.schema.checking import check_context, check_lengths, resolve
+    from blendrag.schema.markup import parse_prompt
+
+    counted = _counted(file, model, trust_remote_code)
+    schema = counted.layout.schema
+    for given in prompts or ():
+        parsed = parse_prompt(*_markup(given))
+        if counted.tokenized is None:
+            resolve(schema, parsed)
+            continue
+        as_chat = counted.tokenized.as_chat(parsed)
+        parts = resolve(schema, as_chat)
+        check_lengths(parts, counted.count)
+        extents = counted.layout.place(parts, counted.count)
+        check_context(parts, extents, counted.context_tokens)
+    found = {"schema": schema.name, "modules": len(schema.modules), "prompts": len(prompts or ())}
+    if json:
+        print_json({**found, "length": counted.layout.tokens, "unit": counted.unit})
+        return DONE
+    checked = f", {count(len(prompts), 'prompt')}" if prompts else ""
+    typer.echo(f"{schema.name}: {count(len(schema.modules), 'module')}{checked}, no errors")
+    if model is None:
+        say("note", "lengths were not checked; name a --model")
+    elif counted.layout.tokens > counted.context_tokens:
+        say(
+            "note",
+            f"the schema takes {counted.layout.tokens:,} positions, the context of {model} has "
+            f"{counted.context_tokens:,}; use positions=blend, or shorten it",
+        )
+    return DONE
+
+
+@app.command()
+@reporting
+def show(
+    file: File,
+    model: CountedModel = None,
+    svg: Annotated[Path | None, options.optional("Draw the layout into this SVG.")] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Show the parts of a schema as a tree, with positions and lengths: in words, or tokens of --model."""
+    begin(verbose, "nothing was changed", loads_torch=model is not None)
+    from blendrag.schema import drawing
+
+    counted = _counted(file, model, trust_remote_code)
+    layout, plain = counted.layout, counted.plain
+    if svg is not None:
+        svg.write_text(drawing.svg(layout, plain), encoding="utf-8")
+    parts = list(drawing.outline(layout, plain))
+    if json:
+        rows = [
+            {key: value for key, value in asdict(part).items() if key != "guide"} for part in parts
+        ]
+        shown = {"schema": layout.schema.name, "length": layout.tokens, "unit": counted.unit}
+        print_json({**shown, "parts": rows})
+        return DONE
+    table = Table(box=None, pad_edge=False)
+    table.add_column(Text(layout.schema.name), no_wrap=True)
+    for name in ("start", "end", counted.unit):
+        table.add_column(name, justify="right", no_wrap=True)
+    for part in parts:
+        kind = "" if part.kind in ("text", "role") else f"{part.kind} "
+        label = f"<{part.label}>" if part.kind == "role" else part.label
+        numbers = (part.start, part.start + part.length, part.length)
+        table.add_row(Text(part.guide + kind + label), *(f"{number:,}" for number in numbers))
+    console = Console(highlight=False, file=sys.stdout)
+    console.print(table, width=None if console.is_terminal else 400)
+    for scaffold in layout.schema.scaffolds:
+        typer.echo(f"scaffold {' '.join(scaffold.modules)}")
+    return DONE
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A schema whose lengths are known."""
+
+    layout: Layout
+    count: CountTokens
+    unit: str = "words"
+    context_tokens: int = 0
+    tokenized: TokenizedSchema | None = None
+
+    def plain(self, text: str) -> str:
+        return text if self.tokenized is None else self.tokenized.plain(text)
+
+
+def _counted(file: Path, model: str | None, trust_remote_code: bool) -> _Counted:
+    from blendrag.schema.layout import lay_out
+    from blendrag.schema.markup import MAX_BYTES, parse_schema
+
+    schema = parse_schema(options.read_text("FILE", file, MAX_BYTES, "<schema name=…>"), str(file))
+    if model is None:
+        words = lambda text: len(text.split())  # noqa: E731
+        return _Counted(lay_out(schema, words), words)
+    from blendrag.model.loading import load_context_tokens, load_tokens
+    from blendrag.schema.encoding import TokenizedSchema
+
+    with StatusLine(f"loading the tokenizer of {model}"):
+        tokenized = TokenizedSchema(schema, load_tokens(model, trust_remote_code))
+        context_tokens = load_context_tokens(model, trust_remote_code)
+    return _Counted(tokenized.layout, tokenized.count, "tokens", context_tokens, tokenized)
 
 
 @app.command()
@@ -59,10 +198,7 @@ def encode(
 def run(
     context: typer.Context,
     file: File,
-    prompt: Annotated[
-        str,
-        typer.Argument(help="<prompt schema=…>…, or a file of it.", show_default=False),
-    ],
+    prompt: Prompt,
     model: options.Model = None,
     store: options.Store = None,
     positions: Annotated[
@@ -100,12 +236,17 @@ def run(
 def _prompt(given: str) -> SchemaPrompt:
     """A prompt from the command line: markup, or the name of a file."""
     from blendrag.engine import SchemaPrompt
-    from blendrag.engine.schemas import MAX_MARKUP_BYTES
+
+    return SchemaPrompt(*_markup(given))
+
+
+def _markup(given: str) -> tuple[str, str]:
+    """The markup of a prompt, and its name in errors."""
+    from blendrag.schema.markup import MAX_BYTES
 
     if given.lstrip().startswith("<"):
-        return SchemaPrompt(given)
-    text = options.read_text("PROMPT", Path(given), MAX_MARKUP_BYTES, "<prompt schema=…>")
-    return SchemaPrompt(text, given)
+        return given, "<prompt>"
+    return options.read_text("PROMPT", Path(given), MAX_BYTES, "<prompt schema=…>"), given
 
 
 def _say_report(name: str, report: SchemaReport) -> None:

@@ -77,13 +77,14 @@ class TokenizedSchema:
         self.name = schema.name
         self.placeholder = placeholder_of(tokens)
         self._texts = ChatTexts(tokens)
+        self.plain = self._texts.plain
         roles = _roles(schema.children)
         self._last_role = roles[-1].role if roles else None
         self.schema = with_role_texts(schema, self._texts.between(roles, None))
         #: BOS, where the chat template does not write it.
         bos = tokens.bos_id if not roles and tokens.adds_bos else None
         self._first = () if bos is None else (bos,)
-        self.layout = lay_out(self.schema, self._count, len(self._first))
+        self.layout = lay_out(self.schema, self.count, len(self._first))
         self._own: dict[str, _Tokens] = {
             name: self._tokens(name, own_parts(module))
             for name, module in self.schema.modules.items()
@@ -102,14 +103,14 @@ class TokenizedSchema:
 
     def place(self, prompt: PromptMarkup) -> PlacedPrompt:
         """The tokens of ``prompt`` at their positions. Raises :class:`SchemaError`."""
-        prompt = self._as_chat(prompt)
+        prompt = self.as_chat(prompt)
         parts = resolve(self.schema, prompt)
-        check_lengths(parts, self._count)
+        check_lengths(parts, self.count)
         encoded_in = self._encoded_in(parts)
         placed: list[CachedStretch | FreshTokens] = []
         if self._first and not self._begins_with_text:
             placed.append(CachedStretch(self._anonymous.block, 0, len(self._first)))
-        for part, extent in zip(parts, self.layout.place(parts, self._count), strict=True):
+        for part, extent in zip(parts, self.layout.place(parts, self.count), strict=True):
             if isinstance(part, CachedText):
                 block, where = encoded_in[part.module.name if part.module else None]
                 if part.text in where:
@@ -141,13 +142,13 @@ class TokenizedSchema:
 
     # -- tokens ---------------------------------------------------------------------------------
 
-    def _count(self, text: str) -> int:
+    def count(self, text: str) -> int:
         return len(self._texts.ids(text))
 
     @property
     def _begins_with_text(self) -> bool:
         first = next(iter(without_roles(self.schema.children)), None)
-        return isinstance(first, Text) and self._count(first.text) > 0
+        return isinstance(first, Text) and self.count(first.text) > 0
 
     @cached_property
     def _anonymous(self) -> _Tokens:
@@ -190,7 +191,7 @@ class TokenizedSchema:
 
     # -- prompts --------------------------------------------------------------------------------
 
-    def _as_chat(self, prompt: PromptMarkup) -> PromptMarkup:
+    def as_chat(self, prompt: PromptMarkup) -> PromptMarkup:
         """``prompt`` with its roles as texts, and the beginning of the answer after it.
 
         In a chat, text at its end that has no role is the user's.

@@ -66,6 +66,10 @@ class ChatTexts:
                 ids += encode(part)
         return tuple(ids)
 
+    def plain(self, text: str) -> str:
+        """A text without the marks."""
+        return self._marked.sub(r"\1", text)
+
     def _mark(self, text: str) -> str:
         return f"{self._begin}{text}{self._end}" if text else ""
 
