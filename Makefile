@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server fuzz-corpus coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server fuzz-corpus fuzz-schema coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -143,6 +143,11 @@ soak-server: $(READY) ## send 10,000 random requests to blendrag serve: whole, s
 fuzz-corpus: $(READY) ## damage copies of a corpus: never a wrong text, never a traceback
 	@$(BIN)/python tests/corpus/corpus_fuzz.py \
 	  $(if $(COPIES),--copies $(COPIES)) $(if $(SEED),--seed $(SEED))
+
+# make fuzz-schema TEXTS=1000 SEED=7
+fuzz-schema: $(READY) ## change 100,000 prompt schemas and prompts: parsed, or refused with one sentence
+	@PYTHONPATH=tests $(BIN)/python -m schema.markup_fuzz \
+	  $(if $(TEXTS),--texts $(TEXTS)) $(if $(SEED),--seed $(SEED))
 
 # Killed child processes leave incomplete data files; coverage reports each and ignores it.
 coverage-store: $(READY) ## branch coverage of the KV store by its tests, at least 95%

@@ -124,14 +124,13 @@ def show(
     table = Table(box=None, pad_edge=False)
     table.add_column(Text(layout.schema.name), no_wrap=True)
     for name in ("start", "end", counted.unit):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=6)
     for part in parts:
         kind = "" if part.kind in ("text", "role") else f"{part.kind} "
         label = f"<{part.label}>" if part.kind == "role" else part.label
         numbers = (part.start, part.start + part.length, part.length)
         table.add_row(Text(part.guide + kind + label), *(f"{number:,}" for number in numbers))
-    console = Console(highlight=False, file=sys.stdout)
-    console.print(table, width=None if console.is_terminal else 400)
+    Console(width=None if sys.stdout.isatty() else 400).print(table)
     for scaffold in layout.schema.scaffolds:
         typer.echo(f"scaffold {' '.join(scaffold.modules)}")
     return DONE
