@@ -19,7 +19,7 @@ def test_the_use_cases_of_prompt_cache_compute_only_what_is_asked(capsys):
 
 def test_the_page_on_schemas_runs_as_printed(tmp_path, monkeypatch, capsys):
     page = (example_scripts.EXAMPLES.parent / "docs/schemas.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "docs/schemas.md", "exec"), {})
     *_, reused, fresh = capsys.readouterr().out.split()
