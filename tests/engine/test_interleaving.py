@@ -172,6 +172,22 @@ def test_prompts_that_are_prefilled_together_pause(engine, pauses, monkeypatch):
     first.wait()
 
 
+def test_a_prompt_of_a_schema_lets_others_decode(engine, pauses):
+    engine.add_schema(
+        '<schema name="s"><module name="m">The old ships of the town.</module></schema>'
+    )
+    prompt, short = (
+        '<prompt schema="s"><m/>What did they build?</prompt>',
+        Options(max_new_tokens=4),
+    )
+    long = engine.generate(asked(engine, 0), LONG).text
+    expected = engine.generate(pml=prompt, options=short).text
+    first = running(engine, 0)
+    assert engine.generate(pml=prompt, options=short).text == expected
+    assert pauses.count >= LAYERS
+    assert first.wait().text == long
+
+
 def test_encoding_of_missing_chunks_pauses(engine, pauses, monkeypatch):
     short = Options(max_new_tokens=4, ratio=0.2)
     expected = engine.generate(asked(engine, 2), short).text
