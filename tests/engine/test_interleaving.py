@@ -14,7 +14,7 @@ from greenlet import getcurrent
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny
-from blendrag.engine import BlendEngine, Options, generation, packing_rule
+from blendrag.engine import BlendEngine, Options, exact_prefixes, generation, packing_rule
 from blendrag.engine.answers import Started
 from blendrag.engine.decoding import SeededDraws
 from blendrag.engine.stream import AnswerStream
@@ -188,27 +188,45 @@ def test_a_prompt_of_a_schema_lets_others_decode(engine, pauses):
     assert first.wait().text == long
 
 
+def within(monkeypatch: pytest.MonkeyPatch, pauses: Pauses, target: Any, name: str) -> list[bool]:
+    """An entry for every pause in a call of ``target.name``."""
+    stock, under_way, paused = getattr(target, name), list[bool](), list[bool]()
+
+    def noted(*args: Any) -> Any:
+        under_way.append(True)
+        try:
+            return stock(*args)
+        finally:
+            under_way.pop()
+
+    monkeypatch.setattr(target, name, noted)
+    pauses.then = lambda: paused.extend(under_way)
+    return paused
+
+
 def test_encoding_of_missing_chunks_pauses(engine, pauses, monkeypatch):
     short = Options(max_new_tokens=4, ratio=0.2)
     expected = engine.generate(asked(engine, 2), short).text
-    validity, within = engine.resources.kv_validity, []
-    encode, paused = validity.encode, []
-
-    def noted(*args: Any) -> Any:
-        within.append(True)
-        try:
-            return encode(*args)
-        finally:
-            within.pop()
-
-    monkeypatch.setattr(validity, "encode", noted)
-    pauses.then = lambda: paused.extend(within)
+    paused = within(monkeypatch, pauses, engine.resources.kv_validity, "encode")
     tiny.lose_kv(engine, *tiny.chunk_keys(engine, 2))
     first = running(engine, 0, queued=2)
     others = [engine._start(asked(engine, 2), short) for _ in range(2)]
     assert [started.wait().text for started in others] == [expected] * 2
     assert len(paused) >= LAYERS
     first.wait()
+
+
+def test_the_common_prefill_of_waiting_prompts_pauses(tmp_path, pauses, monkeypatch):
+    monkeypatch.setattr(exact_prefixes, "MARGIN", 1)
+    with tiny.engine(tiny.llama(), tmp_path) as engine:
+        engine.ingest([tiny.document(number) for number in range(2)])
+        paused = within(monkeypatch, pauses, engine._prefixes, "_compute")
+        first = running(engine, 0, queued=6)
+        asks = [f"What happened in {number}?" for number in range(6)]
+        others = [engine._start(tiny.prompt(engine, 1, ask=ask), LONG) for ask in asks]
+        assert any("once for 6" in note for note in others[0].wait().metrics.notes)
+        assert len(paused) >= LAYERS
+        first.wait()
 
 
 @pytest.mark.parametrize("mode", ["blend", "full"])
