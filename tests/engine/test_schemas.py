@@ -291,6 +291,17 @@ def test_an_answer_over_modules_explains_itself(tmp_path):
         assert states == {"exact"}
 
 
+def test_a_store_that_cannot_be_written_is_read(tmp_path):
+    with engine(tiny.llama(), tmp_path) as made:
+        made.ingest([tiny.document(1)])
+        expected = made.generate(pml=pml("<sea/>" + ASK), max_new_tokens=4).text
+    with engine(tiny.llama(), tmp_path, read_only=True) as made:
+        answer = made.generate(pml=pml("<sea/>" + ASK), max_new_tokens=4)
+        assert (answer.text, bool(answer.metrics.reused_tokens)) == (expected, True)
+        missed = made.generate(pml=pml("<hill/>" + ASK), max_new_tokens=4)
+        assert missed.metrics.notes == ("1 module of the schema was encoded for this request",)
+
+
 def test_beams_over_modules_are_those_of_one_sequence(tmp_path):
     model = tiny.llama()
     options = Options(
@@ -404,6 +415,8 @@ def test_wrong_prompts_are_refused(tmp_path):
             made.add_schema(f'<schema name="long">{"old ships " * 2000}</schema>')
         with tiny.refuses("over the model's context", ContextOverflowError):
             made.generate(pml=pml(), max_new_tokens=4000)
+        with tiny.refuses("a schema that is a int, expected markup"):
+            made.add_schema(3)  # type: ignore[arg-type]
         with tiny.refuses("No such file", InvalidInputError):
             made.add_schema(tmp_path / "none.xml")
 

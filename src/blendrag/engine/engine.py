@@ -76,6 +76,7 @@ from blendrag.engine.request import (
 from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import CorpusSettings, Resources
 from blendrag.engine.schemas import Positions, SchemaReport, Schemas
+from blendrag.engine.schemas import Source as SchemaSource
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.worker import CLOSED, Worker
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
@@ -85,7 +86,6 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.plan import Plan, Reason, ReasonCode
-from blendrag.schema.nodes import Schema
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
 from blendrag.text.passages import FreshText
@@ -635,14 +635,15 @@ class BlendEngine:
 
     # -- prompt schemas -------------------------------------------------------------------------
 
-    def add_schema(self, source: str | Path | Schema, positions: Positions = "schema") -> str:
+    def add_schema(self, source: SchemaSource, positions: Positions = "schema") -> str:
         """Add a schema of Prompt Cache for prompts in ``pml``; returns its name.
 
-        ``source``: markup (``<schema name="…">…``), a file of it, or a parsed schema. A schema of the same
-        name is replaced. With ``positions="schema"`` modules keep the positions of the schema and are never
-        recomputed; with ``"blend"`` they follow each other as in any prompt, and the policy recomputes
-        the most important tokens. Nothing is computed now: modules are encoded at their first use, or by
-        :meth:`encode_schema`. Raises :class:`SchemaError` and :class:`InvalidInputError`.
+        ``source``: markup (``<schema name="…">…``), a file of it, a parsed schema, or a program. A
+        schema of the same name is replaced. With ``positions="schema"`` modules keep the positions of the
+        schema and are never recomputed; with ``"blend"`` they follow each other as in any prompt, and the
+        policy recomputes the most important tokens. Nothing is computed now: modules are encoded at
+        their first use, or by :meth:`encode_schema`. Raises :class:`SchemaError` and
+        :class:`InvalidInputError`.
         """
         return self._schemas.add(source, positions).name
 

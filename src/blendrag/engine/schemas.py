@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from blendrag import tracing
 from blendrag.engine import request_spans as spans
@@ -102,7 +102,7 @@ class Schemas:
 
     # -- add ------------------------------------------------------------------------------------
 
-    def add(self, source: str | Path | Schema, positions: Positions) -> TokenizedSchema:
+    def add(self, source: Source, positions: Positions) -> TokenizedSchema:
         """See :meth:`BlendEngine.add_schema`."""
         if positions not in POSITIONS:
             raise InvalidInputError(
@@ -347,10 +347,26 @@ def _segments(placed: PlacedPrompt) -> SegmentedPrompt:
     return SegmentedPrompt(tuple(found))
 
 
-def _parsed(source: str | Path | Schema) -> Schema:
-    """A schema from markup, a file of it, or parsed before."""
+class HasSchema(Protocol):
+    """A prompt program."""
+
+    schema: Schema
+
+
+#: Markup, a file of it, a parsed schema, or a program.
+Source = str | Path | Schema | HasSchema
+
+
+def _parsed(source: Source) -> Schema:
+    """The schema of ``source``."""
     if isinstance(source, Schema):
         return source
+    if not isinstance(source, str | Path):
+        if isinstance(schema := getattr(source, "schema", None), Schema):
+            return schema
+        raise InvalidInputError(
+            f"a schema that is a {type(source).__name__}, expected markup, a file of it, or a program"
+        )
     if isinstance(source, str) and source.lstrip().startswith("<"):
         return parse_schema(source)
     path = Path(source)
