@@ -58,7 +58,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
         assert not turns.is_paused, "a request began while another one's prefill was paused"
         start(turns, call)
 
-    monkeypatch.setattr(turns, "PREFILL_SHARE", 0)
+    monkeypatch.setattr(turns, "PREFILL_PER_STEP", 0)
     monkeypatch.setattr(Turn, "wait", watched)
     monkeypatch.setattr(Turns, "start", checked)
     return pauses
@@ -114,12 +114,12 @@ def tokens(monkeypatch: pytest.MonkeyPatch) -> list[AnswerStream]:
 
 
 @pytest.mark.parametrize("mode", ["blend", "full"])
-@pytest.mark.parametrize("share", [0, math.inf])
+@pytest.mark.parametrize("per_step", [0, math.inf])
 def test_a_running_request_decodes_while_others_are_prefilled(
-    engine, tokens, pauses, monkeypatch, mode, share
+    engine, tokens, pauses, monkeypatch, mode, per_step
 ):
-    """With an infinite share, prefills do not pause."""
-    monkeypatch.setattr(turns, "PREFILL_SHARE", share)
+    """With infinity, prefills do not pause."""
+    monkeypatch.setattr(turns, "PREFILL_PER_STEP", per_step)
     first = running(engine, 0, queued=2)
     others = newcomers(engine, [Options(mode=mode, max_new_tokens=2)] * 2)
     for started in (first, *others):
@@ -127,8 +127,8 @@ def test_a_running_request_decodes_while_others_are_prefilled(
     starts = [tokens.index(started.stream) for started in others]
     assert starts[0] < starts[1]  # in order
     meanwhile = tokens[: starts[0]].count(first.stream)
-    assert meanwhile > LAYERS if share == 0 else meanwhile <= 2
-    assert (pauses.count > 0) == (share == 0)
+    assert meanwhile > LAYERS if per_step == 0 else meanwhile <= 2
+    assert (pauses.count > 0) == (per_step == 0)
 
 
 WAYS = [
@@ -364,7 +364,7 @@ def test_a_prefill_computes_for_a_multiple_of_the_time_of_a_step(monkeypatch):
     """By a clock that ticks once a layer and twice a step; a single step that takes longer does not count."""
     now = [100.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(turns, "PREFILL_SHARE", 5)
+    monkeypatch.setattr(turns, "PREFILL_PER_STEP", 5)
     order: list[str] = []
 
     def decoding() -> None:

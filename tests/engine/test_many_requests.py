@@ -42,7 +42,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return stock(steps, pool)
 
     monkeypatch.setattr(turns, "decoded_together", counted)
-    monkeypatch.setattr(turns, "PREFILL_SHARE", math.inf)
+    monkeypatch.setattr(turns, "PREFILL_PER_STEP", math.inf)
     return sizes
 
 

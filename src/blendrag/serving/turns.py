@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 #: A prefill computes this many times as long as the others decoded before it lets them decode again, so they
 #: delay its first token by a fifth at most.
-PREFILL_SHARE = 5
+PREFILL_PER_STEP = 5
 
 
 class Turn(greenlet):
@@ -107,7 +107,7 @@ class Turns:
     def is_due(self, turn: Turn) -> bool:
         """Whether other calls should decode before ``turn`` computes its next layer."""
         waits = any(not other.is_paused for other in self._turns if other is not turn)
-        due_s = PREFILL_SHARE * min(self._steps_s)
+        due_s = PREFILL_PER_STEP * min(self._steps_s)
         return waits and time.perf_counter() - self._stepped_at >= due_s
 
     def _decode(self, turns: Sequence[Turn]) -> None:

@@ -26,7 +26,7 @@ def test_every_way_answers_all_requests(monkeypatch: pytest.MonkeyPatch) -> None
         return stock(steps, pool)
 
     monkeypatch.setattr(turns, "decoded_together", counted)
-    monkeypatch.setattr(turns, "PREFILL_SHARE", math.inf)  # none ends during a prefill
+    monkeypatch.setattr(turns, "PREFILL_PER_STEP", math.inf)  # none ends during a prefill
     rows = {row["way"]: row for row in measured("serve", *SMALL)["rows"]}
     assert len(rows) == 6
     assert rows[BASELINE]["over_baseline"] == 1
