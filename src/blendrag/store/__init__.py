@@ -6,6 +6,7 @@ need.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from blendrag.store.root import DEFAULT_DISK_BYTES
 if TYPE_CHECKING:
     from blendrag.store.disk import DiskStore
     from blendrag.store.memory import MemoryStore
+    from blendrag.store.remote import RemoteTier
     from blendrag.store.tiered import TieredStore
 
 __all__ = [
@@ -45,8 +47,11 @@ def open_store(
     disk_bytes: int | None,
     read_only: bool = False,
     default_disk_bytes: int = DEFAULT_DISK_BYTES,
+    remote: Callable[[], RemoteTier] | None = None,
 ) -> KVStore:
     """Open or create the store at ``root``: ``ram_bytes`` of memory over ``disk_bytes`` of disk.
+
+    ``remote`` opens a tier below them that other machines share.
 
     The store remembers ``disk_bytes``. ``None`` takes the remembered limit, or else
     ``default_disk_bytes``. Raises :class:`StoreUnavailableError` when the directory cannot be used.
@@ -56,4 +61,8 @@ def open_store(
     from blendrag.store.tiered import TieredStore
 
     disk = DiskStore(Path(root), disk_bytes, read_only, default_disk_bytes)
-    return TieredStore(MemoryStore(ram_bytes), disk)
+    try:
+        return TieredStore(MemoryStore(ram_bytes), disk, remote() if remote is not None else None)
+    except BaseException:
+        disk.close()
+        raise

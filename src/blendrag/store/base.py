@@ -31,15 +31,16 @@ class KVReader(Protocol):
     key: str
     tokens: int
     tier: str
-    """``"memory"`` or ``"disk"``: where the bytes come from."""
+    """``"memory"``, ``"disk"`` or ``"remote"``: where the bytes come from."""
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         """Fill ``out`` ``[2, Hkv, T, D]`` with the verified bytes of ``layer``, decoded.
 
         ``out`` is a CPU tensor, often a strided view into a prompt's buffer: every
         ``out[kv, head]`` is contiguous ``[T, D]``, the rest need not be. Raises
-        :class:`CorruptKVError` when the bytes are not those that were put; ``out`` is then
-        undefined and must not be used.
+        :class:`CorruptKVError` when the bytes are not those that were put, and
+        :class:`StoreUnavailableError` when a remote gives none in time; ``out`` is then undefined and
+        must not be used.
         """
 
     def is_cached(self) -> bool:
@@ -87,7 +88,11 @@ class StoreStats:
     promotions: int = 0
     """Chunks copied from disk to memory."""
     queue_drops: int = 0
-    """Chunks that stayed on disk only, because the promotion queue was full."""
+    """Chunks that stayed on disk or in the remote only, because the promotion queue was full."""
+    uploads: int = 0
+    """Chunks copied to the remote tier."""
+    remote_failures: int = 0
+    """Times the remote tier did not answer, or its bytes were not those that were put."""
     tiers: tuple[TierStats, ...] = ()
     """Fastest first."""
 
@@ -116,6 +121,16 @@ class KVStore(Protocol):
         Putting a key again is a no-op. Raises :class:`StoreFullError` when there is no room,
         :class:`InvalidInputError` for NaN or infinity.
         """
+
+    def flush(self) -> None:
+        """Block until everything that was put is in the remote tier too, if there is one.
+
+        Raises :class:`StoreUnavailableError` if that fails.
+        """
+
+    @property
+    def trouble(self) -> str:
+        """Why a part of the store is not asked at the moment; empty if all of it is."""
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
         """Reader of that entry, or ``None`` if it is absent or anything about it is in doubt.

@@ -9,10 +9,11 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from blendrag.errors import CorruptKVError, StoreError, StoreUnavailableError
 from blendrag.store.base import PinScope, ProcessBound, StoreStats
@@ -21,7 +22,15 @@ from blendrag.store.durable import OUT_OF_RESOURCES, named_errors
 from blendrag.store.identity import require_name
 from blendrag.store.index import IndexCorrupt
 from blendrag.store.kv import ChunkKV, KVLayout
-from blendrag.store.payload import frame, layer_checksum, read_next
+from blendrag.store.payload import (
+    Frame,
+    PayloadHeader,
+    Read,
+    frame,
+    layer_checksum,
+    open_payload,
+    read_next,
+)
 from blendrag.store.payload_files import Name, new_name
 from blendrag.store.reader import DiskReader
 from blendrag.store.root import DEFAULT_DISK_BYTES, prepare, read_only_error, settle_limit
@@ -165,6 +174,32 @@ class DiskStore(ProcessBound):
         if self.read_only:
             raise read_only_error(self.root)
 
+    # -- payloads as they are, for the remote tier ------------------------------------------------
+
+    def payload(
+        self, namespace: str, key: str
+    ) -> AbstractContextManager[tuple[PayloadHeader, Read]] | None:
+        """An entry's header, and what reads the bytes after it (:func:`open_payload`); ``None`` if absent."""
+        self._check(namespace, key)
+        name = self._sound(self.find(namespace, key))
+        return None if name is None else open_payload(self._files, name)
+
+    def put_stored(
+        self,
+        namespace: str,
+        key: str,
+        expected: Frame,
+        checksums: Sequence[int],
+        layers: Sequence[Any],
+    ) -> None:
+        """:meth:`put` for layers as they are stored, which the caller has verified."""
+        self._check(namespace, key)
+        self._check_writable()
+        with self._put_lock:
+            if self._sound(self.find(namespace, key)) is None:
+                self._write_stored(namespace, key, expected, checksums, layers)
+        self.note_use(namespace, key)
+
     # -- finding and opening ---------------------------------------------------------------------
 
     def find(self, namespace: str, key: str) -> Name | None:
@@ -236,19 +271,28 @@ class DiskStore(ProcessBound):
     # -- writing, recovery and recency -----------------------------------------------------------
 
     def _write(self, namespace: str, key: str, kv: ChunkKV) -> None:
-        expected = frame(kv.layout, kv.tokens)
         layers, checksums = [], []
         for number, layer in enumerate(stored_layers(key, kv)):
             layers.append(layer)
             checksums.append(layer_checksum(key, number, tensor_buffer(layer)))
+        buffers = list(map(tensor_buffer, layers))
+        self._write_stored(namespace, key, frame(kv.layout, kv.tokens), checksums, buffers)
+
+    def _write_stored(
+        self,
+        namespace: str,
+        key: str,
+        expected: Frame,
+        checksums: Sequence[int],
+        layers: Sequence[Any],
+    ) -> None:
         header = expected.header(namespace, key, checksums)
         # Damaged payloads that could not be set aside go first: the new one would yield to them.
         doubtful = [name for name in list(self._doubtful) if name.entry == (namespace, key)]
         if doubtful:
             self._writer.remove(doubtful)
         for _ in range(_PUT_TRIES):
-            buffers = [header, *map(tensor_buffer, layers)]
-            if self._writer.put(new_name(namespace, key), buffers, expected.file_bytes):
+            if self._writer.put(new_name(namespace, key), [header, *layers], expected.file_bytes):
                 return
         raise StoreUnavailableError(
             f"KV {key[:12]}… was removed from store {self.root} {_PUT_TRIES} times while it was put, "

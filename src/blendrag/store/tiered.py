@@ -1,7 +1,11 @@
-"""Memory over disk: chunks are read from memory if they are there, and promoted to it from disk.
+"""Memory over disk, and optionally a remote tier below them that other machines share.
+
+Chunks are read from memory if they are there, and promoted to it from disk. What is read from the remote tier
+is kept on the local disk afterwards; what is put on the local disk is copied to the remote in the background.
 
 Promotion happens in one background thread, after the query has closed its reader. It reads the whole
 chunk once more, verified, through the query's open file, of which the query may have read only some layers.
+From the remote it requests only the layers that the query did not read.
 """
 
 from __future__ import annotations
@@ -11,18 +15,23 @@ import logging
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import torch
 
-from blendrag.errors import NoThreadError, StoreError, starting_thread
+from blendrag.errors import NoThreadError, StoreError, StoreUnavailableError, starting_thread
 from blendrag.store.base import Counters, KVReader, PinScope, ProcessBound, StoreStats
 from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.memory import MemoryBlock, MemoryStore
+from blendrag.store.payload import PayloadHeader, Read
 from blendrag.store.reader import DiskReader
+from blendrag.store.remote import RemoteReader, RemoteTier
 
 logger = logging.getLogger("blendrag.store")
 
@@ -30,6 +39,14 @@ logger = logging.getLogger("blendrag.store")
 QUEUE_CHUNKS = 64
 #: How often uses are written to the index while nothing else happens.
 RECENCY_INTERVAL_S = 30.0
+#: Bytes of chunks from the remote tier that may wait to be kept on the local disk.
+KEPT_BYTES = 512 << 20
+#: Longest wait for the layers that a query did not read.
+REST_S = 30.0
+#: Copies to the remote tier at a time, and how many chunks may wait for one.
+UPLOADS, QUEUED_UPLOADS = 4, 32
+#: Chunks known to be in the remote tier, so that it is not asked again.
+KNOWN_CHUNKS = 1 << 16
 
 
 class PromotingReader:
@@ -74,12 +91,29 @@ class Promotion:
         self.counters = Counters()
         self._memory = memory
         self._disk = disk
-        self._jobs: queue.Queue[tuple[str, DiskReader] | None] = queue.Queue(QUEUE_CHUNKS)
+        self._jobs: queue.Queue[tuple[str, DiskReader | RemoteReader] | None] = queue.Queue(
+            QUEUE_CHUNKS
+        )
+        self._kept_bytes = 0
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
         self._closed = False
 
-    def offer(self, namespace: str, reader: DiskReader) -> bool:
+    def keep(self, reader: RemoteReader) -> None:
+        """Queue a chunk that was read from the remote tier, to be kept on the local disk."""
+        size_bytes = reader.frame.file_bytes
+        with self._start_lock:
+            fits = self._kept_bytes + size_bytes <= KEPT_BYTES
+            self._kept_bytes += size_bytes * fits
+        if not fits:
+            self.counters.add("drops")
+        elif self.offer(reader.namespace, reader):
+            return
+        else:
+            self._kept_bytes -= size_bytes
+        reader.release()
+
+    def offer(self, namespace: str, reader: DiskReader | RemoteReader) -> bool:
         """Queue a chunk, whose reader then belongs to the thread.
 
         ``False`` if that is not possible: the queue is full, or no thread can be started.
@@ -127,8 +161,13 @@ class Promotion:
             try:
                 if job is None:
                     return
-                with _best_effort("a chunk was not promoted to memory"):
-                    self._promote(*job)
+                namespace, reader = job
+                if isinstance(reader, RemoteReader):
+                    with _best_effort("a chunk from the remote was not kept on the local disk"):
+                        self._keep(reader)
+                else:
+                    with _best_effort("a chunk was not promoted to memory"):
+                        self._promote(namespace, reader)
             finally:
                 self._jobs.task_done()
 
@@ -141,6 +180,116 @@ class Promotion:
                 reader.read_stored(number, [layer.data])
             if self._memory.insert(namespace, reader.key, block):
                 self.counters.add("promotions")
+
+    def _keep(self, reader: RemoteReader) -> None:
+        try:
+            layers = reader.whole(REST_S)
+            place, checksums = (reader.namespace, reader.key), reader.checksums
+            if not self._disk.read_only:
+                self._disk.put_stored(*place, reader.frame, checksums, layers)
+            arrays = [np.frombuffer(layer, dtype=np.uint8) for layer in layers]
+            if self._memory.insert(*place, MemoryBlock(reader.layout, reader.tokens, arrays)):
+                self.counters.add("promotions")
+        finally:
+            self._kept_bytes -= reader.frame.file_bytes
+            reader.release()
+
+
+class Uploads:
+    """Copies chunks from the local disk to the remote tier in background threads. Thread-safe.
+
+    An upload holds its payload's open file, which survives eviction.
+    """
+
+    def __init__(self, disk: DiskStore, remote: RemoteTier) -> None:
+        self._disk, self._remote = disk, remote
+        self._threads = ThreadPoolExecutor(UPLOADS, "blendrag-upload")
+        self._room = threading.BoundedSemaphore(QUEUED_UPLOADS)
+        self._lock = threading.Lock()
+        self._under_way: dict[tuple[str, str], Future[None]] = {}
+        self._failed: dict[tuple[str, str], str] = {}
+        self._lost: set[tuple[str, str]] = set()
+        """Evicted before they were copied."""
+        self._flushing = threading.Lock()
+        self._known: dict[tuple[str, str], None] = {}
+
+    def offer(self, namespace: str, key: str) -> None:
+        """Copy an entry unless it is known to be there. Waits while too many are under way."""
+        entry = namespace, key
+        if entry in self._known or entry in self._under_way:
+            return
+        payload = self._disk.payload(namespace, key)
+        if payload is None:
+            self._lost.add(entry)
+            return
+        self._room.acquire()
+        files = contextlib.ExitStack()
+        try:
+            found = files.enter_context(payload)
+            with self._lock:
+                run = partial(self._run, entry, files, *found)
+                self._under_way[entry] = self._threads.submit(run)
+        except BaseException as exc:
+            files.close()
+            self._room.release()
+            self._failed[entry] = str(exc)
+            if not isinstance(exc, OSError | StoreError | RuntimeError):
+                raise
+
+    def note_known(self, namespace: str, key: str) -> None:
+        """An entry is in the remote."""
+        with self._lock:
+            self._known[namespace, key] = None
+            self._failed.pop((namespace, key), None)
+            if len(self._known) > KNOWN_CHUNKS:
+                del self._known[next(iter(self._known))]
+
+    def _run(
+        self,
+        entry: tuple[str, str],
+        files: contextlib.ExitStack,
+        header: PayloadHeader,
+        read: Read,
+    ) -> None:
+        try:
+            with files:
+                self._remote.put(header, read)
+            self.note_known(*entry)
+        except Exception as exc:
+            self._failed[entry] = str(exc)
+            logger.info("a chunk was not copied to the remote: %s", exc)
+        finally:
+            self._room.release()
+            with self._lock:
+                self._under_way.pop(entry, None)
+
+    def flush(self) -> None:
+        """Block until everything offered is durable there; what failed before is tried once more.
+
+        Raises :class:`StoreUnavailableError` if it is not.
+        """
+        with self._flushing:
+            with self._lock:
+                again, self._failed = self._failed, {}
+            for entry in again:
+                self.offer(*entry)
+            with self._lock:
+                under_way = list(self._under_way.values())
+            wait(under_way)
+            failed = dict(self._failed) | dict.fromkeys(
+                self._lost, "evicted before they were copied"
+            )
+            self._lost.clear()
+        if failed:
+            why = next(iter(failed.values()))
+            raise StoreUnavailableError(
+                f"{len(failed)} chunks were not copied to remote {self._remote.url} ({why}); they are in "
+                "the local store: run this again when the remote works"
+            )
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        self._threads.shutdown()
 
 
 @contextlib.contextmanager
@@ -156,11 +305,15 @@ def _best_effort(failure: str) -> Iterator[None]:
 class TieredStore(ProcessBound):
     """The :class:`KVStore` that the engine uses. Thread-safe."""
 
-    def __init__(self, memory: MemoryStore, disk: DiskStore) -> None:
+    def __init__(
+        self, memory: MemoryStore, disk: DiskStore, remote: RemoteTier | None = None
+    ) -> None:
         super().__init__()
         self.memory = memory
         self.disk = disk
+        self.remote = remote
         self._promotion = Promotion(memory, disk)
+        self._uploads = Uploads(disk, remote) if remote and not disk.read_only else None
         self._closed = False
 
     @property
@@ -170,6 +323,18 @@ class TieredStore(ProcessBound):
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
         """See :meth:`KVStore.put`. Only to disk: an ingest would flush the memory tier."""
         self.disk.put(namespace, key, kv)
+        if self._uploads is not None:
+            self._uploads.offer(namespace, key)
+
+    def flush(self) -> None:
+        """See :meth:`KVStore.flush`."""
+        if self._uploads is not None:
+            self._uploads.flush()
+
+    @property
+    def trouble(self) -> str:
+        """See :attr:`KVStore.trouble`."""
+        return self.remote.trouble if self.remote is not None else ""
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
         self.check_process()
@@ -178,25 +343,49 @@ class TieredStore(ProcessBound):
             self.disk.note_use(namespace, key)
             return reader
         on_disk = self.disk.open(namespace, key, layout, tokens)
+        if on_disk is None and self.remote is not None:
+            from_remote = self.remote.open(namespace, key, layout, tokens)
+            if from_remote is not None:
+                from_remote.on_close = self._keep
+            return from_remote
         if on_disk is None or stored_chunk_bytes(layout, tokens) > self.memory.limit_bytes:
             return on_disk
         return PromotingReader(namespace, on_disk, self._promotion)
 
     def contains(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.contains`: on disk. A copy in memory would not survive a restart."""
-        return self.disk.contains(namespace, key)
+        """See :meth:`KVStore.contains`: on disk or in the remote, as memory does not survive a restart.
+
+        What is on disk only is copied to the remote in the background.
+        """
+        if self.disk.contains(namespace, key):
+            if self._uploads is not None:
+                self._uploads.offer(namespace, key)
+            return True
+        return self.remote is not None and self.remote.contains(namespace, key)
+
+    def _keep(self, reader: RemoteReader) -> None:
+        if self._uploads is not None:
+            self._uploads.note_known(reader.namespace, reader.key)
+        self._promotion.keep(reader)
 
     def delete(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.delete`. A reader that is open now promotes nothing any more."""
+        """See :meth:`KVStore.delete`. A reader that is open now promotes nothing any more.
+
+        The remote keeps the entry, because other machines may use it.
+        """
         on_disk = self.disk.delete(namespace, key)
         self._promotion.drain()
         return self.memory.delete(namespace, key) or on_disk
 
     def keys(self, namespace: str) -> Iterator[str]:
-        return self.disk.keys(namespace)
+        yield from self.disk.keys(namespace)
+        for key in self.remote.keys(namespace) if self.remote is not None else ():
+            if not self.disk.contains(namespace, key):
+                yield key
 
     def pin_scope(self) -> AbstractContextManager[PinScope]:
-        return self.disk.pin_scope()
+        """See :meth:`KVStore.pin_scope`. What the remote keeps may be evicted here."""
+        return self.disk.pin_scope() if self.remote is None else nullcontext(PinScope())
 
     def pin(self, namespace: str, key: str) -> None:
         self.disk.pin(namespace, key)
@@ -207,12 +396,23 @@ class TieredStore(ProcessBound):
         Evictions are those from disk: after one from memory nothing has to be computed again.
         """
         disk, memory = self.disk.stats(), self.memory.stats()
-        return replace(
+        found = replace(
             disk,
             hits=disk.hits + memory.hits,
             promotions=self._promotion.counters["promotions"],
             queue_drops=self._promotion.counters["drops"],
             tiers=memory.tiers + disk.tiers,
+        )
+        if self.remote is None:
+            return found
+        tier = self.remote.tier_stats()
+        return replace(
+            found,
+            hits=found.hits + tier.hits,
+            misses=found.misses - tier.hits,
+            uploads=self.remote.counters["puts"],
+            remote_failures=self.remote.counters["failures"],
+            tiers=(*found.tiers, tier),
         )
 
     def drain(self) -> None:
@@ -221,10 +421,14 @@ class TieredStore(ProcessBound):
         self._promotion.drain()
 
     def close(self) -> None:
-        """Finish queued promotions and close both tiers. Idempotent. Does nothing in a fork."""
+        """Finish queued promotions and copies, close the tiers. Idempotent. Does nothing in a fork."""
         if self._closed or self.is_inherited:
             return
         self._closed = True
         self._promotion.close()
+        if self._uploads is not None:
+            self._uploads.close()
+        if self.remote is not None:
+            self.remote.close()
         self.memory.close()
         self.disk.close()

@@ -1,0 +1,334 @@
+"""Bytes by name in an object store that several machines share: S3, GCS, Azure, or a directory.
+
+Over the library obstore (extra ``blendrag[remote]``), which is imported only here. Requests run on one
+event loop in a background thread, a limited number at a time; each is retried with backoff and has a
+deadline. Errors of obstore become :class:`StoreUnavailableError` with one sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from blendrag.errors import InvalidInputError, StoreUnavailableError, starting_thread
+from blendrag.store.base import ProcessBound
+
+T = TypeVar("T")
+
+SCHEMES = ("s3", "gs", "az", "file")
+#: Requests that run at a time.
+IN_FLIGHT = 16
+#: Longest time that writing or listing takes, retries included.
+WRITE_S = 60.0
+#: Longest time to reach the server.
+CONNECT_S = 2.0
+_BACKOFF = {
+    "init_backoff": timedelta(milliseconds=50),
+    "max_backoff": timedelta(seconds=2),
+    "base": 2,
+}
+
+_NO_BUCKET = re.compile(
+    r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", re.IGNORECASE
+)
+_NO_ACCESS = re.compile(
+    r"169\.254\.169\.254|metadata\.google|credential|Unauthorized|Forbidden|AccessDenied|\b40[13]\b",
+    re.IGNORECASE,
+)
+_NO_RANGE = re.compile(
+    r"range was invalid|invalid range|range not satisfiable|\b416\b", re.IGNORECASE
+)
+
+
+class RemoteRefusedError(StoreUnavailableError):
+    """The remote cannot be used as it was named: no such bucket, no access. Waiting does not help."""
+
+
+class Piece(NamedTuple):
+    """Bytes of an object, fewer than asked for where it ends."""
+
+    data: memoryview
+    object_bytes: int
+
+
+class RemoteObjects(ProcessBound):
+    """Objects below one URL. Thread-safe."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """``timeout_s``: for one read, retries included. Connects to nothing.
+
+        Raises :class:`InvalidInputError` without obstore and for a URL that names no object store.
+        """
+        super().__init__()
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._read_from = _opened(url, timeout_s)
+        self._write_to = _opened(url, WRITE_S)
+        place = urlsplit(url)
+        self._directory = Path(unquote(place.path)) if place.scheme == "file" else None
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- the contract ----------------------------------------------------------------------------
+
+    def head(self, name: str) -> int | None:
+        """Bytes of an object, ``None`` if there is none. Raises :class:`StoreUnavailableError`."""
+        import obstore
+
+        async def ask() -> int | None:
+            try:
+                meta = await obstore.head_async(self._read_from, name)
+            except FileNotFoundError as exc:
+                self._refuse_missing_bucket(exc)
+                return None
+            return int(meta["size"])
+
+        return self.wait(self._begin(ask()), self._timeout_s)
+
+    def read(self, name: str, offset: int, length: int) -> Future[Piece | None]:
+        """Begin to read bytes of an object; ``None`` if there is none. :meth:`wait` for the result."""
+        import obstore
+
+        async def ask() -> Piece | None:
+            try:
+                wanted: Any = {"range": (offset, offset + length)}
+                found = await obstore.get_async(self._read_from, name, options=wanted)
+                data = memoryview(await found.bytes_async())
+            except FileNotFoundError as exc:
+                self._refuse_missing_bucket(exc)
+                return None
+            except obstore.exceptions.BaseError as exc:
+                if _NO_RANGE.search(_first_line(exc)):
+                    return Piece(memoryview(b""), 0)
+                raise
+            return Piece(data, int(found.meta["size"]))
+
+        return self._begin(ask())
+
+    def put(self, name: str, data: bytes | bytearray, if_absent: bool) -> bool:
+        """Write an object whole and durably; ``False`` if there is one already and ``if_absent``.
+
+        Raises :class:`StoreUnavailableError`.
+        """
+        import obstore
+
+        async def write(mode: Any) -> bool:
+            try:
+                put = obstore.put_async
+                await put(self._write_to, name, bytes(data), mode=mode, use_multipart=False)
+            except obstore.exceptions.AlreadyExistsError:
+                return False
+            except FileNotFoundError as exc:
+                self._refuse_missing_bucket(exc)
+                raise
+            return True
+
+        async def ask() -> bool:
+            try:
+                return await write("create" if if_absent else "overwrite")
+            except obstore.exceptions.BaseError as exc:
+                if not (if_absent and re.search("NotImplemented|not supported", str(exc))):
+                    raise
+            return await write("overwrite")  # equal names have equal contents, so nothing is lost
+
+        written = self.wait(self._begin(ask()), WRITE_S)
+        if self._directory is not None:
+            self._sync(self._directory / name)
+        return written
+
+    def delete(self, name: str) -> None:
+        """Remove an object, if it is there. Raises :class:`StoreUnavailableError`."""
+        import obstore
+
+        async def ask() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                await obstore.delete_async(self._write_to, name)
+
+        self.wait(self._begin(ask()), WRITE_S)
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """Names below a prefix, in no particular order. Raises :class:`StoreUnavailableError`."""
+        import obstore
+
+        pages = obstore.list(self._write_to, prefix)
+        while True:
+            page = self.wait(self._begin(_next_page(pages)), WRITE_S)
+            if page is None:
+                return
+            for meta in page:
+                yield meta["path"]
+
+    def wait(self, result: Future[T], timeout_s: float) -> T:
+        """The result of a request. Raises :class:`StoreUnavailableError` after ``timeout_s``."""
+        try:
+            return result.result(max(0.0, timeout_s))
+        except FutureTimeout as exc:
+            result.cancel()
+            raise StoreUnavailableError(
+                f"remote {self.url} gave no answer in time; check it, or allow more with "
+                "BLENDRAG_REMOTE_TIMEOUT_S"
+            ) from exc
+        except StoreUnavailableError:
+            raise
+        except Exception as exc:
+            raise self._named(exc) from exc
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread. Idempotent."""
+        if self.is_inherited:
+            return
+        with self._lock:
+            loop, self._loop = self._loop, None
+            thread, self._thread = self._thread, None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+
+    # -- details ---------------------------------------------------------------------------------
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run on the loop, after those that wait already."""
+        try:
+            self.check_process()
+            loop = self._running_loop()
+        except BaseException:
+            work.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(self._in_turn(work), loop)
+
+    async def _in_turn(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with self._turns:
+                return await work
+        finally:
+            work.close()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                self._turns = asyncio.Semaphore(IN_FLIGHT)
+                thread = threading.Thread(
+                    target=_run, args=(loop,), name="blendrag-remote", daemon=True
+                )
+                with starting_thread():
+                    thread.start()
+                self._loop, self._thread = loop, thread
+            return self._loop
+
+    def _refuse_missing_bucket(self, exc: Exception) -> None:
+        if _NO_BUCKET.search(str(exc)):
+            raise self._no_bucket() from exc
+
+    def _no_bucket(self) -> RemoteRefusedError:
+        return RemoteRefusedError(
+            f"remote {self.url}: there is no such bucket, expected one that exists; create it or choose "
+            "another --remote"
+        )
+
+    def _named(self, exc: Exception) -> StoreUnavailableError:
+        """An error of obstore in one sentence."""
+        text = _first_line(exc)
+        if _NO_BUCKET.search(str(exc)):
+            return self._no_bucket()
+        denied = type(exc).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
+        if denied or _NO_ACCESS.search(text):
+            return RemoteRefusedError(
+                f"remote {self.url} refuses access or finds no credentials ({text}); set the variables of "
+                "its service (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
+                "AZURE_STORAGE_ACCOUNT_KEY) to an identity that may read and write there"
+            )
+        return StoreUnavailableError(
+            f"remote {self.url} fails ({text}); check that it can be reached from here"
+        )
+
+    @staticmethod
+    def _sync(path: Path) -> None:
+        """obstore does not sync files."""
+        for each in (path, *list(path.parents)[:4]):
+            with contextlib.suppress(OSError):
+                fd = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+
+
+def _opened(url: str, timeout_s: float) -> Any:
+    """obstore's store for a URL."""
+    scheme = urlsplit(url).scheme
+    if scheme not in SCHEMES:
+        raise InvalidInputError(
+            f"remote {url!r} is no object store, expected s3://bucket/prefix, gs://…, az://… or "
+            "file:///directory"
+        )
+    try:
+        import obstore.exceptions
+        from obstore.store import LocalStore, from_url
+    except ImportError as exc:
+        raise InvalidInputError(
+            f"remote {url} needs obstore, which is not installed; pip install 'blendrag[remote]'"
+        ) from exc
+    if scheme == "file":
+        directory = Path(unquote(urlsplit(url).path))
+        if not directory.is_dir():
+            raise InvalidInputError(
+                f"remote {url}: there is no directory {directory}, expected one that exists; create it or "
+                "mount what it is on"
+            )
+        return LocalStore(directory)
+    client: dict[str, Any] = {
+        "timeout": timedelta(seconds=timeout_s),
+        "connect_timeout": timedelta(seconds=CONNECT_S),
+    }
+    for variable in ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP"):
+        if os.environ.get(variable, "").lower() in ("1", "true", "yes"):
+            client["allow_http"] = True
+    retry: Any = {
+        "backoff": _BACKOFF,
+        "max_retries": 10,
+        "retry_timeout": timedelta(seconds=timeout_s),
+    }
+    try:
+        return from_url(url, client_options=client, retry_config=retry)
+    except (obstore.exceptions.BaseError, ValueError) as exc:
+        raise InvalidInputError(
+            f"remote {url} cannot be used ({_first_line(exc)}), expected scheme://bucket/prefix"
+        ) from exc
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Serve the loop until it is stopped; what still runs then is cancelled."""
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    finally:
+        loop.close()
+
+
+async def _next_page(pages: Any) -> Any:
+    try:
+        return await pages.__anext__()
+    except StopAsyncIteration:
+        return None
+
+
+def _first_line(exc: BaseException) -> str:
+    """What obstore says, without the debug output that follows."""
+    lines = str(exc).strip().splitlines()
+    return lines[0][:300].rstrip(" .:") if lines else type(exc).__name__
