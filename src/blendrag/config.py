@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Mode = Literal["blend", "full", "prefix", "reuse"]
@@ -86,6 +86,13 @@ class Settings(BaseSettings):
     """Limit of the store's memory tier."""
     disk_bytes: int | None = Field(default=None, ge=0)
     """Limit of the store's disk tier; ``None``: the store's recorded limit, else 64 GiB."""
+    remote: str | None = None
+    """Object store that several machines share (``s3://bucket/prefix``, ``gs://``, ``az://``,
+    ``file:///directory``): KV is read from there if it is not in the store, and copied there."""
+    remote_key: SecretStr | None = None
+    """Secret of all machines that share ``remote``: KV sealed by nobody who has it is not used."""
+    remote_timeout_s: float = Field(default=5.0, gt=0)
+    """Longest time that a prompt waits for ``remote``; then its KV is computed."""
     kv_encoding: KVEncoding = "native"
     """How a new store encodes KV: as computed, or in int8 or fp8, half as large with a small error. A store
     that is not empty keeps its own encoding."""

@@ -52,6 +52,7 @@ def ingest(
     ] = None,
     embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
+    remote: options.Remote = None,
     disk_bytes: options.DiskBytes = None,
     encoding: options.Encoding = None,
     dtype: options.Dtype = None,

@@ -124,6 +124,10 @@ TrustRemoteCode = Annotated[
 ]
 RamBytes = Annotated[int | None, size("Limit of the memory tier: 2GiB, 500MB, …")]
 DiskBytes = Annotated[int | None, size("Limit of the disk tier: 64GiB, …")]
+Remote = Annotated[
+    str | None,
+    optional("Object store shared by machines: s3://bucket/prefix, gs://, az:// or file:///dir."),
+]
 MaxBytes = Annotated[int | None, size("Size to reach: 2GiB, 500MB, … [default: the store's limit]")]
 Encoding = Annotated[
     str | None,
@@ -177,7 +181,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show library log
 
 #: Options that go to the engine's constructor as they are given.
 ENGINE_OPTIONS = (
-    "chunk_tokens", "embedder", "ram_bytes", "disk_bytes", "encoding", "dtype", "device",
+    "chunk_tokens", "embedder", "ram_bytes", "disk_bytes", "remote", "encoding", "dtype", "device",
     "trust_remote_code",
 )  # fmt: skip
 

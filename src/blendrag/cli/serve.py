@@ -59,6 +59,7 @@ def serve(
     max_new_tokens: options.MaxNewTokens = None,
     embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
+    remote: options.Remote = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     lora: options.Lora = None,

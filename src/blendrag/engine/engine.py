@@ -116,6 +116,8 @@ class BlendEngine:
         encode_prefix: ``False`` encodes the chunks of a new corpus without any prefix, not even BOS, to
             measure what the prefix is worth.
         ram_bytes, disk_bytes: limits of the store's tiers.
+        remote: object store that several machines share: ``s3://bucket/prefix``, ``gs://``, ``az://`` or
+            ``file:///directory``. Needs ``blendrag[remote]``.
         encoding: how a new store keeps KV: native, int8 or fp8.
         learn: ``False`` learns no passages from prompts (:mod:`blendrag.engine.learning`).
         lora: directory of a PEFT adapter to load onto the model.
@@ -154,6 +156,7 @@ class BlendEngine:
         embedder: str | None = None,
         ram_bytes: int | None = None,
         disk_bytes: int | None = None,
+        remote: str | None = None,
         encoding: KVEncoding | None = None,
         learn: bool | None = None,
         read_only: bool = False,
@@ -163,7 +166,7 @@ class BlendEngine:
             "dtype": dtype, "device": device, "mode": mode, "policy": policy,
             "schedule": schedule, "ratio": ratio, "min_ratio": min_ratio, "max_new_tokens": max_new_tokens,
             "top_k": top_k, "embedder": embedder, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes,
-            "kv_encoding": encoding, "learn": learn,
+            "remote": remote, "kv_encoding": encoding, "learn": learn,
         }  # fmt: skip
         changes = {name: value for name, value in given.items() if value is not None}
         self.settings = settings().model_copy(update=changes)

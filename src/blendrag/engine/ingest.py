@@ -224,6 +224,7 @@ class IngestRun:
             else:
                 report.chunks_skipped += not report.refused
                 report.ready_bytes += report.done_bytes - before
+        self._resources.store.flush()
         return computed
 
     def _write_chunk(

@@ -18,7 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from blendrag.corpus.manifest import Manifest
-from blendrag.errors import CorruptKVError, IdentityChangedError, UnsupportedModelError
+from blendrag.errors import (
+    CorruptKVError,
+    IdentityChangedError,
+    StoreUnavailableError,
+    UnsupportedModelError,
+)
 from blendrag.fusor import verdicts
 from blendrag.fusor.gate import Verification, verify
 from blendrag.model.kv_compare import content, magnitude, misfit
@@ -143,6 +148,13 @@ class KVValidity:
             return
         for key in list(self._store.keys(namespace)):
             self._store.delete(namespace, key)
+        self._valid.pop(namespace, None)
+        if not self.is_valid(namespace):  # a remote keeps its KV
+            raise StoreUnavailableError(
+                f"the remote of store {self._root} holds KV that {self._adapter.model_id} does not compute "
+                "on this machine, expected the same; use the versions of blendrag, torch and transformers "
+                "that filled it, or another prefix"
+            )
         self._valid[namespace] = True
 
     def _wrong_with_probe(self, namespace: str) -> str:
@@ -157,7 +169,7 @@ class KVValidity:
                 now = self.encode(namespace, ids, self._manifest().prefix_ids)
                 if _alike(now, reader, PROBE_TOLERANCE[dtype_name(self._adapter.precision)]):
                     return ""
-            except CorruptKVError:
+            except (CorruptKVError, StoreUnavailableError):
                 return "its probe entry is damaged"
         return "this machine computes different KV (another library version or kernel?)"
 
@@ -207,6 +219,7 @@ class KVValidity:
         if not self._store.contains(namespace, key):
             kv = self.encode(namespace, self._probe_ids(), self._manifest().prefix_ids)
             self._store.put(namespace, key, kv)
+            self._store.flush()  # a remote that holds KV holds the probe, too
         self._store.pin(namespace, key)
         self._valid.setdefault(namespace, True)
 

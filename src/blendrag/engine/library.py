@@ -281,6 +281,7 @@ class Library:
                     self._resources.remember_namespace()
                 for chunk in missing:
                     writer.write(chunk, f"the text {chunk.text[:40]!r}…")
+            self._resources.store.flush()
             return writer.written
 
         return with_loaded_identity(self._resources, run)

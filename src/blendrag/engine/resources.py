@@ -41,6 +41,7 @@ from blendrag.model.tokens import Tokens
 from blendrag.planning.profile import ProfileCache, conditions_of
 from blendrag.store import KVStore, open_store
 from blendrag.store.kv import KVLayout
+from blendrag.store.remote import RemoteTier
 from blendrag.text.chunking import Chunk, Chunker
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,12 @@ class CorpusSettings:
                 f"store {root} was embedded with {manifest.embedder!r}, not "
                 f"{self.embedder!r}; leave the embedder out or ingest into another store"
             )
+
+
+def _remote_tier(given: Settings) -> RemoteTier:
+    assert given.remote is not None
+    secret = given.remote_key.get_secret_value() if given.remote_key is not None else None
+    return RemoteTier(given.remote, secret, given.remote_timeout_s)
 
 
 class Resources:
@@ -257,7 +264,10 @@ class Resources:
     def store(self) -> KVStore:
         self._refuse_closed()
         s = self.settings
-        return open_store(self.root, s.ram_bytes, s.disk_bytes, read_only=self.read_only)
+        remote = partial(_remote_tier, s) if s.remote else None
+        return open_store(
+            self.root, s.ram_bytes, s.disk_bytes, read_only=self.read_only, remote=remote
+        )
 
     @property
     def is_writable(self) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from blendrag import tracing
-from blendrag.errors import CorruptKVError, starting_thread
+from blendrag.errors import CorruptKVError, StoreUnavailableError, starting_thread
 from blendrag.fusor.staging import Transfer, staging_ring
 from blendrag.metrics import LOAD, REPOSITION, WAIT, Timeline, noted
 from blendrag.model.positions import Repositioner
@@ -46,7 +46,8 @@ class LoadedSpan:
 
 
 class SpanCorruptError(CorruptKVError):
-    """A span's bytes failed verification while the query ran; nothing was computed from them."""
+    """A span's bytes failed verification while the query ran, or a remote did not give them in time; nothing
+    was computed from them."""
 
     def __init__(self, span: LoadedSpan, cause: Exception) -> None:
         self.span = span
@@ -133,7 +134,7 @@ class LayerLoader:
         began = time.perf_counter()
         try:
             span.reader.read_layer(layer, target)
-        except CorruptKVError as exc:
+        except (CorruptKVError, StoreUnavailableError) as exc:
             raise SpanCorruptError(span, exc) from exc
         finally:
             self.load_s += time.perf_counter() - began

@@ -29,6 +29,7 @@ LEADING_MAX_TOKENS = 4096
 
 NO_KV = Reason(ReasonCode.NO_KV, "no KV stored for this model and prefix; encoded after the answer")
 CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification and was set aside; computed")
+NOT_ASKED = Reason(ReasonCode.NO_KV, "no KV stored here, and the remote is not asked at the moment")
 NOT_LEADING = Reason(
     ReasonCode.MODE, "mode prefix reuses a chunk only directly after the corpus's prefix"
 )
@@ -106,7 +107,9 @@ class Controller:
                     chunks.append(PlannedChunk(segment, IN_MEMORY))
                 else:
                     chunks.append(self._chunk(segment, prompt, options.mode, avoid, last))
-            plan = replace(plan, chunks=tuple(chunks))
+            is_short = any(chunk.reason == NOT_ASKED for chunk in chunks)
+            notes = (self.store.trouble,) if is_short else ()
+            plan = replace(plan, chunks=tuple(chunks), notes=notes)
             return self._estimated(plan, options) if self.profile and chunks else plan
         except BaseException:
             replace(plan, chunks=tuple(chunks)).close()
@@ -205,6 +208,8 @@ class Controller:
         key = self._key(segment.stored_ids)
         reader = self._open(key, len(segment.stored_ids), avoid)
         if reader is None:
+            if self.store.trouble:
+                return PlannedChunk(segment, NOT_ASKED)
             return PlannedChunk(segment, CORRUPT if key in avoid else NO_KV)
         span = LoadedSpan(at, end, reader, len(self.prefix_ids), exact)
         return PlannedChunk(segment, _why_loaded(segment, span), span)
@@ -234,7 +239,7 @@ class Controller:
                 f"the machine profile has no times for reading from {tier.args[0]}, so ratio auto is the "
                 "smallest one; measure with blendrag profile"
             )
-            return replace(plan, notes=(note,) * options.is_auto)
+            return replace(plan, notes=plan.notes + (note,) * options.is_auto)
         if not (options.is_auto and options.mode == "blend"):
             forecast = options.forecast(estimator.loading(), options.ratio)
             return replace(plan, forecast=forecast)
@@ -251,7 +256,7 @@ class Controller:
             ratio=choice.ratio,
             forecast=choice.forecast,
             decision=decision,
-            notes=notes,
+            notes=plan.notes + notes,
         )
 
 

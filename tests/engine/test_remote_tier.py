@@ -1,0 +1,116 @@
+"""Engines with stores of their own over one remote tier."""
+
+from __future__ import annotations
+
+import struct
+from concurrent.futures import Future
+
+import pytest
+
+import tiny
+from blendrag.errors import InvalidInputError, StoreUnavailableError
+from blendrag.store.objects import RemoteObjects
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    (tmp_path / "bucket").mkdir()
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def machine(bucket, tmp_path):
+    def make(name, **more):
+        given = {"ram_bytes": 0, "remote": f"file://{bucket}"} | more
+        return tiny.engine(tiny.llama(), tmp_path / name, prefix_text=tiny.BOS, **given)
+
+    return make
+
+
+def ingest(engine):
+    return engine.ingest([tiny.document(0)]).whole()
+
+
+def ask(engine, **options):
+    return engine.generate(tiny.prompt(engine, 0), **options)
+
+
+def tiers(answer):
+    return {chunk.tier for chunk in answer.metrics.chunks}
+
+
+def test_kv_that_one_machine_computed_is_loaded_by_another(machine):
+    with machine("one") as one, machine("two") as two, machine("alone", remote=None) as alone:
+        ingest(alone)
+        assert ingest(one).chunks_computed > 1
+        assert ingest(two).chunks_computed == 0
+        first = ask(two)
+        assert tiers(first) == {"remote"}
+        assert first.text == ask(alone).text
+        two.resources.store.drain()
+        assert tiers(ask(two)) == {"disk"}
+
+
+def test_a_chunk_that_is_wrong_in_the_remote_is_computed(machine, bucket):
+    with machine("one") as one, machine("two") as two:
+        ingest(one)
+        ingest(two)
+        for key in tiny.chunk_keys(two, 0)[:1]:
+            (path,) = bucket.rglob(f"{key}.kv")
+            path.write_bytes(path.read_bytes()[:-4] + struct.pack("<f", 1e30))
+        chunks = ask(two).metrics.chunks
+        assert [chunk.tier for chunk in chunks] == ["", *["remote"] * (len(chunks) - 1)]
+        assert "failed verification" in chunks[0].reason
+        ask(two)
+        two.drain()  # encodes what was missed, which replaces the object
+        two.resources.store.flush()
+        assert path.read_bytes()[-4:] != struct.pack("<f", 1e30)
+
+
+def test_a_remote_that_fails_between_layers_is_computed_around_with_a_note(machine, monkeypatch):
+    with machine("one") as one, machine("two") as two:
+        ingest(one)
+        ingest(two)
+        real = RemoteObjects.read
+
+        def read(self, name, offset, length):
+            if not offset:
+                return real(self, name, offset, length)
+            failed = Future()
+            failed.set_exception(OSError("unplugged"))
+            return failed
+
+        two.open()
+        monkeypatch.setattr(RemoteObjects, "read", read)
+        answer = ask(two)
+        assert tiers(answer) == {""}
+        assert any("unplugged" in note for note in answer.metrics.notes)
+        assert answer.text == ask(two, mode="full").text
+
+
+def test_kv_that_this_machine_does_not_compute_is_not_used(machine, monkeypatch):
+    with machine("one") as one:
+        ingest(one)
+    monkeypatch.setattr("blendrag.engine.kv_validity._alike", lambda *args: False)
+    with machine("two") as two, pytest.raises(StoreUnavailableError, match="does not compute"):
+        ingest(two)
+
+
+def test_an_ingest_ends_when_the_remote_takes_nothing(machine, bucket):
+    with machine("one") as one:
+        _ = one.resources.store
+        bucket.rename(bucket.with_name("gone"))
+        bucket.write_text("")
+        with pytest.raises(StoreUnavailableError, match="were not copied to remote"):
+            ingest(one)
+        assert not one.resources.corpus.has_documents
+
+
+def test_a_bad_remote_is_refused_before_anything_is_stored(machine):
+    with (
+        machine("one", remote="ftp://x") as engine,
+        pytest.raises(InvalidInputError, match="is no object store"),
+    ):
+        ingest(engine)
