@@ -76,7 +76,7 @@ class RequestBatch:
         planner: Planner,
         limit_bytes: int,
     ) -> None:
-        """``limit_bytes``: memory of the prompts that are prefilled together."""
+        """``limit_bytes``: memory of what the planner keeps and of prompts prefilled together."""
         self.entries = entries
         self._resources = resources
         self._planner = planner
@@ -124,7 +124,6 @@ class RequestBatch:
 
     def _prefill(self, first: int, namespace: str) -> None:
         """Prefill the ``first`` and following prompts in one forward."""
-        rule = PackingRule(self._resources.adapter.device, self._limit_bytes)
         chosen: dict[int, _Planned] = {}
         end = len(self.entries)
         for number in range(first, end):
@@ -133,6 +132,8 @@ class RequestBatch:
                 if number == first:
                     return
                 continue  # answered alone in its turn
+            limit_bytes = self._limit_bytes - self._planner.kept_bytes
+            rule = PackingRule(self._resources.adapter.device, limit_bytes)
             loads = [each.load for each in chosen.values()]
             if chosen and not rule.admits(loads, planned.load, planned.profile):
                 planned.plan.close()
