@@ -278,7 +278,7 @@ EXPRESSIONS = st.one_of(
     ),
 )
 CONDITIONS = st.sampled_from(
-    ["x", "y", "not x", "n > 1", "n == 2", "x and y", "CONSTANT", "a == 'z'"]
+    ["x", "y", "not x", "n > 1", "n == 2", "x and y", "CONSTANT", "not CONSTANT", "a == 'z'"]
 )
 
 
@@ -329,6 +329,19 @@ BODIES = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+def _in_roles(blocks: list[tuple[str, list[str]]]) -> list[str]:
+    lines = []
+    for role, body in blocks:
+        lines += [f"with {role}:", *_indented(body)] if role else body
+    return lines
+
+
+#: Statements of a whole program: roles are not inside each other.
+PROGRAMS = st.lists(
+    st.tuples(st.sampled_from(["", "", "system", "user", "assistant"]), BODIES), max_size=3
+).map(_in_roles)
 INNER = """
 @schema
 def inner(c: Annotated[str, MaxTokens(9)], y: bool = False):
@@ -338,8 +351,8 @@ def inner(c: Annotated[str, MaxTokens(9)], y: bool = False):
 """
 
 
-@settings(max_examples=150, deadline=None)
-@given(BODIES, TEXTS, TEXTS, st.booleans(), st.booleans(), st.integers(0, 4))
+@settings(max_examples=100, deadline=None)
+@given(PROGRAMS, TEXTS, TEXTS, st.booleans(), st.booleans(), st.integers(0, 4))
 def test_prompts_of_a_program_read_as_the_program_writes(body, a, b, x, y, n):
     """The oracle is Python: the same functions run as generators."""
     names = (

@@ -50,7 +50,7 @@ _SPACE = " \t\r\n"
 _CODES = expat.errors.codes
 
 
-@dataclass
+@dataclass(slots=True)
 class _Run:
     """The text between two tags."""
 
@@ -59,7 +59,7 @@ class _Run:
     is_blank: bool = True
 
 
-@dataclass
+@dataclass(slots=True)
 class _Element:
     """One tag as XML has it."""
 
@@ -240,16 +240,15 @@ def _without_layout(
     A line with text or a parameter is kept with its line break, less the indentation that all such lines have
     in common. Other lines are layout, except blank lines between two lines of text.
     """
-    lines: list[_Line] = [_Line()]
+    lines = [_Line(0, "")]
     for number, text in enumerate(texts):
         # The first piece continues a line, so a comment in it is no line of its own.
-        first, separator, rest = text.partition("\n")
-        text = first + separator + _COMMENT_LINES.sub("", rest)
-        first, *others = text.replace(_COMMENT, "").split("\n")
+        if _COMMENT in text:
+            first, separator, rest = text.partition("\n")
+            text = (first + separator + _COMMENT_LINES.sub("", rest)).replace(_COMMENT, "")
+        first, *others = text.split("\n")
         lines[-1].add(number, first)
-        for piece in others:
-            lines.append(_Line())
-            lines[-1].add(number, piece)
+        lines += [_Line(number, piece) for piece in others]
         if number < len(children):
             lines[-1].add_tag(children[number].tag in PARAMETERS)
     indent = os.path.commonprefix([line.indent() for line in lines[1:] if line.is_written])  # noqa: RUF071
@@ -279,17 +278,19 @@ def _without_layout(
 class _Line:
     """One line inside an element: pieces of text with the number of the text they belong to, and tags."""
 
-    def __init__(self) -> None:
-        self._items: list[tuple[int, str] | bool] = []
+    __slots__ = ("_items", "has_tag", "is_written", "last_number")
+
+    def __init__(self, number: int, piece: str) -> None:
+        self._items: list[tuple[int, str] | bool] = [(number, piece)]
         """Pieces, and for each tag whether it is a parameter."""
-        self.is_written = False
+        self.is_written = not _is_blank(piece)
         self.has_tag = False
-        self.last_number = 0
+        self.last_number = number
 
     def add(self, number: int, piece: str) -> None:
         self._items.append((number, piece))
         self.last_number = number
-        self.is_written |= not _is_blank(piece)
+        self.is_written = self.is_written or not _is_blank(piece)
 
     def add_tag(self, is_parameter: bool) -> None:
         self._items.append(is_parameter)
@@ -303,6 +304,10 @@ class _Line:
 
     def kept(self, indent: int) -> Iterator[tuple[int, str]]:
         """Pieces without indentation. A blank one is kept next to a parameter only."""
+        if len(self._items) == 1:
+            number, piece = self._items[0]  # type: ignore[misc]
+            yield number, piece[indent:]
+            return
         for k, item in enumerate(self._items):
             if isinstance(item, tuple):
                 number, piece = item

@@ -20,14 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 #: Tags that stand for the roles of a chat template.
 ROLES = ("system", "user", "assistant")
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """A place in a file. Lines and columns count from 1."""
 
     file: str
@@ -38,7 +37,7 @@ class Location:
         return f"{self.file}:{self.line}:{self.column}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Text:
     """Text without tags. In a schema it is cached; outside of modules it is part of every prompt."""
 
@@ -46,7 +45,7 @@ class Text:
     at: Location
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Parameter:
     """A place in a module for an argument of at most ``max_tokens`` tokens."""
 
@@ -55,7 +54,7 @@ class Parameter:
     at: Location
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Role:
     """Content that the chat template wraps. ``role`` is one of :data:`ROLES`."""
 
@@ -64,7 +63,7 @@ class Role:
     at: Location
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Module:
     """Text that a prompt imports by name. Modules inside it are imported inside its import."""
 
@@ -73,7 +72,7 @@ class Module:
     at: Location
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Union:
     """Modules of which a prompt imports at most one. They begin at the same position."""
 
@@ -134,7 +133,7 @@ def _places(nodes: Iterable[Node], around: ModulePlace) -> Iterator[tuple[str, M
             yield from _places(node.children, replace(around, parents=(*around.parents, node)))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Argument:
     """The value of a parameter in an import."""
 
@@ -143,7 +142,7 @@ class Argument:
     at: Location
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Import:
     """A module that a prompt uses, with the modules and texts that are imported inside it."""
 
