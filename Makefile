@@ -162,7 +162,7 @@ reuse-table: $(READY) ## what stock chains and query engines reuse: the table of
 # Offline: pdoc imports the packages and writes HTML that needs no server. Without -W it warns of each type
 # that is imported for type checkers only.
 REFERENCE := blendrag.engine blendrag.engine.library blendrag.errors blendrag.metrics blendrag.config \
-  blendrag.frameworks.fields langchain_blendrag llama_index.llms.blendrag
+  blendrag.frameworks.fields blendrag.schema.programs langchain_blendrag llama_index.llms.blendrag
 reference: $(READY) ## the Python reference, from docstrings: build/reference/index.html
 	$(BIN)/python -W ignore -m pdoc --docformat google --no-show-source -o build/reference $(REFERENCE)
 
