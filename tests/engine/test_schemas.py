@@ -195,7 +195,7 @@ def test_stored_modules_are_not_computed_again(tmp_path):
     with engine(model, tmp_path) as made, watched(model) as seen:  # another process
         made.generate(pml=pml(), max_new_tokens=1)
         assert seen.rows[-1] == fresh
-        assert sum(seen.rows[:-1]) <= 64  # a probe: 4 tokens, and 32 after the prefix of chunks
+        assert sum(seen.rows[:-1]) == 36  # how tokens are placed, and a probe of 32
 
 
 def test_a_prompt_that_ends_in_a_module_computes_its_last_token(tmp_path):
@@ -376,6 +376,16 @@ def test_a_changed_schema_is_encoded_again_and_its_old_states_are_collected(tmp_
     with engine(tiny.llama(), tmp_path, changed.replace("ships sink", "boats sink")) as made:
         assert made.generate(pml=pml(), max_new_tokens=1).metrics.reused_tokens
         assert made.stats().entries == entries
+
+
+def test_documents_can_be_ingested_beside_modules(tmp_path, caplog):
+    with engine(tiny.llama(), tmp_path) as made:
+        made.encode_schema("trip")
+    with engine(tiny.llama(), tmp_path, prefix_text="Read this.") as made:
+        made.ingest([tiny.document(1)])
+        assert "but no corpus" not in caplog.text
+        assert made.generate(pml=pml(), max_new_tokens=1).metrics.reused_tokens
+        assert made.encode_schema("trip").encoded == 0
 
 
 def test_mode_full_prefills_the_tokens_of_the_prompt(tmp_path):

@@ -40,6 +40,7 @@ from blendrag.model.sharing import loaded_once
 from blendrag.model.tokens import Tokens
 from blendrag.planning.profile import ProfileCache, conditions_of
 from blendrag.store import KVStore, open_store
+from blendrag.store.identity import is_name
 from blendrag.store.kv import KVLayout
 from blendrag.store.remote import RemoteTier
 from blendrag.text.chunking import Chunk, Chunker
@@ -133,6 +134,17 @@ def _remote_tier(given: Settings) -> RemoteTier:
     assert given.remote is not None
     secret = given.remote_key.get_secret_value() if given.remote_key is not None else None
     return RemoteTier(given.remote, secret, given.remote_timeout_s)
+
+
+#: Ends the name of the record of a namespace's prompt schemas.
+SCHEMA_RECORDS = ".schemas"
+
+
+def schema_namespaces(root: Path) -> list[str]:
+    """The namespaces of the store at ``root`` that hold modules of prompt schemas."""
+    ending = f"{SCHEMA_RECORDS}.json"
+    names = [path.name.removesuffix(ending) for path in (root / "verified").glob(f"*{ending}")]
+    return [name for name in names if is_name(name)]
 
 
 class Resources:
@@ -296,7 +308,11 @@ class Resources:
     def _lost_corpus(self) -> str:
         """A clause for errors if the store has KV but no corpus, else empty."""
         made = os.path.lexists(self.root / "format")
-        entries = self.store.stats().entries if made and self.corpus is None else 0
+        entries = 0
+        if made and self.corpus is None and (entries := self.store.stats().entries):
+            entries -= sum(
+                1 for each in schema_namespaces(self.root) for _ in self.store.keys(each)
+            )
         lost = f"store {self.root} holds the KV of {entries} chunks but no corpus"
         return lost if entries else ""
 

@@ -9,17 +9,18 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from blendrag import tracing
+from blendrag.corpus.manifest import Manifest
 from blendrag.engine import request_spans as spans
 from blendrag.engine.generation import Generation
 from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.request import Answer, Options, Request, SchemaPrompt
-from blendrag.engine.resources import Resources, opened
+from blendrag.engine.resources import SCHEMA_RECORDS, Resources, opened
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
@@ -164,7 +165,11 @@ class Schemas:
     @opened
     def validity(self) -> KVValidity:
         resources = self._resources
-        manifest = lambda: resources.manifest  # noqa: E731
+
+        def manifest() -> Manifest:
+            """Modules have no prefix, whatever that of the chunks is."""
+            return replace(resources.manifest, prefix_ids=())
+
         return KVValidity(self.model, resources.store, resources.root, manifest, verify_placement)
 
     def _opening(self, part: str) -> Any:
@@ -241,7 +246,11 @@ class Schemas:
             return 0
         self._recorded[schema.name] = schema
         records = Records(
-            self._resources.root, f"{namespace}.schemas", "schemas", _Stored, ("name",)
+            self._resources.root,
+            f"{namespace}{SCHEMA_RECORDS}",
+            "schemas",
+            _Stored,
+            ("name",),
         )
         keys = {_key(namespace, block, *s) for block in schema.blocks for s in block.stretches}
         stale: set[str] = set()
