@@ -10,7 +10,7 @@ from blendrag.schema.layout import Layout
 from blendrag.schema.nodes import Module, Node, Parameter, Role, Text, Union, children_of
 
 _PREVIEW_CHARS = 48
-_WIDTH, _ROW, _CHAR = 1200, 22, 7  # of the picture and of one letter, in pixels
+_WIDTH, _ROW, _CHAR = 1200, 22, 7.3  # of the picture and of one letter, in pixels
 _FILLS = {
     "module": "#cfe2f3",
     "union": "#fff2cc",
@@ -80,7 +80,10 @@ def svg(layout: Layout, plain: Callable[[str], str] = str) -> str:
 
     rows = max((draw(node, 1) for node in layout.schema.children), default=1)
     height = rows * _ROW
-    title = f"{layout.schema.name}: positions 0 to {layout.tokens:,}"
+    title = (
+        f"{layout.schema.name}: {layout.tokens:,} positions; blue: modules, yellow: unions, red: parameters, "
+        "grey: text"
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
         f'height="{height}" font-family="monospace" font-size="12">\n'
@@ -91,7 +94,7 @@ def svg(layout: Layout, plain: Callable[[str], str] = str) -> str:
 def _rectangle(part: Drawn, row: int, scale: float) -> str:
     x, y, width = part.start * scale, row * _ROW, part.length * scale
     name = f"{part.kind} {part.label}".strip()
-    fits = name[: int(width // _CHAR)]
+    fits = (part.label or part.kind)[: max(int((width - 6) // _CHAR), 0)]
     where = f"{name}: {part.start:,} to {part.start + part.length:,}"
     return (
         f'<g><title>{escape(where)}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" '
