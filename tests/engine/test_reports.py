@@ -113,7 +113,7 @@ def test_nothing_is_printed_unless_logging_is_set_up():
 STATS = StoreStats(
     entries=7, size_bytes=700, hits=9, misses=2, evictions=1, quarantined=3, puts=8, promotions=4,
     queue_drops=5,
-    tiers=(
+    uploads=9, remote_failures=10, tiers=(
         TierStats("memory", 3, 300, 1000, 4, 123, 6),
         TierStats("disk", 7, 700, 2**63, 5, 456, 1),
     ),
@@ -138,6 +138,7 @@ def test_every_counter_is_exported_with_help_and_type():
     assert values == {
         ("misses_total", None): 2, ("puts_total", None): 8, ("quarantines_total", None): 3,
         ("promotions_total", None): 4, ("queue_drops_total", None): 5,
+        ("uploads_total", None): 9, ("remote_failures_total", None): 10,
         ("hits_total", "memory"): 4, ("hits_total", "disk"): 5,
         ("read_bytes_total", "memory"): 123, ("read_bytes_total", "disk"): 456,
         ("evictions_total", "memory"): 6, ("evictions_total", "disk"): 1,
@@ -150,7 +151,7 @@ def test_every_counter_is_exported_with_help_and_type():
     assert all(family.documentation for family in families.values())
     gauges = {f"blendrag_store_{name}" for name in ("entries", "bytes", "limit_bytes")}
     assert {name for name, each in families.items() if each.type == "gauge"} == gauges
-    assert len(parsed(exposition(replace(STATS, tiers=()), "/s"))) == 7
+    assert len(parsed(exposition(replace(STATS, tiers=()), "/s"))) == 9
 
 
 @pytest.mark.parametrize("path", ['/all \\"\n\\n', "/ends \\", "/ümlaut {},="])

@@ -20,6 +20,11 @@ _TOTALS = {
         "Chunks left on disk because too many waited for promotion.",
         "queue_drops",
     ),
+    "uploads_total": ("Chunks copied to the remote tier.", "uploads"),
+    "remote_failures_total": (
+        "Times the remote tier did not answer or gave damaged bytes.",
+        "remote_failures",
+    ),
 }
 #: The same for each tier; names that end in ``_total`` are counters, others gauges.
 _BY_TIER = {
@@ -42,7 +47,11 @@ def exposition(stats: StoreStats, store: str, passages: int = 0, tokens: int = 0
     for name, (text, field) in _TOTALS.items():
         lines += _family(name, text, {label: getattr(stats, field)})
     for name, (text, field) in _BY_TIER.items():
-        samples = {f'{label},tier="{tier.tier}"': getattr(tier, field) for tier in stats.tiers}
+        samples = {
+            f'{label},tier="{tier.tier}"': getattr(tier, field)
+            for tier in stats.tiers
+            if name.endswith("_total") or tier.tier != "remote"  # what it holds is not counted
+        }
         lines += _family(name, text, samples)
     lines += _family("learned_passages_total", "Passages learned from prompts.", {label: passages})
     lines += _family("learned_tokens_total", "Tokens of these passages.", {label: tokens})
