@@ -120,6 +120,29 @@ def test_it_is_measured_once_and_then_remembered(engine, monkeypatch, tmp_path):
     assert engine.resources.profile_of(namespace_of(engine)) == (more.profile, "")
 
 
+def test_a_remote_is_measured_once_and_ratio_auto_decides_with_it(tmp_path):
+    pytest.importorskip("obstore")
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    url = f"file://{bucket}"
+    with tiny.engine(tiny.llama(), tmp_path / "one", remote=url) as one:
+        one.ingest([tiny.document(0)])
+    before = sorted(bucket.rglob("*.kv"))
+    with tiny.engine(tiny.llama(), tmp_path / "two") as two:
+        first = two.profile().profile
+    with tiny.engine(tiny.llama(), tmp_path / "two", remote=url) as two:
+        report = two.profile()
+        assert report.is_new
+        assert report.profile.layer == first.layer
+        assert report.profile.tier("remote").bytes_per_s > 0
+        assert sorted(bucket.rglob("*.kv")) == before
+        assert not two.profile().is_new
+        two.ingest([tiny.document(0)])
+        metrics = two.generate(tiny.prompt(two, 0), ratio="auto").metrics
+        assert metrics.decision
+        assert not any("no times for reading" in note for note in metrics.notes)
+
+
 def test_again_measures_again_and_directories_keep_their_figures(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "cores", lambda: 1)
     first = engine.profile([tmp_path]).profile

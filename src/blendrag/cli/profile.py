@@ -38,6 +38,7 @@ def profile(
         list[Path] | None,
         options.optional("Time reading from this directory too; repeatable.", "--dir"),
     ] = None,
+    remote: options.Remote = None,
     plot: Annotated[Path | None, options.optional("Draw both latencies into this PNG.")] = None,
     policy: options.Policy = None,
     ratio: options.Ratio = None,

@@ -5,15 +5,25 @@ Reading is timed in the caller's thread, so that Ctrl-C ends it at once; every p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, StoreError
 from blendrag.planning.measure import Measure, Watch
-from blendrag.planning.profile import Conditions, Profile, conditions_of, profiles, recall_profile
+from blendrag.planning.profile import (
+    REMOTE,
+    Conditions,
+    Profile,
+    conditions_of,
+    profiles,
+    recall_profile,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,9 @@ def profile(
         resources.require_corpus()  # refuses a corpus of another model: its prefix holds that model's ids
     conditions = worker.run(lambda: _conditions(resources))
     known, differs = recall_profile(root, conditions)
-    if known is not None and not to_time and not again:
+    remote = getattr(store, "remote", None)
+    times_remote = remote is not None and (again or known is None or known.tier(REMOTE) is None)
+    if known is not None and not to_time and not again and not times_remote:
         return ProfileReport(known, is_new=False, kept=True)
     measure = Measure(
         resources.adapter,
@@ -58,6 +70,11 @@ def profile(
         made = measure.profile(conditions, None if store.read_only else root, to_time)
     else:
         made = replace(known, tiers=(*known.tiers, *measure.directories(to_time)))
+    if remote is not None and times_remote:
+        try:
+            made = replace(made, tiers=(*made.tiers, measure.remote(remote)))
+        except StoreError as error:
+            log.warning("the remote was not measured: %s", error)
     # directories timed before keep their figures; of each tier the last one counts
     before = [t for t in known.tiers if Path(t.name).is_absolute()] if known is not None else []
     tiers = {tier.name: tier for tier in (*before, *made.tiers)}

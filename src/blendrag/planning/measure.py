@@ -27,9 +27,15 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import only_here
 from blendrag.planning.profile import COLD, DISK, Conditions, Curve, Profile, Tier, cores
-from blendrag.planning.tier_times import measure_device, measure_directory, measure_memory
+from blendrag.planning.tier_times import (
+    measure_device,
+    measure_directory,
+    measure_memory,
+    measure_remote,
+)
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import ChunkKV
+from blendrag.store.remote import RemoteTier
 
 #: Called before every step: what it is, how many are done, and of how many.
 Watch = Callable[[str, int, int], None]
@@ -111,6 +117,13 @@ class Measure:
     def directories(self, directories: Sequence[Path]) -> list[Tier]:
         self._steps = 1 + len(directories)
         return self._directory_tiers(directories, self._chunks())
+
+    def remote(self, remote: RemoteTier) -> Tier:
+        """Raises :class:`StoreError` if the remote does not answer in time."""
+        self._steps = self._done + 2
+        kvs = self._chunks()
+        self._step("reading from the remote")
+        return measure_remote(remote, kvs, self._pinned)
 
     def _step(self, what: str) -> None:
         self._watch(what, self._done, self._steps)

@@ -31,6 +31,7 @@ MEMORY = "memory"
 DISK = "disk"
 #: The disk tier for a file that is not in the page cache.
 COLD = "disk-cold"
+REMOTE = "remote"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What reading costs: from memory, from disk, from any directory, and from host to device.
+"""What reading costs: from memory, from disk, from any directory, from a remote, and from host to device.
 
 Reads chunks of the model's own KV as the loader does, from a scratch store that is removed afterwards.
 """
@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import secrets
 import shutil
 import statistics
 import tempfile
@@ -21,10 +22,11 @@ from typing import NamedTuple
 import torch
 
 from blendrag.errors import InvalidInputError, StoreError
-from blendrag.planning.profile import MEMORY, Tier
+from blendrag.planning.profile import MEMORY, REMOTE, Tier
 from blendrag.store import DiskStore, MemoryStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
+from blendrag.store.remote import RemoteTier, name_of
 
 #: Bytes read at a time, about, from 2 to :data:`MAX_CHUNKS` chunks.
 READ_BYTES = COPIED_BYTES = 64 << 20
@@ -96,6 +98,33 @@ def measure_directory(
     return (found, tier_of(cold_name, cold)) if len(cold) == len(warm) else (found,)
 
 
+def measure_remote(remote: RemoteTier, kvs: Sequence[ChunkKV], pinned: bool) -> Tier:
+    """The remote tier, through a namespace of its own that is removed afterwards.
+
+    Raises :class:`StoreError` if the remote does not answer in time.
+    """
+    readings = []
+    for kv in kvs:
+        namespace, keys = secrets.token_hex(32), KEYS[: _count(kv)]
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            contextlib.closing(DiskStore(Path(scratch), None)) as local,
+        ):
+            try:
+                for key in keys:
+                    local.put(namespace, key, kv)
+                    payload = local.payload(namespace, key)
+                    assert payload is not None
+                    with payload as found:
+                        remote.put(*found)
+                readings.append(_median(remote, kv, pinned, namespace=namespace))
+            finally:
+                with contextlib.suppress(StoreError):
+                    for key in keys:
+                        remote.objects.delete(name_of(namespace, key))
+    return tier_of(REMOTE, readings)
+
+
 def measure_device(device: torch.device) -> float | None:
     """Bytes per second from pinned host memory to ``device``; ``None`` if that is the host."""
     if device.type != "cuda":
@@ -126,20 +155,23 @@ def _fill(store: DiskStore | MemoryStore, kv: ChunkKV) -> None:
 
 
 def _median(
-    store: DiskStore | MemoryStore,
+    store: DiskStore | MemoryStore | RemoteTier,
     kv: ChunkKV,
     pinned: bool,
     before: Callable[[], object] = lambda: None,
+    namespace: str = NAMESPACE,
 ) -> Reading:
     """The median of some rounds, after one to warm up."""
     found = []
     for _ in range(1 + ROUNDS):
         before()
-        found.append(_read(store, kv, pinned))
+        found.append(_read(store, kv, pinned, namespace))
     return sorted(found[1:], key=lambda each: each.seconds)[ROUNDS // 2]
 
 
-def _read(store: DiskStore | MemoryStore, kv: ChunkKV, pinned: bool) -> Reading:
+def _read(
+    store: DiskStore | MemoryStore | RemoteTier, kv: ChunkKV, pinned: bool, namespace: str
+) -> Reading:
     """Read each layer of each chunk into fresh memory, like a prompt's buffers."""
     count, layers, dtype = _count(kv), len(kv.layout.layers), kv.layout.torch_dtype
     shapes = [kv.layout.layer_shape(layer, count * kv.tokens) for layer in range(layers)]
@@ -148,7 +180,7 @@ def _read(store: DiskStore | MemoryStore, kv: ChunkKV, pinned: bool) -> Reading:
     with contextlib.ExitStack() as opened:
         readers = []
         for key in KEYS[:count]:
-            reader = store.open(NAMESPACE, key, kv.layout, kv.tokens)
+            reader = store.open(namespace, key, kv.layout, kv.tokens)
             if reader is None:
                 raise StoreError("a chunk written a moment ago cannot be read; profile again")
             readers.append(opened.enter_context(contextlib.closing(reader)))
