@@ -80,7 +80,6 @@ class ChatTexts:
                 f"<{role}> in a schema for a model whose tokenizer has no chat template; leave the tag out, "
                 "or set tokenizer.chat_template"
             )
-        content, earlier = "content", "earlier"
         while (word := secrets.token_hex(8)) in self._tokens.template_text:
             pass
         content, earlier = f"x{word}x", f"y{word}y"
@@ -105,11 +104,11 @@ class ChatTexts:
         """``head`` without the messages before, as far as they are written without this one, too."""
         if not before:
             return head
-        with suppress(Exception):  # a template may refuse them alone
+        with suppress(Exception):  # a template may refuse them alone, or leave out a system text
             alone = self._tokens.render(
                 [_message(each, earlier) for each in before], add_generation_prompt=False
             )
-            if head.startswith(alone):
+            if earlier in alone and head.startswith(alone):
                 return head[len(alone) :]
         return head[head.rindex(earlier) + len(earlier) :]
 
