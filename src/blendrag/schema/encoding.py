@@ -50,14 +50,13 @@ class Placeholder:
 
 
 def placeholder_of(tokens: Tokens) -> Placeholder:
-    """``<unk>``, or a space if the tokenizer has none, or has it for something else."""
-    of = tokens.tokenizer
-    unknown = of.unk_token_id
-    if unknown is not None and unknown not in tokens.framing_ids:
+    """``<unk>``, or a space if the tokenizer has none, or has it for something else (the end of texts)."""
+    unknown, named = tokens.tokenizer.unk_token_id, str(tokens.tokenizer.unk_token)
+    if unknown is not None and "unk" in named.lower():
         return Placeholder(unknown)
     for text in (" ", "\n", "."):
         if ids := tokens.encode_text(text):
-            why = "has no <unk>" if unknown is None else "has <unk> as a control token"
+            why = "has no <unk>" if unknown is None else f"has {named} in place of <unk>"
             return Placeholder(ids[0], f"the tokenizer {why}; {text!r} stands for parameters")
     raise AssertionError("a tokenizer that encodes neither spaces nor dots")
 
