@@ -46,7 +46,11 @@ def test_kv_that_one_machine_computed_is_loaded_by_another(machine):
         ingest(alone)
         assert ingest(one).chunks_computed > 1
         assert ingest(two).chunks_computed == 0
+        expected = []
+        real = two.resources.store.remote.expect
+        two.resources.store.remote.expect = lambda *args: expected.append(args) or real(*args)
         first = ask(two)
+        assert len(expected) == len(first.metrics.chunks)
         assert tiers(first) == {"remote"}
         assert first.text == ask(alone).text
         two.resources.store.drain()

@@ -213,6 +213,19 @@ def test_a_missing_obstore_is_said_in_one_sentence(bucket, monkeypatch):
         RemoteTier(f"file://{bucket}", None, 1.0)
 
 
+def test_headers_that_are_expected_are_requested_at_once(lab, make_remote, tmp_path, monkeypatch):
+    tier, begun = make_remote(), []
+    upload(lab, tier, tmp_path, 1, 2, 3)
+    real = tier.objects.read
+    monkeypatch.setattr(tier.objects, "read", lambda *args: begun.append(args) or real(*args))
+    for number in (1, 2, 3):
+        tier.expect(lab.namespace, lab.key(number), lab.layout, lab.tokens)
+    assert len(begun) == 3
+    readers = [lab.open(tier, number) for number in (1, 2, 3)]
+    assert len(begun) == 3
+    assert all(lab.gives(reader, lab.kv(n)) for n, reader in enumerate(readers, 1))
+
+
 # -- below memory and disk ---------------------------------------------------------------------------
 
 

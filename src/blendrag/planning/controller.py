@@ -6,7 +6,7 @@ ratio.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from blendrag.config import Mode
@@ -97,6 +97,9 @@ class Controller:
         if options.mode == "full":
             return Plan.computed(prompt, MODE_FULL)
         last = len(prompt.ids) - reserve
+        if options.mode != "prefix":
+            layout = self.adapter.layout.encoded(self.encoding)
+            self.store.expect(self.namespace, layout, self._wanted(prompt, avoid))
         span, leading = self._leading(prompt, avoid, last)
         span = self._in_memory(prompt, span, last) or span
         plan = Plan(prompt, (), options.policy, options.schedule, options.ratio, span, leading)
@@ -114,6 +117,12 @@ class Controller:
         except BaseException:
             replace(plan, chunks=tuple(chunks)).close()
             raise
+
+    def _wanted(self, prompt: SegmentedPrompt, avoid: frozenset[str]) -> Iterator[tuple[str, int]]:
+        """Key and tokens of each chunk that may be loaded."""
+        for segment in prompt.chunks:
+            if (key := self._key(segment.stored_ids)) not in avoid:
+                yield key, len(segment.stored_ids)
 
     def missing(self, prompt: SegmentedPrompt, start: int = 0) -> list[tuple[int, ...]]:
         """Ids of the whole chunks in ``prompt`` from ``start`` on that no tier has, each once. Opens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
@@ -127,6 +127,9 @@ class KVStore(Protocol):
 
         Raises :class:`StoreUnavailableError` if that fails.
         """
+
+    def expect(self, namespace: str, layout: KVLayout, wanted: Iterable[tuple[str, int]]) -> None:
+        """Say which keys will be opened now, with their tokens, so that a remote is asked for all at once."""
 
     @property
     def trouble(self) -> str:

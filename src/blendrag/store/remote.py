@@ -52,6 +52,8 @@ AHEAD = 8
 PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 #: Objects in a row whose bytes are wrong until the remote counts as failing.
 MAX_WRONG = 3
+#: Headers that are read before they are asked for, and how long they are of use.
+MAX_EXPECTED, EXPECTED_S = 256, 2.0
 #: Chunks opened within this time belong to one prompt, and share its time to wait.
 TOGETHER_S = 0.5
 
@@ -266,6 +268,7 @@ class RemoteTier(ProcessBound):
         self.counters = Counters()
         self._pause, self._write_pause = Pause(), Pause()
         self._is_made = False
+        self._expected: dict[tuple[str, str], tuple[Future[Piece | None], float]] = {}
         self._waiting = Waiting(timeout_s)
         self._doubtful: set[tuple[str, str]] = set()
         self._wrong_in_a_row = 0
@@ -295,7 +298,9 @@ class RemoteTier(ProcessBound):
         seal_bytes = self.seals.size_bytes(len(layout.layers))
         waiting = self._shared_waiting()
         try:
-            begun = self.begin_read(namespace, key, 0, seal_bytes + expected.header_bytes)
+            begun, began = self._expected.pop((namespace, key), (None, 0.0))
+            if begun is None or time.monotonic() - began > EXPECTED_S:
+                begun = self.begin_read(namespace, key, 0, seal_bytes + expected.header_bytes)
             piece = self.finish_read(begun, waiting)
         except StoreUnavailableError:
             return None
@@ -314,6 +319,17 @@ class RemoteTier(ProcessBound):
         return RemoteReader(
             self, namespace, key, layout, tokens, expected, checksums, seals, waiting
         )
+
+    def expect(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> None:
+        """Begin to read the header of an entry that :meth:`open` will be called for."""
+        entry = namespace, key
+        if self._pause.why or entry in self._doubtful or entry in self._expected:
+            return
+        while len(self._expected) >= MAX_EXPECTED:  # of prompts that opened less than expected
+            with suppress(KeyError, StopIteration, RuntimeError):
+                self._expected.pop(next(iter(self._expected)))[0].cancel()
+        head_bytes = self.seals.size_bytes(len(layout.layers)) + frame(layout, tokens).header_bytes
+        self._expected[entry] = self.begin_read(*entry, 0, head_bytes), time.monotonic()
 
     def _shared_waiting(self) -> Waiting:
         """One for the chunks of a prompt, which are opened one right after another."""

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -330,6 +330,13 @@ class TieredStore(ProcessBound):
         """See :meth:`KVStore.flush`."""
         if self._uploads is not None:
             self._uploads.flush()
+
+    def expect(self, namespace: str, layout: KVLayout, wanted: Iterable[tuple[str, int]]) -> None:
+        """See :meth:`KVStore.expect`. ``wanted`` is not looked at without a remote."""
+        if self.remote is not None:
+            for key, tokens in wanted:
+                if not (self.memory.contains(namespace, key) or self.disk.contains(namespace, key)):
+                    self.remote.expect(namespace, key, layout, tokens)
 
     @property
     def trouble(self) -> str:
