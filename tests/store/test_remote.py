@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
-from blendrag.store import DiskStore, open_store
+from blendrag.store import DiskStore, objects, open_store
 from blendrag.store.remote import MAX_WRONG, Pause, RemoteTier, name_of
 
 pytest.importorskip("obstore")
@@ -109,6 +110,22 @@ def test_bytes_damaged_on_the_way_are_asked_for_again(lab, make_remote, tmp_path
 
     monkeypatch.setattr(tier, "finish_read", damaged_once)
     assert lab.gives(reader, lab.kv(1))
+
+
+def test_what_cannot_be_made_durable_is_not_acknowledged(
+    lab, make_remote, bucket, tmp_path, monkeypatch
+):
+    def failing(fd):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with contextlib.closing(DiskStore(tmp_path / "local", 1 << 30)) as disk:
+        lab.put(disk, 1)
+        with disk.payload(lab.namespace, lab.key(1)) as payload:
+            with monkeypatch.context() as patched:
+                patched.setattr(objects.os, "fsync", failing)
+                with pytest.raises(StoreUnavailableError, match="durable"):
+                    make_remote().put(*payload)
+            assert not object_of(lab, bucket, 1).exists()
 
 
 def test_kv_of_a_writer_without_the_key_is_not_used(lab, make_remote, bucket, tmp_path):

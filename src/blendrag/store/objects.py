@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError, starting_thread
 from blendrag.store.base import ProcessBound
+from blendrag.store.durable import sync_directory
 
 T = TypeVar("T")
 
@@ -144,7 +145,7 @@ class RemoteObjects(ProcessBound):
 
         written = self.wait(self._begin(ask()), WRITE_S)
         if self._directory is not None:
-            self._sync(self._directory / name)
+            self._sync(self._directory, name)
         return written
 
     def delete(self, name: str) -> None:
@@ -253,16 +254,26 @@ class RemoteObjects(ProcessBound):
             f"remote {self.url} fails ({text}); check that it can be reached from here"
         )
 
-    @staticmethod
-    def _sync(path: Path) -> None:
-        """obstore does not sync files."""
-        for each in (path, *list(path.parents)[:4]):
+    def _sync(self, directory: Path, name: str) -> None:
+        """obstore does not sync files. Raises :class:`StoreUnavailableError`, then nothing is kept."""
+        path = directory / name
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as exc:
             with contextlib.suppress(OSError):
-                fd = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                path.unlink()
+            raise StoreUnavailableError(
+                f"remote {self.url} does not make {name} durable ({exc.strerror}); check its disk or mount"
+            ) from exc
+        for parent in path.parents:
+            with contextlib.suppress(OSError):  # not every file system syncs directories
+                sync_directory(parent)
+            if parent == directory:
+                break
 
 
 def _opened(url: str, timeout_s: float) -> Any:

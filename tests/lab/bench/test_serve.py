@@ -49,3 +49,10 @@ def test_full_prefill_waits_as_long_as_it_takes_at_the_doubling_rate() -> None:
     rate = doubling_rate([0.0, 1.0, 2.0], ttft_s=1.0, total_s=2.0)
     # the second waits 2 - 1/rate, the third twice as long: 1 s on average
     assert rate == pytest.approx(1.0)
+
+
+def test_only_some_ways() -> None:
+    found = measured("serve", *SMALL, "--only", "blend")
+    assert [row["way"] for row in found["rows"]] == [
+        BASELINE, "blend, together", "blend, together, nothing shared"
+    ]  # fmt: skip

@@ -124,6 +124,9 @@ def serve(
     poisson: Annotated[
         bool, typer.Option("--poisson", help="Arrivals at random, not all at once.")
     ] = False,
+    only: Annotated[
+        str, typer.Option(help="Only the ways whose names begin so, such as blend.")
+    ] = "",
     tick: Tick = silent,
 ) -> ServeResult:
     adapter = timed.adapter
@@ -147,8 +150,15 @@ def serve(
         ways, rates, in_time_s = (_at_random if poisson else _at_once)(
             _Asking(engine, prompts, new_tokens), tick
         )
+        baseline = ARRIVING_BASELINE if poisson else BASELINE
+        ways = {way: run for way, run in ways.items() if way.startswith(only)}
+        if baseline not in ways:
+            raise InvalidInputError(
+                f"only {only!r} leaves out {baseline!r}, with which the others are compared; use a "
+                "beginning of its name, or nothing"
+            )
         found = run_rounds(ways, workload.rounds, tick, warm_up=False)
-    base = median(one.seconds for one in found[ARRIVING_BASELINE if poisson else BASELINE])
+    base = median(one.seconds for one in found[baseline])
     rows = tuple(_row(way, found[way], base, rates.get(way), in_time_s) for way in ways)
     return ServeResult(
         **conditions(adapter, workload, "disk"), requests=requests, new_tokens=new_tokens,
