@@ -8,10 +8,10 @@ from typing import Any, Unpack
 from langchain_core.documents import Document
 from langchain_text_splitters import TextSplitter
 
-from blendrag.engine.signatures import shows
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.engines import EngineArguments
 from blendrag.frameworks.fields import EngineFields, check_keywords
+from blendrag.signatures import shows
 from langchain_blendrag.vectorstores import refuse_text
 
 

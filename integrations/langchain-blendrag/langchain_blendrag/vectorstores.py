@@ -17,10 +17,10 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
-from blendrag.engine.signatures import shows
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.engines import EngineArguments
 from blendrag.frameworks.fields import EngineFields, check_keywords
+from blendrag.signatures import shows
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine

@@ -13,11 +13,11 @@ from blendrag import tracing
 from blendrag.config import AUTO, Mode, Ratio
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.explanation import Explanation, Trace
-from blendrag.engine.signatures import shows
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import RequestMetrics
 from blendrag.schema.concatenation import PlacedPrompt
+from blendrag.signatures import shows
 from blendrag.text.matches import Match
 from blendrag.text.passages import FreshText
 from blendrag.text.prompt import SegmentedPrompt

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 from blendrag.config import absolute_model, settings
-from blendrag.engine.signatures import shows
 from blendrag.errors import InvalidInputError
+from blendrag.signatures import shows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

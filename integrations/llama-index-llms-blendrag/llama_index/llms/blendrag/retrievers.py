@@ -9,11 +9,11 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from blendrag.engine.signatures import shows
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.engines import EngineOptions, check_given
 from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.frameworks.streaming import to_thread
+from blendrag.signatures import shows
 from llama_index.llms.blendrag._nodes import to_node
 
 if TYPE_CHECKING:
