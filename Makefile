@@ -110,6 +110,7 @@ bench-all: bench ## measure everything else in docs/performance.md, with its plo
 	$(call measure,attention-wider,attention --geometry qwen2.5-1.5b $(ATTENTION_ARGS))
 	$(call measure,attention-recomputed,attention --requests 32 --ratio 0.15 $(ATTENTION_ARGS))
 	$(call measure,attention-prefix,attention --requests 32 --shared $(SHARES) $(ATTENTION_ARGS))
+	$(call measure,serve,serve --geometry $(GEOMETRY) --corpus-chunks 6 --contexts 1 --only blend)
 	$(call measure,auto,auto --geometry $(GEOMETRY) $(AUTO_ARGS))
 	$(page)
 

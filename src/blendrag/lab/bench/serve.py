@@ -27,6 +27,7 @@ import numpy as np
 import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from blendrag.cli.output import count
 from blendrag.config import Mode
 from blendrag.corpus.documents import Entry
 from blendrag.demo import demo_corpus_path
@@ -107,7 +108,7 @@ def serve_table(result: ServeResult) -> ResultTable:
         head,
         [cells(row) for row in result.rows],
         f"{result.requests} requests arriving {arriving}, {result.new_tokens} tokens each, "
-        f"{result.contexts} contexts over {result.corpus_chunks} chunks: {result.about}",
+        f"{count(result.contexts, 'context')} over {result.corpus_chunks} chunks: {result.about}",
     )
 
 
