@@ -194,6 +194,7 @@ def test_make_passes_further_arguments_to_every_bench():
         "AUTO_ARGS": "--rounds 3 --min-ratio 0.2",
         "OVERHEAD_ARGS": "--rounds 3",
         "ATTENTION_ARGS": "--own-tokens 16",
+        "SERVE_ARGS": "--requests 8",
     }
     planned = subprocess.run(
         ["make", "-n", "bench-all", *(f"{name}={args}" for name, args in further.items())],
