@@ -128,6 +128,18 @@ def test_what_cannot_be_made_durable_is_not_acknowledged(
             assert not object_of(lab, bucket, 1).exists()
 
 
+def test_an_object_of_another_machine_survives_a_sync_that_fails(bucket, monkeypatch):
+    def failing(fd):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with contextlib.closing(objects.RemoteObjects(f"file://{bucket}", 5.0)) as there:
+        assert there.put("name", b"bytes", if_absent=True)
+        monkeypatch.setattr(objects.os, "fsync", failing)
+        with pytest.raises(StoreUnavailableError, match="durable"):
+            there.put("name", b"bytes", if_absent=True)
+    assert (bucket / "name").read_bytes() == b"bytes"
+
+
 def test_kv_of_a_writer_without_the_key_is_not_used(lab, make_remote, bucket, tmp_path):
     """Right checksums, right form, and even right seals of another chunk or key."""
     upload(lab, make_remote(SECRET), tmp_path, 1, 2)

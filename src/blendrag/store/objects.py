@@ -145,7 +145,7 @@ class RemoteObjects(ProcessBound):
 
         written = self.wait(self._begin(ask()), WRITE_S)
         if self._directory is not None:
-            self._sync(self._directory, name)
+            self._sync(self._directory, name, written)
         return written
 
     def delete(self, name: str) -> None:
@@ -254,8 +254,9 @@ class RemoteObjects(ProcessBound):
             f"remote {self.url} fails ({text}); check that it can be reached from here"
         )
 
-    def _sync(self, directory: Path, name: str) -> None:
-        """obstore does not sync files. Raises :class:`StoreUnavailableError`, then nothing is kept."""
+    def _sync(self, directory: Path, name: str, written: bool) -> None:
+        """obstore does not sync files. Raises :class:`StoreUnavailableError`; what was ``written`` is removed
+        then, not what another machine has put."""
         path = directory / name
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -264,8 +265,9 @@ class RemoteObjects(ProcessBound):
             finally:
                 os.close(fd)
         except OSError as exc:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            if written:
+                with contextlib.suppress(OSError):
+                    path.unlink()
             raise StoreUnavailableError(
                 f"remote {self.url} does not make {name} durable ({exc.strerror}); check its disk or mount"
             ) from exc
