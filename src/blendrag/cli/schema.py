@@ -33,8 +33,6 @@ app = typer.Typer(
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="The schema: <schema name=…>.", show_default=False)
 ]
-
-
 Prompt = Annotated[
     str, typer.Argument(help="<prompt schema=…>…, or a file of it.", show_default=False)
 ]

@@ -156,9 +156,8 @@ class ExactPrefixes:
         return self._resources.manifest.encoding == NATIVE_ENCODING
 
     def _may_use(self, request: Request) -> bool:
-        limit = (
-            self._resources.adapter.blend_limit_tokens
-        )  # beyond it all keys are rotated otherwise
+        # beyond this limit all keys are rotated otherwise
+        limit = self._resources.adapter.blend_limit_tokens
         tokens = len(request.prompt.ids) + request.max_new_tokens
         return request.mode in MODES and (limit is None or tokens <= limit)
 
