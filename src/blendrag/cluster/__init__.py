@@ -1,0 +1,1 @@
+"""Many machines: ingest on Ray Data, replicas of the server on Ray Serve; extra ``blendrag[ray]``."""
