@@ -21,13 +21,16 @@ class ResultTable:
     rows: Sequence[Sequence[str]]
     title: str = ""
     notes: Sequence[str] = ()
+    after: Sequence[ResultTable] = ()
+    """Further tables of the same result."""
 
     def markdown(self) -> str:
         """Title, table and notes in GitHub's Markdown."""
         lines = [[cell.replace("|", "\\|") for cell in row] for row in (self.head, *self.rows)]
         lines.insert(1, ["---"] * len(self.head))
         grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return "\n\n".join(part for part in (self.title, grid, *self.notes) if part)
+        others = [other.markdown() for other in self.after]
+        return "\n\n".join(part for part in (self.title, grid, *self.notes, *others) if part)
 
     def print(self) -> None:
         from rich.console import Console
@@ -42,14 +45,20 @@ class ResultTable:
         console.print(drawn)
         for note in self.notes:
             console.print(note)
+        for other in self.after:
+            other.print()
 
 
 def table(
-    columns: Sequence[Column], rows: Iterable[Any], title: str = "", notes: Sequence[str] = ()
+    columns: Sequence[Column],
+    rows: Iterable[Any],
+    title: str = "",
+    notes: Sequence[str] = (),
+    after: Sequence[ResultTable] = (),
 ) -> ResultTable:
     """A line for each of ``rows``, written by ``columns``."""
     cells = [[write(row) for _, write in columns] for row in rows]
-    return ResultTable([name for name, _ in columns], cells, title, notes)
+    return ResultTable([name for name, _ in columns], cells, title, notes, after)
 
 
 def figure(value: float) -> str:
