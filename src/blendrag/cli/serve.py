@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import say
 from blendrag.cli.progress import StatusLine
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import BlendragError, InvalidInputError, StoreUnavailableError
 from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
@@ -83,15 +84,20 @@ def serve(
         keys = ApiKeys.parse(text, f"--api-key-file {api_key_file}")
     given = {"max_requests": max_requests, "max_body_bytes": max_body, "max_tokens": max_tokens}
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
+    follows = _follow(context)
     at = bound_socket(host, port)
     defaults: dict[str, Any] = {
         "mode": mode, "policy": policy, "ratio": ratio, "top_k": top_k,
         "max_new_tokens": max_new_tokens,
     }  # fmt: skip
-    with at, options.engine_for(context, **defaults) as engine:
+    with at, options.engine_for(context, **defaults) as engine, ExitStack() as following:
         for file in schema or ():
             engine.add_schema(file)
         _open(engine, needs_blending=not schema)
+        if follows:
+            from blendrag.engine.publishing import Follower
+
+            following.enter_context(closing(Follower(engine.resources)))
         service = Service(engine, limits, keys)
         at.listen()
         shown = f"[{host}]" if ":" in host else host
@@ -101,6 +107,26 @@ def serve(
         interrupt.expect("the server has stopped")
         serve_until_signal(create_app(service), at, verbose)
     return DONE
+
+
+def _follow(context: typer.Context) -> bool:
+    """Follow the corpus that the remote publishes, if the store has none of its own; whether it may."""
+    from blendrag.config import settings
+    from blendrag.corpus import snapshots
+
+    root = (context.params["store"] or settings().store).absolute()
+    remote = context.params["remote"] or settings().remote
+    if remote is None or not snapshots.may_follow(root):
+        return False
+    given = settings().model_copy(update={"remote": remote})
+    with StatusLine("following the published corpus"), snapshots.remote_root(given) as there:
+        try:
+            snapshots.follow(root, there)
+        except StoreUnavailableError as error:
+            if not (root / "corpus").exists():
+                raise
+            say("note", f"the corpus is the one followed before: {error}")
+    return True
 
 
 def _open(engine: BlendEngine, needs_blending: bool) -> None:

@@ -1,4 +1,7 @@
-"""``blendrag store``: inspect, check, shrink, clear, export and import a store, without torch."""
+"""``blendrag store``: inspect, check, shrink, clear, export, import and share a store.
+
+Only ``publish`` loads torch, for the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.durable import readable_size
 
 if TYPE_CHECKING:
+    from blendrag.config import Settings
     from blendrag.corpus.corpus import CorpusCheck
     from blendrag.store.maintenance import CheckReport, Removal, StoreSurvey
 
@@ -26,7 +30,7 @@ SHOWN_DIGITS = 12
 
 app = typer.Typer(
     name="store",
-    help="Inspect, check, shrink, clear, export and import a KV store.",
+    help="Inspect, check, shrink, clear, export, import and share a KV store.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -209,13 +213,87 @@ def _print_check(report: CheckReport, corpus: CorpusCheck | None, is_good: bool)
 
 @app.command()
 @reporting
+def publish(
+    context: typer.Context,
+    model: options.Model = None,
+    store: options.Store = None,
+    remote: options.Remote = None,
+    json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Publish the corpus in the remote, where `blendrag serve` and `store follow` find it."""
+    begin(verbose, "the published corpus is the one before, or the new one")
+    with options.engine_for(context) as engine:
+        done = engine.publish()
+    what = "published" if done.changed else "was published already"
+    show(
+        json,
+        done,
+        f"snapshot {done.serial} {what}: {count(done.documents, 'document')}, "
+        f"{count(done.chunks, 'chunk')}; {readable_size(done.uploaded_bytes)} uploaded",
+    )
+    if done.missing:
+        say("note", f"{count(done.missing, 'chunk')} without KV will be computed when asked for")
+    return DONE
+
+
+@app.command()
+@reporting
+def follow(
+    store: options.Store = None,
+    remote: options.Remote = None,
+    json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Make the store's corpus equal to the one published in the remote."""
+    root = _begin(store, verbose, "the corpus is as it was")
+    given = _with_remote(remote)
+    from blendrag.corpus import snapshots
+
+    with snapshots.remote_root(given) as there:
+        done = snapshots.follow(root, there)
+        if done is None:
+            raise InvalidInputError(
+                f"remote {there.url} has no published corpus; publish one on the machine that ingested it "
+                "(blendrag store publish)"
+            )
+    what = f"{done.added:,} added or changed, {done.removed:,} removed"
+    show(
+        json,
+        done,
+        f"snapshot {done.serial}: {count(done.documents, 'document')}, {count(done.chunks, 'chunk')}; "
+        f"{what if done.changed else 'nothing new'}, {readable_size(done.read_bytes)} read",
+    )
+    return DONE
+
+
+def _with_remote(remote: str | None) -> Settings:
+    from blendrag.config import settings
+
+    return settings().model_copy(update={"remote": remote} if remote else {})
+
+
+@app.command()
+@reporting
 def gc(
     max_bytes: options.MaxBytes = None,
     store: options.Store = None,
+    remote: Annotated[
+        str | None,
+        options.optional("Collect this remote instead: remove KV that no snapshot names."),
+    ] = None,
+    grace_hours: Annotated[
+        float | None,
+        options.number("With --remote: keep what was written within that time. [default: 168]", 0),
+    ] = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
     """Evict the least recently used chunks until the store is small enough; pinned chunks stay."""
+    if remote is not None:
+        return _collect_remote(remote, 168.0 if grace_hours is None else grace_hours, json, verbose)
+    if grace_hours is not None:
+        raise InvalidInputError("--grace-hours applies to a remote; add --remote or leave it out")
     root = _begin(store, verbose, "the rest of the store is intact; repeat the command to go on")
     from blendrag.store import maintenance
 
@@ -225,6 +303,28 @@ def gc(
     if done.left_bytes > done.limit_bytes:
         stays = "stays" if done.pinned == 1 else "stay"
         say("note", f"{count(done.pinned, 'pinned chunk')} {stays}, more than the size asked for")
+    return DONE
+
+
+def _collect_remote(remote: str, grace_hours: float, json: bool, verbose: bool) -> int:
+    _begin(None, verbose, "what was removed was not needed; repeat the command to go on")
+    from blendrag.corpus import snapshots
+    from blendrag.corpus.remote_gc import collect_remote
+
+    with snapshots.remote_root(_with_remote(remote)) as there:
+        done = collect_remote(there, 3600 * grace_hours)
+    show(
+        json,
+        done,
+        f"{count(done.removed, 'chunk')} removed, {readable_size(done.removed_bytes)}; {done.left:,} left, "
+        f"{readable_size(done.left_bytes)}",
+    )
+    if done.young:
+        unused = f"{count(done.young, 'chunk')} that the current snapshot does not name"
+        say("note", f"{unused} stay until {grace_hours:g} hours have passed")
+    if done.other_namespaces:
+        other = count(done.other_namespaces, "namespace")
+        say("note", f"{other} of other models or schemas left alone")
     return DONE
 
 

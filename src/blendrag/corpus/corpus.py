@@ -122,6 +122,11 @@ class Corpus:
         self.close()
 
     @property
+    def file(self) -> CorpusFile:
+        """The database, for the other modules of this room."""
+        return self._file
+
+    @property
     def directory(self) -> Path:
         return self._file.directory
 

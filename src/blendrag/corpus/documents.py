@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict
 
 from blendrag.corpus.database import (
     CHUNK,
@@ -110,9 +111,9 @@ def insert_document(
     document: Document,
     digest: str,
     chunks: Sequence[Chunk],
-    vectors: np.ndarray,
+    vectors: Iterable[np.ndarray],
 ) -> int:
-    """Add a new document and return its row id. ``vectors``: float32 [len(chunks), dim]."""
+    """Add a new document and return its row id. ``vectors``: float32 [dim] for each chunk, or [0]."""
     metadata = json.dumps(dict(document.metadata))
     document_row = DOCUMENT.add(
         connection, document.source, document.title, digest, metadata, len(chunks)
@@ -176,6 +177,76 @@ def end_change(file: CorpusFile, suspects: Sequence[int]) -> list[str]:
                 orphans.append(chunk_id)
     file.set_meta("generation", str(file.generation() + 1))
     return orphans
+
+
+# -- whole documents --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A chunk of a document; ``vector`` is empty if search must not find it."""
+
+    __pydantic_config__: ClassVar = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    chunk_id: str
+    text: str
+    tokens: int
+    start: int
+    end: int
+    vector: bytes
+
+
+@dataclass(frozen=True)
+class Record:
+    """A document or an entry with everything that is stored of it."""
+
+    source: str
+    title: str
+    digest: str
+    metadata: dict[str, Any]
+    entry: tuple[str, str, str | None] | None
+    """Id, parent and the text as given, of an entry."""
+    places: tuple[Place, ...]
+
+
+def record_of(file: CorpusFile, source: str) -> Record | None:
+    """The document with that stored source; ``None`` if there is none, or any of its rows is damaged."""
+    for (row,) in file.sound_rows((DOCUMENT,), "WHERE source = ?", source):
+        number, _, title, digest, metadata, passages = row
+        entry = None
+        for (found,) in file.sound_rows((ENTRY,), "WHERE document = ?", number):
+            entry = found[0], found[2], found[3]
+        places = tuple(
+            Place(each.chunk_id, each.text, each.tokens, each.start, each.end, each.vector)
+            for each in stored_chunks(file, "WHERE document.id = ? ORDER BY passage.id", number)
+        )
+        if len(places) == passages and (entry is not None) == source.startswith(ENTRY_SOURCE):
+            return Record(source, title, digest, metadata, entry, places)
+    return None
+
+
+def insert_record(
+    connection: sqlite3.Connection, record: Record, check: Callable[[np.ndarray, int], None]
+) -> None:
+    """Add what :func:`record_of` gave. ``check`` refuses vectors that do not fit the corpus."""
+    vectors = [np.frombuffer(place.vector, np.float32) for place in record.places]
+    for vector in vectors:
+        check(vector[None], 1)
+    chunks = [Chunk(p.text, p.start, p.end, p.tokens, p.chunk_id) for p in record.places]
+    document = Document(record.source, "", record.title, record.metadata)
+    row = insert_document(connection, document, record.digest, chunks, vectors)
+    if record.entry is not None:
+        entry_id, parent, given = record.entry
+        ENTRY.put(connection, entry_id, row, parent, given)
+
+
+def published_texts(file: CorpusFile) -> Iterator[str]:
+    """Texts of all chunks but those that were only learned from prompts, each once."""
+    used = (
+        "WHERE id IN (SELECT chunk FROM passage WHERE document NOT IN "
+        "(SELECT document FROM entry WHERE parent = ?))"
+    )
+    return (text for ((_, _, text, _),) in file.sound_rows((CHUNK,), used, LEARNED))
 
 
 class DroppedTexts:

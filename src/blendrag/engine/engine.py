@@ -27,9 +27,10 @@ from blendrag import tracing
 from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
+from blendrag.corpus.snapshots import Followed, Published
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import ingest as ingesting
-from blendrag.engine import profiling
+from blendrag.engine import profiling, publishing
 from blendrag.engine import request_spans as spans
 from blendrag.engine.answers import (
     AnswerIterator,
@@ -681,6 +682,24 @@ class BlendEngine:
         Raises :class:`InvalidInputError` if a path is not in the corpus; then nothing is removed.
         """
         return ingesting.remove(self.resources, paths)
+
+    def publish(self) -> Published:
+        """Publish the corpus in the remote: an immutable snapshot, which other machines follow.
+
+        Copies KV first that only this machine has, so that the snapshot names none that is not there. Publish
+        from one machine at a time. Raises :class:`InvalidInputError` without a remote, and if the remote has
+        the corpus of another store or a newer snapshot; :class:`CorpusError`,
+        :class:`StoreUnavailableError`.
+        """
+        return publishing.publish(self.resources)
+
+    def follow(self) -> Followed | None:
+        """Make the corpus equal to the one published in the remote; ``None`` if there is none.
+
+        Requests that run go on. Raises :class:`InvalidInputError` if the store has documents of its own
+        or changes that were not published, :class:`CorpusError`, :class:`StoreUnavailableError`.
+        """
+        return publishing.follow(self.resources.root, self.settings, keep_settings=True)
 
     def dry_run(self, inputs: Inputs, patterns: Patterns = ALL) -> DryRun:
         """What :meth:`ingest` would do: chunks, bytes, and seconds estimated from timed samples."""

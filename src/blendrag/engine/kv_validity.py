@@ -161,7 +161,7 @@ class KVValidity:
         """Why KV stored there cannot be used, or empty."""
         ids = self._probe_ids()
         layout = self._adapter.layout.encoded(self._manifest().encoding)
-        reader = self._store.open(namespace, self._probe_key(namespace), layout, len(ids))
+        reader = self._store.open(namespace, self.probe_key(namespace), layout, len(ids))
         if reader is None:
             return "its probe entry is missing or damaged"
         with closing(reader):
@@ -177,7 +177,8 @@ class KVValidity:
         vocab = self._adapter.model.get_input_embeddings().num_embeddings
         return tuple((7919 * i + 13) % vocab for i in range(PROBE_TOKENS))
 
-    def _probe_key(self, namespace: str) -> str:
+    def probe_key(self, namespace: str) -> str:
+        """Key of the entry by which stored KV is compared with what the model computes."""
         return chunk_key(namespace, self._manifest().prefix_ids, self._probe_ids())
 
     # -- the identity ---------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class KVValidity:
                 f"store {self._root} holds KV that {self._adapter.model_id} no longer computes on this "
                 "machine; nothing was added, ingest again to renew it"
             )
-        key = self._probe_key(namespace)
+        key = self.probe_key(namespace)
         if not self._store.contains(namespace, key):
             kv = self.encode(namespace, self._probe_ids(), self._manifest().prefix_ids)
             self._store.put(namespace, key, kv)

@@ -144,6 +144,10 @@ class DiskStore(ProcessBound):
         self._check_writable()
         self._writer.pin(namespace, key)
 
+    def pinned(self, namespace: str) -> set[str]:
+        """Keys that are never evicted."""
+        return {key for within, key in self._files.pinned.all() if within == namespace}
+
     def stats(self) -> StoreStats:
         self.check_process()
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import re
 import threading
@@ -60,6 +61,21 @@ class Piece(NamedTuple):
 
     data: memoryview
     object_bytes: int
+
+
+class Stored(NamedTuple):
+    """An object as it was read."""
+
+    data: bytes
+    version: dict[str, str]
+    """By which :meth:`RemoteObjects.replace` recognises it."""
+
+
+class Listed(NamedTuple):
+    name: str
+    size_bytes: int
+    modified: float
+    """Unix time, by the clock of the store."""
 
 
 class RemoteObjects(ProcessBound):
@@ -144,22 +160,85 @@ class RemoteObjects(ProcessBound):
             return await write("overwrite")  # equal names have equal contents, so nothing is lost
 
         written = self.wait(self._begin(ask()), WRITE_S)
-        if self._directory is not None:
-            self._sync(self._directory, name, written)
+        self.sync(name, written)
         return written
 
-    def delete(self, name: str) -> None:
-        """Remove an object, if it is there. Raises :class:`StoreUnavailableError`."""
+    def get(self, name: str, timeout_s: float | None = None) -> Stored | None:
+        """A whole object; ``None`` if there is none. Raises :class:`StoreUnavailableError`."""
+        import obstore
+
+        async def ask() -> Stored | None:
+            try:
+                found = await obstore.get_async(self._write_to, name)
+                return Stored(bytes(await found.bytes_async()), _version(found.meta))
+            except FileNotFoundError as exc:
+                self._refuse_missing_bucket(exc)
+                return None
+
+        return self.wait(self._begin(ask()), WRITE_S if timeout_s is None else timeout_s)
+
+    def replace(self, name: str, data: bytes, before: Stored | None) -> bool:
+        """Write an object in place of what :meth:`get` gave; ``False`` if it is another one meanwhile.
+
+        Compare-and-swap where the store has it, under a lock in a directory; elsewhere the object is
+        compared before and read after. Raises :class:`StoreUnavailableError`.
+        """
+        import obstore
+
+        if self._directory is not None:
+            with self._locked(self._directory / f"{name}.lock"):
+                return self._is_still(name, before) and self.put(name, data, if_absent=False)
+
+        async def ask() -> bool | None:
+            mode: Any = "create" if before is None else before.version
+            try:
+                put = obstore.put_async
+                await put(self._write_to, name, data, mode=mode, use_multipart=False)
+            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+                return False
+            except (obstore.exceptions.BaseError, NotImplementedError) as exc:
+                if not re.search("NotImplemented|not supported|not implemented", str(exc)):
+                    raise
+                return None
+            return True
+
+        is_written = self.wait(self._begin(ask()), WRITE_S)
+        if is_written is None and self._is_still(name, before):
+            self.put(name, data, if_absent=False)
+        if not is_written:  # a repeated request finds what the first one has written
+            there = self.get(name)
+            return there is not None and there.data == data
+        return True
+
+    def _is_still(self, name: str, before: Stored | None) -> bool:
+        now = self.get(name)
+        return (now and now.data) == (before and before.data)
+
+    @contextlib.contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        """Hold the lock of a file, also against other machines if the directory is shared by NFS."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                yield
+        except OSError as exc:
+            raise StoreUnavailableError(
+                f"remote {self.url} fails ({path}: {exc.strerror}); check its disk or mount"
+            ) from exc
+
+    def delete(self, *names: str) -> None:
+        """Remove objects, if they are there. Raises :class:`StoreUnavailableError`."""
         import obstore
 
         async def ask() -> None:
             with contextlib.suppress(FileNotFoundError):
-                await obstore.delete_async(self._write_to, name)
+                await obstore.delete_async(self._write_to, names[0] if len(names) == 1 else names)
 
         self.wait(self._begin(ask()), WRITE_S)
 
-    def names(self, prefix: str) -> Iterator[str]:
-        """Names below a prefix, in no particular order. Raises :class:`StoreUnavailableError`."""
+    def listing(self, prefix: str) -> Iterator[Listed]:
+        """Objects below a prefix, in no particular order. Raises :class:`StoreUnavailableError`."""
         import obstore
 
         pages = obstore.list(self._write_to, prefix)
@@ -168,7 +247,8 @@ class RemoteObjects(ProcessBound):
             if page is None:
                 return
             for meta in page:
-                yield meta["path"]
+                modified = meta["last_modified"].timestamp()
+                yield Listed(meta["path"], int(meta["size"]), modified)
 
     def wait(self, result: Future[T], timeout_s: float) -> T:
         """The result of a request. Raises :class:`StoreUnavailableError` after ``timeout_s``."""
@@ -254,9 +334,15 @@ class RemoteObjects(ProcessBound):
             f"remote {self.url} fails ({text}); check that it can be reached from here"
         )
 
-    def _sync(self, directory: Path, name: str, written: bool) -> None:
-        """obstore does not sync files. Raises :class:`StoreUnavailableError`; what was ``written`` is removed
-        then, not what another machine has put."""
+    def sync(self, name: str, written: bool = False) -> None:
+        """Make an object of a directory durable, which obstore does not.
+
+        Raises :class:`StoreUnavailableError`; what was ``written`` is removed then, not what another machine
+        has put.
+        """
+        directory = self._directory
+        if directory is None:
+            return
         path = directory / name
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -339,6 +425,10 @@ async def _next_page(pages: Any) -> Any:
         return await pages.__anext__()
     except StopAsyncIteration:
         return None
+
+
+def _version(meta: Any) -> dict[str, str]:
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
 
 
 def _first_line(exc: BaseException) -> str:

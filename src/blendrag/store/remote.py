@@ -2,7 +2,8 @@
 
 Layout below the URL::
 
-    format                                written once: version, and whether and how KV is sealed
+    format                                see :mod:`blendrag.store.remote_root`
+    corpus/…                              published corpora, see :mod:`blendrag.corpus.snapshots`
     kv/<namespace>/<ab>/<key>.kv          one object per chunk: seals, then the payload file as it is on disk
 
 With a secret (``BLENDRAG_REMOTE_KEY``) each layer has a seal, an HMAC-SHA256 over key, layer and bytes under
@@ -12,10 +13,7 @@ Checksums are verified as on disk. A layer is one range read; several are under 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +26,7 @@ from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableE
 from blendrag.store.base import Counters, ProcessBound, TierStats
 from blendrag.store.identity import is_name, require_name
 from blendrag.store.kv import KVLayout
-from blendrag.store.objects import Piece, RemoteObjects, RemoteRefusedError
+from blendrag.store.objects import Piece, RemoteRefusedError
 from blendrag.store.payload import (
     Frame,
     PayloadHeader,
@@ -38,14 +36,10 @@ from blendrag.store.payload import (
     verified_pieces,
 )
 from blendrag.store.reader import LayerReader
+from blendrag.store.remote_root import RemoteRoot
 
 logger = logging.getLogger("blendrag.store")
 
-FORMAT_NAME = "format"
-FORMAT = "blendrag-remote"
-VERSION = 1
-SEAL_BYTES = 32
-MIN_SECRET_CHARACTERS = 16
 #: Layers of a chunk that are requested ahead of the one that is read.
 AHEAD = 8
 #: After a failure the remote is not asked for this long, twice as long after each further one.
@@ -101,43 +95,6 @@ class Pause:
     def why(self) -> str:
         """Empty if the remote may be asked."""
         return self._why if self.left_s else ""
-
-
-class Seals:
-    """HMACs of layers under one secret; without a secret there are none."""
-
-    def __init__(self, secret: str | None) -> None:
-        if secret is not None and len(secret) < MIN_SECRET_CHARACTERS:
-            raise InvalidInputError(
-                f"BLENDRAG_REMOTE_KEY has {len(secret)} characters, expected at least "
-                f"{MIN_SECRET_CHARACTERS}; take a random one, the same on all machines"
-            )
-        self._secret = secret.encode() if secret is not None else None
-
-    @property
-    def mark(self) -> str:
-        """What the remote's format file says of the secret, from which it cannot be computed."""
-        if self._secret is None:
-            return "unsealed"
-        return hmac.new(self._secret, b"blendrag remote", hashlib.sha256).hexdigest()
-
-    def size_bytes(self, layers: int) -> int:
-        return SEAL_BYTES * layers if self._secret is not None else 0
-
-    def sealing(self, namespace: str, key: str, layer: int) -> hmac.HMAC | None:
-        """What computes the seal of a layer from its bytes."""
-        if self._secret is None:
-            return None
-        derived = hmac.new(self._secret, b"namespace" + namespace.encode(), hashlib.sha256)
-        return hmac.new(derived.digest(), key.encode() + struct.pack("<I", layer), hashlib.sha256)
-
-    def fits(self, seals: bytes, namespace: str, key: str, layer: int, data: memoryview) -> bool:
-        sealing = self.sealing(namespace, key, layer)
-        if sealing is None:
-            return True
-        sealing.update(data)
-        begin = layer * SEAL_BYTES
-        return hmac.compare_digest(sealing.digest(), seals[begin : begin + SEAL_BYTES])
 
 
 class RemoteReader(LayerReader):
@@ -261,19 +218,19 @@ class RemoteTier(ProcessBound):
         One that does not answer is left alone for a while, with a warning.
         """
         super().__init__()
-        self.seals = Seals(secret)
+        self._root = RemoteRoot(url, secret, timeout_s)
+        self.seals = self._root.seals
         self.timeout_s = timeout_s
-        self.objects = RemoteObjects(url, timeout_s)
-        self.url = self.objects.url
+        self.objects = self._root.objects
+        self.url = self._root.url
         self.counters = Counters()
         self._pause, self._write_pause = Pause(), Pause()
-        self._is_made = False
         self._expected: dict[tuple[str, str], tuple[Future[Piece | None], float]] = {}
         self._waiting = Waiting(timeout_s)
         self._doubtful: set[tuple[str, str]] = set()
         self._wrong_in_a_row = 0
         try:
-            self._check_format()
+            self._root.check()
         except (RemoteRefusedError, InvalidInputError):
             self.objects.close()
             raise
@@ -390,12 +347,23 @@ class RemoteTier(ProcessBound):
         if self._pause.why:
             return
         try:
-            for name in self.objects.names(f"kv/{namespace}/"):
-                key = name.rsplit("/", 1)[-1].removesuffix(".kv")
-                if is_name(key) and name == name_of(namespace, key):
+            for each in self.objects.listing(f"kv/{namespace}/"):
+                if key := key_of(namespace, each.name):
                     yield key
         except StoreUnavailableError as exc:
             self._pause.begin(str(exc))
+
+    def durable(self, namespace: str, keys: frozenset[str]) -> set[str]:
+        """Those of ``keys`` that are there. Raises :class:`StoreUnavailableError` if it does not answer."""
+        found = {
+            key_of(namespace, each.name): each.name
+            for each in self.objects.listing(f"kv/{namespace}/")
+            if each.size_bytes
+        }
+        there = keys & found.keys()
+        for key in there:  # its writer may be about to sync it
+            self.objects.sync(found[key])
+        return set(there)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -411,7 +379,7 @@ class RemoteTier(ProcessBound):
         name, is_doubtful = name_of(*entry), entry in self._doubtful
         seal_bytes = self.seals.size_bytes(len(header.checksums))
         try:
-            self._make()
+            self._root.make()
             there = self.objects.head(name)
             if there == seal_bytes + header.file_bytes and not is_doubtful:
                 return
@@ -439,42 +407,6 @@ class RemoteTier(ProcessBound):
                 seals += sealing.digest()
         return seals + view
 
-    # -- the format ------------------------------------------------------------------------------
-
-    def _make(self) -> None:
-        """Write the format file unless it is there."""
-        if not self._is_made:
-            text = f"{FORMAT} {VERSION} {self.seals.mark}\n"
-            if not self._check_format() and not self.objects.put(FORMAT_NAME, text.encode(), True):
-                self._check_format()  # another machine was faster
-            self._is_made = True
-
-    def _check_format(self) -> bool:
-        """Whether there is a format file, which fits. Raises :class:`InvalidInputError` if it does not."""
-        begun = self.objects.read(FORMAT_NAME, 0, 256)
-        piece = self.objects.wait(begun, self.timeout_s)
-        if piece is None:
-            return False
-        words = bytes(piece.data).decode("ascii", "replace").split()
-        if len(words) != 3 or words[0] != FORMAT:
-            raise InvalidInputError(
-                f"remote {self.url} holds a file {FORMAT_NAME!r} that blendrag did not write, expected an "
-                "empty prefix or one that blendrag filled; choose another prefix"
-            )
-        if words[1] != str(VERSION):
-            raise InvalidInputError(
-                f"remote {self.url} has layout version {words[1][:16]}, expected {VERSION}; use the "
-                "version of blendrag that filled it, or another prefix"
-            )
-        if words[2] != self.seals.mark:
-            sealed = "unsealed KV" if words[2] == "unsealed" else "KV sealed with a key"
-            here = "no key" if self.seals.mark == "unsealed" else "another key or none there"
-            raise InvalidInputError(
-                f"remote {self.url} holds {sealed}, and here BLENDRAG_REMOTE_KEY gives {here}; set it "
-                "as on the machine that filled the remote, or choose another prefix"
-            )
-        return True
-
     def tier_stats(self) -> TierStats:
         """Counters; what the remote holds is not counted."""
         hits, read_bytes = self.counters["hits"], self.counters["read_bytes"]
@@ -482,8 +414,13 @@ class RemoteTier(ProcessBound):
 
     def close(self) -> None:
         """End all requests. Idempotent."""
-        with suppress(RuntimeError):
-            self.objects.close()
+        self._root.close()
+
+
+def key_of(namespace: str, name: str) -> str:
+    """The key of the chunk that an object holds; empty for any other object."""
+    key = name.rsplit("/", 1)[-1].removesuffix(".kv")
+    return key if is_name(key) and name == name_of(namespace, key) else ""
 
 
 def name_of(namespace: str, key: str) -> str:

@@ -213,14 +213,21 @@ class Uploads:
         self._flushing = threading.Lock()
         self._known: dict[tuple[str, str], None] = {}
 
-    def offer(self, namespace: str, key: str) -> None:
-        """Copy an entry unless it is known to be there. Waits while too many are under way."""
+    def offer(self, namespace: str, key: str, is_gone: bool = False) -> None:
+        """Copy an entry unless it is known to be there. Waits while too many are under way.
+
+        ``is_gone``: it was looked for and is not there.
+        """
         entry = namespace, key
-        if entry in self._known or entry in self._under_way:
-            return
+        with self._lock:
+            if is_gone:
+                self._known.pop(entry, None)
+            if entry in self._known or entry in self._under_way:
+                return
         payload = self._disk.payload(namespace, key)
         if payload is None:
-            self._lost.add(entry)
+            with self._lock:
+                self._lost.add(entry)
             return
         self._room.acquire()
         files = contextlib.ExitStack()
@@ -232,7 +239,8 @@ class Uploads:
         except BaseException as exc:
             files.close()
             self._room.release()
-            self._failed[entry] = str(exc)
+            with self._lock:
+                self._failed[entry] = str(exc)
             if not isinstance(exc, OSError | StoreError | RuntimeError):
                 raise
 
@@ -256,7 +264,8 @@ class Uploads:
                 self._remote.put(header, read)
             self.note_known(*entry)
         except Exception as exc:
-            self._failed[entry] = str(exc)
+            with self._lock:
+                self._failed[entry] = str(exc)
             logger.info("a chunk was not copied to the remote: %s", exc)
         finally:
             self._room.release()
@@ -276,10 +285,10 @@ class Uploads:
             with self._lock:
                 under_way = list(self._under_way.values())
             wait(under_way)
-            failed = dict(self._failed) | dict.fromkeys(
-                self._lost, "evicted before they were copied"
-            )
-            self._lost.clear()
+            with self._lock:
+                lost = dict.fromkeys(self._lost, "evicted before they were copied")
+                failed = dict(self._failed) | lost
+                self._lost.clear()
         if failed:
             why = next(iter(failed.values()))
             raise StoreUnavailableError(
@@ -389,6 +398,23 @@ class TieredStore(ProcessBound):
         for key in self.remote.keys(namespace) if self.remote is not None else ():
             if not self.disk.contains(namespace, key):
                 yield key
+
+    def ensure_remote(self, namespace: str, keys: frozenset[str]) -> frozenset[str]:
+        """Those of ``keys`` that are durable in the remote, after copying what only this machine has.
+
+        Raises :class:`StoreUnavailableError`, also without a remote.
+        """
+        if self.remote is None or self._uploads is None:
+            raise StoreUnavailableError(
+                f"store {self.disk.root} is read-only or has no remote, expected one that copies its KV; "
+                "open it with a remote"
+            )
+        there = self.remote.durable(namespace, keys)
+        copied = {key for key in keys - there if self.disk.contains(namespace, key)}
+        for key in sorted(copied):
+            self._uploads.offer(namespace, key, is_gone=True)
+        self._uploads.flush()
+        return frozenset(there | copied)
 
     def pin_scope(self) -> AbstractContextManager[PinScope]:
         """See :meth:`KVStore.pin_scope`. What the remote keeps may be evicted here."""

@@ -1,0 +1,154 @@
+"""Remove from a remote what no snapshot names any more: KV, parts and manifests.
+
+Safe beside machines that publish, ingest and read:
+
+- What was written less than a grace period ago stays, by the clock of the store, so that an ingest that has
+  not published yet keeps its KV, and clocks of machines do not matter.
+- A mark tells publishers that a collection runs. A publisher writes its manifest, then looks for the mark,
+  then for its KV. So a collection reads that manifest, or the publisher sees the mark and stops, or it sees
+  what the collection has removed.
+- A machine that reads what is removed gets a miss, and computes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from blendrag.corpus.snapshots import (
+    MANIFESTS,
+    MARK,
+    PARTS,
+    Snapshot,
+    current,
+    read_keys,
+    read_manifest,
+    require_no_collection,
+    time_there,
+)
+from blendrag.errors import InvalidInputError, StoreUnavailableError
+from blendrag.store.objects import Listed
+from blendrag.store.remote_root import RemoteRoot
+
+#: Objects removed at a time, each time after a look at the mark.
+BATCH = 500
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What :func:`collect_remote` removed and left."""
+
+    serial: int
+    """Of the snapshot that is current."""
+    removed: int
+    """Objects of KV."""
+    removed_bytes: int
+    """Of KV, parts and manifests."""
+    left: int
+    left_bytes: int
+    """Of KV in the namespaces that snapshots name."""
+    young: int
+    """Of the left ones, those that the current snapshot does not name: they, or one that names them, were
+    written within the grace period."""
+    other_namespaces: int
+    """Those of no snapshot: other models, other ways to load them, prompt schemas. They are left alone."""
+
+
+def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
+    """Remove what no snapshot names and what is older than ``grace_s``.
+
+    Raises :class:`InvalidInputError` if nothing is published, and :class:`StoreUnavailableError`.
+    """
+    remote.check()
+    if current(remote) is None:
+        raise InvalidInputError(
+            f"remote {remote.url} has no published corpus, so it is not known which KV is needed; publish "
+            "first (blendrag store publish)"
+        )
+    require_no_collection(remote)
+    mark = secrets.token_hex(16).encode()
+    _set_mark(remote, mark)
+    try:
+        before = time_there(remote) - grace_s
+        found = current(remote)
+        assert found is not None
+        pointer, snapshot = found
+        listed = list(remote.objects.listing("corpus/"))
+        live, old_manifests = [snapshot], []
+        for each in listed:
+            name = each.name.removeprefix(MANIFESTS)
+            if each.name.startswith(MANIFESTS) and name != pointer.snapshot:
+                if each.modified >= before:
+                    live.append(read_manifest(remote, name))
+                else:
+                    old_manifests.append(each)
+        named = _named(remote, live)
+        needed = {(snapshot.namespace, key) for key in read_keys(remote, snapshot)}
+        parts = {part.name for one in live for part in one.parts} | {one.keys for one in live}
+        unused = [
+            each
+            for each in listed
+            if each.name.startswith(PARTS)
+            and each.name.removeprefix(PARTS) not in parts
+            and each.modified < before
+        ]
+        kv, left, left_bytes, young, others = [], 0, 0, 0, set()
+        for each in remote.objects.listing("kv/"):
+            namespace, key = _entry_of(each)
+            if namespace not in named:
+                others.add(namespace)
+            elif key in named[namespace] or not key or each.modified >= before:
+                left, left_bytes = left + 1, left_bytes + each.size_bytes
+                young += bool(key) and (namespace, key) not in needed
+            else:
+                kv.append(each)
+        # a manifest goes first, so that none is left that names what is gone
+        gone = [*old_manifests, *unused, *kv]
+        for batch in _batches(gone):
+            _require_mark(remote, mark)
+            remote.objects.delete(*(each.name for each in batch))
+            _set_mark(remote, mark)
+    finally:
+        if _has_mark(remote, mark):
+            remote.objects.delete(MARK)
+    removed_bytes = sum(each.size_bytes for each in gone)
+    return Collected(
+        pointer.serial, len(kv), removed_bytes, left, left_bytes, young, len(others - {""})
+    )
+
+
+def _named(remote: RemoteRoot, live: list[Snapshot]) -> dict[str, set[str]]:
+    """Keys by namespace."""
+    named: dict[str, set[str]] = {}
+    for snapshot in live:
+        named.setdefault(snapshot.namespace, set()).update(read_keys(remote, snapshot))
+    return named
+
+
+def _entry_of(each: Listed) -> tuple[str, str]:
+    """Namespace and key of an object of KV; no key for one that blendrag did not write."""
+    _, namespace, *_ = (*each.name.split("/"), "")
+    key = each.name.rsplit("/", 1)[-1].removesuffix(".kv")
+    return namespace, key if each.name == f"kv/{namespace}/{key[:2]}/{key}.kv" else ""
+
+
+def _batches(objects: list[Listed]) -> Iterator[list[Listed]]:
+    yield from (objects[at : at + BATCH] for at in range(0, len(objects), BATCH))
+
+
+def _set_mark(remote: RemoteRoot, mark: bytes) -> None:
+    remote.objects.put(MARK, mark, if_absent=False)
+
+
+def _has_mark(remote: RemoteRoot, mark: bytes) -> bool:
+    found = remote.objects.get(MARK)
+    return found is not None and found.data == mark
+
+
+def _require_mark(remote: RemoteRoot, mark: bytes) -> None:
+    if not _has_mark(remote, mark):
+        raise StoreUnavailableError(
+            f"remote {remote.url} is being collected by another machine too; what was removed was not "
+            "needed: repeat the command when that has ended"
+        )

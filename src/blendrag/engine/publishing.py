@@ -1,0 +1,101 @@
+"""Sharing a corpus through the remote: publish it after an ingest, follow it elsewhere.
+
+What a snapshot is, and how it is written and read, is in :mod:`blendrag.corpus.snapshots`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from blendrag.config import Settings
+from blendrag.corpus import snapshots
+from blendrag.corpus.manifest import Manifest
+from blendrag.corpus.snapshots import Followed, Keys, Published
+from blendrag.engine.kv_writer import drop_orphaned_kv
+from blendrag.engine.resources import Resources
+from blendrag.errors import BlendragError, starting_thread
+from blendrag.store.identity import chunk_key, is_name
+from blendrag.store.tiered import TieredStore
+
+log = logging.getLogger(__name__)
+
+#: How often a server looks for a new snapshot.
+FOLLOW_EVERY_S = 10.0
+
+
+def publish(resources: Resources) -> Published:
+    """See :meth:`BlendEngine.publish`."""
+    with snapshots.remote_root(resources.settings) as remote:
+        resources.require_corpus()
+        store = resources.store
+        assert isinstance(store, TieredStore)
+        store.flush()
+
+        def keys_of(manifest: Manifest, texts: Iterable[str]) -> Keys:
+            namespace = manifest.namespace
+            if not is_name(namespace):  # of a model whose KV cannot be reused
+                return Keys("", frozenset())
+            prefix, ids_of = manifest.prefix_ids, resources.text_ids
+            keys = {chunk_key(namespace, prefix, ids_of(text)) for text in texts}
+            probe = store.disk.pinned(namespace) or {resources.kv_validity.probe_key(namespace)}
+            return Keys(namespace, frozenset(keys | probe))
+
+        def durable(keys: Keys) -> frozenset[str]:
+            return store.ensure_remote(*keys) if keys.keys else frozenset()
+
+        return snapshots.publish(resources.root, remote, keys_of, durable)
+
+
+def follow(root: Path, settings: Settings, keep_settings: bool = False) -> Followed | None:
+    """Make the corpus of the store at ``root`` equal to the one that the remote of ``settings`` publishes.
+
+    ``None`` if it publishes none. Loads no model. An engine over the store answers from the new corpus as
+    soon as this returns; its running requests go on. See :func:`blendrag.corpus.snapshots.follow`.
+    """
+    with snapshots.remote_root(settings) as remote:
+        return snapshots.follow(root, remote, keep_settings)
+
+
+class Follower:
+    """Follows the published corpus in a background thread until it is closed."""
+
+    def __init__(self, resources: Resources, every_s: float | None = None) -> None:
+        """Starts the thread. ``resources``: of the engine whose store follows."""
+        self._resources = resources
+        self._every_s = FOLLOW_EVERY_S if every_s is None else every_s
+        self._over = threading.Event()
+        self._told = ""
+        self._thread = threading.Thread(target=self._run, name="blendrag-follow", daemon=True)
+        with starting_thread():
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop following; a transaction that has begun is finished. Idempotent."""
+        self._over.set()
+        self._thread.join(self._every_s)
+
+    def _run(self) -> None:
+        resources = self._resources
+        while not self._over.wait(self._every_s):
+            try:
+                followed = follow(resources.root, resources.settings, keep_settings=True)
+                self._told = ""
+            except BlendragError as error:
+                if str(error) != self._told:
+                    log.warning("the published corpus is not followed: %s", error)
+                self._told = str(error)
+                continue
+            if followed is not None and followed.changed:
+                log.info("followed to snapshot %d of the corpus", followed.serial)
+                with suppress(BlendragError):
+                    self._drop_kv()
+
+    def _drop_kv(self) -> None:
+        """Remove local KV of documents that are no longer in the corpus."""
+        corpus = self._resources.corpus
+        if corpus is not None:
+            drop_orphaned_kv(self._resources, corpus)

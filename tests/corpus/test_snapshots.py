@@ -1,0 +1,515 @@
+"""A published corpus is followed by other machines, and never names KV that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blendrag.corpus import snapshots
+from blendrag.corpus.corpus import Corpus, check_corpus
+from blendrag.corpus.documents import LEARNED, Entry, NewEntry
+from blendrag.corpus.remote_gc import collect_remote
+from blendrag.corpus.snapshots import MANIFESTS, MARK, PARTS, POINTER, Keys, follow, publish
+from blendrag.errors import BlendragError, CorpusError, InvalidInputError, StoreUnavailableError
+from blendrag.store.remote_root import RemoteRoot
+from corpus.corpus_fuzz import MANIFEST, chunk_of, put, text_of, vector_of
+
+pytest.importorskip("obstore")
+
+SECRET = "a secret of all machines"
+NAMESPACE = "0" * 64
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Path:
+    (tmp_path / "bucket").mkdir()
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def remote(bucket: Path) -> Iterator[RemoteRoot]:
+    with RemoteRoot(f"file://{bucket}", SECRET, 5.0) as opened:
+        yield opened
+
+
+def key_of(text: str) -> str:
+    return chunk_of(text).chunk_id
+
+
+def write_kv(bucket: Path, key: str, data: bytes = b"KV") -> Path:
+    path = bucket / "kv" / NAMESPACE / key[:2] / f"{key}.kv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def fill(root: Path, numbers: object = range(5)) -> None:
+    with Corpus.open(root, create=True) as corpus:
+        corpus.begin(MANIFEST)
+        for i in numbers:  # type: ignore[attr-defined]
+            put(corpus, i)
+
+
+def put_entry(corpus: Corpus, entry_id: str, text: str, parent: str = "p") -> None:
+    entry = Entry(entry_id, f" {text} ", {"n": 1}, parent, "Title")
+    vector = np.zeros(0) if parent == LEARNED else vector_of(text)
+    corpus.entries.put([NewEntry(entry, chunk_of(text), f"digest {text}", vector)])
+
+
+def share(root: Path, remote: RemoteRoot, bucket: Path) -> snapshots.Published:
+    """Publish with the KV of all chunks."""
+
+    def durable(keys: Keys) -> frozenset[str]:
+        for key in keys.keys:
+            write_kv(bucket, key)
+        return keys.keys
+
+    return publish(root, remote, all_keys, durable)
+
+
+def all_keys(manifest: object, texts: object) -> Keys:
+    return Keys(NAMESPACE, frozenset(key_of(text) for text in texts))  # type: ignore[attr-defined]
+
+
+def content(root: Path) -> object:
+    """Everything of a corpus that answers depend on."""
+    with Corpus.open(root) as corpus:
+        columns = "SELECT title, digest, metadata FROM document WHERE source = ?"
+        documents = [
+            (s, corpus.chunks_of(s), corpus.file.rows(columns, s)) for s in corpus.sources()
+        ]
+        found = [
+            [(c.text, c.source, d) for c, d in corpus.nearest(vector_of(text_of(i, 1)), 4)]
+            for i in range(5)
+        ]
+        entries = sorted(corpus.entries.all(), key=lambda entry: entry.id)
+        return documents, found, entries, corpus.manifest
+
+
+# -- publish and follow ------------------------------------------------------------------------------
+
+
+def test_a_follower_has_the_corpus_that_was_published(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    fill(one)
+    with Corpus.open(one) as corpus:
+        put_entry(corpus, "id 1", "an entry with a text of its own that is long enough to be found")
+    done = share(one, remote, bucket)
+    assert (done.serial, done.documents, done.named, done.missing) == (1, 6, 16, 0)
+    followed = follow(two, remote)
+    assert followed is not None
+    assert (followed.serial, followed.added, followed.chunks) == (1, 6, 16)
+    assert content(two) == content(one)
+    assert check_corpus(two).is_good
+
+
+def test_only_what_has_changed_is_written_and_read(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "PART_BYTES", 500)
+    one, two = tmp_path / "one", tmp_path / "two"
+    fill(one, range(20))
+    first = share(one, remote, bucket)
+    whole = follow(two, remote)
+    assert not share(one, remote, bucket).changed
+    with Corpus.open(one) as corpus:
+        put(corpus, 33)
+        corpus.remove_source("doc3.md")
+    second = share(one, remote, bucket)
+    assert second.changed
+    assert second.uploaded_bytes < 0.7 * first.uploaded_bytes
+    followed = follow(two, remote)
+    assert whole is not None
+    assert followed is not None
+    assert (followed.added, followed.removed) == (1, 1)
+    assert followed.read_bytes < 0.5 * whole.read_bytes
+    assert content(two) == content(one)
+    again = follow(two, remote)
+    assert again is not None
+    assert not again.changed
+
+
+def test_random_changes_are_followed(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a corpus that follows from nothing; indexes that are open are kept up to date."""
+    chance = random.Random(5)
+    one, two = tmp_path / "one", tmp_path / "two"
+    fill(one, [])
+    with Corpus.open(two, create=True) as reader:
+        for step in range(8):
+            monkeypatch.setattr(snapshots, "PART_BYTES", chance.choice([300, 1000, 1 << 20]))
+            with Corpus.open(one) as corpus:
+                for _ in range(4):
+                    number = chance.randrange(12)
+                    if chance.random() < 0.4:
+                        corpus.remove_source(f"doc{number}.md")
+                    else:
+                        put(corpus, number)
+                put_entry(corpus, f"id {step % 3}", f"{text_of(step, 9)}")
+            share(one, remote, bucket)
+            follow(two, remote)
+            follow(tmp_path / str(step), remote)
+            assert content(two) == content(tmp_path / str(step)) == content(one)
+            texts = {
+                chunk.text for source in reader.sources() for chunk in reader.chunks_of(source)
+            }
+            assert set(reader.chunk_index.ids()) == {key_of(text) for text in texts}
+            nearest = reader.nearest(vector_of(text_of(1, 1)), 50)
+            assert {c.text for c, _ in nearest} == texts
+    assert check_corpus(two).is_good
+
+
+def test_what_was_learned_is_neither_published_nor_replaced(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    fill(one, [1])
+    fill(two, [])
+    for root, text in ((one, "private to one " * 9), (two, "private to two " * 9)):
+        with Corpus.open(root) as corpus:
+            put_entry(corpus, "learned", text, LEARNED)
+    assert share(one, remote, bucket).named == 3
+    follow(two, remote)
+    with Corpus.open(two) as corpus:
+        assert corpus.sources()[0] == "doc1.md"
+        assert [entry.text.split()[2] for entry in corpus.entries.all(LEARNED)] == ["two"]
+    assert not any(b"private" in path.read_bytes() for path in bucket.rglob("*") if path.is_file())
+
+
+def test_a_snapshot_names_only_kv_that_is_durable(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    fill(tmp_path, [1])
+    done = publish(tmp_path, remote, all_keys, lambda keys: frozenset(sorted(keys.keys)[:2]))
+    assert (done.named, done.missing) == (2, 1)
+    found = snapshots.current(remote)
+    assert found is not None
+    assert len(snapshots.read_keys(remote, found[1])) == 2
+
+
+def test_new_settings_replace_every_document(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    fill(one)
+    share(one, remote, bucket)
+    follow(two, remote)
+    with Corpus.open(one) as corpus:
+        corpus.file.rows("SELECT 1")
+        for source in corpus.sources():
+            corpus.remove_source(source)
+        corpus.begin(replace(MANIFEST, encoding="int8"))
+        for i in range(5):
+            put(corpus, i)
+    share(one, remote, bucket)
+    with pytest.raises(InvalidInputError, match="start the server again"):
+        follow(two, remote, keep_settings=True)
+    followed = follow(two, remote)
+    assert followed is not None
+    assert (followed.added, followed.removed) == (5, 0)
+    assert content(two) == content(one)
+
+
+# -- faults ------------------------------------------------------------------------------------------
+
+
+def test_a_publisher_that_dies_at_any_moment_changes_nothing_or_all(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = tmp_path / "one"
+    fill(one, [1])
+    share(one, remote, bucket)
+    with Corpus.open(one) as corpus:
+        put(corpus, 2)
+    real_put, real_replace, step = remote.objects.put, remote.objects.replace, 0
+
+    class Killed(Exception):
+        pass
+
+    def dying(real):  # type: ignore[no-untyped-def]
+        def call(*args, **more):  # type: ignore[no-untyped-def]
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Killed
+            done = real(*args, **more)
+            if left == 1 and real is real_replace:
+                raise Killed  # after the pointer, before it is noted here
+            return done
+
+        return call
+
+    monkeypatch.setattr(remote.objects, "put", dying(real_put))
+    monkeypatch.setattr(remote.objects, "replace", dying(real_replace))
+    for step in range(1, 30):
+        left = step
+        with contextlib.suppress(Killed):
+            share(one, remote, bucket)
+        followed = follow(tmp_path / f"two{step}", remote)
+        assert followed is not None
+        if followed.serial == 2:
+            break
+    left = 1000
+    share(one, remote, bucket)
+    follow(tmp_path / "three", remote)
+    assert content(tmp_path / "three") == content(one)
+
+
+def test_damage_of_any_object_is_refused_and_changes_nothing(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    fill(one, [1])
+    share(one, remote, bucket)
+    follow(two, remote)
+    before = content(two)
+    with Corpus.open(one) as corpus:
+        put(corpus, 2)
+    share(one, remote, bucket)
+    found = snapshots.current(remote)
+    assert found is not None
+    pointer, snapshot = found
+    names = (POINTER, MANIFESTS + pointer.snapshot, *(PARTS + part.name for part in snapshot.parts))
+    for name in names:
+        path = bucket / name
+        good = path.read_bytes()
+        for bad in (b"", good[:-3], good[:40] + bytes([good[40] ^ 1]) + good[41:]):
+            path.write_bytes(bad)
+            with pytest.raises(BlendragError):
+                follow(two, remote)
+            assert content(two) == before
+        path.write_bytes(good)
+    follow(two, remote)
+    assert content(two) == content(one)
+
+
+def test_a_corpus_of_somebody_without_the_key_is_not_used(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    """Everything is right but the seal, which only the key gives."""
+    fill(tmp_path / "one", [1])
+    share(tmp_path / "one", remote, bucket)
+    (tmp_path / "evil").mkdir()
+    with RemoteRoot(f"file://{tmp_path / 'evil'}", "a key that was guessed", 5.0) as forger:
+        fill(tmp_path / "forger", [6])
+        share(tmp_path / "forger", forger, tmp_path / "evil")
+    for path in (tmp_path / "evil" / "corpus").rglob("*"):
+        if path.is_file():
+            (bucket / path.relative_to(tmp_path / "evil")).write_bytes(path.read_bytes())
+    with pytest.raises(InvalidInputError, match="BLENDRAG_REMOTE_KEY"):
+        follow(tmp_path / "two", remote)
+    fields = json.loads((bucket / POINTER).read_bytes())
+    (bucket / POINTER).write_text(json.dumps(fields | {"seal": ""}))
+    with pytest.raises(InvalidInputError, match="BLENDRAG_REMOTE_KEY"):
+        follow(tmp_path / "two", remote)
+
+
+def test_an_old_pointer_is_not_followed(tmp_path: Path, remote: RemoteRoot, bucket: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    fill(one, [1])
+    share(one, remote, bucket)
+    old = (bucket / POINTER).read_bytes()
+    with Corpus.open(one) as corpus:
+        put(corpus, 2)
+    share(one, remote, bucket)
+    follow(two, remote)
+    (bucket / POINTER).write_bytes(old)
+    with pytest.raises(InvalidInputError, match="older than the 2"):
+        follow(two, remote)
+
+
+def test_of_machines_that_publish_at_once_one_wins(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    roots = [tmp_path / str(i) for i in range(4)]
+    for i, root in enumerate(roots):
+        fill(root, [i])
+    results: list[object] = []
+
+    def run(root: Path) -> None:
+        try:
+            results.append(share(root, remote, bucket).serial)
+        except InvalidInputError as exc:
+            results.append(str(exc))
+
+    threads = [threading.Thread(target=run, args=(root,)) for root in roots]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results.count(1) == 1
+    follow(tmp_path / "two", remote)
+    assert content(tmp_path / "two") in [content(root) for root in roots]
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+def test_two_corpora_on_one_prefix_are_refused(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    fill(tmp_path / "one", [1])
+    fill(tmp_path / "other", [2])
+    share(tmp_path / "one", remote, bucket)
+    with pytest.raises(InvalidInputError, match="corpus of another store"):
+        share(tmp_path / "other", remote, bucket)
+    with pytest.raises(InvalidInputError, match="not of the corpus that remote"):
+        follow(tmp_path / "other", remote)
+    assert not snapshots.may_follow(tmp_path / "other")
+
+
+def test_publishing_goes_on_from_a_store_that_has_followed(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    fill(one, [1])
+    share(one, remote, bucket)
+    follow(two, remote)
+    with Corpus.open(two) as corpus:
+        put(corpus, 2)
+    assert share(two, remote, bucket).serial == 2
+    with Corpus.open(one) as corpus:
+        put(corpus, 4)
+    with pytest.raises(InvalidInputError, match="another machine has published since"):
+        share(one, remote, bucket)
+    with pytest.raises(InvalidInputError, match="changes that were not published"):
+        follow(one, remote)
+
+
+def test_nothing_published_is_nothing_to_follow(tmp_path: Path, remote: RemoteRoot) -> None:
+    assert follow(tmp_path / "two", remote) is None
+    assert not (tmp_path / "two").exists()
+    assert snapshots.may_follow(tmp_path / "two")
+
+
+def test_a_damaged_corpus_is_not_published(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    fill(tmp_path, [1])
+    with Corpus.open(tmp_path) as corpus, corpus.file.writing() as connection:
+        connection.execute("UPDATE chunk SET text = 'forged' WHERE id = 1")
+    with pytest.raises(CorpusError, match="is damaged"):
+        share(tmp_path, remote, bucket)
+
+
+# -- garbage -----------------------------------------------------------------------------------------
+
+
+def age(bucket: Path, seconds: float) -> None:
+    for path in bucket.rglob("*"):
+        if path.is_file():
+            then = path.stat().st_mtime - seconds
+            os.utime(path, (then, then))
+
+
+def test_kv_of_removed_documents_is_collected_after_the_next_publish(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    fill(tmp_path / "one", [1, 2])
+    share(tmp_path / "one", remote, bucket)
+    first, _ = snapshots.current(remote) or pytest.fail("nothing was published")
+    with Corpus.open(tmp_path / "one") as corpus:
+        corpus.remove_source("doc1.md")
+    unpublished = write_kv(bucket, key_of("of an ingest that runs"))
+    age(bucket, 1000)
+    young = write_kv(bucket, key_of("of an ingest that has just begun"))
+    elsewhere = bucket / "kv" / ("1" * 64) / "ab" / "of another model.kv"
+    elsewhere.parent.mkdir(parents=True)
+    elsewhere.write_bytes(b"KV")
+    assert collect_remote(remote, 2000).removed == 0
+    done = collect_remote(remote, 500)  # still published: only what no snapshot names
+    assert (done.removed, done.left, done.young, done.other_namespaces) == (1, 7, 1, 1)
+    assert not unpublished.exists()
+    share(tmp_path / "one", remote, bucket)
+    age(bucket / "kv", 1000)
+    (bucket / MANIFESTS / first.snapshot).touch()  # may be of somebody who publishes now
+    assert collect_remote(remote, 500).removed == 1
+    assert not young.exists()
+    age(bucket / MANIFESTS, 1000)
+    assert collect_remote(remote, 500).removed == 3
+    assert elsewhere.exists()
+    assert len(list((bucket / MANIFESTS).iterdir())) == 1
+    follow(tmp_path / "two", remote)
+    assert content(tmp_path / "two") == content(tmp_path / "one")
+    left = {path.stem for path in (bucket / "kv" / NAMESPACE).rglob("*.kv")}
+    assert left == {key_of(text_of(2, j)) for j in range(3)}
+
+
+def test_nothing_is_collected_while_another_collection_runs(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    fill(tmp_path, [1])
+    with pytest.raises(InvalidInputError, match="has no published corpus"):
+        collect_remote(remote, 0)
+    share(tmp_path, remote, bucket)
+    (bucket / MARK).write_bytes(b"another")
+    with pytest.raises(StoreUnavailableError, match="is being collected"):
+        collect_remote(remote, 0)
+    with pytest.raises(StoreUnavailableError, match="is being collected"):
+        share(tmp_path, remote, bucket)
+    age(bucket, snapshots.STALE_MARK_S + 1)  # it was killed
+    share(tmp_path, remote, bucket)
+    collect_remote(remote, 0)
+    assert not (bucket / MARK).exists()
+
+
+def test_a_snapshot_published_beside_collections_names_only_what_is_there(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    """Old KV that no snapshot names is published again while collections run."""
+    fill(tmp_path / "one", [0])
+    share(tmp_path / "one", remote, bucket)
+    over, failures = threading.Event(), []
+
+    def collect() -> None:
+        while not over.is_set():
+            try:
+                collect_remote(remote, 500)
+            except StoreUnavailableError:
+                continue
+            except Exception as exc:
+                failures.append(exc)
+                return
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    try:
+        for i in range(12):
+            for j in range(3):
+                write_kv(bucket, key_of(text_of(i, j)))
+            age(bucket / "kv", 1000)
+            with Corpus.open(tmp_path / "one") as corpus:
+                for source in corpus.sources():
+                    corpus.remove_source(source)
+                put(corpus, i)
+
+            def durable(keys: Keys) -> frozenset[str]:
+                time.sleep(0.01)
+                found = {path.stem for path in (bucket / "kv" / NAMESPACE).rglob("*.kv")}
+                time.sleep(0.01)
+                return keys.keys & found
+
+            with contextlib.suppress(StoreUnavailableError):
+                publish(tmp_path / "one", remote, all_keys, durable)
+                found = snapshots.current(remote)
+                assert found is not None
+                named = snapshots.read_keys(remote, found[1])
+                there = {path.stem for path in (bucket / "kv" / NAMESPACE).rglob("*.kv")}
+                assert named <= there
+    finally:
+        over.set()
+        thread.join()
+    assert failures == []

@@ -1,0 +1,122 @@
+"""Engines that publish their corpus in a remote, and others that follow it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+import pytest
+
+import tiny
+from blendrag.corpus import snapshots
+from blendrag.corpus.remote_gc import collect_remote
+from blendrag.engine.publishing import Follower
+from blendrag.errors import InvalidInputError, StoreUnavailableError
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    (tmp_path / "bucket").mkdir()
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def machine(bucket, tmp_path):
+    def make(name, **more):
+        given = {"ram_bytes": 0, "remote": f"file://{bucket}"} | more
+        return tiny.engine(tiny.llama(), tmp_path / name, prefix_text=tiny.BOS, **given)
+
+    return make
+
+
+def ask(engine, number):
+    return engine.generate(tiny.prompt(engine, number))
+
+
+def tiers(answer):
+    return {chunk.tier for chunk in answer.metrics.chunks}
+
+
+def test_a_machine_that_follows_loads_the_kv_of_the_one_that_published(machine):
+    with machine("one") as one, machine("two") as two, machine("alone", remote=None) as alone:
+        for engine in (one, alone):
+            engine.ingest([tiny.document(0)])
+        done = one.publish()
+        assert (done.serial, done.documents, done.missing) == (1, 1, 0)
+        assert done.named == done.chunks + 1  # and the probe
+        assert two.follow().added == 1
+        answer = ask(two, 0)
+        assert tiers(answer) == {"remote"}
+        assert answer.text == ask(alone, 0).text
+
+
+def test_publishing_copies_what_only_this_machine_has(machine, bucket):
+    with machine("one") as one:
+        one.ingest([tiny.document(0)])
+        lost = sorted(bucket.rglob("*.kv"))[:2]  # as after a collection
+        for path in lost:
+            path.unlink()
+        assert one.publish().missing == 0
+        assert all(path.exists() for path in lost)
+        lost[0].unlink()
+        one.resources.store.disk.delete(lost[0].parts[-3], lost[0].stem)
+        again = one.publish()
+        assert (again.serial, again.missing) == (2, 1)
+
+
+def test_a_snapshot_is_not_published_while_its_kv_cannot_be_copied(machine, bucket):
+    with machine("one") as one:
+        one.ingest([tiny.document(0)])
+        kv = bucket / "kv"
+        kv.rename(bucket / "moved")
+        kv.write_text("no directory")
+        with pytest.raises(StoreUnavailableError):
+            one.publish()
+        assert not (bucket / snapshots.POINTER).exists()
+
+
+def test_a_running_engine_follows_without_failing_a_request(machine):
+    with machine("one") as one, machine("two") as two:
+        one.ingest([tiny.document(0)])
+        one.publish()
+        two.follow()
+        two.open()
+        with closing(Follower(two.resources, every_s=0.05)):
+            running = two.stream(tiny.prompt(two, 0), max_new_tokens=40)
+            next(running)
+            one.ingest([tiny.document(1)])
+            one.remove([tiny.document(0).source])
+            assert one.publish().serial == 2
+            until = time.monotonic() + 30
+            while two.resources.corpus.sources() != [tiny.document(1).source]:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            assert "".join(running)
+            assert tiers(ask(two, 1)) == {"remote"}
+            assert not ask(two, 0).metrics.chunks
+
+
+def test_kv_of_a_removed_document_is_collected(machine, bucket):
+    with machine("one") as one, machine("two") as two:
+        one.ingest([tiny.document(0), tiny.document(1)])
+        one.publish()
+        one.remove([tiny.document(0).source])
+        done = one.publish()
+        with snapshots.remote_root(one.settings) as remote:
+            assert collect_remote(remote, 3600).removed == 0
+            collected = collect_remote(remote, 0)
+        assert collected.removed > 0
+        assert len(list(bucket.rglob("*.kv"))) == done.named == collected.left
+        two.follow()
+        assert tiers(ask(two, 1)) == {"remote"}
+
+
+def test_publishing_needs_a_remote_and_documents(machine):
+    with machine("one", remote=None) as one:
+        one.ingest([tiny.document(0)])
+        with pytest.raises(InvalidInputError, match="no remote was named"):
+            one.publish()
+    with machine("two") as two, pytest.raises(Exception, match="ingest first"):
+        two.publish()
