@@ -294,7 +294,7 @@ def test_running_requests_attend_to_the_tree_without_copies(engine, monkeypatch)
     stock = ChunkPool._moved
 
     def watched(pool: ChunkPool, request: Any, holders: Any) -> Any:
-        tokens = request.length
+        tokens = request.cache.get_seq_length()
         running = stock(pool, request, holders)
         held.append((running, tokens))
         tree = engine._prefixes._tree

@@ -172,9 +172,10 @@ def test_prompts_that_are_prefilled_together_pause(engine, pauses, monkeypatch):
     first.wait()
 
 
-def test_a_prompt_of_a_schema_lets_others_decode(engine, pauses):
+def test_a_prompt_of_a_schema_lets_others_decode(engine, pauses, monkeypatch):
     engine.add_schema(
-        '<schema name="s"><module name="m">The old ships of the town.</module></schema>'
+        '<schema name="s"><module name="m">The old ships of the town.</module>'
+        '<module name="n">The founder built them.</module></schema>'
     )
     prompt, short = (
         '<prompt schema="s"><m/>What did they build?</prompt>',
@@ -185,6 +186,12 @@ def test_a_prompt_of_a_schema_lets_others_decode(engine, pauses):
     first = running(engine, 0)
     assert engine.generate(pml=prompt, options=short).text == expected
     assert pauses.count >= LAYERS
+    assert first.wait().text == long
+    first = running(engine, 0)
+    paused = within(monkeypatch, pauses, engine._schemas.model, "encode_at")
+    answer = engine.generate(pml=prompt.replace("<m/>", "<n/>"), options=short)
+    assert len(paused) >= LAYERS
+    assert engine.generate(pml=prompt.replace("<m/>", "<n/>"), options=short).text == answer.text
     assert first.wait().text == long
 
 

@@ -106,7 +106,7 @@ def test_requests_share_chunks_at_different_positions(engine, monkeypatch, mode)
     stock = ChunkPool._moved
 
     def watched(pool: ChunkPool, request: Any, holders: Any) -> Any:
-        tokens = request.length
+        tokens = request.cache.get_seq_length()
         running = stock(pool, request, holders)
         if running is not None:
             moved.append((pool, tokens, running, len(running.positions)))

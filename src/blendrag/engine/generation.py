@@ -27,7 +27,7 @@ from blendrag.model.placement import PlacedModel
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan
 from blendrag.schema.concatenation import ConcatenatedPrompt, ModuleCache
-from blendrag.serving.turns import blended, pausing, taking_turns
+from blendrag.serving.turns import loaded, pausing, taking_turns
 
 
 class Generation:
@@ -75,7 +75,7 @@ class Generation:
                 around.enter_context(taking_turns(adapter))
             if prefilled is not None:  # the first forward in generate has already run, in a batch
                 fusion = prefilled.fusion
-                blended(fusion)
+                loaded(fusion)
                 with prefilled.replayed(adapter.stack.base) as cache:
                     output = self._generate(ids, cache, plan)
             elif not plan.spans:  # can still be abandoned before each layer
@@ -92,7 +92,7 @@ class Generation:
         return self._answer(plan, fusion, output[:, ids.shape[1] :].tolist(), batch_size)
 
     def run_placed(self, plan: Plan, prompt: ConcatenatedPrompt, model: PlacedModel) -> Answer:
-        """Generate for a prompt whose modules are loaded to fixed positions. Decodes alone.
+        """Generate for a prompt whose modules are loaded to fixed positions.
 
         Raises :class:`SpanCorruptError`, :class:`RequestCancelled` and :class:`RequestTimeout`.
         """
@@ -101,10 +101,13 @@ class Generation:
         ids = torch.tensor([prompt.ids], device=adapter.device)
         cache = ModuleCache(model.layout, prompt, request.max_new_tokens, adapter.device)
         with ExitStack() as around:
-            around.callback(cache.loader.close)
-            cache.loader.start()
+            around.callback(cache.close)
+            cache.start_loading()
             if adapter.refusal is None:
                 around.enter_context(fast_decoding(adapter.stack))
+            if self._takes_turns:
+                around.enter_context(taking_turns(adapter))
+                loaded(prompt)
             around.enter_context(model.uncompiled())
             around.enter_context(model.placed(cache, prompt.positions))
             around.enter_context(before_layers(model.decoder.layers, self._check))
@@ -130,7 +133,7 @@ class Generation:
         cache = fusor.new_cache(tokens, self._request.max_new_tokens)
         request, line = plan.request(tokens), self._timeline
         with fusor.fuse(cache, request, self._check, line, last_row_only=True) as fusion:
-            blended(fusion)
+            loaded(fusion)
             return self._generate(ids, cache, plan), fusion
 
     def _two_step(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:

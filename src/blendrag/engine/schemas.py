@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,13 @@ from blendrag.errors import (
     InvalidInputError,
     StoreFullError,
     UnreadableDocumentError,
+    UnsupportedModelError,
 )
 from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.placement import PlacedModel
+from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.schema.concatenation import (
     Block,
@@ -46,8 +48,9 @@ from blendrag.schema.encoding import TokenizedSchema
 from blendrag.schema.gate import verify_placement
 from blendrag.schema.markup import did_you_mean, parse_prompt, parse_schema
 from blendrag.schema.nodes import Schema
+from blendrag.serving.turns import pausing
 from blendrag.store import KVReader, regular_files
-from blendrag.store.identity import module_key
+from blendrag.store.identity import NATIVE_ENCODING, module_key
 from blendrag.store.records import Records
 from blendrag.text.prompt import Segment, SegmentedPrompt
 
@@ -200,9 +203,12 @@ class Schemas:
         return self._worker.run(work)
 
     def open(self) -> float:
-        """Find out how tokens of the model are placed, and check stored modules; returns the seconds."""
+        """Find out how tokens of the model are placed and attended, and check stored modules; returns the
+        seconds."""
         began = time.perf_counter()
         self.model.require()
+        with suppress(UnsupportedModelError):  # then requests decode alone
+            _ = self._resources.fusor
         self._namespace()
         return time.perf_counter() - began
 
@@ -225,19 +231,19 @@ class Schemas:
         validity.require_verified()
         validity.require_identity(namespace)
         kvs = self.model.encode_at(block.ids, block.positions, block.stretches)
-        readers = {}
+        readers = {s: HeldKV(kv) for s, kv in zip(block.stretches, kvs, strict=True)}
+        encoding = self._resources.manifest.encoding
+        for stretch, reader in readers.items():
+            reader.key = _key(namespace, block, *stretch)
+            if encoding != NATIVE_ENCODING:  # not what other requests read from the store
+                reader.key += NATIVE_ENCODING
         try:
-            writes = self._resources.is_writable
-            if writes:
+            if self._resources.is_writable:
                 validity.admit(namespace)
-            for stretch, kv in zip(block.stretches, kvs, strict=True):
-                readers[stretch] = HeldKV(kv)
-                readers[stretch].key = key = _key(namespace, block, *stretch)
-                if writes:
-                    store.put(namespace, key, validity.encoded(kv))
+                for stretch, kv in zip(block.stretches, kvs, strict=True):
+                    store.put(namespace, _key(namespace, block, *stretch), validity.encoded(kv))
         except StoreFullError as full:
             log.warning("module %s of a schema was not stored: %s", block.name, full)
-            readers = {s: HeldKV(kv) for s, kv in zip(block.stretches, kvs, strict=True)}
         return readers
 
     def _collect(self, namespace: str, schema: TokenizedSchema) -> int:
@@ -311,7 +317,8 @@ class Schemas:
                     reader = self._resources.store.open(namespace, key, layout, len(part.ids))
                 if reader is None and part.block not in encoded:
                     check()
-                    encoded[part.block] = self._encode(namespace, part.block)
+                    with before_layers(self.model.decoder.layers, pausing(check)):
+                        encoded[part.block] = self._encode(namespace, part.block)
                 is_new.append(reader is None)
                 readers.append(reader or encoded[part.block][part.start, part.end])
             prompt = tokens_of(placed, readers)

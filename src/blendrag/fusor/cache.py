@@ -122,6 +122,20 @@ class BlendCache(DynamicCache):
         return self.merge is None and all(layer.is_view for layer in self.layers)
 
     @property
+    def positions(self) -> Sequence[int]:
+        """Of its tokens."""
+        return range(self.get_seq_length())
+
+    @property
+    def next_position(self) -> int:
+        """Of the token after its newest one."""
+        return self.get_seq_length()
+
+    def visible(self, window: int) -> slice | torch.Tensor:
+        """Its tokens within a sliding window of the newest one: a slice, or their indices."""
+        return slice(-window, None)
+
+    @property
     def room(self) -> int:
         """Tokens that can still be appended in place."""
         layer = self.layers[0]

@@ -14,13 +14,13 @@ kept. In the last layer only the K/V of all rows are needed, and the output of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
 
 from blendrag.fusor.cache import BlendCache
-from blendrag.fusor.loader import StoredKV
+from blendrag.fusor.loader import LoadedSpan, StoredKV
 from blendrag.fusor.request import BlendRequest, FusionCounts, TokenSelector
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows
 from blendrag.fusor.scout import Scout
@@ -77,6 +77,11 @@ class Fusion:
         groups = cache.groups(request.prompt_tokens)
         self._stored = StoredKV(request.spans, groups, repositioner, all_enter, timeline)
         self.loader = self._stored.loader
+
+    @property
+    def spans(self) -> Sequence[LoadedSpan]:
+        """What was loaded."""
+        return self.request.spans
 
     @property
     def policy(self) -> SelectionPolicy:

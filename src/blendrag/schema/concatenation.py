@@ -97,7 +97,7 @@ def tokens_of(prompt: PlacedPrompt, readers: Sequence[KVReader | None]) -> Conca
         if kept:
             start = len(cached)
             cached += kept
-            spans.append(LoadedSpan(start, len(cached), reader, start, exact=True))
+            spans.append(LoadedSpan(start, len(cached), reader, kept[0][0], exact=True))
     fresh.sort(key=lambda token: token[0])
     positions, ids = zip(*(*cached, *fresh), strict=True)
     return ConcatenatedPrompt(tuple(ids), tuple(positions), tuple(spans), len(fresh))
@@ -111,6 +111,8 @@ class ConcatenatedPrompt:
     positions: tuple[int, ...]
     spans: tuple[LoadedSpan, ...]
     fresh: int
+    recomputed: tuple[torch.Tensor, ...] = ()
+    """None of what is loaded."""
 
 
 class ModuleCache(BlendCache):
@@ -120,13 +122,53 @@ class ModuleCache(BlendCache):
         self, layout: KVLayout, prompt: ConcatenatedPrompt, new_tokens: int, device: torch.device
     ) -> None:
         super().__init__(layout, len(prompt.ids) + new_tokens + 1, device)
+        self._prompt = prompt.positions
+        self._end = 1 + max(prompt.positions)
+        self._visible: tuple[int, int, torch.Tensor] | None = None
+        """Indices of what the newest token sees, after its position and the window."""
         loaded = len(prompt.ids) - prompt.fresh
-        self.loader = LayerLoader(self.buffers(loaded), [prompt.spans] * len(self.layers))
+        self._loader: LayerLoader | None = LayerLoader(
+            self.buffers(loaded), [prompt.spans] * len(self.layers)
+        )
         self.show(loaded)
+
+    def start_loading(self) -> None:
+        """Begin to load. Raises :class:`NoThreadError`."""
+        assert self._loader is not None
+        self._loader.start()
 
     def load(self) -> None:
         """Wait until all is loaded. Raises :class:`SpanCorruptError`."""
-        self.loader.synchronize(len(self.layers) - 1)
+        self._load(len(self.layers) - 1)
+
+    def _load(self, layer: int) -> None:
+        if self._loader is not None:
+            self._loader.synchronize(layer)
+            if layer == len(self.layers) - 1:
+                self.close()
+
+    def close(self) -> None:
+        """Stop loading, and hold the buffers by the layers alone. Idempotent."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+            self.end_fusion()
+
+    @property
+    def positions(self) -> Sequence[int]:
+        new = self.get_seq_length() - len(self._prompt)
+        return (*self._prompt, *range(self._end, self._end + new))
+
+    @property
+    def next_position(self) -> int:
+        return self._end + self.get_seq_length() - len(self._prompt)
+
+    def visible(self, window: int) -> torch.Tensor:
+        newest = self.next_position - 1
+        if self._visible is None or self._visible[:2] != (newest, window):
+            seen = torch.tensor(self.positions) > newest - window
+            self._visible = newest, window, seen.nonzero().flatten().to(self.layers[0].device)
+        return self._visible[2]
 
     def update(
         self,
@@ -136,5 +178,5 @@ class ModuleCache(BlendCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.loader.synchronize(layer_idx)
+        self._load(layer_idx)
         return self.layers[layer_idx].update(key_states, value_states)

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, is_out_of_memory
-from blendrag.fusor import Fusion
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.model.adapter import ModelAdapter
@@ -32,20 +31,32 @@ from blendrag.serving.shared_attention import (
 MIN_SHARED_TOKENS = 128
 
 
+class LoadedPrompt(Protocol):
+    """A prompt of which parts were loaded from the store."""
+
+    @property
+    def spans(self) -> Sequence[LoadedSpan]:
+        """Those parts, by the tokens of its cache."""
+
+    @property
+    def recomputed(self) -> Sequence[torch.Tensor]:
+        """Of each layer, the loaded tokens that were computed all the same; ``[n]`` each."""
+
+
 @dataclass(eq=False)
 class RequestKV:
     """The KV of one running request: in its cache, or, once it shares chunks, in a pool."""
 
     cache: BlendCache
-    fusion: Fusion | None = None
-    """How the prompt was blended, if it was."""
+    loaded: LoadedPrompt | None = None
+    """``None`` if all of the prompt was computed."""
     running: RunningKV | None = None
     """Its place in the pool; then ``cache`` is empty."""
 
     @property
-    def length(self) -> int:
-        """Tokens so far."""
-        return self.running.positions[-1] + 1 if self.running else self.cache.get_seq_length()
+    def next_position(self) -> int:
+        """Of the token that is decoded next."""
+        return self.running.positions[-1] + 1 if self.running else self.cache.next_position
 
 
 class ChunkPool:
@@ -64,7 +75,7 @@ class ChunkPool:
     def share(self, requests: Sequence[RequestKV]) -> None:
         """Let those of ``requests`` share chunks that have some in common, with each other or with requests
         that share already. Their caches are emptied."""
-        alone = [one for one in requests if one.fusion is not None and one.running is None]
+        alone = [one for one in requests if one.loaded is not None and one.running is None]
         state: set[int | str] = {*map(id, alone), *self._chunks.keys()}
         if state == self._considered:
             return
@@ -94,10 +105,12 @@ class ChunkPool:
 
     def _moved(self, request: RequestKV, holders: Counter[str]) -> RunningKV | None:
         """The request's place in the pool, or ``None``: it keeps its cache."""
-        cache, length = request.cache, request.length
+        cache = request.cache
+        positions = torch.tensor(cache.positions)
+        length = len(positions)
         computed = torch.zeros(length, dtype=torch.bool)
-        assert request.fusion is not None
-        for tokens in {id(tokens): tokens for tokens in request.fusion.recomputed}.values():
+        assert request.loaded is not None
+        for tokens in {id(tokens): tokens for tokens in request.loaded.recomputed}.values():
             computed[tokens.cpu()] = True
         own, dropped = torch.ones(length, dtype=torch.bool), 0  # what the overlay keeps
         parts = list(self._parts(request))
@@ -108,16 +121,17 @@ class ChunkPool:
         if dropped < MIN_SHARED_TOKENS:
             return None
         try:  # chunks that nobody else holds go to the pool, too, for those who come later
-            held = [self._held(part, computed) for part in parts]
-            positions = own.nonzero().flatten()
-            running = self._joined(held, positions.tolist(), cache.room)
+            held = [self._held(part, int(positions[part.at]), computed) for part in parts]
+            tokens = own.nonzero().flatten()
+            tokens = tokens[positions[tokens].argsort(stable=True)]
+            running = self._joined(held, positions[tokens].tolist(), cache.room)
         except (CorruptKVError, InvalidInputError):  # damaged since it was read, or no room
             return None
         except RuntimeError as exc:
             if not is_out_of_memory(exc):
                 raise
             return None
-        at = positions.to(self.adapter.device)
+        at = tokens.to(self.adapter.device)
         assert self._overlays is not None
         for layer, buffer in enumerate(cache.buffers(length)):
             torch.index_select(buffer, 2, at, out=self._overlays.view(layer, running))
@@ -130,18 +144,18 @@ class ChunkPool:
             self._overlays = Overlays(layout, self._limit_tokens, device)
         return self._overlays.join(held, positions, room)
 
-    def _held(self, part: _Part, computed: torch.Tensor) -> HeldChunk:
-        """``computed`` ``[N]``: tokens of the prompt that were computed in any layer."""
+    def _held(self, part: _Part, position: int, computed: torch.Tensor) -> HeldChunk:
+        """``position``: of its first token. ``computed`` ``[N]``: tokens that were computed in any layer."""
         chunk = self._chunks.get(part.key)
         if chunk is None:
             self._chunks[part.key] = chunk = part.chunk or self._read(part.span)
         stale = torch.ones(chunk.tokens, dtype=torch.bool)
         stale[: part.end - part.at] = computed[part.at : part.end]
-        return HeldChunk(chunk, part.at, stale if stale.any() else None)
+        return HeldChunk(chunk, position, stale if stale.any() else None)
 
     def _parts(self, request: RequestKV) -> Iterator[_Part]:
         """What of the prompt can be shared."""
-        for span in request.fusion.request.spans if request.fusion is not None else ():
+        for span in request.loaded.spans if request.loaded is not None else ():
             if isinstance(span.reader, PrefixReader):  # in memory already: not copied
                 for key, chunk in span.reader.parts():
                     if chunk.start < span.end:
@@ -161,7 +175,7 @@ class ChunkPool:
 
 
 class _Part(NamedTuple):
-    """A stretch ``[at, end)`` of a prompt whose KV others may hold, too."""
+    """Tokens ``[at, end)`` of a cache whose KV others may hold, too."""
 
     key: str
     at: int

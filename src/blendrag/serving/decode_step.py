@@ -55,7 +55,7 @@ def can_join(adapter: ModelAdapter, given: Mapping[str, Any]) -> bool:
     if any(value is not None and value is not False for value in more):
         return False
     limit = adapter.blend_limit_tokens  # all rows of a forward use one rotary table
-    return limit is None or cache.get_seq_length() < limit
+    return limit is None or cache.next_position < limit
 
 
 def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
@@ -64,7 +64,8 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
     After an error all KV is as before.
     """
     requests = [step.kv for step in steps]
-    lengths = [one.length for one in requests]
+    lengths = [one.cache.get_seq_length() for one in requests]
+    positions = [one.next_position for one in requests]
     shared = pool.attention(requests)
     rows = _Rows(requests, shared, pool.adapter.device)
     if shared is not None:
@@ -73,7 +74,7 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
         with torch.inference_mode(), _attending(pool.adapter, rows):
             output = steps[0].forward(
                 input_ids=torch.cat([step.ids for step in steps]),  # [R, 1]
-                position_ids=torch.tensor(lengths, device=pool.adapter.device)[:, None],  # [R, 1]
+                position_ids=torch.tensor(positions, device=pool.adapter.device)[:, None],  # [R, 1]
                 past_key_values=rows,
                 use_cache=True,
                 return_dict=True,
@@ -101,8 +102,8 @@ class _RowsLayer(DynamicLayer):
         self._layers = layers
 
     def get_seq_length(self) -> int:
-        """Of the longest, as if the others were padded."""
-        return self._rows.longest
+        """As if the sequences were padded to one length."""
+        return self._rows.length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -121,7 +122,7 @@ class _Rows(Cache):
     def __init__(
         self, requests: Sequence[RequestKV], shared: SharedAttention | None, device: torch.device
     ) -> None:
-        self.longest = max(one.length for one in requests)
+        self.length = max(one.next_position for one in requests)
         self.alone = [row for row, one in enumerate(requests) if one.running is None]
         """Rows with a cache of their own."""
         self.shared = shared
@@ -132,7 +133,7 @@ class _Rows(Cache):
             self.sharing = torch.tensor(sharing, device=device)
         self.held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         """K and V ``[1, Hkv, N, D]`` of each row of ``alone``, in the layer that was updated last."""
-        caches = [requests[row].cache for row in self.alone]
+        caches = self.caches = [requests[row].cache for row in self.alone]
         count = len(requests[0].cache.layers)
         super().__init__(
             layers=[_RowsLayer(self, [cache.layers[i] for cache in caches]) for i in range(count)]
@@ -175,9 +176,11 @@ def attend(
     out = query.new_empty((count, heads, value.shape[-1]))
     if rows.alone:
         folded = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [R, Hkv, G, D]
-        for row, (keys, values) in zip(rows.alone, rows.held, strict=True):
+        held = zip(rows.alone, rows.caches, rows.held, strict=True)
+        for row, cache, (keys, values) in held:
             if sliding_window is not None:
-                keys, values = keys[:, :, -sliding_window:], values[:, :, -sliding_window:]
+                seen = cache.visible(sliding_window)
+                keys, values = keys[:, :, seen], values[:, :, seen]
             own = F.scaled_dot_product_attention(folded[row : row + 1], keys, values, scale=scaling)
             out[row] = own.flatten(0, 2)
     if rows.shared is not None:

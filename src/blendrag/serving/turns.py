@@ -21,9 +21,8 @@ from greenlet import getcurrent, greenlet
 from torch import nn
 from torch.overrides import _len_torch_function_stack
 
-from blendrag.fusor import Fusion
 from blendrag.model.adapter import ModelAdapter
-from blendrag.serving.chunk_pool import ChunkPool, RequestKV
+from blendrag.serving.chunk_pool import ChunkPool, LoadedPrompt, RequestKV
 from blendrag.serving.decode_step import DecodeStep, can_join, decoded_together
 
 log = logging.getLogger(__name__)
@@ -42,8 +41,8 @@ class Turn(greenlet):
         self.turns = turns
         self.adapter: ModelAdapter | None = None
         """Whose tokens it decodes by turns."""
-        self.fusion: Fusion | None = None
-        """How its prompt was blended, if it was."""
+        self.loaded: LoadedPrompt | None = None
+        """Its prompt, if parts of it were loaded."""
         self.kv: RequestKV | None = None
         """Its KV, from the first token that can be decoded with others."""
         self.step: DecodeStep | None = None
@@ -192,7 +191,7 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(**kwargs)
         joins = bool(turn.kv and turn.kv.running) or can_join(turn.adapter, kwargs)
         if joins and turn.kv is None:
-            turn.kv = RequestKV(kwargs["past_key_values"], turn.fusion)
+            turn.kv = RequestKV(kwargs["past_key_values"], turn.loaded)
         output = turn.wait(DecodeStep(stock, ids, turn.kv) if joins and turn.kv else None)
         return stock(**kwargs) if output is None else output
 
@@ -219,11 +218,11 @@ def pausing(check: Callable[[], None]) -> Callable[[], None]:
     return checked
 
 
-def blended(fusion: Fusion) -> None:
-    """Say how the prompt of this call was blended, so that it may share chunks with others."""
+def loaded(prompt: LoadedPrompt) -> None:
+    """Say what of the prompt of this call was loaded, so that it may share that with others."""
     turn = getcurrent()
     if isinstance(turn, Turn):
-        turn.fusion = fusion
+        turn.loaded = prompt
 
 
 @contextmanager
@@ -234,11 +233,11 @@ def taking_turns(adapter: ModelAdapter) -> Iterator[None]:
     if not isinstance(turn, Turn):
         yield
         return
-    around = turn.adapter, turn.fusion, turn.kv  # a processor of a request may ask, too
-    turn.adapter, turn.fusion, turn.kv = adapter, None, None
+    around = turn.adapter, turn.loaded, turn.kv  # a processor of a request may ask, too
+    turn.adapter, turn.loaded, turn.kv = adapter, None, None
     with turn.turns.shared(adapter.model):
         try:
             yield
         finally:
             turn.turns.leave(turn)
-            turn.adapter, turn.fusion, turn.kv = around
+            turn.adapter, turn.loaded, turn.kv = around
