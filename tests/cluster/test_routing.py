@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from random import Random
 
@@ -39,3 +41,8 @@ def test_without_resident_chunks_the_shorter_of_two_queues_is_chosen():
 def test_a_single_replica_is_chosen():
     assert chosen([0], [9]) == {0}
     assert power_of_two([9], Random(0)) == 0
+
+
+def test_the_score_needs_no_ray():
+    imported = "import sys, blendrag.cluster.routing; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", imported], check=False).returncode == 0

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+#: A usual price of a queued request: this share of the bytes of the request's own chunks. In simulations,
+#: higher prices read more from the remote and lower ones wait longer.
+QUEUED_SHARE = 0.25
+
 
 def score(resident_bytes: float, queue: float, queued_bytes: float) -> float:
     """The bytes that a replica need not read from the remote, minus a price for each request before this one.
 
-    ``queue``: requests that wait or run there. ``queued_bytes``: what the remote delivers while a replica
-    answers one request; if nobody has measured that, the bytes of the request's own chunks.
+    ``queue``: requests that wait or run there. ``queued_bytes``: the price; see :data:`QUEUED_SHARE`.
     """
     return resident_bytes - queue * queued_bytes
 
