@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server fuzz-corpus fuzz-schema coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-remote fuzz-corpus fuzz-schema coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -140,6 +140,12 @@ soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 
 soak-server: $(READY) ## send 10,000 random requests to blendrag serve: whole, streamed, abandoned, wrong
 	@PYTHONPATH=tests $(BIN)/python -m server.soak \
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \
+	  $(if $(SEED),--seed $(SEED))
+
+# make soak-remote FLIPS=1000 ROUNDS=1 SEED=7
+soak-remote: $(READY) ## attack the remote tier: 10,000 flipped bits, a server that is frozen, slow or down
+	@PYTHONPATH=tests/store:tests $(BIN)/python -m remote_attacks \
+	  $(if $(FLIPS),--flips $(FLIPS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(SEED),--seed $(SEED))
 
 # make fuzz-corpus COPIES=1000 SEED=7

@@ -1,0 +1,177 @@
+"""A small S3 server in memory, with faults: for tests, and as a process of its own with ``python -m s3``.
+
+``fault`` applies to every GET below ``/kv/`` and ``/corpus/``: 503, "503 once", hang, cut, throttle, trickle,
+flip, "flip once". ``POST /fault`` sets it from outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+BUCKET = "/bucket"
+#: Bytes per second of the fault "throttle".
+THROTTLED = 1_000_000
+DATE = "2026-11-23T20:00:00.000Z"
+
+
+def etag(data: bytes) -> str:
+    return f'"{hashlib.md5(data).hexdigest()}"'
+
+
+class S3(BaseHTTPRequestHandler):
+    """GET with a range, HEAD, conditional PUT, DELETE, and lists of one page."""
+
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path)
+        if "list-type" in path.query:
+            return self.listing(unquote(parse_qs(path.query).get("prefix", [""])[0]))
+        data = self.server.objects.get(unquote(path.path))
+        if data is None or not self.path.startswith(BUCKET):
+            code = "NoSuchKey" if self.path.startswith(BUCKET) else "NoSuchBucket"
+            return self.reply(404, f"<Error><Code>{code}</Code></Error>".encode())
+        headers, part, status = {"ETag": etag(data)}, data, 200
+        if wanted := self.headers["Range"]:
+            first, last = map(int, wanted.removeprefix("bytes=").split("-"))
+            part, status = data[first : last + 1], 206
+            headers["Content-Range"] = f"bytes {first}-{first + len(part) - 1}/{len(data)}"
+        is_hit = "/kv/" in self.path or "/corpus/" in self.path
+        fault = self.server.fault if is_hit else ""
+        if fault == "flip once":  # in one of the next few
+            fault = "flip" * (self.server.chance.random() < 0.4)
+            self.server.fault = "" if fault else self.server.fault
+        if fault == "503 once":
+            self.server.fault, fault = "", "503"
+        if fault == "503":
+            return self.reply(503, b"<Error><Code>SlowDown</Code></Error>")
+        if fault == "hang":
+            self.server.go_on.wait(20)
+        if fault == "flip" and part:
+            part = flipped(part, self.server.chance)
+            self.server.flips += 1
+        return self.reply(status, part, headers, fault)
+
+    def listing(self, prefix: str) -> None:
+        found = "".join(
+            f"<Contents><Key>{name.removeprefix(BUCKET + '/')}</Key><Size>{len(data)}</Size>"
+            f"<ETag>{etag(data)}</ETag><LastModified>{DATE}</LastModified></Contents>"
+            for name, data in sorted(self.server.objects.copy().items())
+            if name.startswith(f"{BUCKET}/{prefix}")
+        )
+        self.reply(200, f"<ListBucketResult>{found}</ListBucketResult>".encode())
+
+    def do_HEAD(self) -> None:
+        data = self.server.objects.get(unquote(self.path))
+        found = {} if data is None else {"ETag": etag(data)}
+        self.reply(404 if data is None else 200, data or b"", found, is_head=True)
+
+    def do_PUT(self) -> None:
+        data, path = self.body(), unquote(self.path)
+        with self.server.lock:
+            there = self.server.objects.get(path)
+            if_match = self.headers["If-Match"]
+            if (self.headers["If-None-Match"] == "*" and there is not None) or (
+                if_match and (there is None or if_match != etag(there))
+            ):
+                return self.reply(412, b"")
+            self.server.objects[path] = data
+        return self.reply(200, b"", {"ETag": etag(data)})
+
+    def do_DELETE(self) -> None:
+        self.server.objects.pop(unquote(self.path), None)
+        self.reply(204, b"")
+
+    def do_POST(self) -> None:
+        self.server.fault = self.body().decode()
+        self.reply(200, b"")
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"] or 0))
+
+    def reply(
+        self,
+        status: int,
+        data: bytes,
+        more: dict[str, str] | None = None,
+        fault: str = "",
+        is_head: bool = False,
+    ) -> None:
+        self.send_response(status)
+        headers = {"Last-Modified": "Mon, 23 Nov 2026 20:00:00 GMT"} | (more or {})
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if is_head:
+            return
+        with contextlib.suppress(OSError):
+            if fault == "cut":
+                self.wfile.write(data[: len(data) // 2])
+                self.close_connection = True
+            elif fault in ("throttle", "trickle"):
+                step, pause_s = (THROTTLED // 20, 0.05) if fault == "throttle" else (100, 0.05)
+                for at in range(0, len(data), step):
+                    with self.server.line:  # one line for all connections
+                        self.wfile.write(data[at : at + step])
+                        time.sleep(pause_s)
+            else:
+                self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+def flipped(data: bytes, chance: random.Random) -> bytes:
+    """With one bit changed."""
+    at = chance.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(("127.0.0.1", 0), S3)
+        self.objects: dict[str, bytes] = {}
+        self.fault, self.flips = "", 0
+        self.go_on = threading.Event()
+        self.lock, self.line = threading.Lock(), threading.Lock()
+        self.chance = random.Random(seed)
+
+    def handle_error(self, *args: object) -> None:
+        """Clients give up; that is what is tested."""
+
+    @contextlib.contextmanager
+    def running(self):
+        thread = threading.Thread(target=self.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.go_on.set()
+            self.shutdown()
+            thread.join()
+            self.server_close()
+
+
+def environment(port: int) -> dict[str, str]:
+    """Variables by which obstore finds the server."""
+    return {
+        "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    made = Server()
+    sys.stdout.write(f"{made.server_port}\n")
+    sys.stdout.flush()
+    made.serve_forever()
