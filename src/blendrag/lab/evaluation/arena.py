@@ -29,10 +29,11 @@ from blendrag.corpus.embedder import Embedder
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.asking import ObservedAnswer, ask, prompt_of, wording_for
+from blendrag.lab.evaluation.asking import ObservedAnswer, Wording, ask, prompt_of, wording_for
 from blendrag.lab.evaluation.chains import ask_chain, require_chains
 from blendrag.lab.evaluation.datasets import Case, Dataset, by_context
 from blendrag.lab.evaluation.rows import ArenaRow, Journal, Outcome, make_rows
+from blendrag.lab.evaluation.schema_prompts import add_schemas, schema_prompt
 from blendrag.lab.evaluation.scoring import exact_match, f1, rouge_l, token_kl
 from blendrag.lab.evaluation.ways import CHAINS, FULL, NONE, PREFIX, Way
 from blendrag.model.adapter import ModelAdapter
@@ -99,6 +100,11 @@ class Engines:
             if kind == PREFIX:
                 _promote(engine, wanted[0])
 
+    def declare(self, chunks: Sequence[str], wording: Wording) -> None:
+        """Add schemas whose modules are ``chunks``, in place of those before."""
+        for engine in self._engines.values():
+            add_schemas(engine, chunks, wording)
+
 
 def _promote(engine: BlendEngine, chunk: str) -> None:
     """Read the chunk's KV once, which brings it to the memory tier."""
@@ -158,17 +164,24 @@ class Arena:
         seed: int = 1,
         max_new_tokens: int | None = None,
         kv_encoding: KVEncoding = "native",
+        as_schema: bool = False,
     ) -> None:
         """``seed`` of the bootstrap and of the order of ways; ``max_new_tokens``: default by the dataset's
-        metric; ``kv_encoding`` of stored chunks."""
+        metric; ``kv_encoding`` of stored chunks; ``as_schema``: prompts are those of a schema whose modules
+        are the chunks."""
         if any(way.policy in CHAINS for way in ways):
             require_chains()
+        if as_schema and any(case.history for case in dataset.cases):
+            raise InvalidInputError(
+                "cases of a chat cannot be asked with --schema; name another --dataset"
+            )
         adapter.require_blendable()
         self.adapter = adapter
         self.dataset = dataset
         self.ways = tuple(ways)
         self.seed = seed
         self.kv_encoding = kv_encoding
+        self.as_schema = as_schema
         self._wording = wording_for(adapter.tokens.tokenizer, dataset.metric)
         self.max_new_tokens = max_new_tokens or NEW_TOKENS[dataset.metric]
         self._keys = {case.case_id: self._key(case) for case in dataset.cases}
@@ -194,6 +207,8 @@ class Arena:
             ) as engines:
                 for cases in by_context(pending):
                     engines.hold(cases[0].chunks)
+                    if self.as_schema:
+                        engines.declare(cases[0].chunks, self._wording)
                     if cases[0] is pending[0]:
                         self._warm_up(engines, pending, journal)
                     for case in cases:
@@ -234,6 +249,9 @@ class Arena:
         if way.policy in CHAINS:
             return ask_chain(engine, way.policy, case, self.max_new_tokens)
         chunks = () if way.policy == NONE else case.chunks
+        if self.as_schema:
+            made = schema_prompt(case, chunks, self._wording, way.policy)
+            return ask(engine, made, way.options(self.max_new_tokens), chunks, answer)
         prompt = prompt_of(case, chunks, self._wording, self.adapter.tokens)
         return ask(engine, prompt, way.options(self.max_new_tokens), chunks, answer)
 
@@ -273,7 +291,7 @@ class Arena:
         fields = (
             case.digest, self.dataset.metric,
             self.adapter.identity.encoded(self.kv_encoding).namespace, self._wording.template,
-            str(self.max_new_tokens), blendrag.__version__, source_digest(),
+            str(self.max_new_tokens), blendrag.__version__, source_digest(), *["schema"] * self.as_schema,
         )  # fmt: skip
         return digest_fields(field.encode() for field in fields)[:32]
 

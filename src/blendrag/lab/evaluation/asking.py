@@ -18,7 +18,7 @@ from transformers import Cache, LogitsProcessor, LogitsProcessorList
 from blendrag.demo import demo_model_path
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.rendering import SEPARATOR, render
-from blendrag.engine.request import Prompt, RagPrompt
+from blendrag.engine.request import Prompt, RagPrompt, SchemaPrompt
 from blendrag.errors import CorpusError
 from blendrag.lab.evaluation.datasets import Case, Metric, spread
 from blendrag.lab.training.samples import CONTEXT, NATIVE, QUESTION
@@ -156,7 +156,10 @@ def ask(
         hook.remove()
     engine.drain()
     metrics = given.metrics
-    _require_loaded(metrics, {"full": 0, "prefix": 1}.get(str(options.mode), len(chunks)))
+    expected = {"full": 0, "prefix": 1}.get(str(options.mode), len(chunks))
+    if expected and isinstance(prompt, SchemaPrompt):  # text outside of modules may be loaded, too
+        expected = max(expected, len(metrics.chunks))
+    _require_loaded(metrics, expected)
     ratio, charged = metrics.ratio, metrics.charged_ratio
     if options.mode in ("full", "prefix"):  # a chunk is either loaded or computed
         tokens = sum(len(engine.resources.text_ids(text)) for text in chunks)

@@ -96,6 +96,14 @@ def evaluate(
         bool,
         typer.Option("--quick", help="Few questions: under three minutes on two cores."),
     ] = False,
+    schema: Annotated[
+        bool,
+        typer.Option(
+            "--schema",
+            help="Ask through a prompt schema whose modules are the chunks, also in the ways schema "
+            "(each encoded alone) and scaffold (encoded together).",
+        ),
+    ] = False,
     embedder: Annotated[
         str | None, options.optional("sentence-transformers model, or minilm-offline.")
     ] = None,
@@ -109,7 +117,7 @@ def evaluate(
     """Compare the answers of policies at equal r (--ratio), and what each is charged for that, the
     entry layer included. An interrupted run continues where it was."""
     begin(verbose, "nothing was asked yet; repeat the command")
-    ways = _ways(policies, schedules, ratio, encode_prefix)
+    ways = _ways(policies, schedules, ratio, encode_prefix, schema)
     from blendrag.config import DEMO_MODEL, absolute_model, settings
     from blendrag.corpus.recorded_model import model_for
     from blendrag.lab.evaluation import report
@@ -150,7 +158,7 @@ def evaluate(
     kept_as = cast("KVEncoding", encoding or settings().kv_encoding)
     namespace = adapter.identity.encoded(kept_as).namespace
     ways = look_up(ways, store or settings().store, namespace)
-    arena = Arena(adapter, made, ways, seed, max_new_tokens, kept_as)
+    arena = Arena(adapter, made, ways, seed, max_new_tokens, kept_as, schema)
     rows = _run(arena, out)
     if json:
         output.print_json([asdict(row) for row in rows])
@@ -183,10 +191,21 @@ def _run(arena: Arena, out: Path | None) -> list[ArenaRow]:
 
 
 def _ways(
-    policies: str | None, schedules: str | None, ratios: list[float] | None, prefix: str
+    policies: str | None,
+    schedules: str | None,
+    ratios: list[float] | None,
+    prefix: str,
+    as_schema: bool,
 ) -> tuple[Way, ...]:
     from blendrag.config import settings
-    from blendrag.lab.evaluation.ways import DEFAULT_POLICIES, make_ways
+    from blendrag.lab.evaluation.ways import (
+        CHAINS,
+        DEFAULT_POLICIES,
+        PLACED,
+        PREFIX,
+        SCHEMA_POLICIES,
+        make_ways,
+    )
 
     listed = [settings().schedule] if schedules is None else _listed(schedules)
     with suppress(ValueError):  # numbers are one schedule
@@ -194,8 +213,16 @@ def _ways(
     prefixes = _listed(prefix)
     if not {"on", "off"}.issuperset(prefixes):
         raise InvalidInputError(f"--encode-prefix {prefix!r} is not on, off or on,off")
+    chosen = SCHEMA_POLICIES if as_schema else DEFAULT_POLICIES
+    if policies is not None:
+        chosen = tuple(_listed(policies))
+    for each in set(chosen).intersection((PREFIX, *CHAINS) if as_schema else PLACED):
+        raise InvalidInputError(
+            f"--policies {each!r} is not measured {'with' if as_schema else 'without'} --schema; "
+            f"{'leave it out' if as_schema else 'add --schema'}"
+        )
     return make_ways(
-        DEFAULT_POLICIES if policies is None else _listed(policies),
+        chosen,
         listed,
         ratios or [settings().fixed_ratio],
         [each == "on" for each in prefixes],

@@ -14,9 +14,9 @@ LEGEND = (
     "PGR: 0 answers as without context, 1 as full prefill does, with the 95% interval of a paired "
     "bootstrap over contexts; – where full prefill gains nothing. charged: share of chunk tokens "
     "computed over all layers; above r if a policy computes the entry layer for all of them to "
-    "choose. KL: of the first token, KL/tok: per token of full prefill's answer, in nats. recovered: "
-    "1 - KL/tok over reuse's, with its 95% interval. agrees: share of that answer's tokens that the way "
-    "prefers too. prefix on/off: chunks encoded after the corpus's "
+    "choose. KL: of the first token, KL/tok: per token of full prefill's answer with its standard error, "
+    "in nats. recovered: 1 - KL/tok over reuse's, with its 95% interval. agrees: share of that answer's "
+    "tokens that the way prefers too. prefix on/off: chunks encoded after the corpus's "
     "prefix or without one. TTFT: median, KV read from disk."
 )
 #: Columns of a table besides the names of the ways; more do not fit into 80 characters.
@@ -38,7 +38,7 @@ def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
         ("PGR", lambda row: interval(row.pgr, row.pgr_low, row.pgr_high)),
         ("TTFT ms", lambda row: f"{row.ttft_ms:.0f}"),
         ("KL", lambda row: number(row.kl, ".2g")),
-        ("KL/tok", lambda row: number(row.token_kl, ".2g")),
+        ("KL/tok", _token_kl),
         ("recovered", lambda row: interval(row.recovered, row.recovered_low, row.recovered_high)),
         ("agrees", lambda row: number(row.agreement, ".2f")),
         *(score(kind) for kind in dict.fromkeys(row.kind for row in rows if row.kind != ALL)),
@@ -58,6 +58,11 @@ def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
     made[0] = replace(made[0], title=title)
     made[-1] = replace(made[-1], notes=[LEGEND])
     return made
+
+
+def _token_kl(row: ArenaRow) -> str:
+    error = "" if row.token_kl_error is None else f" ± {row.token_kl_error:.2g}"
+    return number(row.token_kl, ".2g") + error
 
 
 def _names_of(rows: Sequence[ArenaRow]) -> list[Column]:

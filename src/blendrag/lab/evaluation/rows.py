@@ -7,12 +7,13 @@ what plots and docs/quality.md are made of.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from blendrag.errors import InvalidInputError
@@ -24,7 +25,7 @@ from blendrag.lab.evaluation.scoring import (
     performance_gap_recovered,
     sum_by_context,
 )
-from blendrag.lab.evaluation.ways import FULL, NONE, REUSE, Way
+from blendrag.lab.evaluation.ways import FULL, NONE, PLACED, REUSE, Way
 from blendrag.store.kv import NATIVE_ENCODING
 
 #: The kind of a row over all questions.
@@ -147,6 +148,7 @@ class ArenaRow:
     schedule_run: str = ""
     chosen_by: str = ""
     token_kl: float | None = None
+    token_kl_error: float | None = None
     recovered: float | None = None
     recovered_low: float | None = None
     recovered_high: float | None = None
@@ -193,6 +195,8 @@ def make_rows(
             sums(each, kind, dataset.metric) for each in (way, Way(FULL), Way(NONE))
         )
         reuse = Way(REUSE, encode_prefix=way.encode_prefix)
+        if way.policy in PLACED:  # no chunk of theirs is encoded after a prefix
+            reuse = next((each for each in outcomes if each.policy == REUSE), reuse)
         lost, lost_by_reuse = (sums(each, kind, "token_kl") for each in (way, reuse))
         pgr = performance_gap_recovered(scores, full, nothing, seed)
         recovered = loss_recovered(lost, lost_by_reuse, seed, SMALLEST_KL)
@@ -200,6 +204,7 @@ def make_rows(
         fields: dict[str, Any] = {
             **means,
             "score": means[dataset.metric],
+            "token_kl_error": _standard_error([outcome.token_kl for outcome in of]),
             "same_answer": _mean([None if share is None else share == 1.0 for share in agreements]),
             "ttft_ms": median(outcome.ttft_ms for outcome in of),
             "ratio": fmean(o.ratio for o in of) if way.ratio is None else way.ratio,
@@ -231,6 +236,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
     """Of the values that are known."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
+
+
+def _standard_error(values: Sequence[float | None]) -> float | None:
+    """Of the mean of the values that are known."""
+    known = [value for value in values if value is not None]
+    return stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
 
 
 def _others(run: Sequence[str], asked: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from blendrag.config import CALIBRATED, Mode
+from blendrag.config import CALIBRATED, DEFAULT_POLICY, Mode
 from blendrag.engine import Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES, Schedule, make_policy
@@ -14,13 +14,22 @@ from blendrag.planning.calibration import calibrations
 
 FULL, NONE, PREFIX, REUSE = "full", "none", "prefix", "reuse"
 MAP_REDUCE, MAP_RERANK = CHAINS = ("map-reduce", "map-rerank")
+#: Chunks as modules at the positions of a schema, each encoded alone or all together.
+SCHEMA, SCAFFOLD = PLACED = ("schema", "scaffold")
 #: Ways that compute chunks instead of loading them, at least all but the first.
 COMPUTING = (FULL, NONE, PREFIX, *CHAINS)
 #: Ways that are not selection policies: the two ends of PGR, the controls and the chains.
-BASELINES = (*COMPUTING, REUSE)
+BASELINES = (*COMPUTING, REUSE, *PLACED)
 #: The baselines that any model can follow, and every registered policy.
 DEFAULT_POLICIES = tuple(dict.fromkeys((FULL, PREFIX, REUSE, *POLICIES)))
-_MODES: dict[str, Mode] = {**dict.fromkeys(COMPUTING, "full"), PREFIX: "prefix", REUSE: "reuse"}
+#: With prompts of a schema. Reuse and the policies then blend its modules.
+SCHEMA_POLICIES = (FULL, REUSE, *PLACED, DEFAULT_POLICY)
+_MODES: dict[str, Mode] = {
+    **dict.fromkeys(COMPUTING, "full"),
+    PREFIX: "prefix",
+    REUSE: "reuse",
+    **dict.fromkeys(PLACED, "blend"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ def make_ways(
             if known.budgeted:
                 spread = [str(known.schedule)] if known.schedule else schedules
                 costs = [(schedule, ratio) for ratio in ratios for schedule in spread]
-        prefixes = [None] if policy in COMPUTING else encode_prefix
+        prefixes = [None] if policy in (*COMPUTING, *PLACED) else encode_prefix
         made += [Way(policy, *cost, prefix) for prefix in prefixes for cost in costs]
     return tuple(dict.fromkeys(made))
 
