@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-remote fuzz-corpus fuzz-schema coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-remote soak-ray fuzz-corpus fuzz-schema coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -136,7 +136,7 @@ soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 
 	  $(if $(FAULTS),--faults $(FAULTS)) $(if $(CUTS),--cuts $(CUTS)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DIR),--dir $(DIR)) $(if $(JSON),--json $(JSON))
 
-# make soak-server REQUESTS=1000 CLIENTS=64 SEED=7
+# make soak-server soak-ray REQUESTS=1000 CLIENTS=64 SEED=7
 soak-server: $(READY) ## send 10,000 random requests to blendrag serve: whole, streamed, abandoned, wrong
 	@PYTHONPATH=tests $(BIN)/python -m server.soak \
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \
@@ -147,6 +147,11 @@ soak-remote: $(READY) ## attack the remote tier: 10,000 flipped bits, a server t
 	@PYTHONPATH=tests/store:tests $(BIN)/python -m remote_attacks \
 	  $(if $(FLIPS),--flips $(FLIPS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(SEED),--seed $(SEED))
+
+# make soak-ray STREAMS=20 REPLICAS=3
+soak-ray: $(READY) ## kill one of three replicas on Ray while they stream; add and remove replicas under load
+	@PYTHONPATH=tests $(BIN)/python -m cluster.soak \
+	  $(if $(STREAMS),--streams $(STREAMS)) $(if $(REPLICAS),--replicas $(REPLICAS))
 
 # make fuzz-corpus COPIES=1000 SEED=7
 fuzz-corpus: $(READY) ## damage copies of a corpus: never a wrong text, never a traceback

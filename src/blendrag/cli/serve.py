@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +13,7 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import say
+from blendrag.cli.output import count, say
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, InvalidInputError, StoreUnavailableError
 from blendrag.store.regular_files import MIB
@@ -65,6 +67,21 @@ def serve(
     device: options.Device = None,
     lora: options.Lora = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Serve with replicas on Ray: of RAY_ADDRESS, or of this machine."
+        ),
+    ] = False,
+    replicas: Annotated[
+        str | None,
+        options.optional(
+            "With --ray: how many, or MIN-MAX to follow the load. [default: 1]", metavar="N|MIN-MAX"
+        ),
+    ] = None,
+    gpus_per_replica: Annotated[
+        float | None, options.number("With --ray: GPUs of each replica. [default: 0]", 0)
+    ] = None,
     verbose: options.Verbose = False,
 ) -> int:
     """Answer HTTP requests in OpenAI's schema until Ctrl-C or SIGTERM; running answers are finished."""
@@ -76,13 +93,18 @@ def serve(
     from blendrag.server.running import serve as serve_until_signal
     from blendrag.server.service import Limits, Service
 
-    keys = ApiKeys()
+    keys, text = ApiKeys(), None
     if api_key_file is not None:
         text = options.read_text(
             "--api-key-file", api_key_file, MAX_KEY_FILE_BYTES, "one key a line"
         )
         keys = ApiKeys.parse(text, f"--api-key-file {api_key_file}")
     given = {"max_requests": max_requests, "max_body_bytes": max_body, "max_tokens": max_tokens}
+    if ray:
+        return _serve_on_ray(context, given | {"api_keys": text})
+    if replicas or gpus_per_replica:
+        name = "--replicas" if replicas else "--gpus-per-replica"
+        raise InvalidInputError(f"{name} without --ray, expected both; one process is one replica")
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     follows = _follow(context)
     at = bound_socket(host, port)
@@ -127,6 +149,58 @@ def _follow(context: typer.Context) -> bool:
                 raise
             say("note", f"the corpus is the one followed before: {error}")
     return True
+
+
+def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
+    from blendrag.cluster.nodes import connected, require_ray
+
+    require_ray("blendrag serve --ray")
+    from blendrag.cluster.deployment import check_nodes, deployed, sigterm_exits
+    from blendrag.cluster.settings import ServedCluster
+    from blendrag.config import absolute_model, settings
+    from blendrag.server.running import DRAIN_S, bound_socket
+
+    given = context.params
+    least, most = _range_of(given["replicas"] or "1")
+    paths = {
+        "store": os.path.abspath(given["store"] or settings().store),
+        "model": given["model"] and absolute_model(given["model"]),
+        "lora": given["lora"] and absolute_model(given["lora"]),
+        "schemas": tuple(map(os.path.abspath, given["schema"] or ())),
+    }
+    named = {name: given[name] for name in ServedCluster.model_fields if name in given}
+    counts = {"min_replicas": least, "max_replicas": most}
+    every = named | limits | paths | counts
+    served = ServedCluster.of({name: value for name, value in every.items() if value is not None})
+    host, port = given["host"], given["port"]
+    if not os.environ.get("RAY_ADDRESS"):
+        with bound_socket(host, port) as at:  # a proxy that cannot listen says so only in its log
+            port = at.getsockname()[1]
+    with ExitStack() as stack:
+        with StatusLine("starting Ray"):
+            stack.enter_context(connected(most, given["verbose"]))
+            stack.enter_context(sigterm_exits())
+        with StatusLine("checking the nodes"):
+            check_nodes(served)
+        with StatusLine(f"starting {count(least, 'replica')}"):
+            stack.enter_context(deployed(served, host, port, given["verbose"]))
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        say("serving", f"{url}/v1 with {count(least, 'replica')}")
+        say("page", f"{url}/")
+        interrupt.expect("the server has stopped", DRAIN_S)
+        threading.Event().wait()
+    return DONE
+
+
+def _range_of(replicas: str) -> tuple[int, int]:
+    """``3`` → 3 to 3, ``1-3`` → 1 to 3."""
+    low, _, high = replicas.partition("-")
+    high = high or low
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        raise InvalidInputError(
+            f"--replicas {replicas!r} must be a number of at least 1, or a range such as 1-3"
+        )
+    return int(low), int(high)
 
 
 def _open(engine: BlendEngine, needs_blending: bool) -> None:

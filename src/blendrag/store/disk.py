@@ -135,6 +135,13 @@ class DiskStore(ProcessBound):
                 if self.find(namespace, name.key) == name:
                     yield name.key
 
+    def recent_keys(self, most: int) -> list[str]:
+        """Keys of at most that many entries of all namespaces, most recently used first."""
+        try:
+            return self._index.recent_keys(most)
+        except StoreError:  # it is rebuilt by the next put
+            return []
+
     def pin_scope(self) -> AbstractContextManager[PinScope]:
         self.check_process()
         return self._writer.pins.scope()

@@ -135,6 +135,11 @@ class Index:
                 yield _row(*values)
             used = page[-1][0]
 
+    def recent_keys(self, most: int) -> list[str]:
+        """Keys of at most that many payloads, most recently used first."""
+        found = self._select("SELECT key FROM payload ORDER BY used DESC LIMIT ?", most)
+        return [key for (key,) in found if is_name(key)]
+
     def totals(self) -> tuple[int, int]:
         """Entries and bytes."""
         found = self._select("SELECT entries, size_bytes FROM totals")

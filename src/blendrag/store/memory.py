@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
@@ -129,6 +130,11 @@ class MemoryStore(ProcessBound):
     def contains(self, namespace: str, key: str) -> bool:
         with self._lock:
             return (namespace, key) in self._blocks
+
+    def recent_keys(self, most: int) -> list[str]:
+        """Keys of at most that many entries of all namespaces, most recently used first."""
+        with self._lock:
+            return [key for _, key in islice(reversed(self._blocks), most)]
 
     def delete(self, namespace: str, key: str) -> bool:
         with self._lock:

@@ -416,6 +416,10 @@ class TieredStore(ProcessBound):
         self._uploads.flush()
         return frozenset(there | copied)
 
+    def resident(self, most: int) -> tuple[list[str], list[str]]:
+        """Keys in memory and keys on disk, at most that many of each, most recently used first."""
+        return self.memory.recent_keys(most), self.disk.recent_keys(most)
+
     def pin_scope(self) -> AbstractContextManager[PinScope]:
         """See :meth:`KVStore.pin_scope`. What the remote keeps may be evicted here."""
         return self.disk.pin_scope() if self.remote is None else nullcontext(PinScope())

@@ -1,0 +1,78 @@
+"""The chunks of a request, known from its text alone: a corpus and a tokenizer, no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.manifest import Manifest
+from blendrag.engine.resources import Resources
+from blendrag.store.identity import chunk_key
+
+#: Chunks whose key is remembered.
+REMEMBERED = 1 << 16
+
+
+class ChunkKeys:
+    """Recognises the chunks of a corpus in the bodies of requests. Thread-safe."""
+
+    def __init__(self, resources: Resources) -> None:
+        """``resources``: of a store and its model, which is not loaded."""
+        self._resources = resources
+        self._remembered = lru_cache(REMEMBERED)(self._key)
+
+    def of(self, body: bytes) -> dict[str, int]:
+        """Tokens of each known chunk of a request, by key; empty for a body that will be refused.
+
+        Chunks that a request has the server retrieve are not known.
+        """
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError):
+            return {}
+        corpus = self._resources.corpus
+        if not isinstance(fields, dict) or corpus is None or not corpus.has_manifest:
+            return {}
+        manifest = corpus.manifest
+        found = {
+            match.chunk_id: None
+            for text in _texts(fields)
+            for match in corpus.chunk_index.find(text)
+            if match.complete
+        }
+        keys = (self._remembered(corpus, manifest, chunk_id) for chunk_id in found)
+        return dict(entry for entry in keys if entry is not None)
+
+    def _key(self, corpus: Corpus, manifest: Manifest, chunk_id: str) -> tuple[str, int] | None:
+        try:
+            ids = self._resources.text_ids(corpus.text(chunk_id))
+        except KeyError:  # removed meanwhile
+            return None
+        return chunk_key(manifest.namespace, manifest.prefix_ids, ids), len(ids)
+
+
+def _texts(fields: Mapping[str, Any]) -> Iterator[str]:
+    """The texts of a chat or a completion that may hold chunks; what has another form is left out."""
+    for message in _list(fields.get("messages")):
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in _list(content) or [content]:
+            yield from _text(part, "text")
+    for document in _list(fields.get("documents")):
+        data = document.get("data", document) if isinstance(document, dict) else document
+        yield from _text(data, "text", "snippet")
+    prompt = fields.get("prompt")
+    for text in _list(prompt) or [prompt]:
+        yield from _text(text)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: Any, *names: str) -> Iterator[str]:
+    """``value`` if it is a text, else the first of its fields ``names`` that is one."""
+    given = [value.get(name) for name in names] if isinstance(value, dict) else [value]
+    yield from [text for text in given if isinstance(text, str)][:1]

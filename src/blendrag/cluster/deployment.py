@@ -1,0 +1,76 @@
+"""The application on a cluster, from its start to the end of its last request."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray import serve
+
+from blendrag.cluster.application import application
+from blendrag.cluster.nodes import on_every_node
+from blendrag.cluster.settings import ServedCluster
+from blendrag.errors import InvalidInputError
+
+NAME = "blendrag"
+#: In the traceback that Serve reports of a replica that did not start.
+_SENTENCE = re.compile(r"blendrag\.errors\.\w+: (.+)")
+
+
+def check_nodes(served: ServedCluster) -> None:
+    """Raise :class:`InvalidInputError`, naming the node, where a replica could not start.
+
+    Nodes need the same version of blendrag, the model's files, and the same documents.
+    """
+    documents = on_every_node(served.documents)
+    if len(set(documents)) > 1:
+        counts = ", ".join(sorted({f"{chunks} chunks" for chunks, _ in documents}))
+        raise InvalidInputError(
+            f"store {served.store_path} differs between nodes ({counts}); name a directory that all nodes "
+            "share, or an object store with --remote"
+        )
+
+
+@contextmanager
+def deployed(
+    served: ServedCluster, host: str, port: int, verbose: bool = False, **options: Any
+) -> Iterator[None]:
+    """Serve behind proxies at ``host`` and ``port`` while the context is open; the cluster is connected.
+
+    On leaving it, running answers are finished. ``options``: those of :func:`application`.
+    Raises :class:`InvalidInputError` if no replica can start.
+    """
+    if not verbose:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+    try:
+        serve.run(application(served, **options), name=NAME, route_prefix="/")
+    except RuntimeError as exc:
+        serve.delete(NAME)
+        sentences = _SENTENCE.findall(str(exc))
+        if not sentences:
+            raise
+        raise InvalidInputError(sentences[-1]) from exc
+    try:
+        yield
+    finally:
+        serve.delete(NAME)  # waits for requests that run
+
+
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """SIGTERM leaves the context once, by :class:`SystemExit`. Ray's own handler would abort."""
+
+    def leave(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,100 @@
+"""The ingress: recognises the chunks of a request and passes it to a replica. It holds no model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from blendrag.cluster.chunk_keys import ChunkKeys
+from blendrag.cluster.forwarding import WholeRequest
+from blendrag.cluster.nodes import check_version
+from blendrag.cluster.settings import ServedCluster
+from blendrag.errors import BlendragError
+from blendrag.server.access import ApiKeys, Door
+from blendrag.server.refusals import Refusal
+from blendrag.server.service import Limits
+
+log = logging.getLogger(__name__)
+
+#: Replicas that a request is sent to, one after another, if they end before they have sent anything.
+TRIES = 3
+LOST = "the replica that answered ended; send the request again"
+
+
+class Ingress:
+    """Deployment that Serve's proxies pass HTTP requests to."""
+
+    def __init__(self, served: ServedCluster, version: str, replicas: Any) -> None:
+        check_version(version)
+        keys = ApiKeys.parse(served.api_keys, "api_keys") if served.api_keys else ApiKeys()
+        self._replicas = replicas.options(method_name="answer", stream=True)
+        self._keys = ChunkKeys(served.engine(read_only=True).resources)
+        self._door = Door(self._pass_on, keys, Limits(**served.limits).max_body_bytes)
+
+    async def __call__(self, request: Request) -> Response:
+        return _ThroughApp(self._door)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]  # Door has read all of it
+        chunks = await asyncio.to_thread(self._chunks_of, body) if body else {}
+        request = WholeRequest.of(scope, body)
+        try:
+            for _ in range(TRIES):
+                if await self._is_answered(request, chunks, send):
+                    return
+            raise Refusal(503, LOST)
+        except BackPressureError:
+            refusal = Refusal(
+                429, "too many requests wait; ask again later", code="server_overloaded"
+            )
+        except Refusal as lost:
+            refusal = lost
+        await refusal.response()(scope, receive, send)
+
+    async def _is_answered(self, request: WholeRequest, chunks: dict[str, int], send: Send) -> bool:
+        """``False`` if the replica ended before it sent anything."""
+        began = is_stream = False
+        try:
+            async for message in self._replicas.remote(request, chunks=chunks):
+                if message["type"] == "http.response.start":
+                    is_stream = any(
+                        name == b"content-type" and b"event-stream" in value
+                        for name, value in message["headers"]
+                    )
+                began = True
+                await send(message)
+        except RayActorError:
+            if not began:
+                return False
+            if not is_stream:
+                raise
+            event = json.dumps(Refusal(503, LOST).fields)
+            ending = f"data: {event}\n\ndata: [DONE]\n\n".encode()
+            await send({"type": "http.response.body", "body": ending, "more_body": False})
+        return True
+
+    def _chunks_of(self, body: bytes) -> dict[str, int]:
+        try:
+            return self._keys.of(body)
+        except (BlendragError, OSError) as error:
+            log.warning("the chunks of a request are not known, so any replica gets it: %s", error)
+            return {}
+
+
+class _ThroughApp(Response):
+    """What Serve takes as a response: an ASGI application that answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)

@@ -1,0 +1,81 @@
+"""One replica: an engine and the server over it, called by the ingress."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Message
+
+from blendrag.cluster.forwarding import WholeRequest, answered
+from blendrag.cluster.nodes import check_version
+from blendrag.cluster.resident_router import DISK, MEMORY, digest
+from blendrag.cluster.settings import ServedCluster
+from blendrag.errors import BlendragError
+from blendrag.store.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from blendrag.engine import BlendEngine
+
+log = logging.getLogger(__name__)
+
+#: Most keys that a replica reports of each tier, the most recently used.
+REPORTED_KEYS = 1 << 14
+
+
+class Replica:
+    """Deployment whose requests come from :class:`blendrag.cluster.ingress.Ingress`."""
+
+    def __init__(self, served: ServedCluster, version: str) -> None:
+        check_version(version)
+        from blendrag.server.access import ApiKeys
+        from blendrag.server.app import create_app
+        from blendrag.server.service import Limits, Service
+
+        self._engine = served.engine()
+        for file in served.schemas:
+            self._engine.add_schema(Path(file))
+        _open(self._engine, needs_blending=not served.schemas)
+        keys = ApiKeys.parse(served.api_keys, "api_keys") if served.api_keys else ApiKeys()
+        self._service = Service(self._engine, Limits(**served.limits), keys)
+        self._app = create_app(self._service)
+
+    async def answer(
+        self, request: WholeRequest, chunks: Mapping[str, int]
+    ) -> AsyncGenerator[Message, None]:
+        """The ASGI messages of an answer; ``chunks`` are for the router."""
+        async with aclosing(answered(self._app, request)) as messages:
+            async for message in messages:
+                yield message
+
+    def record_routing_stats(self) -> dict[str, bytes]:
+        """Which chunks' KV is here, for :class:`blendrag.cluster.resident_router.ResidentRouter`."""
+        store = self._engine.resources.store
+        assert isinstance(store, TieredStore)
+        memory, disk = store.resident(REPORTED_KEYS)
+        return {MEMORY: digest(memory), DISK: digest(disk)}
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica for which this raises."""
+        self._service.check_open()
+
+    def __del__(self) -> None:
+        engine: Any = self.__dict__.get("_engine")
+        if engine is not None:
+            engine.close()
+
+
+def _open(engine: BlendEngine, needs_blending: bool) -> None:
+    """Load what requests need. Raises :class:`UnsupportedModelError` if the mode needs a blendable model."""
+    engine.open()
+    if engine.settings.mode != "full" and needs_blending:
+        engine.adapter.require_blendable()
+    corpus = engine.resources.corpus
+    if corpus is not None and corpus.vectors.dim() is not None:
+        try:
+            _ = engine.resources.retriever().embedder.dim  # loads it
+        except BlendragError as error:
+            log.warning("retrieval and embeddings are refused: %s", error)

@@ -1,0 +1,110 @@
+"""What a cluster serves: the arguments of the application in a Serve config file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from blendrag.config import Mode, Ratio, settings
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.database import DIRECTORY, FILE_NAME
+from blendrag.corpus.recorded_model import model_for
+from blendrag.errors import InvalidInputError, ModelLoadError
+
+if TYPE_CHECKING:
+    from blendrag.engine import BlendEngine
+
+
+class ServedCluster(BaseModel):
+    """Paths are those of the nodes. Where a field is ``None``, ``BLENDRAG_*`` variables of the nodes or the
+    store decide."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    store: str | None = None
+    """Directory of the store on each node: one that all nodes share, or with ``remote`` one of each node."""
+    remote: str | None = None
+    mode: Mode | None = None
+    policy: str | None = None
+    ratio: Ratio | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+    embedder: str | None = None
+    ram_bytes: int | None = None
+    disk_bytes: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    lora: str | None = None
+    trust_remote_code: bool = False
+    schemas: tuple[str, ...] = ()
+    """Files of prompt schemas."""
+    api_keys: str | None = Field(default=None, repr=False)
+    """The text of a key file."""
+    max_requests: int | None = Field(default=None, ge=1)
+    """Per replica."""
+    max_body_bytes: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(default=1, ge=1)
+    target_requests: float = Field(default=8.0, gt=0)
+    """Waiting and running requests per replica that autoscaling aims at."""
+    cpus_per_replica: float = Field(default=1.0, ge=0)
+    gpus_per_replica: float = Field(default=0.0, ge=0)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> ServedCluster:
+        """Raises :class:`InvalidInputError` for arguments of other names or types."""
+        try:
+            return cls.model_validate(arguments)
+        except ValidationError as exc:
+            first = exc.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise InvalidInputError(
+                f"argument {name} of the application: {first['msg']}; the arguments are "
+                f"{', '.join(cls.model_fields)}"
+            ) from exc
+
+    def engine(self, read_only: bool = False) -> BlendEngine:
+        """The engine of a replica; without opening it, a store and a tokenizer without weights."""
+        from blendrag.engine import BlendEngine
+
+        given = self.model_dump(include=_ENGINE_OPTIONS, exclude_none=True)
+        return BlendEngine(self.model, self.store_path, read_only=read_only, **given)
+
+    def documents(self) -> tuple[int, str]:
+        """Chunks in this node's store, and its settings, after a look for the model's files.
+
+        Imports no torch. Raises :class:`CorpusError`, :class:`InvalidInputError` or :class:`ModelLoadError`.
+        """
+        model = model_for(self.model, self.store_path, self.trust_remote_code)
+        if os.path.isabs(model) and not os.path.exists(model):
+            raise ModelLoadError(
+                f"there is no model at {model}; expected the same path on every node: copy it there, share "
+                "its directory, or name a hub id"
+            )
+        if not (self.store_path / DIRECTORY / FILE_NAME).exists():
+            return 0, ""
+        with Corpus.open(self.store_path, read_only=True) as corpus:
+            return len(corpus), corpus.manifest.to_json() if corpus.has_manifest else ""
+
+    @property
+    def store_path(self) -> Path:
+        return Path(self.store or settings().store)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Fields of :class:`blendrag.server.service.Limits`."""
+        return self.model_dump(include=_LIMITS, exclude_none=True)
+
+
+_ENGINE_OPTIONS = {
+    "remote", "mode", "policy", "ratio", "top_k", "max_new_tokens", "embedder", "ram_bytes", "disk_bytes",
+    "dtype", "device", "lora", "trust_remote_code",
+}  # fmt: skip
+_LIMITS = {"max_requests", "max_body_bytes", "max_tokens"}

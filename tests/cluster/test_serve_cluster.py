@@ -1,0 +1,44 @@
+"""Replicas on a local Ray cluster. ``make soak-ray`` runs the same with larger counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.soak import prepare
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """Of one cluster; in a process of its own, as Ray unpickles what its workers send."""
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    # paths of sockets are limited to 107 characters
+    with tempfile.TemporaryDirectory(prefix="br", dir="/tmp") as directory:
+        prepare(Path(directory), streams=6, tokens=100)
+        done = subprocess.run(
+            [sys.executable, "-m", "cluster.soak", "--prepared", directory, "--replicas", "2"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            timeout=280,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("phase", ["more replicas", "fewer replicas", "new requests after that"])
+def test_no_request_fails_while_replicas_come_and_go(report: dict[str, Any], phase: str):
+    assert set(report[phase]) == {"answered"}
+
+
+def test_a_killed_replica_ends_only_its_own_streams(report: dict[str, Any]):
+    assert set(report["streams, a replica killed"]) == {"answered", "ended with an error"}
