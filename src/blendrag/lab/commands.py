@@ -1,4 +1,4 @@
-"""``blendrag bench`` and ``blendrag eval``: commands of the extra ``blendrag[lab]``."""
+"""``blendrag bench``, ``eval`` and ``lab``: commands of the extra ``blendrag[lab]``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to ``app``. Without the extra, each prints how to install it."""
     missing = [name for name in REQUIREMENTS if find_spec(name) is None]
     if missing:
-        for name in ("bench", "eval"):
+        for name in ("bench", "eval", "lab"):
             add = app.command(name, add_help_option=False, context_settings=_RAW_ARGUMENTS)
             add(_unavailable(name, missing))
         return
@@ -29,6 +29,7 @@ def register(app: typer.Typer) -> None:
 
     app.command("eval")(evaluate)
     app.command(add_help_option=False, context_settings=_RAW_ARGUMENTS)(bench)
+    app.add_typer(_simulations(), name="lab")
 
 
 @reporting
@@ -54,6 +55,15 @@ def _benches(chosen: str) -> typer.Typer:
     for name, summary in SUMMARIES.items():
         command = load_bench(name).command if name == chosen else lambda: None
         app.command(name, help=summary)(command)
+    return app
+
+
+def _simulations() -> typer.Typer:
+    from blendrag.lab.simulation.simulate import command
+
+    app = typer.Typer(no_args_is_help=True, help="Simulate what is too large to measure.")
+    app.callback()(lambda: None)  # else the only command would have no name
+    app.command("simulate")(command)
     return app
 
 

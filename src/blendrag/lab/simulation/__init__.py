@@ -1,0 +1,1 @@
+"""Replicas behind a router, simulated: more machines and larger corpora than can be measured."""
