@@ -12,6 +12,7 @@ from blendrag.corpus import snapshots
 from blendrag.corpus.remote_gc import collect_remote
 from blendrag.engine.publishing import Follower
 from blendrag.errors import InvalidInputError, StoreUnavailableError
+from blendrag.planning import controller
 
 pytest.importorskip("obstore")
 
@@ -29,6 +30,12 @@ def machine(bucket, tmp_path):
         return tiny.engine(tiny.llama(), tmp_path / name, prefix_text=tiny.BOS, **given)
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A busy machine reads from no remote in the time in which a tiny model computes."""
+    monkeypatch.setattr(controller, "IGNORED_S", 60.0)
 
 
 def ask(engine, number):

@@ -9,6 +9,7 @@ import pytest
 
 import tiny
 from blendrag.errors import InvalidInputError, StoreUnavailableError
+from blendrag.planning import controller
 from blendrag.store.objects import RemoteObjects
 
 pytest.importorskip("obstore")
@@ -27,6 +28,12 @@ def machine(bucket, tmp_path):
         return tiny.engine(tiny.llama(), tmp_path / name, prefix_text=tiny.BOS, **given)
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A busy machine reads from no remote in the time in which a tiny model computes."""
+    monkeypatch.setattr(controller, "IGNORED_S", 60.0)
 
 
 def ingest(engine):
@@ -118,3 +125,34 @@ def test_a_bad_remote_is_refused_before_anything_is_stored(machine):
         pytest.raises(InvalidInputError, match="is no object store"),
     ):
         ingest(engine)
+
+
+def test_what_a_slow_remote_holds_is_computed_now_and_kept_for_the_next_prompt(
+    machine, monkeypatch
+):
+    with machine("one") as one, machine("two") as two:
+        ingest(one)
+        ingest(two)
+        monkeypatch.setattr(controller, "IGNORED_S", 0.0)
+        monkeypatch.setattr(
+            two._planner, "_measured_token_s", 1e-9
+        )  # computes faster than any remote
+        answer = ask(two)
+        assert tiers(answer) == {""}
+        assert all("faster here than reading it" in c.reason for c in answer.metrics.chunks)
+        assert any("the remote is slower than computing" in note for note in answer.metrics.notes)
+        assert answer.text == ask(two, mode="full").text
+        two.resources.store.drain()
+        assert tiers(ask(two)) == {"disk"}
+
+
+def test_what_is_slower_to_compute_is_read_from_the_remote(machine, monkeypatch):
+    with machine("one") as one, machine("two") as two:
+        ingest(one)
+        ingest(two)
+        monkeypatch.setattr(controller, "IGNORED_S", 0.0)
+        monkeypatch.setattr(two._planner, "_measured_token_s", 1.0)
+        assert tiers(ask(two)) == {"remote"}
+        assert two._planner._token_s() == 1.0
+        two._planner._measured_token_s = None
+        assert 0 < two._planner._token_s() < 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import pytest
 from remote_attacks import attack
@@ -12,7 +13,7 @@ from blendrag.corpus.snapshots import Keys, follow, publish
 from blendrag.errors import CorruptKVError, StoreUnavailableError
 from blendrag.store import open_store
 from blendrag.store.objects import RemoteObjects
-from blendrag.store.remote import RemoteTier
+from blendrag.store.remote import RemoteTier, expected_load_s
 from blendrag.store.remote_root import RemoteRoot
 from corpus.corpus_fuzz import make_corpus
 
@@ -83,6 +84,16 @@ def test_a_fault_is_a_miss_after_a_bounded_wait(lab, server, machine, fault):
 def test_a_missing_bucket_is_said_in_one_sentence(server):
     with pytest.raises(StoreUnavailableError, match="there is no such bucket"):
         RemoteTier("s3://elsewhere/prefix", None, 1.0)
+
+
+def test_how_long_loading_takes_is_told_by_the_first_layers(lab, server, machine):
+    two = filled(lab, machine)
+    readers = [lab.open(two, number) for number in (1, 2)]
+    assert 0 < expected_load_s(readers, within_s=20.0) < 20.0
+    assert all(lab.gives(reader, lab.kv(n)) for n, reader in enumerate(readers, 1))
+    reader = lab.open(machine("three"), 2)
+    server.fault = "hang"
+    assert expected_load_s([reader], within_s=0.01) == math.inf
 
 
 def test_a_pointer_is_replaced_by_one_of_those_who_have_seen_it(server):

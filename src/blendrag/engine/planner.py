@@ -25,6 +25,8 @@ UNTRUSTED = Reason(
     "stored KV is not used: its probe entry is damaged, or this machine computes different KV than the one "
     "that ingested the corpus; ingest again to renew it",
 )
+#: Tokens of the prefill that tells how fast this machine computes, where no profile was measured.
+TIMED_TOKENS = 32
 OLD_CALIBRATION = (
     "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
     "calibrate"
@@ -122,6 +124,7 @@ class Planner:
         self._background = background
         self._prefixes = prefixes
         self._is_open = False
+        self._measured_token_s: float | None = None
         self._told: set[str] = set()
         """Namespaces for which :data:`OLD_CALIBRATION` was given."""
 
@@ -190,7 +193,24 @@ class Planner:
             self._settings.prefix_min_tokens,
             resources.manifest.encoding,
             profile,
+            token_s=self._token_s,
         )
+
+    def _token_s(self) -> float:
+        """Seconds to compute a token: of a short prefill, timed when it is first asked for."""
+        if self._measured_token_s is None:
+            adapter = self._resources.adapter
+            ids = [
+                7 * i % adapter.model.get_input_embeddings().num_embeddings
+                for i in range(TIMED_TOKENS)
+            ]
+            times = []
+            for _ in range(2):  # the first one warms up
+                began = time.perf_counter()
+                adapter.encode((), ids)
+                times.append(time.perf_counter() - began)
+            self._measured_token_s = min(times) / TIMED_TOKENS
+        return self._measured_token_s
 
     def _loaded_otherwise(
         self, namespace: str, controller: Controller, prompt: SegmentedPrompt

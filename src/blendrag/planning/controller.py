@@ -22,10 +22,16 @@ from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
 from blendrag.store.kv import KVLayout
+from blendrag.store.remote import RemoteReader, expected_load_s
 from blendrag.text.prompt import Segment, SegmentedPrompt
 
 #: Longest part before the first chunk that is stored as an exact prefix, in tokens.
 LEADING_MAX_TOKENS = 4096
+
+#: A remote may cost this share of a full prefill before it is given up.
+WAITED_SHARE = 0.1
+#: Seconds that nobody minds: a prompt waits for them without comparing.
+IGNORED_S = 0.2
 
 NO_KV = Reason(ReasonCode.NO_KV, "no KV stored for this model and prefix; encoded after the answer")
 CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification and was set aside; computed")
@@ -79,6 +85,8 @@ class Controller:
     """What this machine needs for loading and computing, if that was measured."""
     prefixes: Prefixes | None = None
     """Exact prefixes that are in memory."""
+    token_s: Callable[[], float] | None = None
+    """Seconds to compute a token, about; may measure it. ``None``: whatever the remote holds is loaded."""
     stores_leading: bool = True
     """Whether the part before the first chunk may be stored, and read if it was."""
 
@@ -113,6 +121,8 @@ class Controller:
             is_short = any(chunk.reason == NOT_ASKED for chunk in chunks)
             notes = (self.store.trouble,) if is_short else ()
             plan = replace(plan, chunks=tuple(chunks), notes=notes)
+            if not (self.profile and options.is_auto and options.mode == "blend"):
+                plan = self._without_slow_remote(plan)
             return self._estimated(plan, options) if self.profile and chunks else plan
         except BaseException:
             replace(plan, chunks=tuple(chunks)).close()
@@ -228,6 +238,43 @@ class Controller:
             return None
         layout = self.adapter.layout.encoded(self.encoding)
         return self.store.open(self.namespace, key, layout, tokens)
+
+    def _without_slow_remote(self, plan: Plan) -> Plan:
+        """``plan`` without what is read from the remote, if that takes longer than computing it.
+
+        The first layers are requested for this; a prompt waits for them at most a tenth of its prefill.
+        """
+        spans = [span for span in plan.spans if isinstance(span.reader, RemoteReader)]
+        if self.token_s is None or not spans:
+            return plan
+        token_s = self.token_s()
+        computing_s = max(IGNORED_S, token_s * sum(span.tokens for span in spans))
+        within_s = max(IGNORED_S, WAITED_SHARE * token_s * len(plan.prompt.ids))
+        readers = [span.reader for span in spans if isinstance(span.reader, RemoteReader)]
+        loading_s = expected_load_s(readers, within_s)
+        if loading_s <= computing_s:
+            return plan
+        note = (
+            f"the remote is slower than computing here, so {len(spans)} of {len(plan.spans)} stored parts "
+            f"were not read: computing them takes about {computing_s:.1f} s"
+        )
+        why = Reason(
+            ReasonCode.FASTER, "computing it is faster here than reading it from the remote"
+        )
+        for reader in readers:
+            reader.is_wanted = True  # in the background, for the next prompt
+            reader.close()
+        slow = {span.start for span in spans}
+        chunks = tuple(
+            PlannedChunk(chunk.segment, why)
+            if chunk.span is not None and chunk.span.start in slow
+            else chunk
+            for chunk in plan.chunks
+        )
+        leading = plan.leading_span
+        if leading is not None and leading.start in slow:
+            leading = None
+        return replace(plan, chunks=chunks, leading_span=leading, notes=(*plan.notes, note))
 
     # -- predict and choose ---------------------------------------------------------------------------
 

@@ -14,10 +14,11 @@ Checksums are verified as on disk. A layer is one range read; several are under 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -26,7 +27,7 @@ from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableE
 from blendrag.store.base import Counters, ProcessBound, TierStats
 from blendrag.store.identity import is_name, require_name
 from blendrag.store.kv import KVLayout
-from blendrag.store.objects import Piece, RemoteRefusedError
+from blendrag.store.objects import IN_FLIGHT, Piece, RemoteRefusedError
 from blendrag.store.payload import (
     Frame,
     PayloadHeader,
@@ -126,6 +127,8 @@ class RemoteReader(LayerReader):
         self._verified: dict[int, memoryview] = {}
         self._lock = threading.Lock()
         self._failed = self._closed = False
+        self.is_wanted = False
+        """Whether the chunk is kept although no layer was read."""
 
     @property
     def was_read(self) -> bool:
@@ -141,6 +144,12 @@ class RemoteReader(LayerReader):
             target = np.frombuffer(buffer, dtype=np.uint8)
             target[:] = stored[copied : copied + len(target)]  # releases the GIL
             copied += len(target)
+
+    def begin(self, layer: int) -> Future[Piece | None]:
+        """Request a layer that will be read; a future that is done once it is here."""
+        with self._lock:
+            self._request(layer)
+            return self._under_way[layer]
 
     def whole(self, timeout_s: float) -> list[memoryview]:
         """All layers, also those that were not read. For one thread, after :meth:`close`."""
@@ -194,7 +203,7 @@ class RemoteReader(LayerReader):
             for request in self._under_way.values():
                 request.cancel()
             self._under_way.clear()
-        if self.on_close is not None and self.was_read:
+        if self.on_close is not None and (self.was_read or self.is_wanted):
             self.on_close(self)
         else:
             self._verified.clear()
@@ -204,6 +213,21 @@ class RemoteReader(LayerReader):
         for request in self._under_way.values():
             request.cancel()
         self._verified.clear()
+
+
+def expected_load_s(readers: Sequence[RemoteReader], within_s: float) -> float:
+    """Seconds that reading all layers of these chunks takes, going by the first two, which are requested now.
+
+    Infinity if those are not here in ``within_s``. As many requests as run at a time are taken to have come
+    as far as the first ones, which is right both where latency and where bandwidth is the limit.
+    """
+    began, layers = time.monotonic(), min(len(reader.checksums) for reader in readers)
+    begun = [[reader.begin(layer) for reader in readers] for layer in range(min(AHEAD, layers))]
+    first = [future for row in begun[:2] for future in row]
+    if wait(first, within_s).not_done:
+        return math.inf
+    reads = sum(len(reader.checksums) for reader in readers)
+    return (time.monotonic() - began) * max(1.0, reads / max(len(first), IN_FLIGHT))
 
 
 class RemoteTier(ProcessBound):
