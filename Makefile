@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-remote soak-ray fuzz-corpus fuzz-schema coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-remote soak-ray fuzz-corpus fuzz-schema crash-ray coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -162,6 +162,11 @@ fuzz-corpus: $(READY) ## damage copies of a corpus: never a wrong text, never a 
 fuzz-schema: $(READY) ## change 100,000 prompt schemas and prompts: parsed, or refused with one sentence
 	@PYTHONPATH=tests $(BIN)/python -m schema.markup_fuzz \
 	  $(if $(TEXTS),--texts $(TEXTS)) $(if $(SEED),--seed $(SEED))
+
+# make crash-ray KILLS=20 SEED=7
+crash-ray: $(READY) ## kill workers of ingests on Ray at 100 random moments: nothing lost, nothing computed twice
+	@PYTHONPATH=tests:src $(BIN)/python -m cluster.ingest_crash \
+	  $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 
 # Killed child processes leave incomplete data files; coverage reports each and ignores it.
 coverage-store: $(READY) ## branch coverage of the KV store by its tests, at least 95%

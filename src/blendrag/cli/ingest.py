@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +20,7 @@ from blendrag.store.durable import readable_size
 from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
-    from blendrag.engine import BlendEngine
+    from blendrag.engine import BlendEngine, IngestReport
     from blendrag.text.readers import Patterns
 
 #: Size limit of ``--prefix-file``.
@@ -59,6 +61,19 @@ def ingest(
     device: options.Device = None,
     lora: options.Lora = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    ray: Annotated[
+        bool,
+        typer.Option("--ray", help="Compute on a Ray cluster: RAY_ADDRESS, else this machine."),
+    ] = False,
+    workers: Annotated[
+        int | None,
+        options.number(
+            "With --ray: processes with a model each. [default: GPUs, else machines]", 1, kind=int
+        ),
+    ] = None,
+    gpus_per_worker: Annotated[
+        float | None, options.number("With --ray. [default: 1, without GPUs 0]", 0)
+    ] = None,
     prune: Annotated[
         bool,
         typer.Option("--prune", help="Remove documents whose file is gone from the given paths."),
@@ -83,10 +98,32 @@ def ingest(
         content = "the rendered prompt up to the first chunk"
         prefix = options.read_text("--prefix-file", prefix_file, MAX_PREFIX_BYTES, content)
     how = {"prefix_text": prefix, "read_only": dry_run}
+    run = _runner(ray, workers, gpus_per_worker)
     with options.engine_for(context, for_ingest=True, **how) as engine:
         if dry_run:
             return _dry_run(engine, paths, patterns, json)
-        return _ingest(engine, paths, patterns, prune, json)
+        return _ingest(engine, run, paths, patterns, prune, json)
+
+
+#: Ingests paths into an engine's store: in this process, or on a Ray cluster.
+Runner = Callable[..., "IngestReport"]
+
+
+def _runner(ray: bool, workers: int | None, gpus_per_worker: float | None) -> Runner:
+    if not ray:
+        for option, value in (("--workers", workers), ("--gpus-per-worker", gpus_per_worker)):
+            if value is not None:
+                raise InvalidInputError(
+                    f"{option} {value:g} without --ray, expected both; add --ray"
+                )
+        from blendrag.engine import BlendEngine
+
+        return BlendEngine.ingest
+    from blendrag.cluster.ingest import ingest_on_ray
+    from blendrag.cluster.ray_session import require_ray
+
+    require_ray()
+    return partial(ingest_on_ray, workers=workers, gpus_per_worker=gpus_per_worker)
 
 
 def _require_documents(paths: list[Path], patterns: Patterns) -> None:
@@ -111,11 +148,16 @@ def _say_skipped(skipped: dict[str, list[str]]) -> None:
 
 
 def _ingest(
-    engine: BlendEngine, paths: list[Path], patterns: Patterns, prune: bool, json: bool
+    engine: BlendEngine,
+    run: Runner,
+    paths: list[Path],
+    patterns: Patterns,
+    prune: bool,
+    json: bool,
 ) -> int:
     interrupt.expect("what was stored is kept; repeat the command to go on", grace_s=10.0)
     with IngestProgress() as progress:
-        report = engine.ingest(paths, progress, prune, patterns)
+        report = run(engine, paths, progress, prune, patterns)
         progress.name_failures(report.failures)
     _say_skipped(report.skipped)
     if report.gone and not prune:

@@ -285,6 +285,14 @@ class Corpus:
                 return chunks
         return None
 
+    def places(self, source: str) -> tuple[str, list[tuple[int, int, int]]]:
+        """Digest of a document, and start, end and tokens of its chunks; empty if it is not whole."""
+        chunks = self.chunks_of(source)
+        for (found,) in self._file.sound_rows((DOCUMENT,), "WHERE source = ?", source):
+            if (found[1], found[5]) == (source, len(chunks)):
+                return found[3], [(each.start, each.end, each.tokens) for each in chunks]
+        return "", []
+
     def text(self, chunk_id: str) -> str:
         """Canonical text of a chunk. Raises :class:`KeyError` if it does not exist."""
         for ((_, found, text, _),) in self._file.sound_rows(

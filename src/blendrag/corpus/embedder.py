@@ -101,6 +101,10 @@ class Embedder:
         self._model: SentenceTransformer | None = None
         self._lock = threading.RLock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its name; loaded again where it is used."""
+        return Embedder, (self.name, self._recorded, self._trust_remote_code)
+
     @property
     def dim(self) -> int:
         """Length of a vector. Loads the model."""

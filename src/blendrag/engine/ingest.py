@@ -108,12 +108,18 @@ def ingest(
             raise
 
     report = with_loaded_identity(resources, run)
+    if not report.refused:
+        resources.remember_namespace()
+    return ended(resources, corpus, report)
+
+
+def ended(resources: Resources, corpus: Corpus, report: IngestReport) -> IngestReport:
+    """The report of a run. Raises :class:`UnsupportedModelError` if the model's KV was refused."""
     if report.refused:
         raise UnsupportedModelError(
             f"{report.refused}; {report.documents} documents were stored without KV: ask with mode full, "
             "or ingest with another model into another store"
         )
-    resources.remember_namespace()
     drop_orphaned_kv(resources, corpus)  # left by a run that was killed
     return report
 
@@ -126,13 +132,10 @@ class IngestRun:
         self._corpus = corpus
         self._watch = watch or (lambda report: None)
         self._writer = KVWriter(resources, worker)
+        self._rows = DocumentRows(resources, corpus)
         self._announced = False
         self._report = IngestReport()
         self._began = time.perf_counter()
-        # sources of earlier versions are paths as they were spelled, so one file may have several
-        self._known: dict[str, list[str]] = {}
-        for source in corpus.file_sources():
-            self._known.setdefault(resolved(source), []).append(source)
 
     def run(self, inputs: Inputs, prune: bool = False, patterns: Patterns = ALL) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
@@ -142,30 +145,13 @@ class IngestRun:
                 for document, size_bytes in documents_of(inputs, report, patterns, read):
                     seen.add(resolved(document.source))
                     self._ingest(document, size_bytes)
-            self._find_gone(inputs, seen, read, prune)
+            self._rows.find_gone(report, inputs, seen, read, prune)
         except StoreFullError as full:
             report.stopped = str(full)
         except KeyboardInterrupt:
             report.interrupted = True
         self._count()
         return report
-
-    def _find_gone(self, inputs: Inputs, seen: set[str], read: set[str], prune: bool) -> None:
-        """Name, and with ``prune`` remove, documents of the given paths that no longer exist there."""
-        roots = [os.path.realpath(each) for each in inputs if not isinstance(each, Document)]
-        for name, sources in self._known.items():
-            if name in seen or not any(is_at(name, root) for root in roots):
-                continue
-            files = files_of(name)
-            if not read.isdisjoint(files) or not any(map(os.path.lexists, files)):
-                self._report.gone += sources
-        for source in self._report.gone if prune else ():
-            self._remove(source)
-            self._report.pruned += 1
-
-    def _remove(self, source: str) -> None:
-        self._corpus.remove_source(source)
-        drop_orphaned_kv(self._resources, self._corpus)
 
     def _count(self) -> None:
         """Bring the derived totals up to date."""
@@ -194,13 +180,9 @@ class IngestRun:
                     raise UnreadableDocumentError(document.source, "holds no text")
                 self._write_kv(document, chunks, size_bytes)
                 self._write_rows(document, digest, chunks)
-            for other in self._known.get(resolved(document.source), ()):
-                if other != document.source:  # another spelling, which this one replaces
-                    self._remove(other)
+            self._rows.remove_other_spellings(document.source)
         except InvalidInputError as bad:
-            text = str(bad)
-            named = text.startswith(document.source)
-            self._report.failures.append(text if named else f"{document.source}: {text}")
+            self._report.failures.append(named_failure(document.source, bad))
             return
         self._report.documents += 1
         self._tell()
@@ -268,8 +250,55 @@ class IngestRun:
         """Embed new chunks, write the document's rows, drop KV that no row refers to any more."""
         titled = [(document.title, chunk) for chunk in chunks]
         vectors = np.stack(self._resources.vectors_of(self._corpus, titled))
+        self._rows.put(document, digest, chunks, vectors)
+
+
+class DocumentRows:
+    """The rows that one run changes in the corpus. Drops KV that no row refers to any more."""
+
+    def __init__(self, resources: Resources, corpus: Corpus) -> None:
+        self._resources, self._corpus = resources, corpus
+        # sources of earlier versions are paths as they were spelled, so one file may have several
+        self._known: dict[str, list[str]] = {}
+        for source in corpus.file_sources():
+            self._known.setdefault(resolved(source), []).append(source)
+
+    def put(
+        self, document: Document, digest: str, chunks: Sequence[Chunk], vectors: np.ndarray
+    ) -> None:
         if self._corpus.put_document(document, digest, chunks, vectors):
             drop_orphaned_kv(self._resources, self._corpus)
+
+    def remove_other_spellings(self, source: str) -> None:
+        """Remove the rows of a document that was stored under other spellings of its path."""
+        for other in self._known.get(resolved(source), ()):
+            if other != source:
+                self._remove(other)
+
+    def find_gone(
+        self, report: IngestReport, inputs: Inputs, seen: set[str], read: set[str], prune: bool
+    ) -> None:
+        """Name, and with ``prune`` remove, documents of the given paths that no longer exist there."""
+        roots = [os.path.realpath(each) for each in inputs if not isinstance(each, Document)]
+        for name, sources in self._known.items():
+            if name in seen or not any(is_at(name, root) for root in roots):
+                continue
+            files = files_of(name)
+            if not read.isdisjoint(files) or not any(map(os.path.lexists, files)):
+                report.gone += sources
+        for source in report.gone if prune else ():
+            self._remove(source)
+            report.pruned += 1
+
+    def _remove(self, source: str) -> None:
+        self._corpus.remove_source(source)
+        drop_orphaned_kv(self._resources, self._corpus)
+
+
+def named_failure(source: str, bad: Exception) -> str:
+    """The error of a document, which names the document."""
+    text = str(bad)
+    return text if text.startswith(source) else f"{source}: {text}"
 
 
 def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
@@ -304,27 +333,50 @@ def documents_of(
     given: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     yield from ((each, 0.0) for each in given if isinstance(each, Document))
     paths = [Path(each) for each in given if not isinstance(each, Document)]
+    for name, (path, size_bytes) in files_at(paths, report, patterns).items():
+        end = report.done_bytes + size_bytes
+        documents, failure = documents_in(path, name, size_bytes)
+        if failure:
+            report.failures.append(failure)
+        elif read is not None:
+            read.add(name)
+        yield from documents
+        report.done_bytes = end
+
+
+def files_at(
+    paths: Sequence[Path], report: IngestReport, patterns: Patterns
+) -> dict[str, tuple[Path, int]]:
+    """The files at these paths, by resolved name: path and size in bytes. Counts in ``report``."""
     found = scan_inputs(paths, patterns)
     report.skipped = found.skipped
-    files = {os.path.realpath(path): path for path in reversed(found.files)}
-    sizes = {name: _size(path) for name, path in files.items()}
-    report.total_bytes += sum(sizes.values())
-    for name, path in reversed(files.items()):
-        end = report.done_bytes + sizes[name]
-        documents: list[Document] = []
-        try:
-            for document in read_documents(path):
-                documents.append(document)
-            if read is not None:
-                read.add(name)
-        except UnreadableDocumentError as bad:
-            report.failures.append(str(bad))
-        characters = sum(len(document.text) for document in documents)
-        for document in documents:
-            record = document.source.removeprefix(path.as_posix())
-            share = sizes[name] * len(document.text) / characters
-            yield replace(document, source=name + record), share
-        report.done_bytes = end
+    named = {os.path.realpath(path): path for path in reversed(found.files)}
+    files = {name: (path, _size(path)) for name, path in reversed(named.items())}
+    report.total_bytes += sum(size_bytes for _, size_bytes in files.values())
+    return files
+
+
+def documents_in(
+    path: Path, name: str, size_bytes: int
+) -> tuple[list[tuple[Document, float]], str]:
+    """The documents of one file, each with its share of the bytes, and why reading it ended early, if it did.
+
+    Sources begin with ``name``.
+    """
+    documents, failure = list[Document](), ""
+    try:
+        for document in read_documents(path):
+            documents.append(document)
+    except UnreadableDocumentError as bad:
+        failure = str(bad)
+    characters = sum(len(document.text) for document in documents)
+    return [
+        (
+            replace(document, source=name + document.source.removeprefix(path.as_posix())),
+            size_bytes * len(document.text) / characters,
+        )
+        for document in documents
+    ], failure
 
 
 def _size(path: Path) -> int:

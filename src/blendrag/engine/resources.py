@@ -161,8 +161,12 @@ class Resources:
         read_only: bool = False,
         trust_remote_code: bool = False,
         model_kwargs: Mapping[str, Any] | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
-        """``model``: a name, a loaded model (then with its ``tokenizer``) or a :class:`ModelAdapter`."""
+        """``model``: a name, a loaded model (then with its ``tokenizer``) or a :class:`ModelAdapter`.
+
+        ``manifest``: of the corpus that another process keeps for this one.
+        """
         if model_kwargs and not isinstance(model, str | Path):
             raise InvalidInputError(
                 f"model_kwargs {', '.join(model_kwargs)} with a loaded {type(model).__name__}, expected the "
@@ -174,11 +178,34 @@ class Resources:
         self.root = root
         self.settings = settings
         self._corpus_settings = corpus_settings
+        self._given_manifest = manifest
         self._lora = lora
         self.read_only = read_only
         self.trust_remote_code = trust_remote_code
         self._locks: dict[str, threading.RLock] = {}
         self._closed = False
+
+    def elsewhere(self) -> Callable[[Path], Resources]:
+        """Makes these resources in another process, over the store that it is given; can be pickled.
+
+        That process uses no corpus. Raises :class:`InvalidInputError` for a model that was given loaded.
+        """
+        if not isinstance(self._given_model, str):
+            raise InvalidInputError(
+                f"a loaded {type(self._given_model).__name__} cannot be sent to other machines, expected the "
+                "name of a model; give its hub id or directory"
+            )
+        return partial(
+            Resources,
+            self._given_model,
+            None,
+            settings=self.settings,
+            corpus_settings=self._corpus_settings,
+            lora=self._lora and absolute_model(self._lora),
+            trust_remote_code=self.trust_remote_code,
+            model_kwargs=self._model_kwargs,
+            manifest=self.manifest,
+        )
 
     def _opening(self, part: str) -> threading.RLock:
         return self._locks.setdefault(part, threading.RLock())
@@ -387,7 +414,7 @@ class Resources:
     @property
     def manifest(self) -> Manifest:
         """The corpus's manifest; one with this engine's settings while the corpus has no documents."""
-        return self._settled() or self._new_manifest
+        return self._given_manifest or self._settled() or self._new_manifest
 
     @opened
     def _new_manifest(self) -> Manifest:
@@ -462,9 +489,11 @@ class Resources:
 
         This saves ingest from loading the model. Queries use the loaded model's own namespace.
         """
-        corpus = self.corpus
-        if not self.is_loaded and corpus is not None and corpus.has_manifest:
-            manifest, signature = corpus.manifest, self.signature()
+        corpus, manifest = self.corpus, self._given_manifest
+        if manifest is None and corpus is not None and corpus.has_manifest:
+            manifest = corpus.manifest
+        if not self.is_loaded and manifest is not None:
+            signature = self.signature()
             same = manifest.model_signature == signature
             same &= manifest.encoding == self.manifest.encoding
             if signature and manifest.namespace and same:
@@ -474,15 +503,16 @@ class Resources:
     def remember_namespace(self) -> None:
         """Record the loaded model's namespace in the manifest."""
         if self.is_loaded:
-            self._note(self.kv_validity.namespace, self.signature())
+            self.note_namespace(self.kv_validity.namespace, self.signature())
 
     def forget_signature(self) -> None:
         """Make the next ingest load the model instead of relying on its files' signature."""
         corpus = self.corpus
         if corpus is not None and corpus.has_manifest:
-            self._note(corpus.manifest.namespace, "")
+            self.note_namespace(corpus.manifest.namespace, "")
 
-    def _note(self, namespace: str, signature: str) -> None:
+    def note_namespace(self, namespace: str, signature: str) -> None:
+        """Record in the manifest which namespace the files of that signature have."""
         corpus = self.corpus
         if corpus is None or not self.is_writable:
             return

@@ -1,0 +1,300 @@
+"""What the workers of an ingest on Ray do: read files, split and embed documents, encode chunks.
+
+Each stage takes and returns rows of a Ray dataset, which are dictionaries. After the rows of a file's
+documents comes a row without a source, which ends the file. Errors travel as rows, so that the driver
+reports them in the order of the documents:
+
+=============  ==============================================================================
+``failure``    the document, or the rest of the file, cannot be ingested; others go on
+``refused``    the model's KV cannot be reused; texts are stored without KV
+``full``       the store is full; the run ends
+``fatal``      this worker cannot work at all; the run ends
+=============  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from blendrag.corpus.embedder import Embedder
+from blendrag.engine.ingest import documents_in, named_failure
+from blendrag.engine.kv_writer import KVWriter
+from blendrag.engine.resources import Resources
+from blendrag.engine.worker import Worker
+from blendrag.errors import (
+    BlendragError,
+    InvalidInputError,
+    StoreFullError,
+    UnreadableDocumentError,
+    UnsupportedModelError,
+)
+from blendrag.store.durable import readable_size
+from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.kv import KVLayout
+from blendrag.text.chunking import Chunk, chunk_id_of
+from blendrag.text.readers import digest_of
+
+Row = dict[str, Any]
+#: Inode and time of a store's format file: equal wherever that file is seen.
+Place = tuple[int, int]
+#: Limit of the store that a worker fills on its way to the remote.
+PASSING_BYTES = 8 << 30
+
+#: The fields of a document's row, and those that each stage adds.
+DOCUMENT: Row = {
+    "file": "", "source": "", "title": "", "metadata": "", "digest": "", "bytes": 0.0, "characters": 0,
+    "text": "", "places": "", "failure": "", "fatal": "",
+}  # fmt: skip
+CHUNK: Row = {"number": 0, "of": 0, "start": 0, "end": 0, "tokens": 0, "vector": b""}
+KV: Row = {
+    "computed": False, "kv_tokens": 0, "kv_bytes": 0, "seconds": 0.0, "namespace": "", "signature": "",
+    "refused": "", "full": "",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every worker of a run is given."""
+
+    resources: Callable[[Path], Resources]
+    embedder: Embedder
+    root: Path
+    place: Place | None
+    model: str
+    remote: str
+
+    @classmethod
+    def of(cls, resources: Resources) -> Plan:
+        root = resources.root.resolve()
+        where = root, place_of(root), resources.model_name, resources.settings.remote or ""
+        return cls(resources.elsewhere(), resources.embedder, *where)
+
+    def sees_store(self) -> bool:
+        """Whether the driver's store is here, too: on the same machine or a shared file system."""
+        return place_of(self.root) == self.place
+
+    def open(self) -> Resources:
+        """The model, over the driver's store or over a store of this machine on the way to the remote."""
+        if self.sees_store():
+            return self.resources(self.root)
+        if not self.remote:
+            raise InvalidInputError(
+                f"there is no store {self.root} here and no remote, expected one of them; share the "
+                "directory or name a --remote"
+            )
+        name = hashlib.sha256(f"{self.remote} {self.root}".encode()).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"blendrag-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        made = self.resources(folder / name)
+        limits = {"disk_bytes": PASSING_BYTES, "ram_bytes": 0}
+        made.settings = made.settings.model_copy(update=limits)
+        return made
+
+
+def place_of(root: Path) -> Place | None:
+    try:
+        found = os.stat(root / "format")
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def fatal(exc: BlendragError) -> str:
+    return f"worker on {platform.node()}: {exc}"
+
+
+# -- read -----------------------------------------------------------------------------------------
+
+
+def read_file(row: Row) -> list[Row]:
+    """The documents of a file ``{file, path, bytes, known}``, and the row that ends it.
+
+    ``known``: of stored documents, the digest and the places of the chunks. One that is unchanged keeps them.
+    """
+    documents, failure = documents_in(Path(row["path"]), row["file"], row["bytes"])
+    known, rows = json.loads(row["known"]), []
+    for document, size_bytes in documents:
+        digest = digest_of(document)
+        stored_digest, places = known.get(document.source, ("", ()))
+        made = {
+            "file": row["file"],
+            "source": document.source,
+            "title": document.title,
+            "metadata": json.dumps(dict(document.metadata)),
+            "digest": digest,
+            "bytes": size_bytes,
+            "text": document.text,
+            "characters": len(document.text),
+            "places": json.dumps(places) if digest == stored_digest else "",
+        }
+        rows.append(DOCUMENT | made)
+    return [*rows, DOCUMENT | {"file": row["file"], "failure": failure}]
+
+
+# -- split and embed ------------------------------------------------------------------------------
+
+
+class EmbedChunks:
+    """A document's row becomes rows of its chunks, with vectors unless the document is unchanged."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    @cached_property
+    def _split(self) -> Callable[[str], list[Chunk]]:
+        return self._plan.resources(self._plan.root).chunker().split
+
+    def __call__(self, row: Row) -> list[Row]:
+        blank = row | CHUNK
+        if not row["source"]:
+            return [blank]
+        try:
+            chunks, vectors = self._chunks(row)
+        except UnreadableDocumentError as bad:
+            return [blank | {"text": "", "failure": named_failure(row["source"], bad)}]
+        except BlendragError as exc:
+            return [blank | {"text": "", "fatal": fatal(exc)}]
+        return [
+            blank
+            | {"number": number, "of": len(chunks), "vector": vector.tobytes(), "text": chunk.text}
+            | {"start": chunk.start, "end": chunk.end, "tokens": chunk.tokens}
+            for number, (chunk, vector) in enumerate(zip(chunks, vectors, strict=True))
+        ]
+
+    def _chunks(self, row: Row) -> tuple[list[Chunk], Sequence[np.ndarray]]:
+        text = row["text"]
+        if row["places"]:
+            places = [
+                (text[start:end], start, end, n) for start, end, n in json.loads(row["places"])
+            ]
+            chunks = [Chunk(*place, chunk_id_of(place[0])) for place in places]
+            return chunks, [np.zeros(0, np.float32)] * len(chunks)
+        chunks = self._split(text)
+        if not chunks:
+            raise UnreadableDocumentError(row["source"], "holds no text")
+        texts = {chunk.chunk_id: chunk.text for chunk in chunks}
+        vectors = self._plan.embedder.embed([*texts.values()], [row["title"]] * len(texts))
+        by_id = dict(zip(texts, vectors, strict=True))
+        return chunks, [by_id[chunk.chunk_id] for chunk in chunks]
+
+
+# -- encode ---------------------------------------------------------------------------------------
+
+
+class EncodeChunks:
+    """Stores the KV of chunks that have none. What it returns is durable, in the remote if there is one.
+
+    The model is loaded when the first chunk is missing.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._open = ExitStack()
+        self._worker = Worker()
+        self._refused = ""
+        self._is_admitted = False
+        self._seconds = 0.0
+
+    def __del__(self) -> None:
+        self._open.close()
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        rows = [
+            dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
+        ]
+        done = [row | KV for row in rows]
+        try:
+            for row in done:
+                if row["of"] and not row["fatal"]:
+                    row |= self._stored(row)
+                    if row["full"]:
+                        break
+            self._resources.store.flush()
+        except BlendragError as exc:
+            done[0]["fatal"] = done[0]["fatal"] or fatal(exc)
+        return {name: [row[name] for row in done] for name in done[0]}
+
+    def _stored(self, row: Row) -> Row:
+        """What becomes of a chunk."""
+        text, start, end = str(row["text"]), int(row["start"]), int(row["end"])
+        chunk = Chunk(text, start, end, int(row["tokens"]), chunk_id_of(text))
+        found: Row = {"kv_tokens": len(self._resources.text_ids(text))}
+        try:
+            if self._refused:
+                raise UnsupportedModelError(self._refused)
+            if self._writer.missing([chunk]):
+                name = f"{row['source']}, characters {start} to {end}"
+                found |= self._write(chunk, name)
+        except UnsupportedModelError as refused:
+            self._refused = found["refused"] = str(refused)
+        except StoreFullError as full:
+            found["full"] = str(full)
+        except InvalidInputError as bad:
+            found["failure"] = str(bad)
+        else:
+            found |= {"namespace": self._writer.namespace, "signature": self._resources.signature()}
+        return found
+
+    def _write(self, chunk: Chunk, name: str) -> Row:
+        """Encode and store a chunk, unless another worker did so meanwhile."""
+        _ = self._resources.adapter
+        # One worker at a time runs the gate and renews KV that is no longer valid.
+        with nullcontext() if self._is_admitted else FileLock(self._resources.root / "ingest.lock"):
+            if not self._is_admitted:
+                self._writer = self._open.enter_context(_pinned(self._resources, self._worker))
+                self._seconds = 0.0
+                if not self._writer.missing([chunk]):
+                    return {}
+            self._require_room(chunk.tokens)
+            self._writer.write(chunk, name)
+            self._is_admitted = True
+        written, before = self._writer.written.seconds, self._seconds
+        self._seconds = written
+        kv_bytes = stored_chunk_bytes(self._resources.layout, chunk.tokens)
+        return {"computed": True, "kv_bytes": kv_bytes, "seconds": written - before}
+
+    def _require_room(self, tokens: int) -> None:
+        """Other workers' new KV is not pinned here, so nothing may be evicted for this chunk."""
+        store, layout = self._resources.store, self._resources.layout
+        if self._plan.remote:
+            return
+        (disk,) = (tier for tier in store.stats().tiers if tier.tier == "disk")
+        _require_room(disk.size_bytes, disk.limit_bytes, layout, tokens)
+
+    @cached_property
+    def _resources(self) -> Resources:
+        made = self._plan.open()
+        self._open.callback(made.close)
+        return made
+
+    @cached_property
+    def _writer(self) -> KVWriter:
+        return self._open.enter_context(_pinned(self._resources, self._worker))
+
+
+@contextmanager
+def _pinned(resources: Resources, worker: Worker) -> Iterator[KVWriter]:
+    writer = KVWriter(resources, worker)
+    with writer.pinned():
+        yield writer
+
+
+def _require_room(size_bytes: int, limit_bytes: int, layout: KVLayout, tokens: int) -> None:
+    if size_bytes + stored_chunk_bytes(layout, tokens) > limit_bytes:
+        raise StoreFullError(
+            f"the store holds {readable_size(size_bytes)} of at most {readable_size(limit_bytes)}, and an "
+            "ingest on Ray evicts nothing; allow more with --disk-bytes, or free some with blendrag store gc"
+        )
