@@ -52,8 +52,6 @@ lint: $(READY) ## style, types and the order of the packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	cd integrations/langchain-blendrag && ../../$(BIN)/mypy -p langchain_blendrag
-	cd integrations/llama-index-llms-blendrag && ../../$(BIN)/mypy -p llama_index.llms.blendrag
 	$(BIN)/lint-imports
 
 # DIR/NAME/config.json and weights, for each model. Takes minutes per model.
