@@ -105,7 +105,9 @@ def test_time_left_is_estimated_from_the_mean_after_the_first_step(
     ]
 
 
-@pytest.mark.parametrize("command", [["bench", "ttft", "--rounds", "1"], ["eval", "-h"]])
+@pytest.mark.parametrize(
+    "command", [["bench", "ttft", "--rounds", "1"], ["eval", "-h"], ["lab", "simulate"]]
+)
 def test_without_the_extra_its_commands_say_how_to_install_it(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
