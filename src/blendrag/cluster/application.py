@@ -27,8 +27,13 @@ def build(arguments: dict[str, Any]) -> Any:
     return application(ServedCluster.of(arguments))
 
 
-def application(served: ServedCluster, router: str = ROUTER, **replica_options: Any) -> Any:
-    """:func:`build` with other options of the deployment of replicas."""
+def application(
+    served: ServedCluster,
+    router: str = ROUTER,
+    replica: type[Replica] = Replica,
+    **replica_options: Any,
+) -> Any:
+    """:func:`build` with another router or replica, or other options of the replicas' deployment."""
     limits = Limits(**served.limits)
     options: dict[str, Any] = {
         "num_replicas": served.min_replicas,
@@ -54,7 +59,7 @@ def application(served: ServedCluster, router: str = ROUTER, **replica_options: 
             "upscale_delay_s": UPSCALE_S,
             "downscale_delay_s": DOWNSCALE_S,
         }
-    replicas = serve.deployment(Replica, name="Replica").options(**options | replica_options)
+    replicas = serve.deployment(replica, name="Replica").options(**options | replica_options)
     ingress = serve.deployment(Ingress, name="Ingress").options(
         max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
     )

@@ -31,7 +31,7 @@ def check_nodes(served: ServedCluster) -> None:
         counts = ", ".join(sorted({f"{chunks} chunks" for chunks, _ in documents}))
         raise InvalidInputError(
             f"store {served.store_path} differs between nodes ({counts}); name a directory that all nodes "
-            "share, or an object store with --remote"
+            "share, or a --remote to which the corpus is published (blendrag store publish)"
         )
 
 

@@ -10,15 +10,17 @@ from typing import Any
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from blendrag.cluster.chunk_keys import ChunkKeys
+from blendrag.cluster.exposition import joined
 from blendrag.cluster.forwarding import WholeRequest
 from blendrag.cluster.nodes import check_version
 from blendrag.cluster.settings import ServedCluster
 from blendrag.errors import BlendragError
 from blendrag.server.access import ApiKeys, Door
+from blendrag.server.app import EXPOSITION
 from blendrag.server.refusals import Refusal
 from blendrag.server.service import Limits
 
@@ -26,6 +28,13 @@ log = logging.getLogger(__name__)
 
 #: Replicas that a request is sent to, one after another, if they end before they have sent anything.
 TRIES = 3
+METRICS_S = 5.0
+#: Requests that would change the corpus of one node.
+CHANGES = {("POST", "/v1/ingest"), ("DELETE", "/v1/documents")}
+UNCHANGED = (
+    "replicas do not change documents; use blendrag ingest and blendrag remove on the store, and with a "
+    "remote blendrag store publish, which the replicas follow"
+)
 LOST = "the replica that answered ended; send the request again"
 
 
@@ -35,14 +44,32 @@ class Ingress:
     def __init__(self, served: ServedCluster, version: str, replicas: Any) -> None:
         check_version(version)
         keys = ApiKeys.parse(served.api_keys, "api_keys") if served.api_keys else ApiKeys()
+        self._all = replicas
         self._replicas = replicas.options(method_name="answer", stream=True)
-        self._keys = ChunkKeys(served.engine(read_only=True).resources)
+        self._keys = ChunkKeys(served.engine(is_ingress=True).resources)
         self._door = Door(self._pass_on, keys, Limits(**served.limits).max_body_bytes)
 
     async def __call__(self, request: Request) -> Response:
         return _ThroughApp(self._door)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (scope["method"], scope["path"]) in CHANGES:
+            return await Refusal(403, UNCHANGED).response()(scope, receive, send)
+        if scope["path"] == "/metrics":
+            return await (await self._metrics())(scope, receive, send)
+        return await self._forward(scope, receive, send)
+
+    async def _metrics(self) -> Response:
+        try:
+            texts = await self._all.broadcast("metrics").results_async(
+                timeout_s=METRICS_S, return_exceptions=True
+            )
+        except TimeoutError:
+            texts = []
+        told: dict[str, str] = dict(each for each in texts if isinstance(each, tuple))
+        return PlainTextResponse(joined(told), media_type=EXPOSITION)
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive())["body"]  # Door has read all of it
         chunks = await asyncio.to_thread(self._chunks_of, body) if body else {}
         request = WholeRequest.of(scope, body)

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray import serve
 from starlette.types import Message
 
 from blendrag.cluster.forwarding import WholeRequest, answered
@@ -15,6 +16,7 @@ from blendrag.cluster.nodes import check_version
 from blendrag.cluster.resident_router import DISK, MEMORY, digest
 from blendrag.cluster.settings import ServedCluster
 from blendrag.errors import BlendragError
+from blendrag.frameworks.streaming import to_thread
 from blendrag.store.tiered import TieredStore
 
 if TYPE_CHECKING:
@@ -50,6 +52,12 @@ class Replica:
         async with aclosing(answered(self._app, request)) as messages:
             async for message in messages:
                 yield message
+
+    async def metrics(self) -> tuple[str, str]:
+        """The name of this replica and its counters as Prometheus text."""
+        name = serve.get_replica_context().replica_id.unique_id
+        store = await to_thread(self._engine.prometheus)
+        return name, store + self._service.admission.exposition()
 
     def record_routing_stats(self) -> dict[str, bytes]:
         """Which chunks' KV is here, for :class:`blendrag.cluster.resident_router.ResidentRouter`."""

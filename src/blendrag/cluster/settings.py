@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from blendrag.config import Mode, Ratio, settings
+from blendrag.cluster.following import follow_once, keep_following
+from blendrag.config import Mode, Ratio, Settings, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.database import DIRECTORY, FILE_NAME
 from blendrag.corpus.recorded_model import model_for
@@ -70,18 +71,33 @@ class ServedCluster(BaseModel):
                 f"{', '.join(cls.model_fields)}"
             ) from exc
 
-    def engine(self, read_only: bool = False) -> BlendEngine:
-        """The engine of a replica; without opening it, a store and a tokenizer without weights."""
+    def engine(self, is_ingress: bool = False) -> BlendEngine:
+        """The engine of a replica, over a corpus that follows the published one if it may.
+
+        The ingress opens only its corpus and its tokenizer, which need no weights.
+        """
         from blendrag.engine import BlendEngine
 
+        follows = follow_once(self.store_path, self._settings)
         given = self.model_dump(include=_ENGINE_OPTIONS, exclude_none=True)
-        return BlendEngine(self.model, self.store_path, read_only=read_only, **given)
+        read_only = is_ingress and not follows
+        engine = BlendEngine(self.model, self.store_path, read_only=read_only, **given)
+        if follows:
+            keep_following(engine.resources)
+        return engine
+
+    @property
+    def _settings(self) -> Settings:
+        """Of this node."""
+        return settings().model_copy(update={"remote": self.remote} if self.remote else {})
 
     def documents(self) -> tuple[int, str]:
-        """Chunks in this node's store, and its settings, after a look for the model's files.
+        """Chunks in this node's store, and their tokenizer, after a look for the model's files.
 
-        Imports no torch. Raises :class:`CorpusError`, :class:`InvalidInputError` or :class:`ModelLoadError`.
+        Raises :class:`BlendragError`, also for a published corpus that cannot be followed.
         """
+        if self._settings.remote is not None:
+            follow_once(self.store_path, self._settings)
         model = model_for(self.model, self.store_path, self.trust_remote_code)
         if os.path.isabs(model) and not os.path.exists(model):
             raise ModelLoadError(
@@ -91,7 +107,8 @@ class ServedCluster(BaseModel):
         if not (self.store_path / DIRECTORY / FILE_NAME).exists():
             return 0, ""
         with Corpus.open(self.store_path, read_only=True) as corpus:
-            return len(corpus), corpus.manifest.to_json() if corpus.has_manifest else ""
+            tokenizer = corpus.manifest.tokenizer_fingerprint if corpus.has_manifest else ""
+            return len(corpus), tokenizer
 
     @property
     def store_path(self) -> Path:

@@ -23,6 +23,7 @@ SUMMARIES = {
     "auto": "Ratio auto against fixed ratios on each tier, and predicted against measured TTFT.",
     "overhead": "Operators, Python time and time per layer of a request.",
     "attention": "Decode attention of many requests over shared chunks and over private copies.",
+    "cluster": "Routing by resident KV against round robin, on replicas on Ray.",
     "ingest": "Ingest rate against stock prefill, and ingest of an unchanged corpus.",
     "store": "Reads, puts, misses and decoding of the store against raw I/O.",
 }
