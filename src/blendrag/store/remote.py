@@ -171,9 +171,9 @@ class RemoteReader(LayerReader):
     def _request(self, layer: int) -> None:
         if layer not in self._under_way and layer not in self._verified:
             begin, end = self.frame.offsets[layer : layer + 2]
-            place = self.namespace, self.key
-            self._under_way[layer] = self._remote.begin_read(
-                *place, len(self._seals) + begin, end - begin
+            name = name_of(self.namespace, self.key)
+            self._under_way[layer] = self._remote.objects.read_range(
+                name, len(self._seals) + begin, end - begin
             )
 
     def _arrived(self, layer: int) -> memoryview:
@@ -281,7 +281,8 @@ class RemoteTier(ProcessBound):
         try:
             begun, began = self._expected.pop((namespace, key), (None, 0.0))
             if begun is None or time.monotonic() - began > EXPECTED_S:
-                begun = self.begin_read(namespace, key, 0, seal_bytes + expected.header_bytes)
+                head_bytes = seal_bytes + expected.header_bytes
+                begun = self.objects.read(name_of(namespace, key), 0, head_bytes)
             piece = self.finish_read(begun, waiting)
         except StoreUnavailableError:
             return None
@@ -310,18 +311,14 @@ class RemoteTier(ProcessBound):
             with suppress(KeyError, StopIteration, RuntimeError):
                 self._expected.pop(next(iter(self._expected)))[0].cancel()
         head_bytes = self.seals.size_bytes(len(layout.layers)) + frame(layout, tokens).header_bytes
-        self._expected[entry] = self.begin_read(*entry, 0, head_bytes), time.monotonic()
+        begun = self.objects.read(name_of(*entry), 0, head_bytes)
+        self._expected[entry] = begun, time.monotonic()
 
     def _shared_waiting(self) -> Waiting:
         """One for the chunks of a prompt, which are opened one right after another."""
         if time.monotonic() - self._waiting.last_open > TOGETHER_S:
             self._waiting = Waiting(self.timeout_s)
         return self._waiting
-
-    def begin_read(
-        self, namespace: str, key: str, offset: int, length: int
-    ) -> Future[Piece | None]:
-        return self.objects.read(name_of(namespace, key), offset, length)
 
     def finish_read(self, begun: Future[Piece | None], waiting: Waiting) -> Piece | None:
         """Raises :class:`StoreUnavailableError`; the remote is then not asked for a while."""

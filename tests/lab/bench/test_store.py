@@ -20,6 +20,7 @@ from blendrag.lab.bench.store import (
     measure_misses,
     measure_puts,
     measure_reads,
+    measure_remote_reads,
     miss,
     new_key,
     putting_ways,
@@ -183,3 +184,14 @@ def test_decoding_that_skips_data_is_an_error(encoding, monkeypatch):
     monkeypatch.setattr(Staging, "_decode", lambda self, blocks, out: real(self, blocks[:-1], out))
     with pytest.raises(MeasuredNothingError, match=f"decoded from {encoding} is off by"):
         decode(CHUNK, encoding)
+
+
+def test_reads_of_a_remote_are_compared_with_obstore_alone(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "bucket").mkdir()
+    chunks = [random_chunk(LAYOUT, 16, seed) for seed in range(2)]
+    url = f"file://{tmp_path}/bucket"
+    rows = measure_remote_reads(tmp_path / "local", url, chunks, 2, silent)
+    assert [row.way for row in rows] == ["remote tier", "obstore alone"]
+    assert rows[1].speed == 1.0
+    assert not list((tmp_path / "bucket").rglob("*.kv"))

@@ -6,9 +6,11 @@ depends on shapes only. No model is loaded.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import os
 import secrets
 import tempfile
@@ -18,12 +20,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NoReturn, cast
 
 import torch
 import typer
 from safetensors import safe_open
 
+from blendrag.cli.options import Remote
+from blendrag.config import settings
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import config_of
@@ -40,12 +44,14 @@ from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.tiers import AMPLE_BYTES
 from blendrag.lab.tables import NOTHING, ResultTable, table, times
 from blendrag.planning.tier_times import cached_share, drop_cached
-from blendrag.store import KVStore, MemoryStore, open_store
+from blendrag.store import KVStore, MemoryStore, TieredStore, open_store
 from blendrag.store.encodings import RELATIVE_ERROR, codec_of, staging_of, stored_chunk_bytes
 from blendrag.store.index import Index
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
+from blendrag.store.objects import IN_FLIGHT, WRITE_S
 from blendrag.store.payload import frame, layer_checksum
 from blendrag.store.payload_files import new_name
+from blendrag.store.remote import RemoteTier, name_of
 from blendrag.store.tensor_bytes import Shape, target_buffers, tensor_buffer
 
 NAMESPACE = hashlib.sha256(b"blendrag bench store").hexdigest()
@@ -102,6 +108,7 @@ def store(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="A directory on the disk to measure.")
     ] = None,
+    remote: Remote = None,
     rounds: options.Rounds = 7,
     tick: Tick = silent,
 ) -> StoreResult:
@@ -115,6 +122,8 @@ def store(
         tick("making chunks")
         kvs = [random_chunk(layout, tokens, seed) for seed in range(chunks)]
         found, share = measure_reads(root / "reads", kvs, rounds, tick)
+        if remote is not None:
+            found += measure_remote_reads(root / "remote", remote, kvs, rounds, tick)
         found += measure_puts(root / "puts", kvs[0], rounds, tick)
         found += measure_decoding(kvs[0], rounds, tick)
         found += measure_misses(root / "misses", rows, layout, tokens, tick)
@@ -278,6 +287,75 @@ def measure_reads(
         rows = measure_part("warm read", warm, rounds, tick, "raw preadv")
         rows += measure_part("cold read", cold, rounds, tick, "raw preadv", warm_up=False)
     return rows, max(cached)
+
+
+@contextlib.contextmanager
+def remote_reads(prompt: PromptBuffers, remote: RemoteTier) -> Iterator[Read]:
+    """Through the remote tier as a prompt reads it, into the prompt's buffers, verified."""
+    with store_reads(prompt, cast(KVStore, remote)) as read:
+        yield read
+
+
+def obstore_alone(prompt: PromptBuffers, remote: RemoteTier) -> float:
+    """The same ranges by obstore itself, as many requests at a time; nothing verified, nothing copied."""
+    import obstore
+
+    offsets = frame(prompt.first.layout, prompt.first.tokens).offsets
+    names = [name_of(NAMESPACE, key) for key in prompt.chunks]
+    seals = remote.seals.size_bytes(len(offsets) - 1)
+    opened = remote.objects.opened
+
+    async def read_all() -> list[Any]:
+        turns = asyncio.Semaphore(IN_FLIGHT)
+
+        async def read(name: str, begin: int, end: int) -> Any:
+            async with turns:
+                return await obstore.get_range_async(
+                    opened, name, start=seals + begin, end=seals + end
+                )
+
+        return await asyncio.gather(
+            *(read(name, *ends) for ends in itertools.pairwise(offsets) for name in names)
+        )
+
+    found: list[Any] = []
+    seconds = seconds_of(lambda: found.extend(asyncio.run(read_all())))
+    chunks = list(prompt.chunks.values())
+    for number, data in enumerate(found):
+        layer, chunk = divmod(number, len(chunks))
+        if bytes(data) != bytes(tensor_buffer(chunks[chunk].layers[layer])):
+            raise MeasuredNothingError(f"layer {layer}, read by obstore, {OTHER_BYTES}")
+    return seconds
+
+
+def measure_remote_reads(
+    root: Path, url: str, chunks: Sequence[ChunkKV], rounds: int, tick: Tick
+) -> list[WayRow]:
+    """Reading all layers from the remote; the objects are removed afterwards."""
+    secret = settings().remote_key
+    key = secret.get_secret_value() if secret is not None else None
+    remote = RemoteTier(url, key, WRITE_S)
+    prompt = PromptBuffers({new_key(): chunk for chunk in chunks})
+    with contextlib.closing(remote):
+        try:
+            tick("remote read: putting")
+            with contextlib.closing(open_store(root, 0, AMPLE_BYTES)) as local:
+                for name, chunk in prompt.chunks.items():
+                    local.put(NAMESPACE, name, chunk)
+                    with cast(TieredStore, local).disk.payload(NAMESPACE, name) or _gone() as found:
+                        remote.put(*found)
+            opened = partial(remote_reads, prompt, remote)
+            ways = {
+                "remote tier": partial(prompt.fill, "the remote tier", opened),
+                "obstore alone": partial(obstore_alone, prompt, remote),
+            }
+            return measure_part("remote read", ways, rounds, tick, "obstore alone")
+        finally:
+            remote.objects.delete(*(name_of(NAMESPACE, name) for name in prompt.chunks))
+
+
+def _gone() -> NoReturn:
+    raise MeasuredNothingError("a chunk that was put is gone, expected it; choose another --dir")
 
 
 def _settle(directory: Path) -> None:
