@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 import tiny
@@ -15,6 +16,7 @@ from blendrag.cli import serve
 from blendrag.engine import BlendEngine
 from blendrag.errors import ModelLoadError
 from blendrag.server.admission import TTFT_BUCKETS_S
+from blendrag.server.running import server_of
 from cli.commands import refused, save_model, start
 from server.conftest import QUESTION
 from server.live import live, until
@@ -45,6 +47,13 @@ def test_a_port_in_use_is_one_sentence(tmp_path) -> None:
     assert said == (
         f"error: cannot listen on 127.0.0.1 port {port} (Address already in use); "
         "choose another --port or --host"
+    )
+
+
+def test_idle_connections_outlive_those_in_the_pools_of_clients() -> None:
+    proxy_s = 60  # the default of nginx
+    assert (
+        httpx.Limits().keepalive_expiry < proxy_s < server_of(FastAPI()).config.timeout_keep_alive
     )
 
 

@@ -14,6 +14,9 @@ from blendrag.errors import InvalidInputError
 
 #: Seconds that running requests may take after SIGTERM or Ctrl-C; then they are cancelled.
 DRAIN_S = 30
+#: Seconds that an idle connection stays open. Clients and proxies keep theirs for up to 60 s (httpx, and so
+#: OpenAI's package, for 5 s); one that the server closes first loses the request that is just being sent.
+KEEP_ALIVE_S = 75
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -43,6 +46,7 @@ def server_of(app: FastAPI, verbose: bool = False) -> uvicorn.Server:
             log_level="info" if verbose else "error",
             access_log=verbose,
             timeout_graceful_shutdown=DRAIN_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             server_header=False,
             ws="none",
         )
