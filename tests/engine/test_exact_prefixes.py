@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine import Answer, BlendEngine, Options, exact_prefixes
 from blendrag.errors import BlendragError, RequestCancelled
 from blendrag.fusor import Fusor
 from blendrag.planning.controller import IN_MEMORY
@@ -273,6 +273,20 @@ def test_a_prefill_that_fails_is_not_tried_again(engine, monkeypatch):
     answers = together(engine, prompts(engine))
     assert [answer.text for answer in answers] == alone
     assert tries == [0]
+
+
+def test_only_the_newest_failures_are_remembered(engine, monkeypatch, tmp_path):
+    def fail(layer: int) -> None:
+        raise RuntimeError("no memory for it")
+
+    monkeypatch.setattr(exact_prefixes, "FAILED", 2)
+    during_the_prefill(monkeypatch, fail)
+    with tiny.engine(tiny.llama(), tmp_path / "other", prefix_text=tiny.BOS) as made:
+        made.ingest([tiny.document(i, 4) for i in range(3)])
+        for number in range(3):
+            together(made, prompts(made, MANY, number))
+        newest = [ids[:40] for ids in made._prefixes._failed]
+        assert newest == [made.segments(prompts(made, 1, i)[0]).ids[:40] for i in (1, 2)]
 
 
 def test_what_nobody_uses_makes_room_for_running_requests(engine):

@@ -8,7 +8,7 @@ then only the questions are left. The KV is kept in a :class:`PrefixTree` for re
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing
 from functools import partial
@@ -45,6 +45,9 @@ MARGIN = 1.25
 #: Shortest beginning that is computed for several requests, or kept.
 MIN_TOKENS = 64
 
+#: Beginnings that are remembered because they could not be computed.
+FAILED = 16
+
 #: Modes in which exact KV in memory is used.
 MODES = ("blend", "prefix")
 
@@ -73,8 +76,8 @@ class ExactPrefixes:
         self._tree: PrefixTree | None = None
         self._namespace = ""
         """Whose KV the tree holds."""
-        self._failed: set[Ids] = set()
-        """Beginnings that could not be computed."""
+        self._failed: deque[Ids] = deque(maxlen=FAILED)
+        """Beginnings that could not be computed, the newest last."""
 
     @property
     def size_bytes(self) -> int:
@@ -126,7 +129,7 @@ class ExactPrefixes:
         except (RequestCancelled, RequestTimeout):
             raise
         except Exception as exc:
-            self._failed.add(shared.ids)
+            self._failed.append(shared.ids)
             log.warning("%d tokens are not shared: %s", len(shared.ids), exc)
             return ()
         check()
