@@ -49,12 +49,17 @@ class Live:
 
 
 @contextmanager
-def live(engine: BlendEngine, limits: Limits | None = None, keys: str = "") -> Iterator[Live]:
-    """Serve ``engine``, whose model is opened; ``keys`` is the text of a key file."""
+def live(
+    engine: BlendEngine, limits: Limits | None = None, keys: str = "", send_bytes: int | None = None
+) -> Iterator[Live]:
+    """Serve ``engine``, whose model is opened; ``keys`` is the text of a key file, ``send_bytes`` what the
+    system sends ahead of a client's reading."""
     engine.open()
     known = ApiKeys.parse(keys, "keys") if keys else ApiKeys()
     service = Service(engine, limits or Limits(), known)
     at = bound_socket("127.0.0.1", 0)
+    if send_bytes is not None:
+        at.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     server = server_of(create_app(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [at]}, daemon=True)
     port = at.getsockname()[1]

@@ -1,7 +1,9 @@
-"""Random requests to a real server: whole, streamed, abandoned, wrong, too long, many at once.
+"""Random requests to a real server: whole, streamed, abandoned, wrong, late, many at once.
 
-Checks that every greedy answer is the one that the same request gets alone, that nothing is left waiting or
-running, and that threads, files and memory do not grow. Prints a line per tenth, then the outcomes.
+In every tenth 200 more clients ask and read nothing while others are answered; some of their answers are
+longer than all buffers. Forwards of the model fail now and then. Checks that every greedy answer is the one
+that the same request gets alone, that nothing is left waiting, running or in memory, and that threads, files
+and memory do not grow. Prints a line per tenth, then the outcomes.
 
     make soak-server REQUESTS=1000 CLIENTS=64 SEED=7
 """
@@ -10,10 +12,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
+import logging
 import random
+import socket
 import tempfile
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,12 @@ import psutil
 import tiny
 from blendrag.demo import demo_corpus_path
 from blendrag.engine import BlendEngine
+from blendrag.engine.stream import AnswerStream
+from blendrag.fusor.cache import BlendCache
+from blendrag.planning.controller import IN_MEMORY
+from blendrag.server import events
+from blendrag.serving.chunk_pool import RequestKV
+from blendrag.serving.turns import Turn
 from server.conftest import FILES
 from server.live import Live, live
 
@@ -42,8 +55,25 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"blendrag": {"mode": "fast"}},
     {"messages": [{"role": "user", "content": "word " * 9000}]},
 )
+KINDS = ("whole", "stream", "stream", "sampled", "leave", "leave", "late", "wrong")
+#: Clients that read nothing while others are answered.
+HELD = 200
+#: So many of them ask for :data:`LONG`, and every fifth of all leaves in the end.
+SLOW = 8
+#: Its answer has some 200 KB, more than buffers take.
+LONG = {
+    "messages": [{"role": "user", "content": "word " * 30}],
+    "max_tokens": 120,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+#: How many of 1,000 forwards fail.
+FAULTS = 4.0
+FAULT = "a fault of the soak"
 #: Growth of memory in the second half that counts as a leak.
 LEAK = 0.1
+#: What must not outlive its request.
+TRANSIENT = (AnswerStream, Turn, RequestKV, BlendCache)
 
 
 class Soak:
@@ -51,13 +81,15 @@ class Soak:
         self.server = server
         self.client = client
         self.random = random.Random(seed)
-        self.alone: dict[str, str] = {}
-        """Answers to greedy requests that were sent alone."""
+        self.right: dict[str, set[str]] = {}
+        """Answers to greedy requests: what each got alone, and in mode full, as beginnings that waiting
+        requests share are computed exactly."""
         self.ended: Counter[str] = Counter()
+        self.faults = 0.0
 
     def greedy(self) -> list[dict[str, Any]]:
-        """All greedy requests that are sent."""
-        return [
+        """All short greedy requests that are sent."""
+        asked = [
             {
                 "messages": [{"role": "user", "content": question + " word" * padding}],
                 "max_tokens": tokens,
@@ -68,16 +100,31 @@ class Soak:
             for tokens in (1, 12)
             for retrieve in (False, True)
         ]
+        imports = [f"<anna/><user>{question}</user>" for question in QUESTIONS]
+        return asked + [
+            {"messages": [{"role": "user", "content": text}], "max_tokens": 12, "schema": "people"}
+            for text in imports
+        ]
 
     async def ask_each_alone(self) -> None:
-        for body in self.greedy():
-            self.alone[json.dumps(body)] = await self.whole(body)
+        for body in (*self.greedy(), LONG):
+            alone = [await self.whole(body)]
+            if body.get("retrieve"):
+                alone.append(await self.whole(body | {"blendrag": {"mode": "full"}}))
+            self.right[_name(body)] = set(alone)
+
+    def fail(self, *_: object) -> None:
+        """Called in every forward."""
+        if self.random.random() < self.faults / 1000:
+            self.ended["faults"] += 1
+            raise RuntimeError(FAULT)
+
+    # -- one request ----------------------------------------------------------------------------------
 
     async def one(self) -> None:
         """One random request."""
         draw = self.random
-        body = draw.choice(self.greedy())
-        kind = draw.choice(("whole", "stream", "stream", "sampled", "leave", "leave", "wrong"))
+        body, kind = draw.choice(self.greedy()), draw.choice(KINDS)
         if kind == "wrong":
             response = await self.client.post(CHAT, json=body | draw.choice(WRONG))
             assert response.status_code == 400, response.text
@@ -87,24 +134,55 @@ class Soak:
         elif kind == "sampled":
             more = {"temperature": 1.0, "seed": draw.randint(0, 99), "n": draw.choice((1, 1, 3))}
             await self.whole(body | more)
+        elif kind == "late":
+            self.check(
+                body, await self.whole(body | {"blendrag": {"timeout_s": 2 * draw.random()}})
+            )
         else:
-            text = await (self.streamed if kind == "stream" else self.whole)(body)
-            assert text == self.alone[json.dumps(body)], (body, text)
+            self.check(body, await (self.streamed if kind == "stream" else self.whole)(body))
         self.ended[kind] += 1
 
-    async def whole(self, body: dict[str, Any]) -> str:
-        response = await self.client.post(CHAT, json=body)
-        assert response.status_code == 200, response.text
-        text: str = response.json()["choices"][0]["message"]["content"]
-        return text
+    def check(self, body: dict[str, Any], text: str | None) -> None:
+        """``text`` is right, or ``None``."""
+        assert text is None or text in self.right[_name(body)], (body, text)
 
-    async def streamed(self, body: dict[str, Any]) -> str:
+    async def whole(self, body: dict[str, Any]) -> str | None:
+        """Its text; ``None`` if it failed by a fault or came too late."""
+        response = await self.client.post(CHAT, json=body)
+        if response.status_code != 200:
+            return self.failed(response.json())
+        answer = response.json()
+        self.count(answer["blendrag"])
+        return answer["choices"][0]["message"]["content"]
+
+    async def streamed(self, body: dict[str, Any]) -> str | None:
         async with self.client.stream("POST", CHAT, json={**body, "stream": True}) as response:
-            assert response.status_code == 200
-            lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
-        assert lines.pop() == "[DONE]"
-        deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
-        return "".join(delta.get("content", "") for delta in deltas)
+            return self.read([line async for line in response.aiter_lines()])
+
+    def read(self, lines: list[str]) -> str | None:
+        """The text of a stream; ``None`` if it failed by a fault."""
+        if lines[0].startswith("{"):
+            return self.failed(json.loads("".join(lines)))
+        told = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        assert told.pop() == "[DONE]"
+        chunks = [json.loads(line) for line in told]
+        if "error" in chunks[-1]:
+            return self.failed(chunks[-1])
+        self.count(chunks[-1]["blendrag"])
+        return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+    def count(self, about: dict[str, Any]) -> None:
+        self.ended["over exact beginnings"] += any(
+            chunk["reason"] == IN_MEMORY.text for chunk in about["chunks"]
+        )
+
+    def failed(self, answer: dict[str, Any]) -> None:
+        """An error that was meant to be."""
+        error = answer["error"]
+        late = "no answer within the timeout" in error["message"]
+        assert error["type"] == "server_error", error
+        assert FAULT not in error["message"]
+        self.ended["too late" if late else "failed"] += 1
 
     async def leave(self, body: dict[str, Any]) -> None:
         """Close the connection after a while, or after some events."""
@@ -122,6 +200,42 @@ class Soak:
                 if events < 0:
                     return
 
+    # -- clients that read nothing --------------------------------------------------------------------
+
+    async def while_held(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Do ``work`` while others have asked and read nothing. Then they read their answers, or leave."""
+        asked = [LONG] * SLOW + self.random.choices(self.greedy(), k=HELD - SLOW)
+        held = [await self.asking(body) for body in asked]
+        await work()
+        if not self.faults:  # of some, the connection is full
+            assert self.server.service.admission.running >= SLOW
+        for number, (body, (reader, writer)) in enumerate(zip(asked, held, strict=True)):
+            if number % 5:
+                head, _, lines = (await reader.read()).decode().partition("\r\n\r\n")
+                assert head.startswith(("HTTP/1.1 200 ", "HTTP/1.1 500 ")), head
+                self.check(body, self.read(lines.splitlines()))
+            writer.close()
+        self.ended["held"] += len(held)
+
+    async def asking(
+        self, body: dict[str, Any]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection that has sent a request; little of the answer is read ahead."""
+        sent = json.dumps({**body, "stream": True}).encode()
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        made.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", self.server.port))
+        reader, writer = await asyncio.open_connection(sock=made, limit=1024)
+        head = f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
+        await writer.drain()
+        return reader, writer
+
+
+def _name(body: dict[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True)
+
 
 async def run(server: Live, requests: int, clients: int, seed: int) -> None:
     process, mebibytes = psutil.Process(), []
@@ -129,20 +243,43 @@ async def run(server: Live, requests: int, clients: int, seed: int) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
         soak, free = Soak(server, client, seed), asyncio.Semaphore(clients)
         await soak.ask_each_alone()
+        server.engine.adapter.decoder_layers[1].register_forward_pre_hook(soak.fail)
 
         async def when_free() -> None:
             async with free:
                 await soak.one()
 
-        for done in range(requests // 10, requests + 1, requests // 10):
-            await asyncio.gather(*(when_free() for _ in range(requests // 10)))
+        async def some(count: int) -> None:
+            await asyncio.gather(*(when_free() for _ in range(count)))
+
+        tenth = requests // 10
+        for done in range(tenth, requests + 1, tenth):
+            soak.faults = 0.0
+            await soak.while_held(partial(some, tenth // 10))
+            soak.faults = FAULTS
+            await some(tenth - tenth // 10)
             mebibytes.append(process.memory_info().rss >> 20)
             held = f"{process.num_threads()} threads, {process.num_fds()} files"
             print(f"{done} requests: {dict(soak.ended)}; {mebibytes[-1]} MiB, {held}", flush=True)
     server.settled()
     half = mebibytes[len(mebibytes) // 2]
     assert mebibytes[-1] < (1 + LEAK) * half, f"memory grew: {mebibytes} MiB"
+    assert soak.ended["over exact beginnings"], "no request shared an exact beginning"
     print(json.dumps(dict(server.service.admission.outcomes)))
+
+
+def check_nothing_left(engine: BlendEngine) -> None:
+    """No request left anything in ``engine``."""
+    engine.drain()
+    gc.collect()
+    left = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, TRANSIENT))
+    assert not left, f"left in memory: {dict(left)}"
+    assert not engine._running
+    assert not engine._waiting
+    tree = engine._prefixes._tree
+    assert tree is not None
+    tree.check_integrity()
+    assert not any(node.users for root in tree._roots.values() for node in root.below())
 
 
 def main() -> None:
@@ -151,14 +288,22 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    logging.disable()  # of faults
+    events.SEND_TIMEOUT_S = 600.0  # on a busy machine, others take long
+    corpus = demo_corpus_path()
+    anna = (corpus / "anna-bell.txt").read_text(encoding="utf-8")
     with (
         tempfile.TemporaryDirectory() as folder,
         BlendEngine("demo", Path(folder) / "store", chunk_tokens=64, dtype="float32") as engine,
     ):
         engine.resources.__dict__["embedder"] = tiny.WordEmbedder()
-        engine.ingest([demo_corpus_path() / name for name in FILES]).whole()
-        with live(engine) as server:
+        engine.ingest([corpus / name for name in FILES]).whole()
+        engine.add_schema(
+            f'<schema name="people"><user><module name="anna">{anna}\n\n</module></user></schema>'
+        )
+        with live(engine, send_bytes=4096) as server:
             asyncio.run(run(server, given.requests, given.clients, given.seed))
+        check_nothing_left(engine)
 
 
 if __name__ == "__main__":
