@@ -82,6 +82,8 @@ class RequestMetrics:
     request of an engine."""
     prefix_tokens: int = 0
     """Of ``reused_tokens``: the beginning of the prompt, before the first chunk."""
+    queued_s: float = 0.0
+    """Of ``ttft_s``: waiting for the requests before this one."""
     learned_tokens: int = 0
     """Tokens of passages that were learned from this prompt, because an earlier one had them, too."""
 

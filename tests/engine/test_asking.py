@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,19 @@ def test_opening_the_model_is_no_part_of_the_time_to_first_token(
     assert first.total_s + first.opening_s <= waited_s
     assert 0 < first.ttft_s <= first.total_s
     assert second.opening_s < 0.5
+
+
+def test_waiting_for_earlier_requests_is_part_of_the_time_to_first_token(tmp_path: Path) -> None:
+    held = threading.Event()
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        engine.open()
+        engine._worker.submit(held.wait)
+        waiting = engine.stream("What?", max_new_tokens=1)
+        time.sleep(0.1)
+        held.set()
+        list(waiting)
+        metrics = waiting.answer.metrics
+    assert 0.1 <= metrics.queued_s < metrics.ttft_s
 
 
 # -- conversations ----------------------------------------------------------------------------------

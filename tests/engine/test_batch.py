@@ -166,7 +166,7 @@ def prefills(engine: BlendEngine) -> Iterator[list[int]]:
 
 def essence(answer: Answer) -> tuple[Any, ...]:
     """Everything but times and the number of prompts in its prefill."""
-    zero = {"ttft_s": 0.0, "load_s": 0.0, "total_s": 0.0, "opening_s": 0.0}
+    zero = {"ttft_s": 0.0, "load_s": 0.0, "total_s": 0.0, "opening_s": 0.0, "queued_s": 0.0}
     same = replace(answer.metrics, batch_size=1, **zero)
     logprobs = [entry.id for entry in answer.logprobs or ()]
     return answer.text, answer.texts, answer.finish_reason, same, logprobs

@@ -496,6 +496,7 @@ class BlendEngine:
 
         def work() -> Answer:
             self._waiting.pop(stream, None)
+            stream.begin()
             try:
                 with self._span(request.options, request.trace_context, request.asked_at) as about:
                     stream.check()

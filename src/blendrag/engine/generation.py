@@ -259,5 +259,6 @@ class Generation:
             decision=plan.decision if plan.forecast is not None else "",
             batch_size=batch_size,
             opening_s=stream.opening_s,
+            queued_s=stream.queued_s,
             prefix_tokens=plan.prefix_tokens,
         )

@@ -61,12 +61,15 @@ class AnswerStream:
         self._held = ""
         self.likely = likely
         self._started = started
+        self._queued_at = time.perf_counter()
         self._timeout_s = timeout_s
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wake: Callable[[], None] | None = None
         self.cancelled = False
         self.opening_s = 0.0
         """Seconds of opening the model; no part of ``ttft_s``."""
+        self.queued_s = 0.0
+        """Seconds in the queue; part of ``ttft_s``."""
         self.ttft_s = 0.0
         self.stopped_by: str | None = None
         self.text = ""
@@ -74,6 +77,10 @@ class AnswerStream:
         """Every new token with the text it added."""
 
     # -- worker's side ------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The request has left the queue."""
+        self.queued_s = time.perf_counter() - self._queued_at
 
     def put(self, value: torch.Tensor) -> None:
         """Take the newest token ids ``[n]``."""

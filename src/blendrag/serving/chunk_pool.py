@@ -59,6 +59,21 @@ class RequestKV:
         return self.running.positions[-1] + 1 if self.running else self.cache.next_position
 
 
+def kv_tokens(requests: Sequence[RequestKV]) -> tuple[int, int]:
+    """For how many tokens ``requests`` hold KV, and for how many they would if each had its own. Both count
+    the room for new tokens."""
+    held = private = 0
+    chunks: set[SharedChunk] = set()
+    for one in requests:
+        room = one.cache.room
+        if one.running is not None:
+            room = one.running.room - len(one.running.positions)
+            chunks.update(each.chunk for each in one.running.held)
+        private += one.length + room
+        held += one.running.room if one.running else one.length + room
+    return held + sum(chunk.tokens for chunk in chunks), private
+
+
 class ChunkPool:
     """The chunks and overlays of the running requests of one model. Used on one thread."""
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from blendrag.lab.bench.serve import ARRIVING_BASELINE, BASELINE, doubling_rate
+from blendrag.lab.bench.serve import ARRIVING_BASELINE, BASELINE, LOOP_BASELINE, doubling_rate
 from blendrag.serving import turns
+from cli.commands import refused
 from lab.bench.small import measured
 
 SMALL = (
@@ -17,7 +18,8 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_every_way_answers_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def joint_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of requests of each joint step."""
     sizes: list[int] = []
     stock = turns.decoded_together
 
@@ -27,6 +29,11 @@ def test_every_way_answers_all_requests(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(turns, "decoded_together", counted)
     monkeypatch.setattr(turns, "PREFILL_PER_STEP", math.inf)  # none ends during a prefill
+    return sizes
+
+
+def test_every_way_answers_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = joint_steps(monkeypatch)
     rows = {row["way"]: row for row in measured("serve", *SMALL)["rows"]}
     assert len(rows) == 6
     assert rows[BASELINE]["over_baseline"] == 1
@@ -51,8 +58,30 @@ def test_full_prefill_waits_as_long_as_it_takes_at_the_doubling_rate() -> None:
     assert rate == pytest.approx(1.0)
 
 
-def test_only_some_ways() -> None:
-    found = measured("serve", *SMALL, "--only", "blend")
-    assert [row["way"] for row in found["rows"]] == [
-        BASELINE, "blend, together", "blend, together, nothing shared"
-    ]  # fmt: skip
+def test_kv_that_is_shared_and_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    joint_steps(monkeypatch)
+    found = measured("serve", *SMALL, "--only", "blend", "--chunks", "3", "--ratio", "0.1")
+    alone, together, unshared = found["rows"]
+    assert alone["way"] == found["baseline"] == BASELINE
+    assert alone["kv_bytes"] is None
+    assert together["kv_bytes"] < together["private_kv_bytes"]
+    assert unshared["kv_bytes"] == unshared["private_kv_bytes"] == together["private_kv_bytes"]
+
+
+def test_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = joint_steps(monkeypatch)
+    found = measured("serve", *SMALL, "--users", "2")
+    assert [row["way"] for row in found["rows"]] == [LOOP_BASELINE, "blend, 2 users"]
+    assert set(sizes) == {2}
+    assert all(0 < row["prefill_s"] <= row["ttft_s"] for row in found["rows"])
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("--users", "2", "--poisson"), "--poisson and --users, expected one of them"),
+        (("--users", "two"), "users 'two': expected comma-separated whole numbers"),
+    ],
+)
+def test_users_that_cannot_be(given: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refused("bench", "serve", *SMALL, *given)

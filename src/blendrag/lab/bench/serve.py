@@ -1,11 +1,13 @@
-"""``blendrag bench serve``: whole answers to requests that arrive together or at random, over one corpus.
+"""``blendrag bench serve``: whole answers to requests of many users, over one corpus.
 
-One engine answers them one by one and together, in modes ``full`` and ``blend``, and together without sharing
-KV; transformers' continuous batching answers the same prompts. Chunks are chosen with a skew, so that
+Arriving together: answered one by one and together, in modes ``full`` and ``blend``, and together without
+sharing KV; transformers' continuous batching answers the same prompts. Chunks are chosen with a skew, so that
 requests share some of them.
 
-Arrivals at random: at the rate at which the mean TTFT of full prefill, one by one, is twice that of a lone
+Arriving at random: at the rate at which the mean TTFT of full prefill, one by one, is twice that of a lone
 request, and at multiples of it.
+
+In a closed loop: each of so many users asks the next question when the last one is answered.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import random
 import sys
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Annotated
 from unittest import mock
@@ -37,13 +41,16 @@ from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.rounds import MeasuredNothingError, Tick, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.bench.workload import BlendResult, Workload, conditions
+from blendrag.lab.bench.workload import BlendResult, Workload, conditions, whole_numbers
 from blendrag.lab.tables import NOTHING, ResultTable, figure, times
+from blendrag.model import ModelAdapter
 from blendrag.serving import chunk_pool
+from blendrag.serving.chunk_pool import ChunkPool, RequestKV, kv_tokens
 
 #: What the others are compared with.
 BASELINE = "blend, one by one"
 ARRIVING_BASELINE = "full, one by one"
+LOOP_BASELINE = "blend, 1 user"
 #: Rates of arrivals for blend, as multiples of the one for full prefill.
 RATES = (1, 4)
 #: Of the paged cache of transformers' continuous batching, its default.
@@ -56,18 +63,24 @@ class ServeRow:
 
     way: str
     rate: float | None
-    """Arrivals per second; ``None``: all at once."""
+    """Arrivals per second; ``None``: not at random."""
     seconds: float
     """From the first arrival to the last token."""
     over_baseline: float
-    """Requests per second, against :data:`BASELINE` or, at random arrivals, :data:`ARRIVING_BASELINE`."""
-    ttft_s: float | None
+    """Requests per second, against that of :attr:`ServeResult.baseline`."""
+    ttft_s: float | None = None
     """Mean."""
-    p95_ttft_s: float | None
-    token_ms: float | None
+    p95_ttft_s: float | None = None
+    prefill_s: float | None = None
+    """TTFT without waiting for earlier requests, mean."""
+    token_ms: float | None = None
     """Between two tokens of a request."""
-    in_time: float | None
+    in_time: float | None = None
     """Share of requests whose first token came within twice the TTFT of a lone full prefill."""
+    kv_bytes: int | None = None
+    """Most KV that requests that decode together held, chunks included; ``None`` if none did."""
+    private_kv_bytes: int | None = None
+    """Most KV that they would have held with all of it for themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +89,8 @@ class ServeResult(BlendResult):
     new_tokens: int
     corpus_chunks: int
     contexts: int
+    arriving: str
+    baseline: str
     rows: tuple[ServeRow, ...]
 
 
@@ -83,11 +98,12 @@ class ServeResult(BlendResult):
 class Served:
     seconds: float
     answers: Sequence[Answer] = ()
+    kv_bytes: int | None = None
+    private_kv_bytes: int | None = None
 
 
 def serve_table(result: ServeResult) -> ResultTable:
-    arriving = "together" if result.rows[0].rate is None else "at random"
-    baseline = BASELINE if result.rows[0].rate is None else ARRIVING_BASELINE
+    at_random = result.rows[0].rate is not None
 
     def shown(value: float | None) -> str:
         return NOTHING if value is None else figure(value)
@@ -95,19 +111,25 @@ def serve_table(result: ServeResult) -> ResultTable:
     def cells(row: ServeRow) -> tuple[str, ...]:
         rate = () if row.rate is None else (f"{row.rate:.3g}",)
         in_time = () if row.in_time is None else (f"{row.in_time:.0%}",)
+        kv = (NOTHING, NOTHING)
+        if row.kv_bytes is not None and row.private_kv_bytes is not None:
+            kv = figure(row.kv_bytes / 2**20), f"{row.kv_bytes / row.private_kv_bytes:.0%}"
         return (
             row.way, *rate, f"{result.requests / row.seconds:.3g}", times(row.over_baseline),
-            shown(row.ttft_s), shown(row.p95_ttft_s), *in_time, shown(row.token_ms),
+            shown(row.ttft_s), shown(row.p95_ttft_s), *in_time, shown(row.prefill_s), shown(row.token_ms),
+            *kv,
         )  # fmt: skip
 
-    head: tuple[str, ...] = ("way", "arrivals/s", "answers/s", f"over {baseline}", "TTFT s", "95% of TTFT s",
-            "in time", "ms per token")  # fmt: skip
-    if arriving == "together":
+    head: tuple[str, ...] = (
+        "way", "arrivals/s", "answers/s", f"over {result.baseline}", "TTFT s", "95% of TTFT s", "in time",
+        "prefill s", "ms per token", "KV MiB", "of private copies",
+    )  # fmt: skip
+    if not at_random:
         head = tuple(name for name in head if name not in ("arrivals/s", "in time"))
     return ResultTable(
         head,
         [cells(row) for row in result.rows],
-        f"{result.requests} requests arriving {arriving}, {result.new_tokens} tokens each, "
+        f"{result.requests} requests {result.arriving}, {result.new_tokens} tokens each, "
         f"{count(result.contexts, 'context')} over {result.corpus_chunks} chunks: {result.about}",
     )
 
@@ -125,6 +147,12 @@ def serve(
     poisson: Annotated[
         bool, typer.Option("--poisson", help="Arrivals at random, not all at once.")
     ] = False,
+    users: Annotated[
+        str,
+        typer.Option(
+            help="A closed loop with so many users, such as 1,4, who ask when they have an answer."
+        ),
+    ] = "",
     only: Annotated[
         str, typer.Option(help="Only the ways whose names begin so, such as blend.")
     ] = "",
@@ -137,21 +165,29 @@ def serve(
             f"{corpus_chunks} chunks in the corpus, expected at least the {workload.chunks} of a prompt"
         )
     contexts = min(contexts or requests, requests)
-    with (
-        scratch() as root,
-        BlendEngine(
-            adapter, root / "store", policy=workload.policy, schedule=workload.schedule,
-            ratio=workload.ratio, chunk_tokens=max(64, workload.chunk_tokens), learn=False,
-        ) as engine,
-    ):  # fmt: skip
-        tick("storing the corpus")
-        texts = _texts(engine, workload, corpus_chunks)
-        engine.library.add([Entry(str(i), text) for i, text in enumerate(texts)], embed=False)
-        prompts = _prompts(texts, workload, requests, contexts)
-        ways, rates, in_time_s = (_at_random if poisson else _at_once)(
-            _Asking(engine, prompts, new_tokens), tick
-        )
-        baseline = ARRIVING_BASELINE if poisson else BASELINE
+    if poisson and users:
+        raise InvalidInputError("--poisson and --users, expected one of them")
+    loops = whole_numbers(users, "users", "1,4") if users else []
+    with scratch() as root:
+        asking = _Asking(adapter, workload, root / "store", new_tokens)
+        with asking.engine() as engine:
+            tick("storing the corpus")
+            texts = _texts(engine, workload, corpus_chunks)
+            engine.library.add([Entry(str(i), text) for i, text in enumerate(texts)], embed=False)
+        asking = replace(asking, prompts=_prompts(texts, workload, requests, contexts))
+        rates: dict[str, float] = {}
+        in_time_s: float | None = None
+        if poisson:
+            arriving, baseline = "arriving at random", ARRIVING_BASELINE
+            ways, rates, in_time_s = _at_random(asking, tick)
+        elif loops:
+            arriving, baseline = "in a closed loop", LOOP_BASELINE
+            ways = {
+                f"blend, {count(n, 'user')}": partial(asking.loop, "blend", n) for n in (1, *loops)
+            }
+        else:
+            arriving, baseline = "arriving together", BASELINE
+            ways = _at_once(asking)
         ways = {way: run for way, run in ways.items() if way.startswith(only)}
         if baseline not in ways:
             raise InvalidInputError(
@@ -163,7 +199,7 @@ def serve(
     rows = tuple(_row(way, found[way], base, rates.get(way), in_time_s) for way in ways)
     return ServeResult(
         **conditions(adapter, workload, "disk"), requests=requests, new_tokens=new_tokens,
-        corpus_chunks=corpus_chunks, contexts=contexts, rows=rows,
+        corpus_chunks=corpus_chunks, contexts=contexts, arriving=arriving, baseline=baseline, rows=rows,
     )  # fmt: skip
 
 
@@ -172,11 +208,24 @@ Ways = dict[str, Callable[[], Served]]
 
 @dataclass(frozen=True)
 class _Asking:
-    """Answers all prompts."""
+    """Answers all prompts, each time by a new engine, in which others have left nothing."""
 
-    engine: BlendEngine
-    prompts: Sequence[str]
+    adapter: ModelAdapter
+    workload: Workload
+    store: Path
     new_tokens: int
+    prompts: Sequence[str] = ()
+
+    @contextmanager
+    def engine(self, running: int = 1) -> Iterator[BlendEngine]:
+        """At most ``running`` requests run at the same time."""
+        workload = self.workload
+        with BlendEngine(
+            self.adapter, self.store, policy=workload.policy, schedule=workload.schedule,
+            ratio=workload.ratio, chunk_tokens=max(64, workload.chunk_tokens), learn=False,
+        ) as engine:  # fmt: skip
+            engine.settings = engine.settings.model_copy(update={"max_running": running})
+            yield engine
 
     def options(self, mode: Mode) -> Options:
         return Options(
@@ -186,10 +235,13 @@ class _Asking:
 
     def one_by_one(self, mode: Mode, arrivals: Sequence[float] = ()) -> Served:
         with mock.patch.object(exact_prefixes, "MARGIN", math.inf):
-            return self._served(mode, arrivals, 1)
+            return self._served(mode, arrivals, running=1)
 
     def together(self, mode: Mode, arrivals: Sequence[float] = ()) -> Served:
-        return self._served(mode, arrivals, len(self.prompts))
+        return self._served(mode, arrivals)
+
+    def loop(self, mode: Mode, users: int) -> Served:
+        return self._served(mode, users=users)
 
     def unshared(self, mode: Mode) -> Served:
         """Together, each request with KV of its own."""
@@ -199,32 +251,42 @@ class _Asking:
         ):
             return self.together(mode)
 
-    def _served(self, mode: Mode, arrivals: Sequence[float], running: int) -> Served:
-        """Answer all, of which at most ``running`` run at the same time."""
-        engine, asked = self.engine, self.options(mode)
-        engine._prefixes.close()  # what another way has left there
-        engine.settings = engine.settings.model_copy(update={"max_running": running})
-        began = time.perf_counter()
+    def _served(
+        self,
+        mode: Mode,
+        arrivals: Sequence[float] = (),
+        running: int | None = None,
+        users: int | None = None,
+    ) -> Served:
+        """Answer all, of which at most ``running`` run at the same time and ``users`` have been asked."""
+        count, asked = len(self.prompts), self.options(mode)
+        with self.engine(running or count) as engine, _kv_of_steps() as tokens:
+            engine.open()
+            began = time.perf_counter()
 
-        def answer(prompt: str, at: float) -> Answer:
-            time.sleep(max(0.0, began + at - time.perf_counter()))
-            return engine.generate(prompt, asked)
+            def answer(prompt: str, at: float) -> Answer:
+                time.sleep(max(0.0, began + at - time.perf_counter()))
+                return engine.generate(prompt, asked)
 
-        with ThreadPoolExecutor(len(self.prompts)) as pool:
-            answers = list(pool.map(answer, self.prompts, arrivals or [0.0] * len(self.prompts)))
-        seconds = time.perf_counter() - began
+            with ThreadPoolExecutor(users or count) as pool:
+                answers = list(pool.map(answer, self.prompts, arrivals or [0.0] * count))
+            seconds = time.perf_counter() - began
         for answered in answers:
             reuses = bool(answered.metrics.reused_tokens)
             if answered.metrics.new_tokens != self.new_tokens or reuses == (mode == "full"):
                 raise MeasuredNothingError(
                     "an answer is too short, or its KV was not used as asked"
                 )
-        return Served(seconds, answers)
+        if not tokens:
+            return Served(seconds, answers)
+        held, private = map(self.adapter.layout.size_bytes, map(max, zip(*tokens, strict=True)))
+        return Served(seconds, answers, held, private)
 
     def stock(self) -> Served:
         """Tokens by ``generate_batch``, which shares prefixes of prompts."""
         asked = Options(apply_chat_template=False)
-        ids = [list(self.engine.segments(prompt, asked).ids) for prompt in self.prompts]
+        with self.engine() as engine:
+            ids = [list(engine.segments(prompt, asked).ids) for prompt in self.prompts]
         config = GenerationConfig(
             max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
@@ -233,7 +295,7 @@ class _Asking:
             page_size=PAGE_TOKENS, num_blocks=len(ids) * (longest // PAGE_TOKENS + 2)
         )
         began = time.perf_counter()
-        found = self.engine.adapter.model.generate_batch(
+        found = self.adapter.model.generate_batch(
             ids, config, continuous_batching_config=batching, warmup=False
         )
         seconds = time.perf_counter() - began
@@ -242,20 +304,35 @@ class _Asking:
         return Served(seconds)
 
 
-def _at_once(asking: _Asking, tick: Tick) -> tuple[Ways, dict[str, float], float | None]:
+@contextmanager
+def _kv_of_steps() -> Iterator[list[tuple[int, int]]]:
+    """A list that gets :func:`kv_tokens` of each joint step, before newcomers share their chunks."""
+    tokens: list[tuple[int, int]] = []
+    stock = ChunkPool.share
+
+    def share(pool: ChunkPool, requests: Sequence[RequestKV]) -> None:
+        tokens.append(kv_tokens(requests))
+        stock(pool, requests)
+
+    with mock.patch.object(ChunkPool, "share", share):
+        yield tokens
+
+
+def _at_once(asking: _Asking) -> Ways:
     ways: Ways = {}
     for mode in typing.cast(tuple[Mode, ...], ("full", "blend")):
         ways[f"{mode}, one by one"] = partial(asking.one_by_one, mode)
         ways[f"{mode}, together"] = partial(asking.together, mode)
     ways["blend, together, nothing shared"] = partial(asking.unshared, "blend")
     ways["transformers' continuous batching"] = asking.stock
-    return ways, {}, None
+    return ways
 
 
-def _at_random(asking: _Asking, tick: Tick) -> tuple[Ways, dict[str, float], float | None]:
+def _at_random(asking: _Asking, tick: Tick) -> tuple[Ways, dict[str, float], float]:
     """The ways, the rates of their arrivals, and twice the TTFT of a lone full prefill."""
     tick("a full prefill alone")
-    alone = asking.engine.generate(asking.prompts[0], asking.options("full")).metrics
+    with asking.engine() as engine:
+        alone = engine.generate(asking.prompts[0], asking.options("full")).metrics
     gaps = np.random.default_rng(0).exponential(size=len(asking.prompts))
     arrivals = np.cumsum(gaps) - gaps[0]  # at rate 1
     rate = doubling_rate(arrivals, alone.ttft_s, alone.total_s)
@@ -323,11 +400,13 @@ def _row(
     seconds = median(one.seconds for one in served)
     metrics = [answer.metrics for one in served for answer in one.answers]
     if not metrics:
-        return ServeRow(way, rate, seconds, base / seconds, None, None, None, None)
+        return ServeRow(way, rate, seconds, base / seconds)
     ttft = [each.ttft_s for each in metrics]
     between = [(m.total_s - m.ttft_s) / max(1, m.new_tokens - 1) for m in metrics]
     in_time = None if in_time_s is None else float(np.mean([s <= in_time_s for s in ttft]))
     return ServeRow(
         way, rate, seconds, base / seconds, float(np.mean(ttft)), float(np.quantile(ttft, 0.95)),
-        1e3 * median(between), in_time,
+        float(np.mean([each.ttft_s - each.queued_s for each in metrics])), 1e3 * median(between), in_time,
+        max((one.kv_bytes for one in served if one.kv_bytes), default=None),
+        max((one.private_kv_bytes for one in served if one.private_kv_bytes), default=None),
     )  # fmt: skip
