@@ -65,12 +65,13 @@ def kv_tokens(requests: Sequence[RequestKV]) -> tuple[int, int]:
     held = private = 0
     chunks: set[SharedChunk] = set()
     for one in requests:
-        room = one.cache.room
-        if one.running is not None:
-            room = one.running.room - len(one.running.positions)
+        if one.running is None:
+            own, shared = one.cache.get_seq_length() + one.cache.room, 0
+        else:
+            own, shared = one.running.room, sum(each.visible for each in one.running.held)
             chunks.update(each.chunk for each in one.running.held)
-        private += one.length + room
-        held += one.running.room if one.running else one.length + room
+        held += own
+        private += own + shared
     return held + sum(chunk.tokens for chunk in chunks), private
 
 

@@ -66,6 +66,11 @@ class HeldChunk:
     """Bool ``[T]`` on the CPU: entries hidden from the request, because its overlay has these tokens or its
     prompt does not."""
 
+    @property
+    def visible(self) -> int:
+        """Entries that the request attends to."""
+        return self.chunk.tokens - (0 if self.stale is None else int(self.stale.sum()))
+
 
 @dataclass(eq=False)
 class RunningKV:
