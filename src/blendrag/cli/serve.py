@@ -167,6 +167,7 @@ def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
         "model": given["model"] and absolute_model(given["model"]),
         "lora": given["lora"] and absolute_model(given["lora"]),
         "schemas": tuple(map(os.path.abspath, given["schema"] or ())),
+        "api_key_file": None,  # its text is among the limits
     }
     named = {name: given[name] for name in ServedCluster.model_fields if name in given}
     counts = {"min_replicas": least, "max_replicas": most}

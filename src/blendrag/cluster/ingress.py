@@ -19,7 +19,7 @@ from blendrag.cluster.forwarding import WholeRequest
 from blendrag.cluster.nodes import check_version
 from blendrag.cluster.settings import ServedCluster
 from blendrag.errors import BlendragError
-from blendrag.server.access import ApiKeys, Door
+from blendrag.server.access import Door
 from blendrag.server.app import EXPOSITION
 from blendrag.server.refusals import Refusal
 from blendrag.server.service import Limits
@@ -43,11 +43,11 @@ class Ingress:
 
     def __init__(self, served: ServedCluster, version: str, replicas: Any) -> None:
         check_version(version)
-        keys = ApiKeys.parse(served.api_keys, "api_keys") if served.api_keys else ApiKeys()
         self._all = replicas
         self._replicas = replicas.options(method_name="answer", stream=True)
         self._keys = ChunkKeys(served.engine(is_ingress=True).resources)
-        self._door = Door(self._pass_on, keys, Limits(**served.limits).max_body_bytes)
+        max_body_bytes = Limits(**served.limits).max_body_bytes
+        self._door = Door(self._pass_on, served.keys(), max_body_bytes)
 
     async def __call__(self, request: Request) -> Response:
         return _ThroughApp(self._door)

@@ -15,7 +15,7 @@ from blendrag.cluster.forwarding import WholeRequest, answered
 from blendrag.cluster.nodes import check_version
 from blendrag.cluster.resident_router import DISK, MEMORY, digest
 from blendrag.cluster.settings import ServedCluster
-from blendrag.errors import BlendragError
+from blendrag.errors import BlendragError, StoreUnavailableError
 from blendrag.frameworks.streaming import to_thread
 from blendrag.store.tiered import TieredStore
 
@@ -33,16 +33,15 @@ class Replica:
 
     def __init__(self, served: ServedCluster, version: str) -> None:
         check_version(version)
-        from blendrag.server.access import ApiKeys
         from blendrag.server.app import create_app
         from blendrag.server.service import Limits, Service
 
+        served.documents()  # a store that has vanished is not made anew
         self._engine = served.engine()
         for file in served.schemas:
             self._engine.add_schema(Path(file))
         _open(self._engine, needs_blending=not served.schemas)
-        keys = ApiKeys.parse(served.api_keys, "api_keys") if served.api_keys else ApiKeys()
-        self._service = Service(self._engine, Limits(**served.limits), keys)
+        self._service = Service(self._engine, Limits(**served.limits), served.keys())
         self._app = create_app(self._service)
 
     async def answer(
@@ -69,6 +68,9 @@ class Replica:
     async def check_health(self) -> None:
         """Serve replaces a replica for which this raises."""
         self._service.check_open()
+        root = self._engine.resources.root
+        if not root.exists():
+            raise StoreUnavailableError(f"store {root} is gone; restore it, or ingest again")
 
     def __del__(self) -> None:
         engine: Any = self.__dict__.get("_engine")

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from blendrag.cluster.following import follow_once, keep_following
 from blendrag.config import Mode, Ratio, Settings, settings
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.database import DIRECTORY, FILE_NAME
 from blendrag.corpus.recorded_model import model_for
 from blendrag.errors import InvalidInputError, ModelLoadError
+from blendrag.server.access import ApiKeys
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
@@ -44,8 +44,9 @@ class ServedCluster(BaseModel):
     trust_remote_code: bool = False
     schemas: tuple[str, ...] = ()
     """Files of prompt schemas."""
+    api_key_file: str | None = None
+    """On each node. ``api_keys`` is the text of one."""
     api_keys: str | None = Field(default=None, repr=False)
-    """The text of a key file."""
     max_requests: int | None = Field(default=None, ge=1)
     """Per replica."""
     max_body_bytes: int | None = Field(default=None, ge=1)
@@ -62,7 +63,7 @@ class ServedCluster(BaseModel):
     def of(cls, arguments: Mapping[str, Any]) -> ServedCluster:
         """Raises :class:`InvalidInputError` for arguments of other names or types."""
         try:
-            return cls.model_validate(arguments)
+            served = cls.model_validate(arguments)
         except ValidationError as exc:
             first = exc.errors()[0]
             name = ".".join(map(str, first["loc"]))
@@ -70,6 +71,12 @@ class ServedCluster(BaseModel):
                 f"argument {name} of the application: {first['msg']}; the arguments are "
                 f"{', '.join(cls.model_fields)}"
             ) from exc
+        if served.max_replicas < served.min_replicas:
+            raise InvalidInputError(
+                f"min_replicas {served.min_replicas} with max_replicas {served.max_replicas}, expected at "
+                "least as many"
+            )
+        return served
 
     def engine(self, is_ingress: bool = False) -> BlendEngine:
         """The engine of a replica, over a corpus that follows the published one if it may.
@@ -104,11 +111,23 @@ class ServedCluster(BaseModel):
                 f"there is no model at {model}; expected the same path on every node: copy it there, share "
                 "its directory, or name a hub id"
             )
-        if not (self.store_path / DIRECTORY / FILE_NAME).exists():
-            return 0, ""
         with Corpus.open(self.store_path, read_only=True) as corpus:
             tokenizer = corpus.manifest.tokenizer_fingerprint if corpus.has_manifest else ""
             return len(corpus), tokenizer
+
+    def keys(self) -> ApiKeys:
+        """Who may ask. Raises :class:`InvalidInputError`."""
+        if self.api_keys is not None:
+            return ApiKeys.parse(self.api_keys, "api_keys")
+        if self.api_key_file is None:
+            return ApiKeys()
+        try:
+            text = Path(self.api_key_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise InvalidInputError(
+                f"api_key_file {self.api_key_file} cannot be read ({exc}); mount it on every node"
+            ) from exc
+        return ApiKeys.parse(text, f"api_key_file {self.api_key_file}")
 
     @property
     def store_path(self) -> Path:

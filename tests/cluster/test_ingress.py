@@ -1,0 +1,150 @@
+"""The ingress over replicas that are applications of this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray.exceptions import ActorDiedError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Message
+
+from blendrag import __version__
+from blendrag.cluster.exposition import joined
+from blendrag.cluster.forwarding import WholeRequest, answered
+from blendrag.cluster.ingress import TRIES, Ingress
+from blendrag.cluster.settings import ServedCluster
+from server.live import CHAT, HELLO
+
+EVENTS = "text/event-stream"
+
+
+class Replicas:
+    """Stands for the handle of Serve; the n-th request goes to the n-th application, then to the last."""
+
+    def __init__(self, *apps: ASGIApp) -> None:
+        self.apps = list(apps)
+        self.chunks: list[Mapping[str, int]] = []
+
+    def options(self, **given: Any) -> Replicas:
+        return self
+
+    def remote(self, request: WholeRequest, chunks: Mapping[str, int]) -> AsyncIterator[Message]:
+        self.chunks.append(chunks)
+        return answered(self.apps.pop(0) if len(self.apps) > 1 else self.apps[0], request)
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    request = Request(scope, receive)
+    told = {
+        "path": request.url.path,
+        "query": request.url.query,
+        "body": (await request.body()).decode(),
+    }
+    await JSONResponse(told, headers={"x-kept": "yes"})(scope, receive, send)
+
+
+def dies_after(*events: str) -> ASGIApp:
+    """An application whose process ends after it has sent these events."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def body() -> AsyncIterator[str]:
+            for event in events:
+                yield event
+            raise ActorDiedError()
+
+        if not events:
+            raise ActorDiedError()
+        await StreamingResponse(body(), media_type=EVENTS)(scope, receive, send)
+
+    return app
+
+
+@pytest.fixture
+def asking(store: Path) -> Callable[..., httpx.AsyncClient]:
+    def client(replicas: Replicas, **given: Any) -> httpx.AsyncClient:
+        served = ServedCluster(model="demo", store=str(store), **given)
+        ingress = Ingress(served, __version__, replicas)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            response = await ingress(Request(scope, receive))
+            assert isinstance(response, Response)  # what Serve sends
+            await response(scope, receive, send)
+
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+
+    return client
+
+
+async def test_a_request_and_its_answer_pass_unchanged(asking):
+    reply = await asking(Replicas(echo)).post("/v1/x?y=z", content=b"\xc3\xa4")
+    assert reply.json() == {"path": "/v1/x", "query": "y=z", "body": "ä"}
+    assert reply.headers["x-kept"] == "yes"
+
+
+async def test_the_router_is_told_the_chunks(asking, texts: list[str]):
+    replicas = Replicas(echo)
+    await asking(replicas).post(CHAT, json={"messages": [{"role": "user", "content": texts[0]}]})
+    await asking(replicas).post(CHAT, json={"messages": HELLO})
+    assert [len(chunks) for chunks in replicas.chunks] == [1, 0]
+
+
+async def test_a_replica_that_ends_before_it_answers_is_replaced(asking):
+    replicas = Replicas(*[dies_after()] * (TRIES - 1), echo)
+    assert (await asking(replicas).post("/v1/x")).status_code == 200
+    reply = await asking(Replicas(dies_after())).post("/v1/x")
+    assert reply.status_code == 503
+    assert "send the request again" in reply.json()["error"]["message"]
+
+
+async def test_a_stream_whose_replica_ends_has_an_error_as_its_last_event(asking):
+    reply = await asking(Replicas(dies_after("data: {}\n\n"))).post(CHAT)
+    first, error, done = reply.text.strip().split("\n\n")
+    assert (first, done) == ("data: {}", "data: [DONE]")
+    assert "replica" in json.loads(error.removeprefix("data: "))["error"]["message"]
+
+
+async def test_requests_are_refused_before_they_reach_a_replica(asking):
+    replicas = Replicas(echo)
+    client = asking(replicas, api_keys="secret write", max_body_bytes=10)
+    assert (await client.post("/v1/x")).status_code == 401
+    client.headers["Authorization"] = "Bearer secret"
+    assert (await client.post("/v1/x", content=b"x" * 11)).status_code == 413
+    assert (await client.post("/v1/ingest", json={})).status_code == 403
+    assert (await client.delete("/v1/documents?source=x")).status_code == 403
+    assert not replicas.chunks
+    assert (await client.post("/v1/x")).status_code == 200
+
+
+async def test_a_client_that_leaves_ends_the_request_in_the_replica():
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            await receive()
+        finally:
+            seen.append("ended")
+
+    messages = answered(app, WholeRequest({"type": "http"}, b""))
+    assert (await anext(messages))["status"] == 200
+    await messages.aclose()
+    assert seen == ["ended"]
+
+
+def test_samples_of_all_replicas_name_them():
+    text = '# HELP a_total A.\n# TYPE a_total counter\na_total {}\na_bucket{{le="1"}} 2\n'
+    assert joined({"x": text.format(1), "y": text.format(5)}).splitlines() == [
+        "# HELP a_total A.",
+        "# TYPE a_total counter",
+        'a_total{replica="x"} 1',
+        'a_bucket{replica="x",le="1"} 2',
+        'a_total{replica="y"} 5',
+        'a_bucket{replica="y",le="1"} 2',
+    ]

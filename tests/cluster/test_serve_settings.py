@@ -1,0 +1,96 @@
+"""The arguments of the application, the example for KubeRay, and nodes that cannot serve."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+from typer.testing import CliRunner
+
+from blendrag.cli.app import app
+from blendrag.cluster.application import build
+from blendrag.cluster.nodes import check_version
+from blendrag.cluster.settings import ServedCluster
+from blendrag.errors import CorpusError, InvalidInputError, ModelLoadError
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "kuberay" / "rayservice.yaml"
+
+
+@pytest.fixture
+def arguments() -> dict[str, Any]:
+    """Those of the example, after Serve's own check."""
+    service = yaml.safe_load(EXAMPLE.read_text())
+    assert service["kind"] == "RayService"
+    config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    (application,) = config.applications
+    assert application.import_path == f"{build.__module__}:{build.__name__}"
+    return dict(application.args)
+
+
+def test_the_example_for_kuberay_builds_the_application(arguments: dict[str, Any]):
+    served = ServedCluster.of(arguments)
+    assert (served.min_replicas, served.max_replicas, served.gpus_per_replica) == (1, 8, 1)
+    assert isinstance(build(arguments), serve.Application)
+
+
+def test_the_example_starts_pods_for_all_replicas(arguments: dict[str, Any]):
+    cluster = yaml.safe_load(EXAMPLE.read_text())["spec"]["rayClusterConfig"]
+    (group,) = cluster["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    limits = container["resources"]["limits"]
+    assert group["maxReplicas"] >= arguments["max_replicas"]
+    assert int(limits["nvidia.com/gpu"]) >= arguments["gpus_per_replica"]
+    assert int(limits["cpu"]) >= arguments["cpus_per_replica"]
+
+
+@pytest.mark.parametrize(("wrong", "told"), [
+    ({"stor": "kv"}, "argument stor .* not permitted; the arguments are model, store"),
+    ({"min_replicas": 0}, "argument min_replicas .* greater than or equal to 1"),
+    ({"mode": "fast"}, "argument mode .* 'blend'"),
+    ({"min_replicas": 3, "max_replicas": 2}, "min_replicas 3 .* max_replicas 2"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused_in_one_sentence(wrong: dict[str, Any], told: str):
+    with pytest.raises(InvalidInputError, match=told):
+        ServedCluster.of(wrong)
+
+
+def test_a_node_without_the_model_or_the_store_is_refused(store: Path, tmp_path: Path):
+    chunks, _ = ServedCluster(model="demo", store=str(store)).documents()
+    assert chunks == 2
+    with pytest.raises(ModelLoadError, match="no model at /nowhere/model; expected the same path"):
+        ServedCluster(model="/nowhere/model", store=str(store)).documents()
+    with pytest.raises(CorpusError, match="there is no corpus"):
+        ServedCluster(model="demo", store=str(tmp_path / "gone")).documents()
+    with pytest.raises(InvalidInputError, match="mount it on every node"):
+        ServedCluster(api_key_file=str(tmp_path / "none")).keys()
+
+
+def test_another_version_of_blendrag_on_a_node_is_refused():
+    with pytest.raises(InvalidInputError, match=r"has blendrag .*, expected 0\.0\.1"):
+        check_version("0.0.1")
+
+
+def refused(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["serve", *arguments])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_the_command_refuses_what_it_cannot_do_before_ray_starts(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "cannot listen" in refused("--ray", "--store", str(store), "--port", port)
+    assert "--replicas '3-1'" in refused("--ray", "--replicas", "3-1")
+    assert "--replicas without --ray" in refused("--replicas", "2")
+    monkeypatch.setattr("blendrag.cluster.nodes.find_spec", lambda name: None)
+    assert "pip install 'blendrag[ray]'" in refused("--ray", "--store", str(store))
