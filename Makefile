@@ -134,7 +134,7 @@ soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 
 	  $(if $(FAULTS),--faults $(FAULTS)) $(if $(CUTS),--cuts $(CUTS)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DIR),--dir $(DIR)) $(if $(JSON),--json $(JSON))
 
-# make soak-server soak-ray REQUESTS=1000 CLIENTS=64 SEED=7
+# make soak-server REQUESTS=1000 CLIENTS=64 SEED=7
 soak-server: $(READY) ## send 10,000 random requests to blendrag serve: whole, streamed, abandoned, wrong
 	@PYTHONPATH=tests $(BIN)/python -m server.soak \
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \

@@ -196,7 +196,7 @@ async def run(soak: Soak, most: int) -> dict[str, Any]:
 
 def measure(directory: Path, replicas: int) -> dict[str, Any]:
     from blendrag.cluster.deployment import deployed
-    from blendrag.cluster.nodes import connected
+    from blendrag.cluster.ray_session import ray_session
     from blendrag.cluster.settings import ServedCluster
 
     os.environ["RAY_TMPDIR"] = str(directory)
@@ -206,7 +206,7 @@ def measure(directory: Path, replicas: int) -> dict[str, Any]:
         port = free.getsockname()[1]
     served = ServedCluster(model="demo", store=str(directory / "store"), max_replicas=replicas)
     scaling = {"min_replicas": 1, "max_replicas": replicas, **QUICK}
-    with connected(replicas), deployed(served, "127.0.0.1", port, autoscaling_config=scaling):
+    with ray_session(replicas), deployed(served, "127.0.0.1", port, autoscaling_config=scaling):
         return asyncio.run(run(Soak(f"http://127.0.0.1:{port}", asked), replicas))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,5 +93,5 @@ def test_the_command_refuses_what_it_cannot_do_before_ray_starts(
         assert "cannot listen" in refused("--ray", "--store", str(store), "--port", port)
     assert "--replicas '3-1'" in refused("--ray", "--replicas", "3-1")
     assert "--replicas without --ray" in refused("--replicas", "2")
-    monkeypatch.setattr("blendrag.cluster.nodes.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     assert "pip install 'blendrag[ray]'" in refused("--ray", "--store", str(store))

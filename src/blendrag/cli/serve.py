@@ -152,9 +152,9 @@ def _follow(context: typer.Context) -> bool:
 
 
 def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
-    from blendrag.cluster.nodes import connected, require_ray
+    from blendrag.cluster.ray_session import ray_session, require_ray
 
-    require_ray("blendrag serve --ray")
+    require_ray()
     from blendrag.cluster.deployment import check_nodes, deployed, sigterm_exits
     from blendrag.cluster.settings import ServedCluster
     from blendrag.config import absolute_model, settings
@@ -179,7 +179,7 @@ def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
             port = at.getsockname()[1]
     with ExitStack() as stack:
         with StatusLine("starting Ray"):
-            stack.enter_context(connected(most, given["verbose"]))
+            stack.enter_context(ray_session(most, given["verbose"]))
             stack.enter_context(sigterm_exits())
         with StatusLine("checking the nodes"):
             check_nodes(served)

@@ -36,20 +36,23 @@ def require_ray() -> Any:
 
 
 @contextmanager
-def ray_session() -> Iterator[Any]:
-    """The module ``ray``, connected. Raises :class:`InvalidInputError` and :class:`RayError`."""
+def ray_session(cpus: int | None = None, verbose: bool = False) -> Iterator[Any]:
+    """The module ``ray``, connected. Raises :class:`InvalidInputError` and :class:`RayError`.
+
+    ``cpus``: logical cores of a cluster that is started here; ``verbose``: show what workers log.
+    """
     ray = require_ray()
     if ray.is_initialized():
         yield ray
         return
     address = os.environ.get("RAY_ADDRESS")
-    here = {"include_dashboard": False, "object_store_memory": LOCAL_OBJECT_BYTES}
+    here = {"include_dashboard": False, "object_store_memory": LOCAL_OBJECT_BYTES, "num_cpus": cpus}
     try:
         with _quiet_stderr():
             ray.init(
                 address or "local",
-                log_to_driver=False,
-                logging_level="error",
+                log_to_driver=verbose,
+                logging_level="info" if verbose else "error",
                 **({} if address else here),
             )
     except (ConnectionError, RuntimeError, ValueError, OSError) as exc:

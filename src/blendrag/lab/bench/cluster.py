@@ -25,7 +25,7 @@ from ray import serve
 from ray.serve.request_router import PendingRequest, RunningReplica
 
 from blendrag.cluster.deployment import NAME, deployed
-from blendrag.cluster.nodes import connected
+from blendrag.cluster.ray_session import ray_session
 from blendrag.cluster.replica import Replica
 from blendrag.cluster.resident_router import ASSUMED_S, REPORT_S, ResidentRouter
 from blendrag.cluster.settings import ServedCluster
@@ -161,7 +161,7 @@ def cluster(
             "replica": OwnStoreReplica,
             "router": f"{__name__}:{EitherRouter.__name__}",
         }
-        with connected(replicas), deployed(served, HOST, port, **own):
+        with ray_session(replicas), deployed(served, HOST, port, **own):
             turns = _turns(f"http://{HOST}:{port}", texts, requests, rounds, clients, zipf, tick)
     routed = [_summary(way, [turn for each, *turn in turns if each == way]) for way in WAYS]
     share = routed[0].remote_bytes / routed[1].remote_bytes
