@@ -122,6 +122,7 @@ arena: $(READY) ## compare the policies: docs/quality.md, its figures and number
 	$(BIN)/python -m blendrag.lab.evaluation.quality_page --out docs $(ARENA_ARGS)
 
 # make arena-real MODELS="DIR/one DIR/two" QUESTIONS="a.json b.json" ARENA_ARGS="--keep --contexts 20"
+# Prompt schemas in place of policies (docs/quality/schemas.md): ARENA_ARGS=--schemas, also of make arena.
 arena-real: $(READY) ## compare the policies on pretrained models
 	$(BIN)/python -m blendrag.lab.evaluation.quality_page --out docs $(MODELS:%=--model %) \
 	  $(QUESTIONS:%=--questions %) $(ARENA_ARGS)

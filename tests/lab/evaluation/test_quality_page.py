@@ -61,6 +61,8 @@ def test_the_published_page_is_short_and_written_from_its_results(tmp_path):
         written.append({path.name: path.read_bytes() for path in folder.glob("*.png")})
     assert written[0] == written[1]  # equal results, equal pictures
     assert all(len(picture) > 5000 for picture in written[0].values())
+    on_schemas = (PUBLISHED.with_suffix("") / "schemas.md").read_text(encoding="utf-8")
+    assert (folder / "schemas.md").read_text(encoding="utf-8") == on_schemas
     shown = re.findall(r"\]\(quality/([a-z-]+\.png)\)", text)
     assert sorted(shown) == sorted(written[0])
     assert all((PUBLISHED.with_suffix("") / name).is_file() for name in shown)
@@ -207,6 +209,30 @@ def test_pretrained_models_are_measured_by_commands_without_paths(tmp_path, monk
     assert len(asked) == 6  # only the failed one is repeated
     assert "| tiny |" in (tmp_path / "quality.md").read_text(encoding="utf-8")
     assert list(load_pretrained(results)) == ["tiny"]
+
+
+def test_prompts_of_schemas_are_a_table_on_a_page_of_their_own(tmp_path, monkeypatch):
+    rows = json.dumps([asdict(replace(r, token_kl_error=0.02)) for r in printed_by_eval(0.1, 6.0)])
+
+    def run(line: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.CompletedProcess(line, returncode=0, stdout=rows.encode())
+
+    monkeypatch.setattr(subprocess, "run", run)
+    results = copy_page(tmp_path) / "schemas"
+    shutil.rmtree(results, ignore_errors=True)
+    given = ("--out", tmp_path, "--schemas")
+    assert invoke_program(main, *given).exit_code == 0
+    more = ("--model", tmp_path / "tiny", "--questions", tmp_path / "asked.json", "--contexts", 3)
+    assert invoke_program(main, *given, *more).exit_code == 0
+    assert {path.stem for path in results.iterdir()} == {"embedded", "tiny-asked"}
+    (command,) = load_result(results / "tiny-asked.json").commands
+    options = parsed(command)
+    assert (options["schema"], options["model"], options["contexts"]) == (True, "MODELS/tiny", 3)
+    page = results.with_suffix(".md").read_text(encoding="utf-8")
+    assert f"$ {command}\n" in page
+    expected = "blend: `query`, r = 0.15 | 0.1 ± 0.02 | 0.90 | 0.75 [0.10, 0.90] |"
+    assert f"| tiny | asked, n = 6 | {expected}" in page
+    assert f"| embedded | asked, n = 6 | {expected}" in page
 
 
 def test_pretrained_models_are_a_table_and_a_picture():

@@ -14,7 +14,7 @@ from blendrag.lab.evaluation.ways import FULL, NONE, REUSE
 from blendrag.lab.tables import NOTHING, Column, interval, table
 
 #: The folder of all models in commands, which are kept and compared.
-_MODELS = "MODELS"
+MODELS = "MODELS"
 #: Policies, ratios and size of every run.
 _OPTIONS = (
     "--dtype bfloat16 --policies reuse,hkvd,query,query+hkvd,blend --ratio 0.15 --ratio 0.3 "
@@ -34,7 +34,7 @@ def pretrained_runs(
     options = _OPTIONS.format(contexts)
     return {
         f"{model.name}-{Path(source).stem}": (
-            f"blendrag eval --model {_MODELS}/{model.name} --dataset {source} {options}",
+            f"blendrag eval --model {MODELS}/{model.name} --dataset {source} {options}",
         )
         for model in models
         for source in sources
@@ -43,7 +43,7 @@ def pretrained_runs(
 
 def stand_ins(models: Sequence[Path], questions: Sequence[Path]) -> dict[str, Path]:
     """What the arguments of those commands stand for."""
-    named = {f"{_MODELS}/{path.name}": path for path in models}
+    named = {f"{MODELS}/{path.name}": path for path in models}
     return named | {path.name: path for path in questions}
 
 

@@ -36,6 +36,7 @@ from blendrag.lab.evaluation.pretrained import (
     stand_ins,
 )
 from blendrag.lab.evaluation.rows import ALL, ArenaRow
+from blendrag.lab.evaluation.schema_page import schema_runs, schemas_text
 from blendrag.lab.evaluation.ways import NONE
 from blendrag.lab.pages import write_regions
 from blendrag.lab.tables import NOTHING, Column, interval, number, table
@@ -43,6 +44,8 @@ from blendrag.lab.tables import NOTHING, Column, interval, number, table
 PAGE = "quality.md"
 #: Folder of the results of pretrained models, in the page's folder.
 PRETRAINED = "pretrained"
+#: In the page's folder, a page on prompt schemas and the folder of its results.
+SCHEMAS = "schemas"
 #: Nothing was trained or chosen on this seed.
 SEED = 2027
 #: The ratio at which policies are compared.
@@ -235,6 +238,14 @@ def load_result(path: Path) -> Result:
         ) from exc
 
 
+def _write_schemas(folder: Path) -> None:
+    """Write the page on prompt schemas from the results in ``folder``, if there are any."""
+    results = [load_result(path) for path in sorted(folder.glob("*.json"))]
+    if results:
+        text = schemas_text({result.commands: result.rows for result in results})
+        write_regions(folder.with_suffix(".md"), {"schemas": text})
+
+
 def load_pretrained(folder: Path) -> dict[str, ByTask]:
     """What was measured, by model and task."""
     found: dict[str, ByTask] = {}
@@ -257,6 +268,9 @@ def main(
         list[Path] | None, typer.Option(help="File of questions for the pretrained models.")
     ] = None,
     contexts: Annotated[int, typer.Option(help="Cases of a pretrained model and task.")] = 6,
+    schemas: Annotated[
+        bool, typer.Option("--schemas", help="Measure prompts of schemas in place of policies.")
+    ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Measure only what has no result.")] = False,
     page_only: Annotated[
         bool, typer.Option("--page-only", help="Measure nothing; write the kept results.")
@@ -268,18 +282,23 @@ def main(
     folder = page.with_suffix("")
     require_matplotlib("pictures")  # before an hour of measuring
     status = DONE
-    for name, commands in pretrained_runs(model or (), questions or (), contexts).items():
+    kind, runs = PRETRAINED, pretrained_runs
+    if schemas:
+        kind, runs = SCHEMAS, schema_runs
+    asked = {} if page_only else runs(model or (), questions or (), contexts)
+    for name, commands in asked.items():
         try:  # hours: one that fails does not end the others
             paths = stand_ins(model or (), questions or ())
-            collect(folder / PRETRAINED, {name: commands}, keep, partial(say, "run"), paths)
+            collect(folder / kind, {name: commands}, keep, partial(say, "run"), paths)
         except BlendragError as exc:
             say("error", str(exc))
             status = FAILED
-    if page_only or model:
+    if page_only or model or schemas:
         results = {name: load_result(folder / f"{name}.json") for name in RUNS}
     else:
         results = collect(folder, RUNS, keep, partial(say, "run"))
     write_page(page, results, load_pretrained(folder / PRETRAINED))
+    _write_schemas(folder / SCHEMAS)
     say("wrote", str(page))
     return status
 
