@@ -108,10 +108,16 @@ class NothingIsUnpickled:
         self.trap.arm()
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Ray pickles between its processes, also while it starts and ends."""
+        uses_ray = item.get_closest_marker("ray") is not None
+        with self.trap.allowed() if uses_ray else contextlib.nullcontext():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        may = getattr(item, "originalname", item.name) in MAY_UNPICKLE
-        may |= item.get_closest_marker("ray") is not None
-        with self.trap.allowed() if may else contextlib.nullcontext():
+        name = getattr(item, "originalname", item.name)
+        with self.trap.allowed() if name in MAY_UNPICKLE else contextlib.nullcontext():
             return (yield)
 
     @pytest.hookimpl(wrapper=True)

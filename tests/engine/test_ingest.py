@@ -35,7 +35,7 @@ def keys(engine: BlendEngine) -> set[str]:
 
 
 def probe_key(engine: BlendEngine) -> str:
-    return engine.resources.kv_validity._probe_key(engine.adapter.identity.namespace)
+    return engine.resources.kv_validity.probe_key(engine.adapter.identity.namespace)
 
 
 def expected_keys(engine: BlendEngine, *numbers: int) -> set[str]:

@@ -334,7 +334,7 @@ def test_a_damaged_module_is_encoded_again(tmp_path):
         stored = made._schemas.validity.namespace
         expected = made.generate(pml=pml(), max_new_tokens=4)
         for key in list(made.resources.store.keys(stored)):
-            if key != made._schemas.validity._probe_key(stored):
+            if key != made._schemas.validity.probe_key(stored):
                 tiny.damage(made, key)
         with watched(model) as seen:
             answer = made.generate(pml=pml(), max_new_tokens=4)
