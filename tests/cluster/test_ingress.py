@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message
@@ -100,6 +101,13 @@ async def test_a_replica_that_ends_before_it_answers_is_replaced(asking):
     reply = await asking(Replicas(dies_after())).post("/v1/x")
     assert reply.status_code == 503
     assert "send the request again" in reply.json()["error"]["message"]
+
+
+async def test_too_many_waiting_requests_are_refused(asking):
+    async def full(scope: Any, receive: Any, send: Any) -> None:
+        raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
+
+    assert (await asking(Replicas(full)).post("/v1/x")).status_code == 429
 
 
 async def test_a_stream_whose_replica_ends_has_an_error_as_its_last_event(asking):

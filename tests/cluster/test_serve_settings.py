@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from blendrag.cli.app import app
 from blendrag.cluster.application import build
 from blendrag.cluster.nodes import check_version
 from blendrag.cluster.settings import ServedCluster
+from blendrag.engine import BlendEngine
 from blendrag.errors import CorpusError, InvalidInputError, ModelLoadError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "kuberay" / "rayservice.yaml"
@@ -69,6 +71,20 @@ def test_a_node_without_the_model_or_the_store_is_refused(store: Path, tmp_path:
         ServedCluster(model="demo", store=str(tmp_path / "gone")).documents()
     with pytest.raises(InvalidInputError, match="mount it on every node"):
         ServedCluster(api_key_file=str(tmp_path / "none")).keys()
+
+
+def test_a_node_follows_the_corpus_that_the_remote_publishes(store: Path, tmp_path: Path):
+    remote = (tmp_path / "remote").as_uri()
+    (tmp_path / "remote").mkdir()
+    served = ServedCluster(model="demo", store=str(tmp_path / "node"), remote=remote)
+    with pytest.raises(CorpusError, match="there is no corpus"):
+        served.documents()
+    with BlendEngine("demo", shutil.copytree(store, tmp_path / "origin"), remote=remote) as engine:
+        engine.publish()
+    chunks, _ = served.documents()
+    assert chunks == 2
+    own = ServedCluster(model="demo", store=str(store), remote=remote)
+    assert own.documents() == served.documents()  # a store with documents of its own keeps them
 
 
 def test_another_version_of_blendrag_on_a_node_is_refused():

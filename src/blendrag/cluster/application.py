@@ -42,6 +42,7 @@ def application(
         },
         # the server itself refuses more than max_requests, with the reason
         "max_ongoing_requests": limits.max_requests + 1,
+        "max_queued_requests": limits.max_requests,
         "graceful_shutdown_timeout_s": DRAIN_S,
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": 5.0,
