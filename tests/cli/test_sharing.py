@@ -53,6 +53,9 @@ def test_what_cannot_be_shared_is_said_in_one_sentence(
     assert "there is no directory" in refused(*follow, f"{url}/elsewhere")
     assert "add --remote" in refused("store", "gc", "--grace-hours", "1")
     assert invoke("store", "publish", "--store", store, "--remote", url).exit_code == 0
+    clear = ("store", "clear", "--remote", url)
+    assert "expected the namespace to remove" in refused(*clear)
+    assert "is that of 0 in remote" in refused(*clear, "--namespace", "x", "--yes")
     monkeypatch.setenv("BLENDRAG_REMOTE_KEY", "another secret of all machines")
     assert "BLENDRAG_REMOTE_KEY gives another key" in refused(*follow, url)
     (tmp_path / "bucket" / "format").write_text("blendrag-remote 2 unsealed\n")

@@ -18,7 +18,7 @@ import pytest
 from blendrag.corpus import snapshots
 from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
-from blendrag.corpus.remote_gc import collect_remote
+from blendrag.corpus.remote_gc import clear_remote, collect_remote
 from blendrag.corpus.snapshots import MANIFESTS, MARK, PARTS, POINTER, Keys, follow, publish
 from blendrag.errors import BlendragError, CorpusError, InvalidInputError, StoreUnavailableError
 from blendrag.store.remote_root import RemoteRoot
@@ -431,7 +431,8 @@ def test_kv_of_removed_documents_is_collected_after_the_next_publish(
     elsewhere.write_bytes(b"KV")
     assert collect_remote(remote, 2000).removed == 0
     done = collect_remote(remote, 500)  # still published: only what no snapshot names
-    assert (done.removed, done.left, done.young, done.other_namespaces) == (1, 7, 1, 1)
+    assert (done.removed, done.left, done.young) == (1, 7, 1)
+    assert done.other_namespaces == ("1" * 64,)
     assert not unpublished.exists()
     share(tmp_path / "one", remote, bucket)
     age(bucket / "kv", 1000)
@@ -446,6 +447,23 @@ def test_kv_of_removed_documents_is_collected_after_the_next_publish(
     assert content(tmp_path / "two") == content(tmp_path / "one")
     left = {path.stem for path in (bucket / "kv" / NAMESPACE).rglob("*.kv")}
     assert left == {key_of(text_of(2, j)) for j in range(3)}
+
+
+def test_kv_of_another_model_is_cleared_by_its_namespace(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    fill(tmp_path, [1])
+    share(tmp_path, remote, bucket)
+    other = bucket / "kv" / ("1" * 64) / "ab" / "some.kv"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"KV")
+    assert clear_remote(remote, "11", lambda *found: False) is None
+    assert other.exists()
+    for wrong, why in (("0", "the published corpus"), ("", "that of 2"), ("2", "that of 0")):
+        with pytest.raises(InvalidInputError, match=why):
+            clear_remote(remote, wrong, lambda *found: True)
+    assert clear_remote(remote, "11", lambda *found: found == ("1" * 64, 1, 2)) == (1, 2)
+    assert len(list(bucket.rglob("*.kv"))) == 3
 
 
 def test_nothing_is_collected_while_another_collection_runs(

@@ -34,7 +34,7 @@ from blendrag.corpus.snapshots import Keys, follow, publish
 from blendrag.errors import BlendragError
 from blendrag.store import open_store
 from blendrag.store.kv import KVLayout, LayerShape
-from blendrag.store.remote import RemoteTier
+from blendrag.store.remote import Pause, RemoteTier
 from blendrag.store.remote_root import RemoteRoot
 from corpus.corpus_fuzz import make_corpus
 
@@ -51,10 +51,17 @@ FAULTS = ("frozen", "throttle", "503", "cut")
 class Outcome:
     """Counts of one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, shows_progress: bool) -> None:
+        self.shows_progress, self._told = shows_progress, 0
         self.counts: Counter[str] = Counter()
         self.longest_s: dict[str, float] = {}
         self.details: list[str] = []
+
+    def tell(self, flips: int) -> None:
+        if self.shows_progress and flips // 1000 > self._told:
+            self._told = flips // 1000
+            sys.stdout.write(f"{flips:,} bits flipped, {self.counts['failures']} failures\n")
+            sys.stdout.flush()
 
     def add(self, what: str) -> None:
         self.counts[what] += 1
@@ -107,24 +114,28 @@ def flip_kv(server: Server, flips: int, outcome: Outcome, chance: random.Random)
     number_of = {Lab.key(number): number for number in range(CHUNKS)}
     kvs = {number: Lab.kv(number) for number in range(CHUNKS)}
     at_rest = 0
-    while at_rest + server.flips < flips and outcome.counts["failures"] < 5:
-        path = chance.choice(paths)
-        number = number_of[path.rsplit("/", 1)[1].removesuffix(".kv")]
-        good, is_at_rest = server.objects[path], chance.random() < 0.5
-        if is_at_rest:
-            server.objects[path] = flipped(good, chance)
-            at_rest += 1
-        else:
-            server.fault = chance.choice(["flip", "flip once"])
-        with outcome.watching("KV"), contextlib.closing(tier()) as remote:
-            reader = Lab.open(remote, number)
-            if reader is None:
-                outcome.add("KV refused")
-            elif Lab.gives(reader, kvs[number]):
-                outcome.add("KV right")
+    with contextlib.closing(tier()) as remote:
+        while at_rest + server.flips < flips and outcome.counts["failures"] < 5:
+            path = chance.choice(paths)
+            number = number_of[path.rsplit("/", 1)[1].removesuffix(".kv")]
+            good, is_at_rest = server.objects[path], chance.random() < 0.5
+            if is_at_rest:
+                server.objects[path] = flipped(good, chance)
+                at_rest += 1
             else:
-                outcome.fail(f"wrong KV of {path}")
-        server.objects[path], server.fault = good, ""
+                server.fault = chance.choice(["flip", "flip once"])
+            with outcome.watching("KV"):
+                reader = Lab.open(remote, number)
+                if reader is None:
+                    outcome.add("KV refused")
+                elif Lab.gives(reader, kvs[number]):
+                    outcome.add("KV right")
+                else:
+                    outcome.fail(f"wrong KV of {path}")
+            server.objects[path], server.fault = good, ""
+            remote._doubtful.clear()  # or nothing would be read after the first flips
+            remote._pause = Pause()
+            outcome.tell(at_rest + server.flips)
     outcome.counts["bits flipped"] += at_rest + server.flips
 
 
@@ -247,10 +258,15 @@ def answer_under(fault: str, server: Process, outcome: Outcome, directory: Path)
 
 
 def attack(
-    flips: int, rounds: int, seed: int, directory: Path, faults: tuple[str, ...] = FAULTS
+    flips: int,
+    rounds: int,
+    seed: int,
+    directory: Path,
+    faults: tuple[str, ...] = FAULTS,
+    shows_progress: bool = False,
 ) -> Outcome:
     """``flips``: bits, a twentieth of them of a published corpus; ``rounds`` of each fault."""
-    outcome, chance, before = Outcome(), random.Random(seed), dict(os.environ)
+    outcome, chance, before = Outcome(shows_progress), random.Random(seed), dict(os.environ)
     try:
         with Server(seed).running() as server:
             os.environ |= environment(server.server_port)
@@ -294,8 +310,12 @@ def main() -> int:
     sys.stdout.write(f"soak-remote with seed {given.seed}\n")
     sys.stdout.flush()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="blendrag-remote-") as directory:
-        outcome = attack(given.flips, given.rounds, given.seed, Path(directory))
+    memory = Path("/dev/shm")
+    place = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="blendrag-remote-", dir=place) as directory:
+        outcome = attack(
+            given.flips, given.rounds, given.seed, Path(directory), shows_progress=True
+        )
     seconds = round(time.monotonic() - began)
     counts = {"seed": given.seed, "seconds": seconds, **outcome.as_json()}
     sys.stdout.write(json.dumps(counts, indent=1) + "\n")

@@ -323,8 +323,12 @@ def _collect_remote(remote: str, grace_hours: float, json: bool, verbose: bool) 
         unused = f"{count(done.young, 'chunk')} that the current snapshot does not name"
         say("note", f"{unused} stay until {grace_hours:g} hours have passed")
     if done.other_namespaces:
-        other = count(done.other_namespaces, "namespace")
-        say("note", f"{other} of other models or schemas left alone")
+        names = ", ".join(name[:SHOWN_DIGITS] for name in done.other_namespaces)
+        say(
+            "note",
+            f"left alone: KV of other models or prompt schemas ({names}); to remove it: blendrag store "
+            f"clear --remote {remote} --namespace NAME",
+        )
     return DONE
 
 
@@ -333,11 +337,16 @@ def _collect_remote(remote: str, grace_hours: float, json: bool, verbose: bool) 
 def clear(
     store: options.Store = None,
     namespace: Namespace = None,
+    remote: Annotated[
+        str | None, options.optional("Clear a namespace of this remote instead of the store.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Skip confirmation.")] = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
     """Remove all stored KV, or that of one namespace; the corpus and other files stay."""
+    if remote is not None:
+        return _clear_remote(remote, namespace, yes, json, verbose)
     root = _begin(store, verbose, "nothing was removed")
     from blendrag.store import maintenance
 
@@ -353,14 +362,44 @@ def clear(
     return DONE
 
 
+def _clear_remote(remote: str, namespace: str | None, yes: bool, json: bool, verbose: bool) -> int:
+    if namespace is None:
+        raise InvalidInputError(
+            "--remote without --namespace, expected the namespace to remove; a whole prefix is removed with "
+            "the tools of the object store"
+        )
+    _begin(None, verbose, "the rest of the remote is intact; repeat the command to go on")
+    from blendrag.corpus import snapshots
+    from blendrag.corpus.remote_gc import clear_remote
+
+    def confirm(name: str, objects: int, size_bytes: int) -> bool:
+        kv = f"namespace {name[:SHOWN_DIGITS]}, {count(objects, 'chunk')}, {readable_size(size_bytes)}"
+        return yes or _agreed(f"{kv}, of remote {remote}")
+
+    with snapshots.remote_root(_with_remote(remote)) as there:
+        done = clear_remote(there, namespace, confirm)
+    if done is None:
+        say("note", "nothing was removed")
+        return FAILED
+    removed, removed_bytes = done
+    if json:
+        print_json({"removed": removed, "removed_bytes": removed_bytes})
+    else:
+        typer.echo(f"{count(removed, 'chunk')} removed, {readable_size(removed_bytes)}")
+    return DONE
+
+
 def _confirmed(root: Path, namespace: str | None) -> bool:
-    """Ask for confirmation. Raises :class:`InvalidInputError` if stdin has no answer."""
     from blendrag.store import maintenance
 
     found = maintenance.survey(root).namespaces
     chosen = [each for each in found if namespace in (None, each.namespace)]
     chunks, size_bytes = sum(e.chunks for e in chosen), sum(e.size_bytes for e in chosen)
-    what = f"{count(chunks, 'chunk')}, {readable_size(size_bytes)}, of store {root}"
+    return _agreed(f"{count(chunks, 'chunk')}, {readable_size(size_bytes)}, of store {root}")
+
+
+def _agreed(what: str) -> bool:
+    """Ask for confirmation to remove that. Raises :class:`InvalidInputError` if stdin has no answer."""
     try:
         return typer.confirm(f"Remove {what}?", err=True)
     except typer.Abort as exc:

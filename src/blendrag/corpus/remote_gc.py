@@ -13,7 +13,7 @@ Safe beside machines that publish, ingest and read:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from blendrag.corpus.snapshots import (
@@ -51,7 +51,7 @@ class Collected:
     young: int
     """Of the left ones, those that the current snapshot does not name: they, or one that names them, were
     written within the grace period."""
-    other_namespaces: int
+    other_namespaces: tuple[str, ...]
     """Those of no snapshot: other models, other ways to load them, prompt schemas. They are left alone."""
 
 
@@ -113,9 +113,38 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
         if _has_mark(remote, mark):
             remote.objects.delete(MARK)
     removed_bytes = sum(each.size_bytes for each in gone)
-    return Collected(
-        pointer.serial, len(kv), removed_bytes, left, left_bytes, young, len(others - {""})
-    )
+    other = tuple(sorted(others - {""}))
+    return Collected(pointer.serial, len(kv), removed_bytes, left, left_bytes, young, other)
+
+
+def clear_remote(
+    remote: RemoteRoot, namespace: str, confirm: Callable[[str, int, int], bool]
+) -> tuple[int, int] | None:
+    """Remove all KV of one namespace, which may be given by its beginning; objects and bytes removed.
+
+    ``confirm`` is asked with the namespace, objects and bytes; ``None`` if it declines. Raises
+    :class:`InvalidInputError` for an unknown namespace and for one that the published corpus needs.
+    """
+    remote.check()
+    found = [e for e in remote.objects.listing("kv/") if _entry_of(e)[0].startswith(namespace)]
+    names = sorted({_entry_of(each)[0] for each in found})
+    if len(names) != 1 or not namespace:
+        raise InvalidInputError(
+            f"namespace {namespace!r:.80} is that of {len(names)} in remote {remote.url}, expected one; "
+            "blendrag store gc --remote URL --json lists those of no published corpus"
+        )
+    published = current(remote)
+    if published is not None and published[1].namespace == names[0]:
+        raise InvalidInputError(
+            f"namespace {names[0][:12]}… of remote {remote.url} is that of the published corpus; remove "
+            "documents and publish again, or remove the prefix with the tools of the object store"
+        )
+    size_bytes = sum(each.size_bytes for each in found)
+    if not confirm(names[0], len(found), size_bytes):
+        return None
+    for batch in _batches(found):
+        remote.objects.delete(*(each.name for each in batch))
+    return len(found), size_bytes
 
 
 def _named(remote: RemoteRoot, live: list[Snapshot]) -> dict[str, set[str]]:

@@ -13,7 +13,7 @@ import fcntl
 import os
 import re
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -123,7 +123,7 @@ class RemoteObjects(ProcessBound):
             found = await obstore.get_async(self.opened, name, options=wanted)
             return Piece(memoryview(await found.bytes_async()), int(found.meta["size"]))
 
-        return self._begin(self._found(ask()))
+        return self._begin(self._found(ask))
 
     def read_range(self, name: str, offset: int, length: int) -> Future[Piece | None]:
         """:meth:`read` without the size of the object, which is faster."""
@@ -133,13 +133,13 @@ class RemoteObjects(ProcessBound):
             ends = {"start": offset, "end": offset + length}
             return Piece(memoryview(await obstore.get_range_async(self.opened, name, **ends)), 0)
 
-        return self._begin(self._found(ask()))
+        return self._begin(self._found(ask))
 
-    async def _found(self, asking: Coroutine[Any, Any, Piece]) -> Piece | None:
+    async def _found(self, ask: Callable[[], Coroutine[Any, Any, Piece]]) -> Piece | None:
         import obstore
 
         try:
-            return await asking
+            return await ask()
         except FileNotFoundError as exc:
             self._refuse_missing_bucket(exc)
             return None
@@ -147,8 +147,6 @@ class RemoteObjects(ProcessBound):
             if _NO_RANGE.search(_first_line(exc)):
                 return Piece(memoryview(b""), 0)
             raise
-        finally:
-            asking.close()
 
     def put(self, name: str, data: bytes | bytearray, if_absent: bool) -> bool:
         """Write an object whole and durably; ``False`` if there is one already and ``if_absent``.
