@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.library import Entry
-from blendrag.engine.rendering import is_question, prompt_over, render
+from blendrag.engine.rendering import _overlaps, is_question, prompt_over, render
 from blendrag.model.tokens import Tokens
 
 HEADER = "You are a helpful assistant of the harbour office and answer in short sentences."
@@ -104,6 +104,39 @@ def test_unusual_contents_are_located():
         assert rendered.turn is not None
         assert rendered.contents == (rendered.turn,)
         assert rendered.text[slice(*rendered.turn)] == prefix + content
+
+
+def test_many_messages_are_rendered_a_few_times_only(monkeypatch: pytest.MonkeyPatch):
+    tokens, rendered = tokens_of(LOOKS), []
+    stock = tokens.render
+    monkeypatch.setattr(tokens, "render", lambda *a, **k: rendered.append(1) or stock(*a, **k))
+    made = render([{"role": "user", "content": f"Plan {i}"} for i in range(300)], tokens, Options())
+    assert made.contents is None
+    assert len(rendered) == 2
+
+
+class Counted(Sequence):
+    """A sequence that counts how often it is looked at."""
+
+    def __init__(self, held: list[Any]) -> None:
+        self.held, self.looks = held, 0
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, at):
+        self.looks += 1
+        return self.held[at]
+
+
+def test_control_tokens_of_a_long_prompt_are_not_searched_one_by_one():
+    control = Counted([(low, low + 5) for low in range(0, 100_000, 10)])
+    for low in range(400, 412):
+        for high in range(low + 1, low + 12):
+            expected = any(a < high and low < b for a, b in control.held[30:60])
+            assert _overlaps((low, high), control) == expected
+    assert not _overlaps((100_000, 100_001), control)
+    assert control.looks < 3000
 
 
 def test_documents_given_to_the_template_are_contents():

@@ -6,7 +6,7 @@ where the tokenizer adds one.
 Contents of messages are located by rendering twice: as asked, and with a mark at both ends of every
 content. Marks are drawn per request, so no document can contain them. If the marked rendering without
 its marks differs from the first, each content is replaced by a random word in turn, and what changes is
-the content.
+the content. In prompts of very many messages this is left out, and contents are unknown.
 
 Chunks are searched only inside contents, so that a document of template markup cannot turn markup into plain
 text. If contents are unknown (the caller rendered the prompt), no match covers a control token.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +61,8 @@ _QUESTION_FOLLOWS = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 
+#: Most contents that are located by a rendering for each.
+MAX_COMPARED = 100
 #: Private-use characters around contents; a random word follows.
 _BEGIN, _END, _CLOSE = "\ue0f0", "\ue0f1", "\ue0f2"
 
@@ -207,7 +210,8 @@ def _located(
     if found is None:
         documents = given.get("documents")
         count = len(messages) + (len(documents) if isinstance(documents, list) else 0)
-        found = _compared(rendered, f"{_BEGIN}{word}{_CLOSE}", changed, count)
+        if count <= MAX_COMPARED:
+            found = _compared(rendered, f"{_BEGIN}{word}{_CLOSE}", changed, count)
     if found is None:
         return Rendered(rendered)
     last = [i for i, m in enumerate(messages) if m.get("role") == "user"] or [len(messages) - 1]
@@ -395,7 +399,8 @@ def recognise(corpus: Corpus | None, rendered: Rendered, tokens: Tokens) -> Reco
     turn = rendered.turn or _last_turn(text, within)
     found = corpus.chunk_index.find(text, within) if corpus is not None else []
     chunks = without_question(found, text, turn)
-    asked = [span for span in within if span not in rendered.replies]
+    replies = set(rendered.replies)
+    asked = [span for span in within if span not in replies]
     fresh = FreshText(text, tuple(_without(asked, found)), tuple(found), turn, tuple(control))
     if corpus is None:
         return Recognised(fresh=fresh)
@@ -497,10 +502,12 @@ def _between(spans: Sequence[Span], size: int) -> list[Span]:
 
 
 def _without(contents: Sequence[Span], chunks: Sequence[Match]) -> list[Span]:
-    """``contents`` without ``chunks``; each chunk lies inside one of them."""
+    """``contents`` without ``chunks``, which are ascending; each lies inside one of them."""
     left = []
+    starts = [match.start for match in chunks]
     for start, end in contents:
-        inside = [(m.start - start, m.end - start) for m in chunks if start <= m.start < end]
+        there = chunks[bisect_left(starts, start) : bisect_left(starts, end)]
+        inside = [(m.start - start, m.end - start) for m in there]
         left += [(start + low, start + high) for low, high in _between(inside, end - start)]
     return left
 
@@ -515,7 +522,9 @@ def _rest(match: Match, text: str, within: Sequence[Span]) -> Span:
 
 
 def _overlaps(span: Span, others: Sequence[Span]) -> bool:
-    return any(low < span[1] and span[0] < high for low, high in others)
+    """Whether ``span`` shares a character with one of ``others``, which are ascending and disjoint."""
+    at = bisect_right(others, span[0], key=lambda other: other[1])
+    return at < len(others) and others[at][0] < span[1]
 
 
 def _why_computed(text: str, computed: Sequence[Match]) -> tuple[str, ...]:
