@@ -46,7 +46,8 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "policy": (generate(policy="best"), "one of"),
     "schedule": (generate(schedule="cubic"), "schedule"),
     "no new tokens": (generate(max_new_tokens=0), "1 or more"),
-    "temperature": (generate(temperature=-1.0), "0 or more"),
+    "temperature": (generate(temperature=-1.0), "must be 0, or 1e-30 or more"),
+    "temperature that makes logits infinite": (generate(temperature=1e-45), "1e-30 or more"),
     "assisted": (generate(generate={"prompt_lookup_num_tokens": 3}), "leave it out"),
     "a generation config": (
         generate(generate={"generation_config": GenerationConfig()}),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tiny
+from blendrag.corpus.documents import LEARNED
 from blendrag.engine import Answer, BlendEngine, Options, exact_prefixes
 from blendrag.errors import BlendragError, RequestCancelled
 from blendrag.fusor import Fusor
@@ -173,6 +174,7 @@ def test_nothing_of_a_salted_prompt_is_stored_or_learned(tmp_path):
                 metrics = made.generate(text, options).metrics
                 made.drain()
             assert bool(metrics.prefix_tokens) == stored
+            assert (LEARNED in {chunk.source for chunk in metrics.chunks}) == stored
             learned.append(made._learner.passages)
     assert learned[0] == 0 < learned[1] == learned[2]
 

@@ -25,6 +25,7 @@ import torch
 
 from blendrag import tracing
 from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
+from blendrag.corpus.documents import LEARNED
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.corpus.snapshots import Followed, Published
@@ -422,9 +423,8 @@ class BlendEngine:
             rendered = render(prompt, tokens, options)
             if not isinstance(prompt, str | RagPrompt):
                 refuse_silence(prompt)
-            segments, source_of, notes, fresh = self._segments(rendered)
-        if options.cache_salt is not None:
-            fresh = None
+            salted = options.cache_salt is not None
+            segments, source_of, notes, fresh = self._segments(rendered, salted)
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         new_tokens = options.max_new_tokens or s.max_new_tokens
@@ -455,10 +455,10 @@ class BlendEngine:
         )
 
     def _segments(
-        self, rendered: Rendered
+        self, rendered: Rendered, salted: bool = False
     ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
         """A rendered prompt cut at its chunks, the source of each chunk, notes for the metrics, and what may
-        be learned."""
+        be learned. ``salted``: nothing is learned, and what was learned is not used."""
         resources = self.resources
         corpus, foreign = resources.own_corpus()
         found = recognise(corpus, rendered, resources.tokens)
@@ -466,7 +466,9 @@ class BlendEngine:
         for match in found.chunks:
             with suppress(KeyError):  # another process may have removed it meanwhile
                 assert corpus is not None
-                chunks[match.chunk_id] = corpus.chunk(match.chunk_id)
+                chunk = corpus.chunk(match.chunk_id)
+                if not (salted and chunk.source == LEARNED):
+                    chunks[match.chunk_id] = chunk
         segments = segment_prompt(
             rendered.text,
             [match for match in found.chunks if match.chunk_id in chunks],
@@ -475,7 +477,7 @@ class BlendEngine:
             found.plain,
         )
         notes = (*((foreign,) if foreign else found.notes), *rendered.notes)
-        fresh = None if foreign else found.fresh
+        fresh = None if foreign or salted else found.fresh
         return segments, {c.chunk_id: c.source for c in chunks.values()}, notes, fresh
 
     def _answer_stream(self, request: Request) -> AnswerStream:

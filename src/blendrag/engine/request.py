@@ -102,7 +102,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ratio": (lambda v: v == AUTO or _is_share(v), f"must be a number in [0, 1] or {AUTO!r}"),
     "min_ratio": (_is_share, "must be a number in [0, 1]"),
     "max_new_tokens": (lambda v: v >= 1, "is not 1 or more"),
-    "temperature": (lambda v: v >= 0, "is not 0 or more"),
+    # logits divided by less are infinite
+    "temperature": (lambda v: v == 0 or v >= 1e-30, "must be 0, or 1e-30 or more"),
     "top_p": (lambda v: 0.0 < v <= 1.0, "must be a number in (0, 1]"),
     "timeout_s": (lambda v: v > 0, "must be above 0; leave it out for no limit"),
     "seed": (lambda v: -(2**63) <= v < 2**64, "is not a 64-bit integer"),
@@ -161,7 +162,7 @@ class Options:
     """Keep what :meth:`Answer.explain` shows: the state of each prompt token and the timeline."""
     cache_salt: str | None = None
     """Prompts share exact prefixes only with prompts of the same salt. With a salt, nothing of the prompt is
-    learned or stored."""
+    learned or stored, and no learned passage is used."""
 
     def __post_init__(self) -> None:
         for name, (kind, called) in _KINDS.items():
