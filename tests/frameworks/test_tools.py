@@ -246,3 +246,13 @@ def test_control_tokens_of_calls_stay_in_the_answer_to_tools(tmp_path):
         assert engine.generate("find", options).text == reply  # without the end token
         assert "".join(engine.stream("find", options)) == reply
         assert "[TOOL_CALLS]" not in engine.generate("find").text
+
+
+@pytest.mark.parametrize(
+    ("model", "opening"),
+    [(HERMES, "<tool_call>"), (MISTRAL, "[TOOL_CALLS]"), (LLAMA, '{"name": "f", "arguments": ')],
+)
+def test_calls_that_are_nested_too_deeply_are_invalid(model, opening):
+    found = parse(opening + "[" * 100_000, model)
+    assert not found.calls
+    assert found.invalid

@@ -11,7 +11,7 @@ from blendrag.engine import BlendEngine
 from blendrag.server.access import ApiKeys
 from server.live import Live, live
 
-KEYS = "# readers\nreader-1\n\nreader-2\n# editors\neditor-1 write\n"
+KEYS = "# readers\nreader-1\n\nreader-2\nlire-voilà\n# editors\neditor-1 write\n"
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,9 @@ def test_known_keys_may_ask(guarded: Live) -> None:
     with openai.OpenAI(base_url=guarded.v1, api_key="reader-1", max_retries=0) as client:
         assert client.models.list().data
     with guarded.client() as client:
-        for key in ("reader-2", "editor-1"):
-            assert client.get("/v1/models", headers=bearer(key)).status_code == 200
+        for key in ("reader-2", "editor-1", "lire-voilà"):
+            headers = {"Authorization": f"Bearer {key}".encode()}
+            assert client.get("/v1/models", headers=headers).status_code == 200
 
 
 def test_health_and_metrics_need_no_key(guarded: Live) -> None:
@@ -76,3 +77,25 @@ def test_only_keys_that_may_write_change_documents(guarded: Live, served: Live) 
 
 def test_keys_do_not_show_in_texts() -> None:
     assert "editor-1" not in repr(ApiKeys.parse(KEYS, "keys"))
+
+
+def test_without_keys_a_web_page_cannot_take_this_machines_name(
+    served: Live, guarded: Live
+) -> None:
+    names = ("rebound.example.org", "rebound.example.org:8000", "127.0.0.1.example.org.")
+    with served.client() as client, guarded.client(headers=bearer("reader-1")) as known:
+        for host in names:
+            for path in ("/", "/v1/models", "/metrics"):
+                response = client.get(path, headers={"Host": host})
+                assert response.status_code == 403
+                assert response.json()["error"]["code"] == "host_not_allowed"
+            assert known.get("/v1/models", headers={"Host": host}).status_code == 200
+        for host in (
+            "localhost:8000",
+            "LOCALHOST",
+            "127.0.0.1",
+            "[::1]:8000",
+            "10.0.0.7",
+            "machine",
+        ):
+            assert client.get("/v1/models", headers={"Host": host}).status_code == 200

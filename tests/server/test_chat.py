@@ -182,9 +182,9 @@ def test_the_schema_of_requests_is_served(served: Live) -> None:
     assert {"messages", "documents", "retrieve", "blendrag"} <= set(fields)
 
 
-def test_an_infinite_log_probability_is_a_number_of_json(served: Live) -> None:
+def test_log_probabilities_that_are_not_finite_are_numbers_of_json(served: Live) -> None:
     answer = served.engine.generate("Hello", logprobs=1, max_new_tokens=1)
     (chosen,) = answer.logprobs
-    banned = replace(chosen, logprob=-math.inf, top=(("x", -math.inf),))
+    banned = replace(chosen, logprob=math.nan, top=(("x", -math.inf),))
     (content,) = chat_logprobs(replace(answer, logprobs=(banned,)))["content"]
     assert content["logprob"] == content["top_logprobs"][0]["logprob"] == -9999.0

@@ -7,12 +7,13 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import closing, suppress
 
 import openai
 import pytest
 
 import scripted
-from blendrag.server import events
+from blendrag.server import events, running
 from blendrag.server.service import Limits
 from server.conftest import ANSWER, QUESTION
 from server.live import CHAT, HELLO, Live, begin, live, until
@@ -189,3 +190,29 @@ async def test_an_error_after_the_first_chunk_is_an_event() -> None:
     assert json.loads(sent[2][6:])["error"]["type"] == "server_error"
     assert "unplugged" not in sent[2]
     assert sent[3] == "data: [DONE]\n\n"
+
+
+def test_headers_without_end_are_refused(served: Live) -> None:
+    with closing(socket.create_connection(("127.0.0.1", served.port), timeout=30)) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
+        with suppress(ConnectionError):
+            for _ in range(100):
+                connection.sendall(b"a" * 100_000)
+        with suppress(ConnectionError):
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_without_a_request_is_closed(served: Live, monkeypatch, begun) -> None:
+    monkeypatch.setattr(running, "KEEP_ALIVE_S", 0.05)
+    with closing(socket.create_connection(("127.0.0.1", served.port), timeout=30)) as connection:
+        connection.sendall(begun)
+        assert connection.recv(100) == b""
+
+
+def test_a_connection_with_a_request_is_not_closed(slow: Live, monkeypatch) -> None:
+    monkeypatch.setattr(running, "KEEP_ALIVE_S", 0.05)
+    slow.settled()
+    with slow.client() as client:
+        made = client.post(CHAT, json={"messages": HELLO, "max_tokens": 30})
+    assert made.status_code == 200

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import openai
@@ -102,6 +104,38 @@ def test_documents_of_a_request_are_answered_from_and_reused(client, context, sh
     assert "sources" not in about
 
 
+def test_a_title_with_a_slash_is_the_name_of_a_document(served: Live, client, monkeypatch) -> None:
+    asked = []
+    stock = served.engine.astream
+    tokens = type(served.engine.resources.tokens)
+    monkeypatch.setattr(tokens, "names_sources", True)
+    monkeypatch.setattr(
+        served.engine, "astream", lambda *given: asked.append(given[0]) or stock(*given)
+    )
+    answered(client, documents=[{"title": "TCP/IP", "text": "A protocol."}])
+    assert "[TCP/IP]" in asked[0][-1]["content"]
+
+
+def test_texts_are_embedded_one_request_at_a_time(served: Live, monkeypatch) -> None:
+    """Else they would take the threads on which other requests begin."""
+    inside, most, stock = [], [], served.engine.library.embed
+
+    def embed(texts):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return stock(texts)
+
+    monkeypatch.setattr(served.engine.library, "embed", embed)
+    with served.client() as client, ThreadPoolExecutor(4) as pool:
+        asked = [
+            pool.submit(client.post, "/v1/embeddings", json={"input": "one"}) for _ in range(4)
+        ]
+        assert [each.result().status_code for each in asked] == [200] * 4
+    assert most == [1] * 4
+
+
 def test_vectors_are_those_of_the_store(served: Live) -> None:
     with openai.OpenAI(base_url=served.v1, api_key="none", max_retries=0) as openai_client:
         embedder = served.service.embedder_id
@@ -142,6 +176,13 @@ def test_documents_are_ingested_asked_listed_and_deleted(writable: Live, context
         assert text == ANSWER
         assert about["sources"][0]["source"] == "people/anna"
 
+        other = {"source": "people", "text": "A list of the people of the town, by year."}
+        client.post("/v1/ingest", json={"documents": [other]})
+        assert client.delete("/v1/documents", params={"source": "people"}).json()["deleted"] == 1
+        assert [each["source"] for each in client.get("/v1/documents").json()["data"]] == [
+            "people/anna"
+        ]
+
         for wrong in ("people", "people/ann", "/"):
             missing = client.delete("/v1/documents", params={"source": [wrong, "people/anna"]})
             assert missing.status_code == 404
@@ -161,6 +202,7 @@ def test_documents_are_ingested_asked_listed_and_deleted(writable: Live, context
         ([{"text": "x"}], "documents[0].source is missing"),
         ([{"source": " ", "text": "x"}], "empty source"),
         ([{"source": "x", "text": ""}], "empty source or text"),
+        ([{"source": "a\0b", "text": "x"}], "source of documents[0] holds a NUL"),
         ([{"source": "x", "text": "y", "metadata": {"a": [1]}}], "documents[0].metadata.a"),
         (["x"], "documents[0]"),
     ],
@@ -170,5 +212,7 @@ def test_documents_that_cannot_be_stored(writable: Live, documents, said) -> Non
         response = client.post("/v1/ingest", json={"documents": documents})
         assert response.status_code == 400
         assert said in response.json()["error"]["message"]
-        assert client.delete("/v1/documents").status_code == 400
+        missing = client.delete("/v1/documents")
+        assert missing.status_code == 400
+        assert "source is missing in the query" in missing.json()["error"]["message"]
         assert client.get("/v1/documents").json()["data"] == []

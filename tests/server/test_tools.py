@@ -20,7 +20,9 @@ TOOL = {
     },
 }
 CALL = scripted.call("weather", town="Örebro")
+HALF = '<tool_call>\n{"name": "wea\\ud83dther", "arguments": {"town": "\\ud83d"}}\n</tool_call>'
 SCRIPT = (
+    ("half a character", HALF),
     ("tool_response", "It rains."),
     ("weather in two", f"I look.\n{CALL}\n{CALL}"),
     ("weather", f"I look.\n{CALL}"),
@@ -87,3 +89,14 @@ def test_several_answers_with_tools_are_refused(ask) -> None:
     with pytest.raises(openai.BadRequestError, match="n is 2 with tools") as caught:
         ask("weather", n=2, temperature=1.0)
     assert caught.value.param == "n"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_half_a_character_in_a_call_does_not_break_the_answer(ask, stream) -> None:
+    made = ask("half a character", stream=stream)
+    if stream:
+        calls = [call for chunk in made for call in chunk.choices[0].delta.tool_calls or ()]
+    else:
+        calls = made.choices[0].message.tool_calls
+    assert [call.function.name for call in calls] == ["wea?ther"]
+    assert json.loads(calls[0].function.arguments) == {"town": "?"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import PurePath
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, refuse_given
@@ -28,6 +29,11 @@ class RetrievedChunk:
     end: int
     distance: float
     metadata: Mapping[str, MetadataValue]
+
+    @property
+    def file_name(self) -> str:
+        """The last part of its source."""
+        return PurePath(self.source).name
 
     @property
     def score(self) -> float:

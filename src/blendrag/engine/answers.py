@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -187,8 +187,8 @@ def _setter_of(event: asyncio.Event) -> Callable[..., None]:
     return set_event
 
 
-def in_pool(begin: Callable[[], T]) -> asyncio.Future[T]:
-    """``begin()`` on a thread of the event loop's pool. Raises :class:`NoThreadError`."""
+def in_pool(begin: Callable[[], T], pool: Executor | None = None) -> asyncio.Future[T]:
+    """``begin()`` on a thread of ``pool``, or of the event loop's. Raises :class:`NoThreadError`."""
     refused = False
 
     def begin_unless_refused() -> T:
@@ -199,7 +199,7 @@ def in_pool(begin: Callable[[], T]) -> asyncio.Future[T]:
     context = copy_context()  # with the caller's span
     try:
         with starting_thread():
-            return asyncio.get_running_loop().run_in_executor(None, begin_unless_refused)
+            return asyncio.get_running_loop().run_in_executor(pool, begin_unless_refused)
     except NoThreadError:
         refused = True
         raise

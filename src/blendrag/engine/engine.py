@@ -376,13 +376,13 @@ class BlendEngine:
         )
         chunks, tokens = tuple(self.retrieve(about, top_k)), self.resources.tokens
         texts = [chunk.text for chunk in chunks]
-        sources = [chunk.source for chunk in chunks] if tokens.names_sources else None
+        names = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
         options = replace(options, stop=(*options.stop, NEXT_QUESTION))
         if not (options.apply_chat_template and tokens.has_template):
-            return chunks, prompt_over(question, texts, sources, history), options
+            return chunks, prompt_over(question, texts, names, history), options
         said = ((("user", asked), ("assistant", answer)) for asked, answer in history)
         messages = tuple({"role": role, "content": text} for turn in said for role, text in turn)
-        return chunks, replace(prompt_over(question, texts, sources), history=messages), options
+        return chunks, replace(prompt_over(question, texts, names), history=messages), options
 
     def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
         """The ``top_k`` chunks nearest to ``question`` by L2, in reading order."""

@@ -304,7 +304,7 @@ def named_failure(source: str, bad: Exception) -> str:
 def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
     """See :meth:`BlendEngine.remove`."""
     corpus = resources.require_corpus()
-    sources: dict[str, None] = {}
+    sources: list[str] = []
     for path in paths:
         found = corpus.sources_of(path)
         if not found:
@@ -312,11 +312,18 @@ def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
                 f"{path} is not in the corpus of {resources.root}; "
                 "expected a path that blendrag list shows"
             )
-        sources |= dict.fromkeys(found)
-    for source in sources:
+        sources += found
+    return remove_sources(resources, sources)
+
+
+def remove_sources(resources: Resources, sources: Iterable[str]) -> int:
+    """Remove the documents with these very sources: texts, vectors and KV. Returns how many."""
+    corpus = resources.require_corpus()
+    known = dict.fromkeys(sources)
+    for source in known:
         corpus.remove_source(source)
         drop_orphaned_kv(resources, corpus)
-    return len(sources)
+    return len(known)
 
 
 def documents_of(

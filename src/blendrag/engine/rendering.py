@@ -20,7 +20,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import PurePath
 from typing import Any
 
 from blendrag.corpus.corpus import Corpus
@@ -86,19 +85,18 @@ class Rendered:
 def prompt_over(
     question: str,
     texts: Sequence[str],
-    sources: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
     answered: Sequence[tuple[str, str]] = (),
 ) -> RagPrompt:
     """blendrag's RAG prompt over the texts of chunks.
 
-    With ``sources``, one per text, the name of a document follows its chunks, and the model is told what to
-    do if they do not contain the answer. All of this follows the first chunk, which stays an exact match.
+    With ``names``, one per text, the name of a document follows its chunks, and the model is told what to do
+    if they do not contain the answer. All of this follows the first chunk, which stays an exact match.
     ``answered``: earlier questions and answers, for models without a chat template.
     """
     question = question.strip()
     if not question:
         raise InvalidInputError("the question is empty; ask something")
-    names = [PurePath(source).name for source in sources or ()]
     matches, asked = [], LEADING
     for number, text in enumerate(texts):
         chunk = canonical(text)

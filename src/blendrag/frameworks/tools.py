@@ -113,7 +113,7 @@ def _mistral(text: str) -> Split:
         try:
             arguments, _ = json.JSONDecoder().raw_decode(piece, named.end())
             calls.append(_read_call({"name": named[1], "arguments": arguments}, piece))
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             calls.append(InvalidCall(piece.strip(), f"arguments are not JSON: {exc}"))
     return rest, calls
 
@@ -130,7 +130,7 @@ def _is_call(text: str) -> bool:
     """Whether ``text`` begins with the JSON of a call, complete or cut off; other JSON is an answer."""
     try:
         found, _ = json.JSONDecoder(strict=False).raw_decode(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return bool(_BROKEN_CALL.match(text))
     if not isinstance(found, dict):
         return False
@@ -148,7 +148,7 @@ def _format_of(tokens: Tokens) -> Callable[[str], Split]:
 def _read_json(text: str) -> Call:
     try:
         return _read_call(json.loads(text, strict=False), text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         return InvalidCall(text, f"the call is not JSON: {exc}")
 
 
@@ -159,7 +159,7 @@ def _read_many(text: str) -> Iterator[Call]:
         at = len(text) - len(rest)
         try:
             found, at = decoder.raw_decode(text, at)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             yield InvalidCall(rest.strip(), f"the call is not JSON: {exc}")
             return
         for call in found if isinstance(found, list) else [found]:
@@ -176,7 +176,7 @@ def _read_call(call: Any, text: str) -> Call:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, strict=False)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             return InvalidCall(text, f"the arguments of {call['name']} are not JSON: {exc}")
     if not isinstance(arguments, dict | None):
         kind = type(arguments).__name__

@@ -1,4 +1,4 @@
-"""Who may send a request, and how much: bearer keys and the limits of a body.
+"""Who may send a request, and how much: bearer keys, names of this machine, and the limits of a body.
 
 A key file has one key a line. A line may end in ``write``: that key may also change documents. Empty lines
 and lines that begin with ``#`` are skipped. Without keys everybody may ask and nobody may change documents.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -55,7 +56,7 @@ class ApiKeys:
         if not self.may_write:
             return False
         scheme, _, given = (authorization or "").partition(" ")
-        sent = given.strip().encode("latin-1")  # as it came over the wire
+        sent = given.strip(" \t").encode("latin-1")  # as it came over the wire
         found = [writes for key, writes in self.may_write.items() if hmac.compare_digest(key, sent)]
         if scheme.lower() != "bearer" or not found:
             wrong = "is not one of this server" if authorization else "is missing"
@@ -79,8 +80,37 @@ def require_writer(request: Request) -> None:
         )
 
 
+def check_host(scope: Scope, host: str) -> None:
+    """Refuse a request without a key that reached this machine by the name of a web site.
+
+    A page of that site could have changed what its name stands for (DNS rebinding), and would read the store
+    through the user's browser. Addresses and names without a dot cannot be changed in this way.
+    """
+    address, _ = scope.get("server") or ("", None)
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    name = name.strip("[]").rstrip(".").lower()
+    if not _is_loopback(address) or "." not in name or name.endswith(".localhost"):
+        return
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        raise Refusal(
+            403,
+            f"the host {name!r:.100} is a name that web pages can take; use localhost or the address, or "
+            "start the server with --api-key-file",
+            code="host_not_allowed",
+        ) from None
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 class Door:
-    """ASGI middleware: checks the key before the body is read, and limits the body."""
+    """ASGI middleware: checks the host or the key before the body is read, and limits the body."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int) -> None:
         self.app = app
@@ -92,9 +122,12 @@ class Door:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         try:
-            if scope["path"].startswith(GUARDED):
-                writes = self.keys.writes(headers.get("authorization"))
-                scope.setdefault("state", {})["may_write"] = writes
+            if not self.keys.may_write:
+                check_host(scope, headers.get("host", ""))
+            if not scope["path"].startswith(GUARDED):
+                return await self.app(scope, receive, send)  # nothing there reads a body
+            writes = self.keys.writes(headers.get("authorization"))
+            scope.setdefault("state", {})["may_write"] = writes
             length = headers.get("content-length", "0")
             if length.isdecimal() and int(length) > self.max_body_bytes:
                 raise self._too_large()
@@ -116,7 +149,7 @@ class Door:
         return await self.app(scope, receive_read, send)
 
     async def _read(self, receive: Receive) -> bytes:
-        parts, size = [], 0
+        body = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 while True:
@@ -125,12 +158,11 @@ class Door:
                         raise ClientGoneError(
                             "the connection was closed before the body was complete"
                         )
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self.max_body_bytes:
+                    body += message.get("body", b"")
+                    if len(body) > self.max_body_bytes:
                         raise self._too_large()
                     if not message.get("more_body", False):
-                        return b"".join(parts)
+                        return bytes(body)
         except TimeoutError:
             raise Refusal(
                 408, f"the body was not complete after {BODY_TIMEOUT_S:g} s; send it at once"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Query, Request, Response
@@ -46,9 +47,10 @@ def create_app(service: Service) -> FastAPI:
         return JSONResponse(await while_connected(request, completion(service, body)))
 
     @app.post("/v1/embeddings")
-    async def embed(body: EmbeddingBody) -> Response:
+    async def embed(body: EmbeddingBody, request: Request) -> Response:
         service.check_embedder(body.model)
-        return JSONResponse(await to_thread(embeddings, engine, body, service.embedder_id))
+        work = partial(embeddings, engine, body, service.embedder_id)
+        return JSONResponse(await while_connected(request, service.embedded(work)))
 
     @app.get("/v1/models")
     async def models() -> Fields:

@@ -12,7 +12,7 @@ from xml.sax.saxutils import quoteattr
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import BlendEngine, Message, Options, Prompt, SchemaPrompt
 from blendrag.engine.rendering import NEXT_QUESTION, prompt_over
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.frameworks.tools import Parsed, chosen_tool, opening_for, parse
 from blendrag.server.bodies import (
     ChatBody,
@@ -28,6 +28,10 @@ from blendrag.server.refusals import Refusal
 _ROLES = {"developer": "system", "function": "tool"}
 #: Most answers to one request.
 MAX_N = 16
+#: Most stop strings; every token of the answer is compared with all of them.
+MAX_STOPS = 32
+#: Most chunks that are retrieved; their texts are read before the prompt's length is known.
+MAX_TOP_K = 1000
 _PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
@@ -128,6 +132,10 @@ def _options(
     for name in _PENALTIES:
         if value := getattr(body, name):
             raise Refusal(400, f"{name} is {value}, expected 0: there are no penalties", param=name)
+    if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
+        raise Refusal(
+            400, f"stop has {len(body.stop)} texts, expected at most {MAX_STOPS}", param="stop"
+        )
     if body.logit_bias:
         raise Refusal(400, "logit_bias is not supported; leave it out", param="logit_bias")
     if max_new_tokens is None:
@@ -276,8 +284,12 @@ def _with_texts(
         return [*history, {"role": "user", "content": over.text}], ()
     earlier = [message["content"] for message in history if message["role"] == "user"]
     top_k = body.blendrag.top_k if body.blendrag else None
+    if top_k is not None and top_k > MAX_TOP_K:
+        raise Refusal(
+            400, f"top_k is {top_k}, expected at most {MAX_TOP_K}", param="blendrag.top_k"
+        )
     chunks = tuple(engine.retrieve("\n".join([*earlier[-1:], question]), top_k))
-    named = [chunk.source for chunk in chunks] if tokens.names_sources else None
+    named = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
     over = prompt_over(question, [chunk.text for chunk in chunks], named)
     return replace(over, history=tuple(history)), chunks
 
@@ -300,5 +312,6 @@ def _titled(document: str | Mapping[str, Any], number: int) -> tuple[str, str]:
             f"documents[{number}] has no text, expected a text or an object with title and text",
             param=f"documents[{number}]",
         )
+    check_unicode(text, f"documents[{number}]")
     title = given.get("title")
     return (title if isinstance(title, str) else f"document {number + 1}"), text

@@ -22,12 +22,20 @@ def _envelope(service: Service) -> Envelope:
 
 async def completion(service: Service, body: CompletionBody) -> Fields:
     """Whole answers: ``n`` to each prompt, prompt by prompt."""
-    limit = service.limits.max_tokens
+    limit, most = service.limits.max_tokens, service.limits.max_requests
+    prompts = prompts_of(body)
+    if len(prompts) > most:
+        raise Refusal(
+            400,
+            f"prompt holds {len(prompts)} texts, expected at most {most}, the limit of this server "
+            "(--max-requests)",
+            param="prompt",
+        )
     answering = [
         asyncio.ensure_future(
             service.answered(partial(asked_completion, service.engine, body, prompt, limit))
         )
-        for prompt in prompts_of(body)
+        for prompt in prompts
     ]
     try:
         answers = [answer for _, answer in await asyncio.gather(*answering)]

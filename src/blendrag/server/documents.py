@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from blendrag.engine import BlendEngine, Document
+from blendrag.engine.ingest import remove_sources
 from blendrag.errors import check_unicode
 from blendrag.server.bodies import IngestBody
 from blendrag.server.refusals import Refusal
@@ -29,6 +30,12 @@ def ingest(engine: BlendEngine, body: IngestBody) -> Fields:
                 400,
                 f"documents[{number}] has an empty source or text; fill both",
                 param=f"documents[{number}]",
+            )
+        if "\0" in each.source:
+            raise Refusal(
+                400,
+                f"the source of documents[{number}] holds a NUL character; leave it out",
+                param=f"documents[{number}].source",
             )
     given = [
         Document(each.source, each.text, each.title or "", each.metadata) for each in body.documents
@@ -54,4 +61,5 @@ def delete_documents(engine: BlendEngine, sources: Sequence[str]) -> Fields:
             param="source",
             code="document_not_found",
         )
-    return {"object": "list", "deleted": engine.remove(sources) if sources else 0}
+    deleted = remove_sources(engine.resources, sources) if sources else 0
+    return {"object": "list", "deleted": deleted}

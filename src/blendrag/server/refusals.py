@@ -153,6 +153,9 @@ def of_body(request: Request, error: RequestValidationError) -> Refusal:
     if first["type"] == "json_invalid":
         reason = first["ctx"]["error"]
         return Refusal(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}")
+    if first["loc"][0] == "query":
+        name = str(first["loc"][-1])
+        return Refusal(400, f"{name} is missing in the query, as in ?{name}=…", param=name)
     if not isinstance(error.body, Mapping):
         kind = request.headers.get("content-type")
         if isinstance(error.body, bytes) and "json" not in (kind or ""):

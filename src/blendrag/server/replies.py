@@ -83,12 +83,17 @@ def tool_calls(parsed: Parsed) -> list[Fields]:
             "id": call.id,
             "type": "function",
             "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                "name": _utf8(call.name),
+                "arguments": _utf8(json.dumps(call.arguments, ensure_ascii=False)),
             },
         }
         for call in parsed.calls
     ]
+
+
+def _utf8(text: str) -> str:
+    """With ``?`` for halves of surrogate pairs, which a model may write in JSON."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def finish_reason(answer: Answer, index: int, parsed: Parsed) -> str:
@@ -114,5 +119,5 @@ def _likely(token: str, logprob: float) -> Fields:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes this number instead."""
-    return max(logprob, -9999.0)
+    """JSON has neither infinity nor NaN; OpenAI writes this number instead."""
+    return logprob if logprob > -9999.0 else -9999.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import threading
@@ -9,6 +10,7 @@ import threading
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from blendrag.errors import InvalidInputError
 
@@ -17,6 +19,40 @@ DRAIN_S = 30
 #: Seconds that an idle connection stays open. Clients and proxies keep theirs for up to 60 s (httpx, and so
 #: OpenAI's package, for 5 s); one that the server closes first loses the request that is just being sent.
 KEEP_ALIVE_S = 75
+
+
+class Connection(H11Protocol):
+    """A connection that ends if no request arrives in time.
+
+    uvicorn (0.54) waits for headers without limit, and closes nothing that a client does not read. Its other
+    protocol, httptools, takes headers of any size.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        self._timer = self.loop.call_later(KEEP_ALIVE_S, self._end_if_still, self._state())
+
+    def _state(self) -> tuple[object, bool, bool]:
+        """The last request, whether it is over, and whether the connection is being closed."""
+        cycle = self.cycle
+        return cycle, cycle is None or cycle.response_complete, self.transport.is_closing()
+
+    def _end_if_still(self, before: tuple[object, bool, bool]) -> None:
+        _, is_over, is_closing = before
+        if before == self._state():
+            if is_closing:
+                self.transport.abort()
+                return
+            if is_over:
+                self.transport.close()
+        self._watch()
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -41,6 +77,7 @@ def server_of(app: FastAPI, verbose: bool = False) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
+            http=Connection,
             # without a configuration, errors go to stderr
             log_config=LOGGING_CONFIG if verbose else None,
             log_level="info" if verbose else "error",

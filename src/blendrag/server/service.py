@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from blendrag.engine import Answer, BlendEngine
+from blendrag.engine.answers import in_pool
 from blendrag.frameworks.streaming import Piece, astream_pieces, to_thread
 from blendrag.server.access import ApiKeys
 from blendrag.server.admission import Admission
 from blendrag.server.asking import ServedRequest
 from blendrag.server.refusals import Refusal
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,11 @@ class Service:
         return asyncio.Lock()
 
     @cached_property
+    def _embedding(self) -> ThreadPoolExecutor:
+        """One thread, so that long texts do not take those that other requests need."""
+        return ThreadPoolExecutor(1, "blendrag-embeddings")
+
+    @cached_property
     def model_id(self) -> str:
         return _short(self.engine.resources.model_name)
 
@@ -89,6 +98,11 @@ class Service:
                     if piece.answer is not None:
                         ticket.answered(piece.answer.metrics)
                     yield Told(asked, piece)
+
+    async def embedded(self, work: Callable[[], T]) -> T:
+        """``work()``, once all before it are done."""
+        with self.admission.ticket():
+            return await in_pool(work, self._embedding)
 
     async def answered(self, make: Callable[[], ServedRequest]) -> tuple[ServedRequest, Answer]:
         """The whole answer to a request."""
