@@ -223,3 +223,9 @@ def sent_in_part(port: int) -> httpx.Response:
         return httpx.Response(
             answer.status, headers=dict(answer.getheaders()), content=answer.read()
         )
+
+
+def test_a_body_that_nobody_reads_is_not_kept(small: Live) -> None:
+    with small.client() as client:
+        for path, status in (("/health", 405), ("/nowhere", 404)):
+            refused(client.post(path, content=b"x" * 100_000), status)

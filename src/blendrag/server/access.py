@@ -121,17 +121,17 @@ class Door:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
+        body = b""
         try:
             if not self.keys.may_write:
                 check_host(scope, headers.get("host", ""))
-            if not scope["path"].startswith(GUARDED):
-                return await self.app(scope, receive, send)  # nothing there reads a body
-            writes = self.keys.writes(headers.get("authorization"))
-            scope.setdefault("state", {})["may_write"] = writes
-            length = headers.get("content-length", "0")
-            if length.isdecimal() and int(length) > self.max_body_bytes:
-                raise self._too_large()
-            body = await self._read(receive)
+            if scope["path"].startswith(GUARDED):  # nothing else needs a body
+                writes = self.keys.writes(headers.get("authorization"))
+                scope.setdefault("state", {})["may_write"] = writes
+                length = headers.get("content-length", "0")
+                if length.isdecimal() and int(length) > self.max_body_bytes:
+                    raise self._too_large()
+                body = await self._read(receive)
         except Refusal as refusal:
             return await refusal.response()(scope, receive, send)
         except ClientGoneError:
