@@ -14,7 +14,7 @@ from blendrag.store import DiskStore
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 #: Of the thousands of each operation; ``make soak`` runs all.
-FAULTS = 10
+FAULTS = 5
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def test_a_failing_system_call_loses_nothing_and_leaves_the_store_usable(tmp_pat
 @pytest.mark.parametrize("name", ["put", "evict", "recover after a crash"])
 def test_a_power_cut_loses_nothing_that_was_acknowledged(tmp_path, name):
     report = Report()
-    cut_everywhere(tmp_path, name, report, mixtures=0, seed=1, stride=10)
+    cut_everywhere(tmp_path, name, report, mixtures=0, seed=1, stride=20)
     report.check()
-    assert report.done["power cuts"] > 5
+    assert report.done["power cuts"] > 2
 
 
 def test_calls_of_sqlite_are_traced_too(tmp_path):
@@ -50,7 +50,7 @@ def test_calls_of_sqlite_are_traced_too(tmp_path):
 def test_a_missing_fsync_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     report = Report()
-    cut_everywhere(tmp_path, "put", report, mixtures=0, seed=1, stride=10)
+    cut_everywhere(tmp_path, "put", report, mixtures=0, seed=1, stride=20)
     assert report.failed["acknowledged lost"] > 0
 
 
