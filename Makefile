@@ -25,13 +25,13 @@ setup: $(READY) ## make .venv with everything the other targets need
 
 # torch is installed first, at the version of the constraints, because later packages would install another
 # build. On Linux the default index has the CUDA build; TORCH_ARGS names another index. pip would compile all
-# modules on one core, and build each of the packages in an environment of its own.
+# modules on one core, and build each package in an environment of its own, so what builds them comes before.
 $(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is older than Python 3.11; name another one: make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables setuptools
 	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt \
 	  -e '.[dev]' $(INTEGRATIONS:%=-e %)
 	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
