@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from blendrag.lab.simulation.results import Point, Simulation, result_figure, result_table
-from blendrag.lab.simulation.service_times import assumed_profile, service_times
+from blendrag.lab.simulation.service_times import REMOTES, assumed_profile, service_times
 from blendrag.planning.profile import REMOTE, Tier, profiles
 from cli.commands import invoke
 
@@ -75,12 +75,18 @@ def test_the_table_names_overload_and_runs_that_have_not_settled():
 
 
 def test_times_follow_the_tiers_of_the_estimate():
-    times = service_times(None, "s3", 0.3, 3)
+    times = service_times(None, "network", 0.3, 3)
     table = times.table()
     assert len(table) == 10
-    assert table[3, 0] < table[0, 3] < table[0, 0]
-    assert table[3, 0] < times.full_prefill_s
-    assert service_times(None, "network", 0.3, 3).table()[0, 0] < table[0, 0]
+    assert table[3, 0] < table[0, 3] < table[0, 0] < times.full_prefill_s
+
+
+def test_what_a_slow_remote_holds_is_computed():
+    """Reading three chunks from S3 takes longer than a full prefill."""
+    times = service_times(None, "s3", 0.3, 3)
+    s3 = REMOTES["s3"].seconds(3 * times.chunk_bytes, 3 * times.profile.layers)
+    assert times.seconds(0, 0) == pytest.approx(times.full_prefill_s) < s3
+    assert times.seconds(3, 0) < times.seconds(2, 0) < times.seconds(0, 0)
 
 
 def test_a_kept_profile_gives_the_times(tmp_path: Path):
@@ -91,10 +97,10 @@ def test_a_kept_profile_gives_the_times(tmp_path: Path):
     assert [each.partition(":")[0] for each in service_times(plain, None, 0.3, 3).assumptions] == [
         "network"
     ]
-    measured = store_with_profile(tmp_path / "measured", Tier(REMOTE, 1e8))
+    measured = store_with_profile(tmp_path / "measured", Tier(REMOTE, 1e9))
     times = service_times(measured, None, 0.3, 3)
     assert times.assumptions == ()
-    assert times.seconds(0, 0) > 3 * times.chunk_bytes / 1e8
+    assert times.seconds(0, 0) > service_times(plain, None, 0.3, 3).seconds(0, 0)
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,6 @@ def result_table(result: Simulation) -> ResultTable:
             f"{len(drifting)} runs have not settled: their share of remote reads still changes by up to "
             f"{max(abs(point.drift) for point in drifting):.1%}; give more --warm-requests."
         )
-    if result.service_ms["remote"] > result.full_prefill_ms:
-        notes.append(
-            "Reading everything from the remote is slower here than full prefill; ratio auto would compute."
-        )
     return table(
         [
             ("chunks", lambda point: f"{point.chunks:,}"),

@@ -14,7 +14,7 @@ from blendrag.config import DEFAULT_POLICY
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.lab.bench.geometry import GEOMETRIES
-from blendrag.planning.estimate import Estimator, StoredPart
+from blendrag.planning.estimate import Estimator, LoadEstimate, StoredPart
 from blendrag.planning.profile import (
     COLD,
     DISK,
@@ -72,18 +72,23 @@ class ServiceTimes:
         return {(m, d): self.seconds(m, d) for m in every for d in every[: self.top_k + 1 - m]}
 
     def seconds(self, memory: int, disk: int) -> float:
-        """With so many of the chunks in memory and on disk, by the estimates of the loading controller."""
-        tiers = [MEMORY] * memory + [COLD] * disk
-        tiers += [REMOTE] * (self.top_k - len(tiers))
-        policy = make_policy(DEFAULT_POLICY)
+        """With so many of the chunks in memory and on disk, by the estimates of the loading controller.
+
+        Chunks that are computed faster than they are read, of the slowest tiers first, are computed, and read
+        in the background for later requests.
+        """
+        tiers = [MEMORY] * memory + [COLD] * disk + [REMOTE] * (self.top_k - memory - disk)
         usual = usual_prompt(self.profile, DEFAULT_POLICY, self.top_k)
         parts = tuple(
             StoredPart(part.start, part.end, tier, part.layer_bytes)
             for part, tier in zip(usual.parts, tiers, strict=True)
         )
-        estimate = Estimator(self.profile, replace(usual, parts=parts)).loading()
-        counts = policy.layer_counts(
-            Schedule("constant"), self.ratio, estimate.candidates, estimate.layers, self.top_k
+        estimator = Estimator(self.profile, replace(usual, parts=parts))
+        return min(self._ttft_s(estimator.loading(range(n))) for n in range(self.top_k + 1))
+
+    def _ttft_s(self, estimate: LoadEstimate) -> float:
+        counts = make_policy(DEFAULT_POLICY).layer_counts(
+            Schedule("constant"), self.ratio, estimate.candidates, estimate.layers, estimate.chunks
         )
         return estimate.at(counts).ttft_s
 
