@@ -109,6 +109,8 @@ class Simulated:
     """Share of the time in which each replica computed."""
     seconds: float
     """Between the first and the last arrival."""
+    replaced: float
+    """Chunks that left the disks before requests counted, as a share of the disks."""
 
 
 # -- routing --------------------------------------------------------------------------------------
@@ -198,6 +200,7 @@ def simulate(
     in_memory: list[int] = []
     on_disk: list[int] = []
     began_s = now_s = 0.0
+    left = 0
     arrivals = _arrivals(cluster, warm_requests + requests, rng, watch)
     for number, (now_s, chunks) in enumerate(arrivals):
         while leaving and leaving[0][0] <= now_s:
@@ -215,7 +218,9 @@ def simulate(
         free_s[replica] = max(now_s, free_s[replica]) + service_s
         queues[replica] += 1
         heappush(leaving, (free_s[replica], replica))
-        if number == warm_requests:
+        if number < warm_requests:
+            left += len(evicted)
+        elif number == warm_requests:
             began_s = now_s
         if number >= warm_requests:
             ttft_s.append(free_s[replica] - now_s)
@@ -223,7 +228,9 @@ def simulate(
             on_disk.append(d)
             busy_s[replica] += service_s
     seconds = now_s - began_s
-    return Simulated(ttft_s, in_memory, on_disk, [each / seconds for each in busy_s], seconds)
+    busy = [each / seconds for each in busy_s]
+    replaced = left / (cluster.replicas * cluster.disk_chunks)
+    return Simulated(ttft_s, in_memory, on_disk, busy, seconds, replaced)
 
 
 def _arrivals(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from blendrag.cli.output import count
 from blendrag.cli.plots import Line, draw, legend, panels, title
 from blendrag.lab.figure_styles import log_scale, styles
 from blendrag.lab.simulation.replicas import ROUTING, Cluster, Simulated
@@ -44,6 +45,8 @@ class Point:
     busiest: float
     drift: float
     """Share read from the remote in the second half of the run minus that in the first."""
+    replaced: float
+    """Share of the disks that was replaced before requests counted."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def point_of(cluster: Cluster, routing: str, found: Simulated, chunk_bytes: int)
         busy=statistics.fmean(found.busy),
         busiest=max(found.busy),
         drift=float(missed[half:].mean() - missed[:half].mean()) / top_k,
+        replaced=found.replaced,
     )
 
 
@@ -89,8 +93,16 @@ def result_table(result: Simulation) -> ResultTable:
     drifting = [point for point in result.points if abs(point.drift) > SETTLED]
     if drifting:
         notes.append(
-            f"{len(drifting)} runs have not settled: their share of remote reads still changes by up to "
+            f"Not settled in {count(len(drifting), 'run')}: the share of remote reads still changes by up to "
             f"{max(abs(point.drift) for point in drifting):.1%}; give more --warm-requests."
+        )
+    # Tiers begin as random routing fills them: other routing reads too much until they are replaced.
+    early = [p for p in result.points if p.routing in ("hash", "affinity") and p.remote > SETTLED]
+    if early and min(p.replaced for p in early) < 1:
+        notes.append(
+            f"Routing by chunks may read less from the remote in the end: down to "
+            f"{min(p.replaced for p in early):.0%} of the disks were replaced before requests counted; give "
+            "more --warm-requests."
         )
     return table(
         [
