@@ -306,6 +306,17 @@ def test_layers_that_were_not_read_are_verified_before_a_chunk_is_kept(lab, mach
     assert lab.right(other.disk) == [1]
 
 
+def test_every_prompt_has_its_own_time_to_wait(lab, machine):
+    one, other = machine("one"), machine("other")
+    for number in (1, 2):
+        lab.put(one, number)
+    one.flush()
+    for number in (1, 2):
+        other.expect(lab.namespace, lab.layout, [(lab.key(number), lab.tokens)])
+        assert lab.is_right(other, number)
+        other.remote._waiting.left_s = 0.0  # as after many prompts, one right after another
+
+
 def test_the_local_disk_has_a_limit_of_its_own(lab, machine):
     one = machine("one", disk_bytes=2 * lab.entry_bytes)
     with one.pin_scope():

@@ -105,9 +105,8 @@ class Controller:
         if options.mode == "full":
             return Plan.computed(prompt, MODE_FULL)
         last = len(prompt.ids) - reserve
-        if options.mode != "prefix":
-            layout = self.adapter.layout.encoded(self.encoding)
-            self.store.expect(self.namespace, layout, self._wanted(prompt, avoid))
+        wanted = self._wanted(prompt, avoid) if options.mode != "prefix" else iter(())
+        self.store.expect(self.namespace, self.adapter.layout.encoded(self.encoding), wanted)
         span, leading = self._leading(prompt, avoid, last)
         span = self._in_memory(prompt, span, last) or span
         plan = Plan(prompt, (), options.policy, options.schedule, options.ratio, span, leading)

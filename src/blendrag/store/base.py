@@ -129,7 +129,8 @@ class KVStore(Protocol):
         """
 
     def expect(self, namespace: str, layout: KVLayout, wanted: Iterable[tuple[str, int]]) -> None:
-        """Say which keys will be opened now, with their tokens, so that a remote is asked for all at once."""
+        """Say which keys a prompt will open now, with their tokens, so that a remote is asked for all at once
+        and the prompt gets its own time to wait for it."""
 
     @property
     def trouble(self) -> str:

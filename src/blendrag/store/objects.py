@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -112,7 +113,7 @@ class RemoteObjects(ProcessBound):
                 return None
             return int(meta["size"])
 
-        return self.wait(self._begin(ask()), self._timeout_s)
+        return self.wait(self._begin(ask), self._timeout_s)
 
     def read(self, name: str, offset: int, length: int) -> Future[Piece | None]:
         """Begin to read bytes of an object; ``None`` if there is none. :meth:`wait` for the result."""
@@ -123,7 +124,7 @@ class RemoteObjects(ProcessBound):
             found = await obstore.get_async(self.opened, name, options=wanted)
             return Piece(memoryview(await found.bytes_async()), int(found.meta["size"]))
 
-        return self._begin(self._found(ask))
+        return self._begin(partial(self._found, ask))
 
     def read_range(self, name: str, offset: int, length: int) -> Future[Piece | None]:
         """:meth:`read` without the size of the object, which is faster."""
@@ -133,7 +134,7 @@ class RemoteObjects(ProcessBound):
             ends = {"start": offset, "end": offset + length}
             return Piece(memoryview(await obstore.get_range_async(self.opened, name, **ends)), 0)
 
-        return self._begin(self._found(ask))
+        return self._begin(partial(self._found, ask))
 
     async def _found(self, ask: Callable[[], Coroutine[Any, Any, Piece]]) -> Piece | None:
         import obstore
@@ -174,7 +175,7 @@ class RemoteObjects(ProcessBound):
                     raise
             return await write("overwrite")  # equal names have equal contents, so nothing is lost
 
-        written = self.wait(self._begin(ask()), WRITE_S)
+        written = self.wait(self._begin(ask), WRITE_S)
         self.sync(name, written)
         return written
 
@@ -190,7 +191,7 @@ class RemoteObjects(ProcessBound):
                 self._refuse_missing_bucket(exc)
                 return None
 
-        return self.wait(self._begin(ask()), WRITE_S if timeout_s is None else timeout_s)
+        return self.wait(self._begin(ask), WRITE_S if timeout_s is None else timeout_s)
 
     def replace(self, name: str, data: bytes, before: Stored | None) -> bool:
         """Write an object in place of what :meth:`get` gave; ``False`` if it is another one meanwhile.
@@ -217,7 +218,7 @@ class RemoteObjects(ProcessBound):
                 return None
             return True
 
-        is_written = self.wait(self._begin(ask()), WRITE_S)
+        is_written = self.wait(self._begin(ask), WRITE_S)
         if is_written is None and self._is_still(name, before):
             self.put(name, data, if_absent=False)
         if not is_written:  # a repeated request finds what the first one has written
@@ -250,7 +251,7 @@ class RemoteObjects(ProcessBound):
             with contextlib.suppress(FileNotFoundError):
                 await obstore.delete_async(self._write_to, names[0] if len(names) == 1 else names)
 
-        self.wait(self._begin(ask()), WRITE_S)
+        self.wait(self._begin(ask), WRITE_S)
 
     def listing(self, prefix: str) -> Iterator[Listed]:
         """Objects below a prefix, in no particular order. Raises :class:`StoreUnavailableError`."""
@@ -258,7 +259,7 @@ class RemoteObjects(ProcessBound):
 
         pages = obstore.list(self._write_to, prefix)
         while True:
-            page = self.wait(self._begin(_next_page(pages)), WRITE_S)
+            page = self.wait(self._begin(partial(_next_page, pages)), WRITE_S)
             if page is None:
                 return
             for meta in page:
@@ -293,22 +294,15 @@ class RemoteObjects(ProcessBound):
 
     # -- details ---------------------------------------------------------------------------------
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         """Run on the loop, after those that wait already."""
-        try:
-            self.check_process()
-            loop = self._running_loop()
-        except BaseException:
-            work.close()
-            raise
+        self.check_process()
+        loop = self._running_loop()
         return asyncio.run_coroutine_threadsafe(self._in_turn(work), loop)
 
-    async def _in_turn(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            async with self._turns:
-                return await work
-        finally:
-            work.close()
+    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with self._turns:
+            return await work()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:

@@ -314,10 +314,14 @@ class RemoteTier(ProcessBound):
         begun = self.objects.read(name_of(*entry), 0, head_bytes)
         self._expected[entry] = begun, time.monotonic()
 
+    def begin_prompt(self) -> None:
+        """Chunks that are opened from now on share a new time to wait."""
+        self._waiting = Waiting(self.timeout_s)
+
     def _shared_waiting(self) -> Waiting:
-        """One for the chunks of a prompt, which are opened one right after another."""
+        """One for the chunks of a prompt; where none was begun, of those opened one right after another."""
         if time.monotonic() - self._waiting.last_open > TOGETHER_S:
-            self._waiting = Waiting(self.timeout_s)
+            self.begin_prompt()
         return self._waiting
 
     def finish_read(self, begun: Future[Piece | None], waiting: Waiting) -> Piece | None:

@@ -343,6 +343,7 @@ class TieredStore(ProcessBound):
     def expect(self, namespace: str, layout: KVLayout, wanted: Iterable[tuple[str, int]]) -> None:
         """See :meth:`KVStore.expect`. ``wanted`` is not looked at without a remote."""
         if self.remote is not None:
+            self.remote.begin_prompt()
             for key, tokens in wanted:
                 if not (self.memory.contains(namespace, key) or self.disk.contains(namespace, key)):
                     self.remote.expect(namespace, key, layout, tokens)
