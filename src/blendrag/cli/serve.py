@@ -88,10 +88,6 @@ def serve(
     begin(verbose, "the server had not begun")
     _require_extra()
     from blendrag.server.access import ApiKeys
-    from blendrag.server.app import create_app
-    from blendrag.server.running import bound_socket
-    from blendrag.server.running import serve as serve_until_signal
-    from blendrag.server.service import Limits, Service
 
     keys, text = ApiKeys(), None
     if api_key_file is not None:
@@ -105,6 +101,11 @@ def serve(
     if replicas or gpus_per_replica:
         name = "--replicas" if replicas else "--gpus-per-replica"
         raise InvalidInputError(f"{name} without --ray, expected both; one process is one replica")
+    from blendrag.server.app import create_app
+    from blendrag.server.running import bound_socket
+    from blendrag.server.running import serve as serve_until_signal
+    from blendrag.server.service import Limits, Service
+
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     follows = _follow(context)
     at = bound_socket(host, port)

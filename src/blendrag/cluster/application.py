@@ -14,8 +14,8 @@ from blendrag.cluster.ingress import Ingress
 from blendrag.cluster.replica import Replica
 from blendrag.cluster.resident_router import REPORT_S
 from blendrag.cluster.settings import ServedCluster
+from blendrag.server.limits import Limits
 from blendrag.server.running import DRAIN_S
-from blendrag.server.service import Limits
 
 ROUTER = "blendrag.cluster.resident_router:ResidentRouter"
 #: Seconds of more or fewer requests until a replica is added or ended.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.manifest import Manifest
-from blendrag.engine.resources import Resources
 from blendrag.store.identity import chunk_key
+
+if TYPE_CHECKING:
+    from blendrag.engine.resources import Resources
 
 #: Chunks whose key is remembered.
 REMEMBERED = 1 << 16

@@ -20,9 +20,8 @@ from blendrag.cluster.nodes import check_version
 from blendrag.cluster.settings import ServedCluster
 from blendrag.errors import BlendragError
 from blendrag.server.access import Door
-from blendrag.server.app import EXPOSITION
+from blendrag.server.limits import Limits
 from blendrag.server.refusals import Refusal
-from blendrag.server.service import Limits
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +59,8 @@ class Ingress:
         return await self._forward(scope, receive, send)
 
     async def _metrics(self) -> Response:
+        from blendrag.server.app import EXPOSITION
+
         try:
             texts = await self._all.broadcast("metrics").results_async(
                 timeout_s=METRICS_S, return_exceptions=True

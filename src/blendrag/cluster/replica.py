@@ -16,8 +16,6 @@ from blendrag.cluster.nodes import check_version
 from blendrag.cluster.resident_router import DISK, MEMORY, digest
 from blendrag.cluster.settings import ServedCluster
 from blendrag.errors import BlendragError, StoreUnavailableError
-from blendrag.frameworks.streaming import to_thread
-from blendrag.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
@@ -54,12 +52,16 @@ class Replica:
 
     async def metrics(self) -> tuple[str, str]:
         """The name of this replica and its counters as Prometheus text."""
+        from blendrag.frameworks.streaming import to_thread
+
         name = serve.get_replica_context().replica_id.unique_id
         store = await to_thread(self._engine.prometheus)
         return name, store + self._service.admission.exposition()
 
     def record_routing_stats(self) -> dict[str, bytes]:
         """Which chunks' KV is here, for :class:`blendrag.cluster.resident_router.ResidentRouter`."""
+        from blendrag.store.tiered import TieredStore
+
         store = self._engine.resources.store
         assert isinstance(store, TieredStore)
         memory, disk = store.resident(REPORTED_KEYS)

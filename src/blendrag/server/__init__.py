@@ -2,7 +2,7 @@
 
 ====================================  ==========================================================
 bodies                                what requests may hold
-access                                bearer keys and the limit of a body's size
+limits, access                        what a server takes, bearer keys
 asking                                a body → prompt and options of the engine
 service, admission                    the engine, its limits, and what waits or runs
 replies                               an answer → OpenAI's objects

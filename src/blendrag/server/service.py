@@ -18,20 +18,10 @@ from blendrag.frameworks.streaming import Piece, astream_pieces, to_thread
 from blendrag.server.access import ApiKeys
 from blendrag.server.admission import Admission
 from blendrag.server.asking import ServedRequest
+from blendrag.server.limits import Limits
 from blendrag.server.refusals import Refusal
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one server takes."""
-
-    max_requests: int = 256
-    """Waiting and running at once; more are refused with 429."""
-    max_body_bytes: int = 8 * 1024**2
-    max_tokens: int | None = None
-    """Longest answer that a request may ask for; ``None``: what fits the model's context."""
 
 
 class Told(NamedTuple):
@@ -46,7 +36,7 @@ class Service:
     """An engine whose model is open."""
 
     engine: BlendEngine
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     keys: ApiKeys = field(default_factory=ApiKeys)
     began: int = field(default_factory=lambda: int(time.time()))
 
