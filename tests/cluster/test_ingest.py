@@ -9,9 +9,9 @@ import pytest
 
 import tiny
 from blendrag.cluster import ingest as distributed
-from blendrag.cluster.ingest import Share, inspect_nodes
+from blendrag.cluster import nodes
+from blendrag.cluster.ingest import Share, check_nodes
 from blendrag.cluster.ingest_stages import Plan
-from blendrag.cluster.ray_session import RayError
 from cli.commands import refused
 from cluster.ingest_crash import crash, engine, save_model, write_documents
 from cluster.local_ray import local_ray
@@ -78,16 +78,20 @@ def test_machines_that_cannot_take_part_are_named(ray, tmp_path, monkeypatch):
     with engine(save_model(tmp_path / "model"), tmp_path / "s") as made:
         made.resources.create_corpus()
         plan = Plan.of(made.resources)
-    inspect_nodes(ray, plan)
+    check_nodes(plan)
     elsewhere = replace(plan, place=(0, 0))
-    inspect_nodes(ray, replace(elsewhere, remote="s3://bucket"))
-    with tiny.refuses("does not see the store", RayError):
-        inspect_nodes(ray, elsewhere)
-    with tiny.refuses("expected its files at the same path", RayError):
-        inspect_nodes(ray, replace(plan, model=str(tmp_path / "elsewhere")))
-    monkeypatch.setattr(distributed.blendrag, "__version__", "9.9")
-    with tiny.refuses("has blendrag 0.1.0, expected 9.9", RayError):
-        inspect_nodes(ray, plan)
+    check_nodes(replace(elsewhere, remote="s3://bucket"))
+    with tiny.refuses("is not seen, and there is no remote"):
+        check_nodes(elsewhere)
+    with tiny.refuses("there is no model"):
+        check_nodes(replace(plan, model=str(tmp_path / "elsewhere")))
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "_version", lambda name: "9.9")
+        with tiny.refuses("torch is version .*, expected 9.9"):
+            check_nodes(plan)
+    monkeypatch.setattr(nodes, "__version__", "9.9")
+    with tiny.refuses("has blendrag 0.1.0, expected 9.9"):
+        check_nodes(plan)
 
 
 @pytest.mark.ray

@@ -119,10 +119,11 @@ def _runner(ray: bool, workers: int | None, gpus_per_worker: float | None) -> Ru
         from blendrag.engine import BlendEngine
 
         return BlendEngine.ingest
-    from blendrag.cluster.ingest import ingest_on_ray
     from blendrag.cluster.ray_session import require_ray
 
     require_ray()
+    from blendrag.cluster.ingest import ingest_on_ray
+
     return partial(ingest_on_ray, workers=workers, gpus_per_worker=gpus_per_worker)
 
 

@@ -14,6 +14,8 @@ before it is computed, so neither a retry nor another run computes it again.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -24,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-import blendrag
 from blendrag.cluster.ingest_stages import (
     EmbedChunks,
     EncodeChunks,
@@ -32,7 +33,8 @@ from blendrag.cluster.ingest_stages import (
     Row,
     read_file,
 )
-from blendrag.cluster.ray_session import RayError, ray_session
+from blendrag.cluster.nodes import on_every_node
+from blendrag.cluster.ray_session import ray_session
 from blendrag.corpus.corpus import Corpus, files_of
 from blendrag.engine import BlendEngine
 from blendrag.engine.ingest import DocumentRows, IngestReport, Watch, ended, files_at, named_failure
@@ -65,14 +67,15 @@ def ingest_on_ray(
     """:meth:`BlendEngine.ingest` on the workers of a Ray cluster; takes paths only.
 
     ``workers``: processes with a model each; by default one for each GPU, or for each machine without any.
-    Raises the errors of :meth:`BlendEngine.ingest`, and :class:`RayError`.
+    Raises the errors of :meth:`BlendEngine.ingest`, and :class:`InvalidInputError` for a cluster that cannot
+    do it.
     """
     resources = engine.resources
-    with ray_session() as ray:
+    with ray_session(os.cpu_count() or 1) as ray:
         share = Share.of(ray, resources.settings.device, workers, gpus_per_worker)
 
         def compute(plan: Plan, files: list[Row]) -> Generator[Row]:
-            inspect_nodes(ray, plan)
+            check_nodes(plan)
             return dataset_rows(ray, plan, share, files)
 
         return ingest(resources, compute, share.workers, paths, watch, prune, patterns)
@@ -145,83 +148,57 @@ class Share:
         return cls(workers, 1, gpus, workers, max(0, min(EMBEDDER_CPUS, spare)))
 
 
-def _versions() -> dict[str, str]:
-    found = {name: metadata.version(name) for name in ("torch", "transformers")}
-    # 2.13.0+cpu and 2.13.0+cu130 are one version
-    return {"blendrag": blendrag.__version__} | {k: v.partition("+")[0] for k, v in found.items()}
+def check_nodes(plan: Plan) -> None:
+    """Raise :class:`InvalidInputError` for a node whose workers could not do this work."""
+    expected = {name: _version(name) for name in ("torch", "transformers")}
+    format_file, place = str(plan.root / "format"), plan.place
+    model, remote = plan.model, plan.remote
 
-
-def inspect_nodes(ray: Any, plan: Plan) -> None:
-    """Raise :class:`RayError` for a machine whose workers could not do this work.
-
-    What is sent there is pickled by value, as that machine may have another blendrag, or none.
-    """
-    expected, format_file = _versions(), str(plan.root / "format")
-    model = plan.model
-
-    def inspect() -> dict[str, Any]:
+    def check() -> None:  # without the modules of this one, which import torch
         import os
-        import platform
         from importlib import metadata
 
-        here: dict[str, Any] = {"name": platform.node(), "place": None, "versions": {}}
-        try:
-            import blendrag
+        from blendrag.errors import InvalidInputError
 
-            here["versions"]["blendrag"] = blendrag.__version__
-            for name in ("torch", "transformers"):
-                here["versions"][name] = metadata.version(name).partition("+")[0]
-        except ImportError as exc:
-            here["lacks"] = str(exc)
+        for name, version in expected.items():
+            found = metadata.version(name).partition("+")[0]
+            if found != version:
+                raise InvalidInputError(
+                    f"{name} is version {found}, expected {version} as where the command was started; "
+                    "install the same version on all nodes"
+                )
+        if os.path.isabs(model) and not os.path.exists(model):
+            raise InvalidInputError(
+                f"there is no model {model}, expected its files at the same path on all nodes; copy them, "
+                "or share the directory"
+            )
         try:
             stat = os.stat(format_file)
-            here["place"] = (stat.st_ino, stat.st_mtime_ns)
+            is_seen = (stat.st_ino, stat.st_mtime_ns) == place
         except OSError:
-            pass
-        here["has_model"] = not os.path.isabs(model) or os.path.exists(model)
-        return here
+            is_seen = False
+        if not (is_seen or remote):
+            raise InvalidInputError(
+                f"the store of {format_file} is not seen, and there is no remote; put the store on a file "
+                "system that all nodes share, or name a --remote"
+            )
 
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    on_every_node(check)
 
-    task = ray.remote(num_cpus=0)(inspect)
-    nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0)]
-    found = ray.get(
-        [
-            task.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            ).remote()
-            for node in nodes
-        ]
-    )
-    for here in found:
-        worker = f"the Ray worker on {here['name']}"
-        if "lacks" in here:
-            raise RayError(
-                f"{worker} cannot import blendrag ({here['lacks']}); install blendrag "
-                f"{expected['blendrag']} there"
-            )
-        for name, version in expected.items():
-            if here["versions"][name] != version:
-                raise RayError(
-                    f"{worker} has {name} {here['versions'][name]}, expected {version} as here; install the "
-                    "same version on all machines"
-                )
-        if not here["has_model"]:
-            raise RayError(
-                f"{worker} does not have the model {model}, expected its files at the same path; copy "
-                "them there, or share the directory"
-            )
-        if here["place"] != plan.place and not plan.remote:
-            raise RayError(
-                f"{worker} does not see the store {plan.root}, and there is no remote; put the store on a "
-                "file system that all machines share, or name a --remote"
-            )
+
+def _version(package: str) -> str:
+    """2.13.0+cpu and 2.13.0+cu130 are one version."""
+    return metadata.version(package).partition("+")[0]
+
+
+# -- the run --------------------------------------------------------------------------------------
 
 
 def dataset_rows(ray: Any, plan: Plan, share: Share, files: list[Row]) -> Generator[Row]:
     """The files' rows after all stages, as workers complete them."""
     from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
 
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current().copy()
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.preserve_order = True
@@ -321,7 +298,7 @@ class DistributedIngest:
 
     def _refuse_fatal(self, row: Row) -> None:
         if row["fatal"]:
-            raise RayError(row["fatal"])
+            raise InvalidInputError(row["fatal"])
         if row["full"]:
             raise StoreFullError(row["full"])
         if row["namespace"]:
