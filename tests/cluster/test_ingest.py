@@ -49,7 +49,8 @@ GPUS = {"CPU": 16.0, "GPU": 2.0}
     ("nodes", "workers", "gpus", "expected"),
     [
         ([CPUS], None, None, Share(1, 8, 0.0, 1, 0)),
-        ([CPUS, CPUS], 3, None, Share(3, 5, 0.0, 1, 0)),
+        ([CPUS, CPUS], 3, None, Share(3, 4, 0.0, 1, 0)),
+        ([CPUS, {"CPU": 3.0}], 2, None, Share(2, 4, 0.0, 1, 0)),
         ([CPUS, {}], 8, None, Share(8, 1, 0.0, 2, 0)),
         ([CPUS, GPUS, GPUS], None, None, Share(4, 1, 1.0, 4, 4)),
         ([GPUS], None, 0.5, Share(4, 1, 0.5, 4, 3)),

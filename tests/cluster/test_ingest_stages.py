@@ -108,6 +108,25 @@ def test_bad_documents_are_named_and_the_others_stored(model, docs, tmp_path):
     assert all(tiny.one_sentence(each) and "bad." in each for each in report.failures)
 
 
+def test_a_document_that_changed_before_it_was_read_again_is_named(model, docs, tmp_path):
+    def changing(plan, files):
+        for row in inline()(plan, files):
+            is_later = row["source"].endswith("d0001.txt") and row["number"] > 0
+            yield row | {"digest": "another"} if is_later else row
+
+    def losing(plan, files):
+        for row in inline()(plan, files):
+            if not (row["source"].endswith("d0002.txt") and row["number"] == 1):
+                yield row
+
+    with engine(model, tmp_path / "s") as made:
+        for compute, name in ((changing, "d0001.txt"), (losing, "d0002.txt")):
+            (failure,) = ingest(made, [docs], compute).failures
+            assert f"{name} changed while it was ingested" in failure
+            assert len(made.resources.corpus.documents()) == 2
+            made.remove([docs])
+
+
 def test_a_full_store_ends_the_run_and_evicts_nothing(model, docs, tmp_path):
     with engine(model, tmp_path / "s") as made:
         one = ingest(made, [docs / "d0000.txt"]).whole()

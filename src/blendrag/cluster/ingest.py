@@ -2,10 +2,10 @@
 
 ::
 
-    read_file       tasks on the driver's machine       a file becomes its documents
-    EmbedChunks     actors, each with an embedder       a document becomes its chunks
-    EncodeChunks    actors, each with a model           KV → shared store or remote, durable
-    DistributedIngest       the driver, in the order of files   a document's rows, in one transaction
+    read_file           tasks on the driver's machine      a file becomes its documents
+    EmbedChunks         actors, each with an embedder      a document becomes its chunks
+    EncodeChunks        actors, each with a model          KV → shared store or remote, durable
+    DistributedIngest   the driver, in order of the files  a document's rows, in one transaction
 
 Ray retries the work of processes and machines that die. KV is durable before it is acknowledged and looked up
 before it is computed, so neither a retry nor another run computes it again.
@@ -14,8 +14,6 @@ before it is computed, so neither a retry nor another run computes it again.
 from __future__ import annotations
 
 import json
-import logging
-import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -26,13 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from blendrag.cluster.ingest_stages import (
-    EmbedChunks,
-    EncodeChunks,
-    Plan,
-    Row,
-    read_file,
-)
+from blendrag.cluster.ingest_stages import EmbedChunks, EncodeChunks, Plan, Row, read_file
 from blendrag.cluster.nodes import on_every_node
 from blendrag.cluster.ray_session import ray_session
 from blendrag.corpus.corpus import Corpus, files_of
@@ -40,6 +32,7 @@ from blendrag.engine import BlendEngine
 from blendrag.engine.ingest import DocumentRows, IngestReport, Watch, ended, files_at, named_failure
 from blendrag.engine.resources import Resources
 from blendrag.errors import IdentityChangedError, InvalidInputError, StoreFullError
+from blendrag.planning.profile import cores
 from blendrag.text.chunking import Chunk, chunk_id_of
 from blendrag.text.readers import ALL, Document, Patterns
 
@@ -71,7 +64,7 @@ def ingest_on_ray(
     do it.
     """
     resources = engine.resources
-    with ray_session(os.cpu_count() or 1) as ray:
+    with ray_session(cores()) as ray:
         share = Share.of(ray, resources.settings.device, workers, gpus_per_worker)
 
         def compute(plan: Plan, files: list[Row]) -> Generator[Row]:
@@ -142,7 +135,8 @@ class Share:
                 "(--workers), or add nodes"
             )
         if not gpus:
-            each = min(sum(cpus) // workers, max(cpus))
+            sizes = range(1, max(cpus) + 1)
+            each = max(size for size in sizes if sum(have // size for have in cpus) >= workers)
             return cls(workers, each, 0.0, -(-workers // EMBEDDED_WORKERS), 0)
         spare = sum(cpus) // workers - 1
         return cls(workers, 1, gpus, workers, max(0, min(EMBEDDER_CPUS, spare)))
@@ -191,14 +185,10 @@ def _version(package: str) -> str:
     return metadata.version(package).partition("+")[0]
 
 
-# -- the run --------------------------------------------------------------------------------------
-
-
 def dataset_rows(ray: Any, plan: Plan, share: Share, files: list[Row]) -> Generator[Row]:
     """The files' rows after all stages, as workers complete them."""
     from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current().copy()
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.preserve_order = True
@@ -329,6 +319,8 @@ class DistributedIngest:
             )
             if not row["computed"]:
                 report.ready_bytes += report.done_bytes - before
+        if self._document and self._document[0]["source"] != row["source"]:
+            self._refuse_changed()
         self._document.append(row)
         if len(self._document) >= row["of"]:
             rows, self._document = self._document, []
@@ -342,6 +334,11 @@ class DistributedIngest:
         report, first = self._report, rows[0]
         if failures := [row["failure"] for row in rows if row["failure"]]:
             report.failures.append(failures[0])
+            return
+        versions = {(row["digest"], row["of"]) for row in rows}
+        if len(versions) > 1 or any(row["number"] != i for i, row in enumerate(rows)):
+            self._document = rows
+            self._refuse_changed()
             return
         is_unchanged = bool(first["places"])
         if not is_unchanged:
@@ -363,7 +360,15 @@ class DistributedIngest:
         report.documents += 1
         report.documents_unchanged += is_unchanged and not any(row["computed"] for row in rows)
 
+    def _refuse_changed(self) -> None:
+        """Its file was read again, because a process died, and was another one by then."""
+        source = self._document[0]["source"]
+        self._report.failures.append(f"{source} changed while it was ingested; ingest it again")
+        self._document = []
+
     def _end_file(self, row: Row, size_bytes: int, read: set[str]) -> None:
+        if self._document:
+            self._refuse_changed()
         if row["failure"]:
             self._report.failures.append(row["failure"])
         else:

@@ -16,7 +16,7 @@ LOCAL_OBJECT_BYTES = 256 << 20
 
 
 class RayError(BlendragError):
-    """Ray cannot be reached, or its workers cannot do the work."""
+    """Ray cannot be reached or started."""
 
 
 def require_ray() -> Any:

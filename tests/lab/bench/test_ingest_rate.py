@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 import pytest
 
+from blendrag.cluster import ingest as cluster
+from blendrag.cluster import ray_session
+from blendrag.engine import BlendEngine
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import StoreFullError
 from blendrag.lab.bench.ingest_rate import ingest
@@ -35,6 +39,23 @@ def test_rates_are_measured_and_a_corpus_is_ingested_twice():
     assert figures["corpus_chunks"] >= 2
     speedup = figures["first_ingest_s"] / figures["second_ingest_s"]
     assert figures["reingest_speedup"] == pytest.approx(speedup)
+
+
+def test_ingest_on_ray_is_compared_with_one_process_in_the_same_rounds(monkeypatch):
+    asked = []
+
+    def on_ray(engine: BlendEngine, paths: Any, watch: Any, workers: int) -> Any:
+        asked.append((engine.resources.root, workers))
+        return engine.ingest(paths, watch)
+
+    monkeypatch.setattr(cluster, "ingest_on_ray", on_ray)
+    monkeypatch.setattr(ray_session, "ray_session", lambda cpus: nullcontext())
+    corpus = ("--reingest-chunks", "4", "--reingest-chunk-tokens", "64")
+    figures = measured("ingest", *RATES, *corpus, "--ray-workers", "2", "--rounds", "2")
+    assert len(set(asked)) == 2
+    assert {workers for _, workers in asked} == {figures["ray_workers"]} == {2}
+    assert min(figures["ray_tokens_per_s"], figures["one_process_tokens_per_s"]) > 0
+    assert figures["ray_relative_rate"] > 0
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), StoreFullError("there is no room")], ids=repr)

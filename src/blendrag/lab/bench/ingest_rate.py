@@ -1,7 +1,9 @@
 """``blendrag bench ingest``: ingest against stock prefill, and ingest of an unchanged corpus.
 
 The rates come from rounds of one chunk each. ``ingest`` is one call of ``BlendEngine.ingest`` with a file of
-one chunk, without embedding.
+one chunk, without embedding. With ``--ray-workers``, the same corpus is also ingested in one process with as
+many threads and on Ray with as many workers, in turn; these rates begin after a third of the chunks, when all
+workers compute.
 """
 
 from __future__ import annotations
@@ -60,6 +62,13 @@ class IngestResult:
     second_ingest_s: float
     """With nothing loaded."""
     reingest_speedup: float
+    ray_workers: int = 0
+    one_process_tokens_per_s: float = 0.0
+    """With as many threads as ``ray_workers``, embedding included."""
+    ray_tokens_per_s: float = 0.0
+    """Embedding and the writing of rows included, starting Ray and its workers not."""
+    ray_relative_rate: float = 0.0
+    """Median over the rounds' ratios."""
 
 
 def ingest_table(result: IngestResult) -> ResultTable:
@@ -79,12 +88,17 @@ def ingest(
         int, typer.Option(min=0, help="Chunks of the corpus that is ingested twice; 0 skips it.")
     ] = 300,
     reingest_chunk_tokens: ChunkTokens = 512,
+    ray_workers: Annotated[
+        int, typer.Option(min=0, help="Also ingest the corpus on Ray, with this many workers.")
+    ] = 0,
+    rounds: options.Rounds = 3,
     tick: Tick = silent,
 ) -> IngestResult:
     adapter = timed.adapter
     with scratch() as root:
         rates = _measure_rates(adapter, chunks, chunk_tokens, root / "rate", tick)
         corpus_chunks, first_s, second_s = 0, 0.0, 0.0
+        on_ray: dict[str, float] = {}
         if reingest_chunks:
             documents, model = root / "documents", root / "model"
             tick("writing the corpus")
@@ -103,6 +117,8 @@ def ingest(
             corpus_chunks, first_s = _ingest(documents, given, True)
             tick("second ingest, with nothing loaded")
             _, second_s = _ingest(documents, given, False)
+            if ray_workers:
+                on_ray = _compare_with_ray(documents, given, ray_workers, rounds, root, tick)
     return IngestResult(
         machine=machine_of(adapter),
         prefill_tokens_per_s=rates["prefill"],
@@ -113,6 +129,8 @@ def ingest(
         first_ingest_s=first_s,
         second_ingest_s=second_s,
         reingest_speedup=first_s / second_s if second_s else 0.0,
+        ray_workers=ray_workers,
+        **on_ray,
     )
 
 
@@ -178,3 +196,42 @@ def _ingest(documents: Path, given: dict[str, Any], is_first: bool) -> tuple[int
         began = time.perf_counter()
         report = engine.ingest([documents])
         return report.whole().chunks, time.perf_counter() - began
+
+
+def _compare_with_ray(
+    documents: Path, given: dict[str, Any], workers: int, rounds: int, root: Path, tick: Tick
+) -> dict[str, float]:
+    """Tokens per second of one process and of workers on Ray, each round into new stores."""
+    from blendrag.cluster.ingest import ingest_on_ray
+    from blendrag.cluster.ray_session import ray_session
+
+    stores = (str(root / f"store{number}") for number in range(2 * rounds))
+
+    def rate(ingest: Callable[..., Any]) -> float:
+        marks: list[tuple[float, int]] = []
+        with BlendEngine(**given | {"store": next(stores)}) as engine:
+            watch = lambda report: marks.append((time.perf_counter(), report.tokens))  # noqa: E731
+            ingest(engine, [documents], watch).whole()
+        (began, before), (ended, after) = marks[len(marks) // 3], marks[-1]
+        return (after - before) / (ended - began)
+
+    def one_process() -> float:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(workers)
+        try:
+            return rate(BlendEngine.ingest)
+        finally:
+            torch.set_num_threads(threads)
+
+    ways: dict[str, Callable[[], float]] = {
+        "one": one_process,
+        "ray": partial(rate, partial(ingest_on_ray, workers=workers)),
+    }
+    with ray_session(workers):
+        rates = run_rounds(ways, rounds, tick, warm_up=False)
+    ratios = [ray / one for one, ray in zip(rates["one"], rates["ray"], strict=True)]
+    return {
+        "one_process_tokens_per_s": statistics.median(rates["one"]),
+        "ray_tokens_per_s": statistics.median(rates["ray"]),
+        "ray_relative_rate": statistics.median(ratios),
+    }
