@@ -70,6 +70,8 @@ LONG = {
 #: How many of 1,000 forwards fail.
 FAULTS = 4.0
 FAULT = "a fault of the soak"
+#: Seconds without any bytes after which a request counts as stuck.
+STUCK_S = 1800
 #: Growth of memory in the second half that counts as a leak.
 LEAK = 0.1
 #: What must not outlive its request.
@@ -242,7 +244,7 @@ def _name(body: dict[str, Any]) -> str:
 async def run(server: Live, requests: int, clients: int, seed: int) -> None:
     process, mebibytes = psutil.Process(), []
     limits = httpx.Limits(max_connections=clients)
-    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=STUCK_S, limits=limits) as client:
         soak, free = Soak(server, client, seed), asyncio.Semaphore(clients)
         await soak.ask_each_alone()
         server.engine.adapter.decoder_layers[1].register_forward_pre_hook(soak.fail)
