@@ -113,7 +113,7 @@ class Soak:
             self._compare(asked, reply.json()["choices"][0]["text"])
 
     async def stream(self, asked: dict[str, Any], begun: asyncio.Semaphore) -> None:
-        """A streamed answer; ``begun`` is released at its first piece."""
+        """A streamed answer; ``begun`` is released at its first piece, or at its end."""
         text, error = "", ""
         sending = self.client.stream("POST", COMPLETIONS, json={**asked, "stream": True})
         async with sending as reply:
@@ -125,6 +125,8 @@ class Soak:
                     if piece and not text:
                         begun.release()
                     text += piece
+        if not text:
+            begun.release()
         if error:
             self.ended["ended with an error"] += 1
         else:

@@ -109,5 +109,8 @@ def test_the_command_refuses_what_it_cannot_do_before_ray_starts(
         assert "cannot listen" in refused("--ray", "--store", str(store), "--port", port)
     assert "--replicas '3-1'" in refused("--ray", "--replicas", "3-1")
     assert "--replicas without --ray" in refused("--replicas", "2")
+    with monkeypatch.context() as away:
+        away.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        assert "cannot be used (" in refused("--ray", "--store", str(store))
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "pip install 'blendrag[ray]'" in refused("--ray", "--store", str(store))

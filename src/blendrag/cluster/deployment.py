@@ -50,15 +50,21 @@ def deployed(
     try:
         serve.run(application(served, **options), name=NAME, route_prefix="/")
     except RuntimeError as exc:
+        deployments = serve.status().applications[NAME].deployments.values()
+        told = "\n".join([str(exc), *(deployment.message for deployment in deployments)])
         serve.delete(NAME)
-        sentences = _SENTENCE.findall(str(exc))
-        if not sentences:
-            raise
-        raise InvalidInputError(sentences[-1]) from exc
+        sentences = _SENTENCE.findall(told)
+        raise InvalidInputError(sentences[-1] if sentences else _last_line(told)) from exc
     try:
         yield
     finally:
         serve.delete(NAME)  # waits for requests that run
+
+
+def _last_line(told: str) -> str:
+    """What Serve says of a deployment that did not start for another reason."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    return f"the replicas do not start: {lines[-1][:300]}; --verbose shows their logs"
 
 
 @contextmanager

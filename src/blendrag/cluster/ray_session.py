@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from blendrag.errors import BlendragError, InvalidInputError
 
 #: What a cluster of this machine keeps in shared memory: only texts and vectors pass through it.
 LOCAL_OBJECT_BYTES = 256 << 20
+
+#: Longest wait for the cluster that ``RAY_ADDRESS`` names.
+CONNECT_S = 5.0
 
 
 class RayError(BlendragError):
@@ -48,6 +52,8 @@ def ray_session(cpus: int | None = None, verbose: bool = False) -> Iterator[Any]
     address = os.environ.get("RAY_ADDRESS")
     here = {"include_dashboard": False, "object_store_memory": LOCAL_OBJECT_BYTES, "num_cpus": cpus}
     try:
+        if address:
+            _require_listening(address)
         with _quiet_stderr():
             ray.init(
                 address or "local",
@@ -66,6 +72,13 @@ def ray_session(cpus: int | None = None, verbose: bool = False) -> Iterator[Any]
         yield ray
     finally:
         ray.shutdown()
+
+
+def _require_listening(address: str) -> None:
+    """Raise :class:`OSError` if nobody listens at ``host:port``; Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
 
 
 @contextmanager
