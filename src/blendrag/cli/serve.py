@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from contextlib import ExitStack, closing
@@ -79,6 +80,12 @@ def serve(
             "With --ray: how many, or MIN-MAX to follow the load. [default: 1]", metavar="N|MIN-MAX"
         ),
     ] = None,
+    cpus_per_replica: Annotated[
+        float | None,
+        options.number(
+            "With --ray: cores of each replica. [default: a share of this machine, else 1]", 0
+        ),
+    ] = None,
     gpus_per_replica: Annotated[
         float | None, options.number("With --ray: GPUs of each replica. [default: 0]", 0)
     ] = None,
@@ -98,8 +105,11 @@ def serve(
     given = {"max_requests": max_requests, "max_body_bytes": max_body, "max_tokens": max_tokens}
     if ray:
         return _serve_on_ray(context, given | {"api_keys": text})
-    if replicas or gpus_per_replica:
-        name = "--replicas" if replicas else "--gpus-per-replica"
+    of_ray = {
+        "--replicas": replicas, "--cpus-per-replica": cpus_per_replica,
+        "--gpus-per-replica": gpus_per_replica,
+    }  # fmt: skip
+    for name in (name for name, value in of_ray.items() if value is not None):
         raise InvalidInputError(f"{name} without --ray, expected both; one process is one replica")
     from blendrag.server.app import create_app
     from blendrag.server.running import bound_socket
@@ -172,15 +182,19 @@ def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
     }
     named = {name: given[name] for name in ServedCluster.model_fields if name in given}
     counts = {"min_replicas": least, "max_replicas": most}
+    is_here, cores = not os.environ.get("RAY_ADDRESS"), os.cpu_count() or 1
+    if is_here and given["cpus_per_replica"] is None:
+        counts["cpus_per_replica"] = max(1, cores // most)
     every = named | limits | paths | counts
     served = ServedCluster.of({name: value for name, value in every.items() if value is not None})
     host, port = given["host"], given["port"]
-    if not os.environ.get("RAY_ADDRESS"):
+    if is_here:
         with bound_socket(host, port) as at:  # a proxy that cannot listen says so only in its log
             port = at.getsockname()[1]
     with ExitStack() as stack:
         with StatusLine("starting Ray"):
-            stack.enter_context(ray_session(most, given["verbose"]))
+            logical = math.ceil(most * served.cpus_per_replica)
+            stack.enter_context(ray_session(max(logical, cores), given["verbose"]))
             stack.enter_context(sigterm_exits())
         with StatusLine("checking the nodes"):
             check_nodes(served)

@@ -20,6 +20,7 @@ from blendrag.cluster.nodes import check_version
 from blendrag.cluster.settings import ServedCluster
 from blendrag.errors import BlendragError
 from blendrag.server.access import Door
+from blendrag.server.admission import RETRY_AFTER_S
 from blendrag.server.limits import Limits
 from blendrag.server.refusals import Refusal
 
@@ -81,7 +82,10 @@ class Ingress:
             raise Refusal(503, LOST)
         except BackPressureError:
             refusal = Refusal(
-                429, "too many requests wait; ask again later", code="server_overloaded"
+                429,
+                "too many requests wait; ask again later",
+                code="server_overloaded",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
             )
         except Refusal as lost:
             refusal = lost

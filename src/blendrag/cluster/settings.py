@@ -57,6 +57,7 @@ class ServedCluster(BaseModel):
     target_requests: float = Field(default=8.0, gt=0)
     """Waiting and running requests per replica that autoscaling aims at."""
     cpus_per_replica: float = Field(default=1.0, ge=0)
+    """Also the threads of its torch, unless ``OMP_NUM_THREADS`` is set."""
     gpus_per_replica: float = Field(default=0.0, ge=0)
 
     @classmethod
