@@ -222,6 +222,18 @@ def test_families_share_nothing():
         assert made.pool.used == 4
 
 
+def test_nodes_of_a_new_tree_have_other_names():
+    """Else what requests hold of the tree before would be taken for its KV."""
+    names, readers = set(), []
+    for family in ("before", "after"):
+        tree = PrefixTree(BlockPool(LAYOUT, 4 * BLOCK_BYTES))
+        ids = tuple(range(BLOCK_TOKENS))
+        tree.insert(family, ids, kv_of(family, ids))
+        readers.append(tree.join(family, ids))
+        names |= {name for name, _ in readers[-1].parts()}
+    assert len(names) == 2
+
+
 def test_without_room_nothing_is_kept():
     made = tree(blocks=0)
     assert insert(made, (1,) * 100) == 0

@@ -516,7 +516,9 @@ class BlendEngine:
             log_answer(answer.metrics)
             return answer
 
-        return Started(stream, self._worker.submit(work, joins=partial(self._joins, request)))
+        joins = partial(self._joins, request)
+        future = self._worker.submit(work, joins=joins, is_over=lambda: stream.done)
+        return Started(stream, future)
 
     def _joins(self, request: Request) -> bool:
         """Whether the request may begin while others run: there is memory for its KV, and no other engine

@@ -30,6 +30,7 @@ class _Job(NamedTuple):
     future: Future[Any]
     call: Callable[[], Any]
     joins: Callable[[], bool]
+    is_over: Callable[[], bool]
 
 
 class Worker:
@@ -51,11 +52,13 @@ class Worker:
         call: Callable[[], T],
         background: bool = False,
         joins: Callable[[], bool] = _never,
+        is_over: Callable[[], bool] = _never,
     ) -> Future[T]:
         """Queue ``call``; its result or exception arrives in the future.
 
-        ``joins()``, asked on the worker: whether it may begin while others that asked have not ended. A
-        foreground call from the worker's thread runs at once. Background calls are cancelled once the
+        ``joins()``, asked on the worker: whether it may begin while others that asked have not ended.
+        ``is_over()``: whether it would end at once; then it does not wait for those before it. A foreground
+        call from the worker's thread runs at once. Background calls are cancelled once the
         worker is closed. Raises :class:`NoThreadError` if the thread cannot be started.
         """
         future: Future[T] = Future()
@@ -71,7 +74,9 @@ class Worker:
                 raise InvalidInputError(CLOSED)
             if self._thread is None:
                 self._start()
-            (self._background if background else self._foreground).append(_Job(future, call, joins))
+            (self._background if background else self._foreground).append(
+                _Job(future, call, joins, is_over)
+            )
             self._changed.notify_all()
         return future
 
@@ -138,9 +143,12 @@ class Worker:
             if job is None and not turns:
                 return
             if job is not None:
+                was_over = job.is_over()
                 turns.start(partial(self._settle, job.future, job.call))
                 # the error of a failed request would keep all that it had computed
                 del job
+                if was_over:
+                    continue
             turns.step()
 
     def _next(self, turns: Turns) -> _Job | None:
@@ -152,15 +160,19 @@ class Worker:
                 queue = self._foreground or self._background
                 if not queue or (turns and queue is self._background):
                     return None
-                first = queue[0]
+                jobs = list(queue)
             # calls are taken by this thread only
-            if turns and not first.joins():
-                return None
+            chosen = jobs[0]
+            if turns and not chosen.joins():
+                over = [job for job in jobs if job.is_over()]
+                if not over:
+                    return None
+                chosen = over[0]
             with self._changed:
-                if queue and queue[0] is first:
-                    queue.popleft()
-                    self._running.add(first.future)
-                    return first
+                if chosen in queue:
+                    queue.remove(chosen)
+                    self._running.add(chosen.future)
+                    return chosen
 
     def _settle(self, future: Future[Any], call: Callable[[], Any]) -> None:
         try:

@@ -24,6 +24,8 @@ from blendrag.serving.shared_attention import SharedChunk
 from blendrag.text.matches import common_prefix
 
 Ids = tuple[int, ...]
+#: Of nodes, in all trees: a running request may still hold a node of the tree before the weights changed.
+_numbers = count()
 
 
 @dataclass(eq=False)
@@ -121,7 +123,6 @@ class PrefixTree:
         self.pool = pool
         self._roots: dict[Hashable, Node] = {}
         self._clock = count(1)
-        self._numbers = count()
 
     def match(self, family: Hashable, ids: Ids) -> int:
         """How many tokens at the beginning of ``ids`` are there."""
@@ -220,7 +221,7 @@ class PrefixTree:
     # -- changing -------------------------------------------------------------------------------------
 
     def _new_node(self, parent: Node | None, ids: Ids, start: int, run: Run | None) -> Node:
-        node = Node(parent, ids, start, run, next(self._numbers))
+        node = Node(parent, ids, start, run, next(_numbers))
         if parent is not None:
             parent.children[node.key] = node
         return node
