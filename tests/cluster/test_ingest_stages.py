@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import tiny
 from blendrag.cluster import ingest as distributed
@@ -53,10 +54,24 @@ def test_the_corpus_is_that_of_one_process(model, docs, tmp_path):
         reports = one.ingest([docs]).whole(), ingest(many, [docs]).whole()
         for name in ("documents", "chunks", "chunks_computed", "tokens", "bytes", "done_bytes"):
             assert len({getattr(report, name) for report in reports}) == 1, name
+        assert not many.calibration_offer(reports[1])
         assert not many.resources.is_loaded
         assert many.resources.corpus.manifest == one.resources.corpus.manifest
     assert digests(tmp_path / "many") == digests(tmp_path / "one")
     assert rows(tmp_path / "many") == rows(tmp_path / "one")
+
+
+def test_the_number_of_threads_does_not_change_kv(adapter):
+    ids, found = [7 * i % 600 + 20 for i in range(300)], []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            with adapter.lock:
+                found.append(adapter.encode((0,), ids))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, found[0].layers, found[1].layers))
 
 
 def test_a_second_run_computes_what_is_missing_and_embeds_what_changed(

@@ -175,6 +175,8 @@ def offer(resources: Resources, report: IngestReport) -> str:
     settings = resources.settings
     prompt_tokens = settings.top_k * report.tokens / max(1, report.chunks)
     is_new = report.chunks_computed == len(resources.require_corpus())
+    if not resources.is_loaded:  # computed by other machines
+        return ""
     if not is_new or report.chunks <= settings.top_k or len(resources.layout.layers) < DEEP_LAYERS:
         return ""
     defaults = CalibrationOptions(settings.fixed_ratio)
