@@ -143,13 +143,18 @@ def test_what_a_slow_remote_holds_is_computed_now_and_kept_for_the_next_prompt(
         assert tiers(ask(two)) == {"disk"}
 
 
-def test_what_is_slower_to_compute_is_read_from_the_remote(machine, monkeypatch):
+@pytest.mark.parametrize(("loading_s", "tier"), [(4.0, "remote"), (50.0, "")])
+def test_what_is_read_from_the_remote_takes_less_than_computing_and_than_its_timeout(
+    machine, monkeypatch, loading_s, tier
+):
     with machine("one") as one, machine("two") as two:
         ingest(one)
         ingest(two)
         monkeypatch.setattr(controller, "IGNORED_S", 0.0)
-        monkeypatch.setattr(two._planner, "_measured_token_s", 1.0)
-        assert tiers(ask(two)) == {"remote"}
-        assert two._planner._token_s() == 1.0
+        monkeypatch.setattr(controller, "expected_load_s", lambda *args: loading_s)
+        monkeypatch.setattr(
+            two._planner, "_measured_token_s", 0.5
+        )  # a hundred seconds for the prompt
+        assert tiers(ask(two)) == {tier}
         two._planner._measured_token_s = None
         assert 0 < two._planner._token_s() < 10

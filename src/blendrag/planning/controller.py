@@ -121,7 +121,7 @@ class Controller:
             notes = (self.store.trouble,) if is_short else ()
             plan = replace(plan, chunks=tuple(chunks), notes=notes)
             if not (self.profile and options.is_auto and options.mode == "blend"):
-                plan = self._without_slow_remote(plan)
+                plan = self._without_slow_remote(plan, options.ratio)
             return self._estimated(plan, options) if self.profile and chunks else plan
         except BaseException:
             replace(plan, chunks=tuple(chunks)).close()
@@ -238,8 +238,9 @@ class Controller:
         layout = self.adapter.layout.encoded(self.encoding)
         return self.store.open(self.namespace, key, layout, tokens)
 
-    def _without_slow_remote(self, plan: Plan) -> Plan:
-        """``plan`` without what is read from the remote, if that takes longer than computing it.
+    def _without_slow_remote(self, plan: Plan, ratio: float) -> Plan:
+        """``plan`` without what is read from the remote, if that takes longer than computing it, or longer
+        than the prompt would wait besides recomputing.
 
         The first layers are requested for this; a prompt waits for them at most a tenth of its prefill.
         """
@@ -251,7 +252,8 @@ class Controller:
         within_s = max(IGNORED_S, WAITED_SHARE * token_s * len(plan.prompt.ids))
         readers = [span.reader for span in spans if isinstance(span.reader, RemoteReader)]
         loading_s = expected_load_s(readers, within_s)
-        if loading_s <= computing_s:
+        waited_s = loading_s - ratio * computing_s
+        if loading_s <= computing_s and waited_s <= min(reader.patience_s for reader in readers):
             return plan
         note = (
             f"the remote is slower than computing here, so {len(spans)} of {len(plan.spans)} stored parts "

@@ -145,6 +145,11 @@ class RemoteReader(LayerReader):
             target[:] = stored[copied : copied + len(target)]  # releases the GIL
             copied += len(target)
 
+    @property
+    def patience_s(self) -> float:
+        """Seconds that its prompt may still wait for the remote."""
+        return self._waiting.left_s
+
     def begin(self, layer: int) -> Future[Piece | None]:
         """Request a layer that will be read; a future that is done once it is here."""
         with self._lock:
