@@ -276,7 +276,9 @@ def check_nothing_left(engine: BlendEngine) -> None:
     """No request left anything in ``engine``."""
     engine.drain()
     gc.collect()
-    left = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, TRANSIENT))
+    left = Counter(
+        type(one).__name__ for one in gc.get_objects() if issubclass(type(one), TRANSIENT)
+    )
     assert not left, f"left in memory: {dict(left)}"
     assert not engine._running
     assert not engine._waiting
