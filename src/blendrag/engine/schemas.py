@@ -288,9 +288,36 @@ class Schemas:
                     answer = generation.run_placed(plan, prompt, self.model)
                     to_prefill(partial(spans.prefilled, answer.metrics))
                     to_decode(partial(spans.decoded, answer.metrics))
+                self._prefetch_siblings(request.placed)
                 return answer
             except SpanCorruptError as corrupt:
                 avoid.add(corrupt.span.reader.key)
+
+    def _prefetch_siblings(self, placed: PlacedPrompt) -> None:
+        """While no request waits, read the other members of the unions of ``placed`` into memory."""
+        if placed.schema not in self._added:
+            return
+        namespace, store, worker = self.validity.namespace, self._resources.store, self._worker
+        layout = self.model.layout.encoded(self._resources.manifest.encoding)
+        left = [
+            (_key(namespace, block, start, end), end - start)
+            for block in self._added[placed.schema].schema.siblings(placed)
+            for start, end in block.stretches
+        ]
+
+        def work() -> None:
+            while left:
+                key, tokens = left[0]
+                if not store.prefetch(namespace, key, layout, tokens, waited_for):
+                    worker.submit(work, background=True)  # after the requests
+                    return
+                del left[0]
+
+        def waited_for() -> bool:
+            return worker.is_waited_for
+
+        if left:
+            worker.submit(work, background=True)
 
     def _plan(
         self,

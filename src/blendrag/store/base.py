@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
@@ -131,6 +131,19 @@ class KVStore(Protocol):
     def expect(self, namespace: str, layout: KVLayout, wanted: Iterable[tuple[str, int]]) -> None:
         """Say which keys a prompt will open now, with their tokens, so that a remote is asked for all at once
         and the prompt gets its own time to wait for it."""
+
+    def prefetch(
+        self,
+        namespace: str,
+        key: str,
+        layout: KVLayout,
+        tokens: int,
+        stop: Callable[[], bool],
+    ) -> bool:
+        """Copy an entry from disk to memory, unless that would evict another.
+
+        Gives up and returns ``False`` if ``stop()``, called before each layer, returns ``True``.
+        """
 
     @property
     def trouble(self) -> str:

@@ -111,6 +111,11 @@ class DiskStore(ProcessBound):
             self.note_use(namespace, key)
         return reader
 
+    def peek(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> DiskReader | None:
+        """:meth:`open`, not counted as a use."""
+        self._check(namespace, key)
+        return self._open(namespace, key, layout, tokens)
+
     def contains(self, namespace: str, key: str) -> bool:
         self._check(namespace, key)
         found, is_durable = self._find(namespace, key)

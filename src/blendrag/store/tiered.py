@@ -14,7 +14,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -347,6 +347,31 @@ class TieredStore(ProcessBound):
             for key, tokens in wanted:
                 if not (self.memory.contains(namespace, key) or self.disk.contains(namespace, key)):
                     self.remote.expect(namespace, key, layout, tokens)
+
+    def prefetch(
+        self,
+        namespace: str,
+        key: str,
+        layout: KVLayout,
+        tokens: int,
+        stop: Callable[[], bool],
+    ) -> bool:
+        """See :meth:`KVStore.prefetch`."""
+        size_bytes = stored_chunk_bytes(layout, tokens)
+        if self.memory.contains(namespace, key) or not self.memory.has_room(size_bytes):
+            return True
+        reader = self.disk.peek(namespace, key, layout, tokens)
+        if reader is None:
+            return True
+        with contextlib.closing(reader), _best_effort("a chunk was not read ahead"):
+            block = MemoryBlock.empty(layout, tokens)
+            for number, layer in enumerate(block.layers):
+                if stop():
+                    return False
+                reader.read_stored(number, [layer.data])
+            if self.memory.has_room(size_bytes):
+                self.memory.insert(namespace, key, block)
+        return True
 
     @property
     def trouble(self) -> str:
