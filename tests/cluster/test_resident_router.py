@@ -38,6 +38,13 @@ def test_a_long_queue_outweighs_resident_chunks():
     assert choices([Load(queue=5, report=here), Load()], KEYS[:2]) == {1}
 
 
+def test_with_a_price_of_all_its_kv_a_request_does_not_wait_for_it():
+    loads = [Load(queue=1, report={"disk": digest(KEYS)}), Load()]
+    random = Random(0)
+    assert {chosen(loads, {KEYS[0]: 9}, NOW, random) for _ in range(20)} == {0}
+    assert {chosen(loads, {KEYS[0]: 9}, NOW, random, 1.0) for _ in range(20)} == {1}
+
+
 def test_chunks_that_were_just_sent_count_as_resident_for_a_while():
     sent = Assumed()
     sent.note(KEYS[:2], NOW - ASSUMED_S / 2)

@@ -49,6 +49,7 @@ def application(
         "health_check_timeout_s": 30.0,
         "request_router_config": {
             "request_router_class": router, "request_routing_stats_period_s": REPORT_S,
+            "request_router_kwargs": {"queued_share": served.queued_share},
         },
     }  # fmt: skip
     if served.max_replicas > served.min_replicas:

@@ -79,17 +79,27 @@ class Load:
         return DISK_WORTH if holds(self.report.get(DISK, b""), key) else 0.0
 
 
-def chosen(loads: Sequence[Load], chunks: Chunks, now: float, random: Random) -> int:
-    """The index of the replica for a request with these chunks."""
+def chosen(
+    loads: Sequence[Load],
+    chunks: Chunks,
+    now: float,
+    random: Random,
+    queued_share: float = QUEUED_SHARE,
+) -> int:
+    """The index of the replica for a request with these chunks.
+
+    ``queued_share``: the price of a queued request, as a share of the request's own KV.
+    """
     resident = [load.resident_tokens(chunks, now) for load in loads]
     queues = [load.queue for load in loads]
-    return choose_replica(resident, queues, QUEUED_SHARE * sum(chunks.values()), random)
+    return choose_replica(resident, queues, queued_share * sum(chunks.values()), random)
 
 
 class ResidentRouter(RequestRouter):
     """Serve's interface to :func:`chosen`. Requests name their chunks in the keyword ``chunks``."""
 
-    def initialize_state(self, **kwargs: Any) -> None:
+    def initialize_state(self, queued_share: float = QUEUED_SHARE) -> None:
+        self._queued_share = queued_share
         self._random = Random()
         self._assumed: dict[ReplicaID, Assumed] = {}
 
@@ -107,7 +117,8 @@ class ResidentRouter(RequestRouter):
             )
             for replica in candidate_replicas
         ]
-        at = chosen(loads, _chunks_of(pending_request), time.monotonic(), self._random)
+        chunks, now = _chunks_of(pending_request), time.monotonic()
+        at = chosen(loads, chunks, now, self._random, self._queued_share)
         others = candidate_replicas[:at] + candidate_replicas[at + 1 :]
         return [[candidate_replicas[at]], others]
 

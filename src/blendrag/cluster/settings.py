@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from blendrag.cluster.following import follow_once, keep_following
+from blendrag.cluster.routing import QUEUED_SHARE
 from blendrag.config import Mode, Ratio, Settings, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.recorded_model import model_for
@@ -56,6 +57,9 @@ class ServedCluster(BaseModel):
     max_replicas: int = Field(default=1, ge=1)
     target_requests: float = Field(default=8.0, gt=0)
     """Waiting and running requests per replica that autoscaling aims at."""
+    queued_share: float = Field(default=QUEUED_SHARE, ge=0)
+    """What a request that waits or runs on a replica costs the next one, as a share of the KV that it loads.
+    With 1, a request goes to an idle replica and reads its KV from the remote: right if that is fast."""
     cpus_per_replica: float = Field(default=1.0, ge=0)
     """Also the threads of its torch, unless ``OMP_NUM_THREADS`` is set."""
     gpus_per_replica: float = Field(default=0.0, ge=0)

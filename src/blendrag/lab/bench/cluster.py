@@ -28,6 +28,7 @@ from blendrag.cluster.deployment import NAME, deployed
 from blendrag.cluster.ray_session import ray_session
 from blendrag.cluster.replica import Replica
 from blendrag.cluster.resident_router import ASSUMED_S, REPORT_S, ResidentRouter
+from blendrag.cluster.routing import QUEUED_SHARE
 from blendrag.cluster.settings import ServedCluster
 from blendrag.engine import BlendEngine
 from blendrag.engine.library import Entry
@@ -133,6 +134,9 @@ def cluster(
     local: Annotated[
         float, options.number("Share of the corpus that the store of a replica may hold.", 0, 1)
     ] = 0.4,
+    queued_share: Annotated[
+        float, options.number("Price of a queued request, as a share of the KV of the next.", 0)
+    ] = QUEUED_SHARE,
     tick: Tick = silent,
 ) -> ClusterResult:
     os.environ["BLENDRAG_LEARN"] = "0"
@@ -153,6 +157,7 @@ def cluster(
             disk_bytes=int(local * corpus_bytes),
             min_replicas=replicas,
             max_replicas=replicas,
+            queued_share=queued_share,
         )
         with bound_socket(HOST, 0) as at:
             port = at.getsockname()[1]
