@@ -83,6 +83,15 @@ def test_a_schema_and_its_prompts_are_checked(made):
         sentence = refused("schema", "check", folder / "trip.xml", prompt, "--model", model)
         assert message in sentence
         assert sentence.startswith("error: <prompt>:1:")
+    unknown = PROMPT.replace("plan", "plam")
+    every = invoke(
+        "schema", "check", folder / "trip.xml", unknown, PROMPT, long, *("--model", model)
+    )
+    assert every.exit_code == 2
+    lines = every.stderr.strip().splitlines()
+    assert [line.startswith("error: <prompt>:1:") for line in lines] == [True, True]
+    assert "did you mean 'plan'" in lines[0]
+    assert "shorten it" in lines[1]
     (folder / "wrong.xml").write_text('<schema name="s">\n<modul/></schema>', encoding="utf-8")
     assert "wrong.xml:2:1: <modul> is no tag of a schema" in refused(
         "schema", "check", folder / "wrong.xml"

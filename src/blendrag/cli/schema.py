@@ -17,6 +17,7 @@ from blendrag.cli.ask import print_answer, say_metrics
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import count, duration, print_json, say
 from blendrag.cli.progress import StatusLine
+from blendrag.errors import SchemaError
 
 if TYPE_CHECKING:
     from blendrag.engine import SchemaPrompt, SchemaReport
@@ -61,21 +62,13 @@ def check(
 ) -> int:
     """Check a schema, and prompts against it. With --model also lengths and the model's context."""
     begin(verbose, "nothing was changed", loads_torch=model is not None)
-    from blendrag.schema.checking import check_context, check_lengths, resolve
-    from blendrag.schema.markup import parse_prompt
-
     counted = _counted(file, model, trust_remote_code)
     schema = counted.layout.schema
-    for given in prompts or ():
-        parsed = parse_prompt(*_markup(given))
-        if counted.tokenized is None:
-            resolve(schema, parsed)
-            continue
-        as_chat = counted.tokenized.as_chat(parsed)
-        parts = resolve(schema, as_chat)
-        check_lengths(parts, counted.count)
-        extents = counted.layout.place(parts, counted.count)
-        check_context(parts, extents, counted.context_tokens)
+    wrong = [error for given in prompts or () for error in _wrong_with(given, counted)]
+    if wrong:
+        for error in wrong[:-1]:
+            say("error", str(error))
+        raise wrong[-1]
     found = {"schema": schema.name, "modules": len(schema.modules), "prompts": len(prompts or ())}
     if json:
         print_json({**found, "length": counted.layout.tokens, "unit": counted.unit})
@@ -235,6 +228,25 @@ def _prompt(given: str) -> SchemaPrompt:
     from blendrag.engine import SchemaPrompt
 
     return SchemaPrompt(*_markup(given))
+
+
+def _wrong_with(given: str, counted: _Counted) -> list[SchemaError]:
+    """All that can be found wrong with a prompt of the schema: one error, or one for each argument."""
+    from blendrag.schema.checking import check_context, length_errors, resolve
+    from blendrag.schema.markup import parse_prompt
+
+    try:
+        prompt = parse_prompt(*_markup(given))
+        if counted.tokenized is None:
+            resolve(counted.layout.schema, prompt)
+            return []
+        parts = resolve(counted.layout.schema, counted.tokenized.as_chat(prompt))
+        if wrong := list(length_errors(parts, counted.count)):
+            return wrong
+        check_context(parts, counted.layout.place(parts, counted.count), counted.context_tokens)
+    except SchemaError as error:
+        return [error]
+    return []
 
 
 def _markup(given: str) -> tuple[str, str]:

@@ -70,11 +70,17 @@ def resolve(schema: Schema, prompt: PromptMarkup) -> list[Part]:
 
 def check_lengths(parts: Sequence[Part], count_tokens: CountTokens) -> None:
     """Raise :class:`SchemaError` for an argument that is longer than its parameter."""
+    for wrong in length_errors(parts, count_tokens):
+        raise wrong
+
+
+def length_errors(parts: Sequence[Part], count_tokens: CountTokens) -> Iterator[SchemaError]:
+    """Of each argument that is longer than its parameter."""
     for part in parts:
         if isinstance(part, FilledParameter):
             tokens, most = count_tokens(part.argument.text), part.parameter.max_tokens
             if tokens > most:
-                raise SchemaError(
+                yield SchemaError(
                     part.argument.at,
                     f"{part.argument.name}={part.argument.text!r:.60} has {tokens:,} tokens, expected at "
                     f"most {most:,} (line {part.parameter.at.line} of the schema); shorten it",
