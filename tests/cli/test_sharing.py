@@ -88,3 +88,20 @@ def test_serve_follows_what_its_remote_publishes(
     started = invoke("serve", "--store", root, "--remote", url, "--port", "0")
     assert started.exit_code == 0, started.stderr
     assert len(found) == 2
+
+
+def test_serve_goes_on_with_changes_that_were_not_published(
+    store: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr("blendrag.server.running.serve", lambda *given: None)
+    two = tmp_path / "two"
+    assert invoke("store", "publish", "--store", store, "--remote", url).exit_code == 0
+    assert invoke("store", "follow", "--store", two, "--remote", url).exit_code == 0
+    for root, number in ((store, 0), (two, 1)):
+        with Corpus.open(root) as corpus:
+            corpus.remove_source(corpus.sources()[number])
+    assert invoke("store", "publish", "--store", store, "--remote", url).exit_code == 0
+    started = invoke("serve", "--store", two, "--remote", url, "--port", "0")
+    assert started.exit_code == 0, started.stderr
+    assert "served as it is: store" in started.stderr

@@ -16,7 +16,7 @@ from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import count, say
 from blendrag.cli.progress import StatusLine
-from blendrag.errors import BlendragError, InvalidInputError, StoreUnavailableError
+from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
@@ -155,10 +155,10 @@ def _follow(context: typer.Context) -> bool:
     with StatusLine("following the published corpus"), snapshots.remote_root(given) as there:
         try:
             snapshots.follow(root, there)
-        except StoreUnavailableError as error:
+        except BlendragError as error:
             if not (root / "corpus").exists():
                 raise
-            say("note", f"the corpus is the one followed before: {error}")
+            say("note", f"the store's corpus is served as it is: {error}")
     return True
 
 
