@@ -20,7 +20,7 @@ from blendrag.schema.programs import Program
 HEAD = """\
 from __future__ import annotations
 from typing import Annotated, Literal
-from blendrag.schema.programs import MaxTokens, assistant, schema, system, user
+from blendrag.schema.programs import MaxTokens, assistant, scaffold, schema, system, user
 """
 _numbers = count()
 
@@ -203,6 +203,35 @@ def test_a_constant_argument_of_a_call_is_cached_text():
     assert reading(made) == "Hello Ann. Hello Bob. "
 
 
+def test_scaffolds_have_the_modules_of_a_block_for_each_choice_of_branches():
+    made = program(
+        """
+        @schema
+        def rome():
+            yield "Rome."
+
+        @schema
+        def p(city: str, visa: bool, pets: bool):
+            with scaffold:
+                match city:
+                    case "rome":
+                        yield rome()
+                    case "oslo":
+                        yield "Oslo."
+                with user:
+                    if visa:
+                        yield "Visa."
+            if pets:
+                yield "Pets."
+        """
+    )
+    assert [each.modules for each in made.schema.scaffolds] == [
+        ("rome", "visa"),
+        ("city-oslo", "visa"),
+    ]
+    assert reading(made, "oslo", True, False) == "Oslo.Visa."
+
+
 @pytest.mark.parametrize(
     ("body", "line", "message"),
     [
@@ -228,7 +257,16 @@ def test_a_constant_argument_of_a_call_is_cached_text():
         ("match n:\n        case [*x]:\n            yield 'a'", 2, "binds 'x', which is not translated"),
         ("with open('f'):\n        yield 'a'", 1, "this cannot be evaluated: FileNotFoundError"),
         ("with user:\n        with user:\n            yield 'a'", 2, "is inside a role, expected outside"),
-        ("with n:\n        yield 'a'", 1, "expected system, user or assistant"),
+        ("with n:\n        yield 'a'", 1, "expected system, user, assistant or scaffold"),
+        ("with scaffold:\n        yield 'a'", 1, "holds text, expected only if, match, for"),
+        ("yield 'a'\n    with scaffold:\n        yield s", 2, "holds text that is not cached"),
+        ("with scaffold:\n        if n:\n            yield 'a'", 1, "holds fewer than two modules"),
+        (
+            "with scaffold:\n        for i in range(9):\n            if n > i:\n                yield 'a'\n"
+            "            else:\n                yield 'b'",
+            1,
+            "has more than 100 combinations of branches",
+        ),
         ("pass", 0, "f() has no text to cache, expected yield with text"),
         ("yield f'{s}'", 0, "f() has no text to cache, expected yield with text"),
     ],
@@ -300,6 +338,11 @@ def _match(cases: dict[str, list[str]]) -> list[str]:
     return lines
 
 
+CALLS = st.sampled_from(["inner(a, x)", "inner(b, y=n > 1)", "inner('fixed', True)"]).map(
+    lambda call: [f"yield {call}"]
+)
+
+
 def _statements(body: st.SearchStrategy[list[str]]) -> st.SearchStrategy[list[str]]:
     return st.one_of(
         EXPRESSIONS.map(lambda text: [f"yield {text}"]),
@@ -316,8 +359,14 @@ def _statements(body: st.SearchStrategy[list[str]]) -> st.SearchStrategy[list[st
             st.lists(TEXTS, max_size=2),
             body,
         ),
-        st.sampled_from(["inner(a, x)", "inner(b, y=n > 1)", "inner('fixed', True)"]).map(
-            lambda call: [f"yield {call}"]
+        CALLS,
+        st.builds(
+            lambda call, body: [
+                "with scaffold:",
+                *_indented([*call, *_if([("x", ["yield 'if'"])], ["yield 'else'", *body])]),
+            ],
+            CALLS,
+            body,
         ),
     )
 
@@ -366,3 +415,4 @@ def test_prompts_of_a_program_read_as_the_program_writes(body, a, b, x, y, n):
     )
     made = program(source, CONSTANT="c")
     assert reading(made, a, b, x, y, n) == "".join(plain["outer"](a, b, x, y, n))
+    assert all(len(each.modules) == 2 for each in made.schema.scaffolds)

@@ -13,7 +13,7 @@ The body of a function under :func:`schema` is translated, never run::
         with user:
             yield question
 
-============================  =====================================================================
+============================  ===========================================================================
 ``yield "text"``              text
 ``{x}`` in an f-string        a parameter; ``x: Annotated[str, MaxTokens(5)]`` gives its length
 ``if``                        a module, imported if the condition holds
@@ -21,8 +21,9 @@ The body of a function under :func:`schema` is translated, never run::
 ``yield other(…)``            a module; ``other`` is a program as well
 ``for x in CONSTANT``         unrolled
 ``with user:``                the role of a chat template
+``with scaffold:``            its modules are also encoded together, for prompts that import all of them
 ``x: str``, without length    text that is not cached; everything from there on is not cached either
-============================  =====================================================================
+============================  ===========================================================================
 
 Expressions without parameters are evaluated once, when the schema is made. Conditions are evaluated when the
 program is called: ``trip("3 days", True, "Where?")`` is the markup of a prompt. Everything else is a
@@ -39,16 +40,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, product
 from types import CodeType
 from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 from xml.sax.saxutils import escape, quoteattr
 
 from blendrag.errors import InvalidInputError, SchemaError
 from blendrag.schema.markup import MAX_TOKENS, RESERVED, is_name, parse_schema
-from blendrag.schema.nodes import Location, Schema
+from blendrag.schema.nodes import ROLES, Location, Schema
 
 #: Passes through all loops of one program.
 MAX_UNROLLED = 100_000
+#: Scaffolds of one ``with scaffold:``, which makes one for each choice of its branches.
+MAX_SCAFFOLDS = 100
 _NAME_CHARS = 60
 _CHOSEN = "_chosen_case"
 _NOT_XML = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
@@ -67,11 +71,11 @@ class MaxTokens:
             )
 
 
-class RoleBlock:
-    """``with user:`` around the text of a role."""
+class Block:
+    """``with user:`` or ``with scaffold:``."""
 
-    def __init__(self, role: str) -> None:
-        self.role = role
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
 
     def __enter__(self) -> None:
         pass
@@ -80,7 +84,8 @@ class RoleBlock:
         pass
 
 
-system, user, assistant = RoleBlock("system"), RoleBlock("user"), RoleBlock("assistant")
+system, user, assistant = map(Block, ROLES)
+scaffold = Block("scaffold")
 
 
 class Program:
@@ -331,10 +336,13 @@ class _Uncached:
 class _Root:
     name: str
     items: Sequence[_Item]
+    scaffolds: Sequence[Sequence[str]]
     uncached: Sequence[_Uncached]
 
     def markup(self) -> str:
-        return f'<schema name="{self.name}" xml:space="preserve">{_markup(self.items)}</schema>'
+        inner = _markup(self.items)
+        inner += "".join(f'<scaffold modules="{" ".join(names)}"/>' for names in self.scaffolds)
+        return f'<schema name="{self.name}" xml:space="preserve">{inner}</schema>'
 
     def prompt(self, values: Mapping[str, Any]) -> str:
         inner = _imports(self.items, values)
@@ -351,6 +359,7 @@ class _Translator:
 
     _used: set[str] = field(default_factory=lambda: set(RESERVED))
     _passes: int = 0
+    _scaffolds: list[Sequence[str]] = field(default_factory=list)
 
     def root(self, source: _Source) -> _Root:
         scope, name = _Scope(source, {}), self._unique(source.name)
@@ -364,7 +373,8 @@ class _Translator:
                 source.at(source.tree),
                 f"{source.name}() has no text to cache, expected yield with text",
             )
-        return _Root(source.name, items, list(self._uncached(body[cut:], scope, "")))
+        uncached = list(self._uncached(body[cut:], scope, ""))
+        return _Root(source.name, items, self._scaffolds, uncached)
 
     def _items(self, body: Sequence[ast.stmt], scope: _Scope, in_role: bool = False) -> list[_Item]:
         items: list[_Item] = []
@@ -387,7 +397,9 @@ class _Translator:
             case ast.For(orelse=[]):
                 return self._for(node, scope, in_role)
             case ast.With(items=[ast.withitem(expression, None)]):
-                role = self._role(expression, scope)
+                role = self._tag(expression, scope)
+                if role == scaffold.tag:
+                    return self._scaffold(node, scope, in_role)
                 if in_role:
                     raise self._error(node, scope, "is inside a role, expected outside")
                 return [_RoleOf(role, self._items(node.body, scope, in_role=True))]
@@ -497,13 +509,37 @@ class _Translator:
         items = self._items(body, _Scope(source, constants), in_role)
         return [_ModuleOf(name, _numbered(items, Counter()), values)] if items else []
 
-    def _role(self, node: ast.expr, scope: _Scope) -> str:
+    def _tag(self, node: ast.expr, scope: _Scope) -> str:
         block = None if scope.parameters_in(node) else scope.constant(node)
-        if not isinstance(block, RoleBlock):
+        if not isinstance(block, Block):
             raise self._error(
-                node, scope, "after with is not translated, expected system, user or assistant"
+                node,
+                scope,
+                "after with is not translated, expected system, user, assistant or scaffold",
             )
-        return block.role
+        return block.tag
+
+    def _scaffold(self, node: ast.With, scope: _Scope, in_role: bool) -> list[_Item]:
+        items = self._items(node.body, scope, in_role)
+        if _has_text(items):
+            raise self._error(
+                node, scope, "holds text, expected only if, match, for and calls of programs"
+            )
+        choices: list[tuple[str, ...]] = []
+        for names in _scaffolds(items):
+            if len(names) < 2:
+                raise self._error(
+                    node, scope, "holds fewer than two modules, expected some to encode together"
+                )
+            choices.append(names)
+            if len(choices) > MAX_SCAFFOLDS:
+                raise self._error(
+                    node,
+                    scope,
+                    f"has more than {MAX_SCAFFOLDS} combinations of branches, expected fewer",
+                )
+        self._scaffolds += choices
+        return items
 
     # -- branches and loops
 
@@ -638,9 +674,14 @@ class _Translator:
                         )
                     yield _Uncached(role, self._value(value, scope))
                 case ast.With(items=[ast.withitem(expression, None)]) if not role:
-                    parts = list(self._uncached(node.body, scope, self._role(expression, scope)))
+                    tag = self._tag(expression, scope)
+                    if tag == scaffold.tag:
+                        raise self._error(
+                            node, scope, "holds text that is not cached, expected modules"
+                        )
+                    parts = list(self._uncached(node.body, scope, tag))
                     yield _Uncached(
-                        self._role(expression, scope),
+                        tag,
                         lambda values, parts=parts: "".join(part.value(values) for part in parts),  # type: ignore[misc]
                     )
                 case _:
@@ -659,6 +700,32 @@ class _Translator:
             name = f"{slug}-{number}"
         self._used.add(name)
         return name
+
+
+def _has_text(items: Iterable[_Item]) -> bool:
+    return any(
+        _has_text(item.items) if isinstance(item, _RoleOf) else isinstance(item, str | _Slot)
+        for item in items
+    )
+
+
+def _scaffolds(items: Iterable[_Item]) -> Iterator[tuple[str, ...]]:
+    """For each choice of branches, the outermost modules that have text."""
+    options = [list(islice(_modules(item), MAX_SCAFFOLDS + 1)) for item in items]
+    return (tuple(chain.from_iterable(names)) for names in product(*options))
+
+
+def _modules(item: _Item) -> Iterator[tuple[str, ...]]:
+    match item:
+        case _ModuleOf() if _has_text(item.items):
+            yield (item.name,)
+        case _ModuleOf() | _RoleOf():
+            yield from _scaffolds(item.items)
+        case _Choice():
+            for branch in filter(None, item.branches):
+                yield from _modules(branch)
+        case _:
+            yield ()
 
 
 def _numbered(items: Iterable[_Item], counts: Counter[str]) -> list[_Item]:
