@@ -29,15 +29,18 @@ def _refuse(what: str) -> NoReturn:
     raise Unpickled(f"{what} was about to unpickle; nothing in this project may")
 
 
-def _refusing(what: str) -> Callable[..., NoReturn]:
-    return lambda *args, **kwargs: _refuse(what)
+def _refusing(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """``real`` while the trap is not armed, for libraries that bind a net."""
+    return lambda *args, **kwargs: _refuse(what) if _armed else real(*args, **kwargs)
 
 
 class _Unpickler(pickle.Unpickler):
     """A class, so that libraries can derive from it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("pickle.Unpickler")
+        if _armed:
+            _refuse("pickle.Unpickler")
+        super().__init__(*args, **kwargs)
 
 
 _torch_load = torch.load
@@ -55,8 +58,8 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
 
 
 _NETS: tuple[tuple[Any, str, Any, Any], ...] = (
-    (pickle, "load", pickle.load, _refusing("pickle.load")),
-    (pickle, "loads", pickle.loads, _refusing("pickle.loads")),
+    (pickle, "load", pickle.load, _refusing("pickle.load", pickle.load)),
+    (pickle, "loads", pickle.loads, _refusing("pickle.loads", pickle.loads)),
     (pickle, "Unpickler", pickle.Unpickler, _Unpickler),
     (torch, "load", _torch_load, _load_weights),
 )
