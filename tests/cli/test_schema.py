@@ -74,7 +74,7 @@ def test_a_schema_and_its_prompts_are_checked(made):
     long = PROMPT.replace('"3"', '"one hundred and twenty thousand"')
     invoke("schema", "check", folder / "trip.xml", long)
     for prompt, message in (
-        (long, "tokens, expected at most 4 (line 2 of the schema); shorten it"),
+        (long, "trip.xml:2:31); shorten it"),
         (
             PROMPT.replace("?", "? Say it." * 1000),
             "expected at most 1,024, the context of the model",
@@ -82,14 +82,14 @@ def test_a_schema_and_its_prompts_are_checked(made):
     ):
         sentence = refused("schema", "check", folder / "trip.xml", prompt, "--model", model)
         assert message in sentence
-        assert sentence.startswith("error: <prompt>:1:")
+        assert sentence.startswith("error: <prompt 1>:1:")
     unknown = PROMPT.replace("plan", "plam")
     every = invoke(
         "schema", "check", folder / "trip.xml", unknown, PROMPT, long, *("--model", model)
     )
     assert every.exit_code == 2
     lines = every.stderr.strip().splitlines()
-    assert [line.startswith("error: <prompt>:1:") for line in lines] == [True, True]
+    assert [line.split(":1:")[0] for line in lines] == ["error: <prompt 1>", "error: <prompt 3>"]
     assert "did you mean 'plan'" in lines[0]
     assert "shorten it" in lines[1]
     (folder / "wrong.xml").write_text('<schema name="s">\n<modul/></schema>', encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import textwrap
+from copy import copy
 from itertools import chain, count
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from blendrag.errors import InvalidInputError, SchemaError
 from blendrag.schema import programs
-from blendrag.schema.checking import FilledParameter, resolve
+from blendrag.schema.checking import FilledParameter, length_errors, resolve
 from blendrag.schema.markup import parse_prompt
 from blendrag.schema.programs import Program
 
@@ -304,6 +305,28 @@ def test_wrong_calls_and_definitions_are_refused():
     exec("def nowhere():\n    yield 'a'", namespace)
     with pytest.raises(InvalidInputError, match=r"the source of nowhere\(\) is not available"):
         programs.schema(namespace["nowhere"])
+
+
+def test_errors_of_a_prompt_name_the_call_and_those_of_the_schema_the_parameter():
+    names = load(
+        """
+        @schema
+        def p(days: Annotated[str, MaxTokens(2)]):
+            if len(days) > 1:
+                yield f"For {days}."
+
+        prompt = p(
+            "one two three")
+        """
+    )
+    made, at = names["p"], HEAD.count("\n") + 2
+    parts = resolve(made.schema, parse_prompt(copy(names["prompt"])))
+    [error] = length_errors(parts, lambda text: len(text.split()))
+    file = names["__name__"]
+    assert str(error).startswith(f"{file}:{at + 5}:1: days='one two three' has 3 tokens")
+    assert f"expected at most 2 ({file}:{at + 3}:" in str(error)
+    [text, *_] = parts
+    assert text.text.at.line == at + 2
 
 
 # -- any program ----------------------------------------------------------------------------------

@@ -64,7 +64,11 @@ def check(
     begin(verbose, "nothing was changed", loads_torch=model is not None)
     counted = _counted(file, model, trust_remote_code)
     schema = counted.layout.schema
-    wrong = [error for given in prompts or () for error in _wrong_with(given, counted)]
+    wrong = [
+        error
+        for number, given in enumerate(prompts or (), start=1)
+        for error in _wrong_with(given, counted, f"<prompt {number}>")
+    ]
     if wrong:
         for error in wrong[:-1]:
             say("error", str(error))
@@ -230,13 +234,13 @@ def _prompt(given: str) -> SchemaPrompt:
     return SchemaPrompt(*_markup(given))
 
 
-def _wrong_with(given: str, counted: _Counted) -> list[SchemaError]:
+def _wrong_with(given: str, counted: _Counted, name: str) -> list[SchemaError]:
     """All that can be found wrong with a prompt of the schema: one error, or one for each argument."""
     from blendrag.schema.checking import check_context, length_errors, resolve
     from blendrag.schema.markup import parse_prompt
 
     try:
-        prompt = parse_prompt(*_markup(given))
+        prompt = parse_prompt(*_markup(given, name))
         if counted.tokenized is None:
             resolve(counted.layout.schema, prompt)
             return []
@@ -249,12 +253,12 @@ def _wrong_with(given: str, counted: _Counted) -> list[SchemaError]:
     return []
 
 
-def _markup(given: str) -> tuple[str, str]:
-    """The markup of a prompt, and its name in errors."""
+def _markup(given: str, name: str = "<prompt>") -> tuple[str, str]:
+    """The markup of a prompt, and what errors call it: its file, or ``name``."""
     from blendrag.schema.markup import MAX_BYTES
 
     if given.lstrip().startswith("<"):
-        return given, "<prompt>"
+        return given, name
     return options.read_text("PROMPT", Path(given), MAX_BYTES, "<prompt schema=…>"), given
 
 

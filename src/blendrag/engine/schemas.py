@@ -411,7 +411,7 @@ def _parsed(source: Source) -> Schema:
             f"a schema that is a {type(source).__name__}, expected markup, a file of it, or a program"
         )
     if isinstance(source, str) and source.lstrip().startswith("<"):
-        return parse_schema(source)
+        return parse_schema(source, "<schema>")
     path = Path(source)
     try:
         text = regular_files.read_text(path, MAX_MARKUP_BYTES, follow=True)

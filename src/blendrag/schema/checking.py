@@ -83,7 +83,7 @@ def length_errors(parts: Sequence[Part], count_tokens: CountTokens) -> Iterator[
                 yield SchemaError(
                     part.argument.at,
                     f"{part.argument.name}={part.argument.text!r:.60} has {tokens:,} tokens, expected at "
-                    f"most {most:,} (line {part.parameter.at.line} of the schema); shorten it",
+                    f"most {most:,} ({part.parameter.at}); shorten it",
                 )
 
 

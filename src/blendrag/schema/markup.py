@@ -72,6 +72,18 @@ class _Element:
     children: list[_Element] = field(default_factory=list)
 
 
+class ProgramMarkup(str):
+    """Markup that a program made. Errors name its place in the program."""
+
+    at: Location
+
+    @classmethod
+    def of(cls, text: str, at: Location) -> ProgramMarkup:
+        markup = cls(text)
+        markup.at = at
+        return markup
+
+
 def parse_schema(text: str, file: str = "<string>") -> Schema:
     """The schema that ``text`` describes. ``file`` is the name in errors. Raises :class:`SchemaError`."""
     root = _parsed(text, file, "schema")
@@ -118,7 +130,8 @@ def _parsed(text: str, file: str, root_tag: str) -> _Element:
             Location(file, 1),
             f"{len(data):,} bytes, expected at most {MAX_BYTES:,}; split the schema",
         )
-    root = _TreeBuilder(file).build(data)
+    program = text.at if isinstance(text, ProgramMarkup) else None
+    root = _TreeBuilder(file, program).build(data)
     if root.tag != root_tag:
         raise SchemaError(root.at, f"the root is <{root.tag}>, expected <{root_tag}>")
     return root
@@ -127,8 +140,9 @@ def _parsed(text: str, file: str, root_tag: str) -> _Element:
 class _TreeBuilder:
     """Builds the tree of elements from expat's events."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, program: Location | None) -> None:
         self._file = file
+        self._program = program
         self._open: list[_Element] = []
         self._root: _Element | None = None
         self._parser = expat.ParserCreate("utf-8")
@@ -143,14 +157,16 @@ class _TreeBuilder:
         try:
             self._parser.Parse(data, True)
         except expat.ExpatError as exc:
-            at = Location(self._file, exc.lineno, exc.offset + 1)
+            at = self._location(exc.lineno, exc.offset)
             raise SchemaError(at, self._what_is_malformed(exc)) from exc
         assert self._root is not None  # expat reports a file without elements
         return self._root
 
     def _here(self) -> Location:
-        parser = self._parser
-        return Location(self._file, parser.CurrentLineNumber, parser.CurrentColumnNumber + 1)
+        return self._location(self._parser.CurrentLineNumber, self._parser.CurrentColumnNumber)
+
+    def _location(self, line: int, offset: int) -> Location:
+        return self._program or Location(self._file, line, offset + 1)
 
     def _start(self, tag: str, attributes: dict[str, str]) -> None:
         at = self._here()

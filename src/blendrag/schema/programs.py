@@ -36,6 +36,7 @@ import ast
 import functools
 import inspect
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,8 +47,17 @@ from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hin
 from xml.sax.saxutils import escape, quoteattr
 
 from blendrag.errors import InvalidInputError, SchemaError
-from blendrag.schema.markup import MAX_TOKENS, RESERVED, is_name, parse_schema
-from blendrag.schema.nodes import ROLES, Location, Schema
+from blendrag.schema.markup import MAX_TOKENS, RESERVED, ProgramMarkup, is_name, parse_schema
+from blendrag.schema.nodes import (
+    ROLES,
+    Location,
+    Module,
+    Node,
+    Parameter,
+    Role,
+    Schema,
+    Union,
+)
 
 #: Passes through all loops of one program.
 MAX_UNROLLED = 100_000
@@ -98,7 +108,9 @@ class Program:
         self._root = root
         self.markup = root.markup()
         """The schema in the markup language."""
-        self.schema: Schema = parse_schema(self.markup, f"<{self.source.name}>")
+        places, at = dict(_places(root.items)), self.source.at(self.source.tree)
+        parsed = parse_schema(ProgramMarkup.of(self.markup, at))
+        self.schema: Schema = replace(parsed, children=_located(parsed.children, places, at))
 
     def __call__(self, *args: Any, **kwargs: Any) -> str:
         """The markup of the prompt for these values. Raises :class:`InvalidInputError`."""
@@ -109,7 +121,9 @@ class Program:
                 f"{self.source.name}{self.source.signature} cannot be called with these values: {exc}"
             ) from exc
         bound.apply_defaults()
-        return self._root.prompt(bound.arguments)
+        caller = sys._getframe(1)
+        at = Location(caller.f_code.co_filename, caller.f_lineno)
+        return ProgramMarkup.of(self._root.prompt(bound.arguments), at)
 
 
 def schema(function: Callable[..., Any]) -> Program:
@@ -240,6 +254,7 @@ class _Slot:
     name: str
     max_tokens: int
     value: Callable[[Mapping[str, Any]], str]
+    at: Location
 
     def markup(self) -> str:
         return f'<param name="{self.name}" len="{self.max_tokens}"/>'
@@ -260,6 +275,7 @@ class _ModuleOf:
 
     name: str
     items: Sequence[_Item]
+    at: Location
     values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
     def markup(self) -> str:
@@ -306,6 +322,47 @@ def _imports(items: Iterable[_Item], values: Mapping[str, Any]) -> str:
         elif isinstance(item, _RoleOf):
             found.append(_imports(item.items, values))
     return "".join(found)
+
+
+def _places(
+    items: Iterable[_Item | None], module: str = ""
+) -> Iterator[tuple[tuple[str, ...], Location]]:
+    """Where modules and their parameters are in the program."""
+    for item in items:
+        if isinstance(item, _Slot):
+            yield (module, item.name), item.at
+        elif isinstance(item, _RoleOf):
+            yield from _places(item.items, module)
+        elif isinstance(item, _Choice):
+            yield from _places(item.branches)
+        elif isinstance(item, _ModuleOf):
+            yield (item.name,), item.at
+            yield from _places(item.items, item.name)
+
+
+def _located(
+    nodes: Iterable[Node],
+    places: Mapping[tuple[str, ...], Location],
+    at: Location,
+    module: str = "",
+) -> tuple[Any, ...]:
+    """The nodes with their places in the program; a text has that of its module."""
+
+    def located(node: Node) -> Node:
+        if isinstance(node, Parameter):
+            return replace(node, at=places[module, node.name])
+        if isinstance(node, Module):
+            inner = places[node.name,]
+            return replace(
+                node, at=inner, children=_located(node.children, places, inner, node.name)
+            )
+        if isinstance(node, Union):
+            return replace(node, at=at, members=_located(node.members, places, at, module))
+        if isinstance(node, Role):
+            return replace(node, at=at, children=_located(node.children, places, at, module))
+        return replace(node, at=at)
+
+    return tuple(map(located, nodes))
 
 
 def _slots(items: Iterable[_Item]) -> Iterator[_Slot]:
@@ -367,7 +424,7 @@ class _Translator:
         cut = next((i for i, each in enumerate(body) if self._is_uncached(each, scope)), len(body))
         items = self._items(body[:cut], scope)
         if next(_slots(items), None):  # parameters are inside of modules
-            items = [_ModuleOf(name, _numbered(items, Counter()))]
+            items = [_ModuleOf(name, _numbered(items, Counter()), source.at(source.tree))]
         if not items:
             raise SchemaError(
                 source.at(source.tree),
@@ -459,7 +516,7 @@ class _Translator:
         assert max_tokens is not None
         if not is_name(name):
             raise self._error(node, scope, "has a name that XML cannot have, expected another")
-        return _Slot(name, max_tokens, self._value(node, scope))
+        return _Slot(name, max_tokens, self._value(node, scope), scope.source.at(node))
 
     def _value(self, node: ast.expr, scope: _Scope) -> Callable[[Mapping[str, Any]], str]:
         code, at = _compiled(node, scope.source), scope.source.at(node)
@@ -507,7 +564,9 @@ class _Translator:
         name = self._unique(source.name)
         body = _without_docstring(source.tree.body)
         items = self._items(body, _Scope(source, constants), in_role)
-        return [_ModuleOf(name, _numbered(items, Counter()), values)] if items else []
+        if not items:
+            return []
+        return [_ModuleOf(name, _numbered(items, Counter()), scope.source.at(call), values)]
 
     def _tag(self, node: ast.expr, scope: _Scope) -> str:
         block = None if scope.parameters_in(node) else scope.constant(node)
@@ -556,8 +615,8 @@ class _Translator:
                 return self._items(body, scope, in_role)
             slug = _slug(test, scope) if test is not None else f"{first}-else"
             first = first or slug
-            branches.append(self._branch(slug, body, scope, in_role))
-            at = scope.source.at(node if test is None else test)
+            at = scope.source.at(body[0] if test is None else test)
+            branches.append(self._branch(slug, body, at, scope, in_role))
             tests.append((None if test is None else _compiled(test, scope.source), at))
             if test is None:
                 break
@@ -599,16 +658,16 @@ class _Translator:
             pattern = ast.unparse(case.pattern)
             pattern = "else" if pattern == "_" else pattern
             slug = _slugged(f"{_written(node.subject, scope)} {pattern}")
-            branches.append(self._branch(slug, case.body, scope, in_role))
+            branches.append(self._branch(slug, case.body, source.at(case.pattern), scope, in_role))
         choose = functools.partial(scope.evaluate, code, at=at)
         return [_Choice(branches, choose)] if any(branches) else []
 
     def _branch(
-        self, slug: str, body: Sequence[ast.stmt], scope: _Scope, in_role: bool
+        self, slug: str, body: Sequence[ast.stmt], at: Location, scope: _Scope, in_role: bool
     ) -> _ModuleOf | None:
         name = self._unique(slug)
         items = self._items(body, scope, in_role)
-        return _ModuleOf(name, _numbered(items, Counter())) if items else None
+        return _ModuleOf(name, _numbered(items, Counter()), at) if items else None
 
     def _for(self, node: ast.For, scope: _Scope, in_role: bool) -> Iterator[_Item]:
         if parameters := scope.parameters_in(node.iter):
