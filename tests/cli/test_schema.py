@@ -92,10 +92,19 @@ def test_a_schema_and_its_prompts_are_checked(made):
     assert [line.split(":1:")[0] for line in lines] == ["error: <prompt 1>", "error: <prompt 3>"]
     assert "did you mean 'plan'" in lines[0]
     assert "shorten it" in lines[1]
-    (folder / "wrong.xml").write_text('<schema name="s">\n<modul/></schema>', encoding="utf-8")
-    assert "wrong.xml:2:1: <modul> is no tag of a schema" in refused(
-        "schema", "check", folder / "wrong.xml"
+    (folder / "wrong.xml").write_text(
+        '<schema name="s">\n<modul/>\n<module name="a"><param name="x"/></module>\n'
+        '<module name="a">b</module><scaffold modules="a none"/></schema>',
+        encoding="utf-8",
     )
+    lines = invoke("schema", "check", folder / "wrong.xml").stderr.splitlines()
+    assert [line.split("wrong.xml:")[1].split(" ")[0] for line in lines] == [
+        "2:1:",
+        "3:18:",
+        "4:1:",
+    ]
+    assert "<modul> is no tag of a schema" in lines[0]
+    assert "'a' exists in line 3 already" in lines[2]
 
 
 def test_a_schema_is_shown_as_a_tree_and_drawn(made):

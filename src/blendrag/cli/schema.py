@@ -69,10 +69,7 @@ def check(
         for number, given in enumerate(prompts or (), start=1)
         for error in _wrong_with(given, counted, f"<prompt {number}>")
     ]
-    if wrong:
-        for error in wrong[:-1]:
-            say("error", str(error))
-        raise wrong[-1]
+    _raise_all(wrong)
     found = {"schema": schema.name, "modules": len(schema.modules), "prompts": len(prompts or ())}
     if json:
         print_json({**found, "length": counted.layout.tokens, "unit": counted.unit})
@@ -147,9 +144,11 @@ class _Counted:
 
 def _counted(file: Path, model: str | None, trust_remote_code: bool) -> _Counted:
     from blendrag.schema.layout import lay_out
-    from blendrag.schema.markup import MAX_BYTES, parse_schema
+    from blendrag.schema.markup import MAX_BYTES, check_schema
 
-    schema = parse_schema(options.read_text("FILE", file, MAX_BYTES, "<schema name=…>"), str(file))
+    text = options.read_text("FILE", file, MAX_BYTES, "<schema name=…>")
+    schema, wrong = check_schema(text, str(file))
+    _raise_all(wrong)
     if model is None:
         words = lambda text: len(text.split())  # noqa: E731
         return _Counted(lay_out(schema, words), words)
@@ -232,6 +231,14 @@ def _prompt(given: str) -> SchemaPrompt:
     from blendrag.engine import SchemaPrompt
 
     return SchemaPrompt(*_markup(given))
+
+
+def _raise_all(wrong: list[SchemaError]) -> None:
+    """Print all errors but the last, and raise that one."""
+    for error in wrong[:-1]:
+        say("error", str(error))
+    if wrong:
+        raise wrong[-1]
 
 
 def _wrong_with(given: str, counted: _Counted, name: str) -> list[SchemaError]:

@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
@@ -86,21 +87,36 @@ class ProgramMarkup(str):
 
 def parse_schema(text: str, file: str = "<string>") -> Schema:
     """The schema that ``text`` describes. ``file`` is the name in errors. Raises :class:`SchemaError`."""
-    root = _parsed(text, file, "schema")
-    attributes = _attributes(root, ("name",))
-    scaffolds = [child for child in root.children if child.tag == "scaffold"]
-    schema = Schema(
-        _name(root, attributes["name"], "schema"),
-        tuple(_schema_nodes(root, None, in_role=False)),
-        tuple(map(_scaffold, scaffolds)),
-        root.at,
-    )
-    if not schema.children:
-        raise SchemaError(root.at, "the schema is empty, expected text or <module>")
-    _check_names(schema)
-    for scaffold in schema.scaffolds:
-        _check_scaffold(schema, scaffold)
+    schema, wrong = check_schema(text, file)
+    if wrong:
+        raise wrong[0]
     return schema
+
+
+def check_schema(text: str, file: str = "<string>") -> tuple[Schema, list[SchemaError]]:
+    """What can be read of the schema that ``text`` describes, and all that is wrong with it.
+
+    Raises :class:`SchemaError` for text that is no XML of a schema with a name.
+    """
+    root = _parsed(text, file, "schema")
+    name = _name(root, _attributes(root, ("name",))["name"], "schema")
+    reader = _SchemaReader()
+    children = tuple(reader.nodes(root, None, in_role=False))
+    scaffolds = []
+    for child in root.children:
+        if child.tag == "scaffold":
+            with reader.collecting():
+                scaffolds.append(_scaffold(child))
+    schema = Schema(name, children, tuple(scaffolds), root.at)
+    wrong = reader.wrong
+    if not wrong and not children:
+        wrong.append(SchemaError(root.at, "the schema is empty, expected text or <module>"))
+    wrong += _name_errors(schema)
+    if not wrong:  # else a scaffold may name what could not be read
+        for scaffold in scaffolds:
+            with reader.collecting():
+                _check_scaffold(schema, scaffold)
+    return schema, wrong
 
 
 def parse_prompt(text: str, file: str = "<string>") -> PromptMarkup:
@@ -339,27 +355,87 @@ def _is_blank(text: str) -> bool:
 # -- tags → nodes ---------------------------------------------------------------------------------
 
 
-def _schema_nodes(element: _Element, module: str | None, in_role: bool) -> Iterator[SchemaNode]:
-    for item in _content(element, drops_last_break=element.tag in ROLES):
-        if isinstance(item, Text):
-            yield item
-        elif item.tag == "module":
-            yield _module(item, in_role)
-        elif item.tag == "union":
-            yield _union(item, in_role)
-        elif item.tag in PARAMETERS:
+class _SchemaReader:
+    """Tags of a schema → nodes. A tag that is wrong is left out, and reading continues after it."""
+
+    def __init__(self) -> None:
+        self.wrong: list[SchemaError] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        try:
+            yield
+        except SchemaError as error:
+            self.wrong.append(error)
+
+    def nodes(self, element: _Element, module: str | None, in_role: bool) -> Iterator[SchemaNode]:
+        for item in _content(element, drops_last_break=element.tag in ROLES):
+            if isinstance(item, Text):
+                yield item
+            elif item.tag != "scaffold" or element.tag != "schema":
+                with self.collecting():
+                    yield self._node(item, element, module, in_role)
+
+    def _node(
+        self, item: _Element, parent: _Element, module: str | None, in_role: bool
+    ) -> SchemaNode:
+        if item.tag == "module":
+            return self._module(item, in_role)
+        if item.tag == "union":
+            return self._union(item, in_role)
+        if item.tag in PARAMETERS:
             if module is None:
                 raise SchemaError(
                     item.at, f"<{item.tag}> is outside of a module, expected inside <module name=…>"
                 )
-            yield _parameter(item)
-        elif item.tag in ROLES:
-            if in_role:
-                raise SchemaError(item.at, f"<{item.tag}> is inside a role, expected outside")
-            _attributes(item, ())
-            yield Role(item.tag, tuple(_schema_nodes(item, module, in_role=True)), item.at)
-        elif item.tag != "scaffold" or element.tag != "schema":
-            raise SchemaError(item.at, _misplaced(item, element))
+            return _parameter(item)
+        if item.tag not in ROLES:
+            raise SchemaError(item.at, _misplaced(item, parent))
+        if in_role:
+            raise SchemaError(item.at, f"<{item.tag}> is inside a role, expected outside")
+        _attributes(item, ())
+        return Role(item.tag, tuple(self.nodes(item, module, in_role=True)), item.at)
+
+    def _module(self, element: _Element, in_role: bool) -> Module:
+        name = _name(element, _attributes(element, ("name",))["name"], "module")
+        if name in RESERVED:
+            raise SchemaError(element.at, f"{name!r} is a tag of the markup, expected another name")
+        before = len(self.wrong)
+        children = tuple(self.nodes(element, name, in_role))
+        if not children and len(self.wrong) == before:
+            raise SchemaError(
+                element.at, f"module {name!r} is empty, expected text or modules in it"
+            )
+        seen: set[str] = set()
+        for node in without_roles(children):
+            if isinstance(node, Parameter):
+                if node.name in seen:
+                    error = f"module {name!r} has a parameter {node.name!r} already, expected another name"
+                    self.wrong.append(SchemaError(node.at, error))
+                seen.add(node.name)
+        return Module(name, children, element.at)
+
+    def _union(self, element: _Element, in_role: bool) -> Union:
+        _attributes(element, ())
+        before = len(self.wrong)
+        members = []
+        for item in _content(element):
+            with self.collecting():
+                if isinstance(item, Text):
+                    if item.text.strip(_SPACE):
+                        raise SchemaError(
+                            item.at,
+                            f"text {item.text.strip(_SPACE)!r:.40} in <union>, expected only <module>",
+                        )
+                elif item.tag != "module":
+                    raise SchemaError(
+                        item.at, f"<{item.tag:.80}> in <union>, expected only <module>"
+                    )
+                else:
+                    members.append(self._module(item, in_role))
+        if not members and len(self.wrong) == before:
+            raise SchemaError(element.at, "<union> is empty, expected <module> tags in it")
+        return Union(tuple(members), element.at)
 
 
 def _misplaced(item: _Element, parent: _Element) -> str:
@@ -373,44 +449,6 @@ def _misplaced(item: _Element, parent: _Element) -> str:
         f"<{item.tag:.80}> is no tag of a schema, expected {tags}{did_you_mean(item.tag, allowed)}; "
         "write &lt; for < in text"
     )
-
-
-def _module(element: _Element, in_role: bool) -> Module:
-    name = _name(element, _attributes(element, ("name",))["name"], "module")
-    if name in RESERVED:
-        raise SchemaError(element.at, f"{name!r} is a tag of the markup, expected another name")
-    children = tuple(_schema_nodes(element, name, in_role))
-    if not children:
-        raise SchemaError(element.at, f"module {name!r} is empty, expected text or modules in it")
-    seen: set[str] = set()
-    for node in without_roles(children):
-        if isinstance(node, Parameter):
-            if node.name in seen:
-                raise SchemaError(
-                    node.at,
-                    f"module {name!r} has a parameter {node.name!r} already, expected another name",
-                )
-            seen.add(node.name)
-    return Module(name, children, element.at)
-
-
-def _union(element: _Element, in_role: bool) -> Union:
-    _attributes(element, ())
-    members = []
-    for item in _content(element):
-        if isinstance(item, Text):
-            if item.text.strip(_SPACE):
-                raise SchemaError(
-                    item.at,
-                    f"text {item.text.strip(_SPACE)!r:.40} in <union>, expected only <module>",
-                )
-        elif item.tag != "module":
-            raise SchemaError(item.at, f"<{item.tag:.80}> in <union>, expected only <module>")
-        else:
-            members.append(_module(item, in_role))
-    if not members:
-        raise SchemaError(element.at, "<union> is empty, expected <module> tags in it")
-    return Union(tuple(members), element.at)
 
 
 def _parameter(element: _Element) -> Parameter:
@@ -512,17 +550,16 @@ def is_name(name: str) -> bool:
 # -- the whole schema -----------------------------------------------------------------------------
 
 
-def _check_names(schema: Schema) -> None:
+def _name_errors(schema: Schema) -> Iterator[SchemaError]:
     seen: dict[str, Module] = {}
     for node in walk(schema.children):
         if isinstance(node, Module):
-            if node.name in seen:
-                raise SchemaError(
+            first = seen.setdefault(node.name, node)
+            if first is not node:
+                yield SchemaError(
                     node.at,
-                    f"module {node.name!r} exists in line {seen[node.name].at.line} already, expected "
-                    "another name",
+                    f"module {node.name!r} exists in line {first.at.line} already, expected another name",
                 )
-            seen[node.name] = node
 
 
 def _check_scaffold(schema: Schema, scaffold: Scaffold) -> None:
