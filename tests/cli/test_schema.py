@@ -46,6 +46,7 @@ def test_modules_are_encoded_once_and_reused_by_prompts(made):
     streamed = invoke("schema", "run", folder / "trip.xml", PROMPT, *where, "--max-new-tokens", "3")
     assert streamed.stdout.strip()
     assert f"{shown['schema']['reused_tokens']} reused" in streamed.stderr
+    assert "fresh; modules at the positions of the schema" in streamed.stderr
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,8 @@ def run(
         if json:
             print_json({"answer": answer.text, "metrics": answer.metrics.as_dict()})
         else:
-            say_metrics(answer.metrics)
+            is_placed = positions == "schema" and answer.metrics.mode != "full"
+            say_metrics(answer.metrics, "modules at the positions of the schema" * is_placed)
         interrupt.expect("the answer is complete; some modules are not precomputed yet")
         engine.drain()
     return DONE

@@ -365,13 +365,9 @@ class Schemas:
         )
         notes: tuple[str, ...] = ()
         if encoded:
-            count = len(encoded)
-            modules = (
-                "1 module of the schema was"
-                if count == 1
-                else f"{count} modules of the schema were"
-            )
-            notes = (f"{modules} encoded for this request",)
+            count, tokens = len(encoded), sum(len(block.ids) for block in encoded)
+            modules = f"{count} module{'s' * (count > 1)} of the schema ({tokens:,} tokens)"
+            notes = (f"{modules} had no KV in the store, encoded for this request",)
         plan = Plan(segments, chunks, make_policy("reuse"), Schedule("constant"), 0.0, notes=notes)
         return plan, prompt
 
