@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from blendrag.errors import SchemaError
@@ -210,8 +211,10 @@ class _Resolver:
     def _misplaced(self, module: Module | None, name: str) -> str:
         place = self._schema.places.get(name)
         if place is None:
+            names = [*islice(self._schema.modules, 9)]
+            known = ", ".join(names[:8]) + ", …" * (len(names) > 8) if names else "no imports"
             return (
-                f"schema {self._schema.name!r} has no module {name!r:.80}, expected a name of its modules"
+                f"schema {self._schema.name!r} has no module {name!r:.80}, expected {known}"
                 f"{did_you_mean(name, self._schema.modules)}"
             )
         if not place.parents:
