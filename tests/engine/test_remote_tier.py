@@ -72,7 +72,9 @@ def test_a_chunk_that_is_wrong_in_the_remote_is_computed(machine, bucket):
             (path,) = bucket.rglob(f"{key}.kv")
             path.write_bytes(path.read_bytes()[:-4] + struct.pack("<f", 1e30))
         chunks = ask(two).metrics.chunks
-        assert [chunk.tier for chunk in chunks] == ["", *["remote"] * (len(chunks) - 1)]
+        assert not chunks[0].tier
+        # the others may be on disk by the time that the prompt is loaded again without the first
+        assert {chunk.tier for chunk in chunks[1:]} <= {"remote", "disk"}
         assert "failed verification" in chunks[0].reason
         ask(two)
         two.drain()  # encodes what was missed, which replaces the object
