@@ -12,7 +12,7 @@ import transformers
 import tiny
 from blendrag.engine import BlendEngine, Options, kv_validity
 from blendrag.errors import UnsupportedModelError
-from blendrag.fusor import attention
+from blendrag.fusor import attention, gate
 from blendrag.fusor.gate import HeldKV, verify
 from blendrag.fusor.rows import AttentionBlock, Rows
 from blendrag.model.positions import Repositioner
@@ -66,6 +66,16 @@ def test_family_passes_the_gate(name):
     assert result.greedy_equal is True
     assert result.prompt_tokens >= 2 * tiny.WINDOW
     assert list(result.layers) == expected_kinds(model.config)
+
+
+def test_a_rounded_model_may_differ_as_much_as_from_itself(monkeypatch):
+    monkeypatch.setattr("blendrag.fusor.gate.TOLERANCE", dict.fromkeys(gate.TOLERANCE, 1e-9))
+    rounded = verify(tiny.adapter(tiny.llama().to(torch.bfloat16)))
+    assert rounded.blendable, rounded.reason
+    exact = verify(tiny.adapter(tiny.llama()))
+    assert "over loaded KV" in exact.reason
+    monkeypatch.setattr(gate, "_own_noise", lambda *args: 0.0)
+    assert not verify(tiny.adapter(tiny.llama().to(torch.bfloat16))).blendable
 
 
 @pytest.mark.parametrize(

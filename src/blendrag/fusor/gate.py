@@ -33,13 +33,15 @@ from blendrag.store.kv import ChunkKV, dtype_name
 Verdict = Literal["blendable", "refused"]
 
 #: Counts up when the gate measures something else, so that earlier verdicts are not used.
-GATE_VERSION = 2
+GATE_VERSION = 3
 
 #: Largest difference of logits, relative to the largest logit, that counts as equal.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
 #: Disturbed values must move the logits by more than this, relative to the largest logit.
 NOTICED = 1e-2
 OFFSET = 37
+#: Where the prompt is moved to, to see how noisy the model's own logits are.
+NOISE_OFFSETS = (10, 20, 30)
 GREEDY_TOKENS = 32
 PROMPT_TOKENS = 96
 #: Most rows whose logits are compared: logits of every row would take gigabytes with a large vocabulary.
@@ -131,11 +133,13 @@ def _measure(
         logits, _, _ = fusor.prefill(ids, request)
         return _difference(logits[0], stock[-1:])
 
-    own = _own_noise(adapter, ids, seen, stock) if is_quantised(adapter.model) else 0.0
     subset = max(subset_diff(0.0), policy_diff("hkvd", "geometric"), policy_diff("query", "linear"))
     perturbed = subset_diff(3.0)
     full, greedy = _full_recompute(adapter, ids, seen, stock, kv)
-    tolerance = max(TOLERANCE[dtype_name(adapter.precision)] * max(scale, 1.0), 2 * own)
+    tolerance = TOLERANCE[dtype_name(adapter.precision)] * max(scale, 1.0)
+    rounds = adapter.precision != torch.float32 or is_quantised(adapter.model)
+    if rounds and max(subset, full) > tolerance:
+        tolerance = max(tolerance, 2 * _own_noise(adapter, ids, seen, stock))
     reason = _why_refused(subset, perturbed, full, greedy, scale, tolerance, adapter.precision)
     return Verification(
         verdict="refused" if reason else "blendable",
@@ -179,10 +183,14 @@ def _why_refused(
 def _own_noise(
     adapter: ModelAdapter, ids: torch.Tensor, seen: torch.Tensor, stock: torch.Tensor
 ) -> float:
-    """How much stock logits change if the whole prompt is moved: rounded activations are noisy."""
-    moved = torch.arange(OFFSET, OFFSET + ids.shape[1], device=ids.device)[None]
-    logits = adapter.model(input_ids=ids, position_ids=moved, logits_to_keep=seen).logits[0]
-    return _difference(logits, stock)
+    """How much stock logits change if the whole prompt is moved. Rounded activations are noisy, a few rows
+    far more than the others and not at every place."""
+    noise = []
+    for offset in NOISE_OFFSETS:
+        at = torch.arange(offset, offset + ids.shape[1], device=ids.device)[None]
+        moved = adapter.model(input_ids=ids, position_ids=at, logits_to_keep=seen).logits[0]
+        noise.append(_difference(moved, stock))
+    return max(noise)
 
 
 def _full_recompute(
