@@ -119,6 +119,7 @@ bench-all: bench ## measure everything else in docs/performance.md, with its plo
 	$(call measure,attention-recomputed,attention --requests 32 --ratio 0.15 $(ATTENTION_ARGS))
 	$(call measure,attention-prefix,attention --requests 32 --shared $(SHARES) $(ATTENTION_ARGS))
 	$(call measure,serve,serve --geometry $(GEOMETRY) --corpus-chunks 6 --contexts 1 --only blend $(SERVE_ARGS))
+	$(call measure,newcomer,newcomer --geometry $(GEOMETRY) $(BENCH_ARGS))
 	$(call measure,auto,auto --geometry $(GEOMETRY) $(AUTO_ARGS))
 	$(page)
 

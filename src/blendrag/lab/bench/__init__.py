@@ -19,6 +19,7 @@ SUMMARIES = {
     "schema": "Time to first token of a prompt of stored modules: full, blend and schema.",
     "trace": "One request layer by layer, and how much of its loading and computing overlaps.",
     "serve": "Whole answers of many requests, one by one and together, against stock transformers.",
+    "newcomer": "TTFT of a request that arrives while others decode, and how long those wait.",
     "load": "TTFT and throughput under Poisson arrivals, for full, prefix and blend.",
     "auto": "Ratio auto against fixed ratios on each tier, and predicted against measured TTFT.",
     "overhead": "Operators, Python time and time per layer of a request.",

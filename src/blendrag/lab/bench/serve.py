@@ -169,12 +169,12 @@ def serve(
         raise InvalidInputError("--poisson and --users, expected one of them")
     loops = whole_numbers(users, "users", "1,4") if users else []
     with scratch() as root:
-        asking = _Asking(adapter, workload, root / "store", new_tokens)
+        asking = Asking(adapter, workload, root / "store", new_tokens)
         with asking.engine() as engine:
             tick("storing the corpus")
-            texts = _texts(engine, workload, corpus_chunks)
+            texts = corpus_texts(engine, workload, corpus_chunks)
             engine.library.add([Entry(str(i), text) for i, text in enumerate(texts)], embed=False)
-        asking = replace(asking, prompts=_prompts(texts, workload, requests, contexts))
+        asking = replace(asking, prompts=prompts_over(texts, workload, requests, contexts))
         rates: dict[str, float] = {}
         in_time_s: float | None = None
         if poisson:
@@ -207,7 +207,7 @@ Ways = dict[str, Callable[[], Served]]
 
 
 @dataclass(frozen=True)
-class _Asking:
+class Asking:
     """Answers all prompts, each time by a new engine, in which others have left nothing."""
 
     adapter: ModelAdapter
@@ -318,7 +318,7 @@ def _kv_of_steps() -> Iterator[list[tuple[int, int]]]:
         yield tokens
 
 
-def _at_once(asking: _Asking) -> Ways:
+def _at_once(asking: Asking) -> Ways:
     ways: Ways = {}
     for mode in typing.cast(tuple[Mode, ...], ("full", "blend")):
         ways[f"{mode}, one by one"] = partial(asking.one_by_one, mode)
@@ -328,7 +328,7 @@ def _at_once(asking: _Asking) -> Ways:
     return ways
 
 
-def _at_random(asking: _Asking, tick: Tick) -> tuple[Ways, dict[str, float], float]:
+def _at_random(asking: Asking, tick: Tick) -> tuple[Ways, dict[str, float], float]:
     """The ways, the rates of their arrivals, and twice the TTFT of a lone full prefill."""
     tick("a full prefill alone")
     with asking.engine() as engine:
@@ -363,7 +363,7 @@ def doubling_rate(arrivals: Sequence[float], ttft_s: float, total_s: float) -> f
     return low
 
 
-def _texts(engine: BlendEngine, workload: Workload, count: int) -> list[str]:
+def corpus_texts(engine: BlendEngine, workload: Workload, count: int) -> list[str]:
     """Chunks of words in random order."""
     read = (path.read_text(encoding="utf-8") for path in demo_corpus_path().rglob("*.txt"))
     words = sorted(set(" ".join(read).split()))
@@ -377,7 +377,9 @@ def _texts(engine: BlendEngine, workload: Workload, count: int) -> list[str]:
     return [text.strip() for text in texts]
 
 
-def _prompts(texts: Sequence[str], workload: Workload, requests: int, contexts: int) -> list[str]:
+def prompts_over(
+    texts: Sequence[str], workload: Workload, requests: int, contexts: int
+) -> list[str]:
     """Questions over ``contexts`` sequences of chunks, which are chosen by Zipf's law."""
     generator = np.random.default_rng(1)
     weights = 1 / np.arange(1, len(texts) + 1)
