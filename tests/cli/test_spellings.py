@@ -6,6 +6,7 @@ from pathlib import Path
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.database import DOCUMENT
+from blendrag.engine import BlendEngine, Document
 from cli.commands import ask, ingest_args, invoke, printed, refused, reused_tokens
 
 
@@ -70,6 +71,18 @@ def test_prune_removes_what_is_gone_from_the_given_paths_only(model_dir, docs, t
     assert pruned["pruned"] == 2
     assert {Path(source).name for source in pruned["gone"]} == {"d0.txt", "r.jsonl#a"}
     assert listed(store) == present
+
+
+def test_prune_keeps_texts_whose_name_only_looks_like_a_path_of_the_folder(
+    model_dir, docs, tmp_path, monkeypatch
+):
+    store = tmp_path / "store"
+    monkeypatch.chdir(docs)
+    with BlendEngine(model_dir, store, chunk_tokens=64, embedder="minilm-offline") as engine:
+        engine.ingest([Document("notes/1", "The mill was built in 1874.", "Note")]).whole()
+        report = engine.ingest(["."], prune=True).whole()
+    assert (report.pruned, report.gone) == (0, [])
+    assert listed(store)["1"] is False
 
 
 def test_a_store_with_paths_as_they_were_spelled_goes_on_working(

@@ -76,7 +76,10 @@ def ingest(
     ] = None,
     prune: Annotated[
         bool,
-        typer.Option("--prune", help="Remove documents whose file is gone from the given paths."),
+        typer.Option(
+            "--prune",
+            help="Remove documents of the given paths whose file is gone; by path, whatever put them there.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Count and estimate; write nothing.")

@@ -285,7 +285,8 @@ class DocumentRows:
                 continue
             files = files_of(name)
             if not read.isdisjoint(files) or not any(map(os.path.lexists, files)):
-                report.gone += sources
+                # a relative path may be the name that a text without a file was given
+                report.gone += filter(os.path.isabs, sources)
         for source in report.gone if prune else ():
             self._remove(source)
             report.pruned += 1
