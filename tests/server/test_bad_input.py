@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from blendrag.engine import BlendEngine
+from blendrag.model.tokens import Tokens
 from blendrag.server import access
 from blendrag.server.service import Limits
 from server.live import Live, live
@@ -75,7 +76,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"temperatur": 1}, "temperatur", "temperatur is not a field"),
         ({"temperature": "hot"}, "temperature", 'temperature is "hot", expected a valid number'),
         ({"temperature": -1}, "temperature", "temperature -1"),
-        ({"temperature": float("nan")}, "temperature", "temperature nan"),
+        ({"temperature": float("nan")}, "temperature", "is NaN, expected a finite number"),
         ({"top_p": 2, "temperature": 1}, "top_p", "top_p 2"),
         ({"top_p": 0.5}, "top_p", "add temperature=1.0"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens 0 is not 1 or more"),
@@ -156,6 +157,37 @@ def test_an_unknown_model_path_or_method(client: httpx.Client) -> None:
         assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "nothing at /v1/chat" in refused(client.post("/v1/chat"), 404)["message"]
     assert "GET is not allowed" in refused(client.get(CHAT), 405)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 200_000}]}),
+        (CHAT, {"messages": HELLO, "documents": ["word " * 200_000]}),
+        ("/v1/completions", {"prompt": "word " * 200_000}),
+    ],
+)
+def test_of_a_prompt_far_over_the_context_only_the_beginning_is_tokenised(
+    client: httpx.Client, path, fields, monkeypatch
+) -> None:
+    lengths, stock = [], Tokens.encode_prompt
+
+    def measured(tokens: Tokens, text: str, begins: bool = True) -> Any:
+        lengths.append(len(text))
+        return stock(tokens, text, begins)
+
+    monkeypatch.setattr(Tokens, "encode_prompt", measured)
+    error = refused(client.post(path, json=fields), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "context is 4096 tokens; the prompt has more than" in error["message"]
+    assert max(lengths) == 16 * 4096
+
+
+@pytest.mark.parametrize("path", ["/", "/health"])
+def test_head_is_answered_like_get_without_the_body(client: httpx.Client, path: str) -> None:
+    got, headed = client.get(path), client.head(path)
+    assert (headed.status_code, headed.content) == (200, b"")
+    assert headed.headers["content-length"] == got.headers["content-length"]
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,19 @@ import asyncio
 import json
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from typing import Any
 
 import openai
 import pytest
 
 import scripted
-from blendrag.server import events, running
+from blendrag.engine import BlendEngine, Options, Prompt
+from blendrag.frameworks.streaming import astream_pieces
+from blendrag.server import chats, events, running, service
+from blendrag.server.asking import ServedRequest, asked_chat
 from blendrag.server.service import Limits
 from server.conftest import ANSWER, QUESTION
 from server.live import CHAT, HELLO, Live, begin, live, until
@@ -72,6 +77,33 @@ def test_a_request_that_takes_too_long_is_refused(slow: Live, seconds: float) ->
         assert late.status_code == 504
         assert "no answer within the timeout" in late.json()["error"]["message"]
     assert outcomes(slow)["failed"] == failed + 1
+
+
+def test_the_timeout_counts_what_precedes_the_queue(slow: Live, monkeypatch) -> None:
+    may_go_on, seen = threading.Event(), []
+
+    def prepared(*given: Any) -> ServedRequest:
+        may_go_on.wait()
+        return asked_chat(*given)
+
+    def begun(engine: BlendEngine, prompt: Prompt, options: Options) -> Any:
+        seen.append(options.timeout_s)
+        return astream_pieces(engine, prompt, options)
+
+    monkeypatch.setattr(chats, "asked_chat", prepared)
+    monkeypatch.setattr(service, "astream_pieces", begun)
+    with slow.client() as client:
+        body = {"messages": HELLO, "blendrag": {"timeout_s": 0.1}, "max_tokens": 1}
+        try:
+            late = client.post(CHAT, json=body)
+        finally:
+            may_go_on.set()
+        assert late.status_code == 504
+        assert "within the timeout of 0.1 s" in late.json()["error"]["message"]
+        body["blendrag"] = {"timeout_s": 60}
+        assert client.post(CHAT, json=body).status_code == 200
+    assert len(seen) == 1
+    assert seen[0] < 60
 
 
 def test_more_requests_than_allowed_are_asked_to_come_back(slow: Live) -> None:

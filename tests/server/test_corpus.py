@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -204,12 +205,19 @@ def test_documents_are_ingested_asked_listed_and_deleted(writable: Live, context
         ([{"source": "x", "text": ""}], "empty source or text"),
         ([{"source": "a\0b", "text": "x"}], "source of documents[0] holds a NUL"),
         ([{"source": "x", "text": "y", "metadata": {"a": [1]}}], "documents[0].metadata.a"),
+        (
+            [{"source": "x", "text": "y", "metadata": {"a": float("nan")}}],
+            "documents[0].metadata.a is NaN, expected a valid string or a valid integer or a finite number",
+        ),
         (["x"], "documents[0]"),
     ],
 )
 def test_documents_that_cannot_be_stored(writable: Live, documents, said) -> None:
     with writable.client(headers={"Authorization": "Bearer editor"}) as client:
-        response = client.post("/v1/ingest", json={"documents": documents})
+        sent = json.dumps({"documents": documents})  # httpx refuses NaN
+        response = client.post(
+            "/v1/ingest", content=sent, headers={"Content-Type": "application/json"}
+        )
         assert response.status_code == 400
         assert said in response.json()["error"]["message"]
         missing = client.delete("/v1/documents")

@@ -77,7 +77,7 @@ def create_app(service: Service) -> FastAPI:
         async with service.changing:
             return await to_thread(delete_documents, engine, source)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Fields:
         service.check_open()
         return {"status": "ok"}
@@ -87,7 +87,7 @@ def create_app(service: Service) -> FastAPI:
         store = await to_thread(engine.prometheus)
         return PlainTextResponse(store + service.admission.exposition(), media_type=EXPOSITION)
 
-    app.get("/", include_in_schema=False)(page)
+    app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)(page)
     return app
 
 

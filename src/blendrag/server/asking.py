@@ -32,6 +32,8 @@ MAX_N = 16
 MAX_STOPS = 32
 #: Most chunks that are retrieved; their texts are read before the prompt's length is known.
 MAX_TOP_K = 1000
+#: Texts with more characters for each token of the context are first tokenised up to here.
+MAX_TOKEN_CHARS = 16
 _PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
@@ -89,6 +91,7 @@ def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Served
     )
     if body.schema_name is not None:
         return ServedRequest(engine, _schema_prompt(body, body.schema_name, messages), options)
+    _check_length(engine, messages)  # before the question is embedded
     prompt, sources = _with_texts(engine, body, messages)
     if prompt is not messages:
         options = replace(options, stop=(*options.stop, NEXT_QUESTION))
@@ -112,6 +115,7 @@ def asked_completion(
 ) -> ServedRequest:
     """The request of a completion: the prompt as it is; ``limit``: the longest answer."""
     best_of = None if body.best_of == (body.n or 1) else body.best_of
+    _check_length(engine, prompt)
     for name, value in (("echo", body.echo), ("suffix", body.suffix), ("best_of", best_of)):
         if value:
             raise Refusal(400, f"{name} is not supported; leave it out", param=name)
@@ -119,6 +123,26 @@ def asked_completion(
         engine, body, limit, body.max_tokens, logprobs=body.logprobs, apply_chat_template=False
     )
     return ServedRequest(engine, prompt, options)
+
+
+def _check_length(engine: BlendEngine, prompt: str | Sequence[Message]) -> None:
+    """Refuse a prompt far over the context of which only the beginning was tokenised.
+
+    What follows the beginning may change its last tokens, but not half of them.
+    """
+    context_tokens = engine.resources.context_tokens
+    most = MAX_TOKEN_CHARS * context_tokens
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    if sum(map(len, texts)) <= most:
+        return
+    count = len(engine.resources.tokens.encode_prompt("\n".join(texts)[:most]).ids)
+    if count > 2 * context_tokens:
+        raise Refusal(
+            400,
+            f"this model's context is {context_tokens} tokens; the prompt has more than {count}; shorten it",
+            param="messages",
+            code="context_length_exceeded",
+        )
 
 
 def _options(
@@ -281,7 +305,9 @@ def _with_texts(
         titled = [_titled(each, number) for number, each in enumerate(body.documents)]
         named = [title for title, _ in titled] if tokens.names_sources else None
         over = prompt_over(question, [text for _, text in titled], named)
-        return [*history, {"role": "user", "content": over.text}], ()
+        asked = [*history, {"role": "user", "content": over.text}]
+        _check_length(engine, asked)
+        return asked, ()
     earlier = [message["content"] for message in history if message["role"] == "user"]
     top_k = body.blendrag.top_k if body.blendrag else None
     if top_k is not None and top_k > MAX_TOP_K:

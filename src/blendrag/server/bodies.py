@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -59,6 +59,10 @@ class Generating(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+
+    @property
+    def timeout_s(self) -> float | None:
+        return self.blendrag.timeout_s if self.blendrag is not None else None
 
     @property
     def includes_usage(self) -> bool:

@@ -31,7 +31,7 @@ def _envelope(service: Service) -> Envelope:
 async def chat_completion(service: Service, body: ChatBody) -> Fields:
     """A whole answer."""
     asked, answer = await service.answered(
-        partial(asked_chat, service.engine, body, service.limits.max_tokens)
+        partial(asked_chat, service.engine, body, service.limits.max_tokens), body.timeout_s
     )
     choices = []
     for index, text in enumerate(answer.texts):
@@ -53,7 +53,7 @@ async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields
     envelope = _envelope(service)
     shown: StreamedText | None = None
     make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
-    async with aclosing(service.pieces(make)) as telling:
+    async with aclosing(service.pieces(make, body.timeout_s)) as telling:
         async for told in telling:
             if shown is None:
                 shown = _no_text(service, told.asked)

@@ -7,13 +7,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from blendrag.engine import Answer, BlendEngine
 from blendrag.engine.answers import in_pool
+from blendrag.errors import RequestTimeout
 from blendrag.frameworks.streaming import Piece, astream_pieces, to_thread
 from blendrag.server.access import ApiKeys
 from blendrag.server.admission import Admission
@@ -75,32 +76,60 @@ class Service:
         """Raise :class:`Refusal` 404 for another model than the store's embedder."""
         _check(name, self.embedder_id, self.engine.resources.manifest.embedder)
 
-    async def pieces(self, make: Callable[[], ServedRequest]) -> AsyncGenerator[Told, None]:
-        """The answer to a request in pieces, from the queue to its end. ``make`` runs on a thread."""
+    async def pieces(
+        self, make: Callable[[], ServedRequest], timeout_s: float | None = None
+    ) -> AsyncGenerator[Told, None]:
+        """The answer to a request in pieces, from the queue to its end. ``make`` runs on a thread.
+
+        ``timeout_s``: what the request asks for; ``make`` checks it.
+        """
         self.check_open()
         with self.admission.ticket() as ticket:
-            asked = await to_thread(make)
-            async with aclosing(
-                astream_pieces(self.engine, asked.prompt, asked.options)
-            ) as streaming:
-                async for piece in streaming:
-                    ticket.begun()
-                    if piece.answer is not None:
-                        ticket.answered(piece.answer.metrics)
-                    yield Told(asked, piece)
+            asked = await _made(make, timeout_s)
+            streaming = astream_pieces(self.engine, asked.prompt, asked.options)
+            try:
+                async with aclosing(streaming):
+                    async for piece in streaming:
+                        ticket.begun()
+                        if piece.answer is not None:
+                            ticket.answered(piece.answer.metrics)
+                        yield Told(asked, piece)
+            except RequestTimeout as late:
+                raise RequestTimeout(timeout_s or late.timeout_s) from None
 
     async def embedded(self, work: Callable[[], T]) -> T:
         """``work()``, once all before it are done."""
         with self.admission.ticket():
             return await in_pool(work, self._embedding)
 
-    async def answered(self, make: Callable[[], ServedRequest]) -> tuple[ServedRequest, Answer]:
+    async def answered(
+        self, make: Callable[[], ServedRequest], timeout_s: float | None = None
+    ) -> tuple[ServedRequest, Answer]:
         """The whole answer to a request."""
-        async with aclosing(self.pieces(make)) as telling:
+        async with aclosing(self.pieces(make, timeout_s)) as telling:
             async for asked, piece in telling:
                 if piece.answer is not None:
                     return asked, piece.answer
         raise AssertionError("the last piece has the answer")
+
+
+async def _made(make: Callable[[], ServedRequest], timeout_s: float | None) -> ServedRequest:
+    """``make()`` on a thread. What that and the wait for a thread took is no longer left of the timeout."""
+    began = time.perf_counter()
+    limited = timeout_s is not None and timeout_s > 0
+    try:
+        async with asyncio.timeout(timeout_s if limited else None) as limit:
+            asked = await to_thread(make)
+    except TimeoutError:
+        if timeout_s is not None and limit.expired():
+            raise RequestTimeout(timeout_s) from None
+        raise
+    if timeout_s is None:
+        return asked
+    left_s = timeout_s - (time.perf_counter() - began)
+    if left_s <= 0:
+        raise RequestTimeout(timeout_s)
+    return replace(asked, options=replace(asked.options, timeout_s=left_s))
 
 
 def _short(name: str) -> str:
