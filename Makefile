@@ -80,8 +80,8 @@ test-oldest test-newest: test-%: integrations/%.txt
 
 # Each bench writes build/bench/NAME.json, completely or not at all; docs/performance.md is made from them.
 # More arguments: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64". Some benches have no
-# --rounds, --ratio or --tier, so they take LOAD_ARGS, AUTO_ARGS, OVERHEAD_ARGS, ATTENTION_ARGS and
-# SERVE_ARGS instead.
+# --rounds, --ratio or --tier, so they take LOAD_ARGS, AUTO_ARGS, OVERHEAD_ARGS, ATTENTION_ARGS,
+# SERVE_ARGS and NEWCOMER_ARGS instead.
 GEOMETRY ?= qwen2.5-0.5b
 BENCH_ARGS ?=
 LOAD_ARGS  ?=
@@ -89,6 +89,7 @@ AUTO_ARGS  ?=
 OVERHEAD_ARGS ?=
 ATTENTION_ARGS ?=
 SERVE_ARGS ?=
+NEWCOMER_ARGS ?=
 SHARES := 0,0.5,0.75,1
 measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) --json > build/bench/$(1).part \
   && mv build/bench/$(1).part build/bench/$(1).json
@@ -119,7 +120,7 @@ bench-all: bench ## measure everything else in docs/performance.md, with its plo
 	$(call measure,attention-recomputed,attention --requests 32 --ratio 0.15 $(ATTENTION_ARGS))
 	$(call measure,attention-prefix,attention --requests 32 --shared $(SHARES) $(ATTENTION_ARGS))
 	$(call measure,serve,serve --geometry $(GEOMETRY) --corpus-chunks 6 --contexts 1 --only blend $(SERVE_ARGS))
-	$(call measure,newcomer,newcomer --geometry $(GEOMETRY) $(BENCH_ARGS))
+	$(call measure,newcomer,newcomer --geometry $(GEOMETRY) $(NEWCOMER_ARGS))
 	$(call measure,auto,auto --geometry $(GEOMETRY) $(AUTO_ARGS))
 	$(page)
 

@@ -77,7 +77,8 @@ def create_app(service: Service) -> FastAPI:
         async with service.changing:
             return await to_thread(delete_documents, engine, source)
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health() -> Fields:
         service.check_open()
         return {"status": "ok"}
