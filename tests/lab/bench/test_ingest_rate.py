@@ -12,8 +12,9 @@ from blendrag.cluster import ray_session
 from blendrag.engine import BlendEngine
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import StoreFullError
+from blendrag.lab.bench import ingest_rate
 from blendrag.lab.bench.ingest_rate import ingest
-from cli.commands import interrupt, start
+from cli.commands import interrupt, invoke, start
 from lab.bench.small import measured, timed
 
 RATES = ("--geometry", "tiny", "--chunks", "1", "--chunk-tokens", "64")
@@ -50,12 +51,16 @@ def test_ingest_on_ray_is_compared_with_one_process_in_the_same_rounds(monkeypat
 
     monkeypatch.setattr(cluster, "ingest_on_ray", on_ray)
     monkeypatch.setattr(ray_session, "ray_session", lambda cpus: nullcontext())
+    monkeypatch.setattr(ingest_rate, "MOST_WAITING", 10**6)
     corpus = ("--reingest-chunks", "4", "--reingest-chunk-tokens", "64")
     figures = measured("ingest", *RATES, *corpus, "--ray-workers", "2", "--rounds", "2")
     assert len(set(asked)) == 2
     assert {workers for _, workers in asked} == {figures["ray_workers"]} == {2}
     assert min(figures["ray_tokens_per_s"], figures["one_process_tokens_per_s"]) > 0
     assert figures["ray_relative_rate"] > 0
+    monkeypatch.setattr(ingest_rate, "MOST_WAITING", 1)
+    refused = invoke("bench", "ingest", *RATES, *corpus, "--ray-workers", "2")
+    assert "give more --reingest-chunks" in refused.stderr
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), StoreFullError("there is no room")], ids=repr)

@@ -22,6 +22,7 @@ import typer
 
 from blendrag.corpus.embedder import MINILM_OFFLINE
 from blendrag.engine import BlendEngine
+from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.options import machine_of
@@ -39,6 +40,10 @@ from blendrag.lab.evaluation.arena import NoEmbedder
 from blendrag.lab.tables import ResultTable
 from blendrag.model import ModelAdapter
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+
+#: A rate counts if no more than this part of the ingest, as a divisor, comes before it: starting workers, and
+#: the first batch of each.
+MOST_WAITING = 8
 
 ChunkTokens = Annotated[
     int, options.number("Largest chunk.", MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS, int)
@@ -95,6 +100,10 @@ def ingest(
     tick: Tick = silent,
 ) -> IngestResult:
     adapter = timed.adapter
+    if ray_workers and not reingest_chunks:
+        raise InvalidInputError(
+            f"--ray-workers {ray_workers} ingests the corpus of --reingest-chunks, which is 0; give it chunks"
+        )
     with scratch() as root:
         rates = _measure_rates(adapter, chunks, chunk_tokens, root / "rate", tick)
         corpus_chunks, first_s, second_s = 0, 0.0, 0.0
@@ -211,8 +220,14 @@ def _compare_with_ray(
         marks: list[tuple[float, int]] = []
         with BlendEngine(**given | {"store": next(stores)}) as engine:
             watch = lambda report: marks.append((time.perf_counter(), report.tokens))  # noqa: E731
+            started = time.perf_counter()
             ingest(engine, [documents], watch).whole()
         (began, before), (ended, after) = marks[len(marks) // 3], marks[-1]
+        if ended - began < (ended - started) / MOST_WAITING:
+            raise InvalidInputError(
+                f"the ingest of {marks[-1][1]} tokens ends before its rate can be timed, as workers report "
+                "chunks in batches; give more --reingest-chunks"
+            )
         return (after - before) / (ended - began)
 
     def one_process() -> float:
