@@ -16,8 +16,12 @@ from blendrag.engine import BlendEngine
 @pytest.fixture(scope="module")
 def keys(store: Path) -> Iterator[ChunkKeys]:
     with BlendEngine("demo", store, read_only=True) as engine:
-        yield ChunkKeys(engine.resources)
+        engine.add_schema(TOWN)
+        yield ChunkKeys(engine)
         assert not engine.resources.is_loaded
+
+
+TOWN = '<schema name="town"><module name="hall">The town hall is old.</module></schema>'
 
 
 def found(keys: ChunkKeys, **fields: Any) -> int:
@@ -47,6 +51,8 @@ def test_chunks_are_found_in_every_field_that_holds_text(keys: ChunkKeys, texts:
 @pytest.mark.parametrize("body", [
     b"", b"{", b"[]", b'{"messages": 3}', b'{"messages": [3, {"content": [4, {"text": 5}]}]}',
     b'{"documents": [null, {"data": []}], "prompt": [1, 2]}', b"[" * 100_000, b"\xff",
+    b'{"schema": 3}', b'{"schema": "town", "messages": []}', b'{"schema": "gone", "messages": []}',
+    b'{"schema": "town", "messages": [{"role": "user", "content": "<mill/>"}]}',
 ])  # fmt: skip
 def test_bodies_that_will_be_refused_have_no_chunks(keys: ChunkKeys, body: bytes):
     assert keys.of(body) == {}

@@ -1,4 +1,4 @@
-"""The chunks of a request, known from its text alone: a corpus and a tokenizer, no weights."""
+"""Chunks and modules of a request, known from its body alone: corpus, schemas and tokenizer, no weights."""
 
 from __future__ import annotations
 
@@ -7,36 +7,44 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.manifest import Manifest
+from blendrag.errors import InvalidInputError
 from blendrag.store.identity import chunk_key
 
 if TYPE_CHECKING:
-    from blendrag.engine.resources import Resources
+    from blendrag.engine import BlendEngine
 
 #: Chunks whose key is remembered.
 REMEMBERED = 1 << 16
 
 
 class ChunkKeys:
-    """Recognises the chunks of a corpus in the bodies of requests. Thread-safe."""
+    """Recognises the chunks of a corpus and imported modules in the bodies of requests. Thread-safe."""
 
-    def __init__(self, resources: Resources) -> None:
-        """``resources``: of a store and its model, which is not loaded."""
-        self._resources = resources
+    def __init__(self, engine: BlendEngine) -> None:
+        """``engine``: with the schemas of the replicas; its model is not loaded."""
+        self._resources, self._schemas = engine.resources, engine.schemas
         self._remembered = lru_cache(REMEMBERED)(self._key)
 
     def of(self, body: bytes) -> dict[str, int]:
-        """Tokens of each known chunk of a request, by key; empty for a body that will be refused.
+        """Tokens of each known chunk or module of a request, by key; empty for a body that will be refused.
 
-        Chunks that a request has the server retrieve are not known.
+        Chunks that a request has the server retrieve are not known: an embedder is a model. Modules have
+        routing keys (:meth:`blendrag.engine.schemas.Schemas.imported`).
         """
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError):
             return {}
+        if not isinstance(fields, dict):
+            return {}
+        if fields.get("schema") is not None:
+            return self._imported(fields)
         corpus = self._resources.corpus
-        if not isinstance(fields, dict) or corpus is None or not corpus.has_manifest:
+        if corpus is None or not corpus.has_manifest:
             return {}
         manifest = corpus.manifest
         found = {
@@ -47,6 +55,17 @@ class ChunkKeys:
         }
         keys = (self._remembered(corpus, manifest, chunk_id) for chunk_id in found)
         return dict(entry for entry in keys if entry is not None)
+
+    def _imported(self, fields: dict[str, Any]) -> dict[str, int]:
+        from blendrag.server.asking import messages_of, schema_prompt  # imports torch
+        from blendrag.server.bodies import ChatBody
+        from blendrag.server.refusals import Refusal
+
+        try:
+            body = ChatBody.model_validate(fields)
+            return self._schemas.imported(schema_prompt(body, messages_of(body)))
+        except (ValidationError, InvalidInputError, Refusal):
+            return {}
 
     def _key(self, corpus: Corpus, manifest: Manifest, chunk_id: str) -> tuple[str, int] | None:
         try:

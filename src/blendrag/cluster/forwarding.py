@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
+
+from blendrag.cluster.backlog import Progress
 
 #: What is kept of a request's scope.
 _KEPT = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers",
@@ -21,6 +23,8 @@ class WholeRequest:
 
     scope: dict[str, Any]
     body: bytes
+    progress: Progress = field(default_factory=Progress)
+    """For the router; a replica does not use it."""
 
     @classmethod
     def of(cls, scope: Scope, body: bytes) -> WholeRequest:

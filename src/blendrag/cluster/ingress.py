@@ -1,10 +1,11 @@
-"""The ingress: recognises the chunks of a request and passes it to a replica. It holds no model."""
+"""The ingress: recognises chunks and modules of a request and passes it to a replica. It holds no model."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import time
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -45,7 +46,7 @@ class Ingress:
         check_version(version)
         self._all = replicas
         self._replicas = replicas.options(method_name="answer", stream=True)
-        self._keys = ChunkKeys(served.engine(is_ingress=True).resources)
+        self._keys = ChunkKeys(served.engine(is_ingress=True))
         max_body_bytes = Limits(**served.limits).max_body_bytes
         self._door = Door(self._pass_on, served.keys(), max_body_bytes)
 
@@ -89,6 +90,8 @@ class Ingress:
             )
         except Refusal as lost:
             refusal = lost
+        finally:
+            request.progress.has_ended = True
         await refusal.response()(scope, receive, send)
 
     async def _is_answered(self, request: WholeRequest, chunks: dict[str, int], send: Send) -> bool:
@@ -101,6 +104,8 @@ class Ingress:
                         name == b"content-type" and b"event-stream" in value
                         for name, value in message["headers"]
                     )
+                if not began:
+                    request.progress.answered_at = time.monotonic()
                 began = True
                 await send(message)
         except RayActorError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -36,9 +35,8 @@ class Replica:
 
         served.documents()  # a store that has vanished is not made anew
         self._engine = served.engine()
-        for file in served.schemas:
-            self._engine.add_schema(Path(file))
         _open(self._engine, needs_blending=not served.schemas)
+        self._routing_keys = self._engine.schemas.routing_keys()
         self._service = Service(self._engine, Limits(**served.limits), served.keys())
         self._app = create_app(self._service)
 
@@ -59,12 +57,15 @@ class Replica:
         return name, store + self._service.admission.exposition()
 
     def record_routing_stats(self) -> dict[str, bytes]:
-        """Which chunks' KV is here, for :class:`blendrag.cluster.resident_router.ResidentRouter`."""
+        """Whose KV is here, for :class:`blendrag.cluster.resident_router.ResidentRouter`."""
         from blendrag.store.tiered import TieredStore
 
         store = self._engine.resources.store
         assert isinstance(store, TieredStore)
-        memory, disk = store.resident(REPORTED_KEYS)
+        memory, disk = (
+            [self._routing_keys.get(key, key) for key in keys]
+            for keys in store.resident(REPORTED_KEYS)
+        )
         return {MEMORY: digest(memory), DISK: digest(disk)}
 
     async def check_health(self) -> None:

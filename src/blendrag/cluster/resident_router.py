@@ -1,7 +1,8 @@
 """The router of Ray Serve that sends a request where the KV of its chunks is.
 
 Replicas report what they hold as digests: the first four bytes of each key (:func:`digest`). Between two
-reports the router assumes that a replica keeps what it was sent.
+reports the router assumes that a replica keeps what it was sent. How busy replicas are it knows from the
+ingress, which is in its process (:mod:`blendrag.cluster.backlog`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from blendrag.cluster.backlog import Backlog, Progress
+from blendrag.cluster.forwarding import WholeRequest
 from blendrag.cluster.routing import QUEUED_SHARE, choose_replica
 
 #: A chunk on the node's disk counts this much of one in the replica's memory.
@@ -64,8 +67,8 @@ class Assumed:
 class Load:
     """What a router knows of a replica."""
 
-    queue: int = 0
-    """Requests that were sent there and have not ended."""
+    queue: float = 0.0
+    """Requests that a new one would wait for."""
     report: Mapping[str, bytes] = field(default_factory=dict)
     assumed: Assumed = field(default_factory=Assumed)
 
@@ -102,6 +105,7 @@ class ResidentRouter(RequestRouter):
         self._queued_share = queued_share
         self._random = Random()
         self._assumed: dict[ReplicaID, Assumed] = {}
+        self._backlogs: dict[ReplicaID, Backlog] = {}
 
     async def choose_replicas(
         self,
@@ -109,16 +113,17 @@ class ResidentRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The chosen replica, then all others, in case it takes no more requests."""
+        chunks, now = _chunks_of(pending_request), time.monotonic()
         loads = [
             Load(
-                self.replica_queue_len_cache.get(replica.replica_id) or 0,
+                self._backlog_of(replica.replica_id).requests(now),
                 replica.routing_stats or {},
                 self._assumed_of(replica.replica_id),
             )
             for replica in candidate_replicas
         ]
-        chunks, now = _chunks_of(pending_request), time.monotonic()
         at = chosen(loads, chunks, now, self._random, self._queued_share)
+        self._note_sent(pending_request, candidate_replicas[at].replica_id)
         others = candidate_replicas[:at] + candidate_replicas[at + 1 :]
         return [[candidate_replicas[at]], others]
 
@@ -126,11 +131,25 @@ class ResidentRouter(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         self._assumed_of(replica_id).note(_chunks_of(pending_request), time.monotonic())
+        self._note_sent(pending_request, replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        for gone in set(self._assumed) - {replica.replica_id for replica in replicas}:
-            del self._assumed[gone]
+        for known in (self._assumed, self._backlogs):
+            for gone in set(known) - {replica.replica_id for replica in replicas}:
+                del known[gone]
+
+    def _note_sent(self, pending_request: PendingRequest | None, replica_id: ReplicaID) -> None:
+        """Count a request at one replica, and at no other where it was sent before."""
+        progress = _progress_of(pending_request)
+        if progress is None or progress in self._backlog_of(replica_id):
+            return
+        for backlog in self._backlogs.values():
+            backlog.discard(progress)
+        self._backlog_of(replica_id).add(progress, time.monotonic())
+
+    def _backlog_of(self, replica_id: ReplicaID) -> Backlog:
+        return self._backlogs.setdefault(replica_id, Backlog())
 
     def _assumed_of(self, replica_id: ReplicaID) -> Assumed:
         return self._assumed.setdefault(replica_id, Assumed())
@@ -138,3 +157,10 @@ class ResidentRouter(RequestRouter):
 
 def _chunks_of(pending_request: PendingRequest | None) -> Chunks:
     return pending_request.kwargs.get("chunks", {}) if pending_request is not None else {}
+
+
+def _progress_of(pending_request: PendingRequest | None) -> Progress | None:
+    if pending_request is None or not pending_request.args:
+        return None
+    request = pending_request.args[0]
+    return request.progress if isinstance(request, WholeRequest) else None

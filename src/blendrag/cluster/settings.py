@@ -58,8 +58,8 @@ class ServedCluster(BaseModel):
     target_requests: float = Field(default=8.0, gt=0)
     """Waiting and running requests per replica that autoscaling aims at."""
     queued_share: float = Field(default=QUEUED_SHARE, ge=0)
-    """What a request that waits or runs on a replica costs the next one, as a share of the KV that it loads.
-    With 1, a request goes to an idle replica and reads its KV from the remote: right if that is fast."""
+    """What a request that waits on a replica costs the next one, as a share of the KV that it loads. A lower
+    price reads less from the remote, and lets requests wait longer."""
     cpus_per_replica: float = Field(default=1.0, ge=0)
     """Also the threads of its torch, unless ``OMP_NUM_THREADS`` is set."""
     gpus_per_replica: float = Field(default=0.0, ge=0)
@@ -84,7 +84,7 @@ class ServedCluster(BaseModel):
         return served
 
     def engine(self, is_ingress: bool = False) -> BlendEngine:
-        """The engine of a replica, over a corpus that follows the published one if it may.
+        """The engine of a replica with its schemas, over a corpus that follows the published one if it may.
 
         The ingress opens only its corpus and its tokenizer, which need no weights.
         """
@@ -94,6 +94,8 @@ class ServedCluster(BaseModel):
         given = self.model_dump(include=_ENGINE_OPTIONS, exclude_none=True)
         read_only = is_ingress and not follows
         engine = BlendEngine(self.model, self.store_path, read_only=read_only, **given)
+        for file in self.schemas:
+            engine.add_schema(Path(file))
         if follows:
             keep_following(engine.resources)
         return engine

@@ -663,6 +663,11 @@ class BlendEngine:
         """
         return self._schemas.encode(name)
 
+    @property
+    def schemas(self) -> Schemas:
+        """The schemas that were added."""
+        return self._schemas
+
     # -- the corpus -----------------------------------------------------------------------------
 
     def ingest(

@@ -159,6 +159,30 @@ class Schemas:
         sources = {s.chunk_id: source for s in segments.chunks if s.chunk_id is not None}
         return segments, sources, placed if is_placed else None
 
+    # -- routing --------------------------------------------------------------------------------
+
+    def imported(self, prompt: SchemaPrompt) -> dict[str, int]:
+        """Tokens of each stored text that ``prompt`` imports, by its routing key.
+
+        Loads no weights. A routing key is a stored key without the namespace, which only the model tells.
+        """
+        parsed = parse_prompt(prompt.pml, prompt.file)
+        parts = self[parsed.schema].schema.place(parsed).parts
+        stretches = [part for part in parts if isinstance(part, CachedStretch)]
+        return {_routing_key(part.block, part.start, part.end): len(part.ids) for part in stretches}
+
+    def routing_keys(self) -> dict[str, str]:
+        """The routing key of each text of all schemas, by its key in the store. Loads the model."""
+        if not self._added or self.model.refusal is not None:
+            return {}
+        namespace = self.validity.namespace
+        blocks = [block for added in self._added.values() for block in added.schema.blocks]
+        return {
+            _key(namespace, block, *stretch): _routing_key(block, *stretch)
+            for block in blocks
+            for stretch in block.stretches
+        }
+
     # -- encode ---------------------------------------------------------------------------------
 
     @opened
@@ -374,6 +398,10 @@ class Schemas:
 
 def _key(namespace: str, block: Block, start: int, end: int) -> str:
     return module_key(namespace, block.ids, block.positions, start, end)
+
+
+def _routing_key(block: Block, start: int, end: int) -> str:
+    return _key("", block, start, end)
 
 
 def _segments(placed: PlacedPrompt) -> SegmentedPrompt:

@@ -65,7 +65,7 @@ def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Served
         raise InvalidInputError(
             "this model has no chat template; send the prompt to /v1/completions instead"
         )
-    messages = [_message(turn, number) for number, turn in enumerate(body.messages)]
+    messages = messages_of(body)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     choice = chosen_tool(body.tool_choice, tools)
     offered = tools if choice != "none" else []
@@ -90,7 +90,7 @@ def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Served
         opening=opening_for(tokens, choice, offered) if offered else "",
     )
     if body.schema_name is not None:
-        return ServedRequest(engine, _schema_prompt(body, body.schema_name, messages), options)
+        return ServedRequest(engine, schema_prompt(body, messages), options)
     _check_length(engine, messages)  # before the question is embedded
     prompt, sources = _with_texts(engine, body, messages)
     if prompt is not messages:
@@ -216,8 +216,12 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 # -- messages -------------------------------------------------------------------------------------
 
 
+def messages_of(body: ChatBody) -> list[Message]:
+    """The messages of a chat, as chat templates read them. Raises :class:`Refusal`."""
+    return [_message(turn, number) for number, turn in enumerate(body.messages)]
+
+
 def _message(turn: ChatTurn, number: int) -> Message:
-    """As chat templates read it."""
     made: dict[str, Any] = {
         "role": _ROLES.get(turn.role, turn.role),
         "content": _text(turn.content, number),
@@ -263,8 +267,8 @@ def _call(call: MadeCall, number: int) -> dict[str, Any]:
 # -- prompt schemas -------------------------------------------------------------------------------
 
 
-def _schema_prompt(body: ChatBody, name: str, messages: Sequence[Message]) -> SchemaPrompt:
-    """The only message as markup of the schema ``name``."""
+def schema_prompt(body: ChatBody, messages: Sequence[Message]) -> SchemaPrompt:
+    """The only message as markup of the schema that ``body`` names. Raises :class:`Refusal`."""
     for field in ("tools", "documents", "retrieve"):
         if getattr(body, field):
             raise Refusal(400, f"schema and {field}, expected one of them", param="schema")
@@ -276,7 +280,8 @@ def _schema_prompt(body: ChatBody, name: str, messages: Sequence[Message]) -> Sc
             param="messages",
         )
     content = messages[0]["content"]
-    return SchemaPrompt(f"<prompt schema={quoteattr(name)}>{content}</prompt>", "messages[0]")
+    name = quoteattr(body.schema_name or "")
+    return SchemaPrompt(f"<prompt schema={name}>{content}</prompt>", "messages[0]")
 
 
 # -- texts to answer from -------------------------------------------------------------------------

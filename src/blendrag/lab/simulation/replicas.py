@@ -17,7 +17,7 @@ from random import Random
 
 import numpy as np
 
-from blendrag.cluster.routing import choose_replica, power_of_two
+from blendrag.cluster.routing import choose_replica
 from blendrag.lab.simulation.popularity import Demand
 
 #: Requests drawn at a time, and between two reports of progress.
@@ -25,8 +25,24 @@ BLOCK = 2000
 #: A hashed replica may have so many times the mean queue (Mirrokni, Thorup and Zadimoghaddam, 2018).
 BOUND = 1.25
 
-Route = Callable[[Sequence[int], Sequence[int]], int]
+Route = Callable[[Sequence[int], "Queues"], int]
 """Chunks of a request and queues of all replicas → the index of a replica."""
+
+
+@dataclass
+class Queues:
+    """The requests before a new one, of each replica."""
+
+    lengths: list[int]
+    free_s: list[float]
+    """When a replica has answered them."""
+    now_s: float = 0.0
+    usual_s: float = 1.0
+    """Mean time of a request."""
+
+    def requests(self) -> list[float]:
+        """How many requests a new one would wait for. Of the first one, the part that is left."""
+        return [max(0.0, free_s - self.now_s) / self.usual_s for free_s in self.free_s]
 
 
 class Lru:
@@ -123,7 +139,7 @@ def _random(cluster: Cluster, known: Residency, random: Random) -> Route:
 def _round_robin(cluster: Cluster, known: Residency, random: Random) -> Route:
     last = -1
 
-    def choose(chunks: Sequence[int], queues: Sequence[int]) -> int:
+    def choose(chunks: Sequence[int], queues: Queues) -> int:
         nonlocal last
         last = (last + 1) % cluster.replicas
         return last
@@ -132,20 +148,24 @@ def _round_robin(cluster: Cluster, known: Residency, random: Random) -> Route:
 
 
 def _power_of_two(cluster: Cluster, known: Residency, random: Random) -> Route:
-    return lambda chunks, queues: power_of_two(queues, random)
+    def choose(chunks: Sequence[int], queues: Queues) -> int:
+        drawn = random.sample(range(cluster.replicas), min(2, cluster.replicas))
+        return min(drawn, key=queues.lengths.__getitem__)
+
+    return choose
 
 
 def _hash(cluster: Cluster, known: Residency, random: Random) -> Route:
     """Consistent hashing of the first chunk with bounded loads; the ring is a random order for each chunk."""
     count = cluster.replicas
 
-    def choose(chunks: Sequence[int], queues: Sequence[int]) -> int:
-        limit = ceil(BOUND * (sum(queues) + 1) / count)
+    def choose(chunks: Sequence[int], queues: Queues) -> int:
+        limit = ceil(BOUND * (sum(queues.lengths) + 1) / count)
         ring = Random(chunks[0])
         for _ in range(8 * count):
-            if queues[replica := ring.randrange(count)] < limit:
+            if queues.lengths[replica := ring.randrange(count)] < limit:
                 return replica
-        return min(range(count), key=queues.__getitem__)
+        return min(range(count), key=queues.lengths.__getitem__)
 
     return choose
 
@@ -156,7 +176,7 @@ def _affinity(cluster: Cluster, known: Residency, random: Random) -> Route:
     The router knows what it sent: chunks count as resident from the moment their request is routed.
     """
     return lambda chunks, queues: choose_replica(
-        known.counts(chunks), queues, cluster.queued_chunks, random
+        known.counts(chunks), queues.requests(), cluster.queued_chunks, random
     )
 
 
@@ -193,7 +213,8 @@ def simulate(
     route = ROUTING[routing](cluster, known, random)
     del held
 
-    queues, free_s = [0] * cluster.replicas, [0.0] * cluster.replicas
+    queues = Queues([0] * cluster.replicas, [0.0] * cluster.replicas)
+    free_s = queues.free_s
     leaving: list[tuple[float, int]] = []
     busy_s = [0.0] * cluster.replicas
     ttft_s: list[float] = []
@@ -204,7 +225,8 @@ def simulate(
     arrivals = _arrivals(cluster, warm_requests + requests, rng, watch)
     for number, (now_s, chunks) in enumerate(arrivals):
         while leaving and leaving[0][0] <= now_s:
-            queues[heappop(leaving)[1]] -= 1
+            queues.lengths[heappop(leaving)[1]] -= 1
+        queues.now_s = now_s
         replica = route(chunks, queues)
         hits = [memory[replica].use(chunk) for chunk in chunks]
         there = [disk[replica].use(chunk) for chunk in chunks]
@@ -216,7 +238,8 @@ def simulate(
         m, d = sum(hits), sum(there) - sum(hits)
         service_s = cluster.service_s[m, d]
         free_s[replica] = max(now_s, free_s[replica]) + service_s
-        queues[replica] += 1
+        queues.lengths[replica] += 1
+        queues.usual_s += (service_s - queues.usual_s) / (number + 1)
         heappush(leaving, (free_s[replica], replica))
         if number < warm_requests:
             left += len(evicted)
