@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message
 
-from blendrag import __version__
 from blendrag.cluster.exposition import joined
 from blendrag.cluster.forwarding import WholeRequest, answered
 from blendrag.cluster.ingress import TRIES, Ingress
+from blendrag.cluster.nodes import versions
 from blendrag.cluster.settings import ServedCluster
 from server.live import CHAT, HELLO
 
@@ -70,7 +70,7 @@ def dies_after(*events: str) -> ASGIApp:
 def asking(store: Path) -> Callable[..., httpx.AsyncClient]:
     def client(replicas: Replicas, **given: Any) -> httpx.AsyncClient:
         served = ServedCluster(model="demo", store=str(store), **given)
-        ingress = Ingress(served, __version__, replicas)
+        ingress = Ingress(served, versions(), replicas)
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             response = await ingress(Request(scope, receive))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from blendrag import __version__
 from blendrag.cluster.chunk_keys import ChunkKeys
 from blendrag.cluster.forwarding import WholeRequest
+from blendrag.cluster.nodes import versions
 from blendrag.cluster.replica import Replica
 from blendrag.cluster.resident_router import Load, chosen
 from blendrag.cluster.settings import ServedCluster
@@ -56,7 +56,7 @@ async def answered(replica: Replica, body: bytes) -> int:
 
 
 async def test_a_request_of_a_schema_goes_to_the_replica_that_has_its_modules(served):
-    replicas = [Replica(each, __version__) for each in served]
+    replicas = [Replica(each, versions()) for each in served]
     with served[0].engine(is_ingress=True) as ingress:
         keys = ChunkKeys(ingress)
         anna, hans = (keys.of(asked(module)) for module in ("anna", "hans"))

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from blendrag.cli.app import app
 from blendrag.cluster.application import build
-from blendrag.cluster.nodes import check_version
+from blendrag.cluster.nodes import check_versions, versions
 from blendrag.cluster.settings import ServedCluster
 from blendrag.engine import BlendEngine
 from blendrag.errors import CorpusError, InvalidInputError, ModelLoadError
@@ -87,9 +87,11 @@ def test_a_node_follows_the_corpus_that_the_remote_publishes(store: Path, tmp_pa
     assert own.documents() == served.documents()  # a store with documents of its own keeps them
 
 
-def test_another_version_of_blendrag_on_a_node_is_refused():
-    with pytest.raises(InvalidInputError, match=r"has blendrag .*, expected 0\.0\.1"):
-        check_version("0.0.1")
+@pytest.mark.parametrize("name", ["blendrag", "torch", "transformers"])
+def test_another_version_on_a_node_is_refused(name: str):
+    check_versions(versions())
+    with pytest.raises(InvalidInputError, match=rf"has {name} .*, expected 0\.0\.1"):
+        check_versions(versions() | {name: "0.0.1"})
 
 
 def refused(*arguments: str) -> str:

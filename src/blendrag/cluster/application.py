@@ -9,8 +9,8 @@ from typing import Any
 
 from ray import serve
 
-from blendrag import __version__
 from blendrag.cluster.ingress import Ingress
+from blendrag.cluster.nodes import versions
 from blendrag.cluster.replica import Replica
 from blendrag.cluster.resident_router import REPORT_S
 from blendrag.cluster.settings import ServedCluster
@@ -65,4 +65,4 @@ def application(
     ingress = serve.deployment(Ingress, name="Ingress").options(
         max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
     )
-    return ingress.bind(served, __version__, replicas.bind(served, __version__))
+    return ingress.bind(served, versions(), replicas.bind(served, versions()))

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -144,28 +143,16 @@ class Share:
 
 def check_nodes(plan: Plan) -> None:
     """Raise :class:`InvalidInputError` for a node whose workers could not do this work."""
-    expected = {name: _version(name) for name in ("torch", "transformers")}
     format_file, place = str(plan.root / "format"), plan.place
     model, remote = plan.model, plan.remote
 
     def check() -> None:  # without the modules of this one, which import torch
         import os
-        from importlib import metadata
 
+        from blendrag.cluster.nodes import check_model
         from blendrag.errors import InvalidInputError
 
-        for name, version in expected.items():
-            found = metadata.version(name).partition("+")[0]
-            if found != version:
-                raise InvalidInputError(
-                    f"{name} is version {found}, expected {version} as where the command was started; "
-                    "install the same version on all nodes"
-                )
-        if os.path.isabs(model) and not os.path.exists(model):
-            raise InvalidInputError(
-                f"there is no model {model}, expected its files at the same path on all nodes; copy them, "
-                "or share the directory"
-            )
+        check_model(model)
         try:
             stat = os.stat(format_file)
             is_seen = (stat.st_ino, stat.st_mtime_ns) == place
@@ -178,11 +165,6 @@ def check_nodes(plan: Plan) -> None:
             )
 
     on_every_node(check)
-
-
-def _version(package: str) -> str:
-    """2.13.0+cpu and 2.13.0+cu130 are one version."""
-    return metadata.version(package).partition("+")[0]
 
 
 def dataset_rows(ray: Any, plan: Plan, share: Share, files: list[Row]) -> Generator[Row]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from blendrag.cluster.chunk_keys import ChunkKeys
 from blendrag.cluster.exposition import joined
 from blendrag.cluster.forwarding import WholeRequest
-from blendrag.cluster.nodes import check_version
+from blendrag.cluster.nodes import check_versions
 from blendrag.cluster.settings import ServedCluster
 from blendrag.errors import BlendragError
 from blendrag.server.access import Door
@@ -42,8 +43,8 @@ LOST = "the replica that answered ended; send the request again"
 class Ingress:
     """Deployment that Serve's proxies pass HTTP requests to."""
 
-    def __init__(self, served: ServedCluster, version: str, replicas: Any) -> None:
-        check_version(version)
+    def __init__(self, served: ServedCluster, versions: Mapping[str, str], replicas: Any) -> None:
+        check_versions(versions)
         self._all = replicas
         self._replicas = replicas.options(method_name="answer", stream=True)
         self._keys = ChunkKeys(served.engine(is_ingress=True))

@@ -1,35 +1,60 @@
-"""Whether the nodes of a cluster have what the work needs."""
+"""Whether the nodes of a cluster have what ingest and replicas need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
 from blendrag import __version__
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError
 
-#: Seconds that nodes may take to answer a check; they import torch for it.
+#: Seconds that nodes may take to answer a check; they may import torch for it.
 CHECK_S = 120.0
 
 
-def check_version(expected: str) -> None:
-    """Raise :class:`InvalidInputError` if another version of blendrag is installed on this node."""
-    if expected != __version__:
-        raise InvalidInputError(
-            f"{_here()} has blendrag {__version__}, expected {expected} as where the command was started; "
-            "install the same version on all nodes"
+def versions() -> dict[str, str]:
+    """Of the packages that must be the same on all nodes. 2.13.0+cpu and 2.13.0+cu130 are one version."""
+    found = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return {
+        name: version.partition("+")[0]
+        for name, version in {"blendrag": __version__, **found}.items()
+    }
+
+
+def check_versions(expected: Mapping[str, str]) -> None:
+    """Raise :class:`InvalidInputError` if this node has another version than :func:`versions` elsewhere."""
+    found = versions()
+    for name, version in expected.items():
+        if found[name] != version:
+            raise InvalidInputError(
+                f"{_here()} has {name} {found[name]}, expected {version} as where the command was started; "
+                "install the same version on all nodes"
+            )
+
+
+def check_model(model: str) -> None:
+    """Raise :class:`ModelLoadError` if ``model`` is a directory that this node does not have."""
+    if os.path.isabs(model) and not os.path.exists(model):
+        raise ModelLoadError(
+            f"there is no model at {model}; expected the same path on every node: copy it there, share its "
+            "directory, or name a hub id"
         )
 
 
 def on_every_node(check: Callable[[], Any]) -> list[Any]:
-    """The results of ``check``, run on each node. Raises the first error, naming the node."""
+    """The results of ``check``, run on each node after :func:`check_versions`.
+
+    Raises the first error as :class:`InvalidInputError` that names the node.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     @ray.remote(num_cpus=0, max_retries=0)
-    def run(expected: str) -> Any:
+    def run(expected: Mapping[str, str]) -> Any:
         try:
-            check_version(expected)
+            check_versions(expected)
             return check()
         except BlendragError as error:
             told = str(error)
@@ -38,7 +63,7 @@ def on_every_node(check: Callable[[], Any]) -> list[Any]:
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     begun = [
         run.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            __version__
+            versions()
         )
         for node in nodes
     ]

@@ -11,7 +11,7 @@ from ray import serve
 from starlette.types import Message
 
 from blendrag.cluster.forwarding import WholeRequest, answered
-from blendrag.cluster.nodes import check_version
+from blendrag.cluster.nodes import check_versions
 from blendrag.cluster.resident_router import DISK, MEMORY, digest
 from blendrag.cluster.settings import ServedCluster
 from blendrag.errors import BlendragError, StoreUnavailableError
@@ -28,8 +28,8 @@ REPORTED_KEYS = 1 << 14
 class Replica:
     """Deployment whose requests come from :class:`blendrag.cluster.ingress.Ingress`."""
 
-    def __init__(self, served: ServedCluster, version: str) -> None:
-        check_version(version)
+    def __init__(self, served: ServedCluster, versions: Mapping[str, str]) -> None:
+        check_versions(versions)
         from blendrag.server.app import create_app
         from blendrag.server.service import Limits, Service
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from blendrag.cluster.following import follow_once, keep_following
+from blendrag.cluster.nodes import check_model
 from blendrag.cluster.routing import QUEUED_SHARE
 from blendrag.config import Mode, Ratio, Settings, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.recorded_model import model_for
-from blendrag.errors import InvalidInputError, ModelLoadError
+from blendrag.errors import InvalidInputError
 from blendrag.server.access import ApiKeys
 
 if TYPE_CHECKING:
@@ -113,11 +113,7 @@ class ServedCluster(BaseModel):
         if self._settings.remote is not None:
             follow_once(self.store_path, self._settings)
         model = model_for(self.model, self.store_path, self.trust_remote_code)
-        if os.path.isabs(model) and not os.path.exists(model):
-            raise ModelLoadError(
-                f"there is no model at {model}; expected the same path on every node: copy it there, share "
-                "its directory, or name a hub id"
-            )
+        check_model(model)
         with Corpus.open(self.store_path, read_only=True) as corpus:
             tokenizer = corpus.manifest.tokenizer_fingerprint if corpus.has_manifest else ""
             return len(corpus), tokenizer

@@ -13,7 +13,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -88,9 +88,9 @@ def cluster_table(result: ClusterResult) -> ResultTable:
 class OwnStoreReplica(Replica):
     """A replica whose store no other process uses."""
 
-    def __init__(self, served: ServedCluster, version: str) -> None:
+    def __init__(self, served: ServedCluster, versions: Mapping[str, str]) -> None:
         own = {"store": f"{served.store}-{os.getpid()}"}
-        super().__init__(served.model_copy(update=own), version)
+        super().__init__(served.model_copy(update=own), versions)
 
     def reset(self) -> int:
         """Remove the KV; the bytes that were read from the remote so far."""
