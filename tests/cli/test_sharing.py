@@ -18,7 +18,9 @@ pytest.importorskip("obstore")
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "bucket").mkdir()
     monkeypatch.setenv("BLENDRAG_REMOTE_KEY", "a secret of all machines")
-    monkeypatch.setattr("blendrag.planning.controller.IGNORED_S", 60.0)  # the machine may be busy
+    monkeypatch.setattr(  # the machine may be busy
+        "blendrag.engine.planner.prefill_token_s", lambda adapter: 1.0
+    )
     return f"file://{tmp_path}/bucket"
 
 

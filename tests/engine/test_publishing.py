@@ -10,9 +10,9 @@ import pytest
 import tiny
 from blendrag.corpus import snapshots
 from blendrag.corpus.remote_gc import collect_remote
+from blendrag.engine import planner
 from blendrag.engine.publishing import Follower
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.planning import controller
 
 pytest.importorskip("obstore")
 
@@ -35,7 +35,7 @@ def machine(bucket, tmp_path):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """A busy machine reads from no remote in the time in which a tiny model computes."""
-    monkeypatch.setattr(controller, "IGNORED_S", 60.0)
+    monkeypatch.setattr(planner, "prefill_token_s", lambda adapter: 1.0)
 
 
 def ask(engine, number):

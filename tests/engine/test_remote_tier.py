@@ -8,8 +8,11 @@ from concurrent.futures import Future
 import pytest
 
 import tiny
+from blendrag.engine import planner
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.planning import controller
+from blendrag.planning.controller import blended_s
+from blendrag.planning.measure import prefill_token_s
 from blendrag.store.objects import RemoteObjects
 
 pytest.importorskip("obstore")
@@ -33,7 +36,7 @@ def machine(bucket, tmp_path):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """A busy machine reads from no remote in the time in which a tiny model computes."""
-    monkeypatch.setattr(controller, "IGNORED_S", 60.0)
+    monkeypatch.setattr(planner, "prefill_token_s", lambda adapter: 1.0)
 
 
 def ingest(engine):
@@ -57,7 +60,7 @@ def test_kv_that_one_machine_computed_is_loaded_by_another(machine):
         real = two.resources.store.remote.expect
         two.resources.store.remote.expect = lambda *args: expected.append(args) or real(*args)
         first = ask(two)
-        assert len(expected) == len(first.metrics.chunks)
+        assert len(expected) == 1 + len(first.metrics.chunks)  # and the part before them
         assert tiers(first) == {"remote"}
         assert first.text == ask(alone).text
         two.resources.store.drain()
@@ -132,7 +135,6 @@ def test_what_a_slow_remote_holds_is_computed_now_and_kept_for_the_next_prompt(
     with machine("one") as one, machine("two") as two:
         ingest(one)
         ingest(two)
-        monkeypatch.setattr(controller, "IGNORED_S", 0.0)
         monkeypatch.setattr(
             two._planner, "_measured_token_s", 1e-9
         )  # computes faster than any remote
@@ -145,18 +147,30 @@ def test_what_a_slow_remote_holds_is_computed_now_and_kept_for_the_next_prompt(
         assert tiers(ask(two)) == {"disk"}
 
 
-@pytest.mark.parametrize(("loading_s", "tier"), [(4.0, "remote"), (50.0, "")])
-def test_what_is_read_from_the_remote_takes_less_than_computing_and_than_its_timeout(
-    machine, monkeypatch, loading_s, tier
+@pytest.mark.parametrize(
+    ("loading_s", "policy", "tier"),
+    [(50.0, "query", "remote"), (70.0, "query", ""), (85.0, "random", "remote")],
+)
+def test_what_is_read_from_the_remote_is_faster_than_computing_it(
+    machine, monkeypatch, loading_s, policy, tier
 ):
+    """Computing takes 100 s, recomputing 30 s: at the same time as loading only without a scout pass."""
     with machine("one") as one, machine("two") as two:
         ingest(one)
         ingest(two)
-        monkeypatch.setattr(controller, "IGNORED_S", 0.0)
-        monkeypatch.setattr(controller, "expected_load_s", lambda *args: loading_s)
-        monkeypatch.setattr(
-            two._planner, "_measured_token_s", 0.5
-        )  # a hundred seconds for the prompt
-        assert tiers(ask(two)) == {tier}
-        two._planner._measured_token_s = None
-        assert 0 < two._planner._token_s() < 10
+        chunk_tokens = sum(c.tokens for c in ask(one).metrics.chunks)
+        monkeypatch.setattr(controller, "expected_load_s", lambda readers: loading_s)
+        monkeypatch.setattr(two._planner, "_measured_token_s", 100 / chunk_tokens)
+        assert tiers(ask(two, policy=policy, ratio=0.3)) == {tier}
+
+
+@pytest.mark.parametrize("scouted_share", [0.0, 0.5, 1.0])
+def test_blending_takes_as_long_as_loading_and_recomputing_if_both_cannot_overlap(scouted_share):
+    assert blended_s(0.0, 3.0, scouted_share) == 3.0
+    assert blended_s(8.0, 3.0, scouted_share) == 8.0 + max(0.0, 3.0 - 8.0 * (1 - scouted_share))
+
+
+def test_the_time_of_a_token_is_measured(machine):
+    with machine("one") as one:
+        ingest(one)
+        assert 0 < prefill_token_s(one.adapter) < 1

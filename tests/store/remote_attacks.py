@@ -239,7 +239,13 @@ def read_under(fault: str, server: Process, outcome: Outcome, directory: Path) -
 
 def answer_under(fault: str, server: Process, outcome: Outcome, directory: Path) -> None:
     """With everything recomputed, the answer is that of full prefill, whatever was loaded."""
-    given = {"ram_bytes": 0, "remote": URL, "prefix_text": tiny.BOS, "ratio": 1.0}
+    given = {
+        "ram_bytes": 0,
+        "remote": URL,
+        "prefix_text": tiny.BOS,
+        "ratio": 1.0,
+        "policy": "random",
+    }
     with tempfile.TemporaryDirectory(dir=directory) as place:
         with tiny.engine(tiny.llama(), Path(place) / "one", **given) as one:
             one.ingest([tiny.document(0)])

@@ -1,4 +1,4 @@
-"""A small S3 server in memory, with faults: for tests, and as a process of its own with ``python -m s3``.
+"""A small S3 server in memory, with faults: for tests, and as a process of its own, ``python -m s3 [PORT]``.
 
 ``fault`` applies to every GET below ``/kv/`` and ``/corpus/``: 503, "503 once", hang, cut, throttle, trickle,
 flip, "flip once". ``POST /fault`` sets it from outside.
@@ -29,6 +29,7 @@ class S3(BaseHTTPRequestHandler):
     """GET with a range, HEAD, conditional PUT, DELETE, and lists of one page."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: Server
 
     def do_GET(self) -> None:
@@ -137,9 +138,10 @@ def flipped(data: bytes, chance: random.Random) -> bytes:
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(("127.0.0.1", 0), S3)
+    def __init__(self, seed: int = 0, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), S3)
         self.objects: dict[str, bytes] = {}
         self.fault, self.flips = "", 0
         self.go_on = threading.Event()
@@ -171,7 +173,7 @@ def environment(port: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    made = Server()
+    made = Server(port=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
     sys.stdout.write(f"{made.server_port}\n")
     sys.stdout.flush()
     made.serve_forever()

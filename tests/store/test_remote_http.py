@@ -13,7 +13,7 @@ from blendrag.corpus.snapshots import Keys, follow, publish
 from blendrag.errors import CorruptKVError, StoreUnavailableError
 from blendrag.store import open_store
 from blendrag.store.objects import RemoteObjects
-from blendrag.store.remote import RemoteTier, expected_load_s
+from blendrag.store.remote import RemoteTier, expected_load_s, request_ahead
 from blendrag.store.remote_root import RemoteRoot
 from corpus.corpus_fuzz import make_corpus
 
@@ -33,9 +33,9 @@ def server(monkeypatch):
 def machine(tmp_path):
     with contextlib.ExitStack() as opened:
 
-        def make(name):
+        def make(name, timeout_s=30.0):
             def remote():
-                return RemoteTier("s3://bucket/prefix", None, 1.0)
+                return RemoteTier("s3://bucket/prefix", None, timeout_s)
 
             return opened.enter_context(
                 contextlib.closing(open_store(tmp_path / name, 0, 1 << 30, remote=remote))
@@ -44,13 +44,13 @@ def machine(tmp_path):
         yield make
 
 
-def filled(lab, machine):
+def filled(lab, machine, timeout_s=30.0):
     """A machine whose local store is empty, over a remote with chunks 1 and 2."""
     one = machine("one")
     for number in (1, 2):
         lab.put(one, number)
     one.flush()
-    return machine("two")
+    return machine("two", timeout_s)
 
 
 def test_chunks_come_back_over_http(lab, server, machine):
@@ -67,7 +67,7 @@ def test_a_refused_request_is_repeated(lab, server, machine):
 
 @pytest.mark.parametrize("fault", ["503", "hang", "cut", "trickle", "flip"])
 def test_a_fault_is_a_miss_after_a_bounded_wait(lab, server, machine, fault):
-    two = filled(lab, machine)
+    two = filled(lab, machine, 1.0)
     reader = lab.open(two, 1)
     server.fault = fault
     with pytest.raises((StoreUnavailableError, CorruptKVError)):
@@ -86,14 +86,30 @@ def test_a_missing_bucket_is_said_in_one_sentence(server):
         RemoteTier("s3://elsewhere/prefix", None, 1.0)
 
 
-def test_how_long_loading_takes_is_told_by_the_first_layers(lab, server, machine):
+def test_how_long_loading_takes_is_told_by_the_first_requests(lab, server, machine):
     two = filled(lab, machine)
     readers = [lab.open(two, number) for number in (1, 2)]
-    assert 0 < expected_load_s(readers, within_s=20.0) < 20.0
+    assert 0 < expected_load_s(readers) < 20.0
+    request_ahead(readers)
     assert all(lab.gives(reader, lab.kv(n)) for n, reader in enumerate(readers, 1))
-    reader = lab.open(machine("three"), 2)
+
+
+def test_a_first_request_that_takes_too_long_is_not_waited_for_but_kept(lab, server, machine):
+    two = filled(lab, machine)
     server.fault = "hang"
-    assert expected_load_s([reader], within_s=0.01) == math.inf
+    two.expect(lab.namespace, lab.layout, [(lab.key(1), lab.tokens)], lambda: 0.01)
+    reader = lab.open(two, 1)
+    assert not server.go_on.is_set()
+    assert expected_load_s([reader]) == math.inf
+    server.fault = ""
+    server.go_on.set()
+    reader.is_wanted = True
+    reader.close()
+    two.drain()
+    assert lab.is_right(two.disk, 1)
+    assert two.trouble == ""
+    two.expect(lab.namespace, lab.layout, [])  # the next prompt
+    assert lab.open(two, 3) is None
 
 
 def test_a_pointer_is_replaced_by_one_of_those_who_have_seen_it(server):

@@ -15,6 +15,7 @@ from blendrag.errors import ContextOverflowError, InvalidInputError, Unsupported
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibration import calibrations
 from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.measure import prefill_token_s
 from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode
 from blendrag.planning.profile import Profile
 from blendrag.store.kv import dtype_name
@@ -25,8 +26,6 @@ UNTRUSTED = Reason(
     "stored KV is not used: its probe entry is damaged, or this machine computes different KV than the one "
     "that ingested the corpus; ingest again to renew it",
 )
-#: Tokens of the prefill that tells how fast this machine computes, where no profile was measured.
-TIMED_TOKENS = 32
 OLD_CALIBRATION = (
     "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
     "calibrate"
@@ -77,6 +76,8 @@ class KVAccess:
     """``None`` if no stored KV may be used."""
     why_not: Reason = MODE_FULL
     notes: tuple[str, ...] = ()
+    if_missing: str = ""
+    """A further note if chunks have no KV."""
 
     def plan(self, avoid: frozenset[str] = frozenset()) -> Plan:
         """Open what is loaded and decide the rest; the caller closes the plan.
@@ -106,7 +107,8 @@ class KVAccess:
         if plan.forecast is not None:  # from when the caller asked, like the measured TTFT
             ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
             plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
-        return replace(plan, notes=(*self.notes, *plan.notes))
+        more = (self.if_missing,) if self.if_missing and plan.missing else ()
+        return replace(plan, notes=(*self.notes, *more, *plan.notes))
 
 
 class Planner:
@@ -125,6 +127,8 @@ class Planner:
         self._prefixes = prefixes
         self._is_open = False
         self._measured_token_s: float | None = None
+        self._holds: dict[str, bool] = {}
+        """Whether the store holds KV of other namespaces."""
         self._told: set[str] = set()
         """Namespaces for which :data:`OLD_CALIBRATION` was given."""
 
@@ -143,6 +147,8 @@ class Planner:
         if resources.adapter.refusal is None:  # else planning reports it
             resources.kv_validity.is_valid(resources.kv_validity.namespace)
             _ = resources.fusor
+            if self._settings.remote is not None:
+                self._token_s()
         self._is_open = True
         return time.perf_counter() - began
 
@@ -169,7 +175,7 @@ class Planner:
             prefixes=prefixes,
             stores_leading=request.options.cache_salt is None,
         )
-        notes += profile_notes + self._loaded_otherwise(namespace, controller, request.prompt)
+        notes += profile_notes
         if check is not None:
             notes += self._prefixes.share(request, controller, check)
         if check is not None and request.mode != "prefix":
@@ -180,7 +186,9 @@ class Planner:
             if encoded := self._background.encode_first(first, check):
                 chunks = "1 chunk was" if encoded == 1 else f"{encoded} chunks were"
                 notes += (f"{chunks} encoded before the answer because {why}",)
-        return KVAccess(request, adapter, controller, notes=notes)
+        return KVAccess(
+            request, adapter, controller, notes=notes, if_missing=self._loaded_otherwise(namespace)
+        )
 
     def controller(self, namespace: str, profile: Profile | None = None) -> Controller:
         """The loading controller over what is stored under ``namespace``."""
@@ -197,38 +205,30 @@ class Planner:
         )
 
     def _token_s(self) -> float:
-        """Seconds to compute a token: of a short prefill, timed when it is first asked for."""
+        """Seconds to compute a token, timed once."""
         if self._measured_token_s is None:
-            adapter = self._resources.adapter
-            ids = [
-                7 * i % adapter.model.get_input_embeddings().num_embeddings
-                for i in range(TIMED_TOKENS)
-            ]
-            times = []
-            for _ in range(2):  # the first one warms up
-                began = time.perf_counter()
-                adapter.encode((), ids)
-                times.append(time.perf_counter() - began)
-            self._measured_token_s = min(times) / TIMED_TOKENS
+            self._measured_token_s = prefill_token_s(self._resources.adapter)
         return self._measured_token_s
 
-    def _loaded_otherwise(
-        self, namespace: str, controller: Controller, prompt: SegmentedPrompt
-    ) -> tuple[str, ...]:
-        """A note if chunks have no KV because the ingest loaded the model in another way."""
+    def _loaded_otherwise(self, namespace: str) -> str:
+        """A note for chunks without KV if the ingest loaded the model in another way; else empty.
+
+        The store is asked once for each namespace, as a remote takes long to list.
+        """
         resources, corpus = self._resources, self._resources.corpus
         manifest = corpus.manifest if corpus is not None and corpus.has_manifest else None
         if manifest is None or manifest.namespace in ("", namespace):
-            return ()
-        if next(iter(resources.store.keys(manifest.namespace)), None) is None:
-            return ()
-        if not controller.missing(prompt):
-            return ()
+            return ""
+        if manifest.namespace not in self._holds:
+            first = next(iter(resources.store.keys(manifest.namespace)), None)
+            self._holds[manifest.namespace] = first is not None
+        if not self._holds[manifest.namespace]:
+            return ""
         dtype = dtype_name(resources.adapter.model.dtype)
         return (
             f"chunks were computed because store {resources.root} holds the KV of {manifest.model!r} as the "
             f"ingest loaded it, not as {resources.model_name!r} is loaded here ({dtype}); leave out dtype, "
-            "device and lora, or ingest again with them",
+            "device and lora, or ingest again with them"
         )
 
     def _calibrated(self, request: Request, namespace: str) -> tuple[Request, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from blendrag.config import Mode
 from blendrag.fusor.loader import LoadedSpan
@@ -22,16 +23,20 @@ from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
 from blendrag.store.kv import KVLayout
-from blendrag.store.remote import RemoteReader, expected_load_s
+from blendrag.store.remote import RemoteReader, expected_load_s, request_ahead
 from blendrag.text.prompt import Segment, SegmentedPrompt
 
 #: Longest part before the first chunk that is stored as an exact prefix, in tokens.
 LEADING_MAX_TOKENS = 4096
 
-#: A remote may cost this share of a full prefill before it is given up.
-WAITED_SHARE = 0.1
-#: Seconds that nobody minds: a prompt waits for them without comparing.
-IGNORED_S = 0.2
+#: Share of a full prefill that a prompt waits for the first bytes from the remote, and at least how long.
+#: Where loading is faster than computing, the first layers take less.
+WAITED_SHARE = 0.05
+LEAST_WAIT_S = 0.02
+#: Loading from the remote and blending must take at most this share of computing.
+WORTHWHILE = 0.9
+#: The remote may take this many times as long as its first bytes promise.
+PATIENCE = 2.0
 
 NO_KV = Reason(ReasonCode.NO_KV, "no KV stored for this model and prefix; encoded after the answer")
 CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification and was set aside; computed")
@@ -105,8 +110,12 @@ class Controller:
         if options.mode == "full":
             return Plan.computed(prompt, MODE_FULL)
         last = len(prompt.ids) - reserve
-        wanted = self._wanted(prompt, avoid) if options.mode != "prefix" else iter(())
-        self.store.expect(self.namespace, self.adapter.layout.encoded(self.encoding), wanted)
+        self.store.expect(
+            self.namespace,
+            self.adapter.layout.encoded(self.encoding),
+            (each for each in self._wanted(prompt, options.mode, last) if each[0] not in avoid),
+            partial(self._first_s, prompt) if self.token_s is not None else None,
+        )
         span, leading = self._leading(prompt, avoid, last)
         span = self._in_memory(prompt, span, last) or span
         plan = Plan(prompt, (), options.policy, options.schedule, options.ratio, span, leading)
@@ -120,18 +129,19 @@ class Controller:
             is_short = any(chunk.reason == NOT_ASKED for chunk in chunks)
             notes = (self.store.trouble,) if is_short else ()
             plan = replace(plan, chunks=tuple(chunks), notes=notes)
-            if not (self.profile and options.is_auto and options.mode == "blend"):
-                plan = self._without_slow_remote(plan, options.ratio)
+            plan = self._without_slow_remote(plan)
             return self._estimated(plan, options) if self.profile and chunks else plan
         except BaseException:
             replace(plan, chunks=tuple(chunks)).close()
             raise
 
-    def _wanted(self, prompt: SegmentedPrompt, avoid: frozenset[str]) -> Iterator[tuple[str, int]]:
-        """Key and tokens of each chunk that may be loaded."""
+    def _wanted(self, prompt: SegmentedPrompt, mode: Mode, last: int) -> Iterator[tuple[str, int]]:
+        """Key and tokens of the leading part and of each chunk that may be loaded."""
+        if self._may_store_leading(prompt, last):
+            yield chunk_key(self.namespace, (), prompt.leading_ids), len(prompt.leading_ids)
         for segment in prompt.chunks:
-            if (key := self._key(segment.stored_ids)) not in avoid:
-                yield key, len(segment.stored_ids)
+            if mode != "prefix" or self._is_exact(segment, prompt):
+                yield self._key(segment.stored_ids), len(segment.stored_ids)
 
     def missing(self, prompt: SegmentedPrompt, start: int = 0) -> list[tuple[int, ...]]:
         """Ids of the whole chunks in ``prompt`` from ``start`` on that no tier has, each once. Opens
@@ -183,14 +193,17 @@ class Controller:
     ) -> tuple[LoadedSpan | None, tuple[int, ...]]:
         """The part before the first chunk as an exact prefix: its span, or the ids worth storing."""
         ids = prompt.leading_ids
-        end = min(len(ids), last)
-        fits = self.prefix_min_tokens <= len(ids) <= LEADING_MAX_TOKENS
-        if not (self.stores_leading and prompt.chunks and fits and end > 0):
+        if not self._may_store_leading(prompt, last):
             return None, ()
+        end = min(len(ids), last)
         reader = self._open(chunk_key(self.namespace, (), ids), len(ids), avoid)
         if reader is None:
             return None, ids
         return LoadedSpan(0, end, reader, 0, exact=True), ()
+
+    def _may_store_leading(self, prompt: SegmentedPrompt, last: int) -> bool:
+        fits = self.prefix_min_tokens <= len(prompt.leading_ids) <= LEADING_MAX_TOKENS
+        return bool(self.stores_leading and prompt.chunks and prompt.leading_ids and fits and last)
 
     def _in_memory(
         self, prompt: SegmentedPrompt, stored: LoadedSpan | None, last: int
@@ -238,22 +251,20 @@ class Controller:
         layout = self.adapter.layout.encoded(self.encoding)
         return self.store.open(self.namespace, key, layout, tokens)
 
-    def _without_slow_remote(self, plan: Plan, ratio: float) -> Plan:
-        """``plan`` without what is read from the remote, if that takes longer than computing it, or longer
-        than the prompt would wait besides recomputing.
-
-        The first layers are requested for this; a prompt waits for them at most a tenth of its prefill.
-        """
+    def _without_slow_remote(self, plan: Plan) -> Plan:
+        """``plan`` without what is read from the remote, unless that saves time, going by the first bytes."""
         spans = [span for span in plan.spans if isinstance(span.reader, RemoteReader)]
         if self.token_s is None or not spans:
             return plan
-        token_s = self.token_s()
-        computing_s = max(IGNORED_S, token_s * sum(span.tokens for span in spans))
-        within_s = max(IGNORED_S, WAITED_SHARE * token_s * len(plan.prompt.ids))
         readers = [span.reader for span in spans if isinstance(span.reader, RemoteReader)]
-        loading_s = expected_load_s(readers, within_s)
-        waited_s = loading_s - ratio * computing_s
-        if loading_s <= computing_s and waited_s <= min(reader.patience_s for reader in readers):
+        token_s = self._token_s(len(plan.prompt.ids))
+        computing_s = token_s * sum(span.tokens for span in spans)
+        recomputing_s = plan.ratio * token_s * sum(s.tokens for s in spans if not s.exact)
+        loading_s = expected_load_s(readers)
+        share = self._scouted_share(plan)
+        if blended_s(loading_s, recomputing_s, share) <= WORTHWHILE * computing_s:
+            readers[0].allow(PATIENCE * loading_s)
+            request_ahead(readers)
             return plan
         note = (
             f"the remote is slower than computing here, so {len(spans)} of {len(plan.spans)} stored parts "
@@ -276,6 +287,23 @@ class Controller:
         if leading is not None and leading.start in slow:
             leading = None
         return replace(plan, chunks=chunks, leading_span=leading, notes=(*plan.notes, note))
+
+    def _token_s(self, tokens: int) -> float:
+        """Seconds to compute one of so many tokens."""
+        assert self.token_s is not None
+        return self.profile.prefill_s(tokens) / tokens if self.profile else self.token_s()
+
+    def _first_s(self, prompt: SegmentedPrompt) -> float:
+        """Seconds that the prompt waits for the first bytes from the remote."""
+        tokens = len(prompt.ids)
+        return max(LEAST_WAIT_S, WAITED_SHARE * tokens * self._token_s(tokens))
+
+    def _scouted_share(self, plan: Plan) -> float:
+        """Share of the layers that are loaded before anything is recomputed."""
+        if all(span.exact for span in plan.spans):
+            return 0.0
+        layers = len(self.adapter.layout.layers)
+        return plan.policy.attention_layers(layers).stop / layers
 
     # -- predict and choose ---------------------------------------------------------------------------
 
@@ -315,6 +343,13 @@ class Controller:
             decision=decision,
             notes=plan.notes + notes,
         )
+
+
+def blended_s(loading_s: float, recomputing_s: float, scouted_share: float) -> float:
+    """Seconds to load and blend: what is loaded for a scout pass comes first, the rest while tokens are
+    recomputed."""
+    scouted_s = scouted_share * loading_s
+    return scouted_s + max(loading_s - scouted_s, recomputing_s)
 
 
 def _why_loaded(segment: Segment, span: LoadedSpan) -> Reason:

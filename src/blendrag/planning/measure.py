@@ -63,6 +63,32 @@ PLAIN_POLICY, DEVIATION_POLICY, SCOUT_POLICY = "random", "hkvd", "blend"
 FAR, FAR_TOKENS = 6, 8192
 
 
+#: Tokens and seconds of the prefill that tells how fast this machine computes, where nothing was measured.
+TIMED_TOKENS, MOST_TIMED_TOKENS, TIMED_S = 32, 1024, 0.1
+
+
+def prefill_token_s(adapter: ModelAdapter) -> float:
+    """Seconds to compute a token, about: of a prefill that is not so short that it only reads the weights.
+
+    The caller holds the lock.
+    """
+    vocabulary = adapter.model.get_input_embeddings().num_embeddings
+    limits = (MOST_TIMED_TOKENS, adapter.context_tokens, adapter.blend_limit_tokens)
+    most = min(limit for limit in limits if limit is not None)
+    ids = [7 * i % vocabulary for i in range(most)]
+
+    def seconds(tokens: int) -> float:
+        began = time.perf_counter()
+        adapter.encode((), ids[:tokens])
+        return time.perf_counter() - began
+
+    tokens = min(TIMED_TOKENS, most)
+    seconds(tokens)  # warms up
+    while (found := seconds(tokens)) < TIMED_S and 2 * tokens <= most:
+        tokens *= 2
+    return min(found, seconds(tokens)) / tokens
+
+
 class Measure:
     """Measures one model over one store. ``run(call)`` calls it on the engine's worker."""
 

@@ -179,12 +179,17 @@ def _read(
     targets = [buffer.split(kv.tokens, dim=2) for buffer in buffers]  # [2, Hkv, T, D] each
     with contextlib.ExitStack() as opened:
         readers = []
+        began, worked = time.perf_counter(), time.thread_time()
+        if isinstance(store, RemoteTier):  # opening a chunk reads its first layers
+            for key in KEYS[:count]:
+                store.expect(namespace, key, kv.layout, kv.tokens)
         for key in KEYS[:count]:
             reader = store.open(namespace, key, kv.layout, kv.tokens)
             if reader is None:
                 raise StoreError("a chunk written a moment ago cannot be read; profile again")
             readers.append(opened.enter_context(contextlib.closing(reader)))
-        began, worked = time.perf_counter(), time.thread_time()
+        if not isinstance(store, RemoteTier):
+            began, worked = time.perf_counter(), time.thread_time()
         for layer, row in enumerate(targets):
             for reader, target in zip(readers, row, strict=True):
                 reader.read_layer(layer, target)

@@ -128,9 +128,15 @@ class KVStore(Protocol):
         Raises :class:`StoreUnavailableError` if that fails.
         """
 
-    def expect(self, namespace: str, layout: KVLayout, wanted: Iterable[tuple[str, int]]) -> None:
+    def expect(
+        self,
+        namespace: str,
+        layout: KVLayout,
+        wanted: Iterable[tuple[str, int]],
+        first_s: Callable[[], float] | None = None,
+    ) -> None:
         """Say which keys a prompt will open now, with their tokens, so that a remote is asked for all at once
-        and the prompt gets its own time to wait for it."""
+        and the prompt gets its own time to wait for it: ``first_s()`` seconds for the first bytes of all."""
 
     def prefetch(
         self,

@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -29,8 +30,10 @@ from blendrag.store.durable import sync_directory
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs", "az", "file")
-#: Requests that run at a time.
-IN_FLIGHT = 16
+#: Requests that run at a time, so that the latency of a network is hidden.
+IN_FLIGHT = 64
+#: The same for a directory: each of them takes a thread.
+IN_FLIGHT_FILES = 16
 #: Longest time that writing or listing takes, retries included.
 WRITE_S = 60.0
 #: Longest time to reach the server.
@@ -61,7 +64,11 @@ class Piece(NamedTuple):
     """Bytes of an object, fewer than asked for where it ends."""
 
     data: memoryview
-    object_bytes: int
+    object_bytes: int = 0
+    latency_s: float = 0.0
+    """From the request to the first byte."""
+    arrived_at: float = 0.0
+    """By ``time.monotonic()``."""
 
 
 class Stored(NamedTuple):
@@ -95,6 +102,7 @@ class RemoteObjects(ProcessBound):
         self._write_to = _opened(url, WRITE_S)
         place = urlsplit(url)
         self._directory = Path(unquote(place.path)) if place.scheme == "file" else None
+        self.in_flight = IN_FLIGHT if self._directory is None else IN_FLIGHT_FILES
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -120,19 +128,22 @@ class RemoteObjects(ProcessBound):
         import obstore
 
         async def ask() -> Piece:
+            began = time.monotonic()
             wanted: Any = {"range": (offset, offset + length)}
             found = await obstore.get_async(self.opened, name, options=wanted)
-            return Piece(memoryview(await found.bytes_async()), int(found.meta["size"]))
+            latency_s, size_bytes = time.monotonic() - began, int(found.meta["size"])
+            data = memoryview(await found.bytes_async())
+            return Piece(data, size_bytes, latency_s, time.monotonic())
 
         return self._begin(partial(self._found, ask))
 
     def read_range(self, name: str, offset: int, length: int) -> Future[Piece | None]:
-        """:meth:`read` without the size of the object, which is faster."""
+        """:meth:`read` without the size of the object and without times, which is faster."""
         import obstore
 
         async def ask() -> Piece:
             ends = {"start": offset, "end": offset + length}
-            return Piece(memoryview(await obstore.get_range_async(self.opened, name, **ends)), 0)
+            return Piece(memoryview(await obstore.get_range_async(self.opened, name, **ends)))
 
         return self._begin(partial(self._found, ask))
 
@@ -146,7 +157,7 @@ class RemoteObjects(ProcessBound):
             return None
         except obstore.exceptions.BaseError as exc:
             if _NO_RANGE.search(_first_line(exc)):
-                return Piece(memoryview(b""), 0)
+                return Piece(memoryview(b""))
             raise
 
     def put(self, name: str, data: bytes | bytearray, if_absent: bool) -> bool:
@@ -308,7 +319,7 @@ class RemoteObjects(ProcessBound):
         with self._lock:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
-                self._turns = asyncio.Semaphore(IN_FLIGHT)
+                self._turns = asyncio.Semaphore(self.in_flight)
                 thread = threading.Thread(
                     target=_run, args=(loop,), name="blendrag-remote", daemon=True
                 )

@@ -8,7 +8,8 @@ Layout below the URL::
 
 With a secret (``BLENDRAG_REMOTE_KEY``) each layer has a seal, an HMAC-SHA256 over key, layer and bytes under
 a key derived for the namespace: KV of somebody who can write to the bucket but has no secret is not used.
-Checksums are verified as on disk. A layer is one range read; several are under way at a time.
+Checksums are verified as on disk. The first request of a chunk reads its header and first layers, each
+further one whole layers; many requests are under way at a time.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 
 import numpy as np
 
@@ -27,7 +30,7 @@ from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableE
 from blendrag.store.base import Counters, ProcessBound, TierStats
 from blendrag.store.identity import is_name, require_name
 from blendrag.store.kv import KVLayout
-from blendrag.store.objects import IN_FLIGHT, Piece, RemoteRefusedError
+from blendrag.store.objects import Piece, RemoteRefusedError
 from blendrag.store.payload import (
     Frame,
     PayloadHeader,
@@ -41,14 +44,16 @@ from blendrag.store.remote_root import RemoteRoot
 
 logger = logging.getLogger("blendrag.store")
 
-#: Layers of a chunk that are requested ahead of the one that is read.
+#: Layers that a chunk's first request reads with the header. Their time tells how fast the remote is.
+FIRST_LAYERS = 2
+#: A further request reads one layer, or several that together are no larger than this.
+REQUEST_BYTES = 1 << 20
+#: Requests of a chunk that are under way, the one that is waited for included.
 AHEAD = 8
 #: After a failure the remote is not asked for this long, twice as long after each further one.
 PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 #: Objects in a row whose bytes are wrong until the remote counts as failing.
 MAX_WRONG = 3
-#: Headers that are read before they are asked for, and how long they are of use.
-MAX_EXPECTED, EXPECTED_S = 256, 2.0
 #: Chunks opened within this time belong to one prompt, and share its time to wait.
 TOGETHER_S = 0.5
 
@@ -56,9 +61,11 @@ TOGETHER_S = 0.5
 class Waiting:
     """The seconds that one prompt may still wait for the remote."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, first_s: float = math.inf) -> None:
+        """``first_s``: for the first requests of its chunks; then it goes on without them."""
         self.left_s = seconds
         self.last_open = time.monotonic()
+        self._first_until = self.last_open + first_s
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -67,6 +74,15 @@ class Waiting:
             yield
         finally:
             self.left_s -= time.monotonic() - began
+
+    def is_over_for(self, first: Future[Piece | None]) -> bool:
+        """Whether a first request took too long; waits for it until then."""
+        seconds = self._first_until - time.monotonic()
+        if seconds < self.left_s:
+            with self.counted():
+                wait_for([first], max(0.0, seconds))
+            return not first.done()
+        return False
 
 
 class Pause:
@@ -98,6 +114,18 @@ class Pause:
         return self._why if self.left_s else ""
 
 
+@lru_cache(maxsize=1024)
+def requests_of(expected: Frame) -> tuple[range, ...]:
+    """The layers that each request for a chunk reads; the first one also reads its header."""
+    offsets, layers = expected.offsets, len(expected.offsets) - 1
+    requests, begin = [range(min(FIRST_LAYERS, layers))], min(FIRST_LAYERS, layers)
+    for layer in range(begin + 1, layers + 1):
+        if layer == layers or offsets[layer + 1] - offsets[begin] > REQUEST_BYTES:
+            requests.append(range(begin, layer))
+            begin = layer
+    return tuple(requests)
+
+
 class RemoteReader(LayerReader):
     """Reads a chunk's layers by range requests, of which several are under way.
 
@@ -111,24 +139,39 @@ class RemoteReader(LayerReader):
         key: str,
         layout: KVLayout,
         tokens: int,
-        expected: Frame,
-        checksums: list[int],
-        seals: bytes,
+        first: Future[Piece | None],
+        requested_at: float,
         waiting: Waiting,
     ) -> None:
+        """``first``: the first request, made at ``requested_at``."""
         super().__init__(key, layout, tokens)
         self.tier = "remote"
-        self.namespace, self.checksums, self.frame = namespace, checksums, expected
+        self.namespace, self.frame = namespace, frame(layout, tokens)
+        self.checksums: list[int] = []
+        """Of the layers; empty until the header is here and right."""
         self.on_close: Callable[[RemoteReader], None] | None = None
+        self.first_piece = Piece(memoryview(b""))
+        self.requested_at = requested_at
+        self.requests = requests_of(self.frame)
+        self._entry = namespace, key, layout, tokens
         self._remote = tier
-        self._seals = seals
+        self._seal_bytes = tier.seals.size_bytes(len(layout.layers))
+        self._seals = b""
         self._waiting = waiting
-        self._under_way: dict[int, Future[Piece | None]] = {}
+        self._requested = {0}
+        self._under_way: dict[int, Future[Piece | None]] = {0: first}
+        """By number of the request."""
+        self._unverified: dict[int, memoryview] = {}
         self._verified: dict[int, memoryview] = {}
         self._lock = threading.Lock()
         self._failed = self._closed = False
         self.is_wanted = False
         """Whether the chunk is kept although no layer was read."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the remote runs at a time."""
+        return self._remote.objects.in_flight
 
     @property
     def was_read(self) -> bool:
@@ -145,94 +188,159 @@ class RemoteReader(LayerReader):
             target[:] = stored[copied : copied + len(target)]  # releases the GIL
             copied += len(target)
 
-    @property
-    def patience_s(self) -> float:
-        """Seconds that its prompt may still wait for the remote."""
-        return self._waiting.left_s
+    def allow(self, seconds: float) -> None:
+        """Let its prompt wait so long for the remote, if it may not anyway."""
+        self._waiting.left_s = max(self._waiting.left_s, seconds)
 
-    def begin(self, layer: int) -> Future[Piece | None]:
-        """Request a layer that will be read; a future that is done once it is here."""
+    def request(self, number: int) -> None:
+        """Begin a request for layers that will be read, unless it was made."""
         with self._lock:
-            self._request(layer)
-            return self._under_way[layer]
+            self._request(number)
 
     def whole(self, timeout_s: float) -> list[memoryview]:
-        """All layers, also those that were not read. For one thread, after :meth:`close`."""
+        """All layers, also those that were not read. For one thread, after :meth:`close`.
+
+        Waits for the header no longer than a prompt does.
+        """
+        self._waiting = Waiting(min(timeout_s, self._remote.timeout_s))
+        self.read_header()
         self._waiting = Waiting(timeout_s)
         return [self._take(layer) for layer in range(len(self.checksums))]
+
+    def read_header(self) -> None:
+        """Wait for the first request and verify the header, once.
+
+        Raises :class:`CorruptKVError`, also if there is no such object, and :class:`StoreUnavailableError`.
+        """
+        if self.checksums:
+            return
+        seals, header_end = self._seal_bytes, self._seal_bytes + self.frame.header_bytes
+        for _ in range(2):  # what was damaged on the way is right the second time
+            if 0 not in self._under_way:
+                self._under_way[0], _ = self._remote.request_first(*self._entry)
+            piece = self._remote.finish_read(self._under_way.pop(0), self._waiting)
+            if piece is None:
+                raise CorruptKVError(
+                    f"the remote has no KV {self.key[:12]}…; the chunk counts as a miss"
+                )
+            if piece.object_bytes == seals + self.frame.file_bytes:
+                header = bytes(piece.data[seals:header_end])
+                found = self.frame.checksums(header, self.namespace, self.key)
+                if found is not None:
+                    self._seals, self.checksums = bytes(piece.data[:seals]), found
+                    self.first_piece = piece
+                    self._unpack(0, piece.data[header_end:])
+                    return
+        raise self._remote.doubt(self.namespace, self.key, "its header or size is not what was put")
 
     def _take(self, layer: int) -> memoryview:
         """The verified bytes of a layer. Raises :class:`CorruptKVError`, :class:`StoreUnavailableError`."""
         if layer not in self._verified:
-            for ahead in range(layer, min(layer + AHEAD, len(self.checksums))):
-                self._request(ahead)
             try:
-                self._verified[layer] = self._arrived(layer)
+                self.read_header()
+                self._verified[layer] = self._right(layer)
             except BaseException:
                 self._failed = True
                 raise
         return self._verified[layer]
 
-    def _request(self, layer: int) -> None:
-        if layer not in self._under_way and layer not in self._verified:
-            begin, end = self.frame.offsets[layer : layer + 2]
-            name = name_of(self.namespace, self.key)
-            self._under_way[layer] = self._remote.objects.read_range(
-                name, len(self._seals) + begin, end - begin
-            )
+    def _right(self, layer: int) -> memoryview:
+        """The bytes of a layer, requested and verified, twice if they are wrong."""
+        number = next(at for at, layers in enumerate(self.requests) if layer in layers)
+        for ahead in range(number, min(number + AHEAD, len(self.requests))):
+            self._request(ahead)
+        if layer not in self._unverified:
+            piece = self._remote.finish_read(self._under_way.pop(number), self._waiting)
+            self._unpack(number, memoryview(b"") if piece is None else piece.data)
+        data = self._unverified.pop(layer)
+        if not self._is_right(layer, data):  # perhaps damaged on the way
+            piece = self._remote.finish_read(self._read(range(layer, layer + 1)), self._waiting)
+            data = memoryview(b"") if piece is None else piece.data
+            if not self._is_right(layer, data):
+                raise self._remote.doubt(
+                    self.namespace,
+                    self.key,
+                    f"layer {layer}: the bytes are not those that were put",
+                )
+        self._remote.note_right(len(data))
+        return data
 
-    def _arrived(self, layer: int) -> memoryview:
+    def _is_right(self, layer: int, data: memoryview) -> bool:
         begin, end = self.frame.offsets[layer : layer + 2]
-        for _ in range(2):  # what was damaged on the way is right the second time
-            self._request(layer)
-            piece = self._remote.finish_read(self._under_way.pop(layer), self._waiting)
-            if piece is not None and len(piece.data) == end - begin:
-                data, place = piece.data, (self.namespace, self.key, layer)
-                is_sum = layer_checksum(self.key, layer, data) == self.checksums[layer]
-                if is_sum and self._remote.seals.fits(self._seals, *place, data):
-                    self._remote.note_right(len(data))
-                    return data
-        raise self._remote.doubt(
-            self.namespace, self.key, f"layer {layer}: the bytes are not those that were put"
+        is_sum = (
+            len(data) == end - begin
+            and layer_checksum(self.key, layer, data) == self.checksums[layer]
         )
+        seals, place = self._remote.seals, (self.namespace, self.key, layer)
+        return is_sum and seals.fits(self._seals, *place, data)
+
+    def _request(self, number: int) -> None:
+        if number not in self._requested:
+            self._requested.add(number)
+            self._under_way[number] = self._read(self.requests[number])
+
+    def _read(self, layers: range) -> Future[Piece | None]:
+        begin, end = self.frame.offsets[layers.start], self.frame.offsets[layers.stop]
+        name = name_of(self.namespace, self.key)
+        return self._remote.objects.read_range(name, self._seal_bytes + begin, end - begin)
+
+    def _unpack(self, number: int, data: memoryview) -> None:
+        """Cut what a request has read into layers."""
+        layers, offsets = self.requests[number], self.frame.offsets
+        for layer in layers:
+            begin, end = (offsets[at] - offsets[layers.start] for at in (layer, layer + 1))
+            self._unverified[layer] = data[begin:end]
 
     def is_cached(self) -> bool:
         return False
 
     def close(self) -> None:
-        """Cancel what is under way. Idempotent; waits for a read in progress."""
+        """Cancel what is under way, unless the chunk is kept. Idempotent; waits for a read in progress."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            for request in self._under_way.values():
-                request.cancel()
-            self._under_way.clear()
         if self.on_close is not None and (self.was_read or self.is_wanted):
             self.on_close(self)
         else:
-            self._verified.clear()
+            self.release()
 
     def release(self) -> None:
-        """Free the layers, once whoever got the reader is done."""
+        """Cancel what is under way and free the layers, once whoever got the reader is done."""
         for request in self._under_way.values():
             request.cancel()
+        self._unverified.clear()
         self._verified.clear()
 
 
-def expected_load_s(readers: Sequence[RemoteReader], within_s: float) -> float:
-    """Seconds that reading all layers of these chunks takes, going by the first two, which are requested now.
+def expected_load_s(readers: Sequence[RemoteReader]) -> float:
+    """Seconds until the rest of these chunks is here, going by their first requests.
 
-    Infinity if those are not here in ``within_s``. As many requests as run at a time are taken to have come
-    as far as the first ones, which is right both where latency and where bandwidth is the limit.
+    Infinity if one of those is not here. They tell the latency of a request and the time of a byte if many
+    share the line; of the rest as many requests run at a time.
     """
-    began, layers = time.monotonic(), min(len(reader.checksums) for reader in readers)
-    begun = [[reader.begin(layer) for reader in readers] for layer in range(min(AHEAD, layers))]
-    first = [future for row in begun[:2] for future in row]
-    if wait(first, within_s).not_done:
+    if not all(reader.checksums for reader in readers):
         return math.inf
-    reads = sum(len(reader.checksums) for reader in readers)
-    return (time.monotonic() - began) * max(1.0, reads / max(len(first), IN_FLIGHT))
+    firsts = [reader.first_piece for reader in readers]
+    in_flight = readers[0].in_flight
+    latency_s = min(first.latency_s for first in firsts)
+    arrived_at = max(first.arrived_at for first in firsts)
+    seconds = arrived_at - min(reader.requested_at for reader in readers)
+    bytes_s = max(0.0, seconds - latency_s * math.ceil(len(firsts) / in_flight))
+    read_bytes = sum(len(first.data) for first in firsts)
+    rest_bytes = sum(reader.frame.file_bytes for reader in readers) - read_bytes
+    rest = sum(len(reader.requests) - 1 for reader in readers)
+    turns = math.ceil(rest / min(in_flight, AHEAD * len(readers)))
+    return bytes_s * max(0, rest_bytes) / read_bytes + latency_s * turns
+
+
+def request_ahead(readers: Iterable[RemoteReader]) -> None:
+    """Request the layers that are read next, those of all chunks together."""
+    given = list(readers)
+    for number in range(AHEAD):
+        for reader in given:
+            if number < len(reader.requests):
+                reader.request(number)
 
 
 class RemoteTier(ProcessBound):
@@ -274,59 +382,63 @@ class RemoteTier(ProcessBound):
     # -- reading ---------------------------------------------------------------------------------
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> RemoteReader | None:
-        """Reader of that entry, or ``None`` if it is absent, in doubt, or the remote does not answer."""
+        """Reader of that entry, or ``None`` if it is absent, in doubt, or the remote does not answer.
+
+        If the prompt waits no longer for its first request, the reader has no checksums yet, and the object
+        may turn out to be absent or wrong.
+        """
         self.check_process()
         require_name(namespace)
         require_name(key)
         if self._pause.why or (namespace, key) in self._doubtful:
             return None
-        expected = frame(layout, tokens)
-        seal_bytes = self.seals.size_bytes(len(layout.layers))
         waiting = self._shared_waiting()
+        expected = self._expected.pop((namespace, key), None)
+        first, requested_at = expected or self.request_first(namespace, key, layout, tokens)
+        reader = RemoteReader(self, namespace, key, layout, tokens, first, requested_at, waiting)
         try:
-            begun, began = self._expected.pop((namespace, key), (None, 0.0))
-            if begun is None or time.monotonic() - began > EXPECTED_S:
-                head_bytes = seal_bytes + expected.header_bytes
-                begun = self.objects.read(name_of(namespace, key), 0, head_bytes)
-            piece = self.finish_read(begun, waiting)
-        except StoreUnavailableError:
+            if not waiting.is_over_for(first):
+                reader.read_header()
+        except (StoreUnavailableError, CorruptKVError):
             return None
         finally:
             waiting.last_open = time.monotonic()
-        if piece is None:
-            return None
-        seals, header = bytes(piece.data[:seal_bytes]), bytes(piece.data[seal_bytes:])
-        checksums = None
-        if piece.object_bytes == seal_bytes + expected.file_bytes:
-            checksums = expected.checksums(header, namespace, key)
-        if checksums is None:
-            self.doubt(namespace, key, "its header or size is not what was put")
-            return None
-        self.counters.add("hits")
-        return RemoteReader(
-            self, namespace, key, layout, tokens, expected, checksums, seals, waiting
+        self.counters.add("hits", bool(reader.checksums))
+        return reader
+
+    def request_first(
+        self, namespace: str, key: str, layout: KVLayout, tokens: int
+    ) -> tuple[Future[Piece | None], float]:
+        """A chunk's first request, and when it was made."""
+        expected = frame(layout, tokens)
+        end = (
+            self.seals.size_bytes(len(layout.layers))
+            + expected.offsets[requests_of(expected)[0].stop]
         )
+        return self.objects.read(name_of(namespace, key), 0, end), time.monotonic()
 
     def expect(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> None:
-        """Begin to read the header of an entry that :meth:`open` will be called for."""
+        """Begin the first request for an entry that :meth:`open` will be called for."""
         entry = namespace, key
         if self._pause.why or entry in self._doubtful or entry in self._expected:
             return
-        while len(self._expected) >= MAX_EXPECTED:  # of prompts that opened less than expected
-            with suppress(KeyError, StopIteration, RuntimeError):
-                self._expected.pop(next(iter(self._expected)))[0].cancel()
-        head_bytes = self.seals.size_bytes(len(layout.layers)) + frame(layout, tokens).header_bytes
-        begun = self.objects.read(name_of(*entry), 0, head_bytes)
-        self._expected[entry] = begun, time.monotonic()
+        self._expected[entry] = self.request_first(namespace, key, layout, tokens)
 
     def begin_prompt(self) -> None:
-        """Chunks that are opened from now on share a new time to wait."""
-        self._waiting = Waiting(self.timeout_s)
+        """Forget what an earlier prompt expected and did not open, and give the next one its time to wait."""
+        while self._expected:
+            with suppress(KeyError):
+                self._expected.popitem()[1][0].cancel()
+        self.limit_first(math.inf)
+
+    def limit_first(self, seconds: float) -> None:
+        """Chunks opened from now on share a new time to wait, ``seconds`` of it for first requests."""
+        self._waiting = Waiting(self.timeout_s, seconds)
 
     def _shared_waiting(self) -> Waiting:
         """One for the chunks of a prompt; where none was begun, of those opened one right after another."""
         if time.monotonic() - self._waiting.last_open > TOGETHER_S:
-            self.begin_prompt()
+            self.limit_first(math.inf)
         return self._waiting
 
     def finish_read(self, begun: Future[Piece | None], waiting: Waiting) -> Piece | None:

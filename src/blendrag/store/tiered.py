@@ -340,13 +340,24 @@ class TieredStore(ProcessBound):
         if self._uploads is not None:
             self._uploads.flush()
 
-    def expect(self, namespace: str, layout: KVLayout, wanted: Iterable[tuple[str, int]]) -> None:
-        """See :meth:`KVStore.expect`. ``wanted`` is not looked at without a remote."""
-        if self.remote is not None:
-            self.remote.begin_prompt()
-            for key, tokens in wanted:
-                if not (self.memory.contains(namespace, key) or self.disk.contains(namespace, key)):
-                    self.remote.expect(namespace, key, layout, tokens)
+    def expect(
+        self,
+        namespace: str,
+        layout: KVLayout,
+        wanted: Iterable[tuple[str, int]],
+        first_s: Callable[[], float] | None = None,
+    ) -> None:
+        """See :meth:`KVStore.expect`. Calls and looks at nothing without a remote."""
+        if self.remote is None:
+            return
+        self.remote.begin_prompt()
+        is_asked = False
+        for key, tokens in wanted:
+            if not (self.memory.contains(namespace, key) or self.disk.contains(namespace, key)):
+                self.remote.expect(namespace, key, layout, tokens)
+                is_asked = True
+        if is_asked and first_s is not None:
+            self.remote.limit_first(first_s())
 
     def prefetch(
         self,

@@ -22,6 +22,7 @@ SUMMARIES = {
     "newcomer": "TTFT of a request that arrives while others decode, and how long those wait.",
     "load": "TTFT and throughput under Poisson arrivals, for full, prefix and blend.",
     "auto": "Ratio auto against fixed ratios on each tier, and predicted against measured TTFT.",
+    "remote": "Time to first token from a cold remote of several throughputs against full prefill.",
     "overhead": "Operators, Python time and time per layer of a request.",
     "attention": "Decode attention of many requests over shared chunks and over private copies.",
     "cluster": "Routing by resident KV against round robin, on replicas on Ray.",

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import ctypes
 import hashlib
-import itertools
 import os
 import secrets
 import tempfile
@@ -48,10 +47,10 @@ from blendrag.store import KVStore, MemoryStore, TieredStore, open_store
 from blendrag.store.encodings import RELATIVE_ERROR, codec_of, staging_of, stored_chunk_bytes
 from blendrag.store.index import Index
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
-from blendrag.store.objects import IN_FLIGHT, WRITE_S
+from blendrag.store.objects import WRITE_S
 from blendrag.store.payload import frame, layer_checksum
 from blendrag.store.payload_files import new_name
-from blendrag.store.remote import RemoteTier, name_of
+from blendrag.store.remote import RemoteReader, RemoteTier, name_of, request_ahead, requests_of
 from blendrag.store.tensor_bytes import Shape, target_buffers, tensor_buffer
 
 NAMESPACE = hashlib.sha256(b"blendrag bench store").hexdigest()
@@ -289,42 +288,77 @@ def measure_reads(
     return rows, max(cached)
 
 
-@contextlib.contextmanager
-def remote_reads(prompt: PromptBuffers, remote: RemoteTier) -> Iterator[Read]:
-    """Through the remote tier as a prompt reads it, into the prompt's buffers, verified."""
-    with store_reads(prompt, cast(KVStore, remote)) as read:
-        yield read
+def remote_reads(prompt: PromptBuffers, remote: RemoteTier) -> float:
+    """Through the remote tier as a prompt reads it, into the prompt's buffers, verified.
+
+    Opening is in the time, because it reads the first layers.
+    """
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[Read]:
+        readers: list[Any] = []
+
+        def read(layer: int, number: int, target: torch.Tensor) -> None:
+            if not readers:
+                readers.extend(_opened(prompt, remote))
+            readers[number].read_layer(layer, target)
+
+        try:
+            yield read
+        finally:
+            for reader in readers:
+                reader.close()
+
+    return prompt.fill("the remote tier", opened)
+
+
+def _opened(prompt: PromptBuffers, remote: RemoteTier) -> list[RemoteReader]:
+    chunks = prompt.chunks.items()
+    remote.begin_prompt()
+    for key, chunk in chunks:
+        remote.expect(NAMESPACE, key, chunk.layout, chunk.tokens)
+    readers = [remote.open(NAMESPACE, key, chunk.layout, chunk.tokens) for key, chunk in chunks]
+    found = [reader for reader in readers if reader is not None]
+    if len(found) < len(readers):
+        raise MeasuredNothingError(
+            "the remote does not find a chunk that was put, expected a hit; choose another --remote"
+        )
+    request_ahead(found)
+    return found
 
 
 def obstore_alone(prompt: PromptBuffers, remote: RemoteTier) -> float:
     """The same ranges by obstore itself, as many requests at a time; nothing verified, nothing copied."""
     import obstore
 
-    offsets = frame(prompt.first.layout, prompt.first.tokens).offsets
-    names = [name_of(NAMESPACE, key) for key in prompt.chunks]
+    expected = frame(prompt.first.layout, prompt.first.tokens)
+    offsets, names = expected.offsets, [name_of(NAMESPACE, key) for key in prompt.chunks]
     seals = remote.seals.size_bytes(len(offsets) - 1)
-    opened = remote.objects.opened
+    opened, requests = remote.objects.opened, requests_of(expected)
 
     async def read_all() -> list[Any]:
-        turns = asyncio.Semaphore(IN_FLIGHT)
+        turns = asyncio.Semaphore(remote.objects.in_flight)
 
-        async def read(name: str, begin: int, end: int) -> Any:
+        async def read(name: str, layers: range) -> Any:
+            begin = seals + offsets[layers.start] if layers.start else 0
             async with turns:
-                return await obstore.get_range_async(
-                    opened, name, start=seals + begin, end=seals + end
+                found = await obstore.get_range_async(
+                    opened, name, start=begin, end=seals + offsets[layers.stop]
                 )
+                return memoryview(
+                    found
+                )  # asyncio takes 3 ms to hand a MiB of obstore's own type on
 
-        return await asyncio.gather(
-            *(read(name, *ends) for ends in itertools.pairwise(offsets) for name in names)
-        )
+        return await asyncio.gather(*(read(name, layers) for layers in requests for name in names))
 
     found: list[Any] = []
     seconds = seconds_of(lambda: found.extend(asyncio.run(read_all())))
     chunks = list(prompt.chunks.values())
     for number, data in enumerate(found):
-        layer, chunk = divmod(number, len(chunks))
-        if bytes(data) != bytes(tensor_buffer(chunks[chunk].layers[layer])):
-            raise MeasuredNothingError(f"layer {layer}, read by obstore, {OTHER_BYTES}")
+        at, chunk = divmod(number, len(chunks))
+        layers = [bytes(tensor_buffer(chunks[chunk].layers[layer])) for layer in requests[at]]
+        if not bytes(data).endswith(b"".join(layers)):
+            raise MeasuredNothingError(f"layers {requests[at]}, read by obstore, {OTHER_BYTES}")
     return seconds
 
 
@@ -344,9 +378,8 @@ def measure_remote_reads(
                     local.put(NAMESPACE, name, chunk)
                     with cast(TieredStore, local).disk.payload(NAMESPACE, name) or _gone() as found:
                         remote.put(*found)
-            opened = partial(remote_reads, prompt, remote)
             ways = {
-                "remote tier": partial(prompt.fill, "the remote tier", opened),
+                "remote tier": partial(remote_reads, prompt, remote),
                 "obstore alone": partial(obstore_alone, prompt, remote),
             }
             return measure_part("remote read", ways, rounds, tick, "obstore alone")
