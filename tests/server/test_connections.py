@@ -106,6 +106,18 @@ def test_the_timeout_counts_what_precedes_the_queue(slow: Live, monkeypatch) -> 
     assert seen[0] < 60
 
 
+def test_a_client_is_told_that_a_defect_closes_its_connection(slow: Live, monkeypatch) -> None:
+    def failed(*given: Any) -> ServedRequest:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(chats, "asked_chat", failed)
+    with slow.client() as client:
+        for _ in range(3):  # a closed connection that is used again is no answer
+            response = client.post(CHAT, json={"messages": HELLO})
+            assert response.status_code == 500
+            assert response.headers["connection"] == "close"
+
+
 def test_more_requests_than_allowed_are_asked_to_come_back(slow: Live) -> None:
     before = outcomes(slow)["rejected"]
     held = [begin(slow) for _ in range(3)]

@@ -119,6 +119,11 @@ def install_refusals(app: FastAPI) -> None:
             return Response(status_code=CLIENT_GONE)
         return refusal_of(error).response()
 
+    async def refuse_unexpected(request: Request, error: Exception) -> Response:
+        refusal = refusal_of(error)
+        refusal.headers["Connection"] = "close"  # uvicorn (0.54) closes it, and tells nobody
+        return refusal.response()
+
     async def refuse_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return of_http(request, error).response()
@@ -130,7 +135,7 @@ def install_refusals(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, refuse_http)
     app.add_exception_handler(RequestValidationError, refuse_body)
     app.add_exception_handler(BlendragError, refuse)
-    app.add_exception_handler(Exception, refuse)  # logged with its traceback by uvicorn
+    app.add_exception_handler(Exception, refuse_unexpected)  # logged with its traceback by uvicorn
 
 
 def of_http(request: Request, error: HTTPException) -> Refusal:
