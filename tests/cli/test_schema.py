@@ -132,3 +132,7 @@ def test_a_schema_is_shown_as_a_tree_and_drawn(made):
     assert counted["unit"] == "tokens"
     assert counted["length"] > 21
     assert [part["kind"] for part in counted["parts"]].count("module") == 2
+    refused = invoke("schema", "show", folder / "trip.xml", "--svg", folder / "none" / "trip.svg")
+    assert refused.exit_code == 2
+    assert "--svg" in refused.stderr
+    assert "cannot be written" in refused.stderr

@@ -63,6 +63,26 @@ def test_a_prompt_reads_as_the_template_renders_its_conversation(template):
     assert shown(tokenized(CHAT, of), of, "<a/>Where?") == of.render(MESSAGES)
 
 
+@pytest.mark.parametrize("content", ["", "<a/>", "<b/>", "<c/>", "<a/><c/>"])
+def test_a_chat_begins_with_bos_whichever_module_begins_it(content):
+    of = tokens()
+    schema = tokenized(
+        '<schema name="s"><union><module name="a"><system>Be brief.</system></module>'
+        '<module name="b"><system>Be very brief.</system></module></union>'
+        '<module name="c"><user>Hello.</user><assistant>Yes?</assistant></module></schema>',
+        of,
+    )
+    system = {"<a/>": "Be brief.", "<b/>": "Be very brief."}.get(content.removesuffix("<c/>"))
+    messages = [{"role": "system", "content": system}] if system else []
+    if content.endswith("<c/>"):
+        messages += [
+            {"role": "user", "content": "Hello."},
+            {"role": "assistant", "content": "Yes?"},
+        ]
+    messages.append({"role": "user", "content": "Where?"})
+    assert shown(schema, of, f"{content}Where?") == of.render(messages)
+
+
 def test_a_role_that_the_template_refuses_is_refused():
     with pytest.raises(
         InvalidInputError, match="refuses a message of role system; leave out <system>"

@@ -16,6 +16,7 @@ from blendrag.cli import interrupt, options
 from blendrag.cli.ask import print_answer, say_metrics
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import count, duration, print_json, say
+from blendrag.cli.plots import require_place
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import SchemaError
 
@@ -101,6 +102,8 @@ def show(
     begin(verbose, "nothing was changed", loads_torch=model is not None)
     from blendrag.schema import drawing
 
+    if svg is not None:
+        require_place("--svg", svg, ".svg")
     counted = _counted(file, model, trust_remote_code)
     layout, plain = counted.layout, counted.plain
     if svg is not None:

@@ -6,7 +6,7 @@ together, as every prompt has all of them. So are the modules of a scaffold, for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,12 +15,15 @@ from blendrag.schema.checking import CachedText, FilledParameter, Part, check_le
 from blendrag.schema.concatenation import Block, CachedStretch, FreshTokens, PlacedPrompt
 from blendrag.schema.layout import lay_out, own_parts
 from blendrag.schema.nodes import (
+    Import,
+    Module,
     Node,
     Parameter,
     PromptMarkup,
     Role,
     Schema,
     Text,
+    children_of,
     walk,
     with_role_texts,
     without_roles,
@@ -35,9 +38,15 @@ BLEND_MIN_TOKENS = 16
 _InModule = CachedText | FilledParameter
 
 
-def _roles(nodes: Iterable[Node]) -> list[Role]:
-    """All roles, in the order of the file."""
-    return [node for node in walk(tuple(nodes)) if isinstance(node, Role)]
+def _roles(nodes: Iterable[Node], imported: Collection[str] | None = None) -> list[Role]:
+    """All roles in the order of the file; with ``imported``, without those of other modules."""
+    found: list[Role] = []
+    for node in nodes:
+        if isinstance(node, Role):
+            found.append(node)
+        if not isinstance(node, Module) or imported is None or node.name in imported:
+            found += _roles(children_of(node), imported)
+    return found
 
 
 @dataclass(frozen=True)
@@ -77,12 +86,13 @@ class TokenizedSchema:
         self.placeholder = placeholder_of(tokens)
         self._texts = ChatTexts(tokens)
         self.plain = self._texts.plain
+        self._with_roles = schema.children
         roles = _roles(schema.children)
-        self._last_role = roles[-1].role if roles else None
-        self.schema = with_role_texts(schema, self._texts.between(roles, None))
-        #: BOS, where the chat template does not write it.
-        bos = tokens.bos_id if not roles and tokens.adds_bos else None
-        self._first = () if bos is None else (bos,)
+        #: BOS is in every prompt, also if the role that the template writes it for is not imported.
+        has_bos = self._texts.writes_bos(roles[0].role) if roles else tokens.adds_bos
+        self._first = (tokens.bos_id,) if has_bos and tokens.bos_id is not None else ()
+        texts = self._texts.between(schema.children, None, bool(self._first))
+        self.schema = with_role_texts(schema, texts)
         self.layout = lay_out(self.schema, self.count, len(self._first))
         self._own: dict[str, _Tokens] = {
             name: self._tokens(name, own_parts(module))
@@ -207,8 +217,11 @@ class TokenizedSchema:
         In a chat, text at its end that has no role is the user's.
         """
         roles = _roles(prompt.children)
-        if self._last_role is None and not roles:
+        if not roles and not _roles(self._with_roles):
             return prompt
+        imported = {node.name for node in walk(prompt.children) if isinstance(node, Import)}
+        before = _roles(self._with_roles, imported)
+        previous = before[-1].role if before else None
         children = list(prompt.children)
         loose: list[Node] = []
         while children and isinstance(children[-1], Text):
@@ -217,12 +230,13 @@ class TokenizedSchema:
             children.append(Role("user", tuple(loose), loose[0].at))
         chat = PromptMarkup(prompt.schema, tuple(children), prompt.at)
         roles = _roles(chat.children)
-        last = roles[-1].role if roles else self._last_role
-        assert last is not None
-        answer = Text(self._texts.opening(last) if last != "assistant" else "", prompt.at)
-        chat = with_role_texts(chat, self._texts.between(roles, self._last_role))
-        if not answer.text:
+        last = roles[-1].role if roles else previous
+        opening = self._texts.opening(last) if last and last != "assistant" else ""
+        texts = self._texts.between(chat.children, previous, bool(self._first))
+        chat = with_role_texts(chat, texts)
+        if not opening:
             return chat
+        answer = Text(opening, prompt.at)
         return PromptMarkup(chat.schema, (*chat.children, answer), chat.at)
 
     def _encoded_in(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
-from blendrag.schema.nodes import Role
+from blendrag.schema.nodes import Node, Role, Union, children_of
 
 _BEFORE: dict[str | None, tuple[str, ...]] = {
     None: (),
@@ -36,15 +36,35 @@ class ChatTexts:
         self.around = lru_cache(maxsize=64)(self._around)
         self.ids = lru_cache(maxsize=1 << 16)(self._ids)
 
+    def writes_bos(self, role: str) -> bool:
+        """Whether a conversation that begins with ``role`` begins with BOS."""
+        bos = self._tokens.tokenizer.bos_token
+        return bool(bos) and self.around(role, None)[0].startswith(bos)
+
     def between(
-        self, roles: Sequence[Role], previous: str | None
+        self, nodes: Iterable[Node], previous: str | None, has_bos: bool
     ) -> Callable[[Role], tuple[str, str]]:
-        """For :func:`with_role_texts`: the texts of ``roles`` in order, after the role ``previous``."""
+        """For :func:`with_role_texts`: the texts of the roles in ``nodes``, after the role ``previous``.
+
+        Each member of a union follows what is before the union. ``has_bos``: BOS is written already.
+        """
         texts: dict[Role, tuple[str, str]] = {}
-        for role in roles:
-            before, after = self.around(role.role, previous)
-            texts[role] = self._mark(before), self._mark(after)
-            previous = role.role
+
+        def follow(nodes: Iterable[Node], previous: str | None) -> str | None:
+            for node in nodes:
+                if isinstance(node, Role):
+                    before, after = self.around(node.role, previous)
+                    if has_bos and previous is None and self.writes_bos(node.role):
+                        before = before.removeprefix(self._tokens.tokenizer.bos_token)
+                    texts[node] = self._mark(before), self._mark(after)
+                    previous = node.role
+                elif isinstance(node, Union):
+                    previous = [follow([member], previous) for member in node.members][-1]
+                else:
+                    previous = follow(children_of(node), previous)
+            return previous
+
+        follow(nodes, previous)
         return texts.__getitem__
 
     def opening(self, previous: str) -> str:
