@@ -23,6 +23,7 @@ from blendrag.corpus.snapshots import MANIFESTS, MARK, PARTS, POINTER, Keys, fol
 from blendrag.errors import BlendragError, CorpusError, InvalidInputError, StoreUnavailableError
 from blendrag.store.remote_root import RemoteRoot
 from corpus.corpus_fuzz import MANIFEST, chunk_of, put, text_of, vector_of
+from store.s3 import Server, environment
 
 pytest.importorskip("obstore")
 
@@ -415,38 +416,106 @@ def age(bucket: Path, seconds: float) -> None:
             os.utime(path, (then, then))
 
 
+class Directory:
+    """A remote whose objects a test writes, makes older and lists."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.url = root, f"file://{root}"
+
+    def write(self, name: str) -> None:
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_bytes(b"KV")
+
+    def age(self, prefix: str, seconds: float) -> None:
+        for name in self.names(prefix):
+            then = (self.root / name).stat().st_mtime - seconds
+            os.utime(self.root / name, (then, then))
+
+    def names(self, prefix: str) -> set[str]:
+        files = (path for path in self.root.rglob("*") if path.is_file())
+        names = {str(path.relative_to(self.root)) for path in files}
+        return {name for name in names if name.startswith(prefix)}
+
+
+class Bucket:
+    """The same in a local S3 server."""
+
+    url, _prefix = "s3://bucket/prefix", "/bucket/prefix/"
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def write(self, name: str) -> None:
+        self._server.objects[self._prefix + name] = b"KV"
+        self._server.written[self._prefix + name] = time.time()
+
+    def age(self, prefix: str, seconds: float) -> None:
+        for name in self._server.written:
+            if name.startswith(self._prefix + prefix):
+                self._server.written[name] -= seconds
+
+    def names(self, prefix: str) -> set[str]:
+        names = (name.removeprefix(self._prefix) for name in self._server.objects)
+        return {name for name in names if name.startswith(prefix)}
+
+
+@pytest.fixture(params=["directory", "s3"])
+def place(
+    request: pytest.FixtureRequest, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Directory | Bucket]:
+    if request.param == "directory":
+        yield Directory(bucket)
+        return
+    with Server().running() as server:
+        for name, value in environment(server.server_port).items():
+            monkeypatch.setenv(name, value)
+        yield Bucket(server)
+
+
+def kv_name(key: str, namespace: str = NAMESPACE) -> str:
+    return f"kv/{namespace}/{key[:2]}/{key}.kv"
+
+
 def test_kv_of_removed_documents_is_collected_after_the_next_publish(
-    tmp_path: Path, remote: RemoteRoot, bucket: Path
+    tmp_path: Path, place: Directory | Bucket
 ) -> None:
-    fill(tmp_path / "one", [1, 2])
-    share(tmp_path / "one", remote, bucket)
-    first, _ = snapshots.current(remote) or pytest.fail("nothing was published")
-    with Corpus.open(tmp_path / "one") as corpus:
-        corpus.remove_source("doc1.md")
-    unpublished = write_kv(bucket, key_of("of an ingest that runs"))
-    age(bucket, 1000)
-    young = write_kv(bucket, key_of("of an ingest that has just begun"))
-    elsewhere = bucket / "kv" / ("1" * 64) / "ab" / "of another model.kv"
-    elsewhere.parent.mkdir(parents=True)
-    elsewhere.write_bytes(b"KV")
-    assert collect_remote(remote, 2000).removed == 0
-    done = collect_remote(remote, 500)  # still published: only what no snapshot names
-    assert (done.removed, done.left, done.young) == (1, 7, 1)
-    assert done.other_namespaces == ("1" * 64,)
-    assert not unpublished.exists()
-    share(tmp_path / "one", remote, bucket)
-    age(bucket / "kv", 1000)
-    (bucket / MANIFESTS / first.snapshot).touch()  # may be of somebody who publishes now
-    assert collect_remote(remote, 500).removed == 1
-    assert not young.exists()
-    age(bucket / MANIFESTS, 1000)
-    assert collect_remote(remote, 500).removed == 3
-    assert elsewhere.exists()
-    assert len(list((bucket / MANIFESTS).iterdir())) == 1
-    follow(tmp_path / "two", remote)
+    def durable(keys: Keys) -> frozenset[str]:
+        for key in keys.keys:
+            place.write(kv_name(key))
+        return keys.keys
+
+    with RemoteRoot(place.url, SECRET, 5.0) as remote:
+        fill(tmp_path / "one", [1, 2])
+        publish(tmp_path / "one", remote, all_keys, durable)
+        first, _ = snapshots.current(remote) or pytest.fail("nothing was published")
+        with Corpus.open(tmp_path / "one") as corpus:
+            corpus.remove_source("doc1.md")
+        unpublished, young, elsewhere = (
+            kv_name(key_of("of an ingest that runs")),
+            kv_name(key_of("of an ingest that has just begun")),
+            kv_name(key_of("of another model"), "1" * 64),
+        )
+        place.write(unpublished)
+        place.age("", 1000)
+        place.write(young)
+        place.write(elsewhere)
+        assert collect_remote(remote, 2000).removed == 0
+        done = collect_remote(remote, 500)  # still published: only what no snapshot names
+        assert (done.removed, done.left, done.young) == (1, 7, 1)
+        assert done.other_namespaces == ("1" * 64,)
+        assert unpublished not in place.names("kv/")
+        publish(tmp_path / "one", remote, all_keys, durable)
+        place.age("kv/", 1000)
+        place.age(MANIFESTS + first.snapshot, -2000)  # may be of somebody who publishes now
+        assert collect_remote(remote, 500).removed == 1
+        assert young not in place.names("kv/")
+        place.age(MANIFESTS, 4000)
+        assert collect_remote(remote, 500).removed == 3
+        assert len(place.names(MANIFESTS)) == 1
+        follow(tmp_path / "two", remote)
     assert content(tmp_path / "two") == content(tmp_path / "one")
-    left = {path.stem for path in (bucket / "kv" / NAMESPACE).rglob("*.kv")}
-    assert left == {key_of(text_of(2, j)) for j in range(3)}
+    named = {kv_name(key_of(text_of(2, j))) for j in range(3)}
+    assert place.names("kv/") == {*named, elsewhere}
 
 
 def test_kv_of_another_model_is_cleared_by_its_namespace(

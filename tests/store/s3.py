@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import re
 import sys
 import threading
 import time
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 BUCKET = "/bucket"
 #: Bytes per second of the fault "throttle".
 THROTTLED = 1_000_000
-DATE = "2026-11-23T20:00:00.000Z"
 
 
 def etag(data: bytes) -> str:
@@ -26,7 +27,7 @@ def etag(data: bytes) -> str:
 
 
 class S3(BaseHTTPRequestHandler):
-    """GET with a range, HEAD, conditional PUT, DELETE, and lists of one page."""
+    """GET with a range, HEAD, conditional PUT, DELETE of one or many, and lists of one page."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -64,7 +65,7 @@ class S3(BaseHTTPRequestHandler):
     def listing(self, prefix: str) -> None:
         found = "".join(
             f"<Contents><Key>{name.removeprefix(BUCKET + '/')}</Key><Size>{len(data)}</Size>"
-            f"<ETag>{etag(data)}</ETag><LastModified>{DATE}</LastModified></Contents>"
+            f"<ETag>{etag(data)}</ETag><LastModified>{self.server.modified(name)}</LastModified></Contents>"
             for name, data in sorted(self.server.objects.copy().items())
             if name.startswith(f"{BUCKET}/{prefix}")
         )
@@ -85,6 +86,7 @@ class S3(BaseHTTPRequestHandler):
             ):
                 return self.reply(412, b"")
             self.server.objects[path] = data
+            self.server.written[path] = time.time()
         return self.reply(200, b"", {"ETag": etag(data)})
 
     def do_DELETE(self) -> None:
@@ -92,8 +94,15 @@ class S3(BaseHTTPRequestHandler):
         self.reply(204, b"")
 
     def do_POST(self) -> None:
+        """Set the fault, or delete the objects that are named."""
+        if "delete" in urlsplit(self.path).query:
+            names = re.findall("<Key>(.*?)</Key>", self.body().decode())
+            for name in names:
+                self.server.objects.pop(f"{BUCKET}/{name}", None)
+            gone = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
+            return self.reply(200, f"<DeleteResult>{gone}</DeleteResult>".encode())
         self.server.fault = self.body().decode()
-        self.reply(200, b"")
+        return self.reply(200, b"")
 
     def body(self) -> bytes:
         return self.rfile.read(int(self.headers["Content-Length"] or 0))
@@ -143,10 +152,16 @@ class Server(ThreadingHTTPServer):
     def __init__(self, seed: int = 0, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), S3)
         self.objects: dict[str, bytes] = {}
+        self.written: dict[str, float] = {}
+        """When, in Unix time."""
         self.fault, self.flips = "", 0
         self.go_on = threading.Event()
         self.lock, self.line = threading.Lock(), threading.Lock()
         self.chance = random.Random(seed)
+
+    def modified(self, path: str) -> str:
+        then = datetime.fromtimestamp(self.written.get(path, 0.0), UTC)
+        return then.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
     def handle_error(self, *args: object) -> None:
         """Clients give up; that is what is tested."""

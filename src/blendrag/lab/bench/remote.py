@@ -8,12 +8,14 @@ controller decides by the first bytes whether it loads or computes, as in an eng
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -35,8 +37,8 @@ from blendrag.store.objects import Piece, RemoteObjects
 from blendrag.store.remote import RemoteTier, name_of
 
 FULL, FAST = "full prefill", "fast"
-#: Requests share a line in portions of this size.
-PORTION_BYTES = 32 << 10
+#: Requests share a line in portions that take so long.
+PORTION_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,17 @@ class Line:
 
     def limit(self, bytes_per_s: float | None) -> None:
         self._throttle = Throttle(bytes_per_s) if bytes_per_s is not None else None
+        self._portion_bytes = math.ceil(PORTION_S * (bytes_per_s or 0))
 
     async def deliver(self, piece: Piece) -> Piece:
         """The piece, when it has come over the line."""
         await asyncio.sleep(self._latency_s)
-        throttle, left = self._throttle, len(piece.data)
-        while throttle is not None and left > 0:
-            there_at = throttle.begin(min(left, PORTION_BYTES))
+        left = len(piece.data)
+        while (throttle := self._throttle) is not None and left > 0:
+            portion_bytes = min(left, self._portion_bytes)
+            there_at = throttle.begin(portion_bytes)
             await asyncio.sleep(max(0.0, there_at - time.perf_counter()))
-            left -= PORTION_BYTES
+            left -= portion_bytes
         latency_s = piece.latency_s + self._latency_s
         return piece._replace(latency_s=latency_s, arrived_at=time.monotonic())
 
@@ -112,6 +116,10 @@ class ColdRemote(TierStore):
 
     store: TieredStore
 
+    def __init__(self, store: TieredStore, root: Path, line: Line) -> None:
+        super().__init__(BenchTier("a cold remote"), store, root)
+        self.line = line
+
     @cached_property
     def entries(self) -> list[tuple[str, str]]:
         """Namespace and key of everything that was put, once it is in the remote."""
@@ -120,6 +128,8 @@ class ColdRemote(TierStore):
         return [(namespace, key) for namespace in namespaces for key in self.store.keys(namespace)]
 
     def prepare(self) -> None:
+        """Without a limit to its line, so that what is read in the background is soon here."""
+        self.line.limit(None)
         self.store.drain()
         if self.store.trouble:
             raise MeasuredNothingError(self.store.trouble)
@@ -144,7 +154,8 @@ def cold_remote(url: str | None, line: Line) -> Iterator[ColdRemote]:
 
         root = directory / "store"
         store = opened.enter_context(closing(open_store(root, 0, AMPLE_BYTES, remote=remote)))
-        there = ColdRemote(BenchTier("a cold remote"), store, root)
+        assert isinstance(store, TieredStore)
+        there = ColdRemote(store, root, line)
         try:
             yield there
         finally:
@@ -175,7 +186,7 @@ def remote(
         for name, limit in limits.items():
             ways[name] = partial(request, bench, line, limit, token_s)
         runs = run_rounds(ways, workload.rounds, tick)
-        line.limit(None)
+        there.prepare()
     return RemoteResult(
         **conditions(timed.adapter, workload, there.tier.name),
         prompt_tokens=workload.prompt_tokens,
