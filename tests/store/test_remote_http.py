@@ -7,7 +7,7 @@ import math
 
 import pytest
 from remote_attacks import attack
-from s3 import Server, environment
+from s3 import S3, Server, environment
 
 from blendrag.corpus.snapshots import Keys, follow, publish
 from blendrag.errors import CorruptKVError, StoreUnavailableError
@@ -84,6 +84,23 @@ def test_a_fault_is_a_miss_after_a_bounded_wait(lab, server, machine, fault):
 def test_a_missing_bucket_is_said_in_one_sentence(server):
     with pytest.raises(StoreUnavailableError, match="there is no such bucket"):
         RemoteTier("s3://elsewhere/prefix", None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("RequestTimeTooSkewed", r"which is this machine's time.*set the clock"),
+        (
+            "AccessDenied",
+            r"refuses access or finds no credentials \(AccessDenied\); set the variables",
+        ),
+    ],
+)
+def test_a_refusal_is_said_in_one_sentence(server, monkeypatch, code, said):
+    error = f"<Error><Code>{code}</Code><Message>No.\nNo.</Message></Error>".encode()
+    monkeypatch.setattr(S3, "do_GET", lambda self: self.reply(403, error))
+    with pytest.raises(StoreUnavailableError, match=said):
+        RemoteTier("s3://bucket/prefix", None, 30.0)
 
 
 def test_how_long_loading_takes_is_told_by_the_first_requests(lab, server, machine):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -51,6 +51,8 @@ _NO_ACCESS = re.compile(
     r"169\.254\.169\.254|metadata\.google|credential|Unauthorized|Forbidden|AccessDenied|\b40[13]\b",
     re.IGNORECASE,
 )
+_SKEWED = re.compile("RequestTimeTooSkewed|RequestExpired", re.IGNORECASE)
+_CODE = re.compile("<Code>([A-Za-z]+)</Code>")
 _NO_RANGE = re.compile(
     r"range was invalid|invalid range|range not satisfiable|\b416\b", re.IGNORECASE
 )
@@ -343,15 +345,22 @@ class RemoteObjects(ProcessBound):
         text = _first_line(exc)
         if _NO_BUCKET.search(str(exc)):
             return self._no_bucket()
+        if _SKEWED.search(str(exc)):
+            return RemoteRefusedError(
+                f"remote {self.url} refuses requests of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, which is "
+                "this machine's time, expected one within minutes of the remote's; set the clock"
+            )
+        code = _CODE.search(str(exc))
+        said = code[1] if code else text
         denied = type(exc).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
         if denied or _NO_ACCESS.search(text):
             return RemoteRefusedError(
-                f"remote {self.url} refuses access or finds no credentials ({text}); set the variables of "
+                f"remote {self.url} refuses access or finds no credentials ({said}); set the variables of "
                 "its service (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
                 "AZURE_STORAGE_ACCOUNT_KEY) to an identity that may read and write there"
             )
         return StoreUnavailableError(
-            f"remote {self.url} fails ({text}); check that it can be reached from here"
+            f"remote {self.url} fails ({said}); check that it can be reached from here"
         )
 
     def sync(self, name: str, written: bool = False) -> None:

@@ -114,8 +114,11 @@ class RemoteRoot:
                 "version of blendrag that filled it, or another prefix"
             )
         if words[2] != self.seals.mark:
-            sealed = "unsealed KV" if words[2] == "unsealed" else "KV sealed with a key"
-            here = "no key" if self.seals.mark == "unsealed" else "another key or none there"
+            sealed, here = "KV sealed with a key", "another key"
+            if words[2] == "unsealed":
+                sealed, here = "unsealed KV", "a key"
+            elif self.seals.mark == "unsealed":
+                here = "no key"
             raise InvalidInputError(
                 f"remote {self.url} holds {sealed}, and here BLENDRAG_REMOTE_KEY gives {here}; set it "
                 "as on the machine that filled the remote, or choose another prefix"
