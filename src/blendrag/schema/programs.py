@@ -147,6 +147,9 @@ class _Source:
         self.name = function.__name__
         self.file = function.__code__.co_filename
         self.tree = self._definition(function)
+        for part in ast.walk(self.tree):
+            if isinstance(part, ast.NamedExpr):
+                raise SchemaError(self.at(part), f"{ast.unparse(part)!r:.80} is not translated")
         self.signature = inspect.signature(function)
         self.names = {**function.__globals__, **_closure(function)}
         try:
@@ -681,6 +684,12 @@ class _Translator:
         for part in ast.walk(node.target):
             if isinstance(part, ast.Attribute | ast.Subscript):
                 raise self._error(part, scope, "is no loop variable, expected a name")
+        if shadowed := sorted(targets & {*scope.source.max_tokens, *scope.constants}):
+            raise self._error(
+                node,
+                scope,
+                f"assigns {shadowed[0]!r}, which has a value already, expected another name",
+            )
         assign = ast.Module([ast.Assign([node.target], ast.Name("_value", ast.Load()))], [])
         code = compile(ast.fix_missing_locations(assign), scope.source.file, "exec")
         at = scope.source.at(node)
