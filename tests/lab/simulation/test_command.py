@@ -87,8 +87,9 @@ def test_times_follow_the_tiers_of_the_estimate():
     assert table[3, 0] < table[0, 3] < table[0, 0] < times.full_prefill_s
 
 
-def test_what_a_slow_remote_holds_is_computed():
-    """Reading three chunks from S3 takes longer than a full prefill."""
+def test_what_a_slow_remote_holds_is_computed(monkeypatch: pytest.MonkeyPatch):
+    """With four reads at a time, reading three chunks from S3 takes longer than a full prefill."""
+    monkeypatch.setitem(REMOTES, "s3", replace(REMOTES["s3"], read_s=30e-3 / 4))
     times = service_times(None, "s3", 0.3, 3)
     s3 = REMOTES["s3"].seconds(3 * times.chunk_bytes, 3 * times.profile.layers)
     assert times.full_prefill_s < s3

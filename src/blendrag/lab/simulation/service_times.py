@@ -27,15 +27,18 @@ from blendrag.planning.profile import (
     profiles,
 )
 from blendrag.planning.storage import usual_prompt
-from blendrag.store.objects import IN_FLIGHT
+from blendrag.store.objects import IN_FLIGHT, IN_FLIGHT_FILES
 
 PROFILES = ".profiles"
-#: Assumed devices. ``read_s`` of a remote: the latency of a request, as :data:`IN_FLIGHT` are under way.
+#: Assumed devices.
 ASSUMED_MEMORY = Tier(MEMORY, 20e9, 5e-6)
 NVME = Tier(COLD, 5e9, 100e-6)
+#: Requests under way at a time: to a directory that is mounted, and to an object store.
+AT_A_TIME = {"network": IN_FLIGHT_FILES, "s3": IN_FLIGHT}
+#: ``read_s``: the latency of a request, divided by how many are under way.
 REMOTES = {
-    "network": Tier(REMOTE, 3e9, 0.5e-3 / IN_FLIGHT),
-    "s3": Tier(REMOTE, 2.5e9, 30e-3 / IN_FLIGHT),
+    "network": Tier(REMOTE, 3e9, 0.5e-3 / AT_A_TIME["network"]),
+    "s3": Tier(REMOTE, 2.5e9, 30e-3 / AT_A_TIME["s3"]),
 }
 MEASURED = "measured"
 #: Assumed computing: an 8B model in bfloat16 on a GPU that reaches half of 312 TFLOP/s.
@@ -121,7 +124,7 @@ def service_times(store: Path | None, remote: str | None, ratio: float, top_k: i
         )
     if remote != MEASURED:
         found[REMOTE] = REMOTES[remote]
-        assumptions.append(_described(remote, found[REMOTE], IN_FLIGHT))
+        assumptions.append(_described(remote, found[REMOTE], AT_A_TIME[remote]))
     tiers = (found[MEMORY], replace(disk, name=COLD), found[REMOTE])
     return ServiceTimes(replace(profile, tiers=tiers), ratio, top_k, tuple(assumptions))
 
