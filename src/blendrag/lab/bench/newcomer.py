@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from queue import SimpleQueue
 from statistics import median
 from typing import Annotated
 from unittest import mock
@@ -31,10 +32,11 @@ from blendrag.lab.bench.serve import Asking, corpus_texts, prompts_over
 from blendrag.lab.bench.workload import BlendResult, Workload, conditions, whole_numbers
 from blendrag.lab.tables import NOTHING, ResultTable, times
 
-#: So many pieces of text come from each running request before the next one is asked.
+#: Each running request gets so many tokens before the next one is asked.
 STEADY = 5
 #: The newcomer's; with the last ones the others have decoded, too.
 NEWCOMER_TOKENS = 3
+ENDED = "a running request ended before the newcomer had its first token"
 #: Longest answer of the running requests, which are stopped before.
 RUNNING_TOKENS = 512
 
@@ -99,13 +101,13 @@ def newcomer(
     most = counts[-1]
     with scratch() as root:
         asking = Asking(adapter, workload, root / "store", RUNNING_TOKENS)
-        with asking.engine(most + 1) as engine, _times_of_tokens() as times_of:
+        with asking.engine(most + 1) as engine, _Tokens().noted() as tokens:
             tick("storing the chunks")
             texts = corpus_texts(engine, workload, workload.chunks)
             engine.library.add([Entry(str(i), text) for i, text in enumerate(texts)], embed=False)
             engine.open()
             asked = replace(asking, prompts=prompts_over(texts, workload, most + 1, most + 1))
-            arriving = {n: partial(_arrival, asked, engine, times_of, n) for n in (0, *counts)}
+            arriving = {n: partial(_arrival, asked, engine, tokens, n) for n in (0, *counts)}
             found = run_rounds(arriving, workload.rounds, tick)
     return NewcomerResult(
         **conditions(adapter, workload, "memory"),
@@ -114,33 +116,54 @@ def newcomer(
     )
 
 
-Times = dict[AnswerStream, list[float]]
+class _Tokens:
+    """When requests got their tokens."""
+
+    def __init__(self) -> None:
+        self.times: dict[AnswerStream, list[float]] = {}
+        """By request, in the order in which they began."""
+        self._ended: SimpleQueue[bool] = SimpleQueue()
+        """Whether a request has ended; else it got a token."""
+
+    def clear(self) -> None:
+        self.times.clear()
+        self._ended = SimpleQueue()
+
+    def wait(self, requests: int) -> None:
+        """Until the last of so many has :data:`STEADY` tokens. Raises :class:`MeasuredNothingError`."""
+        while len(self.times) < requests or len([*self.times.values()][-1]) < STEADY:
+            if self._ended.get():
+                raise MeasuredNothingError(ENDED)
+
+    @contextmanager
+    def noted(self) -> Iterator[_Tokens]:
+        """Within this context, of all requests."""
+        put, finish = AnswerStream.put, AnswerStream.finish
+
+        def noting_put(stream: AnswerStream, value: torch.Tensor) -> None:
+            self.times.setdefault(stream, []).append(time.perf_counter())
+            self._ended.put(False)
+            put(stream, value)
+
+        def noting_finish(stream: AnswerStream) -> None:
+            self._ended.put(True)
+            finish(stream)
+
+        with (
+            mock.patch.object(AnswerStream, "put", noting_put),
+            mock.patch.object(AnswerStream, "finish", noting_finish),
+        ):
+            yield self
 
 
-@contextmanager
-def _times_of_tokens() -> Iterator[Times]:
-    """When each request got its tokens; requests are in the order in which they began."""
-    times_of: Times = {}
-    stock = AnswerStream.put
-
-    def put(stream: AnswerStream, value: torch.Tensor) -> None:
-        times_of.setdefault(stream, []).append(time.perf_counter())
-        stock(stream, value)
-
-    with mock.patch.object(AnswerStream, "put", put):
-        yield times_of
-
-
-def _arrival(asking: Asking, engine: BlendEngine, times_of: Times, running: int) -> Arrival:
+def _arrival(asking: Asking, engine: BlendEngine, tokens: _Tokens, running: int) -> Arrival:
     """The first prompt arrives while so many others decode."""
-    times_of.clear()
+    tokens.clear()
     others = []
     try:
-        for prompt in asking.prompts[1 : running + 1]:
+        for number, prompt in enumerate(asking.prompts[1 : running + 1], start=1):
             others.append(engine.stream(prompt, asking.options("blend")))
-            for _ in range(STEADY):
-                next(others[-1], None)
-        began = len(times_of)
+            tokens.wait(number)
         arrived = time.perf_counter()
         briefly = replace(asking, new_tokens=NEWCOMER_TOKENS)
         metrics = engine.generate(asking.prompts[0], briefly.options("blend")).metrics
@@ -148,10 +171,12 @@ def _arrival(asking: Asking, engine: BlendEngine, times_of: Times, running: int)
         for other in others:
             other.close()
         engine.drain()
-    *before, own = times_of.values()
+    *before, own = tokens.times.values()
     came = own[0]
-    if began != running or not metrics.reused_tokens or any(o[-1] < came for o in before):
-        raise MeasuredNothingError("the newcomer reused no KV, or another request had ended before")
+    if any(one[-1] < came for one in before):
+        raise MeasuredNothingError(ENDED)
+    if not metrics.reused_tokens:
+        raise MeasuredNothingError("the newcomer reused no KV")
     if not before:
         return Arrival(1e3 * metrics.ttft_s)
     steady = [high - low for low, high in pairwise(before[-1][:STEADY])]
