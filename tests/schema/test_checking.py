@@ -145,3 +145,12 @@ def test_many_imports_in_any_order_take_linear_time():
     content = "".join(f"<{name}/>t" for name in jumping)
     parts = resolve(schema, parse_prompt(f'<prompt schema="s">{content}</prompt>'))
     assert len(parts) == 4_000
+
+
+def test_an_unknown_long_name_is_not_compared_with_thousands_of_others():
+    """Which takes minutes."""
+    modules = "".join(f'<module name="{"m" * 150}{i}">text</module>' for i in range(1_000))
+    schema = parse_schema(f'<schema name="s">{modules}</schema>')
+    with pytest.raises(SchemaError, match="no module 'mmm") as unknown:
+        resolve(schema, parse_prompt(f'<prompt schema="s"><{"m" * 150}/></prompt>'))
+    assert "did you mean" not in str(unknown.value)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from xml.parsers import expat
 
 from blendrag.errors import SchemaError
@@ -38,6 +39,9 @@ MAX_BYTES = 64 * 1024**2
 #: Tags inside each other. Deeper markup is a mistake or an attack on the recursion below.
 MAX_DEPTH = 64
 MAX_NAME_CHARS = 200
+#: Names that an unknown one is compared with, which takes time that is quadratic in their length.
+MAX_COMPARED = 1000
+MAX_COMPARED_CHARS = 60
 #: Tokens of one parameter.
 MAX_TOKENS = 1_000_000
 
@@ -582,6 +586,9 @@ def _check_scaffold(schema: Schema, scaffold: Scaffold) -> None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """``"; did you mean 'miami'?"``, or nothing."""
-    close = difflib.get_close_matches(name[:MAX_NAME_CHARS], names, 1)
+    """``" (did you mean 'miami'?)"``, or nothing."""
+    if len(name) > MAX_COMPARED_CHARS:
+        return ""
+    compared = [each for each in islice(names, MAX_COMPARED) if len(each) <= MAX_COMPARED_CHARS]
+    close = difflib.get_close_matches(name, compared, 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
