@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from blendrag.errors import SchemaError
+from blendrag.frameworks.schema_prompts import filled
 from blendrag.schema.markup import MAX_BYTES, MAX_DEPTH, parse_prompt, parse_schema
 from blendrag.schema.nodes import (
     Import,
@@ -292,3 +293,18 @@ def test_the_encoding_that_a_declaration_names_is_ignored():
         '\ufeff<?xml version="1.0" encoding="latin-1"?><schema name="s">é</schema>'
     )
     assert outline(schema.children) == ["é"]
+
+
+def test_whitespace_that_is_written_as_a_reference_is_text():
+    prompt = parse_prompt(
+        '<prompt schema="s">\n  &#32;a&#10;  b\n   &#9;\n  c&#13;&#10;\n</prompt>'
+    )
+    [text] = prompt.children
+    assert text.text == " a\n  b\n \t\nc\r\n"
+
+
+def test_values_of_a_template_keep_their_whitespace():
+    value = "  def f():\r\n\n\treturn 1 & 2\n"
+    template = '<prompt schema="s">\n  <m a="{v}"/>\n  {v}\n</prompt>'
+    imported, text = parse_prompt(filled(template, {"v": value})).children
+    assert imported.arguments[0].text == text.text == value

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 #: Additional argument of a message that holds markup.
 MARKED = "blendrag_schema_prompt"
-#: Attributes are quoted, and XML makes spaces of their line breaks.
-_ENTITIES = {'"': "&quot;", "'": "&apos;", "\n": "&#10;"}
+#: Attributes are quoted. Whitespace that is written otherwise is changed by XML, or is layout.
+_ENTITIES = {'"': "&quot;", "'": "&apos;", "\n": "&#10;", "\r": "&#13;", "\t": "&#9;"}
 
 
 class SchemaMarkup(str):
@@ -23,9 +23,12 @@ class SchemaMarkup(str):
 
 def filled(template: str, values: Mapping[str, Any]) -> SchemaMarkup:
     """``template`` with ``{name}`` replaced by values, which never become markup."""
-    return SchemaMarkup(
-        template.format(**{k: escape(str(v), _ENTITIES) for k, v in values.items()})
-    )
+    return SchemaMarkup(template.format(**{k: _escaped(str(v)) for k, v in values.items()}))
+
+
+def _escaped(value: str) -> str:
+    first = "&#32;" if value.startswith(" ") else ""
+    return first + escape(value[bool(first) :], _ENTITIES)
 
 
 def from_text(prompt: str) -> SchemaPrompt | None:

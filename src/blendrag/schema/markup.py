@@ -52,6 +52,9 @@ RESERVED = ("schema", "prompt", "module", "union", "scaffold", *PARAMETERS, *ROL
 _COMMENT = "\0"  # cannot occur in XML
 _COMMENT_LINES = re.compile(r"^[ \t]*\0[\0 \t]*\n", re.MULTILINE)
 _SPACE = " \t\r\n"
+#: Stand for whitespace that is written as a reference, as in &#10;, which is text and no layout.
+_REFERENCED = dict(zip(_SPACE, "\1\2\3\4", strict=True))
+_WHITESPACE = {ord(mark): space for space, mark in _REFERENCED.items()}
 _CODES = expat.errors.codes
 
 
@@ -174,6 +177,7 @@ class _TreeBuilder:
         self._parser.StartDoctypeDeclHandler = self._refuse_doctype
 
     def build(self, data: bytes) -> _Element:
+        self._data = data
         try:
             self._parser.Parse(data, True)
         except expat.ExpatError as exc:
@@ -213,6 +217,8 @@ class _TreeBuilder:
 
     def _text(self, data: str) -> None:
         run = self._open[-1].runs[-1]
+        if data in _REFERENCED and self._data[self._parser.CurrentByteIndex] == ord("&"):
+            data = _REFERENCED[data]
         run.pieces.append(data)
         if run.is_blank and not data.isspace():
             run.is_blank = False
@@ -263,7 +269,7 @@ def _content(element: _Element, drops_last_break: bool = False) -> Iterator[Text
         texts = _without_layout(texts, element.children, drops_last_break)
     for text, run, child in zip(texts, element.runs, [*element.children, None], strict=True):
         if text:
-            yield Text(text, run.at)
+            yield Text(text.translate(_WHITESPACE), run.at)
         if child is not None:
             yield child
 
