@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from blendrag.corpus import snapshots
+from blendrag.corpus import sharing, snapshots
 from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
 from blendrag.corpus.remote_gc import clear_remote, collect_remote
-from blendrag.corpus.snapshots import MANIFESTS, MARK, PARTS, POINTER, Keys, follow, publish
+from blendrag.corpus.sharing import Keys, Published, follow, may_follow, publish
+from blendrag.corpus.snapshots import MANIFESTS, MARK, PARTS, POINTER
 from blendrag.errors import BlendragError, CorpusError, InvalidInputError, StoreUnavailableError
 from blendrag.store.remote_root import RemoteRoot
 from corpus.corpus_fuzz import MANIFEST, chunk_of, put, text_of, vector_of
@@ -67,7 +68,7 @@ def put_entry(corpus: Corpus, entry_id: str, text: str, parent: str = "p") -> No
     corpus.entries.put([NewEntry(entry, chunk_of(text), f"digest {text}", vector)])
 
 
-def share(root: Path, remote: RemoteRoot, bucket: Path) -> snapshots.Published:
+def share(root: Path, remote: RemoteRoot, bucket: Path) -> Published:
     """Publish with the KV of all chunks."""
 
     def durable(keys: Keys) -> frozenset[str]:
@@ -119,7 +120,7 @@ def test_a_follower_has_the_corpus_that_was_published(
 def test_only_what_has_changed_is_written_and_read(
     tmp_path: Path, remote: RemoteRoot, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "PART_BYTES", 500)
+    monkeypatch.setattr(sharing, "PART_BYTES", 500)
     one, two = tmp_path / "one", tmp_path / "two"
     fill(one, range(20))
     first = share(one, remote, bucket)
@@ -151,7 +152,7 @@ def test_random_changes_are_followed(
     fill(one, [])
     with Corpus.open(two, create=True) as reader:
         for step in range(8):
-            monkeypatch.setattr(snapshots, "PART_BYTES", chance.choice([300, 1000, 1 << 20]))
+            monkeypatch.setattr(sharing, "PART_BYTES", chance.choice([300, 1000, 1 << 20]))
             with Corpus.open(one) as corpus:
                 for _ in range(4):
                     number = chance.randrange(12)
@@ -369,7 +370,7 @@ def test_two_corpora_on_one_prefix_are_refused(
         share(tmp_path / "other", remote, bucket)
     with pytest.raises(InvalidInputError, match="not of the corpus that remote"):
         follow(tmp_path / "other", remote)
-    assert not snapshots.may_follow(tmp_path / "other")
+    assert not may_follow(tmp_path / "other")
 
 
 def test_publishing_goes_on_from_a_store_that_has_followed(
@@ -393,7 +394,7 @@ def test_publishing_goes_on_from_a_store_that_has_followed(
 def test_nothing_published_is_nothing_to_follow(tmp_path: Path, remote: RemoteRoot) -> None:
     assert follow(tmp_path / "two", remote) is None
     assert not (tmp_path / "two").exists()
-    assert snapshots.may_follow(tmp_path / "two")
+    assert may_follow(tmp_path / "two")
 
 
 def test_a_damaged_corpus_is_not_published(

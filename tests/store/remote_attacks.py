@@ -30,7 +30,7 @@ from s3 import Server, environment, flipped
 
 import tiny
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.snapshots import Keys, follow, publish
+from blendrag.corpus.sharing import Keys, follow, publish
 from blendrag.errors import BlendragError
 from blendrag.store import open_store
 from blendrag.store.kv import KVLayout, LayerShape

@@ -9,7 +9,7 @@ import pytest
 from remote_attacks import attack
 from s3 import S3, Server, environment
 
-from blendrag.corpus.snapshots import Keys, follow, publish
+from blendrag.corpus.sharing import Keys, follow, publish
 from blendrag.errors import CorruptKVError, StoreUnavailableError
 from blendrag.store import open_store
 from blendrag.store.objects import RemoteObjects

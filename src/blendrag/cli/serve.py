@@ -145,16 +145,16 @@ def serve(
 def _follow(context: typer.Context) -> bool:
     """Follow the corpus that the remote publishes, if the store has none of its own; whether it may."""
     from blendrag.config import settings
-    from blendrag.corpus import snapshots
+    from blendrag.corpus import sharing, snapshots
 
     root = (context.params["store"] or settings().store).absolute()
     remote = context.params["remote"] or settings().remote
-    if remote is None or not snapshots.may_follow(root):
+    if remote is None or not sharing.may_follow(root):
         return False
     given = settings().model_copy(update={"remote": remote})
     with StatusLine("following the published corpus"), snapshots.remote_root(given) as there:
         try:
-            snapshots.follow(root, there)
+            sharing.follow(root, there)
         except BlendragError as error:
             if not (root / "corpus").exists():
                 raise

@@ -248,10 +248,10 @@ def follow(
     """Make the store's corpus equal to the one published in the remote."""
     root = _begin(store, verbose, "the corpus is as it was")
     given = _with_remote(remote)
-    from blendrag.corpus import snapshots
+    from blendrag.corpus import sharing, snapshots
 
     with snapshots.remote_root(given) as there:
-        done = snapshots.follow(root, there)
+        done = sharing.follow(root, there)
         if done is None:
             raise InvalidInputError(
                 f"remote {there.url} has no published corpus; publish one on the machine that ingested it "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import filelock
 
 from blendrag.config import Settings
-from blendrag.corpus import snapshots
+from blendrag.corpus import sharing, snapshots
 from blendrag.corpus.database import DIRECTORY, FILE_NAME
 from blendrag.errors import StoreUnavailableError
 
@@ -32,11 +32,11 @@ def follow_once(root: Path, settings: Settings) -> bool:
         return False
     name = sha256(str(root.absolute()).encode()).hexdigest()[:16]
     with filelock.FileLock(Path(tempfile.gettempdir()) / f"blendrag-follow-{name}.lock"):
-        if not snapshots.may_follow(root):
+        if not sharing.may_follow(root):
             return False
         with snapshots.remote_root(settings) as remote:
             try:
-                snapshots.follow(root, remote)
+                sharing.follow(root, remote)
             except StoreUnavailableError as error:
                 if not (root / DIRECTORY / FILE_NAME).exists():
                     raise

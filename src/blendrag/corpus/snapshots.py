@@ -1,4 +1,4 @@
-"""A corpus published in an object store: texts, vectors and ids, as immutable snapshots that others follow.
+"""What a published corpus is in an object store: immutable snapshots, and a pointer to the current one.
 
 Layout below the URL of the remote (:mod:`blendrag.store.remote_root`)::
 
@@ -7,10 +7,7 @@ Layout below the URL of the remote (:mod:`blendrag.store.remote_root`)::
     corpus/parts/<sha256>       some documents with their chunks and vectors, or a list of keys
     corpus/gc                   there while garbage is collected (:mod:`blendrag.corpus.remote_gc`)
 
-A document belongs to a part by the hash of its source, so that a small change makes few new parts. A
-machine that follows makes its own corpus equal to the snapshot, in one transaction and by the difference:
-other threads and processes read on meanwhile. Passages that were learned from prompts are neither published
-nor replaced.
+How they are written and followed is in :mod:`blendrag.corpus.sharing`.
 """
 
 from __future__ import annotations
@@ -18,47 +15,22 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import math
 import secrets
-import tempfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
 from blendrag.config import Settings
-from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.database import DOCUMENT
-from blendrag.corpus.documents import (
-    LEARNED,
-    Record,
-    delete_documents,
-    end_change,
-    insert_record,
-    published_texts,
-    record_of,
-)
 from blendrag.corpus.manifest import Manifest
-from blendrag.errors import CorpusError, InvalidInputError, StoreUnavailableError
-from blendrag.store.identity import digest_fields
+from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store.objects import WRITE_S, Stored
 from blendrag.store.remote_root import RemoteRoot
 
 VERSION = 1
 POINTER, MARK = "corpus/pointer", "corpus/gc"
 MANIFESTS, PARTS = "corpus/manifests/", "corpus/parts/"
-#: Bytes of a part, about, before compression; and the most that is read of one.
-PART_BYTES, MAX_PART_BYTES = 4 << 20, 1 << 30
-#: Parts that are read at a time.
-AT_A_TIME = 4
 #: By the clock of the store: an older mark was left by a collection that was killed.
 STALE_MARK_S = 3600.0
-#: Setting of a corpus: what it has published or followed last.
-SHARED = "shared"
 
 
 @dataclass(frozen=True)
@@ -104,63 +76,6 @@ class Pointer:
         return remote.seals.of_snapshot(json.dumps(fields, sort_keys=True).encode())
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What a store remembers of the snapshot that it has published or followed last."""
-
-    corpus: str
-    serial: int
-    state: str
-    intended: str = ""
-    """Snapshot that the pointer was about to be set to."""
-
-
-@dataclass(frozen=True)
-class Published:
-    """What :func:`publish` did."""
-
-    serial: int
-    documents: int
-    chunks: int
-    named: int
-    """Entries of KV that the snapshot names, all of them durable."""
-    missing: int
-    """Chunks without KV in the remote; it is computed when they are asked for."""
-    uploaded_bytes: int
-    changed: bool
-    """``False`` if the remote had this snapshot already."""
-
-
-@dataclass(frozen=True)
-class Followed:
-    """What :func:`follow` did."""
-
-    serial: int
-    documents: int
-    chunks: int
-    added: int = 0
-    """Documents that are new or have changed."""
-    removed: int = 0
-    read_bytes: int = 0
-
-    @property
-    def changed(self) -> bool:
-        return bool(self.added or self.removed)
-
-
-class Keys(NamedTuple):
-    """Entries of KV that belong to a corpus."""
-
-    namespace: str
-    keys: frozenset[str]
-
-
-#: Which KV a corpus with these settings and texts of chunks has.
-KeysOf = Callable[[Manifest, Iterable[str]], Keys]
-#: Of these, those that are durable in the remote; copies what only this machine has.
-Durable = Callable[[Keys], frozenset[str]]
-
-
 def remote_root(settings: Settings) -> RemoteRoot:
     """The remote of these settings, with time for large objects. Raises :class:`InvalidInputError`."""
     if settings.remote is None:
@@ -172,131 +87,61 @@ def remote_root(settings: Settings) -> RemoteRoot:
     return RemoteRoot(settings.remote, secret, WRITE_S)
 
 
-# -- publishing -------------------------------------------------------------------------------------
+def current(remote: RemoteRoot) -> tuple[Pointer, Snapshot] | None:
+    """The published snapshot, ``None`` if there is none."""
+    found = remote.objects.get(POINTER)
+    if found is None:
+        return None
+    pointer = read_pointer(remote, found)
+    return pointer, read_manifest(remote, pointer.snapshot)
 
 
-def publish(root: Path, remote: RemoteRoot, keys_of: KeysOf, durable: Durable) -> Published:
-    """Publish the corpus of the store at ``root``.
+def read_pointer(remote: RemoteRoot, found: Stored) -> Pointer:
+    """Raises :class:`InvalidInputError` for a pointer that nobody with the key has written."""
+    try:
+        pointer = _POINTER.validate_json(found.data)
+    except ValidationError as exc:
+        raise InvalidInputError(
+            f"remote {remote.url} holds a file {POINTER!r} that this version of blendrag did not write; use "
+            "the version that published it, or choose another prefix"
+        ) from exc
+    if not hmac.compare_digest(pointer.seal.encode(), pointer.signed(remote).encode()):
+        raise InvalidInputError(
+            f"the corpus of remote {remote.url} was not published by somebody with this "
+            "BLENDRAG_REMOTE_KEY, so it is not used; publish it again from a machine that has the key"
+        )
+    return pointer
 
-    The manifest is written first, so that no collection removes the KV that is looked for next; the pointer
-    is replaced last, and names only what :data:`Durable` has found. Raises :class:`InvalidInputError` if the
-    remote has another corpus or a snapshot that this store has not seen, :class:`CorpusError`, and
-    :class:`StoreUnavailableError`.
-    """
-    remote.make()
-    before = remote.objects.get(POINTER)
-    current = _pointer(remote, before) if before is not None else None
-    with Corpus.open(root) as corpus:  # a connection of its own: others read on
-        shared = _shared(corpus)
-        published = _published(remote, current) if current is not None else None
-        if current is not None:
-            _require_ours(corpus, remote, shared, current)
-        writing = _Writing(remote, published)
-        with corpus.file.reading():
-            settings = corpus.manifest
-            state = _State.of(corpus, _parts_for(corpus, published))
-            corpus_id = current.corpus if current else secrets.token_hex(16)
-            parts = tuple(writing.part(corpus, *each) for each in state.parts())
-            keys = keys_of(settings, published_texts(corpus.file))
-            chunks = len(corpus)
 
-        def snapshot(named: frozenset[str]) -> tuple[str, Snapshot]:
-            listed = writing.blob(b"".join(bytes.fromhex(key) for key in sorted(named)))
-            made = Snapshot(
-                corpus_id, settings, len(state.digests), chunks, state.digest(settings), parts,
-                keys.namespace, listed,
-            )  # fmt: skip
-            return writing.manifest(made), made
+def read_manifest(remote: RemoteRoot, name: str) -> Snapshot:
+    """Raises :class:`StoreUnavailableError` if it is not what was written."""
+    data = read_blob(remote, MANIFESTS, name)
+    try:
+        return _SNAPSHOT.validate_json(data)
+    except ValidationError as exc:
+        raise StoreUnavailableError(
+            f"the snapshot {name[:12]}… of remote {remote.url} is not what this version of blendrag writes; "
+            "use the version that published it"
+        ) from exc
 
-        name, made = snapshot(keys.keys)
-        require_no_collection(remote)
-        there = durable(keys)
-        if there != keys.keys:
-            name, made = snapshot(there)
-        serial = current.serial if current else 0
-        is_new = current is None or current.snapshot != name
-        if is_new:
-            _remember(corpus, Shared(corpus_id, serial, shared.state if shared else "", name))
-            serial += 1
-            after = Pointer(VERSION, corpus_id, serial, name)
-            if not remote.objects.replace(POINTER, _signed(remote, after), before):
-                raise InvalidInputError(
-                    f"another machine published to remote {remote.url} at the same time, expected one "
-                    "that publishes at a time; repeat the command"
-                )
-        _remember(corpus, Shared(corpus_id, serial, made.state))
-    missing = len(keys.keys) - len(there)
-    return Published(
-        serial, made.documents, chunks, len(there), missing, writing.uploaded_bytes, is_new
+
+def read_keys(remote: RemoteRoot, snapshot: Snapshot) -> frozenset[str]:
+    """Keys of the KV that a snapshot names."""
+    data = read_blob(remote, PARTS, snapshot.keys)
+    return frozenset(data[at : at + 32].hex() for at in range(0, len(data), 32))
+
+
+def read_blob(remote: RemoteRoot, folder: str, name: str) -> bytes:
+    """An object that is named by its contents; read again once if they differ."""
+    for _ in range(2):
+        found = remote.objects.get(folder + name)
+        if found is not None and hashlib.sha256(found.data).hexdigest() == name:
+            return found.data
+    what = "is missing" if found is None else "is not what was published"
+    raise StoreUnavailableError(
+        f"{folder}{name[:12]}… of remote {remote.url} {what}; repeat the command, and publish again if that "
+        "does not help"
     )
-
-
-def _require_ours(
-    corpus: Corpus, remote: RemoteRoot, shared: Shared | None, current: Pointer
-) -> None:
-    """Raise :class:`InvalidInputError` unless the store has seen the current snapshot."""
-    root = corpus.directory.parent
-    if shared is None or shared.corpus != current.corpus:
-        raise InvalidInputError(
-            f"remote {remote.url} holds the corpus of another store than {root}, expected its own or "
-            "none; to change that one, follow it into a new store and ingest there (blendrag store follow), "
-            "else choose another prefix"
-        )
-    if current.serial != shared.serial and current.snapshot != shared.intended:
-        raise InvalidInputError(
-            f"remote {remote.url} has snapshot {current.serial}, and store {root} knows {shared.serial}: "
-            "another machine has published since; follow it into a new store and ingest there, which finds "
-            "the KV"
-        )
-
-
-class _Writing:
-    """Writes the objects of one snapshot; those of the current one are not written again."""
-
-    def __init__(self, remote: RemoteRoot, published: Snapshot | None) -> None:
-        self._remote = remote
-        self._known: dict[str, Part] = {}
-        self._names: set[str] = set()
-        if published is not None:
-            self._names = {published.keys, *(part.name for part in published.parts)}
-            self._known = {part.state: part for part in published.parts}
-            self._settings = _settings_state(published.settings)
-        self.uploaded_bytes = 0
-
-    def part(self, corpus: Corpus, state: str, sources: Sequence[str]) -> Part:
-        known = self._known.get(state)
-        if known is not None and self._settings == _settings_state(corpus.manifest):
-            return known
-        lines = []
-        for source in sources:
-            record = record_of(corpus.file, source)
-            if record is None:
-                raise CorpusError(
-                    f"the corpus at {corpus.directory} is damaged (document {source!r:.80}), expected one "
-                    "that can be published; run blendrag store check --repair, then ingest again"
-                )
-            lines.append(_RECORD.dump_json(record))
-        raw = b"\n".join(lines)
-        return Part(self.blob(zlib.compress(raw, 1)), state, len(raw))
-
-    def blob(self, data: bytes) -> str:
-        """Write a part; its name."""
-        name = hashlib.sha256(data).hexdigest()
-        if name not in self._names:
-            self._put(PARTS + name, data)
-            self._names.add(name)
-        return name
-
-    def manifest(self, snapshot: Snapshot) -> str:
-        """Write a manifest, also if it is there already: what was written just now is not collected."""
-        data = json.dumps(asdict(snapshot), sort_keys=True).encode()
-        name = hashlib.sha256(data).hexdigest()
-        self._put(MANIFESTS + name, data)
-        return name
-
-    def _put(self, name: str, data: bytes) -> None:
-        self._remote.objects.put(name, data, if_absent=False)
-        self.uploaded_bytes += len(data)
 
 
 def require_no_collection(remote: RemoteRoot) -> None:
@@ -325,288 +170,5 @@ def time_there(remote: RemoteRoot) -> float:
         remote.objects.delete(name)
 
 
-# -- following --------------------------------------------------------------------------------------
-
-
-def may_follow(root: Path) -> bool:
-    """Whether the corpus of the store at ``root`` is one that follows or publishes, or there is none."""
-    try:
-        with Corpus.open(root, read_only=True) as corpus:
-            return _shared(corpus) is not None or not corpus.has_documents
-    except CorpusError:
-        return not (Path(root) / "corpus").exists()
-
-
-def follow(root: Path, remote: RemoteRoot, keep_settings: bool = False) -> Followed | None:
-    """Make the corpus of the store at ``root`` equal to the published one; ``None`` if there is none.
-
-    With ``keep_settings``, a snapshot whose embedder, tokenizer, prefix, chunks or encoding differ is
-    refused. Raises :class:`InvalidInputError` for a corpus with documents of its own, :class:`CorpusError`,
-    and :class:`StoreUnavailableError`; then the corpus is as it was.
-    """
-    remote.check()
-    found = remote.objects.get(POINTER)
-    if found is None:
-        return None
-    pointer = _pointer(remote, found)
-    with Corpus.open(root, create=True) as corpus:
-        shared = _shared(corpus)
-        _require_follower(corpus, remote, shared, pointer)
-        if shared is not None and shared.serial == pointer.serial:
-            ((documents,),) = corpus.file.rows("SELECT count(*) FROM document")
-            return Followed(pointer.serial, documents, len(corpus))
-        snapshot = _published(remote, pointer)
-        is_settled = corpus.has_manifest and corpus.has_documents
-        here = _settings_state(corpus.manifest) if is_settled else b""
-        same = _settings_state(snapshot.settings) == here
-        if is_settled and keep_settings and not same:
-            raise InvalidInputError(
-                f"the corpus of remote {remote.url} was ingested anew with other settings (embedder, "
-                "tokenizer, prefix, chunk length or encoding); start the server again to follow it"
-            )
-        state = _State.of(corpus, len(snapshot.parts))
-        if shared is not None and is_settled and state.digest(corpus.manifest) != shared.state:
-            raise InvalidInputError(
-                f"store {corpus.directory.parent} has changes that were not published, which following "
-                f"remote {remote.url} would undo; publish them, or follow into a new store"
-            )
-        changed = [
-            (at, part)
-            for at, part in enumerate(snapshot.parts)
-            if not same or part.state != state.of_part(at)
-        ]
-        with tempfile.TemporaryDirectory(prefix="blendrag-follow-") as scratch:
-            read_bytes = _fetch(remote, [part for _, part in changed], Path(scratch))
-            after = Shared(pointer.corpus, pointer.serial, snapshot.state)
-            added, removed = _apply(corpus, snapshot, state, same, changed, Path(scratch), after)
-        return Followed(pointer.serial, snapshot.documents, len(corpus), added, removed, read_bytes)
-
-
-def _require_follower(
-    corpus: Corpus, remote: RemoteRoot, shared: Shared | None, pointer: Pointer
-) -> None:
-    root = corpus.directory.parent
-    if (shared is None or shared.corpus != pointer.corpus) and corpus.has_documents:
-        raise InvalidInputError(
-            f"store {root} holds documents that are not of the corpus that remote {remote.url} publishes; "
-            "follow it into a new store, or choose another prefix"
-        )
-    is_same = shared is not None and shared.corpus == pointer.corpus
-    if shared is not None and is_same and pointer.serial < shared.serial:
-        raise InvalidInputError(
-            f"remote {remote.url} points to snapshot {pointer.serial}, older than the {shared.serial} of "
-            f"store {root}, expected that or a newer one; publish again, or follow into a new store"
-        )
-
-
-def _fetch(remote: RemoteRoot, parts: Sequence[Part], scratch: Path) -> int:
-    """Read and verify parts into files; bytes read."""
-
-    def one(part: Part) -> int:
-        data = _blob(remote, PARTS, part.name)
-        (scratch / part.name).write_bytes(data)
-        return len(data)
-
-    with ThreadPoolExecutor(AT_A_TIME, "blendrag-follow") as threads:
-        return sum(threads.map(one, parts))
-
-
-def _apply(
-    corpus: Corpus,
-    snapshot: Snapshot,
-    state: _State,
-    same: bool,
-    changed: Sequence[tuple[int, Part]],
-    scratch: Path,
-    after: Shared,
-) -> tuple[int, int]:
-    """Change the corpus, in one transaction; how many documents were added and removed."""
-    file = corpus.file
-    added = 0
-    with file.writing() as connection:
-        if _State.of(corpus, len(snapshot.parts)).digests != state.digests:
-            raise CorpusError(
-                f"another process changed the corpus at {corpus.directory} at the same time; repeat the "
-                "command"
-            )
-        gone = {source for at, _ in changed for source in state.buckets[at]}
-        suspects: list[int] = []
-        new: list[tuple[Part, set[str]]] = []
-        for _, part in changed:
-            wanted = set()
-            for record in _records(scratch, part):
-                if same and state.digests.get(record.source) == record.digest:
-                    gone.discard(record.source)
-                else:
-                    wanted.add(record.source)
-            new.append((part, wanted))
-        by_source = "SELECT id FROM document WHERE source = ?"
-        for source in sorted(gone):
-            suspects += delete_documents(connection, by_source, source)
-        file.set_meta("manifest", snapshot.settings.to_json())
-        for part, wanted in new:
-            for record in _records(scratch, part) if wanted else ():
-                if record.source in wanted:
-                    insert_record(connection, record, corpus.vectors.check)
-                    added += 1
-        removed = len(gone - {source for _, wanted in new for source in wanted})
-        end_change(file, suspects)
-        if _State.of(corpus, 1).digest(snapshot.settings) != snapshot.state:
-            raise StoreUnavailableError(
-                "the parts of the published corpus do not make up its snapshot; publish it again"
-            )
-        file.set_meta(SHARED, json.dumps(asdict(after)))
-    return added, removed
-
-
-def _records(scratch: Path, part: Part) -> Iterator[Record]:
-    """The documents of a part that was read. Raises :class:`StoreUnavailableError` for anything else."""
-    unpacking = zlib.decompressobj()
-    try:
-        raw = unpacking.decompress((scratch / part.name).read_bytes(), MAX_PART_BYTES)
-        if len(raw) != part.size_bytes or not unpacking.eof:
-            raise ValueError("its length is another one")
-        for line in raw.split(b"\n") if raw else ():
-            yield _RECORD.validate_json(line)
-    except (zlib.error, ValueError, RecursionError) as exc:
-        raise StoreUnavailableError(
-            f"part {part.name[:12]}… of the published corpus is not what blendrag writes "
-            f"({str(exc).splitlines()[0]:.80}); publish again with this version of blendrag"
-        ) from exc
-
-
-# -- what is where ----------------------------------------------------------------------------------
-
-
-class _State:
-    """The documents of a corpus but those that were learned, by part."""
-
-    def __init__(self, digests: dict[str, str], parts: int) -> None:
-        self.digests = digests
-        """Of documents, by source."""
-        self.buckets: list[list[str]] = [[] for _ in range(parts)]
-        for source in sorted(digests):
-            digest = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
-            self.buckets[int.from_bytes(digest[:4], "big") % parts].append(source)
-
-    @classmethod
-    def of(cls, corpus: Corpus, parts: int) -> _State:
-        not_learned = "WHERE id NOT IN (SELECT document FROM entry WHERE parent = ?)"
-        rows = corpus.file.sound_rows((DOCUMENT,), not_learned, LEARNED)
-        return cls({row[1]: row[3] for (row,) in rows}, max(1, parts))
-
-    def of_part(self, at: int) -> str:
-        fields = (f for source in self.buckets[at] for f in (source, self.digests[source]))
-        return digest_fields(field.encode("utf-8", "surrogatepass") for field in fields)
-
-    def parts(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """State and sources of each."""
-        for at, sources in enumerate(self.buckets):
-            yield self.of_part(at), sources
-
-    def digest(self, settings: Manifest) -> str:
-        """See :attr:`Snapshot.state`. Does not depend on the parts."""
-        fields = (field for pair in sorted(self.digests.items()) for field in pair)
-        encoded = (field.encode("utf-8", "surrogatepass") for field in fields)
-        return digest_fields([_settings_state(settings), *encoded])
-
-
-def _parts_for(corpus: Corpus, published: Snapshot | None) -> int:
-    """How many parts: as many as are published, unless the corpus has become far larger or smaller."""
-    ((passages, tokens),) = corpus.file.rows(
-        "SELECT count(*), total(tokens) FROM passage JOIN chunk ON chunk.id = passage.chunk"
-    )
-    size_bytes = 5 * tokens + passages * 6 * (corpus.file.number("dim") or 0)
-    fits = max(1, math.ceil(size_bytes / PART_BYTES))
-    now = len(published.parts) if published is not None else 0
-    return now if fits / 4 <= now <= fits * 4 else fits
-
-
-def _settings_state(settings: Manifest) -> bytes:
-    """What documents and vectors depend on."""
-    names = ("chunk_tokens", "embedder", "encoding", "prefix_ids", "tokenizer_fingerprint")
-    return json.dumps([getattr(settings, name) for name in names]).encode()
-
-
-def _shared(corpus: Corpus) -> Shared | None:
-    value = corpus.file.meta(SHARED)
-    try:
-        return None if value is None else _SHARED.validate_json(value)
-    except ValidationError:
-        return None
-
-
-def _remember(corpus: Corpus, shared: Shared) -> None:
-    with corpus.file.writing():
-        corpus.file.set_meta(SHARED, json.dumps(asdict(shared)))
-
-
-def _signed(remote: RemoteRoot, pointer: Pointer) -> bytes:
-    return json.dumps(asdict(pointer) | {"seal": pointer.signed(remote)}).encode()
-
-
-def _pointer(remote: RemoteRoot, found: Stored) -> Pointer:
-    """Raises :class:`InvalidInputError` for a pointer that nobody with the key has written."""
-    try:
-        pointer = _POINTER.validate_json(found.data)
-    except ValidationError as exc:
-        raise InvalidInputError(
-            f"remote {remote.url} holds a file {POINTER!r} that this version of blendrag did not write; use "
-            "the version that published it, or choose another prefix"
-        ) from exc
-    if not hmac.compare_digest(pointer.seal.encode(), pointer.signed(remote).encode()):
-        raise InvalidInputError(
-            f"the corpus of remote {remote.url} was not published by somebody with this "
-            "BLENDRAG_REMOTE_KEY, so it is not used; publish it again from a machine that has the key"
-        )
-    return pointer
-
-
-def current(remote: RemoteRoot) -> tuple[Pointer, Snapshot] | None:
-    """The published snapshot, ``None`` if there is none."""
-    found = remote.objects.get(POINTER)
-    if found is None:
-        return None
-    pointer = _pointer(remote, found)
-    return pointer, _published(remote, pointer)
-
-
-def _published(remote: RemoteRoot, pointer: Pointer) -> Snapshot:
-    return read_manifest(remote, pointer.snapshot)
-
-
-def read_manifest(remote: RemoteRoot, name: str) -> Snapshot:
-    """Raises :class:`StoreUnavailableError` if it is not what was written."""
-    data = _blob(remote, MANIFESTS, name)
-    try:
-        return _SNAPSHOT.validate_json(data)
-    except ValidationError as exc:
-        raise StoreUnavailableError(
-            f"the snapshot {name[:12]}… of remote {remote.url} is not what this version of blendrag writes; "
-            "use the version that published it"
-        ) from exc
-
-
-def read_keys(remote: RemoteRoot, snapshot: Snapshot) -> frozenset[str]:
-    """Keys of the KV that a snapshot names."""
-    data = _blob(remote, PARTS, snapshot.keys)
-    return frozenset(data[at : at + 32].hex() for at in range(0, len(data), 32))
-
-
-def _blob(remote: RemoteRoot, folder: str, name: str) -> bytes:
-    """An object that is named by its contents; read again once if they differ."""
-    for _ in range(2):
-        found = remote.objects.get(folder + name)
-        if found is not None and hashlib.sha256(found.data).hexdigest() == name:
-            return found.data
-    what = "is missing" if found is None else "is not what was published"
-    raise StoreUnavailableError(
-        f"{folder}{name[:12]}… of remote {remote.url} {what}; repeat the command, and publish again if that "
-        "does not help"
-    )
-
-
 _POINTER = TypeAdapter(Pointer)
-_SHARED = TypeAdapter(Shared)
 _SNAPSHOT = TypeAdapter(Snapshot)
-_RECORD = TypeAdapter(Record)

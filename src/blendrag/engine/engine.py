@@ -28,7 +28,7 @@ from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
 from blendrag.corpus.documents import LEARNED
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
-from blendrag.corpus.snapshots import Followed, Published
+from blendrag.corpus.sharing import Followed, Published
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import ingest as ingesting
 from blendrag.engine import profiling, publishing

@@ -1,6 +1,6 @@
 """Sharing a corpus through the remote: publish it after an ingest, follow it elsewhere.
 
-What a snapshot is, and how it is written and read, is in :mod:`blendrag.corpus.snapshots`.
+How it is written and read is in :mod:`blendrag.corpus.sharing`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from blendrag.config import Settings
-from blendrag.corpus import snapshots
+from blendrag.corpus import sharing
 from blendrag.corpus.manifest import Manifest
-from blendrag.corpus.snapshots import Followed, Keys, Published
+from blendrag.corpus.sharing import Followed, Keys, Published
+from blendrag.corpus.snapshots import remote_root
 from blendrag.engine.kv_writer import drop_orphaned_kv
 from blendrag.engine.resources import Resources
 from blendrag.errors import BlendragError, starting_thread
@@ -29,7 +30,7 @@ FOLLOW_EVERY_S = 10.0
 
 def publish(resources: Resources) -> Published:
     """See :meth:`BlendEngine.publish`."""
-    with snapshots.remote_root(resources.settings) as remote:
+    with remote_root(resources.settings) as remote:
         resources.require_corpus()
         store = resources.store
         assert isinstance(store, TieredStore)
@@ -47,17 +48,17 @@ def publish(resources: Resources) -> Published:
         def durable(keys: Keys) -> frozenset[str]:
             return store.ensure_remote(*keys) if keys.keys else frozenset()
 
-        return snapshots.publish(resources.root, remote, keys_of, durable)
+        return sharing.publish(resources.root, remote, keys_of, durable)
 
 
 def follow(root: Path, settings: Settings, keep_settings: bool = False) -> Followed | None:
     """Make the corpus of the store at ``root`` equal to the one that the remote of ``settings`` publishes.
 
     ``None`` if it publishes none. Loads no model. An engine over the store answers from the new corpus as
-    soon as this returns; its running requests go on. See :func:`blendrag.corpus.snapshots.follow`.
+    soon as this returns; its running requests go on. See :func:`blendrag.corpus.sharing.follow`.
     """
-    with snapshots.remote_root(settings) as remote:
-        return snapshots.follow(root, remote, keep_settings)
+    with remote_root(settings) as remote:
+        return sharing.follow(root, remote, keep_settings)
 
 
 class Follower:
