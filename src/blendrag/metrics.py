@@ -48,6 +48,7 @@ class RequestMetrics:
     """Times in seconds, sizes in tokens, ratios in [0, 1]."""
 
     mode: str
+    """That of the request, or ``schema``: modules at the positions of their schema."""
     ttft_s: float
     """Request received to first new token sampled: planning, loading, prefill; without ``opening_s``."""
     load_s: float

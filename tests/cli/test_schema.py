@@ -23,6 +23,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     model = save_model(folder / "model")
     (folder / "trip.xml").write_text(SCHEMA, encoding="utf-8")
     (folder / "ask.xml").write_text(PROMPT, encoding="utf-8")
+    (folder / "utf-16.xml").write_text(SCHEMA, encoding="utf-16")
     return folder, ["--model", str(model), "--store", str(folder / "store")]
 
 
@@ -41,18 +42,20 @@ def test_modules_are_encoded_once_and_reused_by_prompts(made):
                 "--max-new-tokens", "3", "--positions", positions,
             )  # fmt: skip
             shown[positions] = json.loads(result.stdout)["metrics"]
-        assert shown[positions]["new_tokens"] == 3
+        assert (shown[positions]["mode"], shown[positions]["new_tokens"]) == (positions, 3)
     assert shown["schema"]["reused_tokens"] > shown["schema"]["fresh_tokens"]
     streamed = invoke("schema", "run", folder / "trip.xml", PROMPT, *where, "--max-new-tokens", "3")
     assert streamed.stdout.strip()
     assert f"{shown['schema']['reused_tokens']} reused" in streamed.stderr
-    assert "fresh; modules at the positions of the schema" in streamed.stderr
+    assert "fresh; mode schema" in streamed.stderr
 
 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
         (("encode", "none.xml"), "none.xml: No such file or directory; expected a file of markup"),
+        (("encode", "utf-16.xml"), "utf-16.xml: not UTF-8; expected a file of markup"),
+        (("show", "trip.xml", "--svg", "none/a.svg"), "--svg none/a.svg cannot be written"),
         (("run", "trip.xml", "none.xml"), "PROMPT none.xml cannot be read (No such file"),
         (("run", "trip.xml", "<prompt schema='trip'><fod/></prompt>"), "did you mean 'food'"),
         (("run", "trip.xml", PROMPT, "--positions", "x"), "positions is 'x', expected 'schema' or"),
@@ -61,7 +64,7 @@ def test_modules_are_encoded_once_and_reused_by_prompts(made):
 def test_bad_input_is_one_sentence(args, sentence, made, monkeypatch):
     folder, where = made
     monkeypatch.chdir(folder)
-    result = invoke("schema", *args, *where)
+    result = invoke("schema", *args, *where[: 2 if args[0] == "show" else 4])
     assert result.exit_code == 2
     assert sentence in result.stderr.replace("\n", "")
 

@@ -416,6 +416,13 @@ def test_wrong_prompts_are_refused(tmp_path):
     with engine(tiny.family("gpt2"), tmp_path, max_new_tokens=6) as made:
         with tiny.refuses("schema 'tripp' was not added .* which has trip .did you mean 'trip'"):
             made.generate(pml='<prompt schema="tripp"><sea/></prompt>')
+        with tiny.refuses("<prompt>:1:1: the prompt is empty", SchemaError):
+            made.add_schema('<schema name="one"><module name="a">x</module></schema>')
+            made.generate(pml='<prompt schema="one"/>')
+        with tiny.refuses("<prompt>:2:1: .* expected at most 4,096", SchemaError):
+            made.generate(pml=pml("<sea/>\n" + "old ships " * 2000))
+        with tiny.refuses("embedded null byte", InvalidInputError):
+            made.add_schema("a\0b")
         with tiny.refuses("union", SchemaError):
             made.generate(pml=pml("<sea/><hill/>"))
         with tiny.refuses("neither a prompt nor pml given"):
@@ -426,7 +433,7 @@ def test_wrong_prompts_are_refused(tmp_path):
             made.generate(pml=pml(), tools=[{"type": "function"}])
         with tiny.refuses("positions is 'fixed', expected 'schema' or 'blend'"):
             made.add_schema(SCHEMA, positions="fixed")  # type: ignore[arg-type]
-        with tiny.refuses("takes .* positions, but the model has 4,096"):
+        with tiny.refuses("<schema>:1:1: .* takes .* positions, but the model has 4,096"):
             made.add_schema(f'<schema name="long">{"old ships " * 2000}</schema>')
         with tiny.refuses("over the model's context", ContextOverflowError):
             made.generate(pml=pml(), max_new_tokens=4000)

@@ -139,6 +139,15 @@ def test_the_largest_complete_scaffold_is_used():
     assert used("<a/><c/>") == ["a", "c"]
 
 
+def test_a_scaffold_is_used_although_one_of_its_modules_has_no_text_outside_of_nested_ones():
+    schema = tokenized(
+        '<schema name="s"><module name="a"><module name="in">One.</module></module>'
+        '<module name="b">Two.</module><scaffold modules="a in b"/></schema>'
+    )
+    placed = schema.place(parse_prompt('<prompt schema="s"><a><in/></a><b/></prompt>'))
+    assert [part.block.name for part in placed.parts] == ["a + in + b"] * 2
+
+
 @pytest.mark.parametrize(
     ("unk", "note"),
     [("[UNK]", ""), ("<|start|>", "has <|start|> in place of <unk>"), (None, "has no <unk>")],

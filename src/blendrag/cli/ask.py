@@ -220,24 +220,21 @@ def say_sources(sources: Sequence[RetrievedChunk]) -> None:
         )
 
 
-def say_metrics(metrics: RequestMetrics, how: str = "") -> None:
-    """Print one line of figures on stderr, then the decision of ``ratio=auto`` and the notes.
-
-    ``how`` the prompt was computed stands in place of the mode.
-    """
+def say_metrics(metrics: RequestMetrics) -> None:
+    """Print one line of figures on stderr, then the decision of ``ratio=auto`` and the notes."""
     predicted = metrics.predicted_ttft_s
     expected = "" if predicted is None else f", {1e3 * predicted:,.0f} predicted"
     opened = f" once the model was open ({metrics.opening_s:,.1f} s)"
     opened *= metrics.opening_s >= WORTH_TELLING_S
     prefix = f" ({metrics.prefix_tokens} before the first chunk)" * bool(metrics.prefix_tokens)
     policy = f", {metrics.policy} at ratio {metrics.ratio:.2f}" if metrics.policy else ""
-    how = how or f"mode {metrics.mode}{policy}{_schedule(metrics)}"
     say(
         "metrics",
         f"first token after {1e3 * metrics.ttft_s:,.0f} ms{expected} "
         f"(loading {1e3 * metrics.load_s:,.0f} ms){opened}, "
         f"{metrics.prompt_tokens} prompt tokens: {metrics.reused_tokens} reused{prefix}, "
-        f"{metrics.recomputed_tokens} of them recomputed, {metrics.fresh_tokens} fresh; {how}",
+        f"{metrics.recomputed_tokens} of them recomputed, {metrics.fresh_tokens} fresh; "
+        f"mode {metrics.mode}{policy}{_schedule(metrics)}",
     )
     if metrics.decision:
         say("decision", metrics.decision)

@@ -223,8 +223,7 @@ def run(
         if json:
             print_json({"answer": answer.text, "metrics": answer.metrics.as_dict()})
         else:
-            is_placed = positions == "schema" and answer.metrics.mode != "full"
-            say_metrics(answer.metrics, "modules at the positions of the schema" * is_placed)
+            say_metrics(answer.metrics)
         interrupt.expect("the answer is complete; some modules are not precomputed yet")
         engine.drain()
     return DONE

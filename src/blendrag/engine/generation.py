@@ -238,7 +238,7 @@ class Generation:
         # a forecast is of a request that is prefilled alone
         predicted = plan.forecast if batch_size == 1 else None
         return RequestMetrics(
-            mode=request.mode,
+            mode=request.mode if request.placed is None else "schema",
             ttft_s=stream.ttft_s,
             load_s=fusion.loader.load_s if fusion is not None else 0.0,
             total_s=time.perf_counter() - request.asked_at,

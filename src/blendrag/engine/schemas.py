@@ -6,6 +6,7 @@ Modules have a namespace and a probe of their own, because models that cannot be
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing, suppress
@@ -26,6 +27,7 @@ from blendrag.engine.worker import Worker
 from blendrag.errors import (
     ContextOverflowError,
     InvalidInputError,
+    SchemaError,
     StoreFullError,
     UnreadableDocumentError,
     UnsupportedModelError,
@@ -92,6 +94,7 @@ class _Stored:
 class _Added:
     schema: TokenizedSchema
     positions: Positions
+    context_tokens: int
 
 
 class Schemas:
@@ -115,13 +118,14 @@ class Schemas:
         schema = TokenizedSchema(_parsed(source), self._resources.tokens)
         limit = self._resources.context_tokens
         if positions == "schema" and schema.end >= limit:
-            raise InvalidInputError(
+            raise SchemaError(
+                schema.schema.at,
                 f"schema {schema.name!r} takes {schema.end:,} positions, but the model has {limit:,}; "
-                'shorten it, or add it with positions="blend", where only imported modules take positions'
+                'shorten it, or add it with positions="blend", where only imported modules take positions',
             )
         if schema.placeholder.note:
             log.info("schema %s: %s", schema.name, schema.placeholder.note)
-        self._added[schema.name] = _Added(schema, positions)
+        self._added[schema.name] = _Added(schema, positions, limit)
         return schema
 
     def __getitem__(self, name: str) -> _Added:
@@ -144,15 +148,21 @@ class Schemas:
                 "into a module"
             )
         parsed = parse_prompt(prompt.pml, prompt.file)
-        added = self[parsed.schema]
-        placed = added.schema.place(parsed)
+        try:
+            added = self[parsed.schema]
+        except InvalidInputError as unknown:
+            raise SchemaError(parsed.at, str(unknown)) from None
+        is_placed = added.positions == "schema" and not is_full
+        limit = added.context_tokens if is_placed else sys.maxsize
+        placed = added.schema.place(parsed, limit)
         if options.opening and (ids := tuple(self._resources.tokens.encode_text(options.opening))):
             at = tuple(range(placed.end, placed.end + len(ids)))
             placed = PlacedPrompt(placed.schema, (*placed.parts, FreshTokens(ids, at)))
         if not placed.parts:
-            raise InvalidInputError("the prompt is empty; import a module or ask something")
+            raise SchemaError(
+                parsed.at, "the prompt is empty, expected imports of modules or a question"
+            )
         segments = added.schema.segments(placed)
-        is_placed = added.positions == "schema" and not is_full
         if is_placed:
             segments = _segments(placed)
         source = f"schema {added.schema.name}"
@@ -439,7 +449,7 @@ def _parsed(source: Source) -> Schema:
     path = Path(source)
     try:
         text = regular_files.read_text(path, MAX_MARKUP_BYTES, follow=True)
-    except (OSError, UnicodeDecodeError) as exc:
-        why = getattr(exc, "strerror", None) or exc
-        raise UnreadableDocumentError(path, f"{why}; expected a file of markup") from exc
+    except (OSError, ValueError) as exc:
+        why = "not UTF-8" if isinstance(exc, UnicodeDecodeError) else getattr(exc, "strerror", 0)
+        raise UnreadableDocumentError(path, f"{why or exc}; expected a file of markup") from exc
     return parse_schema(text, str(path))

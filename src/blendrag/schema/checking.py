@@ -96,8 +96,8 @@ def check_context(parts: Sequence[Part], extents: Sequence[Extent], context_toke
             raise SchemaError(
                 at,
                 f"this part of the prompt takes positions {extent.start:,} to {extent.end:,}, expected at "
-                f"most {context_tokens:,}, the context of the model; shorten the schema, or put modules of "
-                "which a prompt needs one into a <union>",
+                f"most {context_tokens:,}, the context of the model; shorten it or the schema, or put "
+                "modules of which a prompt needs one into a <union>",
             )
 
 

@@ -6,12 +6,19 @@ together, as every prompt has all of them. So are the modules of a scaffold, for
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from blendrag.model.tokens import Tokens
-from blendrag.schema.checking import CachedText, FilledParameter, Part, check_lengths, resolve
+from blendrag.schema.checking import (
+    CachedText,
+    FilledParameter,
+    check_context,
+    check_lengths,
+    resolve,
+)
 from blendrag.schema.concatenation import Block, CachedStretch, FreshTokens, PlacedPrompt
 from blendrag.schema.layout import lay_out, own_parts
 from blendrag.schema.nodes import (
@@ -35,9 +42,6 @@ from blendrag.text.prompt import Segment, SegmentedPrompt
 BLEND_MIN_TOKENS = 16
 
 
-_InModule = CachedText | FilledParameter
-
-
 def _roles(nodes: Iterable[Node], imported: Collection[str] | None = None) -> list[Role]:
     """All roles in the order of the file; with ``imported``, without those of other modules."""
     found: list[Role] = []
@@ -47,6 +51,11 @@ def _roles(nodes: Iterable[Node], imported: Collection[str] | None = None) -> li
         if not isinstance(node, Module) or imported is None or node.name in imported:
             found += _roles(children_of(node), imported)
     return found
+
+
+def _imported(prompt: PromptMarkup) -> set[str]:
+    """The names of all modules that ``prompt`` imports."""
+    return {node.name for node in walk(prompt.children) if isinstance(node, Import)}
 
 
 @dataclass(frozen=True)
@@ -110,16 +119,19 @@ class TokenizedSchema:
         own = [self._anonymous, *self._own.values(), *self._scaffolds.values()]
         return tuple(each.block for each in own if each.block.stretches)
 
-    def place(self, prompt: PromptMarkup) -> PlacedPrompt:
-        """The tokens of ``prompt`` at their positions. Raises :class:`SchemaError`."""
+    def place(self, prompt: PromptMarkup, context_tokens: int = sys.maxsize) -> PlacedPrompt:
+        """The tokens of ``prompt`` at their positions, all in the context of the model. Raises
+        :class:`SchemaError`."""
         prompt = self.as_chat(prompt)
         parts = resolve(self.schema, prompt)
         check_lengths(parts, self.count)
-        encoded_in = self._encoded_in(parts)
+        extents = self.layout.place(parts, self.count)
+        check_context(parts, extents, context_tokens)
+        encoded_in = self._encoded_in(_imported(prompt))
         placed: list[CachedStretch | FreshTokens] = []
         if self._first and not self._begins_with_text:
             placed.append(CachedStretch(self._anonymous.block, 0, len(self._first)))
-        for part, extent in zip(parts, self.layout.place(parts, self.count), strict=True):
+        for part, extent in zip(parts, extents, strict=True):
             if isinstance(part, CachedText):
                 block, where = encoded_in[part.module.name if part.module else None]
                 if part.text in where:
@@ -219,8 +231,7 @@ class TokenizedSchema:
         roles = _roles(prompt.children)
         if not roles and not _roles(self._with_roles):
             return prompt
-        imported = {node.name for node in walk(prompt.children) if isinstance(node, Import)}
-        before = _roles(self._with_roles, imported)
+        before = _roles(self._with_roles, _imported(prompt))
         previous = before[-1].role if before else None
         children = list(prompt.children)
         loose: list[Node] = []
@@ -240,12 +251,9 @@ class TokenizedSchema:
         return PromptMarkup(chat.schema, (*chat.children, answer), chat.at)
 
     def _encoded_in(
-        self, parts: Sequence[Part]
+        self, imported: Collection[str]
     ) -> dict[str | None, tuple[Block, dict[Text, tuple[int, int]]]]:
         """The block that holds each imported module: a complete scaffold's, or its own."""
-        imported = {
-            part.module.name for part in parts if isinstance(part, _InModule) and part.module
-        }
         found = {name: self._own[name] for name in imported}
         left = set(imported)
         for names, together in self._scaffolds.items():
