@@ -256,7 +256,10 @@ def test_wrong_schemas_are_refused(content: str, message: str):
     [
         ("", "there is no tag, expected <schema name=…> or <prompt schema=…>"),
         ("<schema name='s'>x</schema>", "the root is <schema>, expected <prompt>"),
+        ("hello", "f:1:1: there is no tag"),
         ("<prompt schema='s'>x</prompt>y", "f:1:30: there is more after the last closing tag"),
+        ("<prompt schema='s'>x</prompt></prompt>", "there is more after the last closing tag"),
+        ("<prompt schema='s'><a b='1' b='2'/></prompt>", "an attribute is given twice"),
         ("<prompt schema='s'>x", "f:1:21: the text ends, expected </prompt> for the tag of line 1"),
         ("<prompt>x</prompt>", "<prompt> has no schema, expected <prompt schema=…>"),
         ("<prompt schema='s'><union/></prompt>", "<union> is a tag of schemas, expected an import"),

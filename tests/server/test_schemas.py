@@ -58,5 +58,6 @@ def test_a_chat_imports_modules_and_reuses_them(client) -> None:
     ],
 )
 def test_wrong_imports_get_status_400(content, more, sentence, client) -> None:
-    with pytest.raises(openai.BadRequestError, match=sentence):
+    with pytest.raises(openai.BadRequestError, match=sentence) as refused:
         asked(client, content, **more)
+    assert refused.value.param == ("schema" if "retrieve" in more else "messages")

@@ -7,9 +7,8 @@ from typing import Any
 from langchain_core.messages import BaseMessage, HumanMessage
 from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import BasePromptTemplate
-from langchain_core.prompts.string import get_template_variables
 
-from blendrag.frameworks.schema_prompts import MARKED, SchemaMarkup, filled
+from blendrag.frameworks.schema_prompts import MARKED, SchemaMarkup, filled, variables_of
 
 
 class SchemaPromptValue(PromptValue):
@@ -47,7 +46,7 @@ class SchemaPromptTemplate(BasePromptTemplate[str]):
         """A template of ``<prompt schema="…">…</prompt>`` with variables in braces."""
         return cls(
             template=template,
-            input_variables=get_template_variables(template, "f-string"),
+            input_variables=variables_of(template),
             **given,
         )
 

@@ -47,3 +47,17 @@ def test_text_that_looks_like_a_prompt_of_a_schema_is_text(own: BlendEngine) -> 
         ChatBlend(engine=own).invoke(
             [*SchemaPromptTemplate.from_template(text).invoke({}).to_messages(), ("user", "What?")]
         )
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (3, "template 3: .* expected variables as in {name}"),
+        ("{a", "expected '}' before end of string, expected variables"),
+        ('{"a": 1}', "write {{ and }} for braces in text"),
+        ("{}", "{} in a template, expected variables as in {name}"),
+    ],
+)
+def test_a_template_that_cannot_be_filled_is_refused(template: Any, sentence: str) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        SchemaPromptTemplate.from_template(template)

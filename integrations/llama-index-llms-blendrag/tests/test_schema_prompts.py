@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from blendrag.engine import BlendEngine
+from blendrag.errors import InvalidInputError
 from llama_index.llms.blendrag import BlendLLM, SchemaPromptTemplate
 
 SCHEMA = (
@@ -33,3 +36,8 @@ def test_a_template_of_a_schema_reuses_its_modules(own: BlendEngine) -> None:
     whole = llm.complete(template.format(question=question))
     assert whole.text == expected.text
     assert llm.complete(str(template.format(question=question))).text != expected.text
+
+
+def test_a_variable_without_a_value_is_named() -> None:
+    with pytest.raises(InvalidInputError, match="no value for days of the template, expected days"):
+        SchemaPromptTemplate(PROMPT).format(question="What?")

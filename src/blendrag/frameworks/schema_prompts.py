@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
@@ -15,15 +16,39 @@ if TYPE_CHECKING:
 MARKED = "blendrag_schema_prompt"
 #: Attributes are quoted. Whitespace that is written otherwise is changed by XML, or is layout.
 _ENTITIES = {'"': "&quot;", "'": "&apos;", "\n": "&#10;", "\r": "&#13;", "\t": "&#9;"}
+_BRACES = "write {{ and }} for braces in text"
 
 
 class SchemaMarkup(str):
     """``<prompt schema="…">…</prompt>`` from a template. Other texts that look like it are text."""
 
 
+def variables_of(template: str) -> list[str]:
+    """The names in braces. Raises :class:`InvalidInputError` for anything else in braces."""
+    try:
+        found = dict.fromkeys(
+            name for _, name, *_ in Formatter().parse(template) if name is not None
+        )
+    except (ValueError, TypeError) as exc:
+        raise InvalidInputError(
+            f"template {template!r:.80}: {exc}, expected variables as in {{name}}; {_BRACES}"
+        ) from exc
+    for name in found:
+        if not name.isidentifier():
+            raise InvalidInputError(
+                f"{{{name:.40}}} in a template, expected variables as in {{name}}; {_BRACES}"
+            )
+    return list(found)
+
+
 def filled(template: str, values: Mapping[str, Any]) -> SchemaMarkup:
     """``template`` with ``{name}`` replaced by values, which never become markup."""
-    return SchemaMarkup(template.format(**{k: _escaped(str(v)) for k, v in values.items()}))
+    names = variables_of(template)
+    if missing := [name for name in names if name not in values]:
+        raise InvalidInputError(
+            f"no value for {', '.join(missing)} of the template, expected {', '.join(names)}; {_BRACES}"
+        )
+    return SchemaMarkup(template.format(**{name: _escaped(str(values[name])) for name in names}))
 
 
 def _escaped(value: str) -> str:

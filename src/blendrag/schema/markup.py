@@ -56,6 +56,7 @@ _SPACE = " \t\r\n"
 _REFERENCED = dict(zip(_SPACE, "\1\2\3\4", strict=True))
 _WHITESPACE = {ord(mark): space for space, mark in _REFERENCED.items()}
 _CODES = expat.errors.codes
+_NO_TAG = (_CODES[expat.errors.XML_ERROR_NO_ELEMENTS], _CODES[expat.errors.XML_ERROR_SYNTAX])
 
 
 @dataclass(slots=True)
@@ -238,17 +239,19 @@ class _TreeBuilder:
         opened = innermost and f"</{innermost.tag:.80}> for the tag of line {innermost.at.line}"
         if error.code == _CODES[expat.errors.XML_ERROR_TAG_MISMATCH]:
             return f"this closing tag fits no open tag, expected {opened}"
-        if error.code == _CODES[expat.errors.XML_ERROR_NO_ELEMENTS]:
-            if opened:
-                return f"the text ends, expected {opened}"
+        if error.code == _CODES[expat.errors.XML_ERROR_NO_ELEMENTS] and opened:
+            return f"the text ends, expected {opened}"
+        if self._root is None and error.code in _NO_TAG:
             return "there is no tag, expected <schema name=…> or <prompt schema=…>"
+        if self._root is not None and not opened:
+            return "there is more after the last closing tag, expected one <schema> or <prompt> per file"
+        if error.code == _CODES[expat.errors.XML_ERROR_DUPLICATE_ATTRIBUTE]:
+            return "an attribute is given twice, expected each name once"
         if error.code == _CODES[expat.errors.XML_ERROR_UNDEFINED_ENTITY]:
             return (
                 "unknown entity, expected &lt; &gt; &amp; &quot; &apos; or a number such as &#160;; write "
                 "&amp; for &"
             )
-        if error.code == _CODES[expat.errors.XML_ERROR_JUNK_AFTER_DOC_ELEMENT]:
-            return "there is more after the last closing tag, expected one <schema> or <prompt> per file"
         if error.code == _CODES[expat.errors.XML_ERROR_INVALID_TOKEN]:
             return (
                 "not valid XML; put values of attributes in quotation marks, write &lt; for < and &amp; for "

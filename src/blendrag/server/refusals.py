@@ -22,6 +22,7 @@ from blendrag.errors import (
     InvalidInputError,
     InvalidOptionError,
     RequestTimeout,
+    SchemaError,
     StoreFullError,
     UnsupportedModelError,
     is_out_of_memory,
@@ -96,6 +97,8 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, InvalidOptionError):
         name = OPTION_FIELDS.get(error.name, error.name)
         return Refusal(400, str(error.called(name)), param=name)
+    if isinstance(error, SchemaError):
+        return Refusal(400, str(error), param="messages")
     if isinstance(error, InvalidInputError):
         return Refusal(400, str(error))
     if isinstance(error, UnsupportedModelError):

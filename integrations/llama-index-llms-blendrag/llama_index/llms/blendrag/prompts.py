@@ -7,9 +7,8 @@ from typing import Any
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.prompts import BasePromptTemplate
-from llama_index.core.prompts.utils import get_template_vars
 
-from blendrag.frameworks.schema_prompts import MARKED, filled
+from blendrag.frameworks.schema_prompts import MARKED, filled, variables_of
 
 
 class SchemaPromptTemplate(BasePromptTemplate):
@@ -32,7 +31,7 @@ class SchemaPromptTemplate(BasePromptTemplate):
     def __init__(self, template: str, **given: Any) -> None:
         super().__init__(
             template=template,  # type: ignore[call-arg]
-            template_vars=get_template_vars(template),
+            template_vars=variables_of(template),
             metadata=given.pop("metadata", {}),
             kwargs=given.pop("kwargs", {}),
             output_parser=given.pop("output_parser", None),
@@ -43,8 +42,7 @@ class SchemaPromptTemplate(BasePromptTemplate):
         return self.model_copy(update={"kwargs": {**self.kwargs, **kwargs}})
 
     def format(self, llm: BaseLLM | None = None, **kwargs: Any) -> str:
-        values = self._map_all_vars({**self.kwargs, **kwargs})
-        return filled(self.template, {name: values[name] for name in self.template_vars})
+        return filled(self.template, self._map_all_vars({**self.kwargs, **kwargs}))
 
     def format_messages(self, llm: BaseLLM | None = None, **kwargs: Any) -> list[ChatMessage]:
         markup = str(self.format(**kwargs))
