@@ -20,6 +20,8 @@ from blendrag.server.running import DRAIN_S
 ROUTER = "blendrag.cluster.resident_router:ResidentRouter"
 #: Seconds of more or fewer requests until a replica is added or ended.
 UPSCALE_S, DOWNSCALE_S = 10.0, 120.0
+#: A process that is ended first finishes its requests, and looks so often whether there are any.
+DRAINING = {"graceful_shutdown_timeout_s": DRAIN_S, "graceful_shutdown_wait_loop_s": 0.5}
 
 
 def build(arguments: dict[str, Any]) -> Any:
@@ -43,8 +45,7 @@ def application(
         # the server itself refuses more than max_requests, with the reason
         "max_ongoing_requests": limits.max_requests + 1,
         "max_queued_requests": limits.max_requests,
-        "graceful_shutdown_timeout_s": DRAIN_S,
-        "graceful_shutdown_wait_loop_s": 0.5,
+        **DRAINING,
         "health_check_period_s": 5.0,
         "health_check_timeout_s": 30.0,
         "request_router_config": {
@@ -63,6 +64,6 @@ def application(
         }
     replicas = serve.deployment(replica, name="Replica").options(**options | replica_options)
     ingress = serve.deployment(Ingress, name="Ingress").options(
-        max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+        max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}, **DRAINING
     )
     return ingress.bind(served, versions(), replicas.bind(served, versions()))
