@@ -21,6 +21,7 @@ def test_without_ray_it_says_what_to_install(tmp_path, monkeypatch):
     docs = write_documents(tmp_path / "docs", 1)
     said = refused("ingest", docs, "--model", "demo", "--store", tmp_path / "s", "--ray")
     assert "pip install 'blendrag[ray]'" in said
+    assert "pip install 'blendrag[ray]'" in refused("bench", "cluster")
     assert not (tmp_path / "s").exists()
 
 

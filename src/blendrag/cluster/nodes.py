@@ -71,8 +71,8 @@ def on_every_node(check: Callable[[], Any]) -> list[Any]:
         results = ray.get(begun, timeout=CHECK_S)
     except (ray.exceptions.RayError, ModuleNotFoundError) as exc:
         raise InvalidInputError(
-            f"a node of the cluster cannot run blendrag ({_first_line(exc)}); install blendrag {__version__} "
-            "on all nodes"
+            f"a node of the cluster cannot run blendrag ({_cause(exc)}); install blendrag {__version__} on "
+            "all nodes"
         ) from exc
     for result in results:
         if isinstance(result, BlendragError):
@@ -86,6 +86,7 @@ def _here() -> str:
     return f"node {ray.util.get_node_ip_address()}"
 
 
-def _first_line(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
+    """The last line of what Ray tells, which is the error of the node."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200]
+    return (lines[-1] if lines else type(error).__name__)[:200]

@@ -33,7 +33,7 @@ def require_ray() -> Any:
         import ray.data
     except ImportError as exc:
         raise InvalidInputError(
-            f"--ray needs Ray, which is not installed ({exc}); pip install 'blendrag[ray]'"
+            f"this needs Ray, which is not installed ({exc}); pip install 'blendrag[ray]'"
         ) from exc
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     return ray

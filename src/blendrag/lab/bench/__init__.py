@@ -34,8 +34,12 @@ _MODULES = {"ingest": "ingest_rate"}
 
 
 def load_bench(name: str) -> Bench:
-    """The bench of that name. Imports torch."""
+    """The bench of that name. Imports torch. Raises :class:`InvalidInputError` if it needs Ray."""
     from blendrag.lab.bench.options import BENCHES
 
+    if name == "cluster":
+        from blendrag.cluster.ray_session import require_ray
+
+        require_ray()
     import_module(f"blendrag.lab.bench.{_MODULES.get(name, name)}")
     return BENCHES[name]
