@@ -102,6 +102,11 @@ def refused(*arguments: str) -> str:
     return done.stderr
 
 
+def refuse_token(*args: Any, **kwargs: Any) -> None:
+    """As Ray 2.60 tells it."""
+    raise ConnectionError("Failed to connect") from RuntimeError("RPC error: InvalidAuthToken: …")
+
+
 def test_the_command_refuses_what_it_cannot_do_before_ray_starts(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -114,5 +119,8 @@ def test_the_command_refuses_what_it_cannot_do_before_ray_starts(
     with monkeypatch.context() as away:
         away.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         assert "cannot be used (" in refused("--ray", "--store", str(store))
+    with monkeypatch.context() as away:
+        away.setattr("ray.init", refuse_token)
+        assert "asks for a token; set RAY_AUTH_MODE" in refused("--ray", "--store", str(store))
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "pip install 'blendrag[ray]'" in refused("--ray", "--store", str(store))

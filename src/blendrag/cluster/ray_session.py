@@ -63,6 +63,11 @@ def ray_session(cpus: int | None = None, verbose: bool = False) -> Iterator[Any]
             )
     except (ConnectionError, RuntimeError, ValueError, OSError) as exc:
         what = f"Ray at RAY_ADDRESS={address}" if address else "Ray"
+        if "InvalidAuthToken" in str(exc.__cause__):
+            raise RayError(
+                f"{what} asks for a token; set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN, or copy its "
+                "~/.ray/auth_token"
+            ) from exc
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         raise RayError(
             f"{what} cannot be used ({reason}); expected a running cluster of the same versions of Ray and "
