@@ -364,6 +364,12 @@ def _match(cases: dict[str, list[str]]) -> list[str]:
     return lines
 
 
+def _for(values: list[str], body: list[str]) -> list[str]:
+    """Loops inside each other have different variables."""
+    name = f"k{sum('for ' in line for line in body)}"
+    return [f"for {name} in {values!r}:", f"    yield f'{{{name}}}'", *_indented(body)]
+
+
 CALLS = st.sampled_from(["inner(a, x)", "inner(b, y=n > 1)", "inner('fixed', True)"]).map(
     lambda call: [f"yield {call}"]
 )
@@ -380,11 +386,7 @@ def _statements(body: st.SearchStrategy[list[str]]) -> st.SearchStrategy[list[st
         st.dictionaries(
             st.sampled_from(["0", "1 | 2", "3", "int() if x", "_"]), body, min_size=1, max_size=3
         ).map(_match),
-        st.builds(
-            lambda names, body: [f"for k in {names!r}:", "    yield f'{k}'", *_indented(body)],
-            st.lists(TEXTS, max_size=2),
-            body,
-        ),
+        st.builds(_for, st.lists(TEXTS, max_size=2), body),
         CALLS,
         st.builds(
             lambda call, body: [
