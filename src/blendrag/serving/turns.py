@@ -28,8 +28,8 @@ from blendrag.serving.decode_step import DecodeStep, can_join, decoded_together
 log = logging.getLogger(__name__)
 
 #: A prefill computes this many times as long as the others decoded before it lets them decode again, so they
-#: delay its first token by a fifth at most.
-PREFILL_PER_STEP = 5
+#: delay its first token by a sixth, and by the step that runs when it arrives.
+PREFILL_PER_STEP = 6
 
 
 class Turn(greenlet):
