@@ -384,8 +384,8 @@ class RemoteTier(ProcessBound):
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> RemoteReader | None:
         """Reader of that entry, or ``None`` if it is absent, in doubt, or the remote does not answer.
 
-        If the prompt waits no longer for its first request, the reader has no checksums yet, and the object
-        may turn out to be absent or wrong.
+        If it was expected and its prompt waits no longer for the first request, the reader has no checksums
+        yet, and the object may turn out to be absent or wrong.
         """
         self.check_process()
         require_name(namespace)
@@ -397,7 +397,7 @@ class RemoteTier(ProcessBound):
         first, requested_at = expected or self.request_first(namespace, key, layout, tokens)
         reader = RemoteReader(self, namespace, key, layout, tokens, first, requested_at, waiting)
         try:
-            if not waiting.is_over_for(first):
+            if expected is None or not waiting.is_over_for(first):
                 reader.read_header()
         except (StoreUnavailableError, CorruptKVError):
             return None
