@@ -67,6 +67,8 @@ def test_a_node_without_the_model_or_the_store_is_refused(store: Path, tmp_path:
     assert chunks == 2
     with pytest.raises(ModelLoadError, match="no model at /nowhere/model; expected the same path"):
         ServedCluster(model="/nowhere/model", store=str(store)).documents()
+    with pytest.raises(InvalidInputError, match="no schema /nowhere/town"):
+        ServedCluster(model="demo", store=str(store), schemas=("/nowhere/town.xml",)).documents()
     with pytest.raises(CorpusError, match="there is no corpus"):
         ServedCluster(model="demo", store=str(tmp_path / "gone")).documents()
     with pytest.raises(InvalidInputError, match="mount it on every node"):

@@ -106,7 +106,7 @@ class ServedCluster(BaseModel):
         return settings().model_copy(update={"remote": self.remote} if self.remote else {})
 
     def documents(self) -> tuple[int, str]:
-        """Chunks in this node's store, and their tokenizer, after a look for the model's files.
+        """Chunks in this node's store, and their tokenizer, after a look for the model's files and schemas.
 
         Raises :class:`BlendragError`, also for a published corpus that cannot be followed.
         """
@@ -114,6 +114,12 @@ class ServedCluster(BaseModel):
             follow_once(self.store_path, self._settings)
         model = model_for(self.model, self.store_path, self.trust_remote_code)
         check_model(model)
+        for file in self.schemas:
+            if not Path(file).exists():
+                raise InvalidInputError(
+                    f"there is no schema {file}; expected the same path on every node: copy it there, or "
+                    "share its directory"
+                )
         with Corpus.open(self.store_path, read_only=True) as corpus:
             tokenizer = corpus.manifest.tokenizer_fingerprint if corpus.has_manifest else ""
             return len(corpus), tokenizer
