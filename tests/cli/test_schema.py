@@ -110,6 +110,16 @@ def test_a_schema_and_its_prompts_are_checked(made):
     assert "'a' exists in line 3 already" in lines[2]
 
 
+def test_schemas_of_a_server_have_different_names(made):
+    folder, where = made
+    same = folder / "same.xml"
+    same.write_text(SCHEMA, encoding="utf-8")
+    sentence = refused(
+        "serve", "--schema", folder / "trip.xml", "--schema", same, "--port", "0", *where
+    )
+    assert sentence.endswith("trip.xml, 'trip', expected another name")
+
+
 def test_a_schema_is_shown_as_a_tree_and_drawn(made):
     folder, (_, model, *_) = made
     shown = invoke("schema", "show", folder / "trip.xml", "--svg", folder / "trip.svg").stdout

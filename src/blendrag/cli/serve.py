@@ -124,8 +124,13 @@ def serve(
         "max_new_tokens": max_new_tokens,
     }  # fmt: skip
     with at, options.engine_for(context, **defaults) as engine, ExitStack() as following:
+        named: dict[str, Path] = {}
         for file in schema or ():
-            engine.add_schema(file)
+            name = engine.add_schema(file)
+            if (first := named.setdefault(name, file)) is not file:
+                raise InvalidInputError(
+                    f"--schema {file} has the name of {first}, {name!r}, expected another name"
+                )
         _open(engine, needs_blending=not schema)
         if follows:
             from blendrag.engine.publishing import Follower
