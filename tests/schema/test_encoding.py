@@ -12,6 +12,8 @@ from blendrag.model.tokens import Tokens
 from blendrag.schema.concatenation import CachedStretch
 from blendrag.schema.encoding import TokenizedSchema, placeholder_of
 from blendrag.schema.markup import parse_prompt, parse_schema
+from blendrag.schema.roles import ChatTexts
+from model.test_tokenizers import llama2
 
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
@@ -81,6 +83,18 @@ def test_a_chat_begins_with_bos_whichever_module_begins_it(content):
         ]
     messages.append({"role": "user", "content": "Where?"})
     assert shown(schema, of, f"{content}Where?") == of.render(messages)
+
+
+def test_no_space_is_added_before_what_the_template_writes_inside_a_prompt():
+    tokens = Tokens(llama2())
+    tokens.tokenizer.chat_template = (
+        "{{ bos_token + '[INST] ' + messages[0]['content'] + ' [/INST]' }}"
+    )
+    schema = parse_schema("<schema name='s'><user>Where?</user></schema>", "s.xml")
+    [role] = schema.children
+    chat = ChatTexts(tokens)
+    before, after = chat.between([role], None, False)(role)
+    assert "Where? [/INST]" in tokens.decode(chat.ids(f"{before}Where?{after}"))
 
 
 def test_a_role_that_the_template_refuses_is_refused():

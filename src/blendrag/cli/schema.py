@@ -267,7 +267,7 @@ def _markup(given: str, name: str = "<prompt>") -> tuple[str, str]:
     """The markup of a prompt, and what errors call it: its file, or ``name``."""
     from blendrag.schema.markup import MAX_BYTES
 
-    if given.lstrip().startswith("<"):
+    if given.lstrip("\ufeff \t\r\n").startswith("<"):
         return given, name
     return options.read_text("PROMPT", Path(given), MAX_BYTES, "<prompt schema=…>"), given
 

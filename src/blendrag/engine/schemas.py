@@ -444,7 +444,7 @@ def _parsed(source: Source) -> Schema:
         raise InvalidInputError(
             f"a schema that is a {type(source).__name__}, expected markup, a file of it, or a program"
         )
-    if isinstance(source, str) and source.lstrip().startswith("<"):
+    if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("<"):
         return parse_schema(source, "<schema>")
     path = Path(source)
     try:

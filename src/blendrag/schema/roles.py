@@ -81,9 +81,10 @@ class ChatTexts:
         """Token ids of a text with marked texts of the template in it; all other text is plain."""
         ids: list[int] = []
         for i, part in enumerate(self._marked.split(text)):
-            if part:
-                encode = self._tokens.encode_template if i % 2 else self._tokens.encode_text
-                ids += encode(part)
+            if part and i % 2:  # no tokenizer may put a space before it, as before a whole prompt
+                ids += self._tokens.encode_prompt(part, begins=False).ids
+            elif part:
+                ids += self._tokens.encode_text(part)
         return tuple(ids)
 
     def plain(self, text: str) -> str:
