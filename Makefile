@@ -81,7 +81,7 @@ test-oldest test-newest: test-%: integrations/%.txt
 # Each bench writes build/bench/NAME.json, completely or not at all; docs/performance.md is made from them.
 # More arguments: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64". Some benches have no
 # --rounds, --ratio or --tier, so they take LOAD_ARGS, AUTO_ARGS, OVERHEAD_ARGS, ATTENTION_ARGS,
-# SERVE_ARGS and NEWCOMER_ARGS instead.
+# SERVE_ARGS, NEWCOMER_ARGS and REMOTE_ARGS instead.
 GEOMETRY ?= qwen2.5-0.5b
 BENCH_ARGS ?=
 LOAD_ARGS  ?=
@@ -90,6 +90,7 @@ OVERHEAD_ARGS ?=
 ATTENTION_ARGS ?=
 SERVE_ARGS ?=
 NEWCOMER_ARGS ?=
+REMOTE_ARGS ?=
 SHARES := 0,0.5,0.75,1
 measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) --json > build/bench/$(1).part \
   && mv build/bench/$(1).part build/bench/$(1).json
@@ -122,6 +123,7 @@ bench-all: bench ## measure everything else in docs/performance.md, with its plo
 	$(call measure,serve,serve --geometry $(GEOMETRY) --corpus-chunks 6 --contexts 1 --only blend $(SERVE_ARGS))
 	$(call measure,newcomer,newcomer --geometry $(GEOMETRY) $(NEWCOMER_ARGS))
 	$(call measure,auto,auto --geometry $(GEOMETRY) $(AUTO_ARGS))
+	$(call measure,remote,remote --geometry $(GEOMETRY) $(REMOTE_ARGS))
 	$(page)
 
 answer-figure: $(READY) ## measure one answer and draw it: the figure of README.md

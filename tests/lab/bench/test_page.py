@@ -196,6 +196,7 @@ def test_make_passes_further_arguments_to_every_bench():
         "ATTENTION_ARGS": "--own-tokens 16",
         "SERVE_ARGS": "--requests 8",
         "NEWCOMER_ARGS": "--running 1",
+        "REMOTE_ARGS": "--latency-ms 5",
     }
     planned = subprocess.run(
         ["make", "-n", "bench-all", *(f"{name}={args}" for name, args in further.items())],
