@@ -304,6 +304,22 @@ def test_layers_that_were_not_read_are_verified_before_a_chunk_is_kept(lab, mach
             reader.read_layer(0, torch.zeros(lab.layout.layer_shape(0, lab.tokens)))
     other.drain()
     assert lab.right(other.disk) == [1]
+    lab.put(other, 2)
+    other.flush()
+    assert lab.is_right(machine("third"), 2)  # replaced, as it was never seen to be right
+
+
+def test_an_object_damaged_after_it_was_put_is_put_again(lab, machine, bucket):
+    one = machine("one")
+    lab.put(one, 1)
+    one.flush()
+    lab.flip(object_of(lab, bucket, 1))
+    one.delete(lab.namespace, lab.key(1))
+    with pytest.raises(CorruptKVError):
+        lab.is_right(one, 1)
+    lab.put(one, 1)
+    one.flush()
+    assert lab.is_right(machine("other"), 1)
 
 
 def test_every_prompt_has_its_own_time_to_wait(lab, machine):

@@ -390,7 +390,7 @@ class RemoteTier(ProcessBound):
         self.check_process()
         require_name(namespace)
         require_name(key)
-        if self._pause.why or (namespace, key) in self._doubtful:
+        if self._pause.why or self.is_doubtful(namespace, key):
             return None
         waiting = self._shared_waiting()
         expected = self._expected.pop((namespace, key), None)
@@ -474,9 +474,13 @@ class RemoteTier(ProcessBound):
             )
         return CorruptKVError(f"{what}; the chunk counts as a miss")
 
+    def is_doubtful(self, namespace: str, key: str) -> bool:
+        """Whether its object turned out to be wrong and was not put anew."""
+        return (namespace, key) in self._doubtful
+
     def contains(self, namespace: str, key: str) -> bool:
         """Whether there is an object. Its bytes are verified when they are read."""
-        if self._pause.why or (namespace, key) in self._doubtful:
+        if self._pause.why or self.is_doubtful(namespace, key):
             return False
         try:
             return self.objects.head(name_of(namespace, key)) is not None

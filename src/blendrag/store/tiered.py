@@ -87,8 +87,12 @@ class PromotingReader:
 class Promotion:
     """The background thread: promotes chunks, and writes uses to the index now and then."""
 
-    def __init__(self, memory: MemoryStore, disk: DiskStore) -> None:
+    def __init__(
+        self, memory: MemoryStore, disk: DiskStore, uploads: Uploads | None = None
+    ) -> None:
+        """``uploads``: what is told of chunks that are in the remote."""
         self.counters = Counters()
+        self._uploads = uploads
         self._memory = memory
         self._disk = disk
         self._jobs: queue.Queue[tuple[str, DiskReader | RemoteReader] | None] = queue.Queue(
@@ -184,6 +188,8 @@ class Promotion:
     def _keep(self, reader: RemoteReader) -> None:
         try:
             layers = reader.whole(REST_S)
+            if self._uploads is not None:
+                self._uploads.note_known(reader.namespace, reader.key)
             place, checksums = (reader.namespace, reader.key), reader.checksums
             if not self._disk.read_only:
                 self._disk.put_stored(*place, reader.frame, checksums, layers)
@@ -222,7 +228,8 @@ class Uploads:
         with self._lock:
             if is_gone:
                 self._known.pop(entry, None)
-            if entry in self._known or entry in self._under_way:
+            is_known = entry in self._known and not self._remote.is_doubtful(*entry)
+            if is_known or entry in self._under_way:
                 return
         payload = self._disk.payload(namespace, key)
         if payload is None:
@@ -321,8 +328,8 @@ class TieredStore(ProcessBound):
         self.memory = memory
         self.disk = disk
         self.remote = remote
-        self._promotion = Promotion(memory, disk)
         self._uploads = Uploads(disk, remote) if remote and not disk.read_only else None
+        self._promotion = Promotion(memory, disk, self._uploads)
         self._closed = False
 
     @property
@@ -399,7 +406,7 @@ class TieredStore(ProcessBound):
         if on_disk is None and self.remote is not None:
             from_remote = self.remote.open(namespace, key, layout, tokens)
             if from_remote is not None:
-                from_remote.on_close = self._keep
+                from_remote.on_close = self._promotion.keep
             return from_remote
         if on_disk is None or stored_chunk_bytes(layout, tokens) > self.memory.limit_bytes:
             return on_disk
@@ -415,11 +422,6 @@ class TieredStore(ProcessBound):
                 self._uploads.offer(namespace, key)
             return True
         return self.remote is not None and self.remote.contains(namespace, key)
-
-    def _keep(self, reader: RemoteReader) -> None:
-        if self._uploads is not None:
-            self._uploads.note_known(reader.namespace, reader.key)
-        self._promotion.keep(reader)
 
     def delete(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.delete`. A reader that is open now promotes nothing any more.
