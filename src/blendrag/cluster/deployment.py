@@ -42,23 +42,32 @@ def deployed(
     """Serve behind proxies at ``host`` and ``port`` while the context is open; the cluster is connected.
 
     On leaving it, running answers are finished. ``options``: those of :func:`application`.
-    Raises :class:`InvalidInputError` if no replica can start.
+    Raises :class:`InvalidInputError` if no replica can start, or the cluster serves blendrag already.
     """
     if not verbose:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+    if NAME in serve.status().applications:
+        raise InvalidInputError(
+            f"the cluster has an application {NAME!r} already, expected none; end its blendrag serve --ray, "
+            "or delete the application"
+        )
     try:
-        serve.run(application(served, **options), name=NAME, route_prefix="/")
-    except RuntimeError as exc:
-        deployments = serve.status().applications[NAME].deployments.values()
-        told = "\n".join([str(exc), *(deployment.message for deployment in deployments)])
-        serve.delete(NAME)
-        sentences = _SENTENCE.findall(told)
-        raise InvalidInputError(sentences[-1] if sentences else _last_line(told)) from exc
-    try:
+        _run(application(served, **options))
         yield
     finally:
         serve.delete(NAME)  # waits for requests that run
+
+
+def _run(app: Any) -> None:
+    """Return when all replicas have started."""
+    try:
+        serve.run(app, name=NAME, route_prefix="/")
+    except RuntimeError as exc:
+        deployments = serve.status().applications[NAME].deployments.values()
+        told = "\n".join([str(exc), *(deployment.message for deployment in deployments)])
+        sentences = _SENTENCE.findall(told)
+        raise InvalidInputError(sentences[-1] if sentences else _last_line(told)) from exc
 
 
 def _last_line(told: str) -> str:
