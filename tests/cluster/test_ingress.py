@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message
 
+from blendrag.cluster.backlog import Progress
 from blendrag.cluster.exposition import joined
 from blendrag.cluster.forwarding import WholeRequest, answered
 from blendrag.cluster.ingress import TRIES, Ingress
@@ -31,12 +32,14 @@ class Replicas:
     def __init__(self, *apps: ASGIApp) -> None:
         self.apps = list(apps)
         self.chunks: list[Mapping[str, int]] = []
+        self.progress: list[Progress | None] = []
 
     def options(self, **given: Any) -> Replicas:
         return self
 
     def remote(self, request: WholeRequest, chunks: Mapping[str, int]) -> AsyncIterator[Message]:
         self.chunks.append(chunks)
+        self.progress.append(request.progress)
         return answered(self.apps.pop(0) if len(self.apps) > 1 else self.apps[0], request)
 
 
@@ -93,6 +96,21 @@ async def test_the_router_is_told_the_chunks(asking, texts: list[str]):
     await asking(replicas).post(CHAT, json={"messages": [{"role": "user", "content": texts[0]}]})
     await asking(replicas).post(CHAT, json={"messages": HELLO})
     assert [len(chunks) for chunks in replicas.chunks] == [1, 0]
+
+
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    await JSONResponse({}, 400)(scope, receive, send)
+
+
+async def test_the_router_learns_only_from_computed_answers(asking):
+    replicas = Replicas(echo, echo, refuse)
+    async with asking(replicas) as client:
+        for path in ("/health", "/v1/completions", "/v1/completions"):
+            await client.post(path, json={"model": "demo"})
+    health, computed, refused = replicas.progress
+    assert health is None
+    assert computed.answered_at is not None
+    assert (refused.answered_at, refused.has_ended) == (None, True)
 
 
 async def test_a_replica_that_ends_before_it_answers_is_replaced(asking):

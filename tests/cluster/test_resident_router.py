@@ -6,6 +6,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+from blendrag.cluster.backlog import Progress
 from blendrag.cluster.forwarding import WholeRequest
 from blendrag.cluster.resident_router import (
     ASSUMED_S,
@@ -78,7 +79,7 @@ async def test_a_request_keeps_its_replica_busy_until_it_ends():
 
     async def sent() -> tuple[Any, str]:
         kwargs = {"chunks": dict.fromkeys(KEYS[:2], 100)}
-        pending: Any = SimpleNamespace(args=[WholeRequest({}, b"")], kwargs=kwargs)
+        pending: Any = SimpleNamespace(args=[WholeRequest({}, b"", Progress())], kwargs=kwargs)
         (first, *_), *_ = await router.choose_replicas(replicas, pending)
         router.on_request_routed(pending, first.replica_id, None)
         return pending, first.replica_id

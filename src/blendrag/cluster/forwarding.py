@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
@@ -15,6 +15,8 @@ from blendrag.cluster.backlog import Progress
 #: What is kept of a request's scope.
 _KEPT = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers",
          "client", "server")  # fmt: skip
+#: Paths whose answers the model computes; others keep no replica busy.
+COMPUTED = ("/v1/chat/completions", "/v1/completions")
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,13 @@ class WholeRequest:
 
     scope: dict[str, Any]
     body: bytes
-    progress: Progress = field(default_factory=Progress)
-    """For the router; a replica does not use it."""
+    progress: Progress | None = None
+    """Of a request that computes an answer, for the router; a replica does not use it."""
 
     @classmethod
     def of(cls, scope: Scope, body: bytes) -> WholeRequest:
-        return cls({name: scope[name] for name in _KEPT if name in scope}, body)
+        progress = Progress() if scope["path"] in COMPUTED else None
+        return cls({name: scope[name] for name in _KEPT if name in scope}, body, progress)
 
 
 async def answered(app: ASGIApp, request: WholeRequest) -> AsyncGenerator[Message, None]:

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -92,7 +93,8 @@ class Ingress:
         except Refusal as lost:
             refusal = lost
         finally:
-            request.progress.has_ended = True
+            if request.progress is not None:
+                request.progress.has_ended = True
         await refusal.response()(scope, receive, send)
 
     async def _is_answered(self, request: WholeRequest, chunks: dict[str, int], send: Send) -> bool:
@@ -105,8 +107,8 @@ class Ingress:
                         name == b"content-type" and b"event-stream" in value
                         for name, value in message["headers"]
                     )
-                if not began:
-                    request.progress.answered_at = time.monotonic()
+                    if request.progress is not None and message["status"] == HTTPStatus.OK:
+                        request.progress.answered_at = time.monotonic()
                 began = True
                 await send(message)
         except RayActorError:
