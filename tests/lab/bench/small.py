@@ -18,6 +18,7 @@ from blendrag.lab.bench.tiers import ON_DISK, BenchTier
 from blendrag.lab.bench.workload import PromptBench, Workload, prompt_bench
 from blendrag.model import ModelAdapter
 from blendrag.planning.profile import Curve, Profile, Tier, conditions_of
+from blendrag.serving import turns
 from cli.commands import invoke
 
 #: Shape of the tiny geometry.
@@ -43,6 +44,19 @@ COMMANDS = {
         "overhead", "--chunks", "3,9", "--chunk-tokens", "8", "--policies", "reuse,query", "--rounds", "1",
     ),
 }  # fmt: skip
+
+
+def joint_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of requests of each joint step."""
+    sizes: list[int] = []
+    stock = turns.decoded_together
+
+    def counted(steps: Any, pool: Any) -> Any:
+        sizes.append(len(steps))
+        return stock(steps, pool)
+
+    monkeypatch.setattr(turns, "decoded_together", counted)
+    return sizes
 
 
 def measured(*args: str) -> dict[str, Any]:

@@ -8,9 +8,8 @@ import pytest
 
 from blendrag.engine import BlendEngine
 from blendrag.lab.bench.newcomer import STEADY
-from blendrag.serving import turns
 from cli.commands import invoke, refused
-from lab.bench.small import measured
+from lab.bench.small import joint_steps, measured
 
 SMALL = (
     "newcomer", "--geometry", "tiny", "--dtype", "float32", "--chunks", "3", "--chunk-tokens", "64",
@@ -19,14 +18,7 @@ SMALL = (
 
 
 def test_others_decode_when_a_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    stock = turns.decoded_together
-
-    def counted(steps: Any, pool: Any) -> Any:
-        sizes.append(len(steps))
-        return stock(steps, pool)
-
-    monkeypatch.setattr(turns, "decoded_together", counted)
+    sizes = joint_steps(monkeypatch)
     alone, one, two = measured(*SMALL, "2,1")["rows"]
     assert [row["running"] for row in (alone, one, two)] == [0, 1, 2]
     assert max(sizes) == 3

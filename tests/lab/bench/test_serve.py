@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
 from blendrag.lab.bench.serve import ARRIVING_BASELINE, BASELINE, LOOP_BASELINE, doubling_rate
 from blendrag.serving import turns
 from cli.commands import refused
-from lab.bench.small import measured
+from lab.bench.small import joint_steps, measured
 
 SMALL = (
     "--geometry", "tiny", "--dtype", "float32", "--requests", "3", "--new-tokens", "5", "--chunks", "2",
@@ -18,22 +17,14 @@ SMALL = (
 )  # fmt: skip
 
 
-def joint_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets the number of requests of each joint step."""
-    sizes: list[int] = []
-    stock = turns.decoded_together
-
-    def counted(steps: Any, pool: Any) -> Any:
-        sizes.append(len(steps))
-        return stock(steps, pool)
-
-    monkeypatch.setattr(turns, "decoded_together", counted)
-    monkeypatch.setattr(turns, "PREFILL_PER_STEP", math.inf)  # none ends during a prefill
-    return sizes
+def steps_after_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of requests of each joint step, of which none runs during a prefill."""
+    monkeypatch.setattr(turns, "PREFILL_PER_STEP", math.inf)
+    return joint_steps(monkeypatch)
 
 
 def test_every_way_answers_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = joint_steps(monkeypatch)
+    sizes = steps_after_prefills(monkeypatch)
     rows = {row["way"]: row for row in measured("serve", *SMALL)["rows"]}
     assert len(rows) == 6
     assert rows[BASELINE]["over_baseline"] == 1
@@ -59,7 +50,7 @@ def test_full_prefill_waits_as_long_as_it_takes_at_the_doubling_rate() -> None:
 
 
 def test_kv_that_is_shared_and_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    joint_steps(monkeypatch)
+    steps_after_prefills(monkeypatch)
     found = measured("serve", *SMALL, "--only", "blend", "--chunks", "3", "--ratio", "0.1")
     alone, together, unshared = found["rows"]
     assert alone["way"] == found["baseline"] == BASELINE
@@ -69,7 +60,7 @@ def test_kv_that_is_shared_and_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = joint_steps(monkeypatch)
+    sizes = steps_after_prefills(monkeypatch)
     found = measured("serve", *SMALL, "--users", "2")
     assert [row["way"] for row in found["rows"]] == [LOOP_BASELINE, "blend, 2 users"]
     assert set(sizes) == {2}
