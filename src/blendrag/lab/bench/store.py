@@ -345,9 +345,8 @@ def obstore_alone(prompt: PromptBuffers, remote: RemoteTier) -> float:
                 found = await obstore.get_range_async(
                     opened, name, start=begin, end=seals + offsets[layers.stop]
                 )
-                return memoryview(
-                    found
-                )  # asyncio takes 3 ms to hand a MiB of obstore's own type on
+                # asyncio takes 3 ms to hand a MiB of obstore's own type on
+                return memoryview(found)
 
         return await asyncio.gather(*(read(name, layers) for layers in requests for name in names))
 
