@@ -191,7 +191,7 @@ def test_workers_that_do_not_see_the_store_write_to_the_remote(model, docs, tmp_
         report = ingest(made, [docs], inline(apart)).whole()
         assert report.chunks_computed == report.chunks > 0
         assert not payloads(tmp_path / "s")
-        assert len(list((tmp_path / "bucket").rglob("*.kv"))) == report.chunks + 1  # the probe
+        assert len(list((tmp_path / "bucket").rglob("*.kv"))) == report.chunks + 2  # probes
         made.generate(tiny.document(0).text)  # does not wait for a slow remote
         made.resources.store.drain()
         assert made.generate(tiny.document(0).text).metrics.reused_tokens > 0

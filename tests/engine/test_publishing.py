@@ -52,7 +52,7 @@ def test_a_machine_that_follows_loads_the_kv_of_the_one_that_published(machine):
             engine.ingest([tiny.document(0)])
         done = one.publish()
         assert (done.serial, done.documents, done.missing) == (1, 1, 0)
-        assert done.named == done.chunks + 1  # and the probe
+        assert done.named == done.chunks + 2  # and the probes
         assert two.follow().added == 1
         answer = ask(two, 0)
         assert tiers(answer) == {"remote"}

@@ -27,8 +27,8 @@ def bucket(tmp_path):
 @pytest.fixture
 def machine(bucket, tmp_path):
     def make(name, **more):
-        given = {"ram_bytes": 0, "remote": f"file://{bucket}"} | more
-        return tiny.engine(tiny.llama(), tmp_path / name, prefix_text=tiny.BOS, **given)
+        given = {"ram_bytes": 0, "remote": f"file://{bucket}", "prefix_text": tiny.BOS} | more
+        return tiny.engine(tiny.llama(), tmp_path / name, **given)
 
     return make
 
@@ -109,6 +109,50 @@ def test_kv_that_this_machine_does_not_compute_is_not_used(machine, monkeypatch)
     monkeypatch.setattr("blendrag.engine.kv_validity._alike", lambda *args: False)
     with machine("two") as two, pytest.raises(StoreUnavailableError, match="does not compute"):
         ingest(two)
+
+
+def test_a_store_filled_before_it_got_the_remote_does_not_mix_kernels(machine, bucket, monkeypatch):
+    with machine("one") as one:
+        ingest(one)
+    there = sorted(bucket.rglob("*.kv"))
+    with machine("two", remote=None) as two:
+        ingest(two)
+        assert tiers(ask(two)) == {"disk"}
+    monkeypatch.setattr(
+        "blendrag.engine.kv_validity._alike", lambda now, reader, _: reader.tier != "remote"
+    )
+    with machine("two") as two:
+        answer = ask(two)
+        assert tiers(answer) == {""}
+        assert planner.UNTRUSTED.text in answer.metrics.notes
+        two.drain()
+        for number in (0, 1):
+            with pytest.raises(StoreUnavailableError, match="does not compute on this machine"):
+                two.ingest([tiny.document(number)])
+    assert sorted(bucket.rglob("*.kv")) == there
+
+
+def test_corpora_with_different_prefixes_share_a_remote(machine):
+    with machine("one") as one, machine("two", prefix_text="Some other beginning. ") as two:
+        assert ingest(one).chunks_computed > 1
+        assert ingest(two).chunks_computed > 1
+    with machine("three", prefix_text="Some other beginning. ") as three:
+        assert ingest(three).chunks_computed == 0
+
+
+def test_the_worker_does_not_wait_for_copies_to_a_slow_remote(machine, bucket, monkeypatch):
+    with machine("one") as one:
+        ingest(one)
+        for key in tiny.chunk_keys(one, 0):
+            one.resources.store.delete(one.adapter.identity.namespace, key)
+            next(bucket.rglob(f"{key}.kv")).unlink()
+        with monkeypatch.context() as behind:
+            behind.setattr(type(one.resources.store), "is_behind", True)
+            ask(one)
+            one.drain()
+        assert tiers(ask(one)) == {""}
+        one.drain()
+        assert tiers(ask(one)) == {"disk"}
 
 
 def test_an_ingest_ends_when_the_remote_takes_nothing(machine, bucket):

@@ -98,7 +98,7 @@ def tier(timeout_s: float = TIMEOUT_S) -> RemoteTier:
 
 def fill(directory: Path, layout: KVLayout = Lab.layout, tokens: int = Lab.tokens) -> None:
     """Put the chunks into the remote."""
-    store = open_store(directory / "filling", 0, 1 << 30, remote=lambda: tier(30.0))
+    store = Lab.agree(open_store(directory / "filling", 0, 1 << 30, remote=lambda: tier(30.0)))
     with contextlib.closing(store):
         for number in range(CHUNKS):
             Lab.put(store, number, layout, tokens)
@@ -215,7 +215,7 @@ def read_under(fault: str, server: Process, outcome: Outcome, directory: Path) -
     kvs = [Lab.kv(number, LARGE, LARGE_TOKENS) for number in range(CHUNKS)]
     for is_open in (False, True):
         with tempfile.TemporaryDirectory(dir=directory) as place, contextlib.ExitStack() as stack:
-            store = open_store(Path(place) / "store", 0, 1 << 30, remote=tier)
+            store = Lab.agree(open_store(Path(place) / "store", 0, 1 << 30, remote=tier))
             stack.enter_context(contextlib.closing(store))
             numbers = range(CHUNKS)
             readers = [Lab.open(store, n, LARGE, LARGE_TOKENS) for n in numbers] if is_open else []

@@ -255,11 +255,26 @@ def test_headers_that_are_expected_are_requested_at_once(lab, make_remote, tmp_p
     assert all(lab.gives(reader, lab.kv(n)) for n, reader in enumerate(readers, 1))
 
 
+def test_whether_chunks_are_there_is_asked_for_all_at_once(lab, make_remote, monkeypatch, tmp_path):
+    tier, asked = make_remote(), []
+    upload(lab, tier, tmp_path, 1, 2)
+    begin, real = tier.objects.read, tier.objects.wait
+    monkeypatch.setattr(tier.objects, "read", lambda *args: asked.append(args) or begin(*args))
+
+    def wait(result, timeout_s):
+        assert len(asked) == 3
+        return real(result, timeout_s)
+
+    monkeypatch.setattr(tier.objects, "wait", wait)
+    keys = [lab.key(number) for number in (1, 2, 3)]
+    assert tier.found(lab.namespace, keys) == set(keys[:2])
+
+
 # -- below memory and disk ---------------------------------------------------------------------------
 
 
 @pytest.fixture
-def machine(bucket, tmp_path):
+def machine(lab, bucket, tmp_path):
     """Opens the store of a machine, all over one remote."""
     with contextlib.ExitStack() as opened:
 
@@ -268,7 +283,7 @@ def machine(bucket, tmp_path):
                 return RemoteTier(f"file://{bucket}", SECRET, timeout_s)
 
             store = open_store(tmp_path / name, ram_bytes, disk_bytes, read_only, remote=remote)
-            return opened.enter_context(contextlib.closing(store))
+            return opened.enter_context(contextlib.closing(lab.agree(store)))
 
         yield make
 
@@ -382,7 +397,7 @@ def test_what_only_this_machine_has_is_copied_when_it_is_asked_for(lab, machine,
     one.flush()
     other = machine("other")
     assert lab.has(other, 1)
-    assert list(other.keys(lab.namespace)) == [lab.key(1)]
+    assert other.found(lab.namespace, [lab.key(1), lab.key(2)]) == {lab.key(1)}
     assert not one.delete(lab.namespace, lab.key(2))
     assert one.delete(lab.namespace, lab.key(1))
     assert lab.is_right(one, 1)  # other machines may use it

@@ -30,16 +30,15 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def machine(tmp_path):
+def machine(lab, tmp_path):
     with contextlib.ExitStack() as opened:
 
         def make(name, timeout_s=30.0):
             def remote():
                 return RemoteTier("s3://bucket/prefix", None, timeout_s)
 
-            return opened.enter_context(
-                contextlib.closing(open_store(tmp_path / name, 0, 1 << 30, remote=remote))
-            )
+            store = open_store(tmp_path / name, 0, 1 << 30, remote=remote)
+            return opened.enter_context(contextlib.closing(lab.agree(store)))
 
         yield make
 

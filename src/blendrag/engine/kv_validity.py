@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from blendrag.fusor.gate import Verification, verify
 from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.model.sharing import ModelLock
 from blendrag.store import KVReader, KVStore
+from blendrag.store.agreement import ForeignKVError, Probe
 from blendrag.store.encodings import codec_of, staging_of
 from blendrag.store.identity import ModelIdentity, chunk_key
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
@@ -123,12 +125,22 @@ class KVValidity:
     # -- the probe ------------------------------------------------------------------------------
 
     def is_valid(self, namespace: str) -> bool:
-        """Whether KV stored under ``namespace`` is still what the model computes.
+        """Whether KV stored under ``namespace``, here or in a remote, is still what the model computes.
 
         Catches changes that no fingerprint covers, such as a new transformers version or another kernel.
         Checked once per namespace, and only if something is stored there. KV without a probe entry is
-        invalid. Raises :class:`UnsupportedModelError` if the gate fails.
+        invalid. A remote that does not answer is asked again later, and not used until then. Raises
+        :class:`UnsupportedModelError` if the gate fails.
         """
+        try:
+            if self._is_valid_here(namespace):
+                self._store.agrees(namespace, partial(self._remote_probe, namespace))
+                return True
+        except ForeignKVError:
+            pass
+        return False
+
+    def _is_valid_here(self, namespace: str) -> bool:
         if namespace not in self._valid:
             if next(iter(self._store.keys(namespace)), None) is None:
                 return True
@@ -143,43 +155,66 @@ class KVValidity:
         return self._valid[namespace]
 
     def renew(self, namespace: str) -> None:
-        """Delete the namespace's KV if it is invalid; the next ingest computes it again."""
-        if self.is_valid(namespace):
-            return
-        for key in list(self._store.keys(namespace)):
-            self._store.delete(namespace, key)
-        self._valid.pop(namespace, None)
-        if not self.is_valid(namespace):  # a remote keeps its KV
-            raise StoreUnavailableError(
-                f"the remote of store {self._root} holds KV that {self._adapter.model_id} does not compute "
-                "on this machine, expected the same; use the versions of blendrag, torch and transformers "
-                "that filled it, or another prefix"
-            )
-        self._valid[namespace] = True
+        """Delete the namespace's KV if it is invalid; the next ingest computes it again.
+
+        Raises :class:`ForeignKVError` if that of the remote is.
+        """
+        if not self._is_valid_here(namespace):
+            for key in list(self._store.keys(namespace)):
+                self._store.delete(namespace, key)
+            self._valid[namespace] = True
+        self._store.agrees(namespace, partial(self._remote_probe, namespace))
 
     def _wrong_with_probe(self, namespace: str) -> str:
-        """Why KV stored there cannot be used, or empty."""
-        ids = self._probe_ids()
+        """Why KV stored there cannot be used, or empty.
+
+        A store that was filled only from a remote has the remote's probe.
+        """
         layout = self._adapter.layout.encoded(self._manifest().encoding)
-        reader = self._store.open(namespace, self.probe_key(namespace), layout, len(ids))
-        if reader is None:
-            return "its probe entry is missing or damaged"
-        with closing(reader):
-            try:
-                now = self.encode(namespace, ids, self._manifest().prefix_ids)
-                if _alike(now, reader, PROBE_TOLERANCE[dtype_name(self._adapter.precision)]):
-                    return ""
-            except (CorruptKVError, StoreUnavailableError):
-                return "its probe entry is damaged"
-        return "this machine computes different KV (another library version or kernel?)"
+        for prefix in dict.fromkeys((self._manifest().prefix_ids, ())):
+            key = self.probe_key(namespace, prefix)
+            reader = self._store.open(namespace, key, layout, PROBE_TOKENS)
+            if reader is None:
+                continue
+            with closing(reader):
+                try:
+                    if self._is_alike(namespace, prefix, reader):
+                        return ""
+                except (CorruptKVError, StoreUnavailableError):
+                    return "its probe entry is damaged"
+            return "this machine computes different KV (another library version or kernel?)"
+        return "its probe entry is missing or damaged"
+
+    def _is_alike(self, namespace: str, prefix: tuple[int, ...], reader: KVReader) -> bool:
+        now = self.encode(namespace, self._probe_ids(), prefix)
+        return _alike(now, reader, PROBE_TOLERANCE[dtype_name(self._adapter.precision)])
+
+    def _remote_probe(self, namespace: str) -> Probe:
+        """That of the remote has no prefix, because corpora with different ones may share it."""
+
+        def compute() -> ChunkKV:
+            self.require_verified()
+            return self.encode(namespace, self._probe_ids(), ())
+
+        def is_alike(reader: KVReader) -> bool:
+            self.require_verified()
+            return self._is_alike(namespace, (), reader)
+
+        layout = self._adapter.layout.encoded(self._manifest().encoding)
+        key = self.probe_key(namespace, ())
+        return Probe(key, layout, PROBE_TOKENS, compute, is_alike)
 
     def _probe_ids(self) -> tuple[int, ...]:
         vocab = self._adapter.model.get_input_embeddings().num_embeddings
         return tuple((7919 * i + 13) % vocab for i in range(PROBE_TOKENS))
 
-    def probe_key(self, namespace: str) -> str:
-        """Key of the entry by which stored KV is compared with what the model computes."""
-        return chunk_key(namespace, self._manifest().prefix_ids, self._probe_ids())
+    def probe_key(self, namespace: str, prefix: tuple[int, ...] | None = None) -> str:
+        """Key of the entry by which stored KV is compared with what the model computes.
+
+        ``prefix``: by default the corpus's.
+        """
+        prefix = self._manifest().prefix_ids if prefix is None else prefix
+        return chunk_key(namespace, prefix, self._probe_ids())
 
     # -- the identity ---------------------------------------------------------------------------
 
@@ -208,19 +243,19 @@ class KVValidity:
         """Prepare ``namespace`` for writing: the gate has passed, the probe entry is stored and pinned.
 
         Raises :class:`UnsupportedModelError`, :class:`StoreFullError`, and :class:`IdentityChangedError` if
-        the KV stored there is invalid (see :meth:`renew`).
+        the KV stored there is invalid (see :meth:`renew`), :class:`ForeignKVError` if that of the remote is.
         """
         self.require_verified()
-        if not self.is_valid(namespace):
+        if not self._is_valid_here(namespace):
             raise IdentityChangedError(
                 f"store {self._root} holds KV that {self._adapter.model_id} no longer computes on this "
                 "machine; nothing was added, ingest again to renew it"
             )
+        self._store.agrees(namespace, partial(self._remote_probe, namespace), create=True)
         key = self.probe_key(namespace)
         if not self._store.contains(namespace, key):
             kv = self.encode(namespace, self._probe_ids(), self._manifest().prefix_ids)
             self._store.put(namespace, key, kv)
-            self._store.flush()  # a remote that holds KV holds the probe, too
         self._store.pin(namespace, key)
         self._valid.setdefault(namespace, True)
 

@@ -73,9 +73,10 @@ class KVWriter:
     @cached_property
     def namespace(self) -> str:
         """Where this run stores; does not change during the run."""
-        namespace = self._resources.namespace()
-        if self._resources.is_loaded:
-            self._worker.run(lambda: self._resources.kv_validity.renew(namespace))
+        resources = self._resources
+        namespace, store = resources.namespace(), resources.store
+        if resources.is_loaded or not (store.agrees(namespace) or store.trouble):
+            self._worker.run(lambda: resources.kv_validity.renew(namespace))
         return namespace
 
     def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -230,6 +231,8 @@ class BackgroundWriter:
                 namespace = resources.kv_validity.namespace
                 key = chunk_key(namespace, prefix, ids)
                 if not resources.store.contains(namespace, key):
+                    if resources.store.is_behind:
+                        return False  # the worker does not wait for a slow remote
                     resources.kv_validity.admit(namespace)
                     kv = resources.kv_validity.encode(namespace, ids, prefix)
                     resources.store.put(namespace, key, kv)

@@ -213,7 +213,7 @@ class Planner:
     def _loaded_otherwise(self, namespace: str) -> str:
         """A note for chunks without KV if the ingest loaded the model in another way; else empty.
 
-        The store is asked once for each namespace, as a remote takes long to list.
+        The store is asked once for each namespace; a remote, which takes long to list, is not.
         """
         resources, corpus = self._resources, self._resources.corpus
         manifest = corpus.manifest if corpus is not None and corpus.has_manifest else None
@@ -221,7 +221,8 @@ class Planner:
             return ""
         if manifest.namespace not in self._holds:
             first = next(iter(resources.store.keys(manifest.namespace)), None)
-            self._holds[manifest.namespace] = first is not None
+            is_shared = self._settings.remote is not None
+            self._holds[manifest.namespace] = is_shared or first is not None
         if not self._holds[manifest.namespace]:
             return ""
         dtype = dtype_name(resources.adapter.model.dtype)

@@ -31,10 +31,12 @@ FOLLOW_EVERY_S = 10.0
 def publish(resources: Resources) -> Published:
     """See :meth:`BlendEngine.publish`."""
     with remote_root(resources.settings) as remote:
-        resources.require_corpus()
+        named = resources.require_corpus().manifest.namespace
         store = resources.store
         assert isinstance(store, TieredStore)
-        store.flush()
+        is_compared = not is_name(named) or store.read_only or store.agrees(named) or store.trouble
+        if not is_compared and resources.kv_validity.namespace == named:
+            resources.kv_validity.admit(named)
 
         def keys_of(manifest: Manifest, texts: Iterable[str]) -> Keys:
             namespace = manifest.namespace
@@ -42,8 +44,7 @@ def publish(resources: Resources) -> Published:
                 return Keys("", frozenset())
             prefix, ids_of = manifest.prefix_ids, resources.text_ids
             keys = {chunk_key(namespace, prefix, ids_of(text)) for text in texts}
-            probe = store.disk.pinned(namespace) or {resources.kv_validity.probe_key(namespace)}
-            return Keys(namespace, frozenset(keys | probe))
+            return Keys(namespace, frozenset(keys | store.disk.pinned(namespace)))  # the probe
 
         def durable(keys: Keys) -> frozenset[str]:
             return store.ensure_remote(*keys) if keys.keys else frozenset()

@@ -52,6 +52,7 @@ from blendrag.schema.markup import did_you_mean, parse_prompt, parse_schema
 from blendrag.schema.nodes import Schema
 from blendrag.serving.turns import pausing
 from blendrag.store import KVReader, regular_files
+from blendrag.store.agreement import ForeignKVError
 from blendrag.store.identity import NATIVE_ENCODING, module_key
 from blendrag.store.records import Records
 from blendrag.text.prompt import Segment, SegmentedPrompt
@@ -250,7 +251,8 @@ class Schemas:
         """Where the modules of the loaded model are stored, cleared of KV that it does not compute."""
         namespace = self.validity.namespace
         if not self.validity.is_valid(namespace) and self._resources.is_writable:
-            self.validity.renew(namespace)
+            with suppress(ForeignKVError):  # then modules are encoded and not stored
+                self.validity.renew(namespace)
         return namespace
 
     def _missing(self, namespace: str, block: Block) -> bool:
@@ -276,8 +278,8 @@ class Schemas:
                 validity.admit(namespace)
                 for stretch, kv in zip(block.stretches, kvs, strict=True):
                     store.put(namespace, _key(namespace, block, *stretch), validity.encoded(kv))
-        except StoreFullError as full:
-            log.warning("module %s of a schema was not stored: %s", block.name, full)
+        except (StoreFullError, ForeignKVError) as error:
+            log.warning("module %s of a schema was not stored: %s", block.name, error)
         return readers
 
     def _collect(self, namespace: str, schema: TokenizedSchema) -> int:

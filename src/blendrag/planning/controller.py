@@ -7,7 +7,7 @@ ratio.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from blendrag.config import Mode
@@ -94,6 +94,8 @@ class Controller:
     """Seconds to compute a token, about; may measure it. ``None``: whatever the remote holds is loaded."""
     stores_leading: bool = True
     """Whether the part before the first chunk may be stored, and read if it was."""
+    _asked: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Which keys the store had when it was asked."""
 
     def plan(
         self,
@@ -148,17 +150,19 @@ class Controller:
         nothing."""
         chunks = (s for s in prompt.chunks if s.complete and s.position >= start)
         whole = dict.fromkeys(segment.stored_ids for segment in chunks)
-        return [ids for ids in whole if not self._has(ids)]
+        there = self._there(prompt)
+        return [ids for ids in whole if self._key(ids) not in there]
 
     def rows(self, prompt: SegmentedPrompt, options: PlanOptions, start: int, end: int) -> float:
         """Rows per layer that a request computes for its tokens ``[start, end)`` by what is stored."""
         fresh, blended, chunks = end - start, 0, 0
+        there = self._there(prompt)
         for segment in prompt.chunks:
             tokens = min(segment.end, end) - max(segment.position, start)
             exact = self._is_exact(segment, prompt)
             if tokens <= 0 or not (exact or options.mode == "blend"):
                 continue
-            if self._has(segment.stored_ids):
+            if self._key(segment.stored_ids) in there:
                 fresh -= tokens
                 blended += tokens * (not exact)
                 chunks += not exact
@@ -175,8 +179,13 @@ class Controller:
         split = (s.position for s in prompt.chunks if s.position < end < min(s.end, last))
         return next(split, end)
 
-    def _has(self, ids: Sequence[int]) -> bool:
-        return self.store.contains(self.namespace, self._key(ids))
+    def _there(self, prompt: SegmentedPrompt) -> set[str]:
+        """Keys of its chunks that the store has."""
+        keys = {self._key(segment.stored_ids) for segment in prompt.chunks}
+        if new := keys - self._asked.keys():
+            there = self.store.found(self.namespace, new)
+            self._asked.update((key, key in there) for key in new)
+        return {key for key in keys if self._asked[key]}
 
     def _is_exact(self, segment: Segment, prompt: SegmentedPrompt) -> bool:
         """Whether the chunk directly follows the prefix that it was encoded with."""

@@ -19,6 +19,8 @@ from blendrag.store.kv import ChunkKV, KVLayout
 if TYPE_CHECKING:
     import torch
 
+    from blendrag.store.agreement import Probe
+
 
 @runtime_checkable
 class KVReader(Protocol):
@@ -123,9 +125,21 @@ class KVStore(Protocol):
         """
 
     def flush(self) -> None:
-        """Block until everything that was put is in the remote tier too, if there is one.
+        """Block until everything that this thread put is in the remote tier too, if there is one.
 
         Raises :class:`StoreUnavailableError` if that fails.
+        """
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether :meth:`put` would wait for earlier copies to a remote."""
+
+    def agrees(
+        self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
+    ) -> bool:
+        """Whether a remote holds KV that this machine computes, too; its KV counts as absent until then.
+
+        ``True`` without a remote. See :meth:`blendrag.store.agreement.Agreement.reach`.
         """
 
     def expect(
@@ -165,11 +179,15 @@ class KVStore(Protocol):
     def contains(self, namespace: str, key: str) -> bool:
         """Whether there is a durable entry. Its bytes are verified when they are read."""
 
+    def found(self, namespace: str, keys: Iterable[str]) -> set[str]:
+        """Those of ``keys`` that can probably be opened, for a request that waits: a remote is asked for all
+        at once."""
+
     def delete(self, namespace: str, key: str) -> bool:
         """Remove an entry; whether there was one."""
 
     def keys(self, namespace: str) -> Iterator[str]:
-        """Keys of one namespace, in no particular order.
+        """Keys of one namespace in the store's directory, in no particular order.
 
         Raises :class:`StoreUnavailableError` if any of them cannot be listed.
         """

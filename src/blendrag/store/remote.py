@@ -366,13 +366,27 @@ class RemoteTier(ProcessBound):
         self._waiting = Waiting(timeout_s)
         self._doubtful: set[tuple[str, str]] = set()
         self._wrong_in_a_row = 0
+        self._is_checked = False
         try:
-            self._root.check()
+            self.check()
         except (RemoteRefusedError, InvalidInputError):
             self.objects.close()
             raise
-        except StoreUnavailableError as exc:
-            self._pause.begin(str(exc))
+        except StoreUnavailableError:
+            pass
+
+    def check(self) -> None:
+        """Look once whether it is a remote of this kind; again if it did not answer.
+
+        Raises as :meth:`RemoteRoot.check`; one that does not answer is then left alone for a while.
+        """
+        if not self._is_checked:
+            try:
+                self._root.check()
+            except StoreUnavailableError as exc:
+                self._pause.begin(str(exc))
+                raise
+            self._is_checked = True
 
     @property
     def trouble(self) -> str:
@@ -387,6 +401,12 @@ class RemoteTier(ProcessBound):
         If it was expected and its prompt waits no longer for the first request, the reader has no checksums
         yet, and the object may turn out to be absent or wrong.
         """
+        reader = self.peek(namespace, key, layout, tokens)
+        self.counters.add("hits", reader is not None and bool(reader.checksums))
+        return reader
+
+    def peek(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> RemoteReader | None:
+        """:meth:`open`, not counted as a hit."""
         self.check_process()
         require_name(namespace)
         require_name(key)
@@ -403,7 +423,6 @@ class RemoteTier(ProcessBound):
             return None
         finally:
             waiting.last_open = time.monotonic()
-        self.counters.add("hits", bool(reader.checksums))
         return reader
 
     def request_first(
@@ -478,15 +497,43 @@ class RemoteTier(ProcessBound):
         """Whether its object turned out to be wrong and was not put anew."""
         return (namespace, key) in self._doubtful
 
+    def forget_doubt(self, namespace: str, key: str) -> None:
+        """Read an object again that was wrong."""
+        self._doubtful.discard((namespace, key))
+
+    def found(self, namespace: str, keys: Iterable[str]) -> set[str]:
+        """Those of ``keys`` that have an object, asked for all at once; none if it does not answer.
+
+        Their bytes are verified when they are read.
+        """
+        if self._pause.why:
+            return set()
+        begun = {
+            key: self.objects.read(name_of(namespace, key), 0, 1)
+            for key in keys
+            if not self.is_doubtful(namespace, key)
+        }
+        there, waiting = set(), Waiting(self.timeout_s)
+        try:
+            for key, request in begun.items():
+                piece = self.finish_read(request, waiting)
+                if piece is not None and piece.object_bytes:
+                    there.add(key)
+        except StoreUnavailableError:
+            for request in begun.values():
+                request.cancel()
+        return there
+
     def contains(self, namespace: str, key: str) -> bool:
-        """Whether there is an object. Its bytes are verified when they are read."""
-        if self._pause.why or self.is_doubtful(namespace, key):
+        """Whether there is a durable object. Its bytes are verified when they are read."""
+        if not self.found(namespace, [key]):
             return False
         try:
-            return self.objects.head(name_of(namespace, key)) is not None
+            self.objects.sync(name_of(namespace, key))
         except StoreUnavailableError as exc:
             self._pause.begin(str(exc))
             return False
+        return True
 
     def keys(self, namespace: str) -> Iterator[str]:
         """Keys of one namespace; none if the remote does not answer."""
@@ -528,6 +575,7 @@ class RemoteTier(ProcessBound):
             self._root.make()
             there = self.objects.head(name)
             if there == seal_bytes + header.file_bytes and not is_doubtful:
+                self.objects.sync(name)  # another machine may just have written it
                 return
             data = self._sealed(header, read)
             self.objects.put(name, data, if_absent=there is None and not is_doubtful)

@@ -23,12 +23,20 @@ from functools import partial
 import numpy as np
 import torch
 
-from blendrag.errors import NoThreadError, StoreError, StoreUnavailableError, starting_thread
+from blendrag.errors import (
+    NoThreadError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+    starting_thread,
+)
+from blendrag.store.agreement import Agreement, Probe
 from blendrag.store.base import Counters, KVReader, PinScope, ProcessBound, StoreStats
 from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.memory import MemoryBlock, MemoryStore
+from blendrag.store.objects import WRITE_S
 from blendrag.store.payload import PayloadHeader, Read
 from blendrag.store.reader import DiskReader
 from blendrag.store.remote import RemoteReader, RemoteTier
@@ -207,36 +215,46 @@ class Uploads:
     An upload holds its payload's open file, which survives eviction.
     """
 
-    def __init__(self, disk: DiskStore, remote: RemoteTier) -> None:
-        self._disk, self._remote = disk, remote
+    def __init__(self, disk: DiskStore, remote: RemoteTier, agreement: Agreement) -> None:
+        self._disk, self._remote, self._agreement = disk, remote, agreement
         self._threads = ThreadPoolExecutor(UPLOADS, "blendrag-upload")
         self._room = threading.BoundedSemaphore(QUEUED_UPLOADS)
         self._lock = threading.Lock()
         self._under_way: dict[tuple[str, str], Future[None]] = {}
+        self._owed: dict[tuple[str, str], set[int]] = {}
+        """Threads that offered an entry which is not copied yet."""
         self._failed: dict[tuple[str, str], str] = {}
-        self._lost: set[tuple[str, str]] = set()
-        """Evicted before they were copied."""
-        self._flushing = threading.Lock()
         self._known: dict[tuple[str, str], None] = {}
 
-    def offer(self, namespace: str, key: str, is_gone: bool = False) -> None:
-        """Copy an entry unless it is known to be there. Waits while too many are under way.
+    @property
+    def are_behind(self) -> bool:
+        """Whether there is no room for another one."""
+        return len(self._under_way) >= QUEUED_UPLOADS
 
-        ``is_gone``: it was looked for and is not there.
+    def offer(self, namespace: str, key: str, is_missing: bool = False, waits: bool = True) -> bool:
+        """Copy an entry unless it is known to be there; ``False`` if it is not on the local disk.
+
+        ``is_missing``: it was looked for there and not found. ``waits``: until there is room; otherwise the
+        entry is copied by the next :meth:`flush`.
         """
         entry = namespace, key
         with self._lock:
-            if is_gone:
+            if is_missing:
                 self._known.pop(entry, None)
-            is_known = entry in self._known and not self._remote.is_doubtful(*entry)
-            if is_known or entry in self._under_way:
-                return
+            if entry in self._known and not self._remote.is_doubtful(*entry):
+                return True
+            self._owed.setdefault(entry, set()).add(threading.get_ident())
+            if entry in self._under_way:
+                return True
         payload = self._disk.payload(namespace, key)
         if payload is None:
             with self._lock:
-                self._lost.add(entry)
-            return
-        self._room.acquire()
+                self._owed.pop(entry, None)
+            return False
+        if not self._room.acquire(blocking=waits):
+            with self._lock:
+                self._failed[entry] = "too many chunks wait to be copied"
+            return True
         files = contextlib.ExitStack()
         try:
             found = files.enter_context(payload)
@@ -250,12 +268,14 @@ class Uploads:
                 self._failed[entry] = str(exc)
             if not isinstance(exc, OSError | StoreError | RuntimeError):
                 raise
+        return True
 
     def note_known(self, namespace: str, key: str) -> None:
         """An entry is in the remote."""
         with self._lock:
             self._known[namespace, key] = None
             self._failed.pop((namespace, key), None)
+            self._owed.pop((namespace, key), None)
             if len(self._known) > KNOWN_CHUNKS:
                 del self._known[next(iter(self._known))]
 
@@ -268,6 +288,10 @@ class Uploads:
     ) -> None:
         try:
             with files:
+                if not self._agreement.reach(entry[0]):
+                    raise StoreUnavailableError(
+                        self._remote.trouble or "its probe could not be compared yet"
+                    )
                 self._remote.put(header, read)
             self.note_known(*entry)
         except Exception as exc:
@@ -280,32 +304,32 @@ class Uploads:
                 self._under_way.pop(entry, None)
 
     def flush(self) -> None:
-        """Block until everything offered is durable there; what failed before is tried once more.
+        """Block until all that this thread offered is durable there; what failed is tried once more.
 
         Raises :class:`StoreUnavailableError` if it is not.
         """
-        with self._flushing:
-            with self._lock:
-                again, self._failed = self._failed, {}
-            for entry in again:
-                self.offer(*entry)
-            with self._lock:
-                under_way = list(self._under_way.values())
-            wait(under_way)
-            with self._lock:
-                lost = dict.fromkeys(self._lost, "evicted before they were copied")
-                failed = dict(self._failed) | lost
-                self._lost.clear()
-        if failed:
-            why = next(iter(failed.values()))
+        me = threading.get_ident()
+        with self._lock:
+            mine = [entry for entry, threads in self._owed.items() if me in threads]
+        gone = [entry for entry in mine if not self.offer(*entry)]
+        with self._lock:
+            under_way = [self._under_way[entry] for entry in mine if entry in self._under_way]
+        wait(under_way)
+        with self._lock:
+            left = [self._failed.get(entry, "") for entry in mine if entry in self._owed]
+        left += ["they were evicted before they were copied"] * len(gone)
+        if left:
             raise StoreUnavailableError(
-                f"{len(failed)} chunks were not copied to remote {self._remote.url} ({why}); they are in "
-                "the local store: run this again when the remote works"
+                f"{len(left)} chunks were not copied to remote {self._remote.url} ({left[0]}); run this "
+                "again when the remote works"
             )
 
     def close(self) -> None:
-        """Finish what is under way."""
-        self._threads.shutdown()
+        """Finish what is under way, and what waits if that takes no longer than one copy may."""
+        with self._lock:
+            under_way = list(self._under_way.values())
+        wait(under_way, WRITE_S)
+        self._threads.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
@@ -328,7 +352,10 @@ class TieredStore(ProcessBound):
         self.memory = memory
         self.disk = disk
         self.remote = remote
-        self._uploads = Uploads(disk, remote) if remote and not disk.read_only else None
+        self._agreement = Agreement(disk, remote) if remote is not None else None
+        self._uploads: Uploads | None = None
+        if remote is not None and self._agreement is not None and not disk.read_only:
+            self._uploads = Uploads(disk, remote, self._agreement)
         self._promotion = Promotion(memory, disk, self._uploads)
         self._closed = False
 
@@ -339,8 +366,27 @@ class TieredStore(ProcessBound):
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
         """See :meth:`KVStore.put`. Only to disk: an ingest would flush the memory tier."""
         self.disk.put(namespace, key, kv)
-        if self._uploads is not None:
-            self._uploads.offer(namespace, key)
+        if self._uploads is not None and not self._uploads.offer(namespace, key):
+            raise StoreFullError(
+                f"a chunk was evicted from store {self.disk.root} before it was copied to the remote; allow "
+                "more with --disk-bytes"
+            )
+
+    @property
+    def is_behind(self) -> bool:
+        """See :attr:`KVStore.is_behind`."""
+        return self._uploads is not None and self._uploads.are_behind
+
+    def agrees(
+        self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
+    ) -> bool:
+        """See :meth:`KVStore.agrees`."""
+        return self._agreement is None or self._agreement.reach(namespace, probe, create)
+
+    def _shares(self, namespace: str) -> RemoteTier | None:
+        """The remote, if its KV of that namespace may be used."""
+        agreed = self._agreement is not None and namespace in self._agreement
+        return self.remote if agreed else None
 
     def flush(self) -> None:
         """See :meth:`KVStore.flush`."""
@@ -358,6 +404,8 @@ class TieredStore(ProcessBound):
         if self.remote is None:
             return
         self.remote.begin_prompt()
+        if self._shares(namespace) is None:
+            return
         is_asked = False
         for key, tokens in wanted:
             if not (self.memory.contains(namespace, key) or self.disk.contains(namespace, key)):
@@ -403,8 +451,9 @@ class TieredStore(ProcessBound):
             self.disk.note_use(namespace, key)
             return reader
         on_disk = self.disk.open(namespace, key, layout, tokens)
-        if on_disk is None and self.remote is not None:
-            from_remote = self.remote.open(namespace, key, layout, tokens)
+        remote = self._shares(namespace)
+        if on_disk is None and remote is not None:
+            from_remote = remote.open(namespace, key, layout, tokens)
             if from_remote is not None:
                 from_remote.on_close = self._promotion.keep
             return from_remote
@@ -417,11 +466,24 @@ class TieredStore(ProcessBound):
 
         What is on disk only is copied to the remote in the background.
         """
-        if self.disk.contains(namespace, key):
-            if self._uploads is not None:
-                self._uploads.offer(namespace, key)
+        if self.disk.contains(namespace, key) and (
+            self._uploads is None or self._uploads.offer(namespace, key, waits=False)
+        ):
             return True
-        return self.remote is not None and self.remote.contains(namespace, key)
+        if self.remote is None or not self.agrees(namespace):
+            return False
+        return self.remote.contains(namespace, key)
+
+    def found(self, namespace: str, keys: Iterable[str]) -> set[str]:
+        """See :meth:`KVStore.found`."""
+        wanted = set(keys)
+        here = {
+            key
+            for key in wanted
+            if self.memory.contains(namespace, key) or self.disk.contains(namespace, key)
+        }
+        remote = self._shares(namespace)
+        return here if remote is None else here | remote.found(namespace, wanted - here)
 
     def delete(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.delete`. A reader that is open now promotes nothing any more.
@@ -433,10 +495,8 @@ class TieredStore(ProcessBound):
         return self.memory.delete(namespace, key) or on_disk
 
     def keys(self, namespace: str) -> Iterator[str]:
-        yield from self.disk.keys(namespace)
-        for key in self.remote.keys(namespace) if self.remote is not None else ():
-            if not self.disk.contains(namespace, key):
-                yield key
+        """See :meth:`KVStore.keys`: those on disk."""
+        return self.disk.keys(namespace)
 
     def ensure_remote(self, namespace: str, keys: frozenset[str]) -> frozenset[str]:
         """Those of ``keys`` that are durable in the remote, after copying what only this machine has.
@@ -448,10 +508,16 @@ class TieredStore(ProcessBound):
                 f"store {self.disk.root} is read-only or has no remote, expected one that copies its KV; "
                 "open it with a remote"
             )
+        if not self.agrees(namespace):
+            raise StoreUnavailableError(
+                self.remote.trouble
+                or f"KV of remote {self.remote.url} was not compared with what this machine computes; ingest "
+                "again with this remote"
+            )
         there = self.remote.durable(namespace, keys)
         copied = {key for key in keys - there if self.disk.contains(namespace, key)}
         for key in sorted(copied):
-            self._uploads.offer(namespace, key, is_gone=True)
+            self._uploads.offer(namespace, key, is_missing=True)
         self._uploads.flush()
         return frozenset(there | copied)
 
