@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from blendrag.errors import StoreUnavailableError
+from blendrag.errors import StoreFullError, StoreUnavailableError
 from blendrag.store import agreement, open_store
 from blendrag.store.agreement import ForeignKVError, Probe
 from blendrag.store.objects import RemoteObjects
@@ -224,3 +224,15 @@ def test_each_thread_is_told_what_became_of_its_own_chunks(lab, machine, agree, 
     one.remote._write_pause = Pause()
     one.flush()
     assert lab.is_right(one.remote, 2)
+
+
+def test_a_full_disk_does_not_keep_the_remote_from_being_used(lab, machine, agree, monkeypatch):
+    fill(lab, machine("one"), agree)
+    other = machine("other")
+
+    def full(*args):
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(other.disk, "put_stored", full)
+    assert agree(other)
+    assert lab.is_right(other, 1)

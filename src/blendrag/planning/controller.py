@@ -76,7 +76,10 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Controller:
-    """Plans prompts for one model over what is stored under one namespace, after one corpus prefix."""
+    """Plans prompts for one model over what is stored under one namespace, after one corpus prefix.
+
+    :meth:`missing` and :meth:`rows` ask the store once for each chunk, so take a new one for each request.
+    """
 
     adapter: ModelAdapter
     store: KVStore
@@ -95,7 +98,7 @@ class Controller:
     stores_leading: bool = True
     """Whether the part before the first chunk may be stored, and read if it was."""
     _asked: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Which keys the store had when it was asked."""
+    """Whether the store had a key when it was asked."""
 
     def plan(
         self,

@@ -1,7 +1,7 @@
-"""Whether the remote's KV is what this machine computes, too.
+"""Checks that the remote's KV is what this machine computes.
 
-Machines with other kernels or versions of libraries may fill one remote. So each namespace there has a
-probe: the KV of a few tokens, put before any other and never replaced. Until this machine has compared it,
+Machines with different kernels or library versions may share one remote. So each namespace there has a
+probe: the KV of a few tokens, put before any other KV and never replaced. Until this machine has compared it,
 the remote's KV of that namespace counts as absent, and none is copied there.
 """
 
@@ -17,16 +17,16 @@ from blendrag.store.base import KVReader
 from blendrag.store.disk import DiskStore
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.payload import verified_pieces
-from blendrag.store.remote import RemoteTier
+from blendrag.store.remote import RemoteReader, RemoteTier
 
 logger = logging.getLogger("blendrag.store")
 
-#: A remote that has no probe, or did not give it, is not asked for it again this long.
+#: Seconds until a remote that gave no probe is asked for it again.
 AGAIN_S = 10.0
 
 
 class ForeignKVError(StoreUnavailableError):
-    """The remote holds KV of this model that may not be what this machine computes."""
+    """The remote's KV of this model is not, or cannot be shown to be, what this machine computes."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Probe:
     compute: Callable[[], ChunkKV]
     """By the loaded model, as it would be put."""
     is_alike: Callable[[KVReader], bool]
-    """Whether it would be the same but for rounding. Raises :class:`CorruptKVError`."""
+    """Whether the model computes that KV, up to rounding. Raises :class:`CorruptKVError`."""
 
 
 class Agreement:
-    """Whose KV in the remote may be used. Thread-safe: who compares at the same time finds the same."""
+    """Which namespaces of the remote may be used. Thread-safe: two threads may compare the same one."""
 
     def __init__(self, disk: DiskStore, remote: RemoteTier) -> None:
         self._disk, self._remote = disk, remote
@@ -57,10 +57,11 @@ class Agreement:
     def reach(
         self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
     ) -> bool:
-        """Compare, unless that was done; ``False`` if it cannot be told now.
+        """Whether that namespace may be used; compares its probe the first time.
 
-        Without ``probe``, for which the model is loaded, the remote's is compared with its copy on the local
-        disk. With ``create`` an empty namespace gets one. Raises :class:`ForeignKVError` for different KV.
+        ``probe`` needs the loaded model. Without it, the remote's probe is compared with the copy on the
+        local disk. ``create``: put a probe into an empty namespace. ``False`` if the remote has no probe or
+        does not answer. Raises :class:`ForeignKVError` for KV that this machine does not compute.
         """
         if namespace in self._agreed:
             return True
@@ -76,9 +77,7 @@ class Agreement:
                 is_same = self._is_copied(namespace)
             else:
                 is_same = self._is_alike(namespace, probe(), create)
-        except (
-            InvalidInputError
-        ) as exc:  # the remote is not what it was, or was down when it was opened
+        except InvalidInputError as exc:  # it was down when it was opened, and is no remote for this store
             raise self._refuse(namespace, str(exc)) from exc
         except ForeignKVError:
             raise
@@ -108,15 +107,23 @@ class Agreement:
                     "filled it, or another prefix",
                 )
             if not self._disk.read_only:
-                checksums = reader.checksums
-                self._disk.put_stored(namespace, probe.key, reader.frame, checksums, layers)
-                self._disk.pin(namespace, probe.key)
+                self._keep(namespace, probe.key, reader, layers)
         finally:
             reader.release()
         return True
 
+    def _keep(
+        self, namespace: str, key: str, reader: RemoteReader, layers: list[memoryview]
+    ) -> None:
+        """Copy the probe to the local disk, for :meth:`_is_copied`."""
+        try:
+            self._disk.put_stored(namespace, key, reader.frame, reader.checksums, layers)
+            self._disk.pin(namespace, key)
+        except StoreError as exc:
+            logger.info("the probe of remote %s was not kept: %s", self._remote.url, exc)
+
     def _create(self, namespace: str, probe: Probe) -> bool:
-        """Put the probe, if the namespace is empty; another machine may be faster."""
+        """Put the probe if the namespace is empty. Another machine may put its own first."""
         if self._remote.is_doubtful(namespace, probe.key):
             return False
         is_empty = next(self._remote.keys(namespace), None) is None

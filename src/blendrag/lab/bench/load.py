@@ -220,10 +220,11 @@ class BlendServer(StoredChunks):
         ids = torch.tensor([plan.ids], device=device)  # [1, N]
         self.there.prepare()
         began = clock(device)
-        missing = self.controller.missing(plan)
+        controller = replace(self.controller)  # one for each request, as in an engine
+        missing = controller.missing(plan)
         self.put(missing)
         # Not opened(): a store that is too small may have evicted a chunk of this very prompt.
-        with closing(self.controller.plan(plan, self.plan_options())) as opened:
+        with closing(controller.plan(plan, self.plan_options())) as opened:
             token, _ = self.prefill(ids, opened.request(len(plan.ids)))
             first_s = clock(device) - began
         return Served(token, first_s, opened.reused_tokens - sum(map(len, missing)))

@@ -27,8 +27,10 @@ from blendrag.metrics import Timeline
 from blendrag.model import ModelAdapter
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import Plan
+from blendrag.store.agreement import Probe
 from blendrag.store.encodings import ENCODINGS, stored_chunk_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
+from blendrag.store.kv import ChunkKV
 from blendrag.text.prompt import Segment, SegmentedPrompt
 
 #: The prefix that chunks are encoded after. The prompt starts with a chunk, so no chunk is exact.
@@ -176,13 +178,22 @@ class StoredChunks:
         self.controller = Controller(
             adapter, there.store, self._namespace, PREFIX_IDS, 1, workload.encoding
         )
+        there.store.agrees(self._namespace, self._probe, create=True)
+
+    def _probe(self) -> Probe:
+        """What a remote needs before it takes KV. It is not compared: a bench reads only its own KV."""
+        kv = self._encoded((), PREFIX_IDS)
+        key = chunk_key(self._namespace, (), PREFIX_IDS)
+        return Probe(key, kv.layout, kv.tokens, lambda: kv, lambda reader: True)
+
+    def _encoded(self, prefix: Sequence[int], ids: Sequence[int]) -> ChunkKV:
+        kv = self.adapter.encode(prefix, ids)
+        return replace(kv, layout=kv.layout.encoded(self.workload.encoding))
 
     def put(self, chunks: Iterable[Sequence[int]]) -> None:
         for ids in chunks:
-            kv = self.adapter.encode(PREFIX_IDS, ids)
-            kept = replace(kv, layout=kv.layout.encoded(self.workload.encoding))
             key = chunk_key(self._namespace, PREFIX_IDS, ids)
-            self.there.store.put(self._namespace, key, kept)
+            self.there.store.put(self._namespace, key, self._encoded(PREFIX_IDS, ids))
 
     @contextmanager
     def opened(
