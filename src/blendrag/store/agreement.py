@@ -77,7 +77,9 @@ class Agreement:
                 is_same = self._is_copied(namespace)
             else:
                 is_same = self._is_alike(namespace, probe(), create)
-        except InvalidInputError as exc:  # it was down when it was opened, and is no remote for this store
+        except (
+            InvalidInputError
+        ) as exc:  # it was down when it was opened, and is no remote for this store
             raise self._refuse(namespace, str(exc)) from exc
         except ForeignKVError:
             raise
