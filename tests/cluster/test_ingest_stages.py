@@ -14,6 +14,8 @@ from blendrag.cluster import ingest as distributed
 from blendrag.cluster import ingest_stages
 from blendrag.cluster.ingest_stages import EmbedChunks, EncodeChunks, read_file
 from blendrag.errors import StoreFullError
+from blendrag.store import claims
+from blendrag.store.remote_root import RemoteRoot
 from cluster.ingest_crash import digests, engine, payloads, rows, save_model, write_documents
 
 
@@ -175,6 +177,13 @@ def test_weights_that_changed_behind_an_equal_signature_are_noticed(model, docs,
         assert made.resources.corpus.manifest.namespace != "ab" * 32
 
 
+def claimed(bucket):
+    """Keys that a collection leaves alone."""
+    with RemoteRoot(f"file://{bucket}", None, 5.0) as remote:
+        found = claims.claimed(remote, remote.objects.listing(claims.CLAIMS))
+    return {key for keys in found.values() for key in keys}
+
+
 def test_workers_that_do_not_see_the_store_write_to_the_remote(model, docs, tmp_path, monkeypatch):
     pytest.importorskip("obstore")
     monkeypatch.setattr(ingest_stages.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
@@ -192,6 +201,9 @@ def test_workers_that_do_not_see_the_store_write_to_the_remote(model, docs, tmp_
         assert report.chunks_computed == report.chunks > 0
         assert not payloads(tmp_path / "s")
         assert len(list((tmp_path / "bucket").rglob("*.kv"))) == report.chunks + 2  # probes
+        before = set(claimed(tmp_path / "bucket"))
+        assert ingest(made, [docs], inline(apart)).whole().chunks_computed == 0
+        assert len(claimed(tmp_path / "bucket") - before) == report.chunks
         made.generate(tiny.document(0).text)  # does not wait for a slow remote
         made.resources.store.drain()
         assert made.generate(tiny.document(0).text).metrics.reused_tokens > 0

@@ -83,8 +83,12 @@ def test_a_node_follows_the_corpus_that_the_remote_publishes(store: Path, tmp_pa
         served.documents()
     with BlendEngine("demo", shutil.copytree(store, tmp_path / "origin"), remote=remote) as engine:
         engine.publish()
-    chunks, _ = served.documents()
-    assert chunks == 2
+    checked = served.documents()
+    assert checked[0] == 2
+    assert not (tmp_path / "node").exists()  # a check of a large corpus takes no time
+    served.engine(is_ingress=True).close()
+    assert (tmp_path / "node" / "corpus").exists()
+    assert served.documents() == checked
     own = ServedCluster(model="demo", store=str(store), remote=remote)
     assert own.documents() == served.documents()  # a store with documents of its own keeps them
 

@@ -15,13 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from blendrag.corpus import sharing, snapshots
+from blendrag.corpus import remote_gc, sharing, snapshots
 from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
 from blendrag.corpus.remote_gc import clear_remote, collect_remote
 from blendrag.corpus.sharing import Keys, Published, follow, may_follow, publish
-from blendrag.corpus.snapshots import MANIFESTS, MARK, PARTS, POINTER
+from blendrag.corpus.snapshots import MANIFESTS, PARTS, POINTER
 from blendrag.errors import BlendragError, CorpusError, InvalidInputError, StoreUnavailableError
+from blendrag.store import claims
+from blendrag.store.claims import CLAIMS, MARK
+from blendrag.store.objects import Listed
 from blendrag.store.remote_root import RemoteRoot
 from corpus.corpus_fuzz import MANIFEST, chunk_of, put, text_of, vector_of
 from store.s3 import Server, environment
@@ -519,6 +522,36 @@ def test_kv_of_removed_documents_is_collected_after_the_next_publish(
     assert place.names("kv/") == {*named, elsewhere}
 
 
+def test_claimed_kv_is_not_collected_within_the_grace_period(
+    tmp_path: Path, place: Directory | Bucket
+) -> None:
+    with RemoteRoot(place.url, SECRET, 5.0) as remote:
+        fill(tmp_path / "one", [1])
+        publish(tmp_path / "one", remote, all_keys, lambda keys: keys.keys)
+        keys = [key_of("found by an ingest"), key_of("found, too"), key_of("not found")]
+        for key in keys:
+            place.write(kv_name(key))
+        place.age("kv/", 1000)
+        claims.claim(remote, NAMESPACE, keys[:2])
+        done = collect_remote(remote, 500)
+        assert (done.removed, done.left, done.young) == (1, 2, 2)
+        place.age(CLAIMS, 1000)
+        assert collect_remote(remote, 500).removed == 2
+        assert not place.names("claims") | place.names("kv/")
+
+
+def test_nothing_is_collected_beside_a_claim_that_is_not_what_was_written(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    fill(tmp_path, [1])
+    share(tmp_path, remote, bucket)
+    claims.claim(remote, NAMESPACE, [key_of("found by an ingest")])
+    next((bucket / "claims").iterdir()).write_bytes(b"")
+    age(bucket / "kv", 1000)
+    with pytest.raises(StoreUnavailableError, match="is not what an ingest wrote"):
+        collect_remote(remote, 500)
+
+
 def test_kv_of_another_model_is_cleared_by_its_namespace(
     tmp_path: Path, remote: RemoteRoot, bucket: Path
 ) -> None:
@@ -548,10 +581,37 @@ def test_nothing_is_collected_while_another_collection_runs(
         collect_remote(remote, 0)
     with pytest.raises(StoreUnavailableError, match="is being collected"):
         share(tmp_path, remote, bucket)
-    age(bucket, snapshots.STALE_MARK_S + 1)  # it was killed
+    age(bucket, claims.STALE_MARK_S + 1)  # it was killed
     share(tmp_path, remote, bucket)
     collect_remote(remote, 0)
     assert not (bucket / MARK).exists()
+
+
+def test_a_collection_renews_its_mark_while_it_lists_and_stops_without_it(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, [1])
+    share(tmp_path, remote, bucket)
+    old = write_kv(bucket, key_of("old"))
+    age(bucket, 1000)
+    monkeypatch.setattr(remote_gc, "RENEW_S", 0.0)
+    real, renewed = remote.objects.listing, []
+
+    def listing(prefix: str) -> Iterator[Listed]:
+        if prefix == "kv/":
+            age(bucket / MARK, 100)
+            yield from real(prefix)
+            renewed.append(time.time() - (bucket / MARK).stat().st_mtime < 50)
+            (bucket / MARK).write_bytes(b"another")
+        else:
+            yield from real(prefix)
+
+    monkeypatch.setattr(remote.objects, "listing", listing)
+    with pytest.raises(StoreUnavailableError, match="collected by another machine too"):
+        collect_remote(remote, 500)
+    assert renewed == [True]
+    assert old.exists()
+    assert (bucket / MARK).read_bytes() == b"another"
 
 
 def test_a_snapshot_published_beside_collections_names_only_what_is_there(

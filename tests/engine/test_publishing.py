@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import closing
 
@@ -13,6 +14,7 @@ from blendrag.corpus.remote_gc import collect_remote
 from blendrag.engine import planner
 from blendrag.engine.publishing import Follower
 from blendrag.errors import InvalidInputError, StoreUnavailableError
+from blendrag.store import claims
 
 pytest.importorskip("obstore")
 
@@ -118,6 +120,47 @@ def test_kv_of_a_removed_document_is_collected(machine, bucket):
         assert len(list(bucket.rglob("*.kv"))) == done.named == collected.left
         two.follow()
         assert tiers(ask(two, 1)) == {"remote"}
+
+
+@pytest.fixture
+def removed(machine, bucket):
+    """An engine whose first document was removed, and whose KV is old."""
+    with machine("one") as one:
+        one.ingest([tiny.document(0), tiny.document(1)])
+        one.remove([tiny.document(0).source])
+        one.publish()
+        for path in bucket.rglob("*.kv"):
+            os.utime(path, (1, 1))
+        yield one
+
+
+def test_kv_that_an_ingest_found_is_not_collected_before_it_is_published(removed):
+    assert removed.ingest([tiny.document(0)]).chunks_computed == 0
+    with snapshots.remote_root(removed.settings) as remote:
+        assert collect_remote(remote, 3600).removed == 0
+    assert removed.publish().missing == 0
+
+
+def test_an_ingest_says_so_if_kv_that_it_found_is_collected_meanwhile(removed, bucket, monkeypatch):
+    real = claims.claim
+
+    def claim(*args):
+        for key in tiny.chunk_keys(removed, 0):
+            next(bucket.rglob(f"{key}.kv")).unlink()
+        real(*args)
+
+    with monkeypatch.context() as collecting:
+        collecting.setattr(claims, "claim", claim)
+        with pytest.raises(StoreUnavailableError, match=r"were removed .* run this again"):
+            removed.ingest([tiny.document(0)])
+    assert removed.ingest([tiny.document(0)]).chunks_computed > 0
+    assert removed.publish().missing == 0
+
+
+def test_an_ingest_says_so_while_a_collection_runs(removed, bucket):
+    (bucket / claims.MARK).write_bytes(b"a collection")
+    with pytest.raises(StoreUnavailableError, match="is being collected"):
+        removed.ingest([tiny.document(0)])
 
 
 def test_publishing_needs_a_remote_and_documents(machine):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,34 @@ import filelock
 from blendrag.config import Settings
 from blendrag.corpus import sharing, snapshots
 from blendrag.corpus.database import DIRECTORY, FILE_NAME
+from blendrag.corpus.snapshots import Snapshot
 from blendrag.errors import StoreUnavailableError
 
 if TYPE_CHECKING:
     from blendrag.engine.resources import Resources
 
 log = logging.getLogger(__name__)
+
+
+#: Longest time that a process waits while another one of its node follows.
+TURN_S = 1800.0
+
+
+def published(root: Path, settings: Settings) -> Snapshot | None:
+    """The snapshot that :func:`follow_once` would follow; ``None`` if the store at ``root`` is used as it is.
+
+    Raises :class:`BlendragError` as that does.
+    """
+    if settings.remote is None or not sharing.may_follow(root):
+        return None
+    with snapshots.remote_root(settings) as remote:
+        try:
+            found = snapshots.current(remote)
+        except StoreUnavailableError:
+            if not _has_followed(root):
+                raise
+            return None
+    return None if found is None else found[1]
 
 
 def follow_once(root: Path, settings: Settings) -> bool:
@@ -30,18 +53,37 @@ def follow_once(root: Path, settings: Settings) -> bool:
     """
     if settings.remote is None:
         return False
-    name = sha256(str(root.absolute()).encode()).hexdigest()[:16]
-    with filelock.FileLock(Path(tempfile.gettempdir()) / f"blendrag-follow-{name}.lock"):
+    with _turn(root, settings):
         if not sharing.may_follow(root):
             return False
         with snapshots.remote_root(settings) as remote:
             try:
                 sharing.follow(root, remote)
             except StoreUnavailableError as error:
-                if not (root / DIRECTORY / FILE_NAME).exists():
+                if not _has_followed(root):
                     raise
                 log.warning("the corpus is the one followed before: %s", error)
     return True
+
+
+@contextmanager
+def _turn(root: Path, settings: Settings) -> Iterator[None]:
+    """Hold the lock of this user's processes on this node that follow into the store at ``root``."""
+    name = sha256(str(root.absolute()).encode()).hexdigest()[:16]
+    directory = settings.cache.expanduser()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(directory / f"follow-{name}.lock", TURN_S):
+            yield
+    except filelock.Timeout as exc:
+        raise StoreUnavailableError(
+            f"another process has been following the published corpus into store {root} for "
+            f"{TURN_S / 60:.0f} minutes; end it, or wait and start again"
+        ) from exc
+
+
+def _has_followed(root: Path) -> bool:
+    return (root / DIRECTORY / FILE_NAME).exists()
 
 
 def keep_following(resources: Resources) -> None:

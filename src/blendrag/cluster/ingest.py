@@ -225,6 +225,8 @@ class DistributedIngest:
         self._computed_tokens = 0
         self._began = time.perf_counter()
         self._namespace = ""
+        self._found: set[str] = set()
+        """Keys of KV that workers found."""
         self._document: list[Row] = []
         self._done_bytes, self._files_bytes = 0.0, 0
 
@@ -248,6 +250,7 @@ class DistributedIngest:
             report.stopped = str(full)
         except KeyboardInterrupt:
             report.interrupted = True
+        self._resources.store.claim(self._namespace, self._found)
         self._count()
         return report
 
@@ -286,6 +289,8 @@ class DistributedIngest:
     def _take(self, row: Row) -> None:
         """Note what a worker did for one chunk; write the rows of a document whose chunks are all there."""
         report = self._report
+        if row["found"]:
+            self._found.add(row["found"])
         if row["of"]:
             report.chunks += 1
             report.tokens += row["kv_tokens"]

@@ -61,7 +61,7 @@ DOCUMENT: Row = {
 CHUNK: Row = {"number": 0, "of": 0, "start": 0, "end": 0, "tokens": 0, "vector": b""}
 KV: Row = {
     "computed": False, "kv_tokens": 0, "kv_bytes": 0, "seconds": 0.0, "namespace": "", "signature": "",
-    "refused": "", "full": "",
+    "refused": "", "full": "", "found": "",
 }  # fmt: skip
 
 
@@ -246,6 +246,8 @@ class EncodeChunks:
             found["failure"] = str(bad)
         else:
             found |= {"namespace": self._writer.namespace, "signature": self._resources.signature()}
+            if not found.get("computed"):
+                found["found"] = self._writer.key_of(chunk)
         return found
 
     def _write(self, chunk: Chunk, name: str) -> Row:

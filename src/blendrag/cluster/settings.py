@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from blendrag.cluster.following import follow_once, keep_following
+from blendrag.cluster import following
 from blendrag.cluster.nodes import check_model
 from blendrag.cluster.routing import QUEUED_SHARE
 from blendrag.config import Mode, Ratio, Settings, settings
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.recorded_model import model_for
+from blendrag.corpus.recorded_model import given_model, model_for, recorded_model
 from blendrag.errors import InvalidInputError
 from blendrag.server.access import ApiKeys
 
@@ -90,14 +90,14 @@ class ServedCluster(BaseModel):
         """
         from blendrag.engine import BlendEngine
 
-        follows = follow_once(self.store_path, self._settings)
+        follows = following.follow_once(self.store_path, self._settings)
         given = self.model_dump(include=_ENGINE_OPTIONS, exclude_none=True)
         read_only = is_ingress and not follows
         engine = BlendEngine(self.model, self.store_path, read_only=read_only, **given)
         for file in self.schemas:
             engine.add_schema(Path(file))
         if follows:
-            keep_following(engine.resources)
+            following.keep_following(engine.resources)
         return engine
 
     @property
@@ -106,13 +106,17 @@ class ServedCluster(BaseModel):
         return settings().model_copy(update={"remote": self.remote} if self.remote else {})
 
     def documents(self) -> tuple[int, str]:
-        """Chunks in this node's store, and their tokenizer, after a look for the model's files and schemas.
+        """Chunks of the corpus that this node serves, and their tokenizer; also looks for the model's files
+        and schemas. Copies nothing from a remote.
 
-        Raises :class:`BlendragError`, also for a published corpus that cannot be followed.
+        Raises :class:`BlendragError`, also for a published corpus that cannot be read.
         """
-        if self._settings.remote is not None:
-            follow_once(self.store_path, self._settings)
-        model = model_for(self.model, self.store_path, self.trust_remote_code)
+        published = following.published(self.store_path, self._settings)
+        if published is None:
+            model = model_for(self.model, self.store_path, self.trust_remote_code)
+        else:
+            given = given_model(self.model, self.trust_remote_code)
+            model = given or recorded_model(published.settings.model, self.store_path)
         check_model(model)
         for file in self.schemas:
             if not Path(file).exists():
@@ -120,6 +124,8 @@ class ServedCluster(BaseModel):
                     f"there is no schema {file}; expected the same path on every node: copy it there, or "
                     "share its directory"
                 )
+        if published is not None:
+            return published.chunks, published.settings.tokenizer_fingerprint
         with Corpus.open(self.store_path, read_only=True) as corpus:
             tokenizer = corpus.manifest.tokenizer_fingerprint if corpus.has_manifest else ""
             return len(corpus), tokenizer

@@ -25,6 +25,23 @@ def model_for(
     Raises :class:`CorpusError` without a store, and :class:`InvalidInputError` if the store names no model
     or if code would be run from a model that only the store names.
     """
+    given = given_model(model, trust_remote_code)
+    if given is not None:
+        return given
+    if for_ingest and not (root / DIRECTORY / FILE_NAME).exists():
+        raise _unnamed(root)
+    with Corpus.open(root, read_only=True) as corpus:
+        if not corpus.has_manifest:
+            raise _unnamed(root)
+        named = corpus.manifest.model
+    return recorded_model(named, root)
+
+
+def given_model(model: T | None, trust_remote_code: bool = False) -> T | str | None:
+    """The model asked for, else that of ``BLENDRAG_MODEL``.
+
+    Raises :class:`InvalidInputError` if there is none, but its code is trusted.
+    """
     if model is not None:
         return model
     if (default := settings().model) is not None:
@@ -34,12 +51,14 @@ def model_for(
             "trust_remote_code was given without a model; a store cannot choose which code is run, so name "
             "the model too"
         )
-    if for_ingest and not (root / DIRECTORY / FILE_NAME).exists():
-        raise _unnamed(root)
-    with Corpus.open(root, read_only=True) as corpus:
-        if not corpus.has_manifest:
-            raise _unnamed(root)
-        named = corpus.manifest.model
+    return None
+
+
+def recorded_model(named: str, root: Path) -> str:
+    """``named``, which only the store at ``root`` or its remote names.
+
+    Raises :class:`InvalidInputError` if loading it could run code.
+    """
     check_recorded(named, root, "model")
     folder = Path(named)
     if folder.is_dir() and not any((folder / name).exists() for name in SAFETENSORS):

@@ -2,8 +2,8 @@
 
 Safe beside machines that publish, ingest and read:
 
-- What was written less than a grace period ago stays, by the clock of the store, so that an ingest that has
-  not published yet keeps its KV, and clocks of machines do not matter.
+- What was written or claimed (:mod:`blendrag.store.claims`) less than a grace period ago stays, so that an
+  ingest that has not published yet keeps its KV. All times are by the clock of the store.
 - A mark tells publishers that a collection runs. A publisher writes its manifest, then looks for the mark,
   then for its KV. So a collection reads that manifest, or the publisher sees the mark and stops, or it sees
   what the collection has removed.
@@ -13,26 +13,27 @@ Safe beside machines that publish, ingest and read:
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from blendrag.corpus.snapshots import (
     MANIFESTS,
-    MARK,
     PARTS,
     Snapshot,
     current,
     read_keys,
     read_manifest,
-    require_no_collection,
-    time_there,
 )
 from blendrag.errors import InvalidInputError, StoreUnavailableError
+from blendrag.store.claims import CLAIMS, MARK, claimed, require_no_collection, time_there
 from blendrag.store.objects import Listed
 from blendrag.store.remote_root import RemoteRoot
 
 #: Objects removed at a time, each time after a look at the mark.
 BATCH = 500
+#: Seconds after which the mark is renewed, far less than those after which it counts as stale.
+RENEW_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class Collected:
     removed: int
     """Objects of KV."""
     removed_bytes: int
-    """Of KV, parts and manifests."""
+    """Of KV, parts, manifests and claims."""
     left: int
     left_bytes: int
     """Of KV in the namespaces that snapshots name."""
     young: int
-    """Of the left ones, those that the current snapshot does not name: they, or one that names them, were
-    written within the grace period."""
+    """Of the left ones, those that the current snapshot does not name: they, or a snapshot or claim that
+    names them, were written within the grace period."""
     other_namespaces: tuple[str, ...]
     """Those of no snapshot: other models, other ways to load them, prompt schemas. They are left alone."""
 
@@ -67,8 +68,7 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
             "first (blendrag store publish)"
         )
     require_no_collection(remote)
-    mark = secrets.token_hex(16).encode()
-    _set_mark(remote, mark)
+    mark = _Mark(remote)
     try:
         before = time_there(remote) - grace_s
         found = current(remote)
@@ -77,13 +77,19 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
         listed = list(remote.objects.listing("corpus/"))
         live, old_manifests = [snapshot], []
         for each in listed:
+            mark.keep()
             name = each.name.removeprefix(MANIFESTS)
             if each.name.startswith(MANIFESTS) and name != pointer.snapshot:
                 if each.modified >= before:
                     live.append(read_manifest(remote, name))
                 else:
                     old_manifests.append(each)
+        claims = list(remote.objects.listing(CLAIMS))
+        old_claims = [each for each in claims if each.modified < before]
         named = _named(remote, live)
+        for namespace, keys in claimed(remote, (c for c in claims if c.modified >= before)).items():
+            if namespace in named:
+                named[namespace] |= keys
         needed = {(snapshot.namespace, key) for key in read_keys(remote, snapshot)}
         parts = {part.name for one in live for part in one.parts} | {one.keys for one in live}
         unused = [
@@ -95,6 +101,7 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
         ]
         kv, left, left_bytes, young, others = [], 0, 0, 0, set()
         for each in remote.objects.listing("kv/"):
+            mark.keep()
             namespace, key = _entry_of(each)
             if namespace not in named:
                 others.add(namespace)
@@ -104,14 +111,12 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
             else:
                 kv.append(each)
         # a manifest goes first, so that none is left that names what is gone
-        gone = [*old_manifests, *unused, *kv]
+        gone = [*old_manifests, *old_claims, *unused, *kv]
         for batch in _batches(gone):
-            _require_mark(remote, mark)
+            mark.renew()
             remote.objects.delete(*(each.name for each in batch))
-            _set_mark(remote, mark)
     finally:
-        if _has_mark(remote, mark):
-            remote.objects.delete(MARK)
+        mark.remove()
     removed_bytes = sum(each.size_bytes for each in gone)
     other = tuple(sorted(others - {""}))
     return Collected(pointer.serial, len(kv), removed_bytes, left, left_bytes, young, other)
@@ -166,18 +171,36 @@ def _batches(objects: list[Listed]) -> Iterator[list[Listed]]:
     yield from (objects[at : at + BATCH] for at in range(0, len(objects), BATCH))
 
 
-def _set_mark(remote: RemoteRoot, mark: bytes) -> None:
-    remote.objects.put(MARK, mark, if_absent=False)
+class _Mark:
+    """Tells publishers and other collections that this one runs."""
 
+    def __init__(self, remote: RemoteRoot) -> None:
+        self._remote = remote
+        self._token = secrets.token_hex(16).encode()
+        self._set()
 
-def _has_mark(remote: RemoteRoot, mark: bytes) -> bool:
-    found = remote.objects.get(MARK)
-    return found is not None and found.data == mark
+    def keep(self) -> None:
+        """Renew the mark if it is time to."""
+        if time.monotonic() - self._set_at >= RENEW_S:
+            self.renew()
 
+    def renew(self) -> None:
+        """Set the mark again. Raises :class:`StoreUnavailableError` if another collection has replaced it."""
+        if not self._is_there():
+            raise StoreUnavailableError(
+                f"remote {self._remote.url} is being collected by another machine too; what was removed was "
+                "not needed: repeat the command when that has ended"
+            )
+        self._set()
 
-def _require_mark(remote: RemoteRoot, mark: bytes) -> None:
-    if not _has_mark(remote, mark):
-        raise StoreUnavailableError(
-            f"remote {remote.url} is being collected by another machine too; what was removed was not "
-            "needed: repeat the command when that has ended"
-        )
+    def remove(self) -> None:
+        if self._is_there():
+            self._remote.objects.delete(MARK)
+
+    def _set(self) -> None:
+        self._set_at = time.monotonic()
+        self._remote.objects.put(MARK, self._token, if_absent=False)
+
+    def _is_there(self) -> bool:
+        found = self._remote.objects.get(MARK)
+        return found is not None and found.data == self._token

@@ -45,9 +45,9 @@ from blendrag.corpus.snapshots import (
     read_blob,
     read_manifest,
     read_pointer,
-    require_no_collection,
 )
 from blendrag.errors import CorpusError, InvalidInputError, StoreUnavailableError
+from blendrag.store.claims import require_no_collection
 from blendrag.store.identity import digest_fields
 from blendrag.store.remote_root import RemoteRoot
 

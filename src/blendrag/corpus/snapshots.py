@@ -5,7 +5,7 @@ Layout below the URL of the remote (:mod:`blendrag.store.remote_root`)::
     corpus/pointer              names the current snapshot, with a seal; the only object that changes
     corpus/manifests/<sha256>   a snapshot: settings of the corpus, its parts, and which KV it names
     corpus/parts/<sha256>       some documents with their chunks and vectors, or a list of keys
-    corpus/gc                   there while garbage is collected (:mod:`blendrag.corpus.remote_gc`)
+    corpus/gc                   there while garbage is collected (:mod:`blendrag.store.claims`)
 
 How they are written and followed is in :mod:`blendrag.corpus.sharing`.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import secrets
 from dataclasses import asdict, dataclass
 
 from pydantic import TypeAdapter, ValidationError
@@ -27,10 +26,8 @@ from blendrag.store.objects import WRITE_S, Stored
 from blendrag.store.remote_root import RemoteRoot
 
 VERSION = 1
-POINTER, MARK = "corpus/pointer", "corpus/gc"
+POINTER = "corpus/pointer"
 MANIFESTS, PARTS = "corpus/manifests/", "corpus/parts/"
-#: By the clock of the store: an older mark was left by a collection that was killed.
-STALE_MARK_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -142,32 +139,6 @@ def read_blob(remote: RemoteRoot, folder: str, name: str) -> bytes:
         f"{folder}{name[:12]}… of remote {remote.url} {what}; repeat the command, and publish again if that "
         "does not help"
     )
-
-
-def require_no_collection(remote: RemoteRoot) -> None:
-    """Raise :class:`StoreUnavailableError` while garbage is collected, perhaps what is named next."""
-    marks = [each for each in remote.objects.listing("corpus/") if each.name == MARK]
-    if marks and time_there(remote) - marks[0].modified < STALE_MARK_S:
-        raise StoreUnavailableError(
-            f"remote {remote.url} is being collected (blendrag store gc --remote); repeat the command when "
-            "that has ended"
-        )
-
-
-def time_there(remote: RemoteRoot) -> float:
-    """Unix time by the clock of the store, which this machine's may differ from."""
-    name = f"corpus/clock/{secrets.token_hex(8)}"
-    remote.objects.put(name, b"now", if_absent=False)
-    try:
-        return next(
-            each.modified for each in remote.objects.listing("corpus/clock/") if each.name == name
-        )
-    except StopIteration:
-        raise StoreUnavailableError(
-            f"remote {remote.url} does not list an object that was just written; repeat the command"
-        ) from None
-    finally:
-        remote.objects.delete(name)
 
 
 _POINTER = TypeAdapter(Pointer)

@@ -150,6 +150,7 @@ class IngestRun:
             report.stopped = str(full)
         except KeyboardInterrupt:
             report.interrupted = True
+        self._writer.claim_found()
         self._count()
         return report
 
@@ -194,10 +195,13 @@ class IngestRun:
         """
         report, began = self._report, self._report.done_bytes
         computed = 0
+        missing = self._missing(chunks)
         for chunk in chunks:
             report.chunks += 1
             report.tokens += len(self._resources.text_ids(chunk.text))
-            is_new = not report.refused and self._write_chunk(document, chunk, chunks, size_bytes)
+            is_new = chunk.chunk_id in missing and self._write_chunk(
+                document, chunk, chunks, size_bytes
+            )
             before = report.done_bytes
             report.done_bytes = began + round(size_bytes * chunk.end / len(document.text))
             if is_new:
@@ -209,12 +213,21 @@ class IngestRun:
         self._resources.store.flush()
         return computed
 
+    def _missing(self, chunks: Sequence[Chunk]) -> set[str]:
+        """Ids of the chunks without stored KV."""
+        try:
+            missing = () if self._report.refused else self._writer.missing(chunks)
+            return {chunk.chunk_id for chunk in missing}
+        except UnsupportedModelError as refused:
+            self._report.refused = str(refused)
+            return set()
+
     def _write_chunk(
         self, document: Document, chunk: Chunk, chunks: Sequence[Chunk], size_bytes: float
     ) -> bool:
-        """Store the KV of a chunk if it has none; returns whether it had none."""
+        """Store the KV of a chunk unless it has some by now; returns whether it had none."""
         try:
-            if not self._writer.missing([chunk]):
+            if self._report.refused or not self._writer.missing([chunk]):
                 return False
             if not self._announced:
                 self._announce_size(chunks, size_bytes)

@@ -62,6 +62,7 @@ class KVWriter:
         self._worker = worker
         self._admitted = False
         self._pins: PinScope
+        self._found: set[str] = set()
         self.written = Written()
 
     @contextmanager
@@ -81,14 +82,12 @@ class KVWriter:
 
     def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Those of ``chunks`` without stored KV; the others are pinned."""
-        missing = []
-        for chunk in chunks:
-            key = self._key(chunk)
-            if self._resources.store.contains(self.namespace, key):
-                self._pins.protect(self.namespace, key)
-            else:
-                missing.append(chunk)
-        return missing
+        keys = [self.key_of(chunk) for chunk in chunks]
+        found = self._resources.store.contained(self.namespace, keys)
+        for key in found:
+            self._pins.protect(self.namespace, key)
+        self._found |= found
+        return [chunk for chunk, key in zip(chunks, keys, strict=True) if key not in found]
 
     def write(self, chunk: Chunk, name: str) -> None:
         """Encode ``chunk`` and store its KV; ``name`` says in errors which text it is.
@@ -102,7 +101,7 @@ class KVWriter:
         began = time.perf_counter()
         try:
             kv = self._worker.run(lambda: self._encode(self._resources.text_ids(chunk.text)))
-            self._resources.store.put(self.namespace, self._key(chunk), kv)
+            self._resources.store.put(self.namespace, self.key_of(chunk), kv)
         except InvalidInputError as bad:
             raise InvalidInputError(f"{name}: {bad}") from bad
         self.written.chunks += 1
@@ -110,10 +109,17 @@ class KVWriter:
         self.written.size_bytes += stored_chunk_bytes(kv.layout, kv.tokens)
         self.written.seconds += time.perf_counter() - began
 
+    def claim_found(self) -> None:
+        """Keep KV that was found from being collected in a remote. See :meth:`KVStore.claim`."""
+        if self._found:
+            self._resources.store.claim(self.namespace, self._found)
+            self._found = set()
+
     def _encode(self, ids: Ids) -> ChunkKV:
         return self._resources.kv_validity.encode(self.namespace, ids, self._resources.prefix_ids)
 
-    def _key(self, chunk: Chunk) -> str:
+    def key_of(self, chunk: Chunk) -> str:
+        """Key of the chunk's KV in this run's namespace."""
         ids = self._resources.text_ids(chunk.text)
         return chunk_key(self.namespace, self._resources.prefix_ids, ids)
 

@@ -130,6 +130,12 @@ class KVStore(Protocol):
         Raises :class:`StoreUnavailableError` if that fails.
         """
 
+    def claim(self, namespace: str, keys: Iterable[str]) -> None:
+        """Keep entries that :meth:`contains` found from being collected in a remote until they are published.
+
+        Raises :class:`StoreUnavailableError`, also if one was collected meanwhile.
+        """
+
     @property
     def is_behind(self) -> bool:
         """Whether :meth:`put` would wait for earlier copies to a remote."""
@@ -178,6 +184,9 @@ class KVStore(Protocol):
 
     def contains(self, namespace: str, key: str) -> bool:
         """Whether there is a durable entry. Its bytes are verified when they are read."""
+
+    def contained(self, namespace: str, keys: Iterable[str]) -> set[str]:
+        """:meth:`contains` for several keys, for which a remote is asked at once."""
 
     def found(self, namespace: str, keys: Iterable[str]) -> set[str]:
         """Those of ``keys`` that can probably be opened, for a request that waits: a remote is asked for all

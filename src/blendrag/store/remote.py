@@ -4,6 +4,7 @@ Layout below the URL::
 
     format                                see :mod:`blendrag.store.remote_root`
     corpus/…                              published corpora, see :mod:`blendrag.corpus.snapshots`
+    claims/…                              KV that must not be collected, see :mod:`blendrag.store.claims`
     kv/<namespace>/<ab>/<key>.kv          one object per chunk: seals, then the payload file as it is on disk
 
 With a secret (``BLENDRAG_REMOTE_KEY``) each layer has a seal, an HMAC-SHA256 over key, layer and bytes under
@@ -27,6 +28,7 @@ from functools import lru_cache
 import numpy as np
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
+from blendrag.store import claims
 from blendrag.store.base import Counters, ProcessBound, TierStats
 from blendrag.store.identity import is_name, require_name
 from blendrag.store.kv import KVLayout
@@ -54,6 +56,8 @@ AHEAD = 8
 PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 #: Objects in a row whose bytes are wrong until the remote counts as failing.
 MAX_WRONG = 3
+#: Chunks that a claim looks for at a time.
+ASKED_TOGETHER = 256
 #: Chunks opened within this time belong to one prompt, and share its time to wait.
 TOGETHER_S = 0.5
 
@@ -525,15 +529,18 @@ class RemoteTier(ProcessBound):
         return there
 
     def contains(self, namespace: str, key: str) -> bool:
-        """Whether there is a durable object. Its bytes are verified when they are read."""
-        if not self.found(namespace, [key]):
-            return False
+        return bool(self.contained(namespace, [key]))
+
+    def contained(self, namespace: str, keys: Iterable[str]) -> set[str]:
+        """:meth:`found`, once they are durable."""
+        there = self.found(namespace, keys)
         try:
-            self.objects.sync(name_of(namespace, key))
+            for key in there:  # another machine may just have written it
+                self.objects.sync(name_of(namespace, key))
         except StoreUnavailableError as exc:
             self._pause.begin(str(exc))
-            return False
-        return True
+            return set()
+        return there
 
     def keys(self, namespace: str) -> Iterator[str]:
         """Keys of one namespace; none if the remote does not answer."""
@@ -557,6 +564,19 @@ class RemoteTier(ProcessBound):
         for key in there:  # its writer may be about to sync it
             self.objects.sync(found[key])
         return set(there)
+
+    def claim(self, namespace: str, keys: Sequence[str]) -> set[str]:
+        """Keep KV from being collected; returns those of ``keys`` that are no longer there.
+
+        Raises :class:`StoreUnavailableError`, also while a collection runs.
+        """
+        claims.claim(self._root, namespace, keys)
+        there: set[str] = set()
+        for at in range(0, len(keys), ASKED_TOGETHER):
+            there |= self.found(namespace, keys[at : at + ASKED_TOGETHER])
+        if self._pause.why:
+            raise StoreUnavailableError(self._pause.why)
+        return set(keys) - there
 
     # -- writing ---------------------------------------------------------------------------------
 

@@ -279,6 +279,12 @@ class Uploads:
             if len(self._known) > KNOWN_CHUNKS:
                 del self._known[next(iter(self._known))]
 
+    def forget_known(self, namespace: str, keys: Iterable[str]) -> None:
+        """Entries are not in the remote any more."""
+        with self._lock:
+            for key in keys:
+                self._known.pop((namespace, key), None)
+
     def _run(
         self,
         entry: tuple[str, str],
@@ -393,6 +399,19 @@ class TieredStore(ProcessBound):
         if self._uploads is not None:
             self._uploads.flush()
 
+    def claim(self, namespace: str, keys: Iterable[str]) -> None:
+        """See :meth:`KVStore.claim`."""
+        listed = sorted(set(keys))
+        if self.remote is None or self._uploads is None or not listed:
+            return
+        gone = self.remote.claim(namespace, listed)
+        if gone:
+            self._uploads.forget_known(namespace, gone)
+            raise StoreUnavailableError(
+                f"{len(gone)} chunks were removed from remote {self.remote.url} while they were ingested "
+                "(blendrag store gc --remote); run this again, which copies or computes them"
+            )
+
     def expect(
         self,
         namespace: str,
@@ -462,17 +481,23 @@ class TieredStore(ProcessBound):
         return PromotingReader(namespace, on_disk, self._promotion)
 
     def contains(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.contains`: on disk or in the remote, as memory does not survive a restart.
+        return bool(self.contained(namespace, [key]))
+
+    def contained(self, namespace: str, keys: Iterable[str]) -> set[str]:
+        """See :meth:`KVStore.contained`: on disk or in the remote, as memory does not survive a restart.
 
         What is on disk only is copied to the remote in the background.
         """
-        if self.disk.contains(namespace, key) and (
-            self._uploads is None or self._uploads.offer(namespace, key, waits=False)
-        ):
-            return True
-        if self.remote is None or not self.agrees(namespace):
-            return False
-        return self.remote.contains(namespace, key)
+        wanted = set(keys)
+        here = {
+            key
+            for key in wanted
+            if self.disk.contains(namespace, key)
+            and (self._uploads is None or self._uploads.offer(namespace, key, waits=False))
+        }
+        if self.remote is None or here == wanted or not self.agrees(namespace):
+            return here
+        return here | self.remote.contained(namespace, wanted - here)
 
     def found(self, namespace: str, keys: Iterable[str]) -> set[str]:
         """See :meth:`KVStore.found`."""

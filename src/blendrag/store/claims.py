@@ -1,0 +1,80 @@
+"""Claims: KV of a remote that an ingest has found and that its next snapshot will name.
+
+A collection (:mod:`blendrag.corpus.remote_gc`) removes what is old and named by no snapshot. KV that an
+ingest finds may be both, so the ingest claims it when it ends. A claim keeps KV as long as writing it anew::
+
+    claims/<sha256>     namespace and keys, 32 bytes each
+
+An ingest writes its claim, then looks for the mark of a collection, then for the KV. A collection sets its
+mark, then reads the claims. So one of the two sees the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable
+
+from blendrag.errors import StoreUnavailableError
+from blendrag.store.objects import Listed
+from blendrag.store.remote_root import RemoteRoot
+
+CLAIMS = "claims/"
+#: There while garbage is collected.
+MARK = "corpus/gc"
+#: By the clock of the store: an older mark was left by a collection that was killed.
+STALE_MARK_S = 3600.0
+_NAME_BYTES = 32
+
+
+def claim(remote: RemoteRoot, namespace: str, keys: Iterable[str]) -> None:
+    """Keep KV from being collected. Raises :class:`StoreUnavailableError`, also while a collection runs."""
+    data = b"".join(bytes.fromhex(name) for name in (namespace, *sorted(keys)))
+    remote.objects.put(CLAIMS + hashlib.sha256(data).hexdigest(), data, if_absent=False)
+    require_no_collection(remote)
+
+
+def claimed(remote: RemoteRoot, claims: Iterable[Listed]) -> dict[str, set[str]]:
+    """Claimed keys by namespace. Raises :class:`StoreUnavailableError` for a claim that cannot be read."""
+    found: dict[str, set[str]] = {}
+    for each in claims:
+        stored = remote.objects.get(each.name)
+        data = b"" if stored is None else stored.data
+        if hashlib.sha256(data).hexdigest() != each.name.removeprefix(CLAIMS):
+            raise StoreUnavailableError(
+                f"{each.name[:20]}… of remote {remote.url} is not what an ingest wrote; repeat the command, "
+                "and remove that object if that does not help"
+            )
+        namespace, *keys = (
+            data[at : at + _NAME_BYTES].hex() for at in range(0, len(data), _NAME_BYTES)
+        )
+        found.setdefault(namespace, set()).update(keys)
+    return found
+
+
+def require_no_collection(remote: RemoteRoot) -> None:
+    """Raise :class:`StoreUnavailableError` while garbage is collected, perhaps what is named next."""
+    if remote.objects.get(MARK) is None:
+        return
+    marks = [each for each in remote.objects.listing("corpus/") if each.name == MARK]
+    if marks and time_there(remote) - marks[0].modified < STALE_MARK_S:
+        raise StoreUnavailableError(
+            f"remote {remote.url} is being collected (blendrag store gc --remote); repeat the command when "
+            "that has ended"
+        )
+
+
+def time_there(remote: RemoteRoot) -> float:
+    """Unix time by the clock of the store, which this machine's may differ from."""
+    name = f"corpus/clock/{secrets.token_hex(8)}"
+    remote.objects.put(name, b"now", if_absent=False)
+    try:
+        return next(
+            each.modified for each in remote.objects.listing("corpus/clock/") if each.name == name
+        )
+    except StopIteration:
+        raise StoreUnavailableError(
+            f"remote {remote.url} does not list an object that was just written; repeat the command"
+        ) from None
+    finally:
+        remote.objects.delete(name)
