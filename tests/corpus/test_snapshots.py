@@ -414,7 +414,7 @@ def test_a_damaged_corpus_is_not_published(
 
 
 def age(bucket: Path, seconds: float) -> None:
-    for path in bucket.rglob("*"):
+    for path in bucket.rglob("*") if bucket.is_dir() else (bucket,):
         with contextlib.suppress(FileNotFoundError):  # a collection may run
             then = path.stat().st_mtime - seconds
             os.utime(path, (then, then))
@@ -612,6 +612,85 @@ def test_a_collection_renews_its_mark_while_it_lists_and_stops_without_it(
     assert renewed == [True]
     assert old.exists()
     assert (bucket / MARK).read_bytes() == b"another"
+
+
+def test_a_collection_that_was_stopped_for_too_long_removes_nothing(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, [1])
+    share(tmp_path, remote, bucket)
+    old = write_kv(bucket, key_of("old"))
+    age(bucket, 1000)
+    batches = remote_gc._batches
+
+    def stopped(gone: list[Listed]) -> Iterator[list[Listed]]:
+        age(bucket / MARK, claims.STALE_MARK_S)
+        yield from batches(gone)
+
+    monkeypatch.setattr(remote_gc, "_batches", stopped)
+    with pytest.raises(StoreUnavailableError, match="was stopped for too long"):
+        collect_remote(remote, 500)
+    assert old.exists()
+
+
+def test_a_manifest_that_a_collection_removes_is_not_pointed_to(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third snapshot equals the first, whose manifest is old."""
+    fill(tmp_path, [1])
+    share(tmp_path, remote, bucket)
+    with Corpus.open(tmp_path) as corpus:
+        put(corpus, 2)
+        share(tmp_path, remote, bucket)
+        corpus.remove_source("doc2.md")
+    age(bucket, 1000)
+    batches, failures = remote_gc._batches, []
+
+    def meanwhile(gone: list[Listed]) -> Iterator[list[Listed]]:
+        def durable(keys: Keys) -> frozenset[str]:
+            for batch in batches(gone):
+                remote.objects.delete(*(each.name for each in batch))
+            return keys.keys
+
+        (bucket / MARK).rename(bucket / "hidden")  # the collection ends before the publisher looks
+        try:
+            publish(tmp_path, remote, all_keys, durable)
+        except StoreUnavailableError as exc:
+            failures.append(str(exc))
+        (bucket / "hidden").rename(bucket / MARK)
+        return iter(())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote_gc, "_batches", meanwhile)
+        collect_remote(remote, 500)
+    assert "was collected while this published" in failures[0]
+    assert share(tmp_path, remote, bucket).serial == 3
+    assert follow(tmp_path / "two", remote) is not None
+
+
+@pytest.mark.parametrize("what", ["parts", "manifests"])
+def test_what_the_remote_has_damaged_is_published_again(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path, what: str
+) -> None:
+    fill(tmp_path / "one", [1])
+    share(tmp_path / "one", remote, bucket)
+    for path in (bucket / "corpus" / what).iterdir():
+        path.write_bytes(b"damaged")
+    with pytest.raises(StoreUnavailableError, match="store publish --again"):
+        follow(tmp_path / "two", remote)
+    publish(tmp_path / "one", remote, all_keys, lambda keys: keys.keys, again=True)
+    follow(tmp_path / "two", remote)
+    assert content(tmp_path / "two") == content(tmp_path / "one")
+
+
+def test_a_large_object_in_place_of_the_pointer_is_not_read(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    fill(tmp_path / "one", [1])
+    share(tmp_path / "one", remote, bucket)
+    (bucket / POINTER).write_bytes(bytes(1 << 20))
+    with pytest.raises(StoreUnavailableError, match="1,048,576 bytes, expected at most 65,536"):
+        follow(tmp_path / "two", remote)
 
 
 def test_a_snapshot_published_beside_collections_names_only_what_is_there(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from contextlib import closing
@@ -11,7 +12,7 @@ import pytest
 import tiny
 from blendrag.corpus import snapshots
 from blendrag.corpus.remote_gc import collect_remote
-from blendrag.engine import planner
+from blendrag.engine import planner, publishing
 from blendrag.engine.publishing import Follower
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store import claims
@@ -107,6 +108,25 @@ def test_a_running_engine_follows_without_failing_a_request(machine):
             assert not ask(two, 0).metrics.chunks
 
 
+def test_following_goes_on_after_a_full_disk(machine, monkeypatch, caplog):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with machine("one") as one, machine("two") as two:
+        one.ingest([tiny.document(0)])
+        one.publish()
+        real, until = publishing.follow, time.monotonic() + 30
+        monkeypatch.setattr(publishing, "follow", full)
+        with closing(Follower(two.resources, every_s=0.02)):
+            while "No space left" not in caplog.text:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            monkeypatch.setattr(publishing, "follow", real)
+            while two.resources.corpus is None or not two.resources.corpus.has_documents:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+
+
 def test_kv_of_a_removed_document_is_collected(machine, bucket):
     with machine("one") as one, machine("two") as two:
         one.ingest([tiny.document(0), tiny.document(1)])
@@ -151,7 +171,7 @@ def test_an_ingest_says_so_if_kv_that_it_found_is_collected_meanwhile(removed, b
 
     with monkeypatch.context() as collecting:
         collecting.setattr(claims, "claim", claim)
-        with pytest.raises(StoreUnavailableError, match=r"were removed .* run this again"):
+        with pytest.raises(StoreUnavailableError, match=r"no longer in remote .* run this again"):
             removed.ingest([tiny.document(0)])
     assert removed.ingest([tiny.document(0)]).chunks_computed > 0
     assert removed.publish().missing == 0

@@ -14,6 +14,7 @@ from blendrag.planning import controller
 from blendrag.planning.controller import blended_s
 from blendrag.planning.measure import prefill_token_s
 from blendrag.store.objects import RemoteObjects
+from blendrag.store.remote import RemoteTier
 
 pytest.importorskip("obstore")
 
@@ -153,6 +154,21 @@ def test_the_worker_does_not_wait_for_copies_to_a_slow_remote(machine, bucket, m
         assert tiers(ask(one)) == {""}
         one.drain()
         assert tiers(ask(one)) == {"disk"}
+
+
+def test_what_is_encoded_before_an_answer_is_not_looked_for_in_the_remote(machine, monkeypatch):
+    with machine("one") as one:
+        one.open()
+        asked = []
+        monkeypatch.setattr(
+            RemoteTier, "found", lambda self, namespace, keys: asked.append(keys) or set()
+        )
+        background = one._planner._background
+        for ids in (range(5, 25), range(30, 50)):  # with the first, the probe is looked for
+            asked.clear()
+            todo = [tuple(ids)]
+            assert one._worker.run(lambda todo=todo: background.encode_first(todo, int)) == 1
+        assert not asked
 
 
 def test_an_ingest_ends_when_the_remote_takes_nothing(machine, bucket):

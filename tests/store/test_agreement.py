@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from blendrag.errors import StoreFullError, StoreUnavailableError
 from blendrag.store import agreement, open_store
 from blendrag.store.agreement import ForeignKVError, Probe
+from blendrag.store.identity import probe_key
 from blendrag.store.objects import RemoteObjects
 from blendrag.store.remote import Pause, RemoteTier, name_of
 
@@ -49,17 +52,18 @@ def agree(lab):
     def reach(store, computes=PROBE, create=False):
         def probe():
             kv = lab.kv(computes)
-            return Probe(
-                lab.key(PROBE),
-                lab.layout,
-                lab.tokens,
-                lambda: kv,
-                lambda found: lab.gives(found, kv),
-            )
+            return Probe(lab.layout, lab.tokens, lambda: kv, lambda found: lab.gives(found, kv))
 
         return store.agrees(lab.namespace, probe, create)
 
     return reach
+
+
+def wait_until(is_over):
+    until = time.monotonic() + 30
+    while not is_over():
+        assert time.monotonic() < until
+        yield time.sleep(0.01)
 
 
 def failed():
@@ -128,7 +132,7 @@ def test_of_two_machines_that_begin_an_empty_remote_one_is_refused(
     monkeypatch.setattr(other.remote, "put", put)
     with pytest.raises(ForeignKVError):
         agree(other, OTHER_KERNELS, create=True)
-    assert lab.is_right(one, PROBE)
+    assert lab.is_right(one, 1)
 
 
 def test_what_was_compared_is_known_without_a_model(lab, machine, agree):
@@ -153,7 +157,7 @@ def test_a_read_only_store_compares_and_keeps_nothing(lab, machine, agree, tmp_p
 
 def test_kv_without_a_probe_is_not_joined(lab, machine, agree, bucket):
     fill(lab, machine("one"), agree)
-    (bucket / name_of(lab.namespace, lab.key(PROBE))).unlink()
+    (bucket / name_of(lab.namespace, probe_key(lab.namespace))).unlink()
     other = machine("other")
     assert not agree(other)
     with pytest.raises(ForeignKVError, match="without the probe by which it is compared"):
@@ -203,7 +207,7 @@ def test_a_remote_that_was_down_is_checked_when_it_returns(
 
 def test_a_damaged_probe_is_read_again_later(lab, machine, agree, bucket):
     fill(lab, machine("one"), agree)
-    path = bucket / name_of(lab.namespace, lab.key(PROBE))
+    path = bucket / name_of(lab.namespace, probe_key(lab.namespace))
     good = path.read_bytes()
     lab.flip(path)
     other = machine("other")
@@ -236,3 +240,75 @@ def test_a_full_disk_does_not_keep_the_remote_from_being_used(lab, machine, agre
     monkeypatch.setattr(other.disk, "put_stored", full)
     assert agree(other)
     assert lab.is_right(other, 1)
+
+
+def test_a_copy_of_the_probe_counts_only_until_the_model_is_loaded(lab, machine, agree):
+    fill(lab, machine("one"), agree)
+    agree(machine("other"))
+    other = machine("other")
+    assert other.agrees(lab.namespace)
+    with pytest.raises(ForeignKVError, match="does not compute on this machine"):
+        agree(other, OTHER_KERNELS)  # its libraries were upgraded meanwhile
+    assert lab.open(other, 1) is None
+
+
+def test_a_damaged_probe_is_replaced_by_a_machine_that_has_compared_it(lab, machine, agree, bucket):
+    one, path = machine("one"), bucket / name_of(lab.namespace, probe_key(lab.namespace))
+    fill(lab, one, agree)
+    good = path.read_bytes()
+    lab.flip(path)
+    with pytest.raises(ForeignKVError, match=r"is damaged, .* store clear --remote"):
+        agree(machine("newcomer"), create=True)
+    other_kernels = machine("one")
+    with pytest.raises(ForeignKVError, match="is damaged"):
+        agree(other_kernels, OTHER_KERNELS, create=True)
+    assert agree(machine("one"), create=True)
+    assert path.read_bytes() == good
+
+
+def test_an_empty_remote_gets_what_this_machine_computes_now(lab, machine, agree, bucket):
+    fill(lab, machine("one"), agree, OTHER_KERNELS)
+    shutil.rmtree(bucket / "kv")
+    one = machine("one")  # with the probe of before
+    assert agree(one, create=True)
+    assert agree(machine("other"))
+
+
+def test_what_failed_is_copied_once_the_remote_takes_chunks_again(
+    lab, machine, agree, bucket, unmounted
+):
+    one = machine("one")
+    fill(lab, one, agree)
+    with unmounted():
+        for number in range(2, 8):
+            lab.put(one, number)
+        with pytest.raises(StoreUnavailableError, match="6 chunks were not copied"):
+            one.flush()
+    one.remote._write_pause = Pause()
+    with ThreadPoolExecutor(1) as thread:  # which owes nothing of what failed
+        thread.submit(lab.put, one, 8).result()
+    for _ in wait_until(lambda: not one._uploads._failed):
+        pass
+    assert all(lab.is_right(one.remote, number) for number in range(2, 9))
+
+
+def test_draining_ends_while_more_is_promoted(lab, tmp_path):
+    with contextlib.closing(open_store(tmp_path, 1 << 30, 1 << 30)) as store:
+        lab.put(store, 1)
+        promoted, real = [], store._promotion._promote
+
+        def promote(namespace, reader):
+            real(namespace, reader)
+            promoted.append(reader)
+            if len(promoted) < 500:  # as queries do
+                store.memory.delete(namespace, reader.key)
+                ask()
+
+        def ask():
+            with contextlib.closing(lab.open(store, 1)) as reader:
+                lab.read(reader)
+
+        store._promotion._promote = promote
+        ask()
+        store.drain()
+        assert len(promoted) < 500

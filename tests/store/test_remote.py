@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -13,6 +14,7 @@ import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
 from blendrag.store import DiskStore, objects, open_store
+from blendrag.store.objects import Piece
 from blendrag.store.remote import MAX_WRONG, Pause, RemoteTier, name_of
 
 pytest.importorskip("obstore")
@@ -268,6 +270,18 @@ def test_whether_chunks_are_there_is_asked_for_all_at_once(lab, make_remote, mon
     monkeypatch.setattr(tier.objects, "wait", wait)
     keys = [lab.key(number) for number in (1, 2, 3)]
     assert tier.found(lab.namespace, keys) == set(keys[:2])
+
+
+def test_as_many_chunks_as_a_document_has_are_looked_for_in_time(lab, make_remote, monkeypatch):
+    tier = make_remote(timeout_s=1.0)
+
+    async def answer():
+        await asyncio.sleep(0.02)
+        return Piece(memoryview(b"x"), 100)
+
+    monkeypatch.setattr(tier.objects, "read", lambda *args: tier.objects._begin(answer))
+    keys = [f"{number:064x}" for number in range(1500)]
+    assert len(tier.found(lab.namespace, keys)) == 1500  # which takes about 2 s
 
 
 # -- below memory and disk ---------------------------------------------------------------------------

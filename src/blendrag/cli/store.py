@@ -218,13 +218,17 @@ def publish(
     model: options.Model = None,
     store: options.Store = None,
     remote: options.Remote = None,
+    again: Annotated[
+        bool,
+        typer.Option("--again", help="Write everything, if the remote has lost or damaged it."),
+    ] = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
     """Publish the corpus in the remote, where `blendrag serve` and `store follow` find it."""
     begin(verbose, "the published corpus is the one before, or the new one")
     with options.engine_for(context) as engine:
-        done = engine.publish()
+        done = engine.publish(again)
     what = "published" if done.changed else "was published already"
     show(
         json,

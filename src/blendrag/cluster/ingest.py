@@ -28,7 +28,15 @@ from blendrag.cluster.nodes import on_every_node
 from blendrag.cluster.ray_session import ray_session
 from blendrag.corpus.corpus import Corpus, files_of
 from blendrag.engine import BlendEngine
-from blendrag.engine.ingest import DocumentRows, IngestReport, Watch, ended, files_at, named_failure
+from blendrag.engine.ingest import (
+    DocumentRows,
+    IngestReport,
+    Watch,
+    claim_at_end,
+    ended,
+    files_at,
+    named_failure,
+)
 from blendrag.engine.resources import Resources
 from blendrag.errors import IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.planning.profile import cores
@@ -225,14 +233,15 @@ class DistributedIngest:
         self._computed_tokens = 0
         self._began = time.perf_counter()
         self._namespace = ""
-        self._found: set[str] = set()
-        """Keys of KV that workers found."""
+        self._stored: set[str] = set()
+        """Keys of KV that workers found or wrote."""
         self._document: list[Row] = []
         self._done_bytes, self._files_bytes = 0.0, 0
 
     def run(self, paths: Sequence[Path], prune: bool, patterns: Patterns) -> IngestReport:
         """Ingest files. After Ctrl-C the report has ``interrupted`` set."""
         report, seen, read = self._report, set[str](), set[str]()
+        is_whole = False
         try:
             files = files_at([Path(path) for path in paths], report, patterns)
             sizes = {name: size_bytes for name, (_, size_bytes) in files.items()}
@@ -246,11 +255,13 @@ class DistributedIngest:
                     else:
                         self._end_file(row, sizes[row["file"]], read)
             self._rows.find_gone(report, paths, seen, read, prune)
+            is_whole = True
         except StoreFullError as full:
             report.stopped = str(full)
         except KeyboardInterrupt:
             report.interrupted = True
-        self._resources.store.claim(self._namespace, self._found)
+        finally:
+            claim_at_end(self._claim, is_whole)
         self._count()
         return report
 
@@ -289,8 +300,8 @@ class DistributedIngest:
     def _take(self, row: Row) -> None:
         """Note what a worker did for one chunk; write the rows of a document whose chunks are all there."""
         report = self._report
-        if row["found"]:
-            self._found.add(row["found"])
+        if row["key"]:
+            self._stored.add(row["key"])
         if row["of"]:
             report.chunks += 1
             report.tokens += row["kv_tokens"]
@@ -362,6 +373,9 @@ class DistributedIngest:
             read.add(row["file"])
         self._files_bytes += size_bytes
         self._done_bytes = self._report.done_bytes = self._files_bytes
+
+    def _claim(self) -> None:
+        self._resources.store.claim(self._namespace, self._stored)
 
     def _count(self) -> None:
         report = self._report

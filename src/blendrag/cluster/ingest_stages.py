@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import platform
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -61,7 +62,7 @@ DOCUMENT: Row = {
 CHUNK: Row = {"number": 0, "of": 0, "start": 0, "end": 0, "tokens": 0, "vector": b""}
 KV: Row = {
     "computed": False, "kv_tokens": 0, "kv_bytes": 0, "seconds": 0.0, "namespace": "", "signature": "",
-    "refused": "", "full": "", "found": "",
+    "refused": "", "full": "", "key": "",
 }  # fmt: skip
 
 
@@ -98,6 +99,11 @@ class Plan:
         name = hashlib.sha256(f"{self.remote} {self.root}".encode()).hexdigest()[:16]
         folder = Path(tempfile.gettempdir()) / f"blendrag-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
+            raise InvalidInputError(
+                f"{folder} can be changed by other users, expected a directory of this user only; remove it"
+            )
         made = self.resources(folder / name)
         limits = {"disk_bytes": PASSING_BYTES, "ram_bytes": 0}
         made.settings = made.settings.model_copy(update=limits)
@@ -220,6 +226,7 @@ class EncodeChunks:
             for row in done:
                 if row["of"] and not row["fatal"]:
                     row |= self._stored(row)
+                    self._writer.stored.clear()  # which the driver claims
                     if row["full"]:
                         break
             self._resources.store.flush()
@@ -246,8 +253,7 @@ class EncodeChunks:
             found["failure"] = str(bad)
         else:
             found |= {"namespace": self._writer.namespace, "signature": self._resources.signature()}
-            if not found.get("computed"):
-                found["found"] = self._writer.key_of(chunk)
+            found["key"] = self._writer.key_of(chunk)
         return found
 
     def _write(self, chunk: Chunk, name: str) -> Row:

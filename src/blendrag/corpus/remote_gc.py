@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from blendrag.corpus.snapshots import (
     MANIFESTS,
@@ -26,14 +27,27 @@ from blendrag.corpus.snapshots import (
     read_manifest,
 )
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.store.claims import CLAIMS, MARK, claimed, require_no_collection, time_there
+from blendrag.store.claims import (
+    CLAIMS,
+    MARK,
+    STALE_MARK_S,
+    claimed,
+    mark_age_s,
+    require_no_collection,
+    time_there,
+)
+from blendrag.store.identity import probe_key
 from blendrag.store.objects import Listed
 from blendrag.store.remote_root import RemoteRoot
 
+T = TypeVar("T")
+
 #: Objects removed at a time, each time after a look at the mark.
 BATCH = 500
-#: Seconds after which the mark is renewed, far less than those after which it counts as stale.
+#: Seconds after which the mark is renewed.
 RENEW_S = 60.0
+#: After so long without renewal, this process was stopped, and others may take the mark for a stale one.
+LATEST_RENEWAL_S = STALE_MARK_S / 2
 
 
 @dataclass(frozen=True)
@@ -76,8 +90,7 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
         pointer, snapshot = found
         listed = list(remote.objects.listing("corpus/"))
         live, old_manifests = [snapshot], []
-        for each in listed:
-            mark.keep()
+        for each in mark.kept_for(listed):
             name = each.name.removeprefix(MANIFESTS)
             if each.name.startswith(MANIFESTS) and name != pointer.snapshot:
                 if each.modified >= before:
@@ -86,8 +99,9 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
                     old_manifests.append(each)
         claims = list(remote.objects.listing(CLAIMS))
         old_claims = [each for each in claims if each.modified < before]
-        named = _named(remote, live)
-        for namespace, keys in claimed(remote, (c for c in claims if c.modified >= before)).items():
+        named = _named(remote, mark.kept_for(live))
+        counted = [each for each in claims if each.modified >= before]
+        for namespace, keys in claimed(remote, mark.kept_for(counted)).items():
             if namespace in named:
                 named[namespace] |= keys
         needed = {(snapshot.namespace, key) for key in read_keys(remote, snapshot)}
@@ -100,8 +114,7 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
             and each.modified < before
         ]
         kv, left, left_bytes, young, others = [], 0, 0, 0, set()
-        for each in remote.objects.listing("kv/"):
-            mark.keep()
+        for each in mark.kept_for(remote.objects.listing("kv/")):
             namespace, key = _entry_of(each)
             if namespace not in named:
                 others.add(namespace)
@@ -152,11 +165,12 @@ def clear_remote(
     return len(found), size_bytes
 
 
-def _named(remote: RemoteRoot, live: list[Snapshot]) -> dict[str, set[str]]:
-    """Keys by namespace."""
+def _named(remote: RemoteRoot, live: Iterable[Snapshot]) -> dict[str, set[str]]:
+    """Keys by namespace, with that of its probe."""
     named: dict[str, set[str]] = {}
     for snapshot in live:
-        named.setdefault(snapshot.namespace, set()).update(read_keys(remote, snapshot))
+        keys = named.setdefault(snapshot.namespace, {probe_key(snapshot.namespace)})
+        keys.update(read_keys(remote, snapshot))
     return named
 
 
@@ -179,17 +193,25 @@ class _Mark:
         self._token = secrets.token_hex(16).encode()
         self._set()
 
-    def keep(self) -> None:
-        """Renew the mark if it is time to."""
-        if time.monotonic() - self._set_at >= RENEW_S:
-            self.renew()
+    def kept_for(self, each: Iterable[T]) -> Iterator[T]:
+        """``each``, renewing the mark when it is time to."""
+        for one in each:
+            if time.monotonic() - self._set_at >= RENEW_S:
+                self.renew()
+            yield one
 
     def renew(self) -> None:
-        """Set the mark again. Raises :class:`StoreUnavailableError` if another collection has replaced it."""
+        """Set the mark again. Raises :class:`StoreUnavailableError` if it may have been ignored meanwhile."""
         if not self._is_there():
             raise StoreUnavailableError(
                 f"remote {self._remote.url} is being collected by another machine too; what was removed was "
                 "not needed: repeat the command when that has ended"
+            )
+        age_s = mark_age_s(self._remote)
+        if age_s is None or age_s > LATEST_RENEWAL_S:
+            raise StoreUnavailableError(
+                f"the collection of remote {self._remote.url} was stopped for too long, so others did not "
+                "wait for it; what was removed was not needed: repeat the command"
             )
         self._set()
 

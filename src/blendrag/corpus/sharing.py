@@ -83,7 +83,7 @@ class Published:
     """Chunks without KV in the remote; it is computed when they are asked for."""
     uploaded_bytes: int
     changed: bool
-    """``False`` if the remote had this snapshot already."""
+    """``False`` if this snapshot was current already."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,14 @@ Durable = Callable[[Keys], frozenset[str]]
 # -- publishing -------------------------------------------------------------------------------------
 
 
-def publish(root: Path, remote: RemoteRoot, keys_of: KeysOf, durable: Durable) -> Published:
+def publish(
+    root: Path, remote: RemoteRoot, keys_of: KeysOf, durable: Durable, again: bool = False
+) -> Published:
     """Publish the corpus of the store at ``root``.
 
-    The manifest is written first, so that no collection removes the KV that is looked for next; the pointer
-    is replaced last, and names only what :data:`Durable` has found. Raises :class:`InvalidInputError` if the
+    ``again``: write also parts that the remote should have. The manifest is written first, so that no
+    collection removes the KV that is looked for next; the pointer is replaced last, and names only what
+    :data:`Durable` has found. Raises :class:`InvalidInputError` if the
     remote has another corpus or a snapshot that this store has not seen, :class:`CorpusError`, and
     :class:`StoreUnavailableError`.
     """
@@ -131,9 +134,11 @@ def publish(root: Path, remote: RemoteRoot, keys_of: KeysOf, durable: Durable) -
     current = read_pointer(remote, before) if before is not None else None
     with Corpus.open(root) as corpus:  # a connection of its own: others read on
         shared = _shared(corpus)
-        published = read_manifest(remote, current.snapshot) if current is not None else None
+        published = None
         if current is not None:
             _require_ours(corpus, remote, shared, current)
+            if not again:
+                published = read_manifest(remote, current.snapshot)
         writing = _Writing(remote, published)
         with corpus.file.reading():
             settings = corpus.manifest
@@ -156,6 +161,12 @@ def publish(root: Path, remote: RemoteRoot, keys_of: KeysOf, durable: Durable) -
         there = durable(keys)
         if there != keys.keys:
             name, made = snapshot(there)
+        # a collection that began earlier may have removed an old manifest of this name
+        require_no_collection(remote)
+        if remote.objects.head(MANIFESTS + name) is None:
+            raise StoreUnavailableError(
+                f"remote {remote.url} was collected while this published; repeat the command"
+            )
         serial = current.serial if current else 0
         is_new = current is None or current.snapshot != name
         if is_new:

@@ -30,6 +30,10 @@ POINTER = "corpus/pointer"
 MANIFESTS, PARTS = "corpus/manifests/", "corpus/parts/"
 
 
+#: Most that is read of a manifest or a part.
+MAX_BLOB_BYTES = 1 << 30
+
+
 @dataclass(frozen=True)
 class Part:
     name: str
@@ -129,15 +133,18 @@ def read_keys(remote: RemoteRoot, snapshot: Snapshot) -> frozenset[str]:
 
 
 def read_blob(remote: RemoteRoot, folder: str, name: str) -> bytes:
-    """An object that is named by its contents; read again once if they differ."""
+    """An object that is named by its contents; read again once if they differ.
+
+    Raises :class:`StoreUnavailableError`.
+    """
     for _ in range(2):
-        found = remote.objects.get(folder + name)
+        found = remote.objects.get(folder + name, MAX_BLOB_BYTES)
         if found is not None and hashlib.sha256(found.data).hexdigest() == name:
             return found.data
     what = "is missing" if found is None else "is not what was published"
     raise StoreUnavailableError(
-        f"{folder}{name[:12]}… of remote {remote.url} {what}; repeat the command, and publish again if that "
-        "does not help"
+        f"{folder}{name[:12]}… of remote {remote.url} {what}; repeat the command, and if that does not help, "
+        "publish everything again (blendrag store publish --again)"
     )
 
 

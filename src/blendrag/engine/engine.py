@@ -693,15 +693,16 @@ class BlendEngine:
         """
         return ingesting.remove(self.resources, paths)
 
-    def publish(self) -> Published:
+    def publish(self, again: bool = False) -> Published:
         """Publish the corpus in the remote: an immutable snapshot, which other machines follow.
 
+        ``again``: write also what the remote should have, because it has lost or damaged it.
         Copies KV first that only this machine has, so that the snapshot names none that is not there. Publish
         from one machine at a time. Raises :class:`InvalidInputError` without a remote, and if the remote has
         the corpus of another store or a newer snapshot; :class:`CorpusError`,
         :class:`StoreUnavailableError`.
         """
-        return publishing.publish(self.resources)
+        return publishing.publish(self.resources, again)
 
     def follow(self) -> Followed | None:
         """Make the corpus equal to the one published in the remote; ``None`` if there is none.

@@ -21,6 +21,7 @@ from blendrag.engine.kv_writer import KVWriter, drop_orphaned_kv, with_loaded_id
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
+    BlendragError,
     IdentityChangedError,
     InvalidInputError,
     StoreFullError,
@@ -140,17 +141,20 @@ class IngestRun:
     def run(self, inputs: Inputs, prune: bool = False, patterns: Patterns = ALL) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
         report, seen, read = self._report, set(), set[str]()
+        is_whole = False
         try:
             with self._writer.pinned():
                 for document, size_bytes in documents_of(inputs, report, patterns, read):
                     seen.add(resolved(document.source))
                     self._ingest(document, size_bytes)
             self._rows.find_gone(report, inputs, seen, read, prune)
+            is_whole = True
         except StoreFullError as full:
             report.stopped = str(full)
         except KeyboardInterrupt:
             report.interrupted = True
-        self._writer.claim_found()
+        finally:
+            claim_at_end(self._writer.claim, is_whole)
         self._count()
         return report
 
@@ -307,6 +311,16 @@ class DocumentRows:
     def _remove(self, source: str) -> None:
         self._corpus.remove_source(source)
         drop_orphaned_kv(self._resources, self._corpus)
+
+
+def claim_at_end(claim: Callable[[], None], is_whole: bool) -> None:
+    """Claim the KV of a run; one that ended early has another error to tell."""
+    try:
+        claim()
+    except BlendragError as error:
+        if is_whole:
+            raise
+        log.warning("blendrag store gc --remote may remove KV of this ingest: %s", error)
 
 
 def named_failure(source: str, bad: Exception) -> str:

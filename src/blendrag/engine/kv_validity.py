@@ -32,7 +32,7 @@ from blendrag.model.sharing import ModelLock
 from blendrag.store import KVReader, KVStore
 from blendrag.store.agreement import ForeignKVError, Probe
 from blendrag.store.encodings import codec_of, staging_of
-from blendrag.store.identity import ModelIdentity, chunk_key
+from blendrag.store.identity import ModelIdentity, chunk_key, probe_key
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
 
 log = logging.getLogger(__name__)
@@ -171,8 +171,8 @@ class KVValidity:
         A store that was filled only from a remote has the remote's probe.
         """
         layout = self._adapter.layout.encoded(self._manifest().encoding)
-        for prefix in dict.fromkeys((self._manifest().prefix_ids, ())):
-            key = self.probe_key(namespace, prefix)
+        own = self.probe_key(namespace), self._manifest().prefix_ids
+        for key, prefix in (own, (probe_key(namespace), ())):
             reader = self._store.open(namespace, key, layout, PROBE_TOKENS)
             if reader is None:
                 continue
@@ -201,20 +201,15 @@ class KVValidity:
             return self._is_alike(namespace, (), reader)
 
         layout = self._adapter.layout.encoded(self._manifest().encoding)
-        key = self.probe_key(namespace, ())
-        return Probe(key, layout, PROBE_TOKENS, compute, is_alike)
+        return Probe(layout, PROBE_TOKENS, compute, is_alike)
 
     def _probe_ids(self) -> tuple[int, ...]:
         vocab = self._adapter.model.get_input_embeddings().num_embeddings
         return tuple((7919 * i + 13) % vocab for i in range(PROBE_TOKENS))
 
-    def probe_key(self, namespace: str, prefix: tuple[int, ...] | None = None) -> str:
-        """Key of the entry by which stored KV is compared with what the model computes.
-
-        ``prefix``: by default the corpus's.
-        """
-        prefix = self._manifest().prefix_ids if prefix is None else prefix
-        return chunk_key(namespace, prefix, self._probe_ids())
+    def probe_key(self, namespace: str) -> str:
+        """Key of the entry by which stored KV is compared with what the model computes."""
+        return chunk_key(namespace, self._manifest().prefix_ids, self._probe_ids())
 
     # -- the identity ---------------------------------------------------------------------------
 

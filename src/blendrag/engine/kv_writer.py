@@ -62,7 +62,8 @@ class KVWriter:
         self._worker = worker
         self._admitted = False
         self._pins: PinScope
-        self._found: set[str] = set()
+        self.stored: set[str] = set()
+        """Keys that were found or written and are not claimed yet."""
         self.written = Written()
 
     @contextmanager
@@ -86,7 +87,7 @@ class KVWriter:
         found = self._resources.store.contained(self.namespace, keys)
         for key in found:
             self._pins.protect(self.namespace, key)
-        self._found |= found
+        self.stored |= found
         return [chunk for chunk, key in zip(chunks, keys, strict=True) if key not in found]
 
     def write(self, chunk: Chunk, name: str) -> None:
@@ -104,16 +105,20 @@ class KVWriter:
             self._resources.store.put(self.namespace, self.key_of(chunk), kv)
         except InvalidInputError as bad:
             raise InvalidInputError(f"{name}: {bad}") from bad
+        self.stored.add(self.key_of(chunk))
         self.written.chunks += 1
         self.written.tokens += kv.tokens
         self.written.size_bytes += stored_chunk_bytes(kv.layout, kv.tokens)
         self.written.seconds += time.perf_counter() - began
 
-    def claim_found(self) -> None:
-        """Keep KV that was found from being collected in a remote. See :meth:`KVStore.claim`."""
-        if self._found:
-            self._resources.store.claim(self.namespace, self._found)
-            self._found = set()
+    def claim(self) -> None:
+        """Keep the run's KV from being collected in a remote. See :meth:`KVStore.claim`.
+
+        What is written may have been there before, under the same key.
+        """
+        if self.stored:
+            self._resources.store.claim(self.namespace, self.stored)
+            self.stored.clear()
 
     def _encode(self, ids: Ids) -> ChunkKV:
         return self._resources.kv_validity.encode(self.namespace, ids, self._resources.prefix_ids)
@@ -236,7 +241,7 @@ class BackgroundWriter:
             with resources.adapter.lock:  # one identity from look-up to put
                 namespace = resources.kv_validity.namespace
                 key = chunk_key(namespace, prefix, ids)
-                if not resources.store.contains(namespace, key):
+                if not resources.store.contains_here(namespace, key):
                     if resources.store.is_behind:
                         return False  # the worker does not wait for a slow remote
                     resources.kv_validity.admit(namespace)

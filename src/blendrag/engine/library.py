@@ -282,7 +282,7 @@ class Library:
                 for chunk in missing:
                     writer.write(chunk, f"the text {chunk.text[:40]!r}…")
             self._resources.store.flush()
-            writer.claim_found()
+            writer.claim()
             return writer.written
 
         return with_loaded_identity(self._resources, run)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from blendrag.config import Settings
@@ -18,8 +17,8 @@ from blendrag.corpus.sharing import Followed, Keys, Published
 from blendrag.corpus.snapshots import remote_root
 from blendrag.engine.kv_writer import drop_orphaned_kv
 from blendrag.engine.resources import Resources
-from blendrag.errors import BlendragError, starting_thread
-from blendrag.store.identity import chunk_key, is_name
+from blendrag.errors import starting_thread
+from blendrag.store.identity import chunk_key, is_name, probe_key
 from blendrag.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 FOLLOW_EVERY_S = 10.0
 
 
-def publish(resources: Resources) -> Published:
+def publish(resources: Resources, again: bool = False) -> Published:
     """See :meth:`BlendEngine.publish`."""
     with remote_root(resources.settings) as remote:
         named = resources.require_corpus().manifest.namespace
@@ -44,12 +43,13 @@ def publish(resources: Resources) -> Published:
                 return Keys("", frozenset())
             prefix, ids_of = manifest.prefix_ids, resources.text_ids
             keys = {chunk_key(namespace, prefix, ids_of(text)) for text in texts}
-            return Keys(namespace, frozenset(keys | store.disk.pinned(namespace)))  # the probe
+            probes = store.disk.pinned(namespace) | {probe_key(namespace)}
+            return Keys(namespace, frozenset(keys | probes))
 
         def durable(keys: Keys) -> frozenset[str]:
             return store.ensure_remote(*keys) if keys.keys else frozenset()
 
-        return sharing.publish(resources.root, remote, keys_of, durable)
+        return sharing.publish(resources.root, remote, keys_of, durable, again)
 
 
 def follow(root: Path, settings: Settings, keep_settings: bool = False) -> Followed | None:
@@ -86,15 +86,13 @@ class Follower:
             try:
                 followed = follow(resources.root, resources.settings, keep_settings=True)
                 self._told = ""
-            except BlendragError as error:
+                if followed is not None and followed.changed:
+                    log.info("followed to snapshot %d of the corpus", followed.serial)
+                    self._drop_kv()
+            except Exception as error:  # such as a full disk: the thread goes on
                 if str(error) != self._told:
                     log.warning("the published corpus is not followed: %s", error)
                 self._told = str(error)
-                continue
-            if followed is not None and followed.changed:
-                log.info("followed to snapshot %d of the corpus", followed.serial)
-                with suppress(BlendragError):
-                    self._drop_kv()
 
     def _drop_kv(self) -> None:
         """Remove local KV of documents that are no longer in the corpus."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
-from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
+from blendrag.errors import CorruptKVError, InvalidInputError, StoreError, StoreUnavailableError
 from blendrag.store.base import KVReader
 from blendrag.store.disk import DiskStore
+from blendrag.store.identity import probe_key
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.payload import verified_pieces
 from blendrag.store.remote import RemoteReader, RemoteTier
@@ -31,9 +33,8 @@ class ForeignKVError(StoreUnavailableError):
 
 @dataclass(frozen=True)
 class Probe:
-    """The entry that is compared."""
+    """The entry that is compared; its key is :func:`probe_key`."""
 
-    key: str
     layout: KVLayout
     tokens: int
     compute: Callable[[], ChunkKV]
@@ -48,11 +49,14 @@ class Agreement:
     def __init__(self, disk: DiskStore, remote: RemoteTier) -> None:
         self._disk, self._remote = disk, remote
         self._agreed: set[str] = set()
+        """Namespaces that were compared with the model."""
+        self._copied: set[str] = set()
+        """Those whose probe was compared with an earlier model's, as the model was not loaded."""
         self._foreign: dict[str, str] = {}
         self._again_at: dict[tuple[str, bool], float] = {}
 
     def __contains__(self, namespace: str) -> bool:
-        return namespace in self._agreed
+        return namespace in self._agreed or namespace in self._copied
 
     def reach(
         self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
@@ -60,10 +64,11 @@ class Agreement:
         """Whether that namespace may be used; compares its probe the first time.
 
         ``probe`` needs the loaded model. Without it, the remote's probe is compared with the copy on the
-        local disk. ``create``: put a probe into an empty namespace. ``False`` if the remote has no probe or
-        does not answer. Raises :class:`ForeignKVError` for KV that this machine does not compute.
+        local disk, which counts until the model is loaded. ``create``: put a probe into an empty namespace.
+        ``False`` if the remote has no probe or does not answer. Raises :class:`ForeignKVError` for KV that
+        this machine does not compute.
         """
-        if namespace in self._agreed:
+        if namespace in self._agreed or (probe is None and namespace in self._copied):
             return True
         if namespace in self._foreign:
             raise ForeignKVError(self._foreign[namespace])
@@ -76,6 +81,7 @@ class Agreement:
             if probe is None:
                 is_same = self._is_copied(namespace)
             else:
+                self._copied.discard(namespace)
                 is_same = self._is_alike(namespace, probe(), create)
         except (
             InvalidInputError
@@ -87,20 +93,18 @@ class Agreement:
             logger.info("the probe of remote %s was not compared: %s", self._remote.url, exc)
             is_same = False
         if is_same:
-            self._agreed.add(namespace)
+            (self._copied if probe is None else self._agreed).add(namespace)
         self._again_at[asked] = time.monotonic() + AGAIN_S
         return is_same
 
     def _is_alike(self, namespace: str, probe: Probe, create: bool) -> bool:
-        entry = namespace, probe.key, probe.layout, probe.tokens
-        self._remote.forget_doubt(namespace, probe.key)
-        reader = self._remote.peek(*entry)
-        if reader is None and create and self._create(namespace, probe):
-            reader = self._remote.peek(*entry)
-        if reader is None:
+        found = self._read(namespace, probe)
+        if found is None and create and self._create(namespace, probe):
+            found = self._read(namespace, probe)
+        if found is None:
             return False
+        reader, layers = found
         try:
-            layers = reader.whole(self._remote.timeout_s)
             if not probe.is_alike(reader):
                 raise self._refuse(
                     namespace,
@@ -109,61 +113,99 @@ class Agreement:
                     "filled it, or another prefix",
                 )
             if not self._disk.read_only:
-                self._keep(namespace, probe.key, reader, layers)
+                self._keep(namespace, reader, layers)
         finally:
             reader.release()
         return True
 
-    def _keep(
-        self, namespace: str, key: str, reader: RemoteReader, layers: list[memoryview]
-    ) -> None:
-        """Copy the probe to the local disk, for :meth:`_is_copied`."""
+    def _read(self, namespace: str, probe: Probe) -> tuple[RemoteReader, list[memoryview]] | None:
+        """The remote's probe, which may have been repaired since it was found damaged."""
+        key = probe_key(namespace)
+        self._remote.forget_doubt(namespace, key)
+        reader = self._remote.peek(namespace, key, probe.layout, probe.tokens)
+        if reader is None:
+            return None
         try:
-            self._disk.put_stored(namespace, key, reader.frame, reader.checksums, layers)
+            return reader, reader.whole(self._remote.timeout_s)
+        except CorruptKVError:
+            reader.release()
+            return None
+
+    def _keep(self, namespace: str, reader: RemoteReader, layers: list[memoryview]) -> None:
+        """Copy the probe to the local disk, for :meth:`_is_copied`."""
+        key = reader.key
+        try:
+            if self._kept(namespace) != b"".join(layers):
+                self._disk.delete(namespace, key)
+                self._disk.put_stored(namespace, key, reader.frame, reader.checksums, layers)
             self._disk.pin(namespace, key)
         except StoreError as exc:
             logger.info("the probe of remote %s was not kept: %s", self._remote.url, exc)
 
     def _create(self, namespace: str, probe: Probe) -> bool:
-        """Put the probe if the namespace is empty. Another machine may put its own first."""
-        if self._remote.is_doubtful(namespace, probe.key):
-            return False
-        is_empty = next(self._remote.keys(namespace), None) is None
-        if self._remote.trouble:
-            return False
-        if not is_empty:
-            raise self._refuse(
-                namespace,
-                f"remote {self._remote.url} holds KV of namespace {namespace[:12]} without the probe by "
-                "which it is compared, so it cannot be used; remove it (blendrag store clear --remote URL "
-                f"--namespace {namespace[:12]}), or choose another prefix",
-            )
-        self._disk.put(namespace, probe.key, probe.compute())
-        self._disk.pin(namespace, probe.key)
-        payload = self._disk.payload(namespace, probe.key)
+        """Put the probe if the namespace is empty. Another machine may put its own first.
+
+        A damaged one is replaced by a machine that has compared it before.
+        """
+        key, short = probe_key(namespace), namespace[:12]
+        if self._remote.is_doubtful(namespace, key):
+            if not self._is_kept(namespace, probe):
+                raise ForeignKVError(  # not remembered, because another machine may repair it
+                    f"the probe of namespace {short} in remote {self._remote.url} is damaged, so its KV "
+                    "cannot be compared; ingest from a machine that has used it, which repairs it, or remove "
+                    f"the KV (blendrag store clear --remote URL --namespace {short})",
+                )
+        else:
+            is_empty = next(self._remote.keys(namespace), None) is None
+            if self._remote.trouble:
+                return False
+            if not is_empty:
+                raise self._refuse(
+                    namespace,
+                    f"remote {self._remote.url} holds KV of namespace {short} without the probe by which it "
+                    "is compared, so it cannot be used; remove it (blendrag store clear --remote URL "
+                    f"--namespace {short}), or choose another prefix",
+                )
+            self._disk.delete(namespace, key)  # of another remote
+            self._disk.put(namespace, key, probe.compute())
+            self._disk.pin(namespace, key)
+        payload = self._disk.payload(namespace, key)
         if payload is None:
             return False
         with payload as found:
             self._remote.put(*found)
         return True
 
+    def _is_kept(self, namespace: str, probe: Probe) -> bool:
+        """Whether the local disk has the probe, and the model still computes it."""
+        reader = self._disk.peek(namespace, probe_key(namespace), probe.layout, probe.tokens)
+        if reader is None:
+            return False
+        with closing(reader):
+            return probe.is_alike(reader)
+
     def _is_copied(self, namespace: str) -> bool:
-        """Whether a pinned entry, such as the probe, is in the remote with the same bytes."""
-        for key in self._disk.pinned(namespace):
-            payload = self._disk.payload(namespace, key)
-            if payload is None:
-                continue
-            with payload as (header, read):
-                here = b"".join(verified_pieces(header, read))
+        """Whether the local disk and the remote have the same bytes of the probe."""
+        key = probe_key(namespace)
+        payload = self._disk.payload(namespace, key)
+        if payload is None:
+            return False
+        with payload as (header, _):
             reader = self._remote.peek(namespace, key, header.layout, header.tokens)
-            if reader is None:
-                continue
-            try:
-                if here == b"".join(reader.whole(self._remote.timeout_s)):
-                    return True
-            finally:
-                reader.release()
-        return False
+        if reader is None:
+            return False
+        try:
+            return self._kept(namespace) == b"".join(reader.whole(self._remote.timeout_s))
+        finally:
+            reader.release()
+
+    def _kept(self, namespace: str) -> bytes | None:
+        """The probe's bytes on the local disk."""
+        payload = self._disk.payload(namespace, probe_key(namespace))
+        if payload is None:
+            return None
+        with payload as (header, read):
+            return b"".join(verified_pieces(header, read))
 
     def _refuse(self, namespace: str, why: str) -> ForeignKVError:
         self._foreign[namespace] = why

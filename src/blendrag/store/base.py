@@ -185,6 +185,9 @@ class KVStore(Protocol):
     def contains(self, namespace: str, key: str) -> bool:
         """Whether there is a durable entry. Its bytes are verified when they are read."""
 
+    def contains_here(self, namespace: str, key: str) -> bool:
+        """Whether the entry is on this machine. Does not wait for a remote."""
+
     def contained(self, namespace: str, keys: Iterable[str]) -> set[str]:
         """:meth:`contains` for several keys, for which a remote is asked at once."""
 

@@ -3,17 +3,17 @@
 A collection (:mod:`blendrag.corpus.remote_gc`) removes what is old and named by no snapshot. KV that an
 ingest finds may be both, so the ingest claims it when it ends. A claim keeps KV as long as writing it anew::
 
-    claims/<sha256>     namespace and keys, 32 bytes each
+    claims/<sha256>-<random>    namespace and keys, 32 bytes each
 
 An ingest writes its claim, then looks for the mark of a collection, then for the KV. A collection sets its
-mark, then reads the claims. So one of the two sees the other.
+mark, then reads the claims. So it reads the claim, or the ingest sees the mark, or what was removed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from blendrag.errors import StoreUnavailableError
 from blendrag.store.objects import Listed
@@ -25,12 +25,17 @@ MARK = "corpus/gc"
 #: By the clock of the store: an older mark was left by a collection that was killed.
 STALE_MARK_S = 3600.0
 _NAME_BYTES = 32
+#: Keys in one claim.
+CLAIM_KEYS = 100_000
 
 
-def claim(remote: RemoteRoot, namespace: str, keys: Iterable[str]) -> None:
+def claim(remote: RemoteRoot, namespace: str, keys: Sequence[str]) -> None:
     """Keep KV from being collected. Raises :class:`StoreUnavailableError`, also while a collection runs."""
-    data = b"".join(bytes.fromhex(name) for name in (namespace, *sorted(keys)))
-    remote.objects.put(CLAIMS + hashlib.sha256(data).hexdigest(), data, if_absent=False)
+    for at in range(0, len(keys), CLAIM_KEYS):
+        names = (namespace, *keys[at : at + CLAIM_KEYS])
+        data = b"".join(bytes.fromhex(name) for name in names)
+        name = f"{CLAIMS}{hashlib.sha256(data).hexdigest()}-{secrets.token_hex(8)}"
+        remote.objects.put(name, data, if_absent=False)
     require_no_collection(remote)
 
 
@@ -38,9 +43,9 @@ def claimed(remote: RemoteRoot, claims: Iterable[Listed]) -> dict[str, set[str]]
     """Claimed keys by namespace. Raises :class:`StoreUnavailableError` for a claim that cannot be read."""
     found: dict[str, set[str]] = {}
     for each in claims:
-        stored = remote.objects.get(each.name)
+        stored = remote.objects.get(each.name, (CLAIM_KEYS + 1) * _NAME_BYTES)
         data = b"" if stored is None else stored.data
-        if hashlib.sha256(data).hexdigest() != each.name.removeprefix(CLAIMS):
+        if hashlib.sha256(data).hexdigest() != each.name.removeprefix(CLAIMS).partition("-")[0]:
             raise StoreUnavailableError(
                 f"{each.name[:20]}… of remote {remote.url} is not what an ingest wrote; repeat the command, "
                 "and remove that object if that does not help"
@@ -54,14 +59,20 @@ def claimed(remote: RemoteRoot, claims: Iterable[Listed]) -> dict[str, set[str]]
 
 def require_no_collection(remote: RemoteRoot) -> None:
     """Raise :class:`StoreUnavailableError` while garbage is collected, perhaps what is named next."""
-    if remote.objects.get(MARK) is None:
-        return
-    marks = [each for each in remote.objects.listing("corpus/") if each.name == MARK]
-    if marks and time_there(remote) - marks[0].modified < STALE_MARK_S:
+    age_s = mark_age_s(remote)
+    if age_s is not None and age_s < STALE_MARK_S:
         raise StoreUnavailableError(
             f"remote {remote.url} is being collected (blendrag store gc --remote); repeat the command when "
             "that has ended"
         )
+
+
+def mark_age_s(remote: RemoteRoot) -> float | None:
+    """Seconds since the mark of a collection was set, by the clock of the store; ``None`` without one."""
+    if remote.objects.head(MARK) is None:
+        return None
+    marks = [each for each in remote.objects.listing("corpus/") if each.name == MARK]
+    return time_there(remote) - marks[0].modified if marks else None
 
 
 def time_there(remote: RemoteRoot) -> float:

@@ -91,6 +91,11 @@ def chunk_key(namespace: str, prefix_ids: Sequence[int], chunk_ids: Sequence[int
     return digest_fields([b"chunk", namespace.encode(), pack_ids(prefix_ids), pack_ids(chunk_ids)])
 
 
+def probe_key(namespace: str) -> str:
+    """Key of the entry by which machines compare the KV of a remote's namespace."""
+    return digest_fields([b"probe", namespace.encode()])
+
+
 def module_key(
     namespace: str, ids: Sequence[int], positions: Sequence[int], start: int, end: int
 ) -> str:

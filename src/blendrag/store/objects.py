@@ -36,6 +36,8 @@ IN_FLIGHT = 64
 IN_FLIGHT_FILES = 16
 #: Longest time that writing or listing takes, retries included.
 WRITE_S = 60.0
+#: Most that is read of an object that is small.
+SMALL_BYTES = 64 << 10
 #: Longest time to reach the server.
 CONNECT_S = 2.0
 _BACKOFF = {
@@ -192,19 +194,27 @@ class RemoteObjects(ProcessBound):
         self.sync(name, written)
         return written
 
-    def get(self, name: str, timeout_s: float | None = None) -> Stored | None:
-        """A whole object; ``None`` if there is none. Raises :class:`StoreUnavailableError`."""
+    def get(self, name: str, most_bytes: int = SMALL_BYTES) -> Stored | None:
+        """A whole object; ``None`` if there is none.
+
+        Raises :class:`StoreUnavailableError`, also if it has more than ``most_bytes``.
+        """
         import obstore
 
         async def ask() -> Stored | None:
             try:
                 found = await obstore.get_async(self._write_to, name)
-                return Stored(bytes(await found.bytes_async()), _version(found.meta))
             except FileNotFoundError as exc:
                 self._refuse_missing_bucket(exc)
                 return None
+            if (size_bytes := int(found.meta["size"])) > most_bytes:
+                raise StoreUnavailableError(
+                    f"{name} of remote {self.url} has {size_bytes:,} bytes, expected at most {most_bytes:,}: "
+                    "it is not what blendrag wrote; publish again, or choose another prefix"
+                )
+            return Stored(bytes(await found.bytes_async()), _version(found.meta))
 
-        return self.wait(self._begin(ask), WRITE_S if timeout_s is None else timeout_s)
+        return self.wait(self._begin(ask), WRITE_S)
 
     def replace(self, name: str, data: bytes, before: Stored | None) -> bool:
         """Write an object in place of what :meth:`get` gave; ``False`` if it is another one meanwhile.

@@ -56,7 +56,7 @@ AHEAD = 8
 PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 #: Objects in a row whose bytes are wrong until the remote counts as failing.
 MAX_WRONG = 3
-#: Chunks that a claim looks for at a time.
+#: Chunks that are looked for at a time.
 ASKED_TOGETHER = 256
 #: Chunks opened within this time belong to one prompt, and share its time to wait.
 TOGETHER_S = 0.5
@@ -506,17 +506,20 @@ class RemoteTier(ProcessBound):
         self._doubtful.discard((namespace, key))
 
     def found(self, namespace: str, keys: Iterable[str]) -> set[str]:
-        """Those of ``keys`` that have an object, asked for all at once; none if it does not answer.
+        """Those of ``keys`` that have an object, asked for many at once; fewer if it does not answer.
 
         Their bytes are verified when they are read.
         """
-        if self._pause.why:
-            return set()
-        begun = {
-            key: self.objects.read(name_of(namespace, key), 0, 1)
-            for key in keys
-            if not self.is_doubtful(namespace, key)
-        }
+        wanted = [key for key in keys if not self.is_doubtful(namespace, key)]
+        there: set[str] = set()
+        for at in range(0, len(wanted), ASKED_TOGETHER):
+            if self._pause.why:
+                break
+            there |= self._found_together(namespace, wanted[at : at + ASKED_TOGETHER])
+        return there
+
+    def _found_together(self, namespace: str, keys: Sequence[str]) -> set[str]:
+        begun = {key: self.objects.read(name_of(namespace, key), 0, 1) for key in keys}
         there, waiting = set(), Waiting(self.timeout_s)
         try:
             for key, request in begun.items():
@@ -571,9 +574,7 @@ class RemoteTier(ProcessBound):
         Raises :class:`StoreUnavailableError`, also while a collection runs.
         """
         claims.claim(self._root, namespace, keys)
-        there: set[str] = set()
-        for at in range(0, len(keys), ASKED_TOGETHER):
-            there |= self.found(namespace, keys[at : at + ASKED_TOGETHER])
+        there = self.found(namespace, keys)
         if self._pause.why:
             raise StoreUnavailableError(self._pause.why)
         return set(keys) - there

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -36,25 +36,20 @@ from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.memory import MemoryBlock, MemoryStore
-from blendrag.store.objects import WRITE_S
-from blendrag.store.payload import PayloadHeader, Read
 from blendrag.store.reader import DiskReader
 from blendrag.store.remote import RemoteReader, RemoteTier
+from blendrag.store.uploads import Uploads
 
 logger = logging.getLogger("blendrag.store")
 
 #: Chunks that may wait for promotion, each with an open file.
 QUEUE_CHUNKS = 64
-#: How often uses are written to the index while nothing else happens.
+#: How often uses are written to the index, and failed copies tried again, while nothing else happens.
 RECENCY_INTERVAL_S = 30.0
 #: Bytes of chunks from the remote tier that may wait to be kept on the local disk.
 KEPT_BYTES = 512 << 20
-#: Longest wait for the layers that a query did not read.
+#: Longest wait for the layers that a query did not read; when the store is closed, for those of all chunks.
 REST_S = 30.0
-#: Copies to the remote tier at a time, and how many chunks may wait for one.
-UPLOADS, QUEUED_UPLOADS = 4, 32
-#: Chunks known to be in the remote tier, so that it is not asked again.
-KNOWN_CHUNKS = 1 << 16
 
 
 class PromotingReader:
@@ -93,7 +88,7 @@ class PromotingReader:
 
 
 class Promotion:
-    """The background thread: promotes chunks, and writes uses to the index now and then."""
+    """The background thread: promotes chunks, and now and then writes uses to the index."""
 
     def __init__(
         self, memory: MemoryStore, disk: DiskStore, uploads: Uploads | None = None
@@ -103,9 +98,9 @@ class Promotion:
         self._uploads = uploads
         self._memory = memory
         self._disk = disk
-        self._jobs: queue.Queue[tuple[str, DiskReader | RemoteReader] | None] = queue.Queue(
-            QUEUE_CHUNKS
-        )
+        self._jobs: queue.Queue[tuple[str, DiskReader | RemoteReader] | threading.Event | None]
+        self._jobs = queue.Queue(QUEUE_CHUNKS)
+        self._end_at = math.inf
         self._kept_bytes = 0
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
@@ -150,13 +145,17 @@ class Promotion:
 
     def drain(self) -> None:
         """Block until every job queued so far is done."""
-        if self._thread is not None:
-            self._jobs.join()
+        thread, is_done = self._thread, threading.Event()
+        if thread is not None:
+            self._jobs.put(is_done)
+            while thread.is_alive() and not is_done.wait(0.5):
+                pass
 
     def close(self) -> None:
-        """Finish the queue and end the thread. Idempotent."""
+        """Finish the queue, as far as the remote gives chunks in time, and end the thread. Idempotent."""
         with self._start_lock:
             self._closed = True
+            self._end_at = time.monotonic() + REST_S
             thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
@@ -169,19 +168,21 @@ class Promotion:
             except queue.Empty:
                 with _best_effort("uses were not noted"):
                     self._disk.flush_recency()
+                if self._uploads is not None:
+                    self._uploads.try_again()
                 continue
-            try:
-                if job is None:
-                    return
-                namespace, reader = job
-                if isinstance(reader, RemoteReader):
-                    with _best_effort("a chunk from the remote was not kept on the local disk"):
-                        self._keep(reader)
-                else:
-                    with _best_effort("a chunk was not promoted to memory"):
-                        self._promote(namespace, reader)
-            finally:
-                self._jobs.task_done()
+            if job is None:
+                return
+            if isinstance(job, threading.Event):
+                job.set()
+                continue
+            namespace, reader = job
+            if isinstance(reader, RemoteReader):
+                with _best_effort("a chunk from the remote was not kept on the local disk"):
+                    self._keep(reader)
+            else:
+                with _best_effort("a chunk was not promoted to memory"):
+                    self._promote(namespace, reader)
 
     def _promote(self, namespace: str, reader: DiskReader) -> None:
         with contextlib.closing(reader):
@@ -195,7 +196,7 @@ class Promotion:
 
     def _keep(self, reader: RemoteReader) -> None:
         try:
-            layers = reader.whole(REST_S)
+            layers = reader.whole(min(REST_S, self._end_at - time.monotonic()))
             if self._uploads is not None:
                 self._uploads.note_known(reader.namespace, reader.key)
             place, checksums = (reader.namespace, reader.key), reader.checksums
@@ -207,135 +208,6 @@ class Promotion:
         finally:
             self._kept_bytes -= reader.frame.file_bytes
             reader.release()
-
-
-class Uploads:
-    """Copies chunks from the local disk to the remote tier in background threads. Thread-safe.
-
-    An upload holds its payload's open file, which survives eviction.
-    """
-
-    def __init__(self, disk: DiskStore, remote: RemoteTier, agreement: Agreement) -> None:
-        self._disk, self._remote, self._agreement = disk, remote, agreement
-        self._threads = ThreadPoolExecutor(UPLOADS, "blendrag-upload")
-        self._room = threading.BoundedSemaphore(QUEUED_UPLOADS)
-        self._lock = threading.Lock()
-        self._under_way: dict[tuple[str, str], Future[None]] = {}
-        self._owed: dict[tuple[str, str], set[int]] = {}
-        """Threads that offered an entry which is not copied yet."""
-        self._failed: dict[tuple[str, str], str] = {}
-        self._known: dict[tuple[str, str], None] = {}
-
-    @property
-    def are_behind(self) -> bool:
-        """Whether there is no room for another one."""
-        return len(self._under_way) >= QUEUED_UPLOADS
-
-    def offer(self, namespace: str, key: str, is_missing: bool = False, waits: bool = True) -> bool:
-        """Copy an entry unless it is known to be there; ``False`` if it is not on the local disk.
-
-        ``is_missing``: it was looked for there and not found. ``waits``: until there is room; otherwise the
-        entry is copied by the next :meth:`flush`.
-        """
-        entry = namespace, key
-        with self._lock:
-            if is_missing:
-                self._known.pop(entry, None)
-            if entry in self._known and not self._remote.is_doubtful(*entry):
-                return True
-            self._owed.setdefault(entry, set()).add(threading.get_ident())
-            if entry in self._under_way:
-                return True
-        payload = self._disk.payload(namespace, key)
-        if payload is None:
-            with self._lock:
-                self._owed.pop(entry, None)
-            return False
-        if not self._room.acquire(blocking=waits):
-            with self._lock:
-                self._failed[entry] = "too many chunks wait to be copied"
-            return True
-        files = contextlib.ExitStack()
-        try:
-            found = files.enter_context(payload)
-            with self._lock:
-                run = partial(self._run, entry, files, *found)
-                self._under_way[entry] = self._threads.submit(run)
-        except BaseException as exc:
-            files.close()
-            self._room.release()
-            with self._lock:
-                self._failed[entry] = str(exc)
-            if not isinstance(exc, OSError | StoreError | RuntimeError):
-                raise
-        return True
-
-    def note_known(self, namespace: str, key: str) -> None:
-        """An entry is in the remote."""
-        with self._lock:
-            self._known[namespace, key] = None
-            self._failed.pop((namespace, key), None)
-            self._owed.pop((namespace, key), None)
-            if len(self._known) > KNOWN_CHUNKS:
-                del self._known[next(iter(self._known))]
-
-    def forget_known(self, namespace: str, keys: Iterable[str]) -> None:
-        """Entries are not in the remote any more."""
-        with self._lock:
-            for key in keys:
-                self._known.pop((namespace, key), None)
-
-    def _run(
-        self,
-        entry: tuple[str, str],
-        files: contextlib.ExitStack,
-        header: PayloadHeader,
-        read: Read,
-    ) -> None:
-        try:
-            with files:
-                if not self._agreement.reach(entry[0]):
-                    raise StoreUnavailableError(
-                        self._remote.trouble or "its probe could not be compared yet"
-                    )
-                self._remote.put(header, read)
-            self.note_known(*entry)
-        except Exception as exc:
-            with self._lock:
-                self._failed[entry] = str(exc)
-            logger.info("a chunk was not copied to the remote: %s", exc)
-        finally:
-            self._room.release()
-            with self._lock:
-                self._under_way.pop(entry, None)
-
-    def flush(self) -> None:
-        """Block until all that this thread offered is durable there; what failed is tried once more.
-
-        Raises :class:`StoreUnavailableError` if it is not.
-        """
-        me = threading.get_ident()
-        with self._lock:
-            mine = [entry for entry, threads in self._owed.items() if me in threads]
-        gone = [entry for entry in mine if not self.offer(*entry)]
-        with self._lock:
-            under_way = [self._under_way[entry] for entry in mine if entry in self._under_way]
-        wait(under_way)
-        with self._lock:
-            left = [self._failed.get(entry, "") for entry in mine if entry in self._owed]
-        left += ["they were evicted before they were copied"] * len(gone)
-        if left:
-            raise StoreUnavailableError(
-                f"{len(left)} chunks were not copied to remote {self._remote.url} ({left[0]}); run this "
-                "again when the remote works"
-            )
-
-    def close(self) -> None:
-        """Finish what is under way, and what waits if that takes no longer than one copy may."""
-        with self._lock:
-            under_way = list(self._under_way.values())
-        wait(under_way, WRITE_S)
-        self._threads.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
@@ -408,8 +280,8 @@ class TieredStore(ProcessBound):
         if gone:
             self._uploads.forget_known(namespace, gone)
             raise StoreUnavailableError(
-                f"{len(gone)} chunks were removed from remote {self.remote.url} while they were ingested "
-                "(blendrag store gc --remote); run this again, which copies or computes them"
+                f"{len(gone)} chunks are no longer in remote {self.remote.url} (blendrag store gc --remote?) "
+                "or are damaged; run this again, which copies or computes them"
             )
 
     def expect(
@@ -427,7 +299,7 @@ class TieredStore(ProcessBound):
             return
         is_asked = False
         for key, tokens in wanted:
-            if not (self.memory.contains(namespace, key) or self.disk.contains(namespace, key)):
+            if not self.contains_here(namespace, key):
                 self.remote.expect(namespace, key, layout, tokens)
                 is_asked = True
         if is_asked and first_s is not None:
@@ -499,14 +371,14 @@ class TieredStore(ProcessBound):
             return here
         return here | self.remote.contained(namespace, wanted - here)
 
+    def contains_here(self, namespace: str, key: str) -> bool:
+        """See :meth:`KVStore.contains_here`."""
+        return self.memory.contains(namespace, key) or self.disk.contains(namespace, key)
+
     def found(self, namespace: str, keys: Iterable[str]) -> set[str]:
         """See :meth:`KVStore.found`."""
         wanted = set(keys)
-        here = {
-            key
-            for key in wanted
-            if self.memory.contains(namespace, key) or self.disk.contains(namespace, key)
-        }
+        here = {key for key in wanted if self.contains_here(namespace, key)}
         remote = self._shares(namespace)
         return here if remote is None else here | remote.found(namespace, wanted - here)
 

@@ -183,8 +183,7 @@ class StoredChunks:
     def _probe(self) -> Probe:
         """What a remote needs before it takes KV. It is not compared: a bench reads only its own KV."""
         kv = self._encoded((), PREFIX_IDS)
-        key = chunk_key(self._namespace, (), PREFIX_IDS)
-        return Probe(key, kv.layout, kv.tokens, lambda: kv, lambda reader: True)
+        return Probe(kv.layout, kv.tokens, lambda: kv, lambda reader: True)
 
     def _encoded(self, prefix: Sequence[int], ids: Sequence[int]) -> ChunkKV:
         kv = self.adapter.encode(prefix, ids)
