@@ -64,7 +64,8 @@ def _run(app: Any) -> None:
     try:
         serve.run(app, name=NAME, route_prefix="/")
     except RuntimeError as exc:
-        deployments = serve.status().applications[NAME].deployments.values()
+        found = serve.status().applications.get(NAME)
+        deployments = found.deployments.values() if found is not None else ()
         told = "\n".join([str(exc), *(deployment.message for deployment in deployments)])
         sentences = _SENTENCE.findall(told)
         raise InvalidInputError(sentences[-1] if sentences else _last_line(told)) from exc

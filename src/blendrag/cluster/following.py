@@ -71,15 +71,24 @@ def _turn(root: Path, settings: Settings) -> Iterator[None]:
     """Hold the lock of this user's processes on this node that follow into the store at ``root``."""
     name = sha256(str(root.absolute()).encode()).hexdigest()[:16]
     directory = settings.cache.expanduser()
+    lock = filelock.FileLock(directory / f"follow-{name}.lock", TURN_S)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(directory / f"follow-{name}.lock", TURN_S):
-            yield
+        lock.acquire()
     except filelock.Timeout as exc:
         raise StoreUnavailableError(
             f"another process has been following the published corpus into store {root} for "
             f"{TURN_S / 60:.0f} minutes; end it, or wait and start again"
         ) from exc
+    except OSError as exc:
+        raise StoreUnavailableError(
+            f"cache directory {directory} cannot be written ({exc.strerror}); make it writable, or name "
+            "another one with BLENDRAG_CACHE"
+        ) from exc
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _has_followed(root: Path) -> bool:
