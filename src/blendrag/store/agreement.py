@@ -51,7 +51,7 @@ class Agreement:
         self._agreed: set[str] = set()
         """Namespaces that were compared with the model."""
         self._copied: set[str] = set()
-        """Those whose probe was compared with an earlier model's, as the model was not loaded."""
+        """Those whose probe was compared with its local copy, because the model was not loaded."""
         self._foreign: dict[str, str] = {}
         self._again_at: dict[tuple[str, bool], float] = {}
 
@@ -83,9 +83,7 @@ class Agreement:
             else:
                 self._copied.discard(namespace)
                 is_same = self._is_alike(namespace, probe(), create)
-        except (
-            InvalidInputError
-        ) as exc:  # it was down when it was opened, and is no remote for this store
+        except InvalidInputError as exc:  # it was down when it was opened, and cannot be used
             raise self._refuse(namespace, str(exc)) from exc
         except ForeignKVError:
             raise
@@ -153,7 +151,7 @@ class Agreement:
                 raise ForeignKVError(  # not remembered, because another machine may repair it
                     f"the probe of namespace {short} in remote {self._remote.url} is damaged, so its KV "
                     "cannot be compared; ingest from a machine that has used it, which repairs it, or remove "
-                    f"the KV (blendrag store clear --remote URL --namespace {short})",
+                    f"the KV (blendrag store clear --remote URL --namespace {short})"
                 )
         else:
             is_empty = next(self._remote.keys(namespace), None) is None

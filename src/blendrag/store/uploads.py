@@ -133,6 +133,7 @@ class Uploads:
             self.note_known(*entry)
         except Exception as exc:
             with self._lock:
+                self._failed.pop(entry, None)  # to the end, so that others are tried again first
                 self._failed[entry] = str(exc)
             logger.info("a chunk was not copied to the remote: %s", exc)
         finally:
