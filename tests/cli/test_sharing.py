@@ -54,6 +54,9 @@ def test_what_cannot_be_shared_is_said_in_one_sentence(
     assert "has no published corpus" in refused("store", "gc", "--remote", url)
     assert "there is no directory" in refused(*follow, f"{url}/elsewhere")
     assert "add --remote" in refused("store", "gc", "--grace-hours", "1")
+    assert "leave it or --remote out" in refused(
+        "store", "gc", "--remote", url, "--max-bytes", "1GB"
+    )
     assert invoke("store", "publish", "--store", store, "--remote", url).exit_code == 0
     clear = ("store", "clear", "--remote", url)
     assert "expected the namespace to remove" in refused(*clear)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
 from blendrag.cli.app import app
+from blendrag.cli.serve import require_room
 from blendrag.cluster.application import build
 from blendrag.cluster.nodes import check_versions, versions
 from blendrag.cluster.settings import ServedCluster
@@ -98,6 +100,19 @@ def test_another_version_on_a_node_is_refused(name: str):
     check_versions(versions())
     with pytest.raises(InvalidInputError, match=rf"has {name} .*, expected 0\.0\.1"):
         check_versions(versions() | {name: "0.0.1"})
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"gpus_per_replica": 1, "min_replicas": 2, "max_replicas": 2}, "--gpus-per-replica asks for 2 GPUs"),
+    ({"cpus_per_replica": 64}, "--cpus-per-replica asks for 64 cores, and this machine has 2"),
+])  # fmt: skip
+def test_replicas_that_this_machine_can_never_start_are_refused(
+    given: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64, "GPU": 1})
+    require_room(ServedCluster(gpus_per_replica=1), cores=2)
+    with pytest.raises(InvalidInputError, match=told):
+        require_room(ServedCluster(**given), cores=2)
 
 
 def refused(*arguments: str) -> str:

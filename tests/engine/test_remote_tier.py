@@ -141,6 +141,23 @@ def test_corpora_with_different_prefixes_share_a_remote(machine):
         assert ingest(three).chunks_computed == 0
 
 
+def test_an_ingest_that_began_while_the_remote_was_down_is_completed_later(machine, bucket):
+    moved = bucket.rename(bucket.with_name("unmounted"))
+    bucket.mkdir(mode=0o500)
+    with machine("one") as one:
+        _ = one.resources.store  # which finds the remote working
+        bucket.rmdir()
+        bucket.write_text("no directory")
+        with pytest.raises(StoreUnavailableError, match="not copied"):
+            ingest(one)
+    bucket.unlink()
+    moved.rename(bucket)
+    with machine("one") as one:
+        ingest(one)
+    with machine("two") as two:
+        assert ingest(two).chunks_computed == 0
+
+
 def test_the_worker_does_not_wait_for_copies_to_a_slow_remote(machine, bucket, monkeypatch):
     with machine("one") as one:
         ingest(one)

@@ -215,6 +215,8 @@ def test_a_frozen_remote_costs_a_bounded_wait_once(lab, make_remote, bucket, tmp
     [
         ("ftp://x", None, "expected s3://bucket/prefix"),
         ("nonsense", None, "is no object store"),
+        ("file://relative", None, "expected s3://bucket/prefix, .* file:///directory"),
+        ("s3:/bucket", None, "is no object store"),
         ("file:///no/such/directory", None, "there is no directory"),
         ("file:///", "short", "expected at least 16"),
     ],

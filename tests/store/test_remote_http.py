@@ -80,6 +80,15 @@ def test_a_fault_is_a_miss_after_a_bounded_wait(lab, server, machine, fault):
         assert lab.is_right(two, 2)
 
 
+def test_the_cause_of_a_failure_is_said_and_how_long_the_remote_is_not_asked(monkeypatch, caplog):
+    for name, value in environment(1).items():  # where nobody listens
+        monkeypatch.setenv(name, value)
+    tier = RemoteTier("s3://bucket/prefix", None, 20.0)  # it gives up after about a second
+    assert "fails (Connection refused); check that it can be reached" in tier.trouble
+    assert "it is not asked for 30 s" in caplog.text
+    tier.close()
+
+
 def test_a_missing_bucket_is_said_in_one_sentence(server):
     with pytest.raises(StoreUnavailableError, match="there is no such bucket"):
         RemoteTier("s3://elsewhere/prefix", None, 1.0)

@@ -20,6 +20,7 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
+    from blendrag.cluster.settings import ServedCluster
     from blendrag.engine import BlendEngine
 
 #: Modules that the extra installs.
@@ -159,11 +160,17 @@ def _follow(context: typer.Context) -> bool:
     given = settings().model_copy(update={"remote": remote})
     with StatusLine("following the published corpus"), snapshots.remote_root(given) as there:
         try:
-            sharing.follow(root, there)
+            followed = sharing.follow(root, there)
         except BlendragError as error:
             if not (root / "corpus").exists():
                 raise
             say("note", f"the store's corpus is served as it is: {error}")
+            return True
+    if followed is None and not (root / "corpus").exists():
+        raise InvalidInputError(
+            f"store {root} is empty and remote {remote} has no published corpus, expected one of them; "
+            "ingest, or publish on the machine that has ingested (blendrag store publish)"
+        )
     return True
 
 
@@ -201,6 +208,8 @@ def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
             logical = math.ceil(most * served.cpus_per_replica)
             stack.enter_context(ray_session(max(logical, cores), given["verbose"]))
             stack.enter_context(sigterm_exits())
+        if is_here:
+            require_room(served, cores)
         with StatusLine("checking the nodes"):
             check_nodes(served)
         with StatusLine(f"starting {count(least, 'replica')}"):
@@ -211,6 +220,21 @@ def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
         interrupt.expect("the server has stopped", DRAIN_S)
         threading.Event().wait()
     return DONE
+
+
+def require_room(served: ServedCluster, cores: int) -> None:
+    """Raise :class:`InvalidInputError` for replicas that this machine can never start."""
+    import ray
+
+    gpus = ray.cluster_resources().get("GPU", 0)
+    has = {"--cpus-per-replica": (served.cpus_per_replica, cores, "cores"),
+           "--gpus-per-replica": (served.gpus_per_replica * served.min_replicas, gpus, "GPUs")}  # fmt: skip
+    for name, (wanted, there, what) in has.items():
+        if wanted > there:
+            raise InvalidInputError(
+                f"{name} asks for {wanted:g} {what}, and this machine has {there:g}; ask for fewer, or name "
+                "a cluster with RAY_ADDRESS"
+            )
 
 
 def _range_of(replicas: str) -> tuple[int, int]:

@@ -294,6 +294,8 @@ def gc(
     verbose: options.Verbose = False,
 ) -> int:
     """Evict the least recently used chunks until the store is small enough; pinned chunks stay."""
+    if remote is not None and max_bytes is not None:
+        raise InvalidInputError("--max-bytes applies to the local store; leave it or --remote out")
     if remote is not None:
         return _collect_remote(remote, 168.0 if grace_hours is None else grace_hours, json, verbose)
     if grace_hours is not None:

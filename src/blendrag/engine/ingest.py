@@ -320,7 +320,7 @@ def claim_at_end(claim: Callable[[], None], is_whole: bool) -> None:
     except BlendragError as error:
         if is_whole:
             raise
-        log.warning("blendrag store gc --remote may remove KV of this ingest: %s", error)
+        log.info("blendrag store gc --remote may remove KV of this ingest: %s", error)
 
 
 def named_failure(source: str, bad: Exception) -> str:

@@ -155,15 +155,15 @@ class KVValidity:
         return self._valid[namespace]
 
     def renew(self, namespace: str) -> None:
-        """Delete the namespace's KV if it is invalid; the next ingest computes it again.
+        """Prepare ``namespace`` for an ingest: delete invalid KV, put a probe into an empty remote.
 
-        Raises :class:`ForeignKVError` if that of the remote is.
+        Raises :class:`ForeignKVError` if the remote's KV is invalid.
         """
         if not self._is_valid_here(namespace):
             for key in list(self._store.keys(namespace)):
                 self._store.delete(namespace, key)
             self._valid[namespace] = True
-        self._store.agrees(namespace, partial(self._remote_probe, namespace))
+        self._store.agrees(namespace, partial(self._remote_probe, namespace), create=True)
 
     def _wrong_with_probe(self, namespace: str) -> str:
         """Why KV stored there cannot be used, or empty.

@@ -49,12 +49,16 @@ _BACKOFF = {
 _NO_BUCKET = re.compile(
     r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", re.IGNORECASE
 )
+#: Where obstore looks for credentials last.
+_METADATA = re.compile(r"169\.254\.169\.254|metadata\.google")
 _NO_ACCESS = re.compile(
     r"169\.254\.169\.254|metadata\.google|credential|Unauthorized|Forbidden|AccessDenied|\b40[13]\b",
     re.IGNORECASE,
 )
 _SKEWED = re.compile("RequestTimeTooSkewed|RequestExpired", re.IGNORECASE)
 _CODE = re.compile("<Code>([A-Za-z]+)</Code>")
+#: The innermost of nested errors comes last.
+_CAUSE = re.compile(r'(?:message|error): "([^"]+)"')
 _NO_RANGE = re.compile(
     r"range was invalid|invalid range|range not satisfiable|\b416\b", re.IGNORECASE
 )
@@ -360,8 +364,10 @@ class RemoteObjects(ProcessBound):
                 f"remote {self.url} refuses requests of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, which is "
                 "this machine's time, expected one within minutes of the remote's; set the clock"
             )
-        code = _CODE.search(str(exc))
-        said = code[1] if code else text
+        code, causes = _CODE.search(str(exc)), _CAUSE.findall(str(exc))
+        said = code[1] if code else causes[-1] if causes else text
+        if _METADATA.search(text):
+            said = "none in the environment"
         denied = type(exc).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
         if denied or _NO_ACCESS.search(text):
             return RemoteRefusedError(
@@ -405,8 +411,10 @@ class RemoteObjects(ProcessBound):
 
 def _opened(url: str, timeout_s: float) -> Any:
     """obstore's store for a URL."""
-    scheme = urlsplit(url).scheme
-    if scheme not in SCHEMES:
+    place = urlsplit(url)
+    scheme = place.scheme
+    is_bucket = scheme in SCHEMES and scheme != "file" and bool(place.netloc)
+    if not (is_bucket or (scheme == "file" and not place.netloc and place.path.startswith("/"))):
         raise InvalidInputError(
             f"remote {url!r} is no object store, expected s3://bucket/prefix, gs://…, az://… or "
             "file:///directory"

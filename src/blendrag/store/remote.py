@@ -102,7 +102,7 @@ class Pause:
             self._until = time.monotonic() + self._next_s
             self._next_s = min(2 * self._next_s, LONGEST_PAUSE_S)
             self._why = why
-            logger.warning("%s; KV is computed instead for %.0f s", why, self.left_s)
+            logger.warning("%s; it is not asked for %.0f s", why, self.left_s)
 
     def relax(self) -> None:
         """The remote works: the next pause is a short one."""
@@ -372,12 +372,13 @@ class RemoteTier(ProcessBound):
         self._wrong_in_a_row = 0
         self._is_checked = False
         try:
-            self.check()
+            self._root.check()
+            self._is_checked = True
         except (RemoteRefusedError, InvalidInputError):
             self.objects.close()
             raise
-        except StoreUnavailableError:
-            pass
+        except StoreUnavailableError as exc:
+            self._pause.begin(str(exc))
 
     def check(self) -> None:
         """Look once whether it is a remote of this kind; again if it did not answer.
