@@ -98,9 +98,8 @@ class Corpus:
                     f"store {root} is a file, expected a directory; choose another store"
                 )
             raise CorpusError(
-                f"there is no corpus at {directory}; check the spelling, follow a published corpus "
-                f"(blendrag store follow --store {root} --remote URL), or ingest first "
-                f"(blendrag ingest PATH… --model MODEL --store {root})"
+                f"there is no corpus at {directory}; check the spelling, or ingest first "
+                f"(blendrag ingest PATH… --model MODEL --store {root}), or blendrag store follow"
             )
         if read_only or (exists and not can_write(directory)):
             return cls(CorpusFile(directory, read_only=True))
