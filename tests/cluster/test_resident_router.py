@@ -46,9 +46,9 @@ def test_memory_is_preferred_to_disk():
 
 def test_a_request_waits_for_its_kv_while_little_is_left_of_the_one_before_it():
     here = {"memory": digest(KEYS)}
-    assert choices([Load(queue=0.4, report=here), Load()], KEYS[:2]) == {0}
-    assert choices([Load(queue=0.6, report=here), Load()], KEYS[:2]) == {1}
-    assert choices([Load(queue=2.4, report=here), Load(queue=2)], KEYS[:2]) == {0}
+    assert choices([Load(queue=0.35, report=here), Load()], KEYS[:2]) == {0}
+    assert choices([Load(queue=0.45, report=here), Load()], KEYS[:2]) == {1}
+    assert choices([Load(queue=2.35, report=here), Load(queue=2)], KEYS[:2]) == {0}
 
 
 def test_the_price_of_a_queued_request_is_an_option():

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from random import Random
 
 #: A usual price of a queued request: this share of the bytes of the request's own chunks. A request whose KV
-#: is all in one place waits there for up to half of a usual prefill. In simulations, higher prices read
+#: is all in one place waits there for up to two fifths of a usual prefill. In simulations, higher prices read
 #: more from the remote and lower ones wait longer.
-QUEUED_SHARE = 2.0
+QUEUED_SHARE = 2.5
 
 
 def score(resident_bytes: float, queue: float, queued_bytes: float) -> float:
