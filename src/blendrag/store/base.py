@@ -131,7 +131,7 @@ class KVStore(Protocol):
         """
 
     def claim(self, namespace: str, keys: Iterable[str]) -> None:
-        """Keep entries that :meth:`contains` found from being collected in a remote until they are published.
+        """Keep entries from being collected in a remote until they are published.
 
         Raises :class:`StoreUnavailableError`, also if one was collected meanwhile.
         """

@@ -1,4 +1,4 @@
-"""Claims: KV of a remote that an ingest has found and that its next snapshot will name.
+"""Claims: KV of a remote that an ingest has found or written and that the next snapshot will name.
 
 A collection (:mod:`blendrag.corpus.remote_gc`) removes what is old and named by no snapshot. KV that an
 ingest finds may be both, so the ingest claims it when it ends. A claim keeps KV as long as writing it anew::
