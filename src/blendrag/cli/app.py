@@ -15,7 +15,7 @@ from blendrag.cli.calibrate import calibrate
 from blendrag.cli.demo import demo
 from blendrag.cli.ingest import ingest, list_documents, remove
 from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
-from blendrag.cli.output import count, duration
+from blendrag.cli.output import count, duration, echo
 from blendrag.cli.profile import profile
 from blendrag.cli.progress import StatusLine
 from blendrag.cli.schema import app as schema_commands
@@ -37,7 +37,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"blendrag {__version__}")
+        echo(f"blendrag {__version__}")
         raise typer.Exit
 
 
@@ -89,27 +89,27 @@ def verify(
 
 
 def _print_verification(model: str, result: Verification) -> None:
-    typer.echo(f"{model}: {result.verdict}\n  {result.reason}")
+    echo(f"{model}: {result.verdict}", f"  {result.reason}")
     if result.layers:
         kinds = Counter(result.layers).items()
-        typer.echo(
+        echo(
             f"  layers: {', '.join(f'{n} {kind}' for kind, n in kinds)} (stored keys of rotary layers are "
             "rotated to their place in a prompt, position-free ones are used as they are)"
         )
     if result.subset_logit_diff is None:
         return
-    typer.echo(
+    echo(
         f"  largest change of a logit from a prefill without blendrag, on {result.prompt_tokens} random "
         f"tokens (at most {result.allowed_logit_diff:.3g} counts as equal):"
     )
-    typer.echo(f"    everything recomputed: {result.max_logit_diff:.3g}")
-    typer.echo(f"    a fifth recomputed, the rest loaded: {result.subset_logit_diff:.3g}")
-    typer.echo(
+    echo(f"    everything recomputed: {result.max_logit_diff:.3g}")
+    echo(f"    a fifth recomputed, the rest loaded: {result.subset_logit_diff:.3g}")
+    echo(
         f"    the same with disturbed KV: {result.perturbed_logit_diff:.3g} (must be far more: it shows "
         "that wrong KV would be noticed)"
     )
     equal = "yes" if result.greedy_equal else "no, which only float32 requires"
-    typer.echo(f"  the next 32 tokens are those of the model without blendrag: {equal}")
+    echo(f"  the next 32 tokens are those of the model without blendrag: {equal}")
 
 
 for command in (ingest, remove, ask, chat, serve, verify, demo, calibrate, profile):

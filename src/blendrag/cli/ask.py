@@ -14,7 +14,7 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import duration, print_json, say
+from blendrag.cli.output import duration, echo, print_json, say, write_piece
 from blendrag.cli.plots import require_place
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, ContextOverflowError, check_unicode
@@ -137,11 +137,11 @@ def read_question() -> str | None:
     try:
         return input("> " if sys.stdin.isatty() else "")
     except KeyboardInterrupt:
-        typer.echo()
+        echo()
         return ""
     except EOFError:
         if sys.stdin.isatty():
-            typer.echo()
+            echo()
         return None
 
 
@@ -185,11 +185,11 @@ def print_answer(
         for piece in pieces:
             said.append(piece)
             if not silent:
-                typer.echo(piece, nl=False)
+                write_piece(piece)
     finally:
         pieces.abandon()
         if said and not silent:
-            typer.echo()
+            echo()
     return pieces.answer
 
 

@@ -9,7 +9,7 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, interrupted, reporting
-from blendrag.cli.output import duration, print_json
+from blendrag.cli.output import duration, echo, print_json
 from blendrag.cli.progress import StatusLine
 from blendrag.store.regular_files import MIB
 
@@ -70,8 +70,8 @@ def calibrate(
         if json:
             print_json(report.as_dict())
         else:
-            typer.echo(report.conclusion)
-            typer.echo(f"{len(report.race.rows)} prompts in {duration(report.seconds)}")
+            echo(*report.conclusion.splitlines())
+            echo(f"{len(report.race.rows)} prompts in {duration(report.seconds)}")
     return interrupted() if report.interrupted else DONE
 
 

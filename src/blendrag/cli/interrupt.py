@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from blendrag.wording import printable_line
+
 STATUS = 130
 #: Time for a clean stop after the first Ctrl-C.
 GRACE_S = 3.0
@@ -48,7 +50,7 @@ def left_to_caller() -> Iterator[None]:
 def expect(sentence: str, grace_s: float = GRACE_S) -> None:
     """Set what a Ctrl-C prints from now on, and how long a clean stop may take."""
     global _sentence, _grace_s
-    _sentence, _grace_s = sentence, grace_s
+    _sentence, _grace_s = printable_line(sentence), grace_s
 
 
 def requested() -> bool:

@@ -82,7 +82,7 @@ class _Echo(logging.Handler):
     """Prints blendrag's own warnings as sentences."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        typer.echo(f"{record.levelname.lower()}: {record.getMessage()}", err=True)
+        say(record.levelname.lower(), record.getMessage())
 
 
 def set_up_logging(verbose: bool) -> None:

@@ -15,6 +15,9 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
+        from blendrag.cli.output import Guarded
+
+        sys.stderr = Guarded(sys.stderr)
         from blendrag.cli.app import app
 
         app(prog_name="blendrag")

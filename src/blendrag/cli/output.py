@@ -1,31 +1,63 @@
-"""How results and sentences are printed: JSON and results on stdout, everything else on stderr."""
+"""Everything that is printed: JSON and results on stdout, everything else on stderr.
+
+Texts of others are printed, too: documents, names of files, answers. Their control characters are shown as
+escapes (:mod:`blendrag.wording`), never sent, so that nothing changes the terminal or forges a line. The
+exception is the text of an answer on a stdout that is no terminal: a program gets it as the model wrote it.
+Nothing else writes to a stream, which a rule of the linter holds (``banned-api`` in ``pyproject.toml``).
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from blendrag.wording import printable, printable_json, printable_line
 
 
 def say(kind: str, text: str) -> None:
     """One line on stderr: ``error: …``, ``note: …``."""
-    typer.echo(f"{kind}: {' '.join(str(text).split())}", err=True)
+    echo(f"{kind}: {' '.join(str(text).split())}", err=True)
+
+
+def echo(*lines: str, err: bool = False) -> None:
+    """Print each of ``lines`` as one line, whatever it holds; without any, an empty line."""
+    typer.echo("\n".join(map(printable_line, lines)), err=err)
+
+
+def write_piece(text: str) -> None:
+    """Print a piece of an answer at once: shown on a terminal, otherwise as it is."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def confirmed(question: str) -> bool:
+    """Ask on stderr for yes or no. Raises :class:`typer.Abort` without an answer."""
+    return typer.confirm(printable_line(question), err=True)
 
 
 def show(as_json: bool, report: Any, text: str) -> None:
     """Print a report, which is a dataclass, as JSON or as ``text``."""
-    print_json(asdict(report)) if as_json else typer.echo(text)
+    print_json(asdict(report)) if as_json else echo(text)
 
 
-def print_json(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-    """An object or a list on one line; NaN and infinity become null."""
+def print_json(
+    fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], indent: int | None = None
+) -> None:
+    """An object or a list, on one line without ``indent``; NaN and infinity become null."""
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
-    typer.echo(json.dumps(_finite(fields), ensure_ascii=encoding != "utf8", allow_nan=False))
+    text = json.dumps(
+        _finite(fields), ensure_ascii=encoding != "utf8", allow_nan=False, indent=indent
+    )
+    typer.echo(printable_json(text))
 
 
 def _finite(value: Any) -> Any:
@@ -36,6 +68,60 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return value
+
+
+# -- tables and progress --------------------------------------------------------------------------
+
+
+class _Console(Console):
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:  # of rich itself
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
+
+
+def console(err: bool = False, width: int | None = None) -> Console:
+    """rich's console on stdout or stderr; no text is read as markup. ``width``: if it is no terminal."""
+    stream = sys.stderr if err else sys.stdout
+    stream = getattr(stream, "unguarded", stream)
+    made = _Console(file=stream, markup=False, emoji=False, highlight=False)
+    if width is not None and not made.is_terminal:
+        made.width = width
+    return made
+
+
+# -- what others print ----------------------------------------------------------------------------
+
+#: A carriage return is sent: progress bars of libraries begin with it (``--verbose``).
+_RETURNS = re.compile(r"(\r+)")
+
+
+class Guarded:
+    """A stream for tracebacks, errors of usage and logs of libraries: control characters are shown."""
+
+    def __init__(self, unguarded: Any) -> None:
+        self.unguarded = unguarded
+
+    def write(self, text: str) -> int:
+        parts = _RETURNS.split(text)
+        self.unguarded.write(
+            "".join(part if part[:1] == "\r" else printable(part) for part in parts)
+        )
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unguarded, name)
+
+
+# -- numbers --------------------------------------------------------------------------------------
 
 
 def count(number: int, noun: str) -> str:

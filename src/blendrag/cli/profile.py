@@ -11,7 +11,7 @@ import typer
 
 from blendrag.cli import interrupt, options, plots
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import duration, milliseconds, print_json, say
+from blendrag.cli.output import duration, echo, milliseconds, print_json, say
 from blendrag.cli.progress import StatusLine
 from blendrag.store.durable import readable_size
 
@@ -82,7 +82,7 @@ def profile(
         print_json(asdict(report) | {"storage": asdict(choice)})
     else:
         _print(found)
-        typer.echo(f"storage for {chunks} chunks, {policy} at ratio {ratio:g}:")
+        echo(f"storage for {chunks} chunks, {policy} at ratio {ratio:g}:")
         _print_choice(choice)
     if plot is not None:
         plots.write_png(profile_figure(found, policy, chunks), plot)
@@ -114,40 +114,40 @@ def _say_notes(report: ProfileReport) -> None:
 
 def _print(found: Profile) -> None:
     where = found.conditions
-    typer.echo(
+    echo(
         f"{where.model} in {where.dtype} on {where.device}, {where.threads} threads, {where.machine}; "
         f"measured in {duration(found.took_s)}"
     )
     lengths = sorted({int(rows) for rows in found.prefill.rows})
     prefills = (f"{n} tokens {milliseconds(found.prefill_s(n))}" for n in lengths)
-    typer.echo("  prefill: " + ", ".join(prefills))
+    echo("  prefill: " + ", ".join(prefills))
     context, layers = lengths[-1] / 2, found.layers
     rows = [int(r) for r in found.layer.rows if r <= lengths[-1]]
-    typer.echo(
+    echo(
         f"  {layers} layers by rows, each row with {context:.0f} keys: "
         + ", ".join(f"{n} {milliseconds(layers * found.layer(n, context))}" for n in rows)
     )
     chunk_bytes = sum(found.layer_bytes)
     for tier in found.tiers:
-        typer.echo(
+        echo(
             f"  {tier.name}: {tier.bytes_per_s / 1e9:.2f} GB/s, a chunk of {found.chunk_tokens} tokens "
             f"({readable_size(chunk_bytes)}) in {milliseconds(tier.seconds(chunk_bytes, layers))}"
         )
     if found.device_bytes_per_s is not None:
-        typer.echo(f"  host to device: {found.device_bytes_per_s / 1e9:.2f} GB/s")
+        echo(f"  host to device: {found.device_bytes_per_s / 1e9:.2f} GB/s")
 
 
 def _print_choice(choice: StorageChoice) -> None:
     for each in choice.rated:
         waits = "adds no latency" if each.hides else f"{milliseconds(each.waiting_s)} of waiting"
-        typer.echo(
+        echo(
             f"  {each.device.name}: first token after {milliseconds(each.ttft_s)}, {waits}, "
             f"${each.cost_per_month:,.4g} a month"
         )
     if choice.best is not None:
-        typer.echo(f"cheapest that adds no latency: {choice.best.device.name}")
+        echo(f"cheapest that adds no latency: {choice.best.device.name}")
     else:
-        typer.echo(f"each adds latency; the fastest is {choice.fastest.device.name}")
+        echo(f"each adds latency; the fastest is {choice.fastest.device.name}")
 
 
 def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from blendrag.cli.output import count, duration, say
+from blendrag.cli.output import console, count, duration, say
 from blendrag.store.durable import readable_size
+from blendrag.wording import printable_line
 
 if TYPE_CHECKING:
     from blendrag.engine import IngestReport
@@ -19,18 +19,18 @@ LINE_EVERY_S = 5.0
 
 class StatusLine:
     def __init__(self, text: str = "starting") -> None:
-        self._console = Console(stderr=True)
+        self._console = console(err=True)
         self._printed = self._console.get_time()
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
         )
         self._marks: list[tuple[float, float]] = []  # time and work at the first two steps
-        self._task = self._bar.add_task(text, total=None)
+        self._task = self._bar.add_task(printable_line(text), total=None)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -48,7 +48,7 @@ class StatusLine:
         left_s = self._left_s(now, done - ready, (total or 0) - done)
         if left_s is not None and left_s >= 0.05:
             text += f", about {duration(left_s)} left"
-        self._bar.update(self._task, completed=done, total=total, description=text)
+        self._bar.update(self._task, completed=done, total=total, description=printable_line(text))
         if self._bar.disable and now - self._printed >= LINE_EVERY_S:
             self._printed = now
             say("progress", text)
@@ -89,5 +89,6 @@ class IngestProgress(StatusLine):
     def name_failures(self, failures: list[str]) -> None:
         """Name the failures that were not named yet."""
         for failure in failures[self._failures :]:
-            self._console.print(f"failed: {failure}", markup=False, highlight=False, soft_wrap=True)
+            line = f"failed: {' '.join(failure.split())}"
+            self._console.print(line, soft_wrap=True)
         self._failures = len(failures)

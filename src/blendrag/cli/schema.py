@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.ask import print_answer, say_metrics
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import count, duration, print_json, say
+from blendrag.cli.output import console, count, duration, echo, print_json, say
 from blendrag.cli.plots import require_place
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import SchemaError
@@ -76,7 +74,7 @@ def check(
         print_json({**found, "length": counted.layout.tokens, "unit": counted.unit})
         return DONE
     checked = f", {count(len(prompts), 'prompt')}" if prompts else ""
-    typer.echo(f"{schema.name}: {count(len(schema.modules), 'module')}{checked}, no errors")
+    echo(f"{schema.name}: {count(len(schema.modules), 'module')}{checked}, no errors")
     if model is None:
         say("note", "lengths were not checked; name a --model")
     elif counted.layout.tokens > counted.context_tokens:
@@ -125,9 +123,9 @@ def show(
         label = f"<{part.label}>" if part.kind == "role" else part.label
         numbers = (part.start, part.start + part.length, part.length)
         table.add_row(Text(part.guide + kind + label), *(f"{number:,}" for number in numbers))
-    Console(width=None if sys.stdout.isatty() else 400).print(table)
+    console(width=400).print(table)
     for scaffold in layout.schema.scaffolds:
-        typer.echo(f"scaffold {' '.join(scaffold.modules)}")
+        echo(f"scaffold {' '.join(scaffold.modules)}")
     return DONE
 
 

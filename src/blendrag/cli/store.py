@@ -15,7 +15,7 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, FAILED, begin, reporting
-from blendrag.cli.output import count, duration, print_json, say, show
+from blendrag.cli.output import confirmed, count, duration, echo, print_json, say, show
 from blendrag.cli.progress import ByteProgress
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.durable import readable_size
@@ -112,7 +112,7 @@ def _print_stats(
     found: StoreSurvey, corpus: CorpusFacts | None, models: dict[str | None, str | None]
 ) -> None:
     default = "" if found.limit_is_remembered else " (the default)"
-    typer.echo(
+    echo(
         f"{found.root}: {count(found.chunks, 'chunk')}, {count(found.tokens, 'token')}, "
         f"{readable_size(found.size_bytes)} of {readable_size(found.limit_bytes)}{default}"
     )
@@ -120,21 +120,21 @@ def _print_stats(
         model = models.get(each.namespace) or "model unknown"
         kind = ", ".join([*each.dtypes, *each.encodings]) or "no known header"
         unknown = f"; {each.unknown} with an unknown header" * bool(each.unknown)
-        typer.echo(
+        echo(
             f"  {each.namespace[:SHOWN_DIGITS]}  {model}, {kind}: {count(each.chunks, 'chunk')} "
             f"({each.pinned} pinned), {count(each.tokens, 'token')}, "
             f"{readable_size(each.size_bytes)}{unknown}"
         )
     if corpus is not None:
         counts = f"{count(corpus.documents, 'document')}, {count(corpus.chunks, 'chunk')}"
-        typer.echo(f"  corpus: {readable_size(corpus.size_bytes)}, {corpus.fault or counts}")
+        echo(f"  corpus: {readable_size(corpus.size_bytes)}, {corpus.fault or counts}")
     if found.quarantine_files:
-        typer.echo(
+        echo(
             f"  quarantine: {count(found.quarantine_files, 'file')}, "
             f"{readable_size(found.quarantine_bytes)}"
         )
     if found.temporary_bytes:
-        typer.echo(f"  being written, or left by a crash: {readable_size(found.temporary_bytes)}")
+        echo(f"  being written, or left by a crash: {readable_size(found.temporary_bytes)}")
 
 
 @app.command()
@@ -188,24 +188,22 @@ def _print_check(report: CheckReport, corpus: CorpusCheck | None, is_good: bool)
         rows = ""
         if each.missing_rows is not None:
             rows = f"; index: {count(each.missing_rows, 'row')} missing, {each.dead_rows} dead"
-        typer.echo(
+        echo(
             f"  {each.namespace[:SHOWN_DIGITS]}  {each.good} good ({readable_size(each.good_bytes)}), "
             f"{each.damaged} damaged, {each.unreadable} unreadable{rows}; "
             f"{count(each.foreign_files, 'foreign file')}"
         )
     if report.index != "sound":
         remedy = "; a repair rebuilds it" * (report.index == "damaged")
-        typer.echo(f"  index {report.index}: {report.index_fault}{remedy}")
+        echo(f"  index {report.index}: {report.index_fault}{remedy}")
     if corpus is not None:
         removed = "; the damaged documents were removed: ingest them again" * corpus.repaired
-        typer.echo(
-            f"  corpus: {count(corpus.rows, 'row')}, {count(corpus.damaged, 'fault')}{removed}"
-        )
+        echo(f"  corpus: {count(corpus.rows, 'row')}, {count(corpus.damaged, 'fault')}{removed}")
     verdict = "all checksums match" if is_good else "some of it is damaged"
     if report.repaired:
         damaged = sum(each.damaged for each in report.namespaces)
         verdict += f"; {count(damaged, 'damaged chunk')} quarantined, index repaired"
-    typer.echo(
+    echo(
         f"{report.root}: {readable_size(report.read_bytes)} read in {duration(report.seconds)}, "
         f"{count(report.foreign_files, 'foreign file')}; {verdict}"
     )
@@ -391,7 +389,7 @@ def _clear_remote(remote: str, namespace: str | None, yes: bool, json: bool, ver
     if json:
         print_json({"removed": removed, "removed_bytes": removed_bytes})
     else:
-        typer.echo(f"{count(removed, 'chunk')} removed, {readable_size(removed_bytes)}")
+        echo(f"{count(removed, 'chunk')} removed, {readable_size(removed_bytes)}")
     return DONE
 
 
@@ -407,11 +405,11 @@ def _confirmed(root: Path, namespace: str | None) -> bool:
 def _agreed(what: str) -> bool:
     """Ask for confirmation to remove that. Raises :class:`InvalidInputError` if stdin has no answer."""
     try:
-        return typer.confirm(f"Remove {what}?", err=True)
+        return confirmed(f"Remove {what}?")
     except typer.Abort as exc:
         if interrupt.requested():
             raise KeyboardInterrupt from exc
-        typer.echo(err=True)  # end the line of the question
+        echo(err=True)  # end the line of the question
         raise InvalidInputError(
             f"removing {what} needs confirmation, and stdin gave none; add --yes to skip it"
         ) from exc

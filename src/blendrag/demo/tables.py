@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from blendrag.demo.tour import HANDBOOK_MODES, HANDBOOK_RATIO, Reply, Stop, Tour
 
@@ -24,14 +22,13 @@ HANDBOOK_LEGEND = (
 WIDTH = 140
 
 
-def print_tour(tour: Tour) -> None:
+def print_tour(tour: Tour, console: Console) -> None:
     """Print the table and the line of totals of the tour's kind."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     draw, sum_up = (
         (handbook_table, handbook_totals) if tour.modes == HANDBOOK_MODES else (table, totals)
     )
     console.print(draw(tour))
-    console.print(sum_up(tour), highlight=False, markup=False, soft_wrap=True)
+    console.print(sum_up(tour), soft_wrap=True)
 
 
 # -- the embedded model ---------------------------------------------------------------------------
@@ -55,8 +52,8 @@ def table(tour: Tour) -> Table:
         replies = [stop.replies[mode] for mode in tour.modes]
         blend = stop.replies["blend"]
         drawn.add_row(
-            escape(stop.question),
-            escape(stop.expected),
+            Text(stop.question),
+            Text(stop.expected),
             *map(_marked, replies),
             " / ".join(f"{1e3 * reply.ttft_s:.0f}" for reply in replies),
             str(blend.prompt_tokens),
@@ -91,12 +88,12 @@ def handbook_table(tour: Tour) -> Table:
     return drawn
 
 
-def _handbook_row(stop: Stop) -> tuple[str, ...]:
+def _handbook_row(stop: Stop) -> tuple[str | Text, ...]:
     full, blend = stop.replies["full"], stop.replies["blend"]
     return (
-        escape(stop.question),
+        Text(stop.question),
         _marked(blend),
-        escape("\n".join(stop.sources)),
+        Text("\n".join(stop.sources)),
         f"{full.ttft_s:.2f}",
         f"{blend.ttft_s:.2f}",
         f"{blend.reused_share:.0%}",
@@ -126,7 +123,6 @@ def _empty(tour: Tour, caption: str) -> Table:
     )
 
 
-def _marked(reply: Reply) -> str:
-    printable = "".join(c if c.isprintable() else "�" for c in " ".join(reply.answer.split()))
-    shown = escape(printable or "(nothing)")
-    return shown if reply.correct else f"[bold red]✗ {shown}[/]"
+def _marked(reply: Reply) -> Text:
+    shown = " ".join(reply.answer.split()) or "(nothing)"
+    return Text(shown) if reply.correct else Text(f"✗ {shown}", "bold red")

@@ -33,18 +33,17 @@ class ResultTable:
         return "\n\n".join(part for part in (self.title, grid, *self.notes, *others) if part)
 
     def print(self) -> None:
-        from rich.console import Console
         from rich.table import Table
 
-        console = Console(markup=False, highlight=False)
-        if not console.is_terminal:
-            console.width = 190
+        from blendrag.cli.output import console
+
+        printed = console(width=190)
         drawn = Table(*self.head, title=self.title or None)
         for row in self.rows:
             drawn.add_row(*row)
-        console.print(drawn)
+        printed.print(drawn)
         for note in self.notes:
-            console.print(note)
+            printed.print(note)
         for other in self.after:
             other.print()
 

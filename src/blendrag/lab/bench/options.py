@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from blendrag.cli.options import Device, Dtype, Json, number
+from blendrag.cli.output import console, print_json
 from blendrag.cli.plots import require_plot, write_png
 from blendrag.lab.tables import ResultTable
 from blendrag.model import ModelAdapter
@@ -83,11 +83,11 @@ def bench(
             for name, group in groups.items():
                 named = {field.name for field in fields(group)} & given.keys()
                 given[name] = group(**{field: given.pop(field) for field in named})
-            with Console(stderr=True).status("loading") as status:
-                result = measure(**given, tick=status.update)
+            with console(err=True).status("loading") as status:
+                result = measure(**given, tick=lambda text: status.update(Text(text)))
             if as_json:
                 about = {"command": command_line(context), **asdict(result)}
-                typer.echo(json.dumps(about, indent=2))
+                print_json(about, indent=2)
             else:
                 table(result).print()
             if plot is not None and figure is not None:

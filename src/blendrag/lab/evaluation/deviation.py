@@ -21,12 +21,11 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 from rich.progress import track
 from scipy import stats
 
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import print_json
+from blendrag.cli.output import console, print_json
 from blendrag.config import DEMO_MODEL, absolute_model
 from blendrag.engine import Options
 from blendrag.engine.rendering import render
@@ -342,7 +341,7 @@ def main(
     adapter = load_adapter(absolute_model(model), "auto", "auto")
     tokens, prefix_ids = adapter.tokens, adapter.tokens.default_prefix_ids()
     dataset = synthetic_dataset(tokens, seed, "test", contexts, chunks, chunk_tokens, n_questions=1)
-    cases = track(dataset.cases, "prompts", console=Console(stderr=True), transient=True)
+    cases = track(dataset.cases, "prompts", console=console(err=True), transient=True)
     prompts = (StoredPrompt(adapter, plan_of(tokens, case), prefix_ids) for case in cases)
     print_json(asdict(measure(prompts, policies.split(","), schedules.split(","), ratio)))
     return DONE
