@@ -19,6 +19,7 @@ from typing import Any
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from blendrag.wording import printable, printable_json, printable_line
 
@@ -74,6 +75,9 @@ def _finite(value: Any) -> Any:
 
 
 class _Console(Console):
+    def render_str(self, text: str, **how: Any) -> Text:  # type: ignore[override]
+        return super().render_str(printable(text), **how)
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
