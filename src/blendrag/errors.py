@@ -34,9 +34,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from blendrag.wording import condensed, quoted
+
 
 class BlendragError(Exception):
     """Base of every error that this package raises on purpose."""
+
+    def __str__(self) -> str:
+        """The message; one that repeats a very long value loses its middle."""
+        return condensed(super().__str__())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by its message: some errors take other arguments, and a process pool hangs on an error that
@@ -62,7 +68,8 @@ def check_unicode(text: str, name: str) -> None:
     """
     if not isinstance(text, str):
         raise InvalidInputError(
-            f"{name} is {text!r:.40}, a {type(text).__name__}, expected a str; decode bytes, and leave out "
+            f"{name} is {quoted(text, 40)}, a {type(text).__name__}, expected a str; decode bytes, "
+            "and leave out "
             "documents without text"
         )
     try:

@@ -9,7 +9,7 @@ from typing import Any
 #: Longest part of a value that a message repeats, in characters.
 SHOWN_CHARS = 80
 #: Longest message, in characters, whatever it repeats.
-MESSAGE_CHARS = 2000
+MESSAGE_CHARS = 1000
 
 #: Control characters (escape sequences begin with one), directions of text (U+202E and others, see
 #: https://trojansource.codes), invisible and line-separating characters, and lone surrogates. Joiners
@@ -49,6 +49,14 @@ def _escape(found: re.Match[str]) -> str:
 def shortened(text: str, chars: int = SHOWN_CHARS) -> str:
     """At most ``chars`` characters of ``text``, the last of which shows that more follow."""
     return text if len(text) <= chars else f"{text[: chars - 1]}…"
+
+
+def condensed(message: str, chars: int = MESSAGE_CHARS) -> str:
+    """A message without its middle if it is long: it begins with what is wrong, and ends with the remedy."""
+    if len(message) <= chars:
+        return message
+    end = chars // 3
+    return f"{message[: chars - end - 3]} … {message[-end:]}"
 
 
 def quoted(value: Any, chars: int = SHOWN_CHARS) -> str:

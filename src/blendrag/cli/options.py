@@ -16,6 +16,7 @@ import typer
 
 from blendrag.errors import InvalidInputError
 from blendrag.store import regular_files
+from blendrag.wording import quoted
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine, Options
@@ -33,7 +34,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise typer.BadParameter(f"{text!r} is not a size; write 1048576, 500MB or 2GiB")
+        raise typer.BadParameter(f"{quoted(text)} is not a size; write 1048576, 500MB or 2GiB")
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
@@ -45,7 +46,7 @@ def _one_of(literal: str) -> Callable[[str | None], str | None]:
 
         choices = get_args(getattr(config, literal))
         if text is not None and text not in choices:
-            raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}")
+            raise typer.BadParameter(f"{quoted(text)} is not one of {', '.join(choices)}")
         return text
 
     return check
@@ -91,7 +92,7 @@ def number(
             what = "a whole number" if kind is int else "a number"
             limits = f"of at least {low:g}" if high is None else f"in [{low:g}, {high:g}]"
             alternative = f" or {word!r}" if word else ""
-            raise typer.BadParameter(f"{given!r} must be {what} {limits}{alternative}")
+            raise typer.BadParameter(f"{quoted(given)} must be {what} {limits}{alternative}")
         return value
 
     return typer.Option(help=text, parser=parse, metavar=f"{ends}|{word}" if word else ends)

@@ -75,7 +75,7 @@ def _finite(value: Any) -> Any:
 
 
 class _Console(Console):
-    def render_str(self, text: str, **how: Any) -> Text:  # type: ignore[override]
+    def render_str(self, text: str, **how: Any) -> Text:
         return super().render_str(printable(text), **how)
 
     def render(

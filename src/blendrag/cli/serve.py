@@ -18,6 +18,7 @@ from blendrag.cli.output import count, say
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.regular_files import MIB
+from blendrag.wording import quoted
 
 if TYPE_CHECKING:
     from blendrag.cluster.settings import ServedCluster
@@ -243,7 +244,7 @@ def _range_of(replicas: str) -> tuple[int, int]:
     high = high or low
     if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         raise InvalidInputError(
-            f"--replicas {replicas!r} must be a number of at least 1, or a range such as 1-3"
+            f"--replicas {quoted(replicas)} must be a number of at least 1, or a range such as 1-3"
         )
     return int(low), int(high)
 

@@ -42,6 +42,7 @@ from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.text.chunking import Chunk
 from blendrag.text.readers import Document
 from blendrag.text.recognition import HASHES_BYTES, ChunkIndex, chunk_hashes
+from blendrag.wording import quoted
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class Corpus:
         """
         if document.source.startswith(ENTRY_SOURCE):
             raise InvalidInputError(
-                f"source {document.source!r} begins with {ENTRY_SOURCE!r}, which is reserved for texts "
+                f"source {quoted(document.source)} begins with {ENTRY_SOURCE!r}, which is reserved for texts "
                 "added by id; expected another path"
             )
         vectors = np.ascontiguousarray(vectors, np.float32)

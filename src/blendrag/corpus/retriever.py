@@ -15,6 +15,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, refuse_given
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.text.readers import MetadataValue
+from blendrag.wording import quoted
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,15 @@ class Retriever:
         """
         if not isinstance(question, str):
             raise InvalidInputError(
-                f"the question {question!r:.60} is a {type(question).__name__}, expected a text; ask in words"
+                f"the question {quoted(question, 60)} is a {type(question).__name__}, expected a "
+                "text; ask in words"
             )
         if not question.strip():
             raise InvalidInputError("the question is empty, expected some words; ask something")
         check_unicode(question, "the question")
         if not isinstance(top_k, Integral) or top_k < 1:
             raise InvalidInputError(
-                f"top_k is {top_k!r:.60}, expected a whole number of 1 or more; 6 is usual"
+                f"top_k is {quoted(top_k, 60)}, expected a whole number of 1 or more; 6 is usual"
             )
         if not self.corpus.has_documents:
             raise InvalidInputError(

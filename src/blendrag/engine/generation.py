@@ -28,6 +28,7 @@ from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan
 from blendrag.schema.concatenation import ConcatenatedPrompt, ModuleCache
 from blendrag.serving.turns import loaded, pausing, taking_turns
+from blendrag.wording import quoted
 
 
 class Generation:
@@ -182,7 +183,7 @@ class Generation:
         except (ValueError, TypeError) as exc:
             if isinstance(exc, BlendragError) or not options.generate:
                 raise
-            given = ", ".join(f"{k}={v!r}" for k, v in options.generate.items())
+            given = ", ".join(f"{k}={quoted(v)}" for k, v in options.generate.items())
             first = str(exc).strip().splitlines()[0]
             raise InvalidInputError(f"transformers refuses {given}: {first}") from exc
         stream.check()

@@ -33,6 +33,7 @@ from blendrag.errors import BlendragError, InvalidInputError, check_unicode
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import Chunk, canonical, chunk_id_of
 from blendrag.text.matches import is_recognisable
+from blendrag.wording import quoted
 
 log = logging.getLogger(__name__)
 
@@ -292,15 +293,16 @@ def check_entries(entries: Sequence[Entry]) -> None:
     """Raise :class:`InvalidInputError` for entries that cannot be stored and returned unchanged."""
     for entry in entries:
         if not isinstance(entry.id, str) or not entry.id:
-            raise InvalidInputError(f"id {entry.id!r} of an entry, expected a non-empty text")
+            raise InvalidInputError(f"id {quoted(entry.id)} of an entry, expected a non-empty text")
         for name, text in (("id", entry.id), ("text", entry.text), ("parent", entry.parent)):
-            check_unicode(text, f"{name} of entry {entry.id!r}")
+            check_unicode(text, f"{name} of entry {quoted(entry.id)}")
         for key, value in entry.metadata.items():
             try:
                 json.dumps({key: value}, ensure_ascii=False).encode("utf-8")
             except (TypeError, ValueError, RecursionError) as exc:
                 raise InvalidInputError(
-                    f"metadata {key!r} of entry {entry.id!r} is a {type(value).__name__} that JSON cannot "
+                    f"metadata {quoted(key)} of entry {quoted(entry.id)} is a "
+                    f"{type(value).__name__} that JSON cannot "
                     "hold; expected text, numbers, lists or objects of them: convert it or leave it out"
                 ) from exc
 

@@ -29,6 +29,7 @@ from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
 from blendrag.text.matches import Match, common_prefix
 from blendrag.text.passages import FreshText
+from blendrag.wording import quoted
 
 LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"
@@ -365,7 +366,7 @@ def _flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:
         else:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise InvalidInputError(
-                f"a content part of type {kind!r}, expected text; describe it in words or leave it out"
+                f"a content part of type {quoted(kind)}, expected text; describe it in words or leave it out"
             )
     return {**message, "content": "".join(texts)}
 

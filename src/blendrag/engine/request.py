@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -21,6 +20,7 @@ from blendrag.signatures import shows
 from blendrag.text.matches import Match
 from blendrag.text.passages import FreshText
 from blendrag.text.prompt import SegmentedPrompt
+from blendrag.wording import quoted
 
 Message = Mapping[str, Any]
 
@@ -93,7 +93,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 
 def _is_share(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= float(value) <= 1.0
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= 1  # type: ignore[operator]
 
 
 #: Which values of an option are accepted, and what errors say of others.
@@ -112,11 +112,11 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _is_nan(value: Any) -> bool:
-    return isinstance(value, Real) and math.isnan(value)
+    return isinstance(value, Real) and value != value  # math.isnan refuses huge integers
 
 
 def _shown(value: Any) -> str:
-    return "nan" if _is_nan(value) else f"{value!r:.60} ({type(value).__name__})"
+    return "nan" if _is_nan(value) else f"{quoted(value, 60)} ({type(value).__name__})"
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Options:
         for name, (fits, expected) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not fits(value):
-                raise InvalidOptionError(name, f"{value!r} {expected}")
+                raise InvalidOptionError(name, f"{quoted(value)} {expected}")
         if self.top_p is not None and self.temperature is None and not self.samples:
             raise InvalidOptionError(
                 "top_p",

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blendrag.errors import InvalidInputError
+from blendrag.wording import quoted, shortened
 
 if TYPE_CHECKING:
     from blendrag.model.tokens import Tokens
@@ -269,6 +270,6 @@ def chosen_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
     if isinstance(choice, str) and choice in ("auto", "none", "any", *names):
         return choice
     raise InvalidInputError(
-        f"tool_choice {choice!r} is not auto, none, any or one of the tools "
-        f"({', '.join(names) or 'none given'})"
+        f"tool_choice {quoted(choice)} is not auto, none, any or one of the tools "
+        f"({shortened(', '.join(names), 200) or 'none given'})"
     )

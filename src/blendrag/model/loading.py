@@ -35,6 +35,7 @@ from blendrag.model.gguf_files import is_gguf, unpacked_directory
 from blendrag.model.tokens import Tokens
 from blendrag.store.kv import dtype_name
 from blendrag.store.tensor_bytes import DTYPES
+from blendrag.wording import quoted
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def load_adapter(
     pass unchanged.
     """
     if dtype != "auto" and dtype not in DTYPES:
-        raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+        raise InvalidInputError(f"dtype {quoted(dtype)} is not one of auto, {', '.join(DTYPES)}")
     target = resolve_device(device)
     given = dict(model_kwargs or {})
     files = {"trust_remote_code": trust_remote_code, **hub_kwargs(given)}
@@ -170,7 +171,8 @@ def _resolve_model(name: str) -> str:
         return str(unpacked_directory(name))
     if not (os.path.lexists(name) or _is_hub_id(name)):
         raise ModelLoadError(
-            f"there is no model {name!r}; expected a directory with config.json and weights, a GGUF file, a "
+            f"there is no model {quoted(name, 200)}; expected a directory with config.json and "
+            "weights, a GGUF file, a "
             "hub id (owner/name) or 'demo'"
         )
     return name
@@ -191,10 +193,12 @@ def resolve_device(device: str) -> torch.device:
     try:
         target = torch.device(device)
     except RuntimeError as exc:
-        raise InvalidInputError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N") from exc
+        raise InvalidInputError(
+            f"device {quoted(device)} is not one of auto, cpu, cuda, cuda:N"
+        ) from exc
     if target.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError(
-            f"device {device!r} asked for, but torch sees no CUDA device; use cpu"
+            f"device {quoted(device)} asked for, but torch sees no CUDA device; use cpu"
         )
     return target
 
@@ -354,7 +358,8 @@ def _load_message(name: str, exc: Exception) -> str:
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         where = "not in the local cache (HF_HUB_OFFLINE=1)"
     return (
-        f"model {name!r} is not a local directory and {where}; expected a hub id, a directory with "
+        f"model {quoted(name, 200)} is not a local directory and {where}; expected a hub id, a "
+        "directory with "
         f"config.json and weights, a GGUF file, or 'demo' ({why})"
     )
 

@@ -22,6 +22,7 @@ from blendrag.schema.nodes import (
     Union,
     without_roles,
 )
+from blendrag.wording import quoted
 
 if TYPE_CHECKING:
     from blendrag.schema.layout import CountTokens, Extent
@@ -64,7 +65,8 @@ def resolve(schema: Schema, prompt: PromptMarkup) -> list[Part]:
     """
     if prompt.schema != schema.name:
         raise SchemaError(
-            prompt.at, f"this prompt is for schema {prompt.schema!r:.80}, expected {schema.name!r}"
+            prompt.at,
+            f"this prompt is for schema {quoted(prompt.schema)}, expected {schema.name!r}",
         )
     return list(_Resolver(schema).parts(None, prompt.children, {}))
 
@@ -83,7 +85,8 @@ def length_errors(parts: Sequence[Part], count_tokens: CountTokens) -> Iterator[
             if tokens > most:
                 yield SchemaError(
                     part.argument.at,
-                    f"{part.argument.name}={part.argument.text!r:.60} has {tokens:,} tokens, expected at "
+                    f"{part.argument.name:.80}={quoted(part.argument.text, 60)} has {tokens:,} "
+                    "tokens, expected at "
                     f"most {most:,} ({part.parameter.at}); shorten it",
                 )
 
@@ -163,7 +166,7 @@ class _Resolver:
                 expected = ", ".join(parameters) or "no arguments"
                 raise SchemaError(
                     argument.at,
-                    f"module {module.name!r} has no parameter {name!r}, expected {expected}"
+                    f"module {module.name!r} has no parameter {quoted(name)}, expected {expected}"
                     f"{did_you_mean(name, parameters)}",
                 )
         for name in parameters:
@@ -214,7 +217,7 @@ class _Resolver:
             names = [*islice(self._schema.modules, 9)]
             known = ", ".join(names[:8]) + ", …" * (len(names) > 8) if names else "no imports"
             return (
-                f"schema {self._schema.name!r} has no module {name!r:.80}, expected {known}"
+                f"schema {self._schema.name!r} has no module {quoted(name)}, expected {known}"
                 f"{did_you_mean(name, self._schema.modules)}"
             )
         if not place.parents:

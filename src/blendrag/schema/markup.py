@@ -34,6 +34,7 @@ from blendrag.schema.nodes import (
     walk,
     without_roles,
 )
+from blendrag.wording import quoted
 
 MAX_BYTES = 64 * 1024**2
 #: Tags inside each other. Deeper markup is a mistake or an attack on the recursion below.
@@ -140,7 +141,7 @@ def parse_prompt(text: str, file: str = "<string>") -> PromptMarkup:
 def _parsed(text: str, file: str, root_tag: str) -> _Element:
     if not isinstance(text, str):
         raise SchemaError(
-            Location(file, 1), f"{text!r:.40} is a {type(text).__name__}, expected a str"
+            Location(file, 1), f"{quoted(text, 40)} is a {type(text).__name__}, expected a str"
         )
     try:
         data = text.removeprefix("\ufeff").encode("utf-8")
@@ -202,7 +203,9 @@ class _TreeBuilder:
         keeps_space = bool(self._open) and self._open[-1].keeps_space
         space = attributes.pop("xml:space", None)
         if space not in (None, "preserve", "default"):
-            raise SchemaError(at, f"xml:space is {space!r:.40}, expected 'preserve' or 'default'")
+            raise SchemaError(
+                at, f"xml:space is {quoted(space, 40)}, expected 'preserve' or 'default'"
+            )
         if space is not None:
             keeps_space = space == "preserve"
         element = _Element(tag, attributes, at, keeps_space, [_Run([], at)])
@@ -438,7 +441,7 @@ class _SchemaReader:
                     if item.text.strip(_SPACE):
                         raise SchemaError(
                             item.at,
-                            f"text {item.text.strip(_SPACE)!r:.40} in <union>, expected only <module>",
+                            f"text {quoted(item.text.strip(_SPACE), 40)} in <union>, expected only <module>",
                         )
                 elif item.tag != "module":
                     raise SchemaError(
@@ -475,7 +478,8 @@ def _parameter(element: _Element) -> Parameter:
     if not re.fullmatch(r"0*[1-9][0-9]{0,6}", given) or int(given) > MAX_TOKENS:
         raise SchemaError(
             element.at,
-            f"{lengths[0]} of parameter {name!r} is {given!r:.40}, expected a number of tokens from 1 to "
+            f"{lengths[0]} of parameter {name!r} is {quoted(given, 40)}, expected a number of "
+            "tokens from 1 to "
             f"{MAX_TOKENS:,}",
         )
     if element.children or any(
@@ -495,7 +499,7 @@ def _scaffold(element: _Element) -> Scaffold:
     if len(names) < 2 or len(set(names)) < len(names):
         raise SchemaError(
             element.at,
-            f"modules of <scaffold> is {' '.join(names)!r:.80}, expected two or more different modules",
+            f"modules of <scaffold> is {quoted(' '.join(names), 80)}, expected two or more different modules",
         )
     return Scaffold(names, element.at)
 
@@ -527,7 +531,7 @@ def _attributes(element: _Element, required: tuple[str, ...] | None) -> dict[str
             expected = ", ".join(required or ()) or "no attributes"
             raise SchemaError(
                 element.at,
-                f"<{element.tag:.80}> has no attribute {name!r:.80}, expected {expected}",
+                f"<{element.tag:.80}> has no attribute {quoted(name, 80)}, expected {expected}",
             )
     for name in required or ():
         if name not in element.attributes:
@@ -542,7 +546,8 @@ def _name(element: _Element, name: str, of: str) -> str:
         return name
     raise SchemaError(
         element.at,
-        f"name of the {of} is {name!r:.60}, expected a letter or _, then letters, digits, '.', '-' or '_', "
+        f"name of the {of} is {quoted(name, 60)}, expected a letter or _, then letters, digits, "
+        "'.', '-' or '_', "
         f"at most {MAX_NAME_CHARS} characters",
     )
 
@@ -582,7 +587,7 @@ def _check_scaffold(schema: Schema, scaffold: Scaffold) -> None:
         if name not in schema.modules:
             raise SchemaError(
                 scaffold.at,
-                f"scaffold names {name!r:.80}, expected a module of the schema"
+                f"scaffold names {quoted(name, 80)}, expected a module of the schema"
                 f"{did_you_mean(name, schema.modules)}",
             )
         for union, member in places[name].choices:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blendrag.errors import InvalidInputError
 from blendrag.server.refusals import ClientGoneError, Refusal
+from blendrag.wording import quoted
 
 #: Seconds that a client may take to send a body.
 BODY_TIMEOUT_S = 60.0
@@ -96,10 +97,27 @@ def check_host(scope: Scope, host: str) -> None:
     except ValueError:
         raise Refusal(
             403,
-            f"the host {name!r:.100} is a name that web pages can take; use localhost or the address, or "
+            f"the host {quoted(name)} is a name that web pages can take; use localhost or the address, or "
             "start the server with --api-key-file",
             code="host_not_allowed",
         ) from None
+
+
+def check_framing(scope: Scope, headers: Headers) -> None:
+    """Refuse a request that a proxy before this server may read in another way (request smuggling).
+
+    h11 (0.16) refuses the others: lengths that differ, chunks that are broken, more than one host.
+    """
+    wrong = ""
+    if "transfer-encoding" in headers:
+        if "content-length" in headers:
+            wrong = "the request has a Content-Length and a Transfer-Encoding, expected one of them"
+        elif scope["http_version"] == "1.0":
+            wrong = "the request is HTTP/1.0 with a Transfer-Encoding, expected a Content-Length"
+    if not scope["path"].startswith("/"):
+        wrong = f"the target is {quoted(scope['path'])}, expected a path such as /v1/models"
+    if wrong:  # what follows on this connection is anybody's guess
+        raise Refusal(400, f"{wrong}; send it again", headers={"Connection": "close"})
 
 
 def _is_loopback(address: str) -> bool:
@@ -123,6 +141,7 @@ class Door:
         headers = Headers(scope=scope)
         body = b""
         try:
+            check_framing(scope, headers)
             if not self.keys.may_write:
                 check_host(scope, headers.get("host", ""))
             if scope["path"].startswith(GUARDED):  # nothing else needs a body

@@ -23,6 +23,7 @@ from blendrag.server.bodies import (
     MadeCall,
 )
 from blendrag.server.refusals import Refusal
+from blendrag.wording import quoted
 
 #: Roles that chat templates do not know.
 _ROLES = {"developer": "system", "function": "tool"}
@@ -76,7 +77,7 @@ def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Served
     if body.response_format is not None and body.response_format.type != "text":
         raise Refusal(
             400,
-            f"response_format of type {body.response_format.type!r:.60}, expected text: the form of an "
+            f"response_format of type {quoted(body.response_format.type)}, expected text: the form of an "
             "answer cannot be guaranteed; offer one tool and choose it with tool_choice",
             param="response_format",
         )
@@ -241,7 +242,8 @@ def _text(content: str | Sequence[ContentPart] | None, number: int) -> str:
         if part.type != "text" or part.text is None:
             raise Refusal(
                 400,
-                f"messages[{number}] has a part of type {part.type!r}, expected text; this model reads only "
+                f"messages[{number}] has a part of type {quoted(part.type)}, expected text; this "
+                "model reads only "
                 "text",
                 param=f"messages[{number}].content",
             )

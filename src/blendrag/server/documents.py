@@ -11,6 +11,7 @@ from blendrag.errors import check_unicode
 from blendrag.server.bodies import IngestBody
 from blendrag.server.refusals import Refusal
 from blendrag.server.replies import Fields
+from blendrag.wording import quoted
 
 _REPORTED = (
     "documents", "documents_unchanged", "chunks", "chunks_computed", "tokens", "bytes", "seconds",
@@ -57,7 +58,7 @@ def delete_documents(engine: BlendEngine, sources: Sequence[str]) -> Fields:
     if unknown := [source for source in sources if source not in known]:
         raise Refusal(
             404,
-            f"there is no document {unknown[0]!r:.100}; GET /v1/documents lists all",
+            f"there is no document {quoted(unknown[0])}; GET /v1/documents lists all",
             param="source",
             code="document_not_found",
         )

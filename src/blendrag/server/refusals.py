@@ -27,6 +27,7 @@ from blendrag.errors import (
     UnsupportedModelError,
     is_out_of_memory,
 )
+from blendrag.wording import SHOWN_CHARS, printable, printable_line, shortened
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,6 @@ OPTION_FIELDS = {
 }
 #: Status of a client that has gone, as nginx writes it to its log; nobody receives it.
 CLIENT_GONE = 499
-#: Longest part of a wrong value that a message repeats, in characters.
-SHOWN_CHARS = 60
 
 
 class Refusal(BlendragError):
@@ -64,10 +63,9 @@ class Refusal(BlendragError):
     def fields(self) -> dict[str, Any]:
         """The error object."""
         about = {"type": _type_of(self.status), "param": self.param, "code": self.code}
-        return {"error": {"message": str(self), **about}}
+        return {"error": {"message": printable(str(self)), **about}}
 
     def response(self) -> Response:
-        # ASCII: a message may repeat a lone surrogate, which has no UTF-8
         return Response(
             json.dumps(self.fields), self.status, self.headers, media_type="application/json"
         )
@@ -146,9 +144,9 @@ def of_http(request: Request, error: HTTPException) -> Refusal:
     status, path = error.status_code, request.url.path
     message = str(error.detail)
     if status == 404:
-        message = f"there is nothing at {path}; the paths begin with /v1"
+        message = f"there is nothing at {shortened(path)}; the paths begin with /v1"
     elif status == 405:
-        message = f"{request.method} is not allowed at {path}"
+        message = f"{shortened(request.method)} is not allowed at {shortened(path)}"
     elif status == 400:
         message = "the body cannot be read as JSON in UTF-8; send one JSON object"
     return Refusal(status, message, headers=error.headers)
@@ -167,7 +165,7 @@ def of_body(request: Request, error: RequestValidationError) -> Refusal:
     if not isinstance(error.body, Mapping):
         kind = request.headers.get("content-type")
         if isinstance(error.body, bytes) and "json" not in (kind or ""):
-            said = f"content-type {kind}" if kind else "no content-type"
+            said = f"content-type {shortened(kind)}" if kind else "no content-type"
             return Refusal(415, f"{said}, expected application/json")
         return Refusal(400, "the body is not a JSON object; send one")
     # where several types are allowed, the one that fits best has its error deepest
@@ -180,8 +178,19 @@ def of_body(request: Request, error: RequestValidationError) -> Refusal:
         return Refusal(400, f"{param} is not a field of this request; leave it out", param=param)
     expected = [str(each["msg"]) for each, where, _ in found if where == place]
     joined = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in expected))
-    shown = json.dumps(value)[:SHOWN_CHARS]
-    return Refusal(400, f"{param} is {shown}, expected {joined}", param=param)
+    return Refusal(400, f"{param} is {_json(value)}, expected {joined}", param=param)
+
+
+def _json(value: Any) -> str:
+    """The beginning of a value's JSON; the rest is not written."""
+    text, encoder = "", json.JSONEncoder(ensure_ascii=False)
+    if isinstance(value, str):
+        value = value[:SHOWN_CHARS]
+    for piece in encoder.iterencode(value):
+        text += piece[:SHOWN_CHARS]
+        if len(text) > SHOWN_CHARS:
+            break
+    return shortened(text)
 
 
 def _place(body: Any, error: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
@@ -203,4 +212,4 @@ def _place(body: Any, error: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
 def _spelled(place: Sequence[Any]) -> str:
     """``("messages", 0, "role")`` → ``messages[0].role``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    return text.removeprefix(".")[:SHOWN_CHARS]
+    return printable_line(shortened(text.removeprefix(".")))

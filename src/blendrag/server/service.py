@@ -21,6 +21,7 @@ from blendrag.server.admission import Admission
 from blendrag.server.asking import ServedRequest
 from blendrag.server.limits import Limits
 from blendrag.server.refusals import Refusal
+from blendrag.wording import quoted
 
 T = TypeVar("T")
 
@@ -141,7 +142,7 @@ def _check(name: str | None, *known: str) -> None:
     if name is not None and name not in known:
         raise Refusal(
             404,
-            f"the model {name!r:.100} is not served here; expected {known[0]!r}",
+            f"the model {quoted(name)} is not served here; expected {known[0]!r}",
             param="model",
             code="model_not_found",
         )

@@ -26,6 +26,7 @@ from urllib.parse import unquote, urlsplit
 from blendrag.errors import InvalidInputError, StoreUnavailableError, starting_thread
 from blendrag.store.base import ProcessBound
 from blendrag.store.durable import sync_directory
+from blendrag.wording import quoted
 
 T = TypeVar("T")
 
@@ -416,7 +417,7 @@ def _opened(url: str, timeout_s: float) -> Any:
     is_bucket = scheme in SCHEMES and scheme != "file" and bool(place.netloc)
     if not (is_bucket or (scheme == "file" and not place.netloc and place.path.startswith("/"))):
         raise InvalidInputError(
-            f"remote {url!r} is no object store, expected s3://bucket/prefix, gs://…, az://… or "
+            f"remote {quoted(url)} is no object store, expected s3://bucket/prefix, gs://…, az://… or "
             "file:///directory"
         )
     try:

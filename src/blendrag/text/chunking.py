@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blendrag.errors import InvalidInputError, check_unicode
+from blendrag.wording import quoted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,7 +67,7 @@ class Chunker:
         is_number = isinstance(chunk_tokens, int)
         if not is_number or not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS:
             raise InvalidInputError(
-                f"chunk_tokens is {chunk_tokens!r}, expected a whole number, {MIN_CHUNK_TOKENS} to "
+                f"chunk_tokens is {quoted(chunk_tokens)}, expected a whole number, {MIN_CHUNK_TOKENS} to "
                 f"{MAX_CHUNK_TOKENS}; 512 suits most corpora"
             )
         self.chunk_tokens = chunk_tokens

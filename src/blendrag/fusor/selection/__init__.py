@@ -16,6 +16,7 @@ from blendrag.fusor.selection.query import QueryPolicy
 from blendrag.fusor.selection.query_hkvd import QueryHKVDPolicy
 from blendrag.fusor.selection.random import RandomPolicy
 from blendrag.fusor.selection.schedule import Schedule
+from blendrag.wording import quoted
 
 __all__ = [
     "POLICIES",
@@ -55,12 +56,12 @@ def make_policy(text: str | SelectionPolicy) -> SelectionPolicy:
     match = re.fullmatch(r"([a-z+-]+)(?:\((\d{1,9})(?:-(\d{1,3}))?\))?", name)
     policy = POLICIES.get(match[1]) if match else None
     if match is None or policy is None:
-        raise InvalidInputError(f"policy {text!r} is not one of {policy_names()}")
+        raise InvalidInputError(f"policy {quoted(text)} is not one of {policy_names()}")
     number, last = match[2], match[3]
     if last is not None and _has_depth(policy) and int(number) < int(last) <= 100:
         return policy(depth=(int(number), int(last)))
     if last is not None or (number and policy.k is None):
-        raise InvalidInputError(f"policy {text!r} is not one of {policy_names()}")
+        raise InvalidInputError(f"policy {quoted(text)} is not one of {policy_names()}")
     return policy(int(number)) if number else policy()
 
 

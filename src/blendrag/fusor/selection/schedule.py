@@ -8,13 +8,17 @@ leaves them fresh and stale KV in the same prompt.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from blendrag.errors import InvalidInputError
+from blendrag.wording import quoted
 
 DEFAULT_GROWTH = 0.8
+#: m of ``first:m``.
+_POSITIVE = re.compile(r"0{0,9}[1-9][0-9]{0,8}", re.ASCII)
 #: Weights smaller than this, relative to the first, count as 0.
 NEGLIGIBLE = 1e-12
 #: A weight may exceed the one before by this share of it, for rounding.
@@ -39,23 +43,25 @@ class Schedule:
 
         Raises :class:`InvalidInputError`, also for weights that rise."""
         if not isinstance(text, str):
-            return cls("vector", _weights(text, repr(text)))
+            return cls("vector", _weights(text, text))
         name, _, argument = text.strip().partition(":")
         if name in ("constant", "linear") and not argument:
             return cls(name)
         if name == "geometric":
             growth = _number(argument, text) if argument else DEFAULT_GROWTH
             if not 0.0 < growth <= 1.0:
-                raise InvalidInputError(f"schedule {text!r}: the growth must lie in (0, 1]")
+                raise InvalidInputError(f"schedule {quoted(text)}: the growth must lie in (0, 1]")
             return cls(name, growth=growth)
         if name == "first":
-            if not (argument.isdecimal() and int(argument) > 0):
-                raise InvalidInputError(f"schedule {text!r}: expected first:m, m layers, 1 or more")
+            if not _POSITIVE.fullmatch(argument):
+                raise InvalidInputError(
+                    f"schedule {quoted(text)}: expected first:m, m layers, 1 or more"
+                )
             return cls(name, first=int(argument))
         if "," in text:
             return cls("vector", _weights([_number(part, text) for part in text.split(",")], text))
         raise InvalidInputError(
-            f"schedule {text!r} is not constant, linear, geometric[:g], first:m or comma-separated "
+            f"schedule {quoted(text)} is not constant, linear, geometric[:g], first:m or comma-separated "
             "weights for layers 1…L-1"
         )
 
@@ -129,9 +135,11 @@ def _capped(shape: list[float], ratio: float) -> list[float]:
     return [1.0] * n
 
 
-def _weights(values: Sequence[float], text: str) -> tuple[float, ...]:
+def _weights(values: Sequence[float], text: object) -> tuple[float, ...]:
     if not values or not all(math.isfinite(v) and v >= 0 for v in values) or max(values) <= 0:
-        raise InvalidInputError(f"schedule {text!r}: weights must be 0 or more, and not all 0")
+        raise InvalidInputError(
+            f"schedule {quoted(text)}: weights must be 0 or more, and not all 0"
+        )
     for layer, (before, weight) in enumerate(pairwise(values), 2):
         if weight > before * (1 + ROUNDING):
             raise InvalidInputError(
@@ -146,4 +154,6 @@ def _number(text: str, whole: str) -> float:
     try:
         return float(text)
     except ValueError as exc:
-        raise InvalidInputError(f"schedule {whole!r}: {text!r} is not a number") from exc
+        raise InvalidInputError(
+            f"schedule {quoted(whole)}: {quoted(text, 40)} is not a number"
+        ) from exc
