@@ -32,7 +32,16 @@ from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.text.chunking import Chunk
-from blendrag.text.readers import ALL, Document, Patterns, digest_of, read_documents, scan_inputs
+from blendrag.text.limited_reading import read_documents
+from blendrag.text.names import short_name
+from blendrag.text.readers import (
+    ALL,
+    Document,
+    Patterns,
+    check_document,
+    digest_of,
+    scan_inputs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -326,7 +335,7 @@ def claim_at_end(claim: Callable[[], None], is_whole: bool) -> None:
 def named_failure(source: str, bad: Exception) -> str:
     """The error of a document, which names the document."""
     text = str(bad)
-    return text if text.startswith(source) else f"{source}: {text}"
+    return text if text.startswith(source) else f"{short_name(source)}: {text}"
 
 
 def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
@@ -366,7 +375,14 @@ def documents_of(
     gets the files read to their end.
     """
     given: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
-    yield from ((each, 0.0) for each in given if isinstance(each, Document))
+    for each in given:
+        if isinstance(each, Document):
+            try:
+                check_document(each)
+            except InvalidInputError as bad:
+                report.failures.append(named_failure(each.source, bad))
+            else:
+                yield each, 0.0
     paths = [Path(each) for each in given if not isinstance(each, Document)]
     for name, (path, size_bytes) in files_at(paths, report, patterns).items():
         end = report.done_bytes + size_bytes

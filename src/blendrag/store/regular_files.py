@@ -37,11 +37,16 @@ def open_regular(path: Path | str, follow: bool = False, dir_fd: int | None = No
 def read_bytes(path: Path, limit_bytes: int, follow: bool = False) -> bytes:
     """The whole file. Raises :class:`OSError`, also for a file that is irregular or too large."""
     with os.fdopen(open_regular(path, follow), "rb") as file:
-        too_large = os.fstat(file.fileno()).st_size > limit_bytes
-        data = b"" if too_large else file.read(limit_bytes + 1)
-    if too_large or len(data) > limit_bytes:
+        size_bytes = os.fstat(file.fileno()).st_size
+        # read() takes memory for as much as it may return
+        parts = [file.read(size_bytes + 1) if size_bytes <= limit_bytes else b""]
+        total_bytes = max(size_bytes, len(parts[0]))
+        while parts[-1] and total_bytes <= limit_bytes:  # a file that grows, or of /proc
+            parts.append(file.read(MIB))
+            total_bytes += len(parts[-1])
+    if total_bytes > limit_bytes:
         raise OSError(errno.EOVERFLOW, f"larger than {limit_bytes / MIB:g} MiB", str(path))
-    return data
+    return parts[0] if len(parts) <= 2 else b"".join(parts)
 
 
 def read_text(path: Path, limit_bytes: int, follow: bool = False, encoding: str = "utf-8") -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import zipfile
 from io import BytesIO
 from pathlib import Path
 
-from blendrag.errors import UnreadableDocumentError
+from blendrag.errors import UnreadableDocumentError, is_out_of_memory
+from blendrag.store.durable import readable_size
+from blendrag.store.regular_files import MIB
 
 INSTALL = "pip install 'blendrag[files]'"
 #: Module that reads each kind.
@@ -25,6 +28,44 @@ def lacks_reader(kind: str) -> bool:
     return importlib.util.find_spec(_MODULES[kind]) is None
 
 
+#: Limits of an unpacked DOCX: of all parts (images are large), and of those that are parsed.
+MAX_PARTS, MAX_UNPACKED_BYTES, MAX_XML_BYTES = 10_000, 1024 * MIB, 256 * MIB
+#: Parts of more than so many bytes are packed at most so well: text reaches 20 to 50.
+RATIO_FROM_BYTES, MAX_RATIO = 8 * MIB, 100
+
+
+def work_bytes(path: Path, kind: str, data: bytes) -> int:
+    """What a parser goes through: the unpacked XML of a DOCX. Raises :class:`UnreadableDocumentError` for an
+    archive that unpacks to too much, and for one that is damaged."""
+    if kind == "PDF":
+        return len(data)
+    try:
+        with zipfile.ZipFile(BytesIO(data)) as archive:
+            parts = archive.infolist()
+    except Exception as exc:  # of many types for damaged archives
+        raise _unreadable(path, kind, exc) from exc
+    unpacked_bytes = sum(part.file_size for part in parts)
+    xml_bytes = sum(p.file_size for p in parts if p.filename.endswith((".xml", ".rels")))
+    is_bomb = xml_bytes > max(RATIO_FROM_BYTES, MAX_RATIO * len(data))
+    if len(parts) > MAX_PARTS or unpacked_bytes > MAX_UNPACKED_BYTES or xml_bytes > MAX_XML_BYTES:
+        is_bomb = True
+    if is_bomb:
+        raise UnreadableDocumentError(
+            path,
+            f"is a DOCX file of {readable_size(len(data))} that unpacks to {len(parts):,} parts of "
+            f"{readable_size(unpacked_bytes)}, expected at most {MAX_PARTS:,} parts, {MAX_RATIO} times the "
+            f"file and {readable_size(MAX_XML_BYTES)} of text; split it, or save it as text",
+        )
+    return xml_bytes
+
+
+def _unreadable(path: Path, kind: str, exc: Exception) -> UnreadableDocumentError:
+    first = (str(exc).strip().split("\n")[0] or type(exc).__name__)[:200]
+    return UnreadableDocumentError(
+        path, f"cannot be read as {kind} ({first}); save it again, without a password, or as text"
+    )
+
+
 def read(path: Path, kind: str, data: bytes) -> tuple[str, str]:
     """Text and title, which may be empty. Raises :class:`UnreadableDocumentError`."""
     if lacks_reader(kind):
@@ -34,11 +75,9 @@ def read(path: Path, kind: str, data: bytes) -> tuple[str, str]:
     try:
         text, title = _pdf(data) if kind == "PDF" else _docx(data)
     except Exception as exc:  # both libraries raise many types for damaged files
-        first = str(exc).strip().split("\n")[0] or type(exc).__name__
-        raise UnreadableDocumentError(
-            path,
-            f"cannot be read as {kind} ({first}); save it again, without a password, or as text",
-        ) from exc
+        if is_out_of_memory(exc):
+            raise MemoryError from exc
+        raise _unreadable(path, kind, exc) from exc
     if not text.strip():
         raise UnreadableDocumentError(
             path, f"is a {kind} file without text, such as a scan; recognise its text (OCR) first"

@@ -23,14 +23,18 @@ from blendrag.errors import InvalidInputError, UnreadableDocumentError
 from blendrag.store import regular_files
 from blendrag.store.identity import digest_fields
 from blendrag.text import office_files
+from blendrag.text.names import MAX_ID_CHARS, MAX_TITLE_CHARS, check_metadata, check_name, cut_title
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup
 
 MetadataValue = str | int | float | bool
 
-#: Size limit of a document's file.
-MAX_DOCUMENT_BYTES = 1024 * regular_files.MIB
+#: Size limit of a file, and of the documents in it.
+MAX_FILE_BYTES = 1024 * regular_files.MIB
+MAX_FILE_DOCUMENTS = 250_000
+#: Size limit of a document's text: 15 times the Bible, 30,000 chunks of 512 tokens.
+MAX_TEXT_CHARS = 64 * 1024**2
 #: Tell whether a file is text.
 BEGINNING_BYTES = 64 * 1024
 
@@ -54,6 +58,18 @@ class Document:
     text: str
     title: str
     metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
+
+
+def check_document(document: Document) -> None:
+    """Raise :class:`InvalidInputError` for a document that is too long or has too long a name."""
+    check_name("its source", document.source)
+    check_name("its title", document.title, MAX_TITLE_CHARS)
+    check_metadata("its metadata", document.metadata)
+    if len(document.text) > MAX_TEXT_CHARS:
+        raise InvalidInputError(
+            f"it has {len(document.text):,} characters, expected at most {MAX_TEXT_CHARS:,}; split it "
+            "into several documents"
+        )
 
 
 def digest_of(document: Document) -> str:
@@ -183,20 +199,53 @@ def _is_store(directory: Path) -> bool:
 # -- one file ---------------------------------------------------------------------------------------
 
 
+class Opened(NamedTuple):
+    """A file that was read but not parsed."""
+
+    kind: str
+    """``PDF``, ``DOCX``, or one of :data:`_READERS`."""
+    work_bytes: int
+    """What its reader goes through: the XML in a DOCX, else the file."""
+    documents: Iterator[Document]
+
+
 def read_documents(path: Path) -> Iterator[Document]:
     """The documents of one file, in order.
 
-    Raises :class:`UnreadableDocumentError`; for JSON lines only after all good lines were yielded.
+    Raises :class:`UnreadableDocumentError`; for JSON lines only after all good lines were yielded. Hostile
+    files take any time and memory: :mod:`blendrag.text.limited_reading` reads with limits.
     """
+    yield from open_documents(path).documents
+
+
+def open_documents(path: Path) -> Opened:
+    """Raises :class:`UnreadableDocumentError` for what is no document at first sight."""
     data = _read_bytes(path)
     if kind := office_files.kind_of(path, data):
-        text, title = office_files.read(path, kind, data)
-        yield Document(path.as_posix(), _with_newlines(text), title or _stem_title(path))
-        return
+        work_bytes = office_files.work_bytes(path, kind, data)
+        return Opened(kind, work_bytes, _limited(path, _read_office(path, kind, data)))
     text = _decoded(path, data)
-    is_html = _HTML.match(text)
-    reader = _READERS.get(path.suffix.lower(), _read_html if is_html else _read_plain)
-    yield from reader(path, text)
+    kind = _KINDS.get(path.suffix.lower(), "HTML" if _HTML.match(text) else "text")
+    return Opened(kind, len(data), _limited(path, _READERS[kind](path, text)))
+
+
+def _limited(path: Path, documents: Iterator[Document]) -> Iterator[Document]:
+    for number, document in enumerate(documents):
+        if number == MAX_FILE_DOCUMENTS:
+            raise UnreadableDocumentError(
+                path,
+                f"holds more than {MAX_FILE_DOCUMENTS:,} documents; split it into several files",
+            )
+        try:
+            check_document(document)
+        except InvalidInputError as bad:
+            raise UnreadableDocumentError(path, f"is refused: {bad}") from bad
+        yield document
+
+
+def _read_office(path: Path, kind: str, data: bytes) -> Iterator[Document]:
+    text, title = office_files.read(path, kind, data)
+    yield Document(path.as_posix(), _with_newlines(text), cut_title(title) or _stem_title(path))
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -206,7 +255,7 @@ def _read_bytes(path: Path) -> bytes:
         shown = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
         raise UnreadableDocumentError(shown, "has a name that is not UTF-8; rename it") from exc
     try:
-        return regular_files.read_bytes(path, MAX_DOCUMENT_BYTES, follow=True)
+        return regular_files.read_bytes(path, MAX_FILE_BYTES, follow=True)
     except OSError as exc:
         raise UnreadableDocumentError(
             path, f"cannot be read ({exc.strerror or exc}); check that it exists and is readable"
@@ -263,7 +312,7 @@ def _read_plain(path: Path, text: str) -> Iterator[Document]:
 
 
 _FENCE = re.compile(r"\s{0,3}(```|~~~)")
-_HEADING = re.compile(r"\s{0,3}#{1,6}[ \t]+(.*?)[ \t]*#*[ \t]*$")
+_HEADING = re.compile(r"\s{0,3}#{1,6}[ \t]+(.*)$")
 
 
 def _read_markdown(path: Path, text: str) -> Iterator[Document]:
@@ -271,24 +320,32 @@ def _read_markdown(path: Path, text: str) -> Iterator[Document]:
 
 
 def _first_heading(text: str) -> str | None:
-    """The first Markdown heading outside code blocks."""
+    """The first Markdown heading outside code blocks, if it is near the beginning."""
     fence = None
-    for line in text.splitlines():
+    for line in text[:BEGINNING_BYTES].splitlines():
         if opening := _FENCE.match(line):
             if fence is None:
                 fence = opening[1]
             elif fence == opening[1]:
                 fence = None
-        elif fence is None and (heading := _HEADING.match(line)) and heading[1]:
-            return heading[1]
+        elif (
+            fence is None and (heading := _HEADING.match(line)) and (title := _unclosed(heading[1]))
+        ):
+            return cut_title(title)
     return None
 
 
+def _unclosed(heading: str) -> str:
+    """Without the number signs that may close it. A regular expression takes quadratic time for this."""
+    return heading.rstrip(" \t").rstrip("#").rstrip(" \t")
+
+
 _UNREAD_TAGS = ("script", "style", "noscript", "template", "head", "svg")
-_BLOCKS = (
+_BLOCK_NAMES = (
     "address article aside blockquote body dd details div dl dt fieldset figcaption figure "
     "footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol p pre section summary table tr ul"
 )
+_BLOCKS = frozenset(_BLOCK_NAMES.split())
 
 
 def _read_html(path: Path, text: str) -> Iterator[Document]:
@@ -298,25 +355,42 @@ def _read_html(path: Path, text: str) -> Iterator[Document]:
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     if not (body := _html_text(soup)):
         raise UnreadableDocumentError(path, "contains no text besides tags; leave it out")
-    yield Document(path.as_posix(), body, title or _stem_title(path))
+    yield Document(path.as_posix(), body, cut_title(title) or _stem_title(path))
 
 
 def _html_text(soup: BeautifulSoup) -> str:
-    """Text in reading order, one blank line between blocks, lines of ``pre`` kept."""
-    for tag in soup.find_all(_UNREAD_TAGS):
-        tag.decompose()
-    for string in soup.find_all(string=True):
-        if type(string).__name__ == "NavigableString" and string.find_parent("pre") is None:
-            string.replace_with(re.sub(r"\s+", " ", string))
-    for tag in soup.find_all("br"):
-        tag.replace_with("\n")
-    for tag in soup.find_all(["td", "th"]):
-        tag.append(" ")
-    for tag in soup.find_all(_BLOCKS.split()):
-        tag.insert_before("\n\n")
-        tag.append("\n\n")
-    lines = (line.rstrip(" ") for line in soup.get_text().split("\n"))
+    """Text in reading order, one blank line between blocks, lines of ``pre`` kept. In linear time."""
+    lines = (line.rstrip(" ") for line in "".join(_html_pieces(soup)).split("\n"))
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^ (?! )", "", "\n".join(lines))).strip()
+
+
+def _html_pieces(soup: BeautifulSoup) -> Iterator[str]:
+    """Strings with what separates them. Walks the tree: methods of bs4 look through all ancestors."""
+    inside: list[tuple[str, Iterator[Any]]] = [("", iter(soup.contents))]
+    in_pre = 0
+    while inside:
+        name, contents = inside[-1]
+        for node in contents:
+            kind, child = type(node).__name__, getattr(node, "name", None)
+            if child == "br":
+                yield "\n"
+            elif child is not None and child not in _UNREAD_TAGS:
+                if child in _BLOCKS:
+                    yield "\n\n"
+                in_pre += child == "pre"
+                inside.append((child, iter(node.contents)))
+                break
+            elif kind == "NavigableString":
+                yield node if in_pre else re.sub(r"\s+", " ", node)
+            elif kind == "CData":
+                yield node
+        else:
+            inside.pop()
+            in_pre -= name == "pre"
+            if name in ("td", "th"):
+                yield " "
+            elif name in _BLOCKS:
+                yield "\n\n"
 
 
 def _read_jsonl(path: Path, text: str) -> Iterator[Document]:
@@ -358,9 +432,12 @@ def _jsonl_document(path: Path, number: int, line: str) -> Document:
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as exc:
         raise _BadLine("contains a lone surrogate, expected valid Unicode; replace it") from exc
+    except RecursionError as exc:
+        raise _BadLine("is nested too deeply; write plain values beside the text") from exc
     has_id = record.get("id") not in (None, "")
-    return Document(
-        source=f"{path.as_posix()}#{record['id'] if has_id else number}",
+    name = str(record["id"] if has_id else number)
+    document = Document(
+        source=f"{path.as_posix()}#{name}",
         text=text,
         title=str(record.get("title") or _stem_title(path)),
         metadata={
@@ -369,11 +446,23 @@ def _jsonl_document(path: Path, number: int, line: str) -> Document:
             if key not in ("text", "title") and value is not None
         },
     )
+    try:
+        check_name("its id", name, MAX_ID_CHARS)
+        check_document(document)
+    except InvalidInputError as bad:
+        raise _BadLine(f"is refused: {bad}") from bad
+    return document
 
 
-#: Readers of marked-up text, by suffix; all other text is plain.
+#: Kinds of text by suffix; HTML is also known by its beginning.
+_KINDS = {
+    **dict.fromkeys((".md", ".markdown"), "Markdown"),
+    **dict.fromkeys((".html", ".htm"), "HTML"),
+    ".jsonl": "JSON lines",
+}
 _READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
-    **dict.fromkeys((".md", ".markdown"), _read_markdown),
-    **dict.fromkeys((".html", ".htm"), _read_html),
-    ".jsonl": _read_jsonl,
+    "text": _read_plain,
+    "Markdown": _read_markdown,
+    "HTML": _read_html,
+    "JSON lines": _read_jsonl,
 }
