@@ -236,7 +236,9 @@ class ReaderChild:
         self._socket.close()
 
     def close(self) -> str:
-        """End the child at once and wait for it; what it said before it began, in one line."""
+        """End the child at once and wait for it; why it did not begin, in one line."""
+        if not self.is_open:
+            return ""
         self.is_open = False
         self._socket.close()
         self._process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import zipfile
+from collections import Counter
 from io import BytesIO
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def lacks_reader(kind: str) -> bool:
 MAX_PARTS, MAX_UNPACKED_BYTES, MAX_XML_BYTES = 10_000, 1024 * MIB, 256 * MIB
 #: Parts of more than so many bytes are packed at most so well: text reaches 20 to 50.
 RATIO_FROM_BYTES, MAX_RATIO = 8 * MIB, 100
+#: A page of a PDF is an object that its list of pages should name once.
+MAX_PAGE_REPEATS = 100
 
 
 def work_bytes(path: Path, kind: str, data: bytes) -> int:
@@ -89,6 +92,9 @@ def _pdf(data: bytes) -> tuple[str, str]:
     from pypdf import PdfReader
 
     reader = PdfReader(BytesIO(data))
+    times = Counter(page.indirect_reference for page in reader.pages)
+    if times and max(times.values()) > MAX_PAGE_REPEATS:
+        raise ValueError(f"it shows one page {max(times.values()):,} times")
     pages = [page.extract_text().strip() for page in reader.pages]
     title = reader.metadata.title if reader.metadata else None
     return "\n\n".join(filter(None, pages)), str(title or "")

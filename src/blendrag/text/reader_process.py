@@ -55,7 +55,7 @@ _PER_MIB = {
     "Markdown": (0.25, 16),
     "text": (0.25, 16),
 }
-#: A process that needed so much is not used again.
+#: A process that keeps so much address space after a file is not used again.
 SPENT_BYTES = 256 * MIB
 
 
@@ -84,7 +84,7 @@ def main() -> None:
         for reply in replies(Path(os.fsdecode(request["path"].encode("latin-1")))):
             send(connection, reply)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        if _peak_bytes() > SPENT_BYTES:
+        if _kept_bytes() > SPENT_BYTES:
             return
 
 
@@ -150,9 +150,13 @@ def _limit(limits: Limits) -> dict[str, Any]:
     return {"limits": limits, "wall_s": limits.wall_s}
 
 
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if os.uname().sysname == "Darwin" else peak * 1024
+def _kept_bytes() -> int:
+    """Address space of this process, 0 where the system limits none."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def _end_with_parent(fd: int) -> None:

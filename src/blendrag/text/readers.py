@@ -44,6 +44,8 @@ _NARROW = [
     "cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1255", "cp1256", "cp1257", "iso8859_2", "koi8_r",
     "cp932", "euc_jp", "gb18030", "big5", "cp949",
 ]  # fmt: skip
+#: Depth of HTML. Tags that are never closed nest, as the paragraphs of old pages.
+MAX_HTML_DEPTH = 100_000
 _HTML = re.compile(r"\s*<(!doctype html|html)\b", re.IGNORECASE)
 
 
@@ -351,7 +353,16 @@ _BLOCKS = frozenset(_BLOCK_NAMES.split())
 def _read_html(path: Path, text: str) -> Iterator[Document]:
     from bs4 import BeautifulSoup
 
-    soup = BeautifulSoup(text, "html.parser")
+    class Shallow(BeautifulSoup):
+        def pushTag(self, tag: Any) -> None:
+            if len(self.tagStack) > MAX_HTML_DEPTH:
+                raise UnreadableDocumentError(
+                    path,
+                    f"nests tags more than {MAX_HTML_DEPTH:,} deep; close them, or save it as text",
+                )
+            super().pushTag(tag)
+
+    soup = Shallow(text, "html.parser")
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     if not (body := _html_text(soup)):
         raise UnreadableDocumentError(path, "contains no text besides tags; leave it out")
