@@ -80,9 +80,9 @@ _WORDS = "Plain words of a plain document about nothing at all. "
 #: Bytes of a file that cannot be ingested, by name.
 HOSTILE: dict[str, Callable[[], bytes]] = {
     "span.docx": lambda: docx(table(cell("x", 300_000_000))),
-    "many-spans.docx": lambda: docx(table(cell("x" * 99, 90_000) * 200)),
-    "bomb.docx": lambda: docx(paragraph(" " * 300_000_000)),
-    "media-bomb.docx": lambda: docx(paragraph("x"), parts={"word/m.xml": bytes(300_000_000)}),
+    "many-spans.docx": lambda: docx(table(cell("x" * 99, 999) * 20_000)),
+    "bomb.docx": lambda: docx(paragraph(" " * 30_000_000)),
+    "media-bomb.docx": lambda: docx(paragraph("x"), parts={"word/m.xml": bytes(30_000_000)}),
     "paragraphs.docx": lambda: docx("<w:p/>" * 7_500_000),
     "parts.docx": lambda: docx(paragraph("x"), parts={f"p{n}.xml": b"" for n in range(20_000)}),
     "nested.docx": lambda: docx(_NESTED_TABLE * 20_000 + "</w:tc></w:tr></w:tbl>" * 20_000),
@@ -151,7 +151,10 @@ def good_files(words: Callable[[int], str]) -> Iterator[tuple[str, bytes]]:
         text = words(number)
         yield f"good-{number}.txt", text.encode()
         yield f"good-{number + 1}.md", f"# Title\n\n{words(number + 1)}".encode()
-        yield f"good-{number + 2}.html", f"<html><body><p>{words(number + 2)}</p></body></html>".encode()
+        yield (
+            f"good-{number + 2}.html",
+            f"<html><body><p>{words(number + 2)}</p></body></html>".encode(),
+        )
         yield f"good-{number + 3}.jsonl", json.dumps({"text": words(number + 3)}).encode()
         yield f"good-{number + 4}.docx", docx(paragraph(words(number + 4)))
         yield f"good-{number + 5}.pdf", pdf(words(number + 5))

@@ -33,6 +33,8 @@ def lacks_reader(kind: str) -> bool:
 MAX_PARTS, MAX_UNPACKED_BYTES, MAX_XML_BYTES = 10_000, 1024 * MIB, 256 * MIB
 #: Parts of more than so many bytes are packed at most so well: text reaches 20 to 50.
 RATIO_FROM_BYTES, MAX_RATIO = 8 * MIB, 100
+#: Columns that a cell of a table may span. Its text is repeated in each.
+MAX_COLUMNS = 1000
 #: A page of a PDF is an object that its list of pages should name once.
 MAX_PAGE_REPEATS = 100
 
@@ -102,9 +104,13 @@ def _pdf(data: bytes) -> tuple[str, str]:
 
 def _docx(data: bytes) -> tuple[str, str]:
     from docx import Document
+    from docx.oxml.ns import qn
     from docx.table import Table
 
     document = Document(BytesIO(data))
+    for span in document.element.body.iter(qn("w:gridSpan")):
+        if (columns := span.val) > MAX_COLUMNS:
+            raise ValueError(f"a cell spans {columns:,} columns")
     blocks = []
     for block in document.iter_inner_content():
         if isinstance(block, Table):
