@@ -25,6 +25,7 @@ from typing import Any
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine.request import Options, Prompt, RagPrompt
 from blendrag.errors import InvalidInputError, check_unicode
+from blendrag.model.bounded_templates import bounded
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
 from blendrag.text.matches import Match, common_prefix
@@ -126,6 +127,7 @@ def head_ids(tokens: Tokens) -> tuple[int, ...]:
     return first[: common_prefix(first, second)]
 
 
+@bounded()  # the second rendering included
 def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
     """Render ``prompt``. Raises :class:`InvalidInputError` if it cannot be rendered."""
     _check_tools(tokens, options)

@@ -22,6 +22,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode
+from blendrag.model.bounded_templates import bounded
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import uncapped
 from blendrag.text.prompt import Encoded
@@ -191,9 +192,15 @@ class Tokens:
         return False
 
     def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-        """Messages through the model's chat template, ready for an answer."""
+        """Messages through the model's chat template, ready for an answer.
+
+        Raises what the template raises, and :class:`InvalidInputError` if it exceeds :func:`bounded`.
+        """
         options.setdefault("add_generation_prompt", True)
-        return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        with bounded():
+            return str(
+                self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+            )
 
     def default_prefix_ids(self) -> tuple[int, ...]:
         """The default prefix of chunks: BOS, else the template's first token."""
