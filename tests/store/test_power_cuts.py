@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from soak.audit import audit, make_chunks
+from soak import remote_power
+from soak.audit import Report, audit, make_chunks
 from soak.power import Disk
 
 from blendrag.store import DiskStore
@@ -65,3 +66,11 @@ def test_a_pin_in_a_new_store_survives_a_power_cut(lab, tmp_path, watch):
         store.pin(lab.namespace, lab.key(1))
         after = cut()
     assert PayloadFiles(after / "store").pinned.all() == {(lab.namespace, lab.key(1))}
+
+
+def test_a_power_cut_of_a_shared_directory_leaves_whole_objects_and_what_was_acknowledged(tmp_path):
+    pytest.importorskip("obstore")
+    report = Report()
+    remote_power.cut_everywhere(tmp_path, report, mixtures=1, seed=1, stride=5)
+    report.check()
+    assert report.done["power cuts"] > 50

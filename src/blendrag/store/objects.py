@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import re
 import threading
@@ -25,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError, starting_thread
 from blendrag.store.base import ProcessBound
-from blendrag.store.durable import sync_directory
+from blendrag.store.object_directory import ObjectDirectory
 from blendrag.wording import quoted
 
 T = TypeVar("T")
@@ -110,7 +109,8 @@ class RemoteObjects(ProcessBound):
         """obstore's store, with the deadline of reads."""
         self._write_to = _opened(url, WRITE_S)
         place = urlsplit(url)
-        self._directory = Path(unquote(place.path)) if place.scheme == "file" else None
+        is_directory = place.scheme == "file"
+        self._directory = ObjectDirectory(Path(unquote(place.path))) if is_directory else None
         self.in_flight = IN_FLIGHT if self._directory is None else IN_FLIGHT_FILES
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -174,6 +174,9 @@ class RemoteObjects(ProcessBound):
 
         Raises :class:`StoreUnavailableError`.
         """
+        if self._directory is not None:
+            with self._changing():
+                return self._directory.put(name, data, if_absent)
         import obstore
 
         async def write(mode: Any) -> bool:
@@ -195,15 +198,19 @@ class RemoteObjects(ProcessBound):
                     raise
             return await write("overwrite")  # equal names have equal contents, so nothing is lost
 
-        written = self.wait(self._begin(ask), WRITE_S)
-        self.sync(name, written)
-        return written
+        return self.wait(self._begin(ask), WRITE_S)
 
     def get(self, name: str, most_bytes: int = SMALL_BYTES) -> Stored | None:
         """A whole object; ``None`` if there is none.
 
         Raises :class:`StoreUnavailableError`, also if it has more than ``most_bytes``.
         """
+        if self._directory is not None:
+            with self._changing():
+                file = self._directory.get(name, most_bytes)
+            if file is not None:
+                self._refuse_size(name, file[1], most_bytes)
+            return None if file is None else Stored(file[0], {})
         import obstore
 
         async def ask() -> Stored | None:
@@ -212,14 +219,17 @@ class RemoteObjects(ProcessBound):
             except FileNotFoundError as exc:
                 self._refuse_missing_bucket(exc)
                 return None
-            if (size_bytes := int(found.meta["size"])) > most_bytes:
-                raise StoreUnavailableError(
-                    f"{name} of remote {self.url} has {size_bytes:,} bytes, expected at most {most_bytes:,}: "
-                    "it is not what blendrag wrote; publish again, or choose another prefix"
-                )
+            self._refuse_size(name, int(found.meta["size"]), most_bytes)
             return Stored(bytes(await found.bytes_async()), _version(found.meta))
 
         return self.wait(self._begin(ask), WRITE_S)
+
+    def _refuse_size(self, name: str, size_bytes: int, most_bytes: int) -> None:
+        if size_bytes > most_bytes:
+            raise StoreUnavailableError(
+                f"{name} of remote {self.url} has {size_bytes:,} bytes, expected at most {most_bytes:,}: "
+                "it is not what blendrag wrote; publish again, or choose another prefix"
+            )
 
     def replace(self, name: str, data: bytes, before: Stored | None) -> bool:
         """Write an object in place of what :meth:`get` gave; ``False`` if it is another one meanwhile.
@@ -230,7 +240,7 @@ class RemoteObjects(ProcessBound):
         import obstore
 
         if self._directory is not None:
-            with self._locked(self._directory / f"{name}.lock"):
+            with self._changing(), self._directory.locked(name, WRITE_S):
                 return self._is_still(name, before) and self.put(name, data, if_absent=False)
 
         async def ask() -> bool | None:
@@ -259,20 +269,23 @@ class RemoteObjects(ProcessBound):
         return (now and now.data) == (before and before.data)
 
     @contextlib.contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
-        """Hold the lock of a file, also against other machines if the directory is shared by NFS."""
+    def _changing(self) -> Iterator[None]:
+        """Name what goes wrong with a directory."""
+        self.check_process()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                yield
+            yield
         except OSError as exc:
+            what = f"{exc.strerror}: {exc.filename}" if exc.filename else exc.strerror
             raise StoreUnavailableError(
-                f"remote {self.url} fails ({path}: {exc.strerror}); check its disk or mount"
+                f"remote {self.url} fails ({what}); check its disk or mount"
             ) from exc
 
     def delete(self, *names: str) -> None:
         """Remove objects, if they are there. Raises :class:`StoreUnavailableError`."""
+        if self._directory is not None:
+            with self._changing():
+                self._directory.delete(*names)
+            return
         import obstore
 
         async def ask() -> None:
@@ -283,6 +296,11 @@ class RemoteObjects(ProcessBound):
 
     def listing(self, prefix: str) -> Iterator[Listed]:
         """Objects below a prefix, in no particular order. Raises :class:`StoreUnavailableError`."""
+        if self._directory is not None:
+            with self._changing():
+                for file in self._directory.listing(prefix):
+                    yield Listed(*file)
+            return
         import obstore
 
         pages = obstore.list(self._write_to, prefix)
@@ -380,34 +398,29 @@ class RemoteObjects(ProcessBound):
             f"remote {self.url} fails ({said}); check that it can be reached from here"
         )
 
-    def sync(self, name: str, written: bool = False) -> None:
-        """Make an object of a directory durable, which obstore does not.
+    def sync(self, name: str) -> None:
+        """Make an object of a directory durable that somebody else wrote.
 
-        Raises :class:`StoreUnavailableError`; what was ``written`` is removed then, not what another machine
-        has put.
+        Raises :class:`StoreUnavailableError`.
         """
-        directory = self._directory
-        if directory is None:
+        if self._directory is None:
             return
-        path = directory / name
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            self._directory.sync(name)
         except OSError as exc:
-            if written:
-                with contextlib.suppress(OSError):
-                    path.unlink()
             raise StoreUnavailableError(
                 f"remote {self.url} does not make {name} durable ({exc.strerror}); check its disk or mount"
             ) from exc
-        for parent in path.parents:
-            with contextlib.suppress(OSError):  # not every file system syncs directories
-                sync_directory(parent)
-            if parent == directory:
-                break
+
+    def remove_unfinished(self, before: float) -> int:
+        """Remove what killed writers left in a directory before a Unix time; its bytes.
+
+        Object stores have no such thing. Raises :class:`StoreUnavailableError`.
+        """
+        if self._directory is None:
+            return 0
+        with self._changing():
+            return self._directory.remove_unfinished(before)
 
 
 def _opened(url: str, timeout_s: float) -> Any:

@@ -30,7 +30,7 @@ _CREATE_PIN = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CL
 FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.kv", re.ASCII)
 PREFIX = re.compile(r"[0-9a-f]{2}", re.ASCII)
 PIN_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64})", re.ASCII)
-_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 #: Quarantined payloads kept for inspection.
 QUARANTINE_FILES = 8
 
@@ -249,5 +249,5 @@ def _if_any() -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        if exc.errno not in _NO_DIRECTORY:
+        if exc.errno not in NO_DIRECTORY:
             raise

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import unpickling
+from soak import remote_power
 from soak.audit import Report
 from soak.faults import OPERATIONS, cut_everywhere, fail_everything
 from soak.fuzz import BATCH, Fuzzing
@@ -48,6 +49,8 @@ def _run(given: argparse.Namespace, directory: Path, report: Report) -> None:
             fail_everything(directory, name, report, given.faults)
         if given.cuts:
             cut_everywhere(directory, name, report, given.cuts, given.seed)
+    if given.cuts:
+        remote_power.cut_everywhere(directory, report, given.cuts, given.seed)
     # in turns, so that an interrupted run has had some of both
     killing, fuzzing = Killing(directory, given.seed), Fuzzing(directory, given.seed)
     while (kills := given.kills - report.done["kills"]) > 0:
