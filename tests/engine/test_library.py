@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import tiny
+from blendrag.corpus.documents import REMOVED
 from blendrag.engine import BlendEngine, Options, kv_writer
 from blendrag.engine import library as libraries
 from blendrag.engine.kv_writer import KVWriter
@@ -259,12 +262,41 @@ def test_a_crash_before_rows_were_written_is_resumed_or_repaired(tmp_path, monke
         assert stored(engine) == 4
         assert engine.library.ids() == ["id9"]
     with opened(tmp_path) as engine:
-        assert counts(engine.library.add([entry(0)])) == (1, 0, 0, 0), "its KV was kept"
-        assert stored(engine) == 4, "the others may be another process's, just now"
-        corpus = engine.resources.require_corpus()
-        assert kv_writer.drop_orphaned_kv(engine.resources, corpus, within_s=0.0) == 2
+        with engine.resources.require_corpus().dropped.adding():  # by another process
+            assert counts(engine.library.add([entry(0)])) == (1, 0, 0, 0), "its KV was kept"
+            assert stored(engine) == 4, "the others may be that one's"
+        assert engine.library.repair() == 2
         assert stored(engine) == 2
         assert engine.library.has_kv(["id0", "id9"]) == {"id0": True, "id9": True}
+
+
+@pytest.mark.parametrize("clock", [0.0, 4e9])
+def test_kv_of_a_running_addition_is_kept_whatever_the_clock_says(
+    tmp_path, engine, monkeypatch, clock
+):
+    write = KVWriter.write
+
+    def after_another_has_cleaned(*args: Any) -> None:
+        write(*args)
+        monkeypatch.setattr(time, "time", lambda: clock)
+        with opened(tmp_path) as other:
+            other.library.repair()
+
+    engine.library.add([entry(9)])
+    monkeypatch.setattr(KVWriter, "write", after_another_has_cleaned)
+    engine.library.add(entries(2))
+    assert stored(engine) == 3
+
+
+def test_a_stopped_process_that_removes_documents_is_an_error_of_an_addition(engine, monkeypatch):
+    engine.library.add([entry(0)])
+    corpus = engine.resources.require_corpus()
+    monkeypatch.setattr("blendrag.corpus.documents.BUSY_TIMEOUT_S", 0.0)
+    with (corpus.directory / "adding.lock").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(CorpusError, match="another process holds it"):
+            engine.library.add([entry(1)])
+    assert counts(engine.library.add([entry(1)])) == (1, 0, 0, 1)
 
 
 def test_a_crash_within_the_rows_leaves_the_state_before(engine, monkeypatch):
@@ -308,17 +340,17 @@ def test_an_error_of_cleaning_up_does_not_hide_a_full_store(engine, monkeypatch)
     corpus = engine.resources.require_corpus()
     note = corpus.dropped.note
 
-    def until_full(chunks: Any, now: float) -> None:
-        if now == 0.0:
+    def until_full(chunks: Any, since: float) -> None:
+        if since == REMOVED:
             raise CorpusError("no space left")
-        note(chunks, now)
+        note(chunks, since)
 
     monkeypatch.setattr(corpus.dropped, "note", until_full)
     monkeypatch.setattr(KVWriter, "write", failing_at(engine, 2, StoreFullError("full")))
     with pytest.raises(StoreFullError):
         engine.library.add(entries(4))
     assert stored(engine) == 2
-    kv_writer.drop_orphaned_kv(engine.resources, corpus, within_s=0.0)
+    engine.library.repair()
     assert stored(engine) == 1
 
 

@@ -208,9 +208,13 @@ def test_files_of_a_killed_measurement_are_removed_by_the_next(tmp_path):
     for left in (old, young):
         left.mkdir()
     os.utime(old, (0, 0))
-    with tier_times._scratch(tmp_path, "--dir"):
+    with tier_times._scratch(tmp_path, "--dir") as running:
         assert not old.exists()
         assert young.exists()  # another process may be measuring now
+        for clock in (0, 4_000_000_000):  # a clock that is set forth and back
+            os.utime(running, (clock, clock))
+            with tier_times._scratch(tmp_path, "--dir"):
+                assert running.exists()
 
 
 @pytest.mark.parametrize("ratio", [0.2, "auto"])

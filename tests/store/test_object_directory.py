@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.errors import StoreUnavailableError
-from blendrag.store import object_directory
+from blendrag.store import durable
 from blendrag.store.object_directory import ObjectDirectory
 from blendrag.store.objects import RemoteObjects
 
@@ -163,7 +163,7 @@ def test_no_name_leads_out_of_the_directory(bucket, name):
 def test_others_cannot_read_what_is_put(objects, bucket):
     objects.put(NAME, b"bytes", if_absent=True)
     objects.replace("corpus/pointer", b"bytes", None)
-    made = [path for path in bucket.rglob("*")]
+    made = list(bucket.rglob("*"))
     assert {mode(path) for path in made if path.is_dir()} == {0o700}
     assert {mode(path) for path in made if path.is_file()} == {0o600}
 
@@ -172,7 +172,7 @@ def test_the_group_can_use_a_directory_that_it_may_write_to(objects, bucket):
     bucket.chmod(0o2775)
     objects.put(NAME, b"bytes", if_absent=True)
     objects.replace("corpus/pointer", b"bytes", None)
-    made = [path for path in bucket.rglob("*")]
+    made = list(bucket.rglob("*"))
     assert {mode(path) & 0o777 for path in made if path.is_dir()} == {0o770}
     assert {mode(path) for path in made if path.is_file()} == {0o660}
 
@@ -186,8 +186,8 @@ def test_a_lock_that_a_stopped_process_holds_is_an_error_after_a_bounded_wait(
     objects.put("pointer", b"before", if_absent=True)
     waited: list[float] = []
     now = iter(range(1000))
-    monkeypatch.setattr(object_directory.time, "monotonic", lambda: float(next(now)))
-    monkeypatch.setattr(object_directory.time, "sleep", waited.append)
+    monkeypatch.setattr(durable.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(durable.time, "sleep", waited.append)
     with (bucket / "pointer.lock").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(StoreUnavailableError, match="another process holds it"):

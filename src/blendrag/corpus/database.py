@@ -17,7 +17,7 @@ Invariants of the tables:
 - ``entry`` names documents that were added by id, with one chunk each; their source begins with
   :data:`ENTRY_SOURCE`.
 - ``dropped`` records texts that no document holds although their KV may be stored: removed ones (``since``
-  0), or ones whose addition began at ``since`` (Unix time) and has not ended.
+  0), or ones whose addition has begun (``since`` 1) and has not ended.
 """
 
 from __future__ import annotations

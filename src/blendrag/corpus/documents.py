@@ -6,10 +6,12 @@ any other chunk. Functions that change rows run in the caller's transaction.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +19,7 @@ import numpy as np
 from pydantic import ConfigDict
 
 from blendrag.corpus.database import (
+    BUSY_TIMEOUT_S,
     CHUNK,
     DOCUMENT,
     DROPPED,
@@ -28,6 +31,8 @@ from blendrag.corpus.database import (
     DamagedRow,
 )
 from blendrag.corpus.vectors import VectorIndex, vector_of
+from blendrag.errors import CorpusError
+from blendrag.store.durable import lock_file, named_errors
 from blendrag.text.chunking import Chunk
 from blendrag.text.readers import Document
 from blendrag.text.recognition import chunk_hashes
@@ -249,36 +254,83 @@ def published_texts(file: CorpusFile) -> Iterator[str]:
     return (text for ((_, _, text, _),) in file.sound_rows((CHUNK,), used, LEARNED))
 
 
+#: Why a text is recorded as dropped: no document holds it any more, or not yet. Not a time: clocks are wrong.
+REMOVED, ADDING = 0.0, 1.0
+
+
 class DroppedTexts:
     """Records of texts that no document holds although their KV may be stored."""
 
     def __init__(self, file: CorpusFile) -> None:
         self._file = file
 
-    def texts(self, before: float = 0.0) -> dict[str, str]:
-        """Ids and texts of removed chunks, and of additions that began ``before`` (Unix time) and have
-        not ended."""
-        rows = self._file.sound_rows(
-            (DROPPED,),
-            "WHERE since <= ? AND NOT EXISTS "
-            "(SELECT 1 FROM chunk WHERE chunk.chunk_id = dropped.chunk_id)",
-            before,
-        )
-        return {chunk_id: text for ((chunk_id, text, _),) in rows}
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """While this is open, in any process, additions that have not ended are not dropped.
 
-    def note(self, chunks: Sequence[Chunk], now: float) -> None:
-        """Record an addition that begins, before KV is stored for its chunks."""
+        The kernel ends it with the process. Raises :class:`CorpusError` and :class:`StoreError`.
+        """
+        with self._lock_file() as fd:
+            try:
+                lock_file(fd, fcntl.LOCK_SH, BUSY_TIMEOUT_S)
+            except OSError as exc:
+                raise CorpusError(
+                    f"the corpus at {self._file.directory} cannot be locked ({exc.strerror}), expected no "
+                    "process that is stopped while it removes documents; end it, then try again"
+                ) from exc
+            yield
+
+    def texts(self) -> dict[str, str]:
+        """Ids and texts of removed chunks, and of additions that will not end.
+
+        Which those are is not known while another addition runs.
+        """
+        with self._lock_file() as fd, suppress(OSError):
+            lock_file(fd, fcntl.LOCK_EX, 0.0)
+            begun = [row for (row,) in self._file.sound_rows((DROPPED,), "WHERE since > 0")]
+            if begun:
+                with self._file.writing() as connection:
+                    for chunk_id, text, _ in begun:
+                        DROPPED.put(connection, chunk_id, text, REMOVED)
+        return {chunk_id: text for ((chunk_id, text, _),) in self._removed("")}
+
+    def is_removed(self, chunk_id: str) -> bool:
+        """Whether it is still recorded, and no addition of it has begun."""
+        return any(self._removed("AND chunk_id = ?", chunk_id))
+
+    def _removed(self, condition: str, *parameters: str) -> Iterator[Any]:
+        return self._file.sound_rows(
+            (DROPPED,),
+            "WHERE since = 0 AND NOT EXISTS "
+            f"(SELECT 1 FROM chunk WHERE chunk.chunk_id = dropped.chunk_id) {condition}",
+            *parameters,
+        )
+
+    @contextmanager
+    def _lock_file(self) -> Iterator[int]:
+        path = self._file.directory / "adding.lock"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with named_errors(f"opening {path}"):
+            fd = os.open(path, flags, 0o600)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def note(self, chunks: Sequence[Chunk], since: float) -> None:
+        """Record texts as :data:`REMOVED`, or as :data:`ADDING`, before KV is stored for them."""
         with self._file.writing() as connection:
             for chunk in chunks:
                 known = "SELECT 1 FROM chunk WHERE chunk_id = ?"
                 if not connection.execute(known, (chunk.chunk_id,)).fetchone():
-                    DROPPED.put(connection, chunk.chunk_id, chunk.text, float(now))
+                    DROPPED.put(connection, chunk.chunk_id, chunk.text, since)
 
     def forget(self, chunk_ids: Sequence[str]) -> None:
         """Delete records of chunks whose KV is gone."""
         with self._file.writing() as connection:
             connection.executemany(
-                "DELETE FROM dropped WHERE chunk_id = ?", [(chunk_id,) for chunk_id in chunk_ids]
+                "DELETE FROM dropped WHERE chunk_id = ? AND since = 0",
+                [(chunk_id,) for chunk_id in chunk_ids],
             )
 
 

@@ -7,7 +7,12 @@ Safe beside machines that publish, ingest and read:
 - A mark tells publishers that a collection runs. A publisher writes its manifest, then looks for the mark,
   then for its KV. So a collection reads that manifest, or the publisher sees the mark and stops, or it sees
   what the collection has removed.
+- A collection begins by writing the pointer anew, so that who has read it before cannot replace it any more:
+  a publisher that is slow, or was stopped, may have found what is removed now.
 - A machine that reads what is removed gets a miss, and computes.
+- A collection ends with an error if the clock of the store is not that of this machine, or was set back
+  meanwhile. In a directory, what a wrong clock has dated in the future is dated anew, or it would stay for
+  years.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TypeVar
 
 from blendrag.corpus.snapshots import (
@@ -25,10 +31,13 @@ from blendrag.corpus.snapshots import (
     current,
     read_keys,
     read_manifest,
+    renew_pointer,
 )
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store.claims import (
+    AHEAD_S,
     CLAIMS,
+    CLOCK,
     MARK,
     STALE_MARK_S,
     claimed,
@@ -48,6 +57,8 @@ BATCH = 500
 RENEW_S = 60.0
 #: After so long without renewal, this process was stopped, and others may take the mark for a stale one.
 LATEST_RENEWAL_S = STALE_MARK_S / 2
+#: By how much this machine's clock and the store's may differ.
+MOST_SKEW_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -84,10 +95,10 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
     require_no_collection(remote)
     mark = _Mark(remote)
     try:
-        before = time_there(remote) - grace_s
-        found = current(remote)
-        assert found is not None
-        pointer, snapshot = found
+        now = mark.now()
+        before = now - grace_s
+        pointer = renew_pointer(remote)
+        snapshot = read_manifest(remote, pointer.snapshot)
         listed = list(remote.objects.listing("corpus/"))
         live, old_manifests = [snapshot], []
         for each in mark.kept_for(listed):
@@ -109,13 +120,15 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
         unused = [
             each
             for each in listed
-            if each.name.startswith(PARTS)
+            if each.name.startswith((PARTS, CLOCK))
             and each.name.removeprefix(PARTS) not in parts
             and each.modified < before
         ]
         kv, left, left_bytes, young, others = [], 0, 0, 0, set()
+        future = [each for each in (*listed, *claims) if each.modified > now + AHEAD_S]
         for each in mark.kept_for(remote.objects.listing("kv/")):
             namespace, key = _entry_of(each)
+            future += [each] * (each.modified > now + AHEAD_S)
             if namespace not in named:
                 others.add(namespace)
             elif key in named[namespace] or not key or each.modified >= before:
@@ -128,9 +141,12 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
         for batch in _batches(gone):
             mark.renew()
             remote.objects.delete(*(each.name for each in batch))
+        for each in mark.kept_for(future):
+            remote.objects.redate(each.name)
+        unfinished_bytes = remote.objects.remove_unfinished(before)
     finally:
         mark.remove()
-    removed_bytes = sum(each.size_bytes for each in gone)
+    removed_bytes = sum(each.size_bytes for each in gone) + unfinished_bytes
     other = tuple(sorted(others - {""}))
     return Collected(pointer.serial, len(kv), removed_bytes, left, left_bytes, young, other)
 
@@ -191,7 +207,25 @@ class _Mark:
     def __init__(self, remote: RemoteRoot) -> None:
         self._remote = remote
         self._token = secrets.token_hex(16).encode()
+        self._latest = 0.0
         self._set()
+
+    def now(self) -> float:
+        """Unix time by the clock of the store.
+
+        Raises :class:`StoreUnavailableError` if it, or that of this machine, cannot be right: by a wrong
+        clock everything may be old.
+        """
+        now = time_there(self._remote)
+        if abs(now - time.time()) > MOST_SKEW_S or now < self._latest - AHEAD_S:
+            there, here = (datetime.fromtimestamp(at, UTC) for at in (now, time.time()))
+            raise StoreUnavailableError(
+                f"the clock of remote {self._remote.url} says {there:%Y-%m-%d %H:%M} UTC and this machine's "
+                f"{here:%Y-%m-%d %H:%M}, or one was set meanwhile, so it is not known what is old; set the "
+                "clocks, then repeat the command"
+            )
+        self._latest = max(now, self._latest)
+        return now
 
     def kept_for(self, each: Iterable[T]) -> Iterator[T]:
         """``each``, renewing the mark when it is time to."""
@@ -213,6 +247,7 @@ class _Mark:
                 f"the collection of remote {self._remote.url} was stopped for too long, so others did not "
                 "wait for it; what was removed was not needed: repeat the command"
             )
+        self.now()
         self._set()
 
     def remove(self) -> None:

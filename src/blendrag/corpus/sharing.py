@@ -46,7 +46,7 @@ from blendrag.corpus.snapshots import (
     read_manifest,
     read_pointer,
 )
-from blendrag.errors import CorpusError, InvalidInputError, StoreUnavailableError
+from blendrag.errors import BlendragError, CorpusError, InvalidInputError, StoreUnavailableError
 from blendrag.store.claims import require_no_collection
 from blendrag.store.identity import digest_fields
 from blendrag.store.remote_root import RemoteRoot
@@ -55,6 +55,8 @@ from blendrag.store.remote_root import RemoteRoot
 PART_BYTES, MAX_PART_BYTES = 4 << 20, 1 << 30
 #: Parts that are read at a time.
 AT_A_TIME = 4
+#: Snapshots that are begun to be followed until one of them stays.
+FOLLOW_TRIES = 5
 #: Setting of a corpus: what it has published or followed last.
 SHARED = "shared"
 
@@ -163,10 +165,7 @@ def publish(
             name, made = snapshot(there)
         # a collection that began earlier may have removed an old manifest of this name
         require_no_collection(remote)
-        if remote.objects.head(MANIFESTS + name) is None:
-            raise StoreUnavailableError(
-                f"remote {remote.url} was collected while this published; repeat the command"
-            )
+        _require_whole(remote, name, made)
         serial = current.serial if current else 0
         is_new = current is None or current.snapshot != name
         if is_new:
@@ -174,10 +173,7 @@ def publish(
             serial += 1
             after = Pointer(VERSION, corpus_id, serial, name)
             if not remote.objects.replace(POINTER, _signed(remote, after), before):
-                raise InvalidInputError(
-                    f"another machine published to remote {remote.url} at the same time, expected one "
-                    "that publishes at a time; repeat the command"
-                )
+                raise _overtaken(remote, current)
         _remember(corpus, Shared(corpus_id, serial, made.state))
     missing = len(keys.keys) - len(there)
     return Published(
@@ -201,6 +197,34 @@ def _require_ours(
             f"remote {remote.url} has snapshot {current.serial}, and store {root} knows {shared.serial}: "
             "another machine has published since; follow it into a new store and ingest there, which finds "
             "the KV"
+        )
+
+
+def _overtaken(remote: RemoteRoot, before: Pointer | None) -> BlendragError:
+    """Why the pointer was not replaced."""
+    found = remote.objects.get(POINTER)
+    if found is not None and read_pointer(remote, found) == before:
+        return StoreUnavailableError(
+            f"remote {remote.url} was collected while this published; repeat the command"
+        )
+    return InvalidInputError(
+        f"another machine published to remote {remote.url} at the same time, expected one that publishes at "
+        "a time; repeat the command"
+    )
+
+
+def _require_whole(remote: RemoteRoot, name: str, snapshot: Snapshot) -> None:
+    """Raise :class:`StoreUnavailableError` unless all objects of a snapshot are there."""
+    parts = {PARTS + part.name for part in snapshot.parts} | {PARTS + snapshot.keys}
+    there = {each.name for each in remote.objects.listing("corpus/")}
+    if MANIFESTS + name not in there:
+        raise StoreUnavailableError(
+            f"remote {remote.url} was collected while this published; repeat the command"
+        )
+    if lost := parts - there:
+        raise StoreUnavailableError(
+            f"{len(lost)} of {len(parts)} parts of the snapshot are no longer in remote {remote.url}; "
+            "publish everything again (blendrag store publish --again)"
         )
 
 
@@ -273,10 +297,22 @@ def follow(root: Path, remote: RemoteRoot, keep_settings: bool = False) -> Follo
     and :class:`StoreUnavailableError`; then the corpus is as it was.
     """
     remote.check()
-    found = remote.objects.get(POINTER)
-    if found is None:
-        return None
-    pointer = read_pointer(remote, found)
+    for _ in range(FOLLOW_TRIES):
+        found = remote.objects.get(POINTER)
+        if found is None:
+            return None
+        try:
+            return _follow(root, remote, read_pointer(remote, found), keep_settings)
+        except StoreUnavailableError:
+            # what an old snapshot alone names may be collected once another one is published
+            if remote.objects.get(POINTER) == found:
+                raise
+    raise StoreUnavailableError(
+        f"remote {remote.url} was published to {FOLLOW_TRIES} times while this followed; repeat the command"
+    )
+
+
+def _follow(root: Path, remote: RemoteRoot, pointer: Pointer, keep_settings: bool) -> Followed:
     with Corpus.open(root, create=True) as corpus:
         shared = _shared(corpus)
         _require_follower(corpus, remote, shared, pointer)

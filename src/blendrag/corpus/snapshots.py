@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import secrets
 from dataclasses import asdict, dataclass
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,6 +27,8 @@ from blendrag.store.objects import WRITE_S, Stored
 from blendrag.store.remote_root import RemoteRoot
 
 VERSION = 1
+#: Attempts to renew the pointer while others publish.
+RENEWALS = 5
 POINTER = "corpus/pointer"
 MANIFESTS, PARTS = "corpus/manifests/", "corpus/parts/"
 
@@ -112,6 +115,24 @@ def read_pointer(remote: RemoteRoot, found: Stored) -> Pointer:
             "BLENDRAG_REMOTE_KEY, so it is not used; publish it again from a machine that has the key"
         )
     return pointer
+
+
+def renew_pointer(remote: RemoteRoot) -> Pointer:
+    """Replace the pointer by an equal one, so that whoever has read it before does not replace it.
+
+    Raises :class:`StoreUnavailableError`.
+    """
+    for _ in range(RENEWALS):
+        found = remote.objects.get(POINTER)
+        if found is None:
+            break
+        pointer = read_pointer(remote, found)
+        unlike = {"renewed": secrets.token_hex(8)}  # not sealed, and read by nobody
+        if remote.objects.replace(POINTER, json.dumps(asdict(pointer) | unlike).encode(), found):
+            return pointer
+    raise StoreUnavailableError(
+        f"remote {remote.url} is being published to; repeat the command when that has ended"
+    )
 
 
 def read_manifest(remote: RemoteRoot, name: str) -> Snapshot:

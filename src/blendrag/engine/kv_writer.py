@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Ids = tuple[int, ...]
 
-#: An addition that began this long ago without ending will not end: its process was killed.
-ABANDONED_S = 3600.0
 #: Leading parts remembered as seen once; one is stored when it comes back.
 SEEN_LEADING = 1024
 #: Most chunks that wait for background encoding; further ones are dropped until they are missed again.
@@ -153,18 +151,16 @@ def kv_keys(resources: Resources, corpus: Corpus, text: str) -> list[tuple[str, 
     return [(namespace, chunk_key(namespace, prefix_ids, ids)) for namespace in sorted(namespaces)]
 
 
-def drop_orphaned_kv(resources: Resources, corpus: Corpus, within_s: float = ABANDONED_S) -> int:
-    """Delete the KV of chunks that were removed or whose addition was abandoned; returns how many.
-
-    An addition that began less than ``within_s`` ago may still run in another process.
-    """
-    dropped = corpus.dropped.texts(time.time() - within_s)
+def drop_orphaned_kv(resources: Resources, corpus: Corpus) -> int:
+    """Delete the KV of chunks that were removed or whose addition was abandoned; returns how many."""
+    dropped = corpus.dropped.texts()
     if not dropped:
         return 0
     if resources.store.stats().entries:
-        for text in dropped.values():
-            for namespace, key in kv_keys(resources, corpus, text):
-                resources.store.delete(namespace, key)
+        for chunk_id, text in dropped.items():
+            if corpus.dropped.is_removed(chunk_id):
+                for namespace, key in kv_keys(resources, corpus, text):
+                    resources.store.delete(namespace, key)
     corpus.dropped.forget(list(dropped))
     return len(dropped)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.documents import Entry, Hit, NewEntry
+from blendrag.corpus.documents import ADDING, REMOVED, Entry, Hit, NewEntry
 from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
 from blendrag.engine.kv_writer import (
     KVWriter,
@@ -114,12 +114,13 @@ class Library:
             try:
                 if embed and rows is None:
                     changed = self._embedded(corpus, changed)
-                written = self._write_kv(corpus, chunks) if precompute else Written()
-                if changed:
-                    corpus.entries.put(changed)
+                with corpus.dropped.adding():
+                    written = self._write_kv(corpus, chunks) if precompute else Written()
+                    if changed:
+                        corpus.entries.put(changed)
             except Exception:
                 with suppress(BlendragError):  # the note left before writing drops it later
-                    corpus.dropped.note(chunks, 0.0)
+                    corpus.dropped.note(chunks, REMOVED)
                     drop_orphaned_kv(self._resources, corpus)
                 raise
             self._resources.remember_namespace()
@@ -278,7 +279,7 @@ class Library:
             with writer.pinned():
                 missing = writer.missing(wanted)
                 if missing:
-                    corpus.dropped.note(missing, time.time())  # dropped again if this is killed
+                    corpus.dropped.note(missing, ADDING)  # dropped again if this is killed
                     self._resources.remember_namespace()
                 for chunk in missing:
                     writer.write(chunk, f"the text {chunk.text[:40]!r}…")

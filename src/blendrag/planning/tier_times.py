@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -24,8 +25,10 @@ import torch
 from blendrag.errors import InvalidInputError, StoreError
 from blendrag.planning.profile import MEMORY, REMOTE, Tier
 from blendrag.store import DiskStore, MemoryStore
+from blendrag.store.durable import DIRECTORY
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
+from blendrag.store.payload_files import opened
 from blendrag.store.remote import RemoteTier, name_of
 
 #: Bytes read at a time, about, from 2 to :data:`MAX_CHUNKS` chunks.
@@ -203,9 +206,11 @@ def _scratch(directory: Path, option: str) -> Iterator[Path]:
     """A temporary directory in ``directory``; also removes those left by killed processes."""
     try:
         for left in directory.glob(f"{SCRATCH}*"):
-            if left.is_dir() and time.time() - left.stat().st_mtime > STALE_S:
+            if _is_left(left):
                 shutil.rmtree(left, ignore_errors=True)
         made = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=directory))
+        fd = os.open(made, DIRECTORY)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         raise InvalidInputError(
             f"directory {directory} cannot be written ({exc.strerror}), expected one in which reading can "
@@ -215,6 +220,15 @@ def _scratch(directory: Path, option: str) -> Iterator[Path]:
         yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
+        os.close(fd)
+
+
+def _is_left(scratch: Path) -> bool:
+    """Whether no process measures there; the age is only for the moment before it is locked."""
+    with contextlib.suppress(OSError), opened(scratch) as fd:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return abs(time.time() - scratch.stat().st_mtime) > STALE_S
+    return False
 
 
 # -- the page cache -------------------------------------------------------------------------------

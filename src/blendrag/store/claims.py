@@ -22,8 +22,12 @@ from blendrag.store.remote_root import RemoteRoot
 CLAIMS = "claims/"
 #: There while garbage is collected.
 MARK = "corpus/gc"
+#: Objects by which the clock of the store is read.
+CLOCK = "corpus/clock/"
 #: By the clock of the store: an older mark was left by a collection that was killed.
 STALE_MARK_S = 3600.0
+#: By how much an object may be of a later time than the clock, if that is right.
+AHEAD_S = 60.0
 _NAME_BYTES = 32
 #: Keys in one claim.
 CLAIM_KEYS = 100_000
@@ -68,21 +72,30 @@ def require_no_collection(remote: RemoteRoot) -> None:
 
 
 def mark_age_s(remote: RemoteRoot) -> float | None:
-    """Seconds since the mark of a collection was set, by the clock of the store; ``None`` without one."""
+    """Seconds since the mark of a collection was set, by the clock of the store; ``None`` without one.
+
+    A mark of a later time was set before that clock was set back. It is written anew, or it would never
+    become stale.
+    """
     if remote.objects.head(MARK) is None:
         return None
     marks = [each for each in remote.objects.listing("corpus/") if each.name == MARK]
-    return time_there(remote) - marks[0].modified if marks else None
+    if not marks:
+        return None
+    age_s = time_there(remote) - marks[0].modified
+    if age_s < -AHEAD_S:
+        found = remote.objects.get(MARK)
+        if found is not None:  # unless the collection has ended or renewed it
+            remote.objects.replace(MARK, found.data, found)
+    return max(0.0, age_s)
 
 
 def time_there(remote: RemoteRoot) -> float:
     """Unix time by the clock of the store, which this machine's may differ from."""
-    name = f"corpus/clock/{secrets.token_hex(8)}"
+    name = f"{CLOCK}{secrets.token_hex(8)}"
     remote.objects.put(name, b"now", if_absent=False)
     try:
-        return next(
-            each.modified for each in remote.objects.listing("corpus/clock/") if each.name == name
-        )
+        return next(each.modified for each in remote.objects.listing(CLOCK) if each.name == name)
     except StopIteration:
         raise StoreUnavailableError(
             f"remote {remote.url} does not list an object that was just written; repeat the command"

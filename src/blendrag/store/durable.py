@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _WRITE = 2
 _OFFSET = ctypes.c_longlong
+_LOCK_POLL_S = 0.05
 
 
 def write_all(fd: int, buffer: Any) -> None:
@@ -69,6 +72,21 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def lock_file(fd: int, kind: int, timeout_s: float) -> None:
+    """``flock`` an open file; ``kind`` is ``LOCK_SH`` or ``LOCK_EX``. The kernel frees it with the process.
+
+    Raises :class:`TimeoutError` if another one holds it for that long, for instance a stopped process.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise TimeoutError(errno.ETIMEDOUT, "another process holds it") from None
+            time.sleep(_LOCK_POLL_S)
 
 
 def readable_size(size_bytes: float) -> str:

@@ -15,12 +15,11 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from blendrag.store.durable import CREATE, DIRECTORY, write_all
+from blendrag.store.durable import CREATE, DIRECTORY, lock_file, write_all
 from blendrag.store.payload_files import NO_DIRECTORY, opened
 from blendrag.store.regular_files import open_regular
 
@@ -28,7 +27,6 @@ from blendrag.store.regular_files import open_regular
 _UNFINISHED = re.compile(r".+#[0-9]+", re.ASCII)
 #: Errors of ``link`` on file systems that have no hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-_LOCK_POLL_S = 0.05
 
 
 class ListedFile(NamedTuple):
@@ -114,6 +112,11 @@ class ObjectDirectory:
             if not _UNFINISHED.fullmatch(name):
                 yield ListedFile(name, status.st_size, status.st_mtime)
 
+    def redate(self, name: str) -> None:
+        """Give an object, if it is there, the present time."""
+        with contextlib.suppress(FileNotFoundError), self._parent(name) as (parent, file):
+            os.utime(file, dir_fd=parent, follow_symlinks=False)
+
     def remove_unfinished(self, before: float) -> int:
         """Remove what killed writers left, if it was written before a Unix time; its bytes."""
         size_bytes = 0
@@ -130,20 +133,12 @@ class ObjectDirectory:
         Raises :class:`TimeoutError` if another process holds it for that long, for instance a stopped one.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        until = time.monotonic() + timeout_s
         with self._parent(name, create=True) as (parent, file):
             fd = os.open(f"{file}.lock", flags, 0o600, dir_fd=parent)
         try:
             with contextlib.suppress(PermissionError):  # another user of the group made it
                 self._share(fd, 0o660)
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= until:
-                        raise TimeoutError(errno.ETIMEDOUT, "another process holds it") from None
-                    time.sleep(_LOCK_POLL_S)
+            lock_file(fd, fcntl.LOCK_EX, timeout_s)
             yield
         finally:
             os.close(fd)

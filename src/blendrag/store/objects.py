@@ -248,8 +248,16 @@ class RemoteObjects(ProcessBound):
             try:
                 put = obstore.put_async
                 await put(self._write_to, name, data, mode=mode, use_multipart=False)
-            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+            except (
+                obstore.exceptions.AlreadyExistsError,
+                obstore.exceptions.PreconditionError,
+            ):
                 return False
+            except FileNotFoundError as exc:
+                self._refuse_missing_bucket(exc)
+                if before is None:
+                    raise
+                return False  # it was removed
             except (obstore.exceptions.BaseError, NotImplementedError) as exc:
                 if not re.search("NotImplemented|not supported|not implemented", str(exc)):
                     raise
@@ -411,6 +419,15 @@ class RemoteObjects(ProcessBound):
             raise StoreUnavailableError(
                 f"remote {self.url} does not make {name} durable ({exc.strerror}); check its disk or mount"
             ) from exc
+
+    def redate(self, name: str) -> None:
+        """Give an object of a directory the present time; object stores date by a clock of their own.
+
+        Raises :class:`StoreUnavailableError`.
+        """
+        if self._directory is not None:
+            with self._changing():
+                self._directory.redate(name)
 
     def remove_unfinished(self, before: float) -> int:
         """Remove what killed writers left in a directory before a Unix time; its bytes.
