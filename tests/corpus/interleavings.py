@@ -40,6 +40,10 @@ NAMESPACE, SECRET = "0" * 64, "a secret of all machines"
 DOCUMENTS, TEXTS = 5, 3
 #: What is older than this round is so much older, and grace periods of collections.
 AGE_S, GRACES_S = 1000.0, (0.0, 500.0)
+#: Share of turns after which a machine is stopped, and for how many turns at most.
+STOPS, LONGEST_STOP = 0.05, 100
+#: How often a machine does its work in a round.
+TIMES = 3
 #: A machine that has not come to its next request by then hangs.
 STUCK_S = 120.0
 
@@ -55,11 +59,13 @@ class Place(Protocol):
 class Turns:
     """Lets one of several threads run until its next :meth:`take`."""
 
-    def __init__(self, chance: random.Random, after_each: Callable[[], None]) -> None:
-        self._chance, self._after_each = chance, after_each
+    def __init__(self, chance: random.Random, check: Callable[[], None]) -> None:
+        self._chance, self._check = chance, check
         self._go: dict[str, threading.Semaphore] = {}
         self._back = threading.Semaphore(0)
         self.taken = 0
+        self.has_changed = False
+        """Whether the remote was changed since the last check."""
 
     def take(self, name: str) -> None:
         self._back.release()
@@ -68,7 +74,7 @@ class Turns:
     def run(self, works: dict[str, Callable[[], None]]) -> None:
         """Run all to their ends. Raises what one of them raises."""
         self._go = {name: threading.Semaphore(0) for name in works}
-        pace = {name: self._chance.random() ** 3 for name in works}  # some are far slower
+        stopped = dict.fromkeys(works, 0)
         left, errors = set(works), list[BaseException]()
 
         def runs(name: str) -> None:
@@ -83,12 +89,17 @@ class Turns:
         for name in works:
             threading.Thread(target=runs, args=(name,), daemon=True).start()
         while left:
-            names = sorted(left)
-            (name,) = self._chance.choices(names, [pace[each] for each in names])
+            # as if by SIGSTOP: for so many turns, others go on as far as they can
+            running = [each for each in sorted(left) if stopped[each] <= self.taken] or sorted(left)
+            name = self._chance.choice(running)
+            if self._chance.random() < STOPS:
+                stopped[name] = self.taken + self._chance.randrange(LONGEST_STOP)
             self._go[name].release()
             assert self._back.acquire(timeout=STUCK_S), f"{name} hangs"
             self.taken += 1
-            self._after_each()
+            if self.has_changed:
+                self.has_changed = False
+                self._check()
         for error in errors:
             raise error
 
@@ -103,6 +114,7 @@ def in_turns(remote: RemoteRoot, turns: Turns, name: str) -> RemoteRoot:
             return real(*args, **kwargs)
         try:
             turns.take(name)
+            turns.has_changed = True
             return real(*args, **kwargs)
         finally:
             waits.release()
@@ -164,7 +176,7 @@ class Machines:
         self._opened.close()
 
     def round(self) -> None:
-        """Every machine does its work once, in turns."""
+        """Every machine does its work a few times, in turns."""
         self._place.age(AGE_S)
         turns = Turns(self._chance, self._check)
         works: dict[str, Callable[[RemoteRoot], None]] = {
@@ -175,12 +187,20 @@ class Machines:
             begun = {}
             for name, work in works.items():
                 remote = closing.enter_context(RemoteRoot(self._place.url, SECRET, 30.0))
-                begun[name] = partial(work, in_turns(remote, turns, name))
+                begun[name] = partial(self._again, work, in_turns(remote, turns, name), turns, name)
             turns.run(begun)
         self._share(self._plain)
         self._follow(self._plain)
         assert texts_of(self._follower) == texts_of(self._source)
         self.ended["requests"] += turns.taken
+
+    def _again(
+        self, work: Callable[[RemoteRoot], None], remote: RemoteRoot, turns: Turns, name: str
+    ) -> None:
+        for _ in range(TIMES):
+            for _ in range(self._chance.randrange(LONGEST_STOP)):
+                turns.take(name)
+            work(remote)
 
     def _check(self) -> None:
         """What is published is whole."""
