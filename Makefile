@@ -153,11 +153,13 @@ soak-server: $(READY) ## send 10,000 random requests to blendrag serve: whole, s
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \
 	  $(if $(SEED),--seed $(SEED))
 
-# make soak-remote FLIPS=1000 ROUNDS=1 SEED=7
-soak-remote: $(READY) ## attack the remote tier: 10,000 flipped bits, a server that is frozen, slow or down
+# make soak-remote FLIPS=1000 ROUNDS=1 ORDERS=20 SEED=7
+soak-remote: $(READY) ## attack the remote tier: 10,000 flipped bits, a server that is frozen, slow or down, machines in 500 orders
 	@PYTHONPATH=tests/store:tests $(BIN)/python -m remote_attacks \
 	  $(if $(FLIPS),--flips $(FLIPS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(SEED),--seed $(SEED))
+	@PYTHONPATH=tests $(BIN)/python -m corpus.interleavings \
+	  $(if $(ORDERS),--rounds $(ORDERS)) $(if $(SEED),--seed $(SEED))
 
 # make soak-ray STREAMS=20 REPLICAS=3
 soak-ray: $(READY) ## kill one of three replicas on Ray while they stream; add and remove replicas under load

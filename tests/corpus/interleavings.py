@@ -3,7 +3,7 @@
 One machine runs at a time, until its next request of the remote; then the next one is drawn. After each
 request, the published snapshot must name nothing that is gone.
 
-    make soak-shared ROUNDS=2000 SEED=7
+    make soak-remote ORDERS=2000 SEED=7
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def attack(place: Place, directory: Path, rounds: int, seed: int) -> Counter[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="make soak-shared", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make soak-remote", description=__doc__)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     given = parser.parse_args()

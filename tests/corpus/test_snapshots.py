@@ -26,6 +26,7 @@ from blendrag.store import claims
 from blendrag.store.claims import CLAIMS, MARK
 from blendrag.store.objects import Listed
 from blendrag.store.remote_root import RemoteRoot
+from corpus import interleavings
 from corpus.corpus_fuzz import MANIFEST, chunk_of, put, text_of, vector_of
 from store.s3 import Server, environment
 
@@ -666,6 +667,173 @@ def test_a_manifest_that_a_collection_removes_is_not_pointed_to(
     assert "was collected while this published" in failures[0]
     assert share(tmp_path, remote, bucket).serial == 3
     assert follow(tmp_path / "two", remote) is not None
+
+
+# -- clocks, and machines that are stopped -----------------------------------------------------------
+
+
+def test_a_mark_that_a_wrong_clock_dated_in_the_future_becomes_stale(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    fill(tmp_path, [1])
+    share(tmp_path, remote, bucket)
+    (bucket / MARK).write_bytes(b"of a collection that was killed")
+    age(bucket / MARK, -(10 * 365 * 86_400))  # the clock was ten years fast
+    with pytest.raises(StoreUnavailableError, match="is being collected"):
+        share(tmp_path, remote, bucket)
+    age(bucket / MARK, claims.STALE_MARK_S + 1)
+    share(tmp_path, remote, bucket)
+    collect_remote(remote, 0)
+
+
+def test_a_mark_of_a_running_collection_stays_its_own_when_it_is_dated_anew(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, [1])
+    share(tmp_path, remote, bucket)
+    old = write_kv(bucket, key_of("old"))
+    age(bucket, 1000)
+    batches = remote_gc._batches
+
+    def set_back(gone: list[Listed]) -> Iterator[list[Listed]]:
+        age(bucket / MARK, -7200)
+        with pytest.raises(StoreUnavailableError, match="is being collected"):
+            share(tmp_path, remote, bucket)
+        yield from batches(gone)
+
+    monkeypatch.setattr(remote_gc, "_batches", set_back)
+    assert collect_remote(remote, 500).removed == 1
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("hours", [-30_000, -2, 2, 30_000])
+def test_nothing_is_collected_by_a_clock_that_cannot_be_right(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    fill(tmp_path, [1])
+    share(tmp_path, remote, bucket)
+    young = write_kv(bucket, key_of("young"))
+    there = remote_gc.time_there
+    monkeypatch.setattr(remote_gc, "time_there", lambda remote: there(remote) + 3600 * hours)
+    with pytest.raises(StoreUnavailableError, match="set the clocks"):
+        collect_remote(remote, 3600)
+    assert young.exists()
+    monkeypatch.undo()
+    assert collect_remote(remote, 3600).young == 1
+
+
+def test_a_clock_that_is_set_back_during_a_collection_ends_it(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, [1])
+    share(tmp_path, remote, bucket)
+    kv = write_kv(bucket, key_of("written by the right clock"))
+    real, ahead = remote_gc.time_there, [1800.0, 0.0]
+    clock = lambda remote: real(remote) + (ahead.pop(0) if ahead else 0.0)  # noqa: E731
+    monkeypatch.setattr(remote_gc, "time_there", clock)
+    with pytest.raises(StoreUnavailableError, match="set the clocks"):
+        collect_remote(remote, 600)
+    assert kv.exists()
+
+
+def test_what_a_wrong_clock_dated_in_the_future_is_collected_when_it_is_old(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    fill(tmp_path, [1])
+    share(tmp_path, remote, bucket)
+    old = write_kv(bucket, key_of("old"))
+    age(old, -(10 * 365 * 86_400))
+    assert collect_remote(remote, 500).removed == 0
+    age(bucket, 1000)
+    assert collect_remote(remote, 500).removed == 1
+    assert not old.exists()
+
+
+def test_a_publisher_that_was_stopped_during_a_collection_does_not_name_what_is_gone(
+    tmp_path: Path, place: Directory | Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its last look and the pointer, however long the grace period is."""
+    with RemoteRoot(place.url, SECRET, 5.0) as remote, RemoteRoot(place.url, SECRET, 5.0) as other:
+        fill(tmp_path, [1])
+        publish(tmp_path, remote, all_keys, lambda keys: frozenset())
+        with Corpus.open(tmp_path) as corpus:
+            put(corpus, 2)
+        real = remote.objects.replace
+
+        def stopped(*args: object) -> bool:
+            place.age("corpus/", 10_000)
+            collect_remote(other, 500)
+            return real(*args)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(remote.objects, "replace", stopped)
+            with pytest.raises(StoreUnavailableError, match="was collected while this published"):
+                publish(tmp_path, remote, all_keys, lambda keys: frozenset())
+        assert follow(tmp_path / "two", remote) is not None
+        assert publish(tmp_path, remote, all_keys, lambda keys: frozenset()).serial == 2
+        assert follow(tmp_path / "two", remote) is not None
+        assert content(tmp_path / "two") == content(tmp_path)
+
+
+def test_a_snapshot_whose_parts_are_gone_is_not_published(
+    tmp_path: Path, remote: RemoteRoot, bucket: Path
+) -> None:
+    """Parts that have not changed are not written again, so they are looked for."""
+    fill(tmp_path, range(9))
+    share(tmp_path, remote, bucket)
+    with Corpus.open(tmp_path) as corpus, corpus.file.writing():
+        settings = replace(corpus.manifest, model="another")
+        corpus.file.set_meta("manifest", settings.to_json())
+    (part,) = snapshots.current(remote)[1].parts  # type: ignore[index]
+    (bucket / PARTS / part.name).unlink()
+    with pytest.raises(StoreUnavailableError, match="store publish --again"):
+        share(tmp_path, remote, bucket)
+    publish(tmp_path, remote, all_keys, lambda keys: keys.keys, again=True)
+    assert follow(tmp_path / "two", remote) is not None
+
+
+def test_a_follower_whose_snapshot_is_replaced_and_collected_follows_the_next(
+    tmp_path: Path, place: Directory | Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RemoteRoot(place.url, SECRET, 5.0) as remote:
+        one, two = tmp_path / "one", tmp_path / "two"
+        fill(one, [1])
+        publish(one, remote, all_keys, lambda keys: frozenset())
+        real, left = sharing.read_manifest, [2, 3]
+
+        def stopped(remote: RemoteRoot, name: str) -> object:
+            if left and name == snapshots.current(remote)[0].snapshot:  # type: ignore[index]
+                with monkeypatch.context() as patch, Corpus.open(one) as corpus:
+                    patch.setattr(sharing, "read_manifest", real)
+                    put(corpus, left.pop())
+                    publish(one, remote, all_keys, lambda keys: frozenset())
+                    place.age("corpus/", 10_000)
+                    collect_remote(remote, 500)
+            return real(remote, name)
+
+        monkeypatch.setattr(sharing, "read_manifest", stopped)
+        found = follow(two, remote)
+        assert found is not None
+        assert found.serial == 3
+        assert content(two) == content(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["directory", "s3"])
+def test_machines_that_publish_collect_follow_and_ingest_in_any_order_never_see_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """``make soak-remote`` runs more rounds."""
+    monkeypatch.setattr(sharing, "AT_A_TIME", 1)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    with Server().running() as server:
+        for name, value in environment(server.server_port).items():
+            monkeypatch.setenv(name, value)
+        place = interleavings.Folder(tmp_path / "bucket")
+        if kind == "s3":
+            place = interleavings.Bucket(server)
+        ended = interleavings.attack(place, tmp_path, rounds=3, seed=1)
+    assert min(ended[what] for what in ("published", "collected", "removed", "followed")) > 1
 
 
 @pytest.mark.parametrize("what", ["parts", "manifests"])
