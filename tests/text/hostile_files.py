@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -128,11 +128,11 @@ ODD: dict[str, Callable[[], bytes]] = {
 }
 
 
-def write_hostile(folder: Path) -> list[Path]:
-    """40 files and others that no reader can read, in ``folder``."""
+def write_hostile(folder: Path, names: Iterable[str] = tuple(HOSTILE)) -> None:
+    """A new folder with these files, a pipe, a socket, and links to a device and to themselves."""
     folder.mkdir()
-    for name, made in HOSTILE.items():
-        (folder / name).write_bytes(made())
+    for name in names:
+        (folder / name).write_bytes(HOSTILE[name]())
     os.mkfifo(folder / "pipe.txt")
     with socket.socket(socket.AF_UNIX) as bound:
         where = os.getcwd()
@@ -141,7 +141,6 @@ def write_hostile(folder: Path) -> list[Path]:
         os.chdir(where)
     (folder / "loop.txt").symlink_to("loop.txt")
     (folder / "device.txt").symlink_to("/dev/zero")
-    return sorted(folder.iterdir())
 
 
 def good_files(words: Callable[[int], str]) -> Iterator[tuple[str, bytes]]:

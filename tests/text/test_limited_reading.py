@@ -69,7 +69,7 @@ def test_a_child_reads_as_this_process_does(tmp_path: Path, pool: ReaderPool) ->
         ("loop.pdf", "cannot be read as PDF"),
         (
             "id.jsonl",
-            r"line 1 is refused: its id has 84,000 characters \('x{40}'…\), expected at most",
+            r"line 1 is refused: its id has 84,000 characters \('x{80}'…\), expected at most",
         ),
         ("title.jsonl", "its title has 84,000 characters"),
         (

@@ -33,6 +33,7 @@ from blendrag.errors import BlendragError, InvalidInputError, check_unicode
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import Chunk, canonical, chunk_id_of
 from blendrag.text.matches import is_recognisable
+from blendrag.text.names import MAX_METADATA_BYTES, check_metadata, check_name
 from blendrag.wording import quoted
 
 log = logging.getLogger(__name__)
@@ -297,6 +298,10 @@ def check_entries(entries: Sequence[Entry]) -> None:
             raise InvalidInputError(f"id {quoted(entry.id)} of an entry, expected a non-empty text")
         for name, text in (("id", entry.id), ("text", entry.text), ("parent", entry.parent)):
             check_unicode(text, f"{name} of entry {quoted(entry.id)}")
+        for name, text in (("id", entry.id), ("parent", entry.parent), ("source", entry.source)):
+            check_name(f"{name} of entry {quoted(entry.id)}", text)
+        # LlamaIndex gives the metadata of a node as its title
+        check_name(f"title of entry {quoted(entry.id)}", entry.title, MAX_METADATA_BYTES)
         for key, value in entry.metadata.items():
             try:
                 json.dumps({key: value}, ensure_ascii=False).encode("utf-8")
@@ -306,6 +311,7 @@ def check_entries(entries: Sequence[Entry]) -> None:
                     f"{type(value).__name__} that JSON cannot "
                     "hold; expected text, numbers, lists or objects of them: convert it or leave it out"
                 ) from exc
+        check_metadata(f"metadata of entry {quoted(entry.id)}", entry.metadata)
 
 
 def given_vectors(

@@ -29,6 +29,7 @@ from blendrag.model.bounded_templates import bounded
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
 from blendrag.text.matches import Match, common_prefix
+from blendrag.text.names import short_name
 from blendrag.text.passages import FreshText
 from blendrag.wording import quoted
 
@@ -106,7 +107,7 @@ def prompt_over(
         matches.append(Match(chunk_id_of(chunk), start, start + len(chunk), complete=True))
         asked += text
         if names and names[number : number + 1] != names[number + 1 : number + 2]:
-            asked += f"\n[{names[number]}]"
+            asked += f"\n[{short_name(names[number])}]"
         asked += SEPARATOR
     asked += UNKNOWN if names else ""
     asked += "".join(f"Question: {q}\nAnswer: {a}{SEPARATOR}" for q, a in answered)

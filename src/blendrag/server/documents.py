@@ -11,6 +11,7 @@ from blendrag.errors import check_unicode
 from blendrag.server.bodies import IngestBody
 from blendrag.server.refusals import Refusal
 from blendrag.server.replies import Fields
+from blendrag.text.names import MAX_TITLE_CHARS, check_metadata, check_name
 from blendrag.wording import quoted
 
 _REPORTED = (
@@ -26,6 +27,9 @@ def ingest(engine: BlendEngine, body: IngestBody) -> Fields:
     for number, each in enumerate(body.documents):
         for name, text in (("source", each.source), ("text", each.text), ("title", each.title)):
             check_unicode(text or "", f"{name} of documents[{number}]")
+        check_name(f"source of documents[{number}]", each.source)
+        check_name(f"title of documents[{number}]", each.title or "", MAX_TITLE_CHARS)
+        check_metadata(f"metadata of documents[{number}]", each.metadata)
         if not each.source.strip() or not each.text.strip():
             raise Refusal(
                 400,

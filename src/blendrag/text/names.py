@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from blendrag.errors import InvalidInputError
+from blendrag.wording import quoted
 
 #: A path of the longest that systems open, or a URL.
 MAX_SOURCE_CHARS = 4096
@@ -27,7 +28,7 @@ def check_name(name: str, text: str, limit_chars: int = MAX_SOURCE_CHARS) -> Non
     """Raise :class:`InvalidInputError` if ``text``, which the caller knows as ``name``, is too long."""
     if len(text) > limit_chars:
         raise InvalidInputError(
-            f"{name} has {len(text):,} characters ({text[:40]!r}…), expected at most {limit_chars:,}; "
+            f"{name} has {len(text):,} characters ({quoted(text)}), expected at most {limit_chars:,}; "
             "shorten it, and put long text into the document"
         )
 
