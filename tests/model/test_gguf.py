@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import tempfile
 from collections import namedtuple
 from contextlib import nullcontext
@@ -146,6 +147,71 @@ def test_a_truncated_file_says_to_download_it_again(file, cache):
     file.write_bytes(b"no GGUF at all")
     assert "download it again" in failing(file)
     assert not any(path.is_dir() for path in cache.iterdir())
+
+
+def header(*fields: bytes, tensors: tuple[bytes, ...] = (), data: int = 0) -> bytes:
+    counts = struct.pack("<IQQ", 3, len(tensors), len(fields))
+    made = b"GGUF" + counts + b"".join(fields) + b"".join(tensors)
+    return made + bytes(-len(made) % 32 + data)
+
+
+def text(name: str) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode()
+
+
+def count(name: str, value: int) -> bytes:
+    return text(name) + struct.pack("<II", 4, value)
+
+
+def array(kind: int, entries: int, held: bytes = b"") -> bytes:
+    return text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, kind, entries) + held
+
+
+def tensor(name: str, start: int, *shape: int, kind: int = 0) -> bytes:
+    dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return text(name) + dimensions + struct.pack("<IQ", kind, start)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (header(array(0, 2**34)), "its lists have more than 4,194,304 entries"),
+        (header(array(0, 2**63)), "its lists have more than"),
+        (header(array(8, 4_000_000)), "it ends in its header"),
+        (header(array(0, 4_000_000)), "it ends in its header"),
+        (header(array(9, 1, array(9, 1))), "a value of the unknown type 9"),
+        (header(text("a") + struct.pack("<IQ", 8, 2**60)), "it ends in its header"),
+        (header(struct.pack("<Q", 2**60)), "it has a name of 1,152,921,504,606,846,976 bytes"),
+        (header(count("llama.block_count", 2**30)), "llama.block_count is 1,073,741,824"),
+        (header(count("llama.expert_count", 2**30)), "llama.expert_count is 1,073,741,824"),
+        (header(count("general.alignment", 0)), "its alignment is 0"),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60),
+            "it claims 1,152,921,504,606,846,976 tensors",
+        ),
+        (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "it has version 9"),
+        (header(tensors=(tensor("a", 0, 2**31, 2**31),)), "tensor a ends at byte"),
+        (header(tensors=(tensor("a", 2**63, 1),), data=9), "tensor a ends at byte"),
+        (header(tensors=(tensor("a", 0, *[2] * 99),)), "tensor a has 99 dimensions"),
+        (header(tensors=(tensor("a", 0, 8), tensor("b", 16, 8)), data=64), "tensor b overlaps"),
+        (header(tensors=(tensor("a", 0, 8, kind=999),), data=64), "of the unknown type 999"),
+    ],
+)
+def test_a_header_that_claims_more_than_the_file_holds_is_refused(tmp_path, cache, content, reason):
+    file = tmp_path / "a.gguf"
+    file.write_bytes(content)
+    assert reason in failing(file)
+
+
+def test_a_header_of_a_larger_model_than_the_file_is_refused(tmp_path, cache):
+    """Before transformers makes up what is missing."""
+    with mock.patch("gguf.GGUFWriter.add_feed_forward_length", larger_feed_forward):
+        file = write_gguf(tmp_path / "large.gguf", "llama", without="blk.2.ffn_up")
+    assert "describes a model of" in failing(file)
+
+
+def larger_feed_forward(writer: gguf.GGUFWriter, length: int) -> None:
+    writer.add_uint32("llama.feed_forward_length", 2**30)
 
 
 def test_an_unknown_architecture_is_refused(tmp_path, cache):

@@ -7,6 +7,7 @@ from there. Needs ``blendrag[gguf]``.
 from __future__ import annotations
 
 import glob
+import importlib.util
 import logging
 import os
 import re
@@ -21,6 +22,7 @@ from filelock import FileLock
 
 from blendrag.config import settings
 from blendrag.errors import ModelLoadError, is_out_of_memory, is_out_of_space
+from blendrag.model import gguf_header
 from blendrag.store.durable import readable_size
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 _ON_HUB = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<file>[^:]+\.gguf)")
 #: Bytes of an unpacked weight.
 _WEIGHT_BYTES = torch.bfloat16.itemsize
+#: Weights and other numbers of a described model at most: for each weight in its file, and besides them.
+MAX_DESCRIBED, MAX_MADE_UP = 2, 2**26
 
 
 def is_gguf(name: str) -> bool:
@@ -84,7 +88,8 @@ def _file_of(name: str) -> Path:
 
 def _unpack(file: Path, target: Path) -> None:
     """``file`` as a directory of config, tokenizer and weights in bfloat16, completely or not at all."""
-    needed = _weights(file) * _WEIGHT_BYTES
+    weights = _weights(file)
+    needed = weights * _WEIGHT_BYTES
     free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise ModelLoadError(
@@ -94,6 +99,7 @@ def _unpack(file: Path, target: Path) -> None:
     log.warning("unpacking %s once, %s in %s", file.name, readable_size(needed), target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}-") as scratch:
         try:
+            _require_described(file, weights)
             _dequantise(file, Path(scratch))
         except ModelLoadError:
             raise
@@ -110,18 +116,28 @@ def _unpack(file: Path, target: Path) -> None:
 
 def _weights(file: Path) -> int:
     """Numbers of all tensors. Raises :class:`ModelLoadError` for a damaged file."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelLoadError(f"{file.name} needs the package gguf: pip install 'blendrag[gguf]'")
     try:
-        from gguf import GGUFReader
-    except ImportError as exc:
-        raise ModelLoadError(
-            f"{file.name} needs the package gguf: pip install 'blendrag[gguf]'"
-        ) from exc
-    try:
-        return sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
-    except Exception as exc:  # numpy's and struct's errors for what is not there
+        return gguf_header.count_weights(file)
+    except (OSError, ValueError, OverflowError) as exc:
         raise ModelLoadError(
             f"{file} is not a complete GGUF file ({_first_line(exc)}); download it again"
         ) from exc
+
+
+def _require_described(file: Path, weights: int) -> None:
+    """Raise :class:`ModelLoadError` if the model that the header describes is larger than the file's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    described = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
+    if described > max(MAX_DESCRIBED * weights, weights + MAX_MADE_UP):
+        raise ModelLoadError(
+            f"{file} describes a model of {described:,} weights and holds {weights:,}; download it again"
+        )
 
 
 def _dequantise(file: Path, folder: Path) -> None:
