@@ -228,6 +228,11 @@ def is_out_of_threads(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up; its exception is no :class:`Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
 @contextmanager
 def starting_thread() -> Iterator[None]:
     """Raise :class:`NoThreadError` if a thread cannot be started within this context."""

@@ -65,13 +65,14 @@ def test_a_corpus_of_other_model_kwargs_is_not_taken_for_the_same(
 
 
 MODEL, ADAPTER = "is a directory but not a loadable", r"adapter .* cannot be loaded: "
+OBJECT, DAMAGED = "is a .*, expected a JSON object", r"model\.safetensors is damaged"
 BROKEN: list[tuple[str, Callable[[bytes], bytes], str]] = [
-    ("model/config.json", lambda data: b"null", MODEL),
+    ("model/config.json", lambda data: b"null", OBJECT),
     ("model/config.json", lambda data: data.replace(b'_size": 32', b'_size": "x"'), MODEL),
-    ("model/model.safetensors", lambda data: data[:50], MODEL),
+    ("model/model.safetensors", lambda data: data[:50], DAMAGED),
     ("model/tokenizer.json", lambda data: b"[]", MODEL),
-    ("lora/adapter_model.safetensors", lambda data: data[:-10], ADAPTER),
-    ("lora/adapter_config.json", lambda data: b"[]", ADAPTER),
+    ("lora/adapter_model.safetensors", lambda data: data[:-10], DAMAGED),
+    ("lora/adapter_config.json", lambda data: b"[]", OBJECT),
     ("lora/adapter_config.json", lambda data: b'{"peft_type": "NOPE"}', ADAPTER),
 ]
 

@@ -66,6 +66,11 @@ def recorded_model(named: str, root: Path) -> str:
             f"store {root} names the model {named!r}, which has no {SAFETENSORS[0]}; other weights are "
             f"loaded only if you name the model yourself: {named}"
         )
+    if (folder / "adapter_config.json").exists():
+        raise InvalidInputError(
+            f"store {root} names the model {named!r}, an adapter of another model; it is loaded only if "
+            f"you name it yourself: {named}"
+        )
     return named
 
 

@@ -8,8 +8,10 @@ caller holds the model's lock from the first hook to the last token.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from blendrag.engine.decoding import SeededDraws, sampling
 from blendrag.engine.explanation import Trace
 from blendrag.engine.request import Answer, Request
 from blendrag.engine.stream import AnswerStream, StopWhenDone, TextSteps, cut_at_stop
-from blendrag.errors import BlendragError, InvalidInputError, UnsupportedModelError
+from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError, UnsupportedModelError
 from blendrag.fusor import BlendCache, Fusion, Fusor, Prefilled
 from blendrag.fusor.attention import fast_decoding
 from blendrag.metrics import RequestMetrics, Timeline
@@ -180,9 +182,14 @@ class Generation:
                     return_dict_in_generate=False,
                     **kwargs,
                 )
-        except (ValueError, TypeError) as exc:
-            if isinstance(exc, BlendragError) or not options.generate:
+        except (ValueError, TypeError, IndexError) as exc:
+            if isinstance(exc, BlendragError) or not (options.generate or _is_refusal(exc)):
                 raise
+            if not options.generate:
+                raise ModelLoadError(
+                    f"transformers refuses the generation config of {self._adapter.model_id}: "
+                    f"{str(exc).strip()[:200]}; correct its generation_config.json"
+                ) from exc
             given = ", ".join(f"{k}={quoted(v)}" for k, v in options.generate.items())
             first = str(exc).strip().splitlines()[0]
             raise InvalidInputError(f"transformers refuses {given}: {first}") from exc
@@ -263,3 +270,9 @@ class Generation:
             queued_s=stream.queued_s,
             prefix_tokens=plan.prefix_tokens,
         )
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether transformers' generation raised ``error`` itself, not the model or a hook."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return Path(last.filename).parts[-3:-1] == ("transformers", "generation")

@@ -29,8 +29,10 @@ from blendrag.errors import (
     is_out_of_memory,
     is_out_of_space,
     is_out_of_threads,
+    is_panic,
 )
 from blendrag.model.adapter import ModelAdapter, context_tokens_of
+from blendrag.model.checked_files import check_adapter_files, check_model_files
 from blendrag.model.gguf_files import is_gguf, unpacked_directory
 from blendrag.model.tokens import Tokens
 from blendrag.store.kv import dtype_name
@@ -103,6 +105,7 @@ def load_adapter(
     target = resolve_device(device)
     given = dict(model_kwargs or {})
     files = {"trust_remote_code": trust_remote_code, **hub_kwargs(given)}
+    _check_files(name, **files)
     tokenizer = _pretrained("AutoTokenizer", name, **files)
     quantised = given.get("quantization_config") or getattr(
         _pretrained("AutoConfig", name, **files), "quantization_config", None
@@ -117,19 +120,36 @@ def load_adapter(
             model = model if is_chosen else _widened(model, name)
         if lora is not None:
             model = _with_lora(model, lora)
-        return ModelAdapter(model, tokenizer, model_id=name)
+        with _mapped(lambda exc: _load_message(name, exc)):
+            return ModelAdapter(model, tokenizer, model_id=name)
 
 
 def load_tokens(name: str, trust_remote_code: bool = False, **hub: Any) -> Tokens:
     """Only the tokenizers of ``name``, as :func:`load_adapter` loads them; raises :class:`ModelLoadError`."""
-    return Tokens(_pretrained("AutoTokenizer", name, trust_remote_code=trust_remote_code, **hub))
+    _check_files(name, trust_remote_code, **hub)
+    tokenizer = _pretrained("AutoTokenizer", name, trust_remote_code=trust_remote_code, **hub)
+    with _mapped(lambda exc: _load_message(name, exc)):
+        return Tokens(tokenizer)
 
 
 @lru_cache(maxsize=32)
 def load_context_tokens(name: str, trust_remote_code: bool = False, **hub: Any) -> int:
     """Context window of ``name`` in tokens, from its config alone; raises :class:`ModelLoadError`."""
+    _check_files(name, trust_remote_code, **hub)
     config = _pretrained("AutoConfig", name, trust_remote_code=trust_remote_code, **hub)
     return context_tokens_of(config)
+
+
+def _check_files(name: str, trust_remote_code: bool = False, **hub: Any) -> None:
+    """Raise :class:`ModelLoadError` for a directory, or files in the hub's local cache, that must not be
+    loaded."""
+    folder = Path(_resolve_model(name))
+    if not folder.is_dir():
+        where = {key: hub[key] for key in ("cache_dir", "revision") if hub.get(key) is not None}
+        if (cached := _cached_config(name, **where)) is None:
+            return
+        folder = cached.parent
+    check_model_files(folder / (hub.get("subfolder") or ""), trust_remote_code)
 
 
 def _pretrained(kind: str, name: str, **options: Any) -> Any:
@@ -218,10 +238,10 @@ def model_signature(name: str) -> str:
     return "|".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in files)
 
 
-def _cached_config(name: str) -> Path | None:
+def _cached_config(name: str, **where: Any) -> Path | None:
     """The config of hub id ``name`` in the hub's local cache."""
     try:
-        cached = try_to_load_from_cache(name, "config.json") if "/" in name else None
+        cached = try_to_load_from_cache(name, "config.json", **where) if "/" in name else None
     except ValueError:  # not a valid hub id
         return None
     return Path(cached) if isinstance(cached, str) else None
@@ -232,6 +252,7 @@ def _with_lora(model: Any, lora: str) -> Any:
         from peft import PeftModel
     except ImportError as exc:
         raise ModelLoadError(f"adapter {lora!r} needs peft: pip install 'blendrag[lora]'") from exc
+    check_adapter_files(Path(lora))
     with _mapped(lambda exc: f"adapter {lora!r} cannot be loaded: {_first_line(exc)}"):
         return PeftModel.from_pretrained(model, lora)
 
@@ -254,7 +275,7 @@ _redirecting = threading.Lock()
 def _quantised(name: str, method: str, target: torch.device) -> Iterator[None]:
     """For loading a model: errors name the method and the device, and nothing is printed to stdout."""
 
-    def message(exc: Exception) -> str:
+    def message(exc: BaseException) -> str:
         why = _first_line(exc)
         if method == "gptq" and find_spec("gptqmodel") is None:  # transformers 5.23 asks for a GPU
             why = "it needs the packages optimum and gptqmodel"
@@ -315,7 +336,7 @@ def _widened(model: Any, name: str) -> Any:
 
 
 @contextmanager
-def _mapped(message: Callable[[Exception], str]) -> Iterator[None]:
+def _mapped(message: Callable[[BaseException], str]) -> Iterator[None]:
     """Raise :class:`ModelLoadError` for errors of loading; lack of memory and disk space pass unchanged.
 
     transformers, peft, safetensors and tokenizers raise all kinds of exceptions for a broken file, bare
@@ -325,7 +346,9 @@ def _mapped(message: Callable[[Exception], str]) -> Iterator[None]:
         yield
     except BlendragError:
         raise
-    except Exception as exc:
+    except BaseException as exc:
+        if not (isinstance(exc, Exception) or is_panic(exc)):
+            raise
         if is_out_of_threads(exc):
             raise NoThreadError from exc
         if is_out_of_memory(exc) or is_out_of_space(exc):
@@ -333,7 +356,7 @@ def _mapped(message: Callable[[Exception], str]) -> Iterator[None]:
         raise ModelLoadError(message(exc)) from exc
 
 
-def _load_message(name: str, exc: Exception) -> str:
+def _load_message(name: str, exc: BaseException) -> str:
     why = _first_line(exc)
     if "trust_remote_code" in str(exc):  # transformers (5.17) asks in three lines
         return (
@@ -364,8 +387,18 @@ def _load_message(name: str, exc: Exception) -> str:
     )
 
 
+#: What messages of torch (2.13) and transformers (5.23) mean, whose own remedies are none here.
+_MEANT = {
+    "Weights only load failed": "its weights are a pickle that may run code; convert them to safetensors",
+    "ignore_mismatched_sizes": "its weights have other shapes than config.json says; download it again",
+}
+
+
 def _first_line(exc: BaseException) -> str:
     text, unclear = str(exc).strip(), (KeyError, TypeError, AttributeError)
+    for said, meant in _MEANT.items():
+        if said in text:
+            return meant
     if not text or isinstance(exc, unclear):
         text = f"{type(exc).__name__} {text}".strip()
     return text.splitlines()[0][:200]

@@ -12,20 +12,23 @@ copy that adds none.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode
+from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode, is_panic
 from blendrag.model.bounded_templates import bounded
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import uncapped
 from blendrag.text.prompt import Encoded
+
+T = TypeVar("T")
 
 _PROBE_TOOL: dict[str, Any] = {
     "type": "function",
@@ -35,6 +38,25 @@ _PROBE_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
+
+
+def _without_panic(encode: Callable[..., T]) -> Callable[..., T]:
+    """tokenizers (0.23) panics where matching a text takes its regex too many steps: Llama 3's for ten
+    million spaces. That is no :class:`Exception`, so nobody would answer the request."""
+
+    @wraps(encode)
+    def encoded(self: Tokens, text: str, *args: Any, **kwargs: Any) -> T:
+        try:
+            return encode(self, text, *args, **kwargs)
+        except BaseException as exc:
+            if not is_panic(exc):
+                raise
+            raise InvalidInputError(
+                f"the tokenizer gives up on a text of {len(text)} characters that begins with {text[:40]!r}; "
+                "shorten long runs of one character in it"
+            ) from exc
+
+    return encoded
 
 
 class Tokens:
@@ -47,6 +69,7 @@ class Tokens:
                 "load the model with its fast tokenizer (use_fast=True)"
             )
         self.tokenizer = tokenizer
+        _check_definition(tokenizer.backend_tokenizer)
         self.text = _plain_text_tokenizer(tokenizer.backend_tokenizer)
         self._continuing = _continuing_tokenizer(tokenizer.backend_tokenizer)
         added = tokenizer.added_tokens_decoder
@@ -67,6 +90,7 @@ class Tokens:
         """Ids of a rendered prompt, or of its beginning: control tokens count, nothing is added."""
         return self.encode_prompt(text).ids
 
+    @_without_panic
     def encode_prompt(self, text: str, begins: bool = True) -> Encoded:
         """Ids and offsets of a rendered prompt or a piece of it: control tokens count, nothing is added.
 
@@ -91,6 +115,7 @@ class Tokens:
         encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)[0]
         return Encoded(encoding.ids, encoding.offsets)
 
+    @_without_panic
     def encode_text(self, text: str) -> list[int]:
         """Ids of document text: whatever looks like a control token stays text."""
         check_unicode(text, "the text")
@@ -208,6 +233,40 @@ class Tokens:
             return (self.bos_id,)
         first = self.render([{"role": "user", "content": "a"}]) if self.has_template else "\n"
         return tuple(self.encode_template(first)[:1])
+
+
+#: Largest id of a token; every id up to it is looked at.
+MAX_TOKEN_ID = 1 << 22
+#: Most times that a normalizer or decoder may lengthen a text.
+MAX_GROWTH = 64
+
+
+def _check_definition(backend: Tokenizer) -> None:
+    """Raise :class:`ModelLoadError` for a tokenizer that cannot be written, or whose texts have no bound."""
+    if (largest := max(backend.get_vocab().values(), default=0)) > MAX_TOKEN_ID:
+        raise ModelLoadError(
+            f"the tokenizer has a token of id {largest}, expected at most {MAX_TOKEN_ID}; correct its "
+            "tokenizer.json"
+        )
+    definition = json.loads(backend.to_str())
+    for part in ("normalizer", "decoder"):
+        if (growth := _growth(definition[part])) > MAX_GROWTH:
+            raise ModelLoadError(
+                f"the {part} of the tokenizer makes texts {growth:.3g} times as long, expected at most "
+                f"{MAX_GROWTH}; correct its tokenizer.json"
+            )
+
+
+def _growth(part: Any) -> float:
+    """How many times as long the replacements of a part of a definition may make a text."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") == "Replace":
+        replaced = part["pattern"].get("String", "?")
+        return max(1.0, len(part["content"]) / max(1, len(replaced)))
+    return math.prod(_growth(each) for each in part.values() if isinstance(each, list))
 
 
 def _plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:
