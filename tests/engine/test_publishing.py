@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
 import tiny
-from blendrag.corpus import snapshots
+from blendrag.corpus import sharing, snapshots
+from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.remote_gc import collect_remote
 from blendrag.engine import planner, publishing
 from blendrag.engine.publishing import Follower
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store import claims
+from store.s3 import Process, environment
 
 pytest.importorskip("obstore")
 
@@ -115,16 +119,71 @@ def test_following_goes_on_after_a_full_disk(machine, monkeypatch, caplog):
     with machine("one") as one, machine("two") as two:
         one.ingest([tiny.document(0)])
         one.publish()
-        real, until = publishing.follow, time.monotonic() + 30
-        monkeypatch.setattr(publishing, "follow", full)
+        real, until = sharing.follow, time.monotonic() + 30
+        monkeypatch.setattr(sharing, "follow", full)
         with closing(Follower(two.resources, every_s=0.02)):
             while "No space left" not in caplog.text:
                 assert time.monotonic() < until
                 time.sleep(0.02)
-            monkeypatch.setattr(publishing, "follow", real)
+            monkeypatch.setattr(sharing, "follow", real)
             while two.resources.corpus is None or not two.resources.corpus.has_documents:
                 assert time.monotonic() < until
                 time.sleep(0.02)
+
+
+def test_following_ends_with_the_engine_although_the_remote_is_stopped(
+    machine, bucket, monkeypatch
+):
+    asked, real = threading.Event(), sharing.follow
+
+    def follow(*args, **kwargs):
+        asked.set()
+        return real(*args, **kwargs)
+
+    with closing(Process()) as process, machine("two") as two:
+        for name, value in environment(process.port).items():
+            monkeypatch.setenv(name, value)
+        settings = two.settings.model_copy(update={"remote": "s3://bucket/prefix"})
+        monkeypatch.setattr(two.resources, "settings", settings)
+        monkeypatch.setattr(sharing, "follow", follow)
+        with process.suffering("frozen"):
+            follower = Follower(two.resources, every_s=0.01)
+            assert asked.wait(60)
+            follower.close()
+            assert not follower._thread.is_alive()
+            assert "blendrag-remote" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("lost", ["parts", "manifests"])
+def test_a_server_whose_first_following_failed_does_not_serve_an_empty_corpus(
+    machine, bucket, tmp_path, lost
+):
+    from blendrag.cli.serve import _follow
+
+    with machine("one") as one:
+        one.ingest([tiny.document(0)])
+        one.publish()
+    root = tmp_path / "two"
+    context = SimpleNamespace(params={"store": root, "remote": f"file://{bucket}"})
+    (bucket / "corpus" / lost).rename(bucket / "gone")
+    for _ in range(2):
+        with pytest.raises(StoreUnavailableError, match="is missing"):
+            _follow(context)
+    (bucket / "gone").rename(bucket / "corpus" / lost)
+    assert _follow(context)
+    with Corpus.open(root) as corpus:
+        assert corpus.sources() == [tiny.document(0).source]
+
+
+def test_a_follower_that_was_killed_when_it_made_its_corpus_follows(machine, bucket, tmp_path):
+    with machine("one") as one:
+        one.ingest([tiny.document(0)])
+        one.publish()
+        (tmp_path / "two" / "corpus").mkdir(parents=True)
+        (tmp_path / "two" / "corpus" / "corpus.sqlite").touch()
+        assert sharing.may_follow(tmp_path / "two")
+        assert not sharing.holds_corpus(tmp_path / "two")
+        assert publishing.follow(tmp_path / "two", one.settings).added == 1
 
 
 def test_kv_of_a_removed_document_is_collected(machine, bucket):

@@ -13,20 +13,18 @@ import json
 import logging
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from kv_lab import Lab
-from s3 import Server, environment, flipped
+from s3 import Process, Server, environment, flipped
 
 import tiny
 from blendrag.corpus.corpus import Corpus
@@ -36,7 +34,7 @@ from blendrag.store import open_store
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.remote import Pause, RemoteTier
 from blendrag.store.remote_root import RemoteRoot
-from corpus.corpus_fuzz import make_corpus
+from corpus.corpus_fuzz import make_corpus, put
 
 URL, SECRET = "s3://bucket/prefix", "a secret of all machines"
 #: Seconds that a prompt may wait for the remote, and what a busy machine may add.
@@ -174,42 +172,6 @@ def texts(root: Path) -> list[str]:
 # -- a server that does not do its work --------------------------------------------------------------
 
 
-class Process:
-    """The S3 server in a process of its own, which can be stopped."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "s3"],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parent,
-        )
-        assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline())
-
-    @contextlib.contextmanager
-    def suffering(self, fault: str) -> Iterator[None]:
-        if fault == "frozen":
-            self._process.send_signal(signal.SIGSTOP)
-        else:
-            self._set(fault)
-        try:
-            yield
-        finally:
-            if fault == "frozen":
-                self._process.send_signal(signal.SIGCONT)
-            self._set("")
-
-    def _set(self, fault: str) -> None:
-        url = f"http://127.0.0.1:{self.port}/fault"
-        with urllib.request.urlopen(url, data=fault.encode(), timeout=30):
-            pass
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 def read_under(fault: str, server: Process, outcome: Outcome, directory: Path) -> None:
     """A prompt's chunks, opened first and read while the fault lasts, or all of it meanwhile."""
     kvs = [Lab.kv(number, LARGE, LARGE_TOKENS) for number in range(CHUNKS)]
@@ -261,6 +223,59 @@ def answer_under(fault: str, server: Process, outcome: Outcome, directory: Path)
                 outcome.fail(f"wrong answer while {fault}")
 
 
+# -- a server that is killed -------------------------------------------------------------------------
+
+
+def kill_server(kills: int, outcome: Outcome, chance: random.Random, directory: Path) -> None:
+    """SIGKILL at random moments of copying and publishing: what ended well is there after a restart.
+
+    What ended with an error ends well when it is repeated.
+    """
+    kept = directory / "kept"
+    kept.mkdir()
+    make_corpus(directory / "killed corpus")
+    with contextlib.closing(Process(kept)) as server:
+        os.environ |= environment(server.port)
+        for turn in range(kills):
+            numbers = range(1000 + turn * CHUNKS, 1000 + (turn + 1) * CHUNKS)
+            moment = threading.Timer(chance.uniform(0.0, 0.2), server.kill)
+            moment.start()
+            with outcome.watching("copies"):
+                copy_and_publish(directory, numbers, turn)
+            moment.join()
+            server.start()
+            with outcome.watching("copies again"):
+                copy_and_publish(directory, numbers, turn)
+                outcome.add("kills survived")
+        with tempfile.TemporaryDirectory(dir=directory) as place:
+            store = Lab.agree(open_store(Path(place) / "s", 0, 1 << 30, remote=lambda: tier(30.0)))
+            with contextlib.closing(store):
+                for number in range(1000, 1000 + kills * CHUNKS):
+                    reader = Lab.open(store, number, LARGE, LARGE_TOKENS)
+                    if reader is None or not Lab.gives(reader, Lab.kv(number, LARGE, LARGE_TOKENS)):
+                        outcome.fail(f"chunk {number} is lost or wrong after kills")
+            with RemoteRoot(URL, SECRET, 30.0) as remote:
+                follow(Path(place) / "following", remote)
+            if texts(Path(place) / "following") != texts(directory / "killed corpus"):
+                outcome.fail("another corpus than was published last")
+    if outcome.counts["kills survived"] != kills:
+        outcome.fail("what was repeated after a kill did not end well")
+
+
+def copy_and_publish(directory: Path, numbers: range, turn: int) -> None:
+    store = Lab.agree(open_store(directory / "copying", 0, 1 << 30, remote=lambda: tier(TIMEOUT_S)))
+    with contextlib.closing(store):
+        for number in numbers:
+            if not Lab.has(store, number):
+                Lab.put(store, number, LARGE, LARGE_TOKENS)
+        store.flush()
+    with Corpus.open(directory / "killed corpus") as corpus:
+        put(corpus, 100 + turn)
+    with RemoteRoot(URL, SECRET, 5.0) as remote:
+        keys = Keys("", frozenset[str]())
+        publish(directory / "killed corpus", remote, lambda *_: keys, lambda keys: frozenset())
+
+
 # -- the program -------------------------------------------------------------------------------------
 
 
@@ -271,8 +286,10 @@ def attack(
     directory: Path,
     faults: tuple[str, ...] = FAULTS,
     shows_progress: bool = False,
+    kills: int = 0,
 ) -> Outcome:
-    """``flips``: bits, a twentieth of them of a published corpus; ``rounds`` of each fault."""
+    """``flips``: bits, a twentieth of them of a published corpus; ``rounds`` of each fault; ``kills`` of the
+    server."""
     outcome, chance, before = Outcome(shows_progress), random.Random(seed), dict(os.environ)
     try:
         with Server(seed).running() as server:
@@ -292,6 +309,8 @@ def attack(
                     for fault in faults:
                         read_under(fault, process, outcome, directory)
                         answer_under(fault, process, outcome, directory)
+        if kills:
+            kill_server(kills, outcome, chance, directory)
     finally:
         os.environ.clear()
         os.environ |= before
@@ -310,6 +329,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make soak-remote", description=__doc__)
     parser.add_argument("--flips", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -321,7 +341,12 @@ def main() -> int:
     place = memory if os.access(memory, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="blendrag-remote-", dir=place) as directory:
         outcome = attack(
-            given.flips, given.rounds, given.seed, Path(directory), shows_progress=True
+            given.flips,
+            given.rounds,
+            given.seed,
+            Path(directory),
+            shows_progress=True,
+            kills=given.kills,
         )
     seconds = round(time.monotonic() - began)
     counts = {"seed": given.seed, "seconds": seconds, **outcome.as_json()}

@@ -1,5 +1,6 @@
-"""A small S3 server in memory, with faults: for tests, and as a process of its own, ``python -m s3 [PORT]``.
+"""A small S3 server in memory, with faults: for tests, and as a process of its own.
 
+``python -m s3 [PORT [DIRECTORY]]`` keeps objects in a directory, so that they survive a kill.
 ``fault`` applies to every GET below ``/kv/`` and ``/corpus/``: 503, "503 once", hang, cut, throttle, trickle,
 flip, "flip once". ``POST /fault`` sets it from outside.
 """
@@ -10,11 +11,16 @@ import contextlib
 import hashlib
 import random
 import re
+import signal
+import subprocess
 import sys
 import threading
 import time
+import urllib.request
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 BUCKET = "/bucket"
@@ -85,8 +91,7 @@ class S3(BaseHTTPRequestHandler):
                 if_match and (there is None or if_match != etag(there))
             ):
                 return self.reply(412, b"")
-            self.server.objects[path] = data
-            self.server.written[path] = time.time()
+            self.server.keep(path, data)
         return self.reply(200, b"", {"ETag": etag(data)})
 
     def do_DELETE(self) -> None:
@@ -149,15 +154,32 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, seed: int = 0, port: int = 0) -> None:
+    def __init__(self, seed: int = 0, port: int = 0, directory: Path | None = None) -> None:
         super().__init__(("127.0.0.1", port), S3)
         self.objects: dict[str, bytes] = {}
+        self._directory = directory
         self.written: dict[str, float] = {}
         """When, in Unix time."""
         self.fault, self.flips = "", 0
         self.go_on = threading.Event()
         self.lock, self.line = threading.Lock(), threading.Lock()
         self.chance = random.Random(seed)
+
+    def keep(self, path: str, data: bytes) -> None:
+        if self._directory is not None:
+            unfinished = self._directory / "unfinished"
+            unfinished.write_bytes(path.encode() + b"\n" + data)
+            unfinished.rename(self._directory / hashlib.md5(path.encode()).hexdigest())
+        self.objects[path] = data
+        self.written[path] = time.time()
+
+    def load(self) -> None:
+        """What was kept before a kill."""
+        for file in self._directory.glob("*") if self._directory is not None else ():
+            if file.name != "unfinished":
+                path, _, data = file.read_bytes().partition(b"\n")
+                self.objects[path.decode()] = data
+                self.written[path.decode()] = file.stat().st_mtime
 
     def modified(self, path: str) -> str:
         then = datetime.fromtimestamp(self.written.get(path, 0.0), UTC)
@@ -187,8 +209,56 @@ def environment(port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+class Process:
+    """The S3 server in a process of its own, which can be stopped and killed."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        """``directory``: in which it keeps its objects."""
+        self._directory, self.port = directory, 0
+        self.start()
+
+    def start(self) -> None:
+        """Start it, after a kill at the same port."""
+        place = [] if self._directory is None else [str(self._directory)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "s3", str(self.port), *place],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent,
+        )
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+
+    def kill(self) -> None:
+        """SIGKILL, with whatever it was doing."""
+        self._process.kill()
+        self._process.wait()
+
+    @contextlib.contextmanager
+    def suffering(self, fault: str) -> Iterator[None]:
+        if fault == "frozen":
+            self._process.send_signal(signal.SIGSTOP)
+        else:
+            self._set(fault)
+        try:
+            yield
+        finally:
+            if fault == "frozen":
+                self._process.send_signal(signal.SIGCONT)
+            self._set("")
+
+    def _set(self, fault: str) -> None:
+        url = f"http://127.0.0.1:{self.port}/fault"
+        with urllib.request.urlopen(url, data=fault.encode(), timeout=30):
+            pass
+
+    close = kill
+
+
 if __name__ == "__main__":
-    made = Server(port=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    port, directory = (*sys.argv[1:], *("0", "")[len(sys.argv) - 1 :])
+    made = Server(port=int(port), directory=Path(directory) if directory else None)
+    made.load()
     sys.stdout.write(f"{made.server_port}\n")
     sys.stdout.flush()
     made.serve_forever()

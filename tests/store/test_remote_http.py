@@ -6,16 +6,20 @@ import contextlib
 import math
 
 import pytest
-from remote_attacks import attack
-from s3 import S3, Server, environment
+from remote_attacks import attack, texts
+from s3 import S3, Process, Server, environment
 
+from blendrag.corpus import remote_gc
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.remote_gc import collect_remote
 from blendrag.corpus.sharing import Keys, follow, publish
 from blendrag.errors import CorruptKVError, StoreUnavailableError
-from blendrag.store import open_store
+from blendrag.store import objects, open_store
+from blendrag.store.claims import MARK
 from blendrag.store.objects import RemoteObjects
 from blendrag.store.remote import RemoteTier, expected_load_s, request_ahead
 from blendrag.store.remote_root import RemoteRoot
-from corpus.corpus_fuzz import make_corpus
+from corpus.corpus_fuzz import make_corpus, put
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.slow
@@ -164,3 +168,54 @@ def test_flipped_bits_and_a_frozen_server_give_no_wrong_answer(tmp_path):
     assert outcome.counts["corpus refused"] == 3
     assert outcome.counts["frozen refused"] == 6
     assert outcome.counts["answer right while frozen"] == 1
+
+
+def test_what_was_copied_or_published_survives_kills_of_the_server(tmp_path):
+    outcome = attack(0, 0, 3, tmp_path, kills=2)
+    assert outcome.counts["kills survived"] == 2, outcome.details
+    assert outcome.is_good, outcome.details
+
+
+def test_a_stopped_server_ends_every_command_with_an_error_and_the_next_one_works(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(remote_gc, "RENEW_S", 0.0)
+    root, keys = tmp_path / "one", Keys("", frozenset())
+    make_corpus(root)
+    with contextlib.closing(Process()) as process:
+        for name, value in environment(process.port).items():
+            monkeypatch.setenv(name, value)
+        commands = {
+            "publish": lambda remote: publish(root, remote, lambda *_: keys, lambda _: frozenset()),
+            "follow": lambda remote: follow(tmp_path / "two", remote),
+            "collect": lambda remote: collect_remote(remote, 3600),
+        }
+        for stops_after in (1, 6):
+            with RemoteRoot("s3://bucket/prefix", None, 30.0) as remote:
+                commands["publish"](remote)
+            for command in commands.values():
+                with Corpus.open(root) as corpus:
+                    put(corpus, 20 + stops_after)
+                left, begin = [stops_after], RemoteObjects._begin
+                with contextlib.ExitStack() as stopping, monkeypatch.context() as patch:
+
+                    def counted(objects, work, left=left, begin=begin, stopping=stopping):
+                        if not left[0]:
+                            stopping.enter_context(process.suffering("frozen"))
+                        left[0] -= 1
+                        return begin(objects, work)
+
+                    patch.setattr(RemoteObjects, "_begin", counted)
+                    patch.setattr(objects, "WRITE_S", 0.5)
+                    with (
+                        RemoteRoot("s3://bucket/prefix", None, 0.5) as remote,
+                        contextlib.suppress(StoreUnavailableError),
+                    ):
+                        command(remote)
+                        assert left[0] >= 0, "nothing was asked after it was stopped"
+            with RemoteRoot("s3://bucket/prefix", None, 30.0) as remote:
+                remote.objects.delete(MARK)  # an hour passes
+                commands["publish"](remote)
+                commands["follow"](remote)
+                commands["collect"](remote)
+        assert texts(tmp_path / "two") == texts(root)

@@ -163,11 +163,11 @@ def _follow(context: typer.Context) -> bool:
         try:
             followed = sharing.follow(root, there)
         except BlendragError as error:
-            if not (root / "corpus").exists():
+            if not sharing.holds_corpus(root):
                 raise
             say("note", f"the store's corpus is served as it is: {error}")
             return True
-    if followed is None and not (root / "corpus").exists():
+    if followed is None and not sharing.holds_corpus(root):
         raise InvalidInputError(
             f"store {root} is empty and remote {remote} has no published corpus, expected one of them; "
             "ingest, or publish on the machine that has ingested (blendrag store publish)"

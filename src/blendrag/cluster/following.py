@@ -14,7 +14,6 @@ import filelock
 
 from blendrag.config import Settings
 from blendrag.corpus import sharing, snapshots
-from blendrag.corpus.database import DIRECTORY, FILE_NAME
 from blendrag.corpus.snapshots import Snapshot
 from blendrag.errors import StoreUnavailableError
 
@@ -39,7 +38,7 @@ def published(root: Path, settings: Settings) -> Snapshot | None:
         try:
             found = snapshots.current(remote)
         except StoreUnavailableError:
-            if not _has_followed(root):
+            if not sharing.holds_corpus(root):
                 raise
             return None
     return None if found is None else found[1]
@@ -60,7 +59,7 @@ def follow_once(root: Path, settings: Settings) -> bool:
             try:
                 sharing.follow(root, remote)
             except StoreUnavailableError as error:
-                if not _has_followed(root):
+                if not sharing.holds_corpus(root):
                     raise
                 log.warning("the corpus is the one followed before: %s", error)
     return True
@@ -89,10 +88,6 @@ def _turn(root: Path, settings: Settings) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _has_followed(root: Path) -> bool:
-    return (root / DIRECTORY / FILE_NAME).exists()
 
 
 def keep_following(resources: Resources) -> None:

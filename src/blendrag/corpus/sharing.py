@@ -23,7 +23,7 @@ from typing import NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.database import DOCUMENT
+from blendrag.corpus.database import DIRECTORY, DOCUMENT, EmptyDatabase
 from blendrag.corpus.documents import (
     LEARNED,
     Record,
@@ -285,8 +285,21 @@ def may_follow(root: Path) -> bool:
     try:
         with Corpus.open(root, read_only=True) as corpus:
             return _shared(corpus) is not None or not corpus.has_documents
+    except EmptyDatabase:  # a follower was killed when it began
+        return True
     except CorpusError:
-        return not (Path(root) / "corpus").exists()
+        return not (Path(root) / DIRECTORY).exists()
+
+
+def holds_corpus(root: Path) -> bool:
+    """Whether the store at ``root`` has a corpus, and not only the file for one that it began to follow."""
+    try:
+        with Corpus.open(root, read_only=True) as corpus:
+            return corpus.has_manifest
+    except EmptyDatabase:
+        return False
+    except CorpusError:
+        return (Path(root) / DIRECTORY).exists()
 
 
 def follow(root: Path, remote: RemoteRoot, keep_settings: bool = False) -> Followed | None:

@@ -19,6 +19,7 @@ from blendrag.engine.kv_writer import drop_orphaned_kv
 from blendrag.engine.resources import Resources
 from blendrag.errors import starting_thread
 from blendrag.store.identity import chunk_key, is_name, probe_key
+from blendrag.store.remote_root import RemoteRoot
 from blendrag.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
@@ -70,29 +71,41 @@ class Follower:
         self._resources = resources
         self._every_s = FOLLOW_EVERY_S if every_s is None else every_s
         self._over = threading.Event()
+        self._remote: RemoteRoot | None = None
+        self._lock = threading.Lock()
         self._told = ""
         self._thread = threading.Thread(target=self._run, name="blendrag-follow", daemon=True)
         with starting_thread():
             self._thread.start()
 
     def close(self) -> None:
-        """Stop following; a transaction that has begun is finished. Idempotent."""
+        """Stop following: requests are cancelled, a transaction that has begun is finished. Idempotent."""
         self._over.set()
-        self._thread.join(self._every_s)
+        with self._lock:
+            if self._remote is not None:
+                self._remote.close()
+        self._thread.join()
 
     def _run(self) -> None:
-        resources = self._resources
         while not self._over.wait(self._every_s):
             try:
-                followed = follow(resources.root, resources.settings, keep_settings=True)
+                followed = self._follow()
                 self._told = ""
                 if followed is not None and followed.changed:
                     log.info("followed to snapshot %d of the corpus", followed.serial)
                     self._drop_kv()
             except Exception as error:  # such as a full disk: the thread goes on
-                if str(error) != self._told:
+                if str(error) != self._told and not self._over.is_set():
                     log.warning("the published corpus is not followed: %s", error)
                 self._told = str(error)
+
+    def _follow(self) -> Followed | None:
+        with self._lock:
+            if self._over.is_set():
+                return None
+            self._remote = remote_root(self._resources.settings)
+        with self._remote as remote:
+            return sharing.follow(self._resources.root, remote, keep_settings=True)
 
     def _drop_kv(self) -> None:
         """Remove local KV of documents that are no longer in the corpus."""

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -113,6 +113,7 @@ class RemoteObjects(ProcessBound):
         self._directory = ObjectDirectory(Path(unquote(place.path))) if is_directory else None
         self.in_flight = IN_FLIGHT if self._directory is None else IN_FLIGHT_FILES
         self._lock = threading.Lock()
+        self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -330,6 +331,8 @@ class RemoteObjects(ProcessBound):
                 f"remote {self.url} gave no answer in time; check it, or allow more with "
                 "BLENDRAG_REMOTE_TIMEOUT_S"
             ) from exc
+        except CancelledError as exc:
+            raise StoreUnavailableError(f"remote {self.url} was closed; open it again") from exc
         except StoreUnavailableError:
             raise
         except Exception as exc:
@@ -340,6 +343,7 @@ class RemoteObjects(ProcessBound):
         if self.is_inherited:
             return
         with self._lock:
+            self._is_closed = True
             loop, self._loop = self._loop, None
             thread, self._thread = self._thread, None
         if loop is not None and thread is not None:
@@ -360,6 +364,8 @@ class RemoteObjects(ProcessBound):
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
+            if self._is_closed:
+                raise StoreUnavailableError(f"remote {self.url} was closed; open it again")
             if self._loop is None:
                 loop = asyncio.new_event_loop()
                 self._turns = asyncio.Semaphore(self.in_flight)
