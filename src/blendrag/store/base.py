@@ -120,8 +120,9 @@ class KVStore(Protocol):
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
         """Store ``kv`` in its layout's encoding. When this returns, the entry survives a crash.
 
-        Putting a key again is a no-op. Raises :class:`StoreFullError` when there is no room,
-        :class:`InvalidInputError` for NaN or infinity.
+        Putting a key again is a no-op. KV learned from prompts makes room for all other KV, and takes the
+        place of none. Raises :class:`StoreFullError` when there is no room, :class:`InvalidInputError` for
+        NaN or infinity.
         """
 
     def flush(self) -> None:
@@ -205,7 +206,7 @@ class KVStore(Protocol):
         """
 
     def pin_scope(self) -> AbstractContextManager[PinScope]:
-        """Entries put while the scope lasts are not evicted to make room for others.
+        """Entries that this thread puts while the scope lasts are not evicted to make room for others.
 
         Ingest runs in a scope: when only its own entries are left to evict, ``put`` raises
         :class:`StoreFullError`. Readers need no pin, because an open file survives eviction.
@@ -216,6 +217,15 @@ class KVStore(Protocol):
 
         Survives reopening. Its bytes count against the limit, so pin only a few small entries.
         """
+
+    def learned_limit_bytes(self) -> int:
+        """Bytes that KV learned from prompts may take on disk.
+
+        A share of what the limit, and the space that the disk really has, allow; never the place of other KV.
+        """
+
+    def give_up_learned(self, size_bytes: int) -> bool:
+        """Remove KV learned from prompts, as much as frees ``size_bytes``; whether there was any."""
 
     def stats(self) -> StoreStats: ...
 

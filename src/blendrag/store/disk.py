@@ -160,6 +160,17 @@ class DiskStore(ProcessBound):
         """Keys that are never evicted."""
         return {key for within, key in self._files.pinned.all() if within == namespace}
 
+    def learned_limit_bytes(self) -> int:
+        """See :meth:`KVStore.learned_limit_bytes`."""
+        self.check_process()
+        return self._writer.with_index(self._writer.learned_limit_bytes)
+
+    def give_up_learned(self, size_bytes: int) -> bool:
+        """See :meth:`KVStore.give_up_learned`."""
+        self.check_process()
+        self._check_writable()
+        return self._writer.give_up_learned(size_bytes)
+
     def stats(self) -> StoreStats:
         self.check_process()
         try:

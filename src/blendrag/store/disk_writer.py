@@ -10,8 +10,9 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
 from blendrag.store.base import Counters, PinScope
 from blendrag.store.durable import named_errors, readable_size, sync_directory
+from blendrag.store.identity import is_learned
 from blendrag.store.index import QUERY_WAIT_S, Index, IndexCorrupt, IndexLocked
 from blendrag.store.payload_files import Name, PayloadFiles
 from blendrag.store.recovery import reconcile
@@ -30,31 +32,38 @@ _T = TypeVar("_T")
 
 #: Free space left on the file system for the index and other programs.
 RESERVE_BYTES = 4 << 20
+#: Share of what the store can hold that KV learned from prompts may take.
+LEARNED_SHARE = 0.25
 
 
 class Pins:
     """Entries held by an open scope of this process. Thread-safe, as sets and lists are."""
 
     def __init__(self) -> None:
-        self._scopes: list[PinScope] = []
+        self._scopes: list[tuple[int, PinScope]] = []
+        """Each with the thread that opened it."""
 
     @contextmanager
     def scope(self) -> Iterator[PinScope]:
-        """Hold every entry that is put or protected from here to the end of the block."""
-        scope = PinScope()
-        self._scopes.append(scope)
+        """Hold every entry that this thread puts or protects from here to the end of the block."""
+        opened = threading.get_ident(), PinScope()
+        self._scopes.append(opened)
         try:
-            yield scope
+            yield opened[1]
         finally:
-            self._scopes.remove(scope)
+            self._scopes.remove(opened)
 
     def note_put(self, entry: tuple[str, str]) -> None:
-        """An entry was put: every open scope holds it."""
-        for scope in list(self._scopes):
-            scope.protect(*entry)
+        """An entry was put: every open scope of this thread holds it.
+
+        What other threads put meanwhile, because a request missed it, must not fill the store for an ingest.
+        """
+        for thread, scope in list(self._scopes):
+            if thread == threading.get_ident():
+                scope.protect(*entry)
 
     def __contains__(self, entry: tuple[str, str]) -> bool:
-        return any(entry in scope.held for scope in list(self._scopes))
+        return any(entry in scope.held for _, scope in list(self._scopes))
 
 
 def oldest_first(
@@ -62,15 +71,46 @@ def oldest_first(
 ) -> dict[Name, int]:
     """The least recently used payloads that free ``excess_bytes``, or all that do not stay.
 
-    Gives their bytes and changes nothing.
+    What was learned from prompts goes first. Gives their bytes and changes nothing.
     """
-    victims: dict[Name, int] = {}
+    victims = learned_first(index, excess_bytes, at_most)
+    excess_bytes -= sum(victims.values())
     for name, size_bytes in index.oldest() if excess_bytes > 0 else ():
         if excess_bytes <= 0 or len(victims) == at_most:
             break
-        if not stays(name):
+        if name not in victims and not stays(name):
             victims[name] = size_bytes
             excess_bytes -= size_bytes
+    return victims
+
+
+def learned_first(
+    index: Index, excess_bytes: int, at_most: int = sys.maxsize, adds: tuple[str, int] | None = None
+) -> dict[Name, int]:
+    """Payloads learned from prompts that free ``excess_bytes``, or as many as may go; and their bytes.
+
+    The namespace that holds most gives up its least recently used ones, so that one who asks much leaves the
+    others what they have. ``adds``: the namespace that wants room for so many bytes more of its own.
+    """
+    victims: dict[Name, int] = {}
+    left = index.learned_bytes() if excess_bytes > 0 else {}
+    if adds is not None:
+        left[adds[0]] = left.get(adds[0], 0) + adds[1]
+    waiting: dict[str, Iterator[tuple[Name, int]]] = {}
+    while left and excess_bytes > 0 and len(victims) < at_most:
+        most = max(left, key=lambda namespace: left[namespace])
+        if most not in waiting:
+            waiting[most] = iter(index.oldest_in(most))
+        found = next(waiting[most], None)
+        if found is None:
+            if adds is not None:
+                break
+            del left[most]
+            continue
+        name, size_bytes = found
+        victims[name] = size_bytes
+        left[most] -= size_bytes
+        excess_bytes -= size_bytes
     return victims
 
 
@@ -135,11 +175,21 @@ class DiskWriter:
     def put(self, name: Name, buffers: Iterable[Any], size_bytes: int) -> bool:
         """Write one payload and index it. A failure, also of ``buffers``, leaves nothing.
 
-        Returns ``False`` if another process cleared the store before the payload was indexed.
+        What was learned from prompts makes room for everything else, also if the disk is full. Returns
+        ``False`` if another process cleared the store before the payload was indexed.
         """
+        while True:
+            try:
+                return self._put(name, buffers, size_bytes)
+            except StoreFullError:
+                may = isinstance(buffers, Sequence) and not is_learned(name.namespace)
+                if not (may and self.give_up_learned(size_bytes)):
+                    raise
+
+    def _put(self, name: Name, buffers: Iterable[Any], size_bytes: int) -> bool:
         with named_errors(f"writing to store {self.root}", size_bytes):
-            claim = self.with_index(partial(self._begin, size_bytes))
-            self._require_space(size_bytes)
+            claim = self.with_index(partial(self._begin, name, size_bytes))
+            self._require_space(name, size_bytes)
             try:
                 self.files.write(name, claim.temporary(), buffers)
                 return self.with_index(partial(self._finish, name, size_bytes))
@@ -148,9 +198,9 @@ class DiskWriter:
                     self.files.remove(name)
                 raise
 
-    def _begin(self, size_bytes: int) -> WriterClaim:
+    def _begin(self, name: Name, size_bytes: int) -> WriterClaim:
         claim = self._claimed()
-        self._make_room(size_bytes)
+        self._make_room(size_bytes, name)
         return claim
 
     def _claimed(self) -> WriterClaim:
@@ -172,7 +222,7 @@ class DiskWriter:
             return True
         if self.files.is_gone(name):
             return False
-        self._make_room(0 if is_ours else size_bytes, but=name)
+        self._make_room(0 if is_ours else size_bytes, name, is_written=True)
         self.index.add(name, size_bytes)
         return True
 
@@ -193,45 +243,76 @@ class DiskWriter:
 
     # -- room ------------------------------------------------------------------------------------
 
-    def _require_space(self, size_bytes: int) -> None:
-        """Raise :class:`StoreFullError` unless the file system has the space and some reserve."""
-        status = os.statvfs(self.root)
-        free_bytes = status.f_bavail * status.f_frsize
-        needed_bytes = size_bytes + RESERVE_BYTES
-        if free_bytes < needed_bytes:
-            raise StoreFullError(
-                f"the disk of store {self.root} has {readable_size(free_bytes)} left, expected "
-                f"{readable_size(needed_bytes)}; free some space or choose another store",
-                needed_bytes,
-            )
+    def learned_limit_bytes(self, written_bytes: int = 0) -> int:
+        """See :meth:`KVStore.learned_limit_bytes`. ``written_bytes`` are on the disk and not in the index."""
+        _, size_bytes = self.index.totals()
+        others_bytes = size_bytes - sum(self.index.learned_bytes().values())
+        free_bytes = max(0, self._free_bytes() - RESERVE_BYTES)
+        room_bytes = size_bytes + written_bytes + free_bytes
+        capacity_bytes = min(self._limit_bytes(), room_bytes)
+        return max(0, min(int(LEARNED_SHARE * capacity_bytes), capacity_bytes - others_bytes))
 
-    def _make_room(self, needed_bytes: int, but: Name | None = None) -> None:
-        """Evict the least recently used until ``needed_bytes`` fit, but not the entry ``but``.
+    def give_up_learned(self, size_bytes: int) -> bool:
+        """See :meth:`KVStore.give_up_learned`."""
+
+        def give_up() -> bool:
+            self._before_eviction()
+            victims = learned_first(self.index, size_bytes)
+            for name in victims:  # first: on a full disk there may be no room to change the index
+                self.files.remove(name)
+            self.index.drop(victims)
+            self.counters.add("evictions", len(victims))
+            return bool(victims)
+
+        with named_errors(f"deleting from store {self.root}"):
+            return self.with_index(give_up)
+
+    def _free_bytes(self) -> int:
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize
+
+    def _require_space(self, name: Name, size_bytes: int) -> None:
+        """Raise :class:`StoreFullError` unless the file system has the space and some reserve.
+
+        What was learned from prompts makes room for other KV.
+        """
+        needed_bytes = size_bytes + RESERVE_BYTES
+        while (free_bytes := self._free_bytes()) < needed_bytes:
+            is_last = is_learned(name.namespace)
+            if is_last or not self.give_up_learned(needed_bytes - free_bytes):
+                raise StoreFullError(
+                    f"the disk of store {self.root} has {readable_size(free_bytes)} left, expected "
+                    f"{readable_size(needed_bytes)}; free some space or choose another store",
+                    needed_bytes,
+                )
+
+    def _make_room(
+        self, needed_bytes: int, put: Name | None = None, is_written: bool = False
+    ) -> None:
+        """Evict the least recently used until ``needed_bytes`` fit, but not the entry ``put``, which needs
+        them; ``is_written``: its file is there.
 
         Evicts nothing and raises :class:`StoreFullError` if that is impossible. Caller holds the
         index lock.
         """
+        if put is not None and is_learned(put.namespace):
+            return self._make_learned_room(put.namespace, needed_bytes, is_written)
         entries, size_bytes = self.index.totals()
         limit_bytes = self._limit_bytes()
         excess_bytes = size_bytes + needed_bytes - limit_bytes
         if excess_bytes <= 0:
-            return
+            return None
         if needed_bytes <= limit_bytes:
             self._before_eviction()
             pinned = self.files.pinned.all()  # if that fails, nothing is evicted
             victims = oldest_first(
                 self.index,
                 excess_bytes,
-                lambda name: name == but or name.entry in pinned or name.entry in self.pins,
+                lambda name: name == put or name.entry in pinned or name.entry in self.pins,
             )
             excess_bytes -= sum(victims.values())
             if excess_bytes <= 0:
-                self.index.drop(victims)
-                for name in victims:
-                    with contextlib.suppress(OSError):
-                        self.files.remove(name)
-                self.counters.add("evictions", len(victims))
-                return
+                return self._evict(victims)
             if sum(row_bytes for _, row_bytes in self.index.oldest()) != size_bytes:
                 raise IndexCorrupt("it miscounts its bytes")
         raise StoreFullError(
@@ -240,6 +321,29 @@ class DiskWriter:
             f"{readable_size(size_bytes)}); raise disk_bytes by {readable_size(excess_bytes)} or more",
             needed_bytes,
         )
+
+    def _make_learned_room(self, namespace: str, needed_bytes: int, is_written: bool) -> None:
+        """:meth:`_make_room` for KV learned from prompts, which takes the place of nothing else."""
+        limit_bytes = self.learned_limit_bytes(needed_bytes if is_written else 0)
+        excess_bytes = sum(self.index.learned_bytes().values()) + needed_bytes - limit_bytes
+        if excess_bytes <= 0 or not needed_bytes:
+            return
+        self._before_eviction()
+        victims = learned_first(self.index, excess_bytes, adds=(namespace, needed_bytes))
+        if sum(victims.values()) < excess_bytes:
+            raise StoreFullError(
+                f"store {self.root} has no room for {readable_size(needed_bytes)} of KV learned from "
+                f"prompts, which may take {readable_size(limit_bytes)}; raise disk_bytes or free some space",
+                needed_bytes,
+            )
+        self._evict(victims)
+
+    def _evict(self, victims: dict[Name, int]) -> None:
+        self.index.drop(victims)
+        for name in victims:
+            with contextlib.suppress(OSError):
+                self.files.remove(name)
+        self.counters.add("evictions", len(victims))
 
     # -- removal ---------------------------------------------------------------------------------
 

@@ -21,6 +21,9 @@ FORMAT_VERSION = 1
 LAYOUT = "layer-major [2,Hkv,T,D]"
 NATIVE_ENCODING = "native"
 
+#: How namespaces begin that hold KV learned from prompts, which is given up first.
+LEARNED_BEGINNING = "1ea12ed0"
+
 _NAME = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -84,6 +87,17 @@ class ModelIdentity:
         for name, value in sorted(asdict(self).items()):
             fields += [name.encode(), str(value).encode()]
         return digest_fields(fields)
+
+
+def learned_namespace(namespace: str, scope: str) -> str:
+    """Where the KV is that a model computed of what was learned in ``scope``. Scopes share no KV."""
+    name = digest_fields([b"learned", namespace.encode(), scope.encode()])
+    return LEARNED_BEGINNING + name[len(LEARNED_BEGINNING) :]
+
+
+def is_learned(namespace: str) -> bool:
+    """Whether a namespace holds KV learned from prompts."""
+    return namespace.startswith(LEARNED_BEGINNING)
 
 
 def chunk_key(namespace: str, prefix_ids: Sequence[int], chunk_ids: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from urllib.parse import quote
 import filelock
 
 from blendrag.errors import StoreError, StoreFullError, is_out_of_space, sqlite_code
-from blendrag.store.identity import is_name
+from blendrag.store.identity import LEARNED_BEGINNING, is_name
 from blendrag.store.payload_files import Name
 
 logger = logging.getLogger("blendrag.store")
@@ -134,6 +134,24 @@ class Index:
             for _, *values in page:
                 yield _row(*values)
             used = page[-1][0]
+
+    def learned_bytes(self) -> dict[str, int]:
+        """Bytes of each namespace of KV that was learned from prompts."""
+        query = (
+            "SELECT namespace, SUM(size_bytes) FROM payload WHERE namespace >= ? AND namespace < ? "
+            "GROUP BY namespace"
+        )
+        found = self._select(
+            query, LEARNED_BEGINNING, f"{LEARNED_BEGINNING}g"
+        )  # g follows all digits
+        if not all(is_name(name) and type(total) is int for name, total in found):
+            raise IndexCorrupt("a row is not of the form that the store writes")
+        return dict(found)
+
+    def oldest_in(self, namespace: str) -> list[tuple[Name, int]]:
+        """The payloads of one namespace and their bytes, least recently used first."""
+        query = f"SELECT {_COLUMNS} FROM payload WHERE namespace = ? ORDER BY used"
+        return [_row(*values) for values in self._select(query, namespace)]
 
     def recent_keys(self, most: int) -> list[str]:
         """Keys of at most that many payloads, most recently used first."""

@@ -34,6 +34,7 @@ from blendrag.store.agreement import Agreement, Probe
 from blendrag.store.base import Counters, KVReader, PinScope, ProcessBound, StoreStats
 from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.identity import is_learned
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.memory import MemoryBlock, MemoryStore
 from blendrag.store.reader import DiskReader
@@ -242,8 +243,13 @@ class TieredStore(ProcessBound):
         return self.disk.read_only
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
-        """See :meth:`KVStore.put`. Only to disk: an ingest would flush the memory tier."""
+        """See :meth:`KVStore.put`. Only to disk: an ingest would flush the memory tier.
+
+        What was learned from prompts stays on this machine.
+        """
         self.disk.put(namespace, key, kv)
+        if is_learned(namespace):
+            return
         if self._uploads is not None and not self._uploads.offer(namespace, key):
             raise StoreFullError(
                 f"a chunk was evicted from store {self.disk.root} before it was copied to the remote; allow "
@@ -428,6 +434,14 @@ class TieredStore(ProcessBound):
 
     def pin(self, namespace: str, key: str) -> None:
         self.disk.pin(namespace, key)
+
+    def learned_limit_bytes(self) -> int:
+        """See :meth:`KVStore.learned_limit_bytes`."""
+        return self.disk.learned_limit_bytes()
+
+    def give_up_learned(self, size_bytes: int) -> bool:
+        """See :meth:`KVStore.give_up_learned`."""
+        return self.disk.give_up_learned(size_bytes)
 
     def stats(self) -> StoreStats:
         """What is on disk. A hit in either tier is a hit, a miss in both is a miss.
