@@ -23,7 +23,7 @@ from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.model import ModelAdapter
-from blendrag.store.identity import chunk_key
+from blendrag.store.identity import chunk_key, learned_namespace
 from blendrag.store.kv import ChunkKV
 from blendrag.text.readers import Document
 
@@ -389,11 +389,18 @@ def lose_kv(made: BlendEngine, *keys: str) -> None:
 
 
 def stored_kv(
-    made: BlendEngine, ids: tuple[int, ...], prefix: tuple[int, ...] | None = None
+    made: BlendEngine,
+    ids: tuple[int, ...],
+    prefix: tuple[int, ...] | None = None,
+    scope: str | None = None,
 ) -> ChunkKV | None:
-    """The stored KV of ``ids`` after ``prefix``, by default the corpus's."""
+    """The stored KV of ``ids`` after ``prefix``, by default the corpus's.
+
+    ``scope``: of whose prompts they were learned, if they are not a document's.
+    """
     used, layout = made.resources, made.resources.layout
     namespace = used.kv_validity.namespace
+    namespace = namespace if scope is None else learned_namespace(namespace, scope)
     key = chunk_key(namespace, used.prefix_ids if prefix is None else prefix, ids)
     reader = used.store.open(namespace, key, layout, len(ids))
     if reader is None:

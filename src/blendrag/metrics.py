@@ -41,6 +41,7 @@ class ChunkReport:
     recomputed_tokens: int
     reason: str
     tier: str = ""
+    """Where it was loaded from; empty with a salt or a tenant, as others' requests decide it."""
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def test_what_was_learned_is_neither_published_nor_replaced(
     fill(two, [])
     for root, text in ((one, "private to one " * 9), (two, "private to two " * 9)):
         with Corpus.open(root) as corpus:
-            put_entry(corpus, "learned", text, LEARNED)
+            put_entry(corpus, "learned:scope:id", text, LEARNED)
     assert share(one, remote, bucket).named == 3
     follow(two, remote)
     with Corpus.open(two) as corpus:

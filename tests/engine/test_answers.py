@@ -18,7 +18,7 @@ from blendrag.engine.request import RagPrompt, Request
 from blendrag.engine.stream import AnswerStream
 from blendrag.fusor.selection import Schedule
 from blendrag.planning.controller import Controller
-from blendrag.store.identity import chunk_key
+from blendrag.store.identity import chunk_key, learned_namespace
 from blendrag.text.chunking import chunk_id_of
 from blendrag.text.matches import Match
 from blendrag.text.prompt import Segment, SegmentedPrompt
@@ -80,7 +80,8 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(engine):
     adapter, used = engine.adapter, engine.resources
     namespace = adapter.identity.namespace
     lead, chunk = tuple(tiny.random_ids(20, seed=4)[0].tolist()), (77,)
-    used.store.put(namespace, chunk_key(namespace, (), lead), adapter.encode((), lead))
+    learned = learned_namespace(namespace, "scope")
+    used.store.put(learned, chunk_key(learned, (), lead), adapter.encode((), lead))
     plan = SegmentedPrompt((Segment("", lead, 0), Segment("", chunk, len(lead), "c", chunk)))
 
     def answer(mode: Mode, controller: Controller | None) -> Answer:
@@ -94,7 +95,9 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(engine):
         ):
             return Generation(adapter, lambda: used.fusor, request, stream).run(made)
 
-    blended = answer("blend", Controller(adapter, used.store, namespace, used.prefix_ids, 8))
+    blended = answer(
+        "blend", Controller(adapter, used.store, namespace, used.prefix_ids, 8, scope="scope")
+    )
     assert blended.metrics.reused_tokens == len(lead) - 1  # one to blend, one to begin with
     assert blended.texts == answer("full", None).texts
 
@@ -193,13 +196,13 @@ def test_a_leading_part_that_comes_back_is_stored_as_an_exact_prefix(engine):
     leading = engine.segments(text).leading_ids
     found = []
     for _ in range(3):
-        assert (tiny.stored_kv(engine, leading, ()) is None) == (len(found) < 2)
+        assert (tiny.stored_kv(engine, leading, (), Options().scope) is None) == (len(found) < 2)
         found.append(tiny.first_logits(engine, text, Options(mode="reuse")))
         engine.drain()
     (_, _), (before, first), (after, second) = found
     assert second.metrics.reused_tokens == first.metrics.reused_tokens + len(leading)
     assert tiny.difference(before, after) < 1e-4
-    kv = tiny.stored_kv(engine, leading, ())
+    kv = tiny.stored_kv(engine, leading, (), Options().scope)
     assert kv is not None
     alone = engine.adapter.encode((), leading).layers
     assert all(torch.equal(mine, other) for mine, other in zip(kv.layers, alone, strict=True))

@@ -8,11 +8,20 @@ from typer.testing import CliRunner
 import tiny
 from blendrag.cli.app import app
 from blendrag.corpus.documents import LEARNED
-from blendrag.engine import BlendEngine, Options, learning
+from blendrag.engine import BlendEngine, Options
 from blendrag.errors import StoreFullError
 
 pytestmark = pytest.mark.timeout(120)
 TEXTS = [" ".join(tiny.sentence(10 * i + k) for k in range(3)) for i in range(6)]
+
+#: Where requests learn that name no tenant.
+SHARED = Options().scope
+
+
+def allow(monkeypatch, engine, size_bytes):
+    """Let KV of learned passages take so many bytes."""
+    writer = engine.resources.store.disk._writer
+    monkeypatch.setattr(writer, "learned_limit_bytes", lambda written=0: size_bytes)
 
 
 @pytest.fixture
@@ -73,7 +82,10 @@ def test_a_stored_passage_is_encoded_alone_and_full_recompute_is_a_stock_prefill
         engine.generate(prompt(*order, question=f"Where is {order}?"))
         engine.drain()
     ids = engine.resources.text_ids(TEXTS[1])
-    kv, alone = tiny.stored_kv(engine, ids), engine.adapter.encode(engine.resources.prefix_ids, ids)
+    kv, alone = (
+        tiny.stored_kv(engine, ids, scope=SHARED),
+        engine.adapter.encode(engine.resources.prefix_ids, ids),
+    )
     assert all((a == b).all() for a, b in zip(kv.layers, alone.layers, strict=True))
     text = prompt(1, 2, 0)
     full, answer = tiny.first_logits(engine, text, Options(mode="full", max_new_tokens=2))
@@ -199,14 +211,13 @@ def test_their_kv_is_bounded_and_the_least_recently_used_are_forgotten(engine, m
         engine.generate(prompt(*order, question=f"Where is {order}?"))
         engine.drain()
     assert sorted(learned(engine)) == sorted(TEXTS[n] for n in (0, 1, 2))
-    limit = 1.2 * sum(engine._learner._sizes.values())
-    disk = next(tier for tier in engine.stats().tiers if tier.tier == "disk")
-    monkeypatch.setattr(learning, "DISK_SHARE", limit / disk.limit_bytes)
+    limit = 1.2 * sum(engine._learner._sizes[SHARED].values())
+    allow(monkeypatch, engine, int(limit))
     engine.generate(prompt(0, 3, 2))
     engine.drain()
     assert sorted(learned(engine)) == sorted(TEXTS[n] for n in (0, 2, 3))
-    assert tiny.stored_kv(engine, engine.resources.text_ids(TEXTS[1])) is None
-    monkeypatch.setattr(learning, "DISK_SHARE", 0.0)
+    assert tiny.stored_kv(engine, engine.resources.text_ids(TEXTS[1]), scope=SHARED) is None
+    allow(monkeypatch, engine, 0)
     for _ in range(2):
         engine.generate(prompt(4, 5))
     assert learned(engine) == []

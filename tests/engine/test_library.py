@@ -20,6 +20,7 @@ from blendrag.engine import library as libraries
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.engine.library import Added, Entry, Library
 from blendrag.errors import CorpusError, InvalidInputError, StoreFullError
+from blendrag.text.chunking import chunk_id_of
 
 
 def entry(number: int, **changes: Any) -> Entry:
@@ -187,7 +188,9 @@ def test_kv_left_for_later_is_computed_after_a_query_missed_it(engine):
     engine.drain()
     assert engine.library.has_kv(["id1"]) == {"id1": True}
     corpus = engine.resources.require_corpus()
-    ((_, key),) = kv_writer.kv_keys(engine.resources, corpus, tiny.sentence(1))
+    ((_, key),) = kv_writer.kv_keys(
+        engine.resources, corpus, chunk_id_of(tiny.sentence(1)), tiny.sentence(1)
+    )
     tiny.lose_kv(engine, key)
     assert counts(engine.library.add([entry(1)])) == (0, 0, 1, 1), "or by the next add"
 

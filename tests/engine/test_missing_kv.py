@@ -13,7 +13,7 @@ import torch
 
 import tiny
 from blendrag.engine import Answer, BlendEngine, Options, kv_writer, packing_rule
-from blendrag.engine.kv_writer import BackgroundWriter
+from blendrag.engine.kv_writer import BackgroundWriter, Job
 from blendrag.errors import RequestCancelled, StoreFullError
 
 pytestmark = pytest.mark.timeout(120)
@@ -147,7 +147,9 @@ def test_a_full_store_does_not_fail_a_request(engine, encodings, monkeypatch):
 def test_a_cancelled_request_stops_encoding_first(engine):
     keys = lose(engine)
     background: BackgroundWriter = engine._background
-    missing = [engine.resources.text_ids(text) for text in tiny.chunk_texts(engine, 1)]
+    used = engine.resources
+    ids = [used.text_ids(text) for text in tiny.chunk_texts(engine, 1)]
+    missing = [Job(each, used.prefix_ids, None) for each in ids]
     checks = iter([None, RequestCancelled()])
 
     def check() -> None:

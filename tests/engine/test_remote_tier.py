@@ -9,6 +9,7 @@ import pytest
 
 import tiny
 from blendrag.engine import planner
+from blendrag.engine.kv_writer import Job
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.planning import controller
 from blendrag.planning.controller import blended_s
@@ -183,7 +184,7 @@ def test_what_is_encoded_before_an_answer_is_not_looked_for_in_the_remote(machin
         background = one._planner._background
         for ids in (range(5, 25), range(30, 50)):  # with the first, the probe is looked for
             asked.clear()
-            todo = [tuple(ids)]
+            todo = [Job(tuple(ids), one.resources.prefix_ids, None)]
             assert one._worker.run(lambda todo=todo: background.encode_first(todo, int)) == 1
         assert not asked
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 import tiny
-from blendrag.text.passages import MIN_LETTERS, PromptMemory, joined, paragraphs
+from blendrag.text.passages import MIN_LETTERS, PromptMemories, PromptMemory, joined, paragraphs
 
 HEAD = "Use the following pieces of context to answer the question at the end.\n\n"
 TEXTS = [" ".join(tiny.sentence(10 * i + k) for k in range(3)) for i in range(8)]
@@ -57,11 +57,72 @@ def test_the_instruction_that_begins_both_prompts_is_left_out():
     assert met(memory, prompt(0, 1)) == [TEXTS[0], TEXTS[1]]
 
 
-def test_a_text_without_breaks_is_cut_where_the_prompts_stop_agreeing():
+def test_a_text_without_breaks_is_cut_to_the_sentences_that_both_prompts_hold():
     memory = PromptMemory()
     met(memory, f"First, {TEXTS[0]} And {TEXTS[1]} So much for that.")
     found = met(memory, f"Then {TEXTS[1]} But {TEXTS[3]} Who?")
-    assert found == [TEXTS[1]]
+    assert found == [f"{tiny.sentence(11)} {tiny.sentence(12)}"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('[{"content": "', '", "score": 0.5}]'),
+        ("<document>", "</document>"),
+        ("[Document(page_content='", "', metadata={})]"),
+        ("Passage (3) ", " (end)"),
+    ],
+)
+def test_a_value_in_markup_is_found_whole(before, after):
+    memory = PromptMemory()
+    for numbers in ((0, 1), (2, 0)):
+        text = "".join(f"{n}{before}{TEXTS[n]}{after}{n}" for n in numbers)
+        found = met(memory, text)
+    assert len(found) == 1
+    assert TEXTS[0] in found[0]
+
+
+SECRET = "The harbour pays the blue crane from Monday on, as the captain wrote."
+
+
+@pytest.mark.parametrize("edge", ["", ".", "\n", '"', " and", " </p>", "\n\nQuestion: Who?", ". "])
+def test_a_guess_at_a_sentence_finds_nothing_of_it_until_it_is_whole(edge):
+    words = SECRET.split()
+
+    def found(text, guess):
+        memory = PromptMemory()
+        met(memory, f"One:\n{text}")
+        return met(memory, f"Two:\n{guess}")
+
+    for count in range(1, len(words)):
+        for text in (f"{TEXTS[1]} {SECRET} {TEXTS[2]}", f"{TEXTS[1]}\n{SECRET}"):
+            head = " ".join(words[:count])
+            right, wrong = head, f"{head[:-1]}#"
+            answers = [found(text, f"{TEXTS[1]} {guess}{edge}") for guess in (right, wrong)]
+            assert answers[0] == answers[1]
+        text, tail = f"{TEXTS[2]} {SECRET} {TEXTS[1]}", " ".join(words[count:])
+        answers = [found(text, f"{edge}{guess} {TEXTS[1]}") for guess in (tail, f"#{tail[1:]}")]
+        assert answers[0] == answers[1]
+    assert found(f"{TEXTS[1]} {SECRET} No.", f"{TEXTS[1]} {SECRET} Yes.") == [
+        f"{TEXTS[1]} {SECRET}"
+    ]
+
+
+def test_prompts_of_other_scopes_have_nothing_in_common_and_share_the_room():
+    size = len(prompt(0, 1)) + 100
+    memories = PromptMemories(max_chars=4 * size)
+
+    def shared(scope, *numbers):
+        text = prompt(*numbers)
+        return memories.meet(scope, text, [(0, len(text))])
+
+    assert not shared("a", 0, 1)
+    assert not shared("b", 0, 1)
+    assert shared("a", 1, 0)
+    for number in range(2, 8):  # a takes the room, and gives up its own
+        shared("a", number, number)
+    assert shared("b", 1, 0)
+    assert sum(memory.chars for memory in memories._of.values()) <= 4 * size
 
 
 def test_short_paragraphs_are_joined_and_short_texts_left_out():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,16 @@ from blendrag.corpus.documents import (
     chunk_at,
     delete_documents,
     end_change,
+    entries_learned_earlier,
     insert_document,
+    learned_earlier,
     stored_chunks,
 )
 from blendrag.corpus.embedder import same_embedder
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.vectors import VectorIndex, vector_of
-from blendrag.errors import CorpusError, InvalidInputError
-from blendrag.text.chunking import Chunk
+from blendrag.errors import BlendragError, CorpusError, InvalidInputError
+from blendrag.text.chunking import Chunk, scope_of
 from blendrag.text.readers import Document
 from blendrag.text.recognition import HASHES_BYTES, ChunkIndex, chunk_hashes
 from blendrag.wording import quoted
@@ -110,7 +113,11 @@ class Corpus:
             raise CorpusError(
                 f"{directory} cannot be made ({exc.strerror}); choose a store that can be written"
             ) from exc
-        return cls(CorpusFile(directory, create=create))
+        corpus = cls(CorpusFile(directory, create=create))
+        if exists:
+            with suppress(BlendragError):  # then it is not found in prompts all the same
+                corpus.entries.remove(entries_learned_earlier(corpus.file))
+        return corpus
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -326,8 +333,12 @@ class Corpus:
 
     @property
     def chunk_index(self) -> ChunkIndex:
-        """Index of all chunks by content, current with changes of any process."""
-        return self._chunk_index.current()
+        """Index of the documents' chunks by content, current with changes of any process."""
+        return self._chunk_index.current(None)
+
+    def known_to(self, scope: str | None) -> ChunkIndex:
+        """:attr:`chunk_index` and the passages that were learned in ``scope``."""
+        return self._chunk_index.current(scope)
 
     def nearest(self, vector: np.ndarray, k: int) -> list[tuple[StoredChunk, float]]:
         """The k nearest different chunks with their L2 distance, nearest first.
@@ -343,22 +354,29 @@ class Corpus:
 
 
 class _CurrentChunkIndex:
-    """The :class:`ChunkIndex` of one corpus, read from the file when it has changed."""
+    """The :class:`ChunkIndex` of one corpus, read from the file when it has changed.
+
+    Passages learned from prompts have an index for each scope over that of the documents.
+    """
 
     def __init__(self, file: CorpusFile, text_of: Callable[[str], str]) -> None:
         self._file = file
-        self._index = ChunkIndex(text_of)
+        self._text_of = text_of
+        self._documents = ChunkIndex(text_of)
+        self._learned: dict[str, ChunkIndex] = {}
+        self._hidden: set[str] = set()
+        """What earlier versions learned, for nobody knows whom; a corpus that can be written forgets it."""
         self._generation = -1
         self._last = 0
 
-    def current(self) -> ChunkIndex:
+    def current(self, scope: str | None) -> ChunkIndex:
         with self._file.lock:
             if self._generation != self._file.generation():
                 with self._file.reading():
                     generation = self._file.generation()
                     self._refresh()
                 self._generation = generation
-            return self._index
+            return self._learned.get(scope or "", self._documents)
 
     def _refresh(self) -> None:
         rows = self._file.rows(
@@ -366,17 +384,36 @@ class _CurrentChunkIndex:
         )
         sound = [row for row in rows if _is_sound(row)]
         ((count,),) = self._file.rows(f"SELECT count(*) FROM {HASHES.name}")
-        if self._last and count != len(self._index) + len(rows):
+        if not self._last:
+            self._hidden = learned_earlier(self._file)
+        base = len(self._documents)
+        size = base + sum(len(index) - base for index in self._learned.values())
+        if self._last and count != size + len(self._hidden) + len(rows):
             present = {row[0] for row in self._file.rows("SELECT chunk_id FROM chunk")}
-            for chunk_id in self._index.ids():
-                if chunk_id not in present:
-                    self._index.discard(chunk_id)
-        self._index.add({row[2]: row[3] for row in sound})
+            for index in (self._documents, *self._learned.values()):
+                for chunk_id in index.ids():
+                    if chunk_id not in present:
+                        index.discard(chunk_id)
+        self._add({row[2]: row[3] for row in sound})
         if len(sound) < len(rows):  # hashes that are damaged are computed from the text
             texts = self._file.sound_rows((CHUNK,), "NOT INDEXED")
-            new = {row[1]: row[2] for (row,) in texts if row[1] not in self._index}
-            self._index.add({chunk_id: chunk_hashes(text) for chunk_id, text in new.items()})
+            self._add({row[1]: chunk_hashes(row[2]) for (row,) in texts if not self._has(row[1])})
         self._last = rows[-1][0] if rows else self._last
+
+    def _has(self, chunk_id: str) -> bool:
+        return chunk_id in self._learned.get(scope_of(chunk_id) or "", self._documents)
+
+    def _add(self, hashes: Mapping[str, bytes]) -> None:
+        """Each chunk to the index it belongs to."""
+        by_scope: dict[str | None, dict[str, bytes]] = {}
+        for chunk_id, packed in hashes.items():
+            if chunk_id not in self._hidden:
+                by_scope.setdefault(scope_of(chunk_id), {})[chunk_id] = packed
+        for scope, chunks in by_scope.items():
+            index = self._documents
+            if scope is not None:
+                index = self._learned.setdefault(scope, ChunkIndex(self._text_of, self._documents))
+            index.add(chunks)
 
 
 def _is_sound(row: Sequence[Any]) -> bool:

@@ -33,11 +33,12 @@ from blendrag.corpus.database import (
 from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.errors import CorpusError
 from blendrag.store.durable import lock_file, named_errors
-from blendrag.text.chunking import Chunk
+from blendrag.text.chunking import Chunk, scope_of
 from blendrag.text.readers import Document
 from blendrag.text.recognition import chunk_hashes
 
-#: Parent of the entries that were learned from prompts.
+#: Parent of the entries that were learned from prompts. Their ids are those of their chunks, which name the
+#: scope (:func:`blendrag.text.chunking.learned_id`).
 LEARNED = "learned from prompts"
 #: Parameters of one statement at most.
 _BATCH = 500
@@ -252,6 +253,28 @@ def published_texts(file: CorpusFile) -> Iterator[str]:
         "(SELECT document FROM entry WHERE parent = ?))"
     )
     return (text for ((_, _, text, _),) in file.sound_rows((CHUNK,), used, LEARNED))
+
+
+def entries_learned_earlier(file: CorpusFile) -> list[str]:
+    """Entries of versions that learned passages for all prompts alike: their ids name no scope."""
+    learned = file.sound_rows((ENTRY,), "WHERE parent = ?", LEARNED)
+    return [entry[0] for (entry,) in learned if scope_of(entry[0]) is None]
+
+
+def learned_earlier(file: CorpusFile) -> set[str]:
+    """Ids of the chunks that only :func:`entries_learned_earlier` hold."""
+    earlier = entries_learned_earlier(file)
+    if not earlier:
+        return set()
+    of_learned = "SELECT document FROM entry WHERE parent = ?"
+    rows = file.rows(
+        "SELECT chunk_id FROM chunk WHERE id IN "
+        f"(SELECT chunk FROM passage WHERE document IN ({of_learned})) AND id NOT IN "
+        f"(SELECT chunk FROM passage WHERE document NOT IN ({of_learned}))",
+        LEARNED,
+        LEARNED,
+    )
+    return {chunk_id for (chunk_id,) in rows if scope_of(chunk_id) is None}
 
 
 #: Why a text is recorded as dropped: no document holds it any more, or not yet. Not a time: clocks are wrong.

@@ -25,7 +25,6 @@ import torch
 
 from blendrag import tracing
 from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
-from blendrag.corpus.documents import LEARNED
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.corpus.sharing import Followed, Published
@@ -395,7 +394,7 @@ class BlendEngine:
         options = options or Options()
         if isinstance(prompt, SchemaPrompt):
             return self._schemas.read(prompt, options, is_full=True)[0]
-        return self._segments(render(prompt, self.resources.tokens, options))[0]
+        return self._segments(render(prompt, self.resources.tokens, options), options.scope)[0]
 
     # -- the road of a request ------------------------------------------------------------------
 
@@ -423,8 +422,7 @@ class BlendEngine:
             rendered = render(prompt, tokens, options)
             if not isinstance(prompt, str | RagPrompt):
                 refuse_silence(prompt)
-            salted = options.cache_salt is not None
-            segments, source_of, notes, fresh = self._segments(rendered, salted)
+            segments, source_of, notes, fresh = self._segments(rendered, options.scope)
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         new_tokens = options.max_new_tokens or s.max_new_tokens
@@ -436,7 +434,7 @@ class BlendEngine:
         if options.min_ratio is not None and ratio != AUTO:
             notes += ("min_ratio ignored: it applies only to ratio=auto",)
         if fresh is not None and mode != "full":
-            notes += self._learner.advice(self.resources.corpus, fresh)
+            notes += self._learner.advice(self.resources.corpus, fresh, options.scope)
         return Request(
             prompt=segments,
             options=options,
@@ -455,20 +453,18 @@ class BlendEngine:
         )
 
     def _segments(
-        self, rendered: Rendered, salted: bool = False
+        self, rendered: Rendered, scope: str | None
     ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
         """A rendered prompt cut at its chunks, the source of each chunk, notes for the metrics, and what may
-        be learned. ``salted``: nothing is learned, and what was learned is not used."""
+        be learned. ``scope``: whose passages are learned and used; ``None``: none are."""
         resources = self.resources
         corpus, foreign = resources.own_corpus()
-        found = recognise(corpus, rendered, resources.tokens)
+        found = recognise(corpus, rendered, resources.tokens, scope)
         chunks = {}
         for match in found.chunks:
             with suppress(KeyError):  # another process may have removed it meanwhile
                 assert corpus is not None
-                chunk = corpus.chunk(match.chunk_id)
-                if not (salted and chunk.source == LEARNED):
-                    chunks[match.chunk_id] = chunk
+                chunks[match.chunk_id] = corpus.chunk(match.chunk_id)
         segments = segment_prompt(
             rendered.text,
             [match for match in found.chunks if match.chunk_id in chunks],
@@ -477,7 +473,7 @@ class BlendEngine:
             found.plain,
         )
         notes = (*((foreign,) if foreign else found.notes), *rendered.notes)
-        fresh = None if foreign or salted else found.fresh
+        fresh = None if foreign or scope is None else found.fresh
         return segments, {c.chunk_id: c.source for c in chunks.values()}, notes, fresh
 
     def _answer_stream(self, request: Request) -> AnswerStream:
@@ -592,7 +588,7 @@ class BlendEngine:
                         answer = generation.run(plan, prefilled, size)
                         to_prefill(partial(spans.prefilled, answer.metrics))
                         to_decode(partial(spans.decoded, answer.metrics))
-                        self._background.note(plan)
+                        self._background.note(plan, request.options.scope)
                     return self._learner.learn(request, answer)
                 except SpanCorruptError as corrupt:
                     avoid.add(corrupt.span.reader.key)

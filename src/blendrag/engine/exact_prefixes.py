@@ -246,7 +246,7 @@ def _way(request: Request) -> _Way:
 
 def _family(request: Request) -> Hashable:
     """Requests of different families share nothing."""
-    return request.options.cache_salt
+    return request.options.tenant, request.options.cache_salt
 
 
 def _cost(

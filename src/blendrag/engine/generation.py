@@ -259,7 +259,11 @@ class Generation:
             charged_ratio=counts.charged_ratio if counts else computed_share,
             policy=policy,
             schedule=schedule,
-            chunks=plan.reports(counts.recomputed_per_span if counts else (), request.source_of),
+            chunks=plan.reports(
+                counts.recomputed_per_span if counts else (),
+                request.source_of,
+                shows_tiers=not request.options.is_private,
+            ),
             notes=(*request.notes, *plan.notes),
             predicted_ttft_s=predicted.ttft_s if predicted else None,
             predicted_load_s=predicted.load_s if predicted else None,

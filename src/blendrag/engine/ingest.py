@@ -11,13 +11,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus, files_of, is_at, resolved
-from blendrag.engine.kv_writer import KVWriter, drop_orphaned_kv, with_loaded_identity
+from blendrag.engine.kv_writer import KVWriter, drop_orphaned_kv, with_loaded_identity, with_room
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
@@ -292,7 +293,8 @@ class DocumentRows:
     def put(
         self, document: Document, digest: str, chunks: Sequence[Chunk], vectors: np.ndarray
     ) -> None:
-        if self._corpus.put_document(document, digest, chunks, vectors):
+        put = partial(self._corpus.put_document, document, digest, chunks, vectors)
+        if with_room(self._resources, put):
             drop_orphaned_kv(self._resources, self._corpus)
 
     def remove_other_spellings(self, source: str) -> None:

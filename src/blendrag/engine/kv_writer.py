@@ -12,26 +12,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError, IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.model.sharing import before_layers
-from blendrag.planning.plan import Plan
+from blendrag.planning.plan import MissingKV, Plan
 from blendrag.serving.turns import pause
 from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.store.identity import chunk_key
+from blendrag.store.identity import chunk_key, learned_namespace
 from blendrag.store.kv import ChunkKV
-from blendrag.text.chunking import Chunk
+from blendrag.text.chunking import Chunk, scope_of
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Ids = tuple[int, ...]
 
+#: KV learned from prompts that is given up at a time if there is no room to write the corpus.
+GIVEN_UP_BYTES = 64 << 20
 #: Leading parts remembered as seen once; one is stored when it comes back.
 SEEN_LEADING = 1024
 #: Most chunks that wait for background encoding; further ones are dropped until they are missed again.
@@ -141,12 +143,26 @@ def with_loaded_identity(resources: Resources, run: Callable[[], T]) -> T:
         return run()
 
 
-def kv_keys(resources: Resources, corpus: Corpus, text: str) -> list[tuple[str, str]]:
-    """Namespace and key of every KV that the text may have in the store. May load the model."""
+def with_room(resources: Resources, write: Callable[[], T]) -> T:
+    """``write()``, which changes the corpus. While the disk is full, KV learned from prompts is given up."""
+    while True:
+        try:
+            return write()
+        except StoreFullError:
+            if not resources.store.give_up_learned(GIVEN_UP_BYTES):
+                raise
+
+
+def kv_keys(
+    resources: Resources, corpus: Corpus, chunk_id: str, text: str
+) -> list[tuple[str, str]]:
+    """Namespace and key of every KV that the chunk may have in the store. May load the model."""
     named = corpus.manifest.namespace
     namespaces = {named} if named else set()
     if resources.is_loaded or not named:
         namespaces.add(resources.kv_validity.namespace)
+    if (scope := scope_of(chunk_id)) is not None:
+        namespaces = {learned_namespace(namespace, scope) for namespace in namespaces}
     prefix_ids, ids = corpus.manifest.prefix_ids, resources.text_ids(text)
     return [(namespace, chunk_key(namespace, prefix_ids, ids)) for namespace in sorted(namespaces)]
 
@@ -159,10 +175,25 @@ def drop_orphaned_kv(resources: Resources, corpus: Corpus) -> int:
     if resources.store.stats().entries:
         for chunk_id, text in dropped.items():
             if corpus.dropped.is_removed(chunk_id):
-                for namespace, key in kv_keys(resources, corpus, text):
+                for namespace, key in kv_keys(resources, corpus, chunk_id, text):
                     resources.store.delete(namespace, key)
     corpus.dropped.forget(list(dropped))
     return len(dropped)
+
+
+class Job(NamedTuple):
+    """Ids to be encoded after a prefix."""
+
+    ids: Ids
+    prefix: Ids
+    scope: str | None
+    """Whose KV it is: that of a document if ``None``, else learned from prompts of that scope."""
+
+    def place(self, namespace: str) -> tuple[str, str]:
+        """Namespace and key of the KV that a model of ``namespace`` computes."""
+        if self.scope is not None:
+            namespace = learned_namespace(namespace, self.scope)
+        return namespace, chunk_key(namespace, self.prefix, self.ids)
 
 
 class BackgroundWriter:
@@ -171,84 +202,90 @@ class BackgroundWriter:
     def __init__(self, resources: Resources, worker: Worker) -> None:
         self._resources = resources
         self._worker = worker
-        self._queued: set[tuple[Ids, Ids]] = set()
-        self._seen: dict[Ids, None] = {}
+        self._queued: set[Job] = set()
+        self._seen: dict[tuple[str, Ids], None] = {}
         self._full = False
+        """Whether there was no room for KV of a document."""
 
-    def note(self, plan: Plan) -> None:
-        """Queue the chunks that had no KV, and a leading part that was seen before."""
-        todo: list[tuple[Ids, Ids]] = []
-        if plan.missing:
-            prefix = self._resources.prefix_ids
-            todo += [(ids, prefix) for ids in plan.missing]
-        if plan.leading and self._seen_before(plan.leading):
-            todo.append((plan.leading, ()))
+    def note(self, plan: Plan, scope: str | None) -> None:
+        """Queue the chunks that had no KV, and a leading part that ``scope`` has seen before."""
+        todo = self._jobs(plan.missing)
+        if plan.leading and scope is not None and self._seen_before(scope, plan.leading):
+            todo.append(Job(plan.leading, (), scope))
         self.queue(todo)
 
-    def queue(self, todo: Sequence[tuple[Ids, Ids]]) -> None:
-        """Encode these ids after their prefixes in the background."""
-        if not todo or self._full or not self._resources.is_writable:
+    def _jobs(self, missing: Sequence[MissingKV]) -> list[Job]:
+        return [Job(ids, self._resources.prefix_ids, scope) for ids, scope in missing]
+
+    def queue(self, todo: Sequence[Job]) -> None:
+        """Encode these in the background."""
+        if not todo or not self._resources.is_writable:
             return
-        for ids, prefix in todo:
+        for job in todo:
+            if self._full and job.scope is None:
+                continue
             if len(self._queued) >= QUEUED_CHUNKS:
                 log.info("%d chunks wait to be encoded; no more are queued", QUEUED_CHUNKS)
                 return
-            if (ids, prefix) not in self._queued:
-                self._queued.add((ids, prefix))
-                self._worker.submit(partial(self._encode, ids, prefix), background=True)
+            if job not in self._queued:
+                self._queued.add(job)
+                self._worker.submit(partial(self._encode, job), background=True)
 
-    def going_first(self, missing: Callable[[], Sequence[Ids]]) -> tuple[list[Ids], str]:
+    def going_first(self, missing: Callable[[], Sequence[MissingKV]]) -> tuple[list[Job], str]:
         """Which of a request's missing chunks are encoded before it runs, and why: all if other requests
         wait, else those that an earlier request missed and that have waited since."""
         waits = self._worker.is_waited_for
         if not (waits or self._queued) or self._full or not self._resources.is_writable:
             return [], ""
+        jobs = self._jobs(missing())
         if waits:
-            return list(missing()), "other requests waited"
-        prefix = self._resources.prefix_ids
-        due = [ids for ids in missing() if (ids, prefix) in self._queued]
+            return jobs, "other requests waited"
+        due = [job for job in jobs if job in self._queued]
         return due, "background encoding was not finished"
 
-    def encode_first(self, missing: Sequence[Ids], check: Callable[[], None]) -> int:
+    def encode_first(self, jobs: Sequence[Job], check: Callable[[], None]) -> int:
         """Encode these chunks now, on the worker; returns how many are stored.
 
         ``check`` is called before each and raises for a request that is over.
         """
         stored = 0
         with before_layers(self._resources.adapter.decoder_layers, pause):
-            for ids in missing:
+            for job in jobs:
                 check()
-                stored += self._encode(ids, self._resources.prefix_ids)
+                stored += self._encode(job)
                 if self._full:
                     break
         return stored
 
-    def _seen_before(self, leading: Ids) -> bool:
-        seen = leading in self._seen
-        self._seen[leading] = None
+    def _seen_before(self, scope: str, leading: Ids) -> bool:
+        seen = (scope, leading) in self._seen
+        self._seen[scope, leading] = None
         if len(self._seen) > SEEN_LEADING:
             del self._seen[next(iter(self._seen))]
         return seen
 
-    def _encode(self, ids: Ids, prefix: Ids) -> bool:
+    def _encode(self, job: Job) -> bool:
         """Whether the KV is stored now."""
         resources = self._resources
         try:
             with resources.adapter.lock:  # one identity from look-up to put
                 namespace = resources.kv_validity.namespace
-                key = chunk_key(namespace, prefix, ids)
-                if not resources.store.contains_here(namespace, key):
-                    if resources.store.is_behind:
+                place = job.place(namespace)
+                if not resources.store.contains_here(*place):
+                    if job.scope is None and resources.store.is_behind:
                         return False  # the worker does not wait for a slow remote
                     resources.kv_validity.admit(namespace)
-                    kv = resources.kv_validity.encode(namespace, ids, prefix)
-                    resources.store.put(namespace, key, kv)
+                    kv = resources.kv_validity.encode(namespace, job.ids, job.prefix)
+                    resources.store.put(*place, kv)
             return True
         except StoreFullError as full:
-            self._full = True
-            log.warning("chunks missed by queries are no longer stored: %s", full)
+            if job.scope is None:
+                self._full = True
+                log.warning("chunks missed by queries are no longer stored: %s", full)
+            else:
+                log.info("what was learned from prompts is not stored: %s", full)
         except BlendragError as error:
-            log.warning("a chunk of %d tokens was not stored: %s", len(ids), error)
+            log.warning("a chunk of %d tokens was not stored: %s", len(job.ids), error)
         finally:
-            self._queued.discard((ids, prefix))
+            self._queued.discard(job)
         return False

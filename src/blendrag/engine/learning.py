@@ -4,34 +4,35 @@ Text that was in an earlier prompt, too, becomes chunks of the corpus (:mod:`ble
 are encoded in the background and reused from the third prompt on. What was seen once is only in memory.
 
 Learned passages are entries of the parent :data:`LEARNED`, without vectors, so that search never finds them.
-Their KV takes at most :data:`DISK_SHARE` of the store's limit and only space that is free; the least recently
-used passages are dropped first.
+Each belongs to a scope (:attr:`Options.scope`): prompts of other scopes neither find it nor use its KV. The
+KV takes at most what :meth:`KVStore.learned_limit_bytes` allows; the scope that has most drops its least
+recently used passages first.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
-from blendrag.engine.kv_writer import BackgroundWriter, drop_orphaned_kv
+from blendrag.engine.kv_writer import BackgroundWriter, Job, drop_orphaned_kv
 from blendrag.engine.rendering import without_question
 from blendrag.engine.request import Answer, Request
 from blendrag.engine.resources import Resources
 from blendrag.errors import BlendragError
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.text.chunking import Chunk
+from blendrag.text.chunking import Chunk, learned_id, scope_of
 from blendrag.text.matches import Match, letters_in
-from blendrag.text.passages import MIN_LETTERS, FreshText, PromptMemory, Run, joined, paragraphs
+from blendrag.text.passages import MIN_LETTERS, FreshText, PromptMemories, Run, joined, paragraphs
 
 log = logging.getLogger(__name__)
 
-#: Share of the disk tier that the KV of learned passages may take.
-DISK_SHARE = 0.25
+#: Scopes that are remembered as told that the store holds no chunks.
+TOLD_SCOPES = 1024
 
 
 class Learner:
@@ -41,19 +42,23 @@ class Learner:
         self._resources = resources
         self._background = background
         self._learns = learns
-        self._warned = False
-        self._memory = PromptMemory()
-        self._sizes: dict[str, int] | None = None
-        """Bytes of the KV of each learned passage, by chunk id, the least recently used first."""
+        self._told: dict[str | None, None] = {}
+        self._memories = PromptMemories()
+        self._sizes: dict[str, dict[str, int]] | None = None
+        """Bytes of the KV of each learned passage, by scope and chunk id, the least recently used first."""
         self.passages = 0
         """Learned since the engine was made."""
         self.tokens = 0
 
-    def advice(self, corpus: Corpus | None, fresh: FreshText) -> tuple[str, ...]:
-        """A note, and one warning per engine, if a prompt meets a store without chunks."""
-        if self._warned or letters_in(fresh.text) < MIN_LETTERS or (corpus and len(corpus)):
+    def advice(self, corpus: Corpus | None, fresh: FreshText, scope: str | None) -> tuple[str, ...]:
+        """A note once per scope, and one warning per engine, if a prompt meets a store without chunks."""
+        known = corpus.known_to(scope) if corpus else ()
+        if scope in self._told or letters_in(fresh.text) < MIN_LETTERS or len(known):
             return ()
-        self._warned = True
+        is_first = not self._told
+        if len(self._told) >= TOLD_SCOPES:
+            return ()
+        self._told[scope] = None
         advice = (
             f"store {self._resources.root} holds no chunks, so nothing is reused; add them with "
             "BlendVectorStore.from_documents(pieces, …) (LangChain), BlendPrecompute (LlamaIndex) or "
@@ -64,17 +69,19 @@ class Learner:
                 "; passages are learned when they return in a second prompt, and reused from the third on "
                 "(learn=False turns this off)"
             )
-        log.warning("%s", advice)
+        if is_first:
+            log.warning("%s", advice)
         return (advice,)
 
     def learn(self, request: Request, answer: Answer) -> Answer:
         """Learn what the request's prompt has in common with earlier ones; the answer with a note on it."""
-        fresh = request.fresh
-        if not self._learns or fresh is None or request.mode not in ("blend", "reuse"):
+        fresh, scope = request.fresh, request.options.scope
+        learns = self._learns and scope is not None and request.mode in ("blend", "reuse")
+        if not learns or fresh is None or scope is None:
             return answer
         try:
-            self._mark_used(request)
-            chunks = self._stored(self._passages(fresh))
+            self._mark_used(request, scope)
+            chunks = self._stored(self._passages(fresh, scope), scope)
         except Exception as error:  # the answer is complete and must not be lost
             self._learns = False
             unexpected = None if isinstance(error, BlendragError) else error
@@ -88,7 +95,7 @@ class Learner:
         self.passages += len(chunks)
         self.tokens += tokens
         prefix, text_ids = self._resources.prefix_ids, self._resources.text_ids
-        self._background.queue([(text_ids(chunk.text), prefix) for chunk in chunks])
+        self._background.queue([Job(text_ids(chunk.text), prefix, scope) for chunk in chunks])
         note = (
             f"{len(chunks)} passages ({tokens:,} tokens) were in an earlier prompt, too; they are encoded "
             "in the background and reused from the next request on"
@@ -98,9 +105,9 @@ class Learner:
         )
         return replace(answer, metrics=metrics)
 
-    def _passages(self, fresh: FreshText) -> list[Chunk]:
-        """Chunks of what the prompt has in common with earlier ones, each once."""
-        runs = self._memory.meet(fresh.text, fresh.spans)
+    def _passages(self, fresh: FreshText, scope: str) -> list[Chunk]:
+        """Chunks of what the prompt has in common with earlier ones of its scope, each once."""
+        runs = self._memories.meet(scope, fresh.text, fresh.spans)
         if not (runs and runs[0].begins_prompts and runs[0].ends_parts):
             return self._chunks(fresh, runs)
         # a whole message that begins both prompts is their instruction if passages follow it: what precedes
@@ -128,30 +135,32 @@ class Learner:
         chunks = {chunk.chunk_id: chunk for passage in passages for chunk in split(passage)}
         return [chunk for chunk in chunks.values() if letters_in(chunk.text) >= MIN_LETTERS]
 
-    def _stored(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def _stored(self, chunks: Sequence[Chunk], scope: str) -> list[Chunk]:
         """Those of ``chunks`` that there is room for, as entries of the corpus."""
         if not chunks or not self._resources.is_writable:
             return []
         corpus = self._resources.create_corpus()
         self._resources.remember_namespace()
-        sizes, layout = self._known(corpus), self._resources.layout
-        new = [chunk for chunk in chunks if chunk.chunk_id not in corpus.chunk_index]
-        disk = next(t for t in self._resources.store.stats().tiers if t.tier == "disk")
-        room = min(
-            disk.limit_bytes - disk.size_bytes, DISK_SHARE * disk.limit_bytes - sum(sizes.values())
-        )
-        needed = {chunk.chunk_id: stored_chunk_bytes(layout, chunk.tokens) for chunk in new}
-        forgotten = []
-        while sizes and sum(needed.values()) > room:
-            oldest = next(iter(sizes))
-            room += sizes.pop(oldest)
-            forgotten.append(_entry_id(oldest))
-        kept = []
-        for chunk in new:
-            if (size := needed[chunk.chunk_id]) <= room:
-                room -= size
-                sizes[chunk.chunk_id] = size
-                kept.append(chunk)
+        known, layout = corpus.known_to(scope), self._resources.layout
+        learned = {chunk.chunk_id: learned_id(scope, chunk.text) for chunk in chunks}
+        new = {
+            learned[chunk.chunk_id]: replace(chunk, chunk_id=learned[chunk.chunk_id])
+            for chunk in chunks
+            if chunk.chunk_id not in known and learned[chunk.chunk_id] not in known
+        }
+        sizes = self._known(corpus)
+        own = sizes.setdefault(scope, {})
+        limit_bytes = self._resources.store.learned_limit_bytes()
+        forgotten, kept = _beyond(sizes, limit_bytes, ()) or [], list[Chunk]()
+        for chunk_id, chunk in new.items():
+            size_bytes = stored_chunk_bytes(layout, chunk.tokens)
+            own[chunk_id] = size_bytes
+            dropped = _beyond(sizes, limit_bytes, {c.chunk_id for c in kept} | {chunk_id})
+            if dropped is None:
+                del own[chunk_id]
+                continue
+            kept.append(chunk)
+            forgotten += dropped
         if forgotten:
             corpus.entries.remove(forgotten)
             drop_orphaned_kv(self._resources, corpus)
@@ -159,26 +168,48 @@ class Learner:
             corpus.entries.put([_entry(chunk) for chunk in kept])
         return kept
 
-    def _known(self, corpus: Corpus) -> dict[str, int]:
+    def _known(self, corpus: Corpus) -> dict[str, dict[str, int]]:
         if self._sizes is None:
             layout = self._resources.layout
-            self._sizes = {
-                chunk.chunk_id: stored_chunk_bytes(layout, chunk.tokens)
-                for _, chunk in corpus.entries.read(corpus.entries.ids(LEARNED))
-            }
+            self._sizes = {}
+            for _, chunk in corpus.entries.read(corpus.entries.ids(LEARNED)):
+                if (scope := scope_of(chunk.chunk_id)) is not None:
+                    size_bytes = stored_chunk_bytes(layout, chunk.tokens)
+                    self._sizes.setdefault(scope, {})[chunk.chunk_id] = size_bytes
         return self._sizes
 
-    def _mark_used(self, request: Request) -> None:
-        sizes = self._sizes or {}
+    def _mark_used(self, request: Request, scope: str) -> None:
+        sizes = (self._sizes or {}).get(scope, {})
         for segment in request.prompt.chunks:
             if segment.chunk_id in sizes:
                 sizes[segment.chunk_id] = sizes.pop(segment.chunk_id)
 
 
-def _entry_id(chunk_id: str) -> str:
-    return f"{LEARNED}: {chunk_id}"
+def _beyond(
+    sizes: dict[str, dict[str, int]], limit_bytes: int, stay: Collection[str]
+) -> list[str] | None:
+    """Take passages out of ``sizes`` until at most ``limit_bytes`` are left; their ids.
+
+    The scope that has most gives up its least recently used ones. ``None``, and nothing is taken, if that
+    would take one of ``stay``.
+    """
+    totals = {scope: sum(each.values()) for scope, each in sizes.items()}
+    excess_bytes = sum(totals.values()) - limit_bytes
+    waiting = {scope: (i for i in list(each) if i not in stay) for scope, each in sizes.items()}
+    taken: list[tuple[str, str]] = []
+    while excess_bytes > 0:
+        most = max(totals, key=lambda scope: totals[scope])
+        oldest = next(waiting[most], None)
+        if oldest is None:
+            return None
+        taken.append((most, oldest))
+        totals[most] -= sizes[most][oldest]
+        excess_bytes -= sizes[most][oldest]
+    for scope, chunk_id in taken:
+        del sizes[scope][chunk_id]
+    return [chunk_id for _, chunk_id in taken]
 
 
 def _entry(chunk: Chunk) -> NewEntry:
-    entry = Entry(_entry_id(chunk.chunk_id), chunk.text, parent=LEARNED)
+    entry = Entry(chunk.chunk_id, chunk.text, parent=LEARNED)
     return NewEntry(entry, chunk, chunk.chunk_id, np.zeros(0, np.float32))

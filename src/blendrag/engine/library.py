@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from blendrag.engine.kv_writer import (
     drop_orphaned_kv,
     kv_keys,
     with_loaded_identity,
+    with_room,
 )
 from blendrag.engine.request_spans import retrieval
 from blendrag.engine.resources import Resources
@@ -118,7 +120,7 @@ class Library:
                 with corpus.dropped.adding():
                     written = self._write_kv(corpus, chunks) if precompute else Written()
                     if changed:
-                        corpus.entries.put(changed)
+                        with_room(self._resources, partial(corpus.entries.put, changed))
             except Exception:
                 with suppress(BlendragError):  # the note left before writing drops it later
                     corpus.dropped.note(chunks, REMOVED)
@@ -221,7 +223,8 @@ class Library:
         store = self._resources.store
         return {
             entry.id: any(
-                store.contains(*key) for key in kv_keys(self._resources, corpus, chunk.text)
+                store.contains(*key)
+                for key in kv_keys(self._resources, corpus, chunk.chunk_id, chunk.text)
             )
             for entry, chunk in corpus.entries.read(ids)
         }

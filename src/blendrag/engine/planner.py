@@ -173,7 +173,7 @@ class Planner:
         controller = replace(
             self.controller(namespace, profile),
             prefixes=prefixes,
-            stores_leading=request.options.cache_salt is None,
+            scope=request.options.scope,
         )
         notes += profile_notes
         if check is not None:

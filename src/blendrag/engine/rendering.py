@@ -31,6 +31,7 @@ from blendrag.text.chunking import canonical, chunk_id_of
 from blendrag.text.matches import Match, common_prefix
 from blendrag.text.names import short_name
 from blendrag.text.passages import FreshText
+from blendrag.text.recognition import ChunkIndex
 from blendrag.wording import quoted
 
 LEADING = "Answer the question from the context.\n\n"
@@ -388,33 +389,36 @@ class Recognised:
     """``None`` if the prompt's chunks were given."""
 
 
-def recognise(corpus: Corpus | None, rendered: Rendered, tokens: Tokens) -> Recognised:
-    """The chunks of ``corpus`` in ``rendered``."""
+def recognise(
+    corpus: Corpus | None, rendered: Rendered, tokens: Tokens, scope: str | None
+) -> Recognised:
+    """The chunks of ``corpus`` in ``rendered``; of what was learned from prompts, only that of ``scope``."""
+    index = corpus.known_to(scope) if corpus is not None else None
     control = tokens.control_spans(rendered.text)
     if rendered.chunks is not None:
-        known = corpus.chunk_index if corpus is not None else ()
+        known = index if index is not None else ()
         there = tuple(m for m in rendered.chunks if m.chunk_id in known)
         rest = _without(rendered.contents or (), there)
         return Recognised(there, tuple(span for span in rest if _overlaps(span, control)))
     text, contents = rendered.text, rendered.contents
     within = _between(control, len(text)) if contents is None else contents
     turn = rendered.turn or _last_turn(text, within)
-    found = corpus.chunk_index.find(text, within) if corpus is not None else []
+    found = index.find(text, within) if index is not None else []
     chunks = without_question(found, text, turn)
     replies = set(rendered.replies)
     asked = [span for span in within if span not in replies]
     fresh = FreshText(text, tuple(_without(asked, found)), tuple(found), turn, tuple(control))
-    if corpus is None:
+    if index is None:
         return Recognised(fresh=fresh)
     plain: list[Span] = []
     if contents is not None and any(_overlaps(span, control) for span in contents):
         left = _without(contents, chunks)
-        loose = corpus.chunk_index.find(text, left, strict=False)
+        loose = index.find(text, left, strict=False)
         maybe = [(m.start, m.end) for m in loose]
         maybe += [_rest(m, text, left) for m in found if not m.complete]
         plain = [span for span in merged(maybe) if _overlaps(span, control)]
     computed = [m for m in found if m not in chunks]
-    notes = _why_missed(corpus, text, found) + _why_computed(text, computed)
+    notes = _why_missed(index, text, found) + _why_computed(text, computed)
     return Recognised(tuple(chunks), tuple(plain), notes, fresh)
 
 
@@ -540,13 +544,13 @@ def _why_computed(text: str, computed: Sequence[Match]) -> tuple[str, ...]:
     return ()
 
 
-def _why_missed(corpus: Corpus, text: str, found: Sequence[Match]) -> tuple[str, ...]:
+def _why_missed(index: ChunkIndex, text: str, found: Sequence[Match]) -> tuple[str, ...]:
     """Notes if nothing, or not everything, was recognised."""
-    if len(corpus) and corpus.chunk_index.looks_escaped(text, found):
+    if len(index) and index.looks_escaped(text, found):
         return (
             "chunk text arrived escaped (as JSON or a Python repr), so not all of it could be recognised; "
             "pass texts, not their representation",
         )
-    if len(corpus) and not found:
+    if len(index) and not found:
         return ("no known chunk was recognised in this prompt; it was prefilled normally",)
     return ()

@@ -17,6 +17,7 @@ from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import RequestMetrics
 from blendrag.schema.concatenation import PlacedPrompt
 from blendrag.signatures import shows
+from blendrag.store.identity import digest_fields
 from blendrag.text.matches import Match
 from blendrag.text.passages import FreshText
 from blendrag.text.prompt import SegmentedPrompt
@@ -75,6 +76,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 #: Largest number of alternatives per token, as in OpenAI's API.
 MAX_LOGPROBS = 20
 
+#: Hex digits of a scope, of which nobody makes two equal ones.
+SCOPE_DIGITS = 32
+
 #: Types of options, and their names in errors. numpy's numbers are accepted, too.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "max_new_tokens": (Integral, "a whole number"),
@@ -89,6 +93,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "apply_chat_template": (bool, "True or False"),
     "explain": (bool, "True or False"),
     "cache_salt": (str, "a text"),
+    "tenant": (str, "a text"),
 }
 
 
@@ -163,6 +168,9 @@ class Options:
     cache_salt: str | None = None
     """Prompts share exact prefixes only with prompts of the same salt. With a salt, nothing of the prompt is
     learned or stored, and no learned passage is used."""
+    tenant: str | None = None
+    """Whose request it is. What prompts leave (passages that are learned, exact prefixes) is used only for
+    requests of the same tenant; all share the documents of the store. ``None`` is a tenant, too."""
 
     def __post_init__(self) -> None:
         for name, (kind, called) in _KINDS.items():
@@ -199,6 +207,19 @@ class Options:
         return texts
 
     @property
+    def scope(self) -> str | None:
+        """Where the prompt's passages are learned and found: a digest of the tenant. ``None`` with a salt."""
+        if self.cache_salt is not None:
+            return None
+        named = () if self.tenant is None else (self.tenant.encode("utf-8", "surrogatepass"),)
+        return digest_fields([b"tenant", *named])[:SCOPE_DIGITS]
+
+    @property
+    def is_private(self) -> bool:
+        """Whether what others did must not show: a chunk in memory was used before."""
+        return self.cache_salt is not None or self.tenant is not None
+
+    @property
     def samples(self) -> bool:
         """Whether tokens are sampled."""
         return bool(self.generate.get("do_sample", self.temperature))
@@ -226,6 +247,7 @@ class OptionFields(TypedDict, total=False):
     opening: str
     explain: bool
     cache_salt: str | None
+    tenant: str | None
 
 
 _ASKED = ("top_k", "history")  # arguments of ask that are not options

@@ -6,7 +6,7 @@ ratio.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,12 +16,12 @@ from blendrag.fusor.selection import Schedule, SelectionPolicy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.choice import Choice, choose
 from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate, PromptParts, StoredPart
-from blendrag.planning.plan import MODE_FULL, Plan, PlannedChunk, Reason, ReasonCode
+from blendrag.planning.plan import MODE_FULL, MissingKV, Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, KVStore, ResidentReader
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
-from blendrag.store.identity import NATIVE_ENCODING, chunk_key
+from blendrag.store.identity import NATIVE_ENCODING, chunk_key, learned_namespace
 from blendrag.store.kv import KVLayout
 from blendrag.store.remote import RemoteReader, expected_load_s, request_ahead
 from blendrag.text.prompt import Segment, SegmentedPrompt
@@ -95,8 +95,9 @@ class Controller:
     """Exact prefixes that are in memory."""
     token_s: Callable[[], float] | None = None
     """Seconds to compute a token, about; may measure it. ``None``: whatever the remote holds is loaded."""
-    stores_leading: bool = True
-    """Whether the part before the first chunk may be stored, and read if it was."""
+    scope: str | None = None
+    """Whose prompts may leave the part before the first chunk to this one; ``None``: it is neither stored nor
+    read."""
     _asked: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Whether the store had a key when it was asked."""
 
@@ -141,20 +142,18 @@ class Controller:
             raise
 
     def _wanted(self, prompt: SegmentedPrompt, mode: Mode, last: int) -> Iterator[tuple[str, int]]:
-        """Key and tokens of the leading part and of each chunk that may be loaded."""
-        if self._may_store_leading(prompt, last):
-            yield chunk_key(self.namespace, (), prompt.leading_ids), len(prompt.leading_ids)
+        """Key and tokens of each chunk of a document that may be loaded. What was learned from prompts is not
+        in a remote."""
         for segment in prompt.chunks:
-            if mode != "prefix" or self._is_exact(segment, prompt):
-                yield self._key(segment.stored_ids), len(segment.stored_ids)
+            if segment.scope is None and (mode != "prefix" or self._is_exact(segment, prompt)):
+                yield self._place(segment)[1], len(segment.stored_ids)
 
-    def missing(self, prompt: SegmentedPrompt, start: int = 0) -> list[tuple[int, ...]]:
-        """Ids of the whole chunks in ``prompt`` from ``start`` on that no tier has, each once. Opens
-        nothing."""
+    def missing(self, prompt: SegmentedPrompt, start: int = 0) -> list[MissingKV]:
+        """The whole chunks in ``prompt`` from ``start`` on that no tier has, each once. Opens nothing."""
         chunks = (s for s in prompt.chunks if s.complete and s.position >= start)
-        whole = dict.fromkeys(segment.stored_ids for segment in chunks)
+        whole = {MissingKV.of(segment): segment for segment in chunks}
         there = self._there(prompt)
-        return [ids for ids in whole if self._key(ids) not in there]
+        return [each for each, segment in whole.items() if self._place(segment)[1] not in there]
 
     def rows(self, prompt: SegmentedPrompt, options: PlanOptions, start: int, end: int) -> float:
         """Rows per layer that a request computes for its tokens ``[start, end)`` by what is stored."""
@@ -165,7 +164,7 @@ class Controller:
             exact = self._is_exact(segment, prompt)
             if tokens <= 0 or not (exact or options.mode == "blend"):
                 continue
-            if self._key(segment.stored_ids) in there:
+            if self._place(segment)[1] in there:
                 fresh -= tokens
                 blended += tokens * (not exact)
                 chunks += not exact
@@ -184,19 +183,26 @@ class Controller:
 
     def _there(self, prompt: SegmentedPrompt) -> set[str]:
         """Keys of its chunks that the store has."""
-        keys = {self._key(segment.stored_ids) for segment in prompt.chunks}
-        if new := keys - self._asked.keys():
-            there = self.store.found(self.namespace, new)
-            self._asked.update((key, key in there) for key in new)
-        return {key for key in keys if self._asked[key]}
+        places = set(map(self._place, prompt.chunks))
+        for namespace in {namespace for namespace, _ in places}:
+            keys = {key for within, key in places if within == namespace}
+            if new := keys - self._asked.keys():
+                there = self.store.found(namespace, new)
+                self._asked.update((key, key in there) for key in new)
+        return {key for _, key in places if self._asked[key]}
 
     def _is_exact(self, segment: Segment, prompt: SegmentedPrompt) -> bool:
         """Whether the chunk directly follows the prefix that it was encoded with."""
         at = segment.position
         return at == len(self.prefix_ids) and prompt.ids[:at] == self.prefix_ids
 
-    def _key(self, ids: Sequence[int]) -> str:
-        return chunk_key(self.namespace, self.prefix_ids, ids)
+    def _place(self, segment: Segment) -> tuple[str, str]:
+        """Namespace and key of a chunk's KV."""
+        namespace = self._within(segment.scope)
+        return namespace, chunk_key(namespace, self.prefix_ids, segment.stored_ids)
+
+    def _within(self, scope: str | None) -> str:
+        return self.namespace if scope is None else learned_namespace(self.namespace, scope)
 
     # -- open what is stored --------------------------------------------------------------------------
 
@@ -208,14 +214,16 @@ class Controller:
         if not self._may_store_leading(prompt, last):
             return None, ()
         end = min(len(ids), last)
-        reader = self._open(chunk_key(self.namespace, (), ids), len(ids), avoid)
+        namespace = self._within(self.scope)
+        reader = self._open(namespace, chunk_key(namespace, (), ids), len(ids), avoid)
         if reader is None:
             return None, ids
         return LoadedSpan(0, end, reader, 0, exact=True), ()
 
     def _may_store_leading(self, prompt: SegmentedPrompt, last: int) -> bool:
         fits = self.prefix_min_tokens <= len(prompt.leading_ids) <= LEADING_MAX_TOKENS
-        return bool(self.stores_leading and prompt.chunks and prompt.leading_ids and fits and last)
+        may = self.scope is not None
+        return bool(may and prompt.chunks and prompt.leading_ids and fits and last)
 
     def _in_memory(
         self, prompt: SegmentedPrompt, stored: LoadedSpan | None, last: int
@@ -248,8 +256,8 @@ class Controller:
             return PlannedChunk(segment, NOT_LEADING)
         if end <= at:
             return PlannedChunk(segment, PROMPT_END)
-        key = self._key(segment.stored_ids)
-        reader = self._open(key, len(segment.stored_ids), avoid)
+        namespace, key = self._place(segment)
+        reader = self._open(namespace, key, len(segment.stored_ids), avoid)
         if reader is None:
             if self.store.trouble:
                 return PlannedChunk(segment, NOT_ASKED)
@@ -257,11 +265,13 @@ class Controller:
         span = LoadedSpan(at, end, reader, len(self.prefix_ids), exact)
         return PlannedChunk(segment, _why_loaded(segment, span), span)
 
-    def _open(self, key: str, tokens: int, avoid: frozenset[str]) -> KVReader | None:
+    def _open(
+        self, namespace: str, key: str, tokens: int, avoid: frozenset[str]
+    ) -> KVReader | None:
         if key in avoid:
             return None
         layout = self.adapter.layout.encoded(self.encoding)
-        return self.store.open(self.namespace, key, layout, tokens)
+        return self.store.open(namespace, key, layout, tokens)
 
     def _without_slow_remote(self, plan: Plan) -> Plan:
         """``plan`` without what is read from the remote, unless that saves time, going by the first bytes."""

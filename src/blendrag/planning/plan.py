@@ -40,6 +40,18 @@ class Reason(NamedTuple):
 MODE_FULL = Reason(ReasonCode.MODE, "mode full computes every token")
 
 
+class MissingKV(NamedTuple):
+    """A whole chunk that has no stored KV."""
+
+    ids: tuple[int, ...]
+    scope: str | None
+    """Where it was learned from prompts; ``None`` for a chunk of a document."""
+
+    @classmethod
+    def of(cls, segment: Segment) -> MissingKV:
+        return cls(segment.stored_ids, segment.scope)
+
+
 class PlannedChunk(NamedTuple):
     """One chunk of the prompt; ``span`` is ``None`` if it is computed."""
 
@@ -81,10 +93,10 @@ class Plan:
         return tuple(span for span in spans if span is not None)
 
     @property
-    def missing(self) -> tuple[tuple[int, ...], ...]:
-        """Ids of whole chunks that have no stored KV."""
+    def missing(self) -> tuple[MissingKV, ...]:
+        """The whole chunks that have no stored KV."""
         missing = (c.segment for c in self.chunks if c.reason.code is ReasonCode.NO_KV)
-        return tuple(segment.stored_ids for segment in missing)
+        return tuple(map(MissingKV.of, missing))
 
     @property
     def chunks_end(self) -> int:
@@ -112,7 +124,7 @@ class Plan:
         )
 
     def reports(
-        self, recomputed: Sequence[float], source_of: Mapping[str, str]
+        self, recomputed: Sequence[float], source_of: Mapping[str, str], shows_tiers: bool = True
     ) -> tuple[ChunkReport, ...]:
         """One report per chunk for the metrics.
 
@@ -125,7 +137,8 @@ class Plan:
             loaded = span
             if loaded is None and reason.code is ReasonCode.EXACT_PREFIX:
                 loaded = self.leading_span
-            source, tier = source_of.get(segment.chunk_id, ""), loaded.reader.tier if loaded else ""
+            source = source_of.get(segment.chunk_id, "")
+            tier = loaded.reader.tier if loaded and shows_tiers else ""
             tokens = len(segment.ids)
             outcome: ChunkOutcome
             if loaded is None:

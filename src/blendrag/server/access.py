@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import ipaddress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fastapi import Request
 from starlette.datastructures import Headers
@@ -24,6 +25,14 @@ BODY_TIMEOUT_S = 60.0
 #: Paths below this need a key.
 GUARDED = "/v1"
 _WRITE = "write"
+
+
+class Bearer(NamedTuple):
+    """Who sent a request."""
+
+    may_write: bool = False
+    tenant: str | None = None
+    """Stands for the key, which it does not tell; the same after a restart. ``None`` without keys."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,10 @@ class ApiKeys:
             )
         return cls(keys)
 
-    def writes(self, authorization: str | None) -> bool:
-        """Whether the bearer of this header may write. Raises :class:`Refusal` without a known key."""
+    def bearer(self, authorization: str | None) -> Bearer:
+        """The bearer of this header. Raises :class:`Refusal` without a known key."""
         if not self.may_write:
-            return False
+            return Bearer()
         scheme, _, given = (authorization or "").partition(" ")
         sent = given.strip(" \t").encode("latin-1")  # as it came over the wire
         found = [writes for key, writes in self.may_write.items() if hmac.compare_digest(key, sent)]
@@ -67,7 +76,7 @@ class ApiKeys:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return found[0]
+        return Bearer(found[0], hmac.digest(sent, b"tenant of blendrag serve", "sha256").hex())
 
 
 def require_writer(request: Request) -> None:
@@ -145,8 +154,8 @@ class Door:
             if not self.keys.may_write:
                 check_host(scope, headers.get("host", ""))
             if scope["path"].startswith(GUARDED):  # nothing else needs a body
-                writes = self.keys.writes(headers.get("authorization"))
-                scope.setdefault("state", {})["may_write"] = writes
+                bearer = self.keys.bearer(headers.get("authorization"))
+                scope.setdefault("state", {}).update(bearer._asdict())
                 length = headers.get("content-length", "0")
                 if length.isdecimal() and int(length) > self.max_body_bytes:
                     raise self._too_large()

@@ -35,6 +35,7 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         service.check_model(body.model)
+        body.sent_by(request.state.tenant)
         if body.stream:
             return await streamed(request, chat_chunks(service, body))
         return JSONResponse(await while_connected(request, chat_completion(service, body)))
@@ -42,6 +43,7 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/completions")
     async def complete(body: CompletionBody, request: Request) -> Response:
         service.check_model(body.model)
+        body.sent_by(request.state.tenant)
         if body.stream:
             return await streamed(request, completion_chunks(service, body))
         return JSONResponse(await while_connected(request, completion(service, body)))

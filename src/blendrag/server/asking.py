@@ -181,6 +181,7 @@ def _options(
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         seed=body.seed,
         cache_salt=body.cache_salt,
+        tenant=body.tenant,
         generate=_sequences(body),
         **blend,
         **more,

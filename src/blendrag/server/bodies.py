@@ -6,9 +6,9 @@ that do not change an answer are accepted and ignored.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 
 class Body(BaseModel):
@@ -59,6 +59,18 @@ class Generating(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+
+    _tenant: str | None = PrivateAttr(None)
+
+    def sent_by(self, tenant: str | None) -> Self:
+        """This body, of a client that the server knows."""
+        self._tenant = tenant
+        return self
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose request it is, by its API key; no field of the body."""
+        return self._tenant
 
     @property
     def timeout_s(self) -> float | None:

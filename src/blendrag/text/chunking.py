@@ -58,6 +58,23 @@ def chunk_id_of(text: str) -> str:
     return hashlib.sha256(canonical(text).encode("utf-8")).hexdigest()
 
 
+#: How the ids of passages begin that were learned from prompts.
+_LEARNED_ID = "learned:"
+
+
+def learned_id(scope: str, text: str) -> str:
+    """Id of a passage that was learned from the prompts of ``scope``. Scopes share no passage, and a passage
+    is no chunk of a document with the same text."""
+    return f"{_LEARNED_ID}{scope}:{chunk_id_of(text)}"
+
+
+def scope_of(chunk_id: str) -> str | None:
+    """Where a passage was learned; ``None`` for a chunk of a document."""
+    if not chunk_id.startswith(_LEARNED_ID):
+        return None
+    return chunk_id.removeprefix(_LEARNED_ID).partition(":")[0]
+
+
 class Chunker:
     """Splits texts for one tokenizer and one limit."""
 

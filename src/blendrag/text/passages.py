@@ -4,7 +4,10 @@
    which (about every eighth), so that equal texts keep equal windows.
 2. Where a window of a new prompt is known, extend the match to both sides as far as the texts agree. Such a
    *run* ends where the neighbours differ.
-3. Cut runs at blank lines, rules (``-----``), labels (``Context:``, ``[2]``) and after unwrapped lines, so
+3. Cut it back to where a line, a sentence or a value of JSON or XML begins and ends in both prompts. So
+   nobody finds out another's text by guessing it word by word: a guess has nothing in common with it until
+   a sentence is whole.
+4. Cut runs at blank lines, rules (``-----``), labels (``Context:``, ``[2]``) and after unwrapped lines, so
    that retrieved texts that happened to follow each other twice are told apart. Join short paragraphs of
    one run.
 
@@ -48,6 +51,17 @@ _BREAK = re.compile(
     rf"^(?:{_RULE}(?=\n|\Z)|{_LABEL})|(?<=[^\n]{{{UNWRAPPED_CHARS}}})\n",
     re.IGNORECASE | re.MULTILINE,
 )
+#: Before the first character of a line, a sentence or a value of JSON or XML.
+_OPENS = r"""\n|[.!?…]["'”’)\]]*\s+|[。！？]|>\s*|[)\]]\s+|[:,=(\[{]\s*["']"""
+_OPEN = re.compile(_OPENS)
+_OPENED = re.compile(rf"(?:\A|{_OPENS})\Z")
+#: After the last one: the sentence's end, and what follows where a line or a value ends.
+_ENDED = re.compile(r"""[.!?…。！？]["'”’)\]]*\Z""")
+_CLOSING = r"""\n|\s*<|["']\s*[,\])}:]"""
+_CLOSED = re.compile(rf"\Z|{_CLOSING}")
+_CLOSE = re.compile(rf"""(?={_CLOSING})|(?<=[.!?…])["'”’)\]]*(?=\s)|(?<=[。！？])""")
+#: Characters around the end of a run that tell whether it is one of these.
+_AROUND = 16
 _END_LABEL = re.compile(r"\n[^\n:]{1,48}:\s*$")
 #: Between the pieces of a prompt in the memory.
 _GAP = "\0"
@@ -77,6 +91,10 @@ class Run(NamedTuple):
     """Whether both prompts begin with it."""
     ends_parts: bool = False
     """Whether a searched part ends with it in both."""
+    opens: bool = True
+    """Whether a line, a sentence or a value begins with it in both."""
+    closes: bool = True
+    """Whether one ends with it in both."""
 
     @property
     def chars(self) -> int:
@@ -91,8 +109,10 @@ def _add(text: str, runs: list[Run], run: Run) -> None:
     if runs and run.start < runs[-1].end:
         last = runs[-1]
         cut = text.rfind("\n", max(run.start, last.start), min(run.end, last.end)) + 1
+        at_line = cut > 0
         cut = cut or (run.start if run.chars > last.chars else last.end)
-        runs[-1], run = last._replace(end=cut), run._replace(start=cut)
+        runs[-1] = last._replace(end=cut, closes=last.closes if cut == last.end else at_line)
+        run = run._replace(start=cut, opens=run.opens if cut == run.start else at_line)
     if run.chars > 0:
         runs.append(run)
 
@@ -111,6 +131,10 @@ class PromptMemory:
 
     def __len__(self) -> int:
         return len(self._texts)
+
+    @property
+    def chars(self) -> int:
+        return self._chars
 
     def meet(self, text: str, within: Sequence[Span]) -> list[Run]:
         """Runs in these parts of ``text``, ascending and disjoint; then remember the parts.
@@ -160,7 +184,10 @@ class PromptMemory:
         back = at - gap - 1 if gap >= 0 else back
         begins = start - back == 0 and at - back == 0
         ends = start + after == high and old[at + after : at + after + 1] in ("", _GAP)
-        return Run(start - back, start + after, begins, ends)
+        here = _edges(text, start - back, start + after, low, high)
+        there = _edges(old, at - back, at + after, 0, len(old))
+        opens, closes = here[0] and there[0], here[1] and there[1]
+        return Run(start - back, start + after, begins, ends, opens, closes)
 
     def _remember(self, text: str, hashes: np.ndarray, starts: np.ndarray) -> None:
         place = (self._first + len(self._texts) << 32) | starts
@@ -171,11 +198,46 @@ class PromptMemory:
         self._texts.append(text)
         self._chars += len(text)
         while self._chars > self._max_chars:
-            self._chars -= len(self._texts.popleft())
-            self._first += 1
+            self.forget_oldest()
+
+    def forget_oldest(self) -> None:
+        """Forget the text that was met first."""
+        self._chars -= len(self._texts.popleft())
+        self._first += 1
         kept = self._places >> 32 >= self._first
-        if not kept.all():
-            self._hashes, self._places = self._hashes[kept], self._places[kept]
+        self._hashes, self._places = self._hashes[kept], self._places[kept]
+
+
+class PromptMemories:
+    """The texts of recent prompts, apart for each scope. Not thread-safe.
+
+    Together they take as much as one :class:`PromptMemory`; the largest forgets first.
+    """
+
+    def __init__(self, max_chars: int = MEMORY_CHARS) -> None:
+        self._max_chars = max_chars
+        self._of: dict[str, PromptMemory] = {}
+
+    def meet(self, scope: str, text: str, within: Sequence[Span]) -> list[Run]:
+        """See :meth:`PromptMemory.meet`: runs that an earlier prompt of the same scope has, too."""
+        memory = self._of.setdefault(scope, PromptMemory(self._max_chars))
+        runs = memory.meet(text, within)
+        while sum(each.chars for each in self._of.values()) > self._max_chars:
+            max(self._of.values(), key=lambda each: each.chars).forget_oldest()
+        self._of = {name: each for name, each in self._of.items() if len(each)}
+        return runs
+
+
+def _edges(text: str, start: int, end: int, low: int, high: int) -> tuple[bool, bool]:
+    """Whether a line, a sentence or a value begins at ``start``, and one ends at ``end``, within
+    ``text[low:high]``."""
+    before = text[max(low, start - _AROUND) : start]
+    before = before[before.rfind(_GAP) + 1 :] if _GAP in before else before
+    opens = start == low or not before or _OPENED.search(before) is not None
+    after = text[end : min(high, end + _AROUND)].partition(_GAP)[0]
+    ended = _ENDED.search(text, max(start, end - _AROUND), end) is not None
+    closes = _CLOSED.match(after) is not None or (ended and after[0].isspace())
+    return opens, closes
 
 
 def paragraphs(text: str, run: Run) -> list[Span]:
@@ -184,7 +246,7 @@ def paragraphs(text: str, run: Run) -> list[Span]:
     The paragraph that begins both prompts is their instruction, which is reused as an exact prefix; it is
     left out.
     """
-    low, end = _word_start(text, run.start), _word_end(text, run.end)
+    low, end = _whole(text, run)
     spans, is_instruction = [], run.begins_prompts
     for cut in _BREAK.finditer(text, low, end):
         if not is_instruction:
@@ -218,21 +280,15 @@ def joined(text: str, spans: Sequence[Span], runs: Sequence[Run]) -> list[Span]:
     return [span for span in passages if _is_long(text, span)]
 
 
-def _word_start(text: str, at: int) -> int:
-    """The first place from ``at`` on that cuts no word, after punctuation if it cuts a line."""
-    if at == 0 or text[at - 1] == "\n":
-        return at
-    while at < len(text) and text[at - 1].isalnum() and text[at].isalnum():
-        at += 1
-    while at < len(text) and not text[at].isalnum() and text[at] != "\n":
-        at += 1
-    return at
-
-
-def _word_end(text: str, at: int) -> int:
-    while 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum():
-        at -= 1
-    return at
+def _whole(text: str, run: Run) -> Span:
+    """The lines, sentences and values that the run holds whole; an empty span if it holds none."""
+    low, high = run.start, run.end
+    if not run.opens:
+        first = _OPEN.search(text, low, high)
+        low = high if first is None else first.end()
+    if not run.closes:
+        high = max((each.end() for each in _CLOSE.finditer(text, low, high)), default=low)
+    return low, max(low, high)
 
 
 def _stripped(text: str, low: int, high: int) -> Span:

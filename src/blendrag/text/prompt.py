@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+from blendrag.text.chunking import scope_of
 from blendrag.text.matches import Match, common_prefix
 
 #: Most tokens at its end that a chunk may lose to the text after it before it is tokenised separately.
@@ -53,6 +54,11 @@ class Segment:
     @property
     def end(self) -> int:
         return self.position + len(self.ids)
+
+    @property
+    def scope(self) -> str | None:
+        """Where the chunk was learned from prompts; ``None`` if it is one of a document."""
+        return None if self.chunk_id is None else scope_of(self.chunk_id)
 
 
 @dataclass(frozen=True)

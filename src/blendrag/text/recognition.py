@@ -8,7 +8,8 @@
    collision costs time and never gives a wrong match.
 4. Of whole chunks that overlap, keep those that cover most characters together. So a new chunk never
    lowers the number of characters that whole chunks cover.
-5. Fill the gaps with chunks whose tail is cut off in the prompt.
+5. Fill the gaps with chunks whose tail is cut off in the prompt. Passages that were learned from other
+   prompts are only found whole.
 
 Chunks of 16 to 31 characters (enough where characters are ideographs) are found by their first 16.
 Shorter chunks and chunks whose head is cut off are not found; their text is computed like any other.
@@ -288,19 +289,28 @@ class ChunkIndex:
     Most chunks are in one table. Chunks added recently are in a small one, which is rebuilt on additions.
     """
 
-    def __init__(self, text_of: Callable[[str], str]) -> None:
-        """``text_of`` gives a chunk's canonical text; it raises :class:`LookupError` if it is gone."""
+    def __init__(self, text_of: Callable[[str], str], base: ChunkIndex | None = None) -> None:
+        """``text_of`` gives a chunk's canonical text; it raises :class:`LookupError` if it is gone.
+
+        ``base``: an index whose chunks are found, too. Those of this one are then found only whole, so that a
+        prompt with a part of their text shows nothing of them.
+        """
         self._text_of = text_of
+        self._base = base
         self._lock = threading.Lock()
         self._settled, self._recent = _Table({}), _Table({})
 
     def __len__(self) -> int:
-        return len(self._settled.hashes) + len(self._recent.hashes)
+        own = len(self._settled.hashes) + len(self._recent.hashes)
+        return own if self._base is None else own + len(self._base)
 
     def __contains__(self, chunk_id: object) -> bool:
-        return chunk_id in self._recent.hashes or chunk_id in self._settled.hashes
+        if chunk_id in self._recent.hashes or chunk_id in self._settled.hashes:
+            return True
+        return self._base is not None and chunk_id in self._base
 
     def ids(self) -> list[str]:
+        """Without those of the base."""
         with self._lock:
             return [*self._settled.hashes, *self._recent.hashes]
 
@@ -332,7 +342,10 @@ class ChunkIndex:
         if not len(self) or len(prompt) < SHORT:
             return []
         area = SearchArea(prompt, within, strict)
-        search = _Search(prompt, area, self._tables(), cache(self._text))
+        base = self if self._base is None else self._base
+        cut = base._tables()
+        tables = cut if base is self else [*cut, *self._tables()]
+        search = _Search(prompt, area, tables, cache(self._text), len(cut))
         whole = best_cover(search.whole_chunks())
         return search.with_tail_cut(whole) if strict else whole
 
@@ -369,10 +382,14 @@ class _Search:
     area: SearchArea
     tables: Sequence[_Table]
     text_of: Callable[[str], str]
+    cut: int
+    """How many of the tables, from the first on, have chunks that are found with their tail cut off, too."""
 
     def __post_init__(self) -> None:
         self.sums = PrefixSums(self.prompt)
-        self.found = [b for table in self.tables for b in table.beginnings(self.sums, self.area)]
+        listed = [list(table.beginnings(self.sums, self.area)) for table in self.tables]
+        self.found = [each for found in listed for each in found]
+        self.cuttable = [each for found in listed[: self.cut] for each in found]
 
     def whole_chunks(self) -> list[Match]:
         """Chunks that are in the prompt whole; they may overlap."""
@@ -397,7 +414,7 @@ class _Search:
         taken = list(taken)
         kept = [
             each.starts[first_of_each(each.low, np.ones_like(each.low), MAX_TAIL_CUT_STARTS)]
-            for each in self.found
+            for each in self.cuttable
             if each.size == MIN_TAIL_CUT_CHARS
         ]
         starts = np.unique(np.concatenate([np.zeros(0, np.intp), *kept]))
@@ -420,7 +437,7 @@ class _Search:
             longest = int(min(room, 2 * size) / MIN_TAIL_CUT_SHARE)
             candidates = [
                 chunk
-                for each in self.found
+                for each in self.cuttable
                 if each.size == size
                 for chunk in each.chunks_at(start, longest, left)
             ]

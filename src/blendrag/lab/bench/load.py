@@ -221,7 +221,7 @@ class BlendServer(StoredChunks):
         self.there.prepare()
         began = clock(device)
         controller = replace(self.controller)  # one for each request, as in an engine
-        missing = controller.missing(plan)
+        missing = [each.ids for each in controller.missing(plan)]
         self.put(missing)
         # Not opened(): a store that is too small may have evicted a chunk of this very prompt.
         with closing(controller.plan(plan, self.plan_options())) as opened:
