@@ -11,7 +11,7 @@ import pytest
 from blendrag.errors import StoreFullError
 from blendrag.store.disk_writer import RESERVE_BYTES
 from blendrag.store.identity import is_learned, learned_namespace
-from blendrag.store.maintenance import collect
+from blendrag.store.maintenance import collect, export_archive
 
 
 @pytest.fixture
@@ -173,3 +173,14 @@ def test_the_share_is_the_same_after_the_index_was_rebuilt(lab, make_store, root
         learn(lab, store, number, "a")
     assert learned(lab, store, "b") == [1, 2]
     assert learned(lab, store, "a") == [12, 13]
+
+
+def test_an_archive_has_nothing_of_it_unless_it_is_asked_for(lab, make_store, root, tmp_path):
+    store = make_store()
+    lab.put(store, 100)
+    learn(lab, store, 0)
+    store.close()
+    assert export_archive(root, tmp_path / "a.tar").payloads == 1
+    assert export_archive(root, tmp_path / "a.tar", lab.namespace).payloads == 1
+    learned_here = learned_namespace(lab.namespace, "a")
+    assert export_archive(root, tmp_path / "a.tar", learned_here).payloads == 1

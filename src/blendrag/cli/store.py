@@ -19,6 +19,7 @@ from blendrag.cli.output import confirmed, count, duration, echo, print_json, sa
 from blendrag.cli.progress import ByteProgress
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.durable import readable_size
+from blendrag.store.identity import is_learned
 
 if TYPE_CHECKING:
     from blendrag.config import Settings
@@ -117,7 +118,8 @@ def _print_stats(
         f"{readable_size(found.size_bytes)} of {readable_size(found.limit_bytes)}{default}"
     )
     for each in found.namespaces:
-        model = models.get(each.namespace) or "model unknown"
+        learned = "learned from prompts" if is_learned(each.namespace) else "model unknown"
+        model = models.get(each.namespace) or learned
         kind = ", ".join([*each.dtypes, *each.encodings]) or "no known header"
         unknown = f"; {each.unknown} with an unknown header" * bool(each.unknown)
         echo(

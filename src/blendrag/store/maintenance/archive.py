@@ -36,7 +36,7 @@ from blendrag.errors import (
 )
 from blendrag.store.disk_writer import DiskWriter
 from blendrag.store.durable import named_errors, sync_directory, whole_file
-from blendrag.store.identity import FORMAT_VERSION
+from blendrag.store.identity import FORMAT_VERSION, is_learned
 from blendrag.store.maintenance.opening import (
     Progress,
     no_progress,
@@ -93,6 +93,7 @@ def export_archive(
 ) -> ExportReport:
     """Write all verified payloads of the store, or of one namespace, to ``archive``.
 
+    What was learned from prompts is private, and only exported by its namespace.
     The archive appears whole or not at all. An archive of an earlier export is replaced, any other
     file is refused. Damaged payloads are left out. Raises :class:`InvalidInputError`,
     :class:`StoreFullError` and :class:`StoreUnavailableError`.
@@ -142,7 +143,8 @@ def _copy(
 def _one_per_key(files: PayloadFiles, namespace: str | None) -> Iterator[Name]:
     """One payload of each key, in order. Holds the names of one directory at a time."""
     with named_errors("listing the store to be exported"):
-        for _, names in groupby(files.walk(namespace), key=lambda name: name.entry):
+        found = (n for n in files.walk(namespace) if namespace or not is_learned(n.namespace))
+        for _, names in groupby(found, key=lambda name: name.entry):
             yield from islice(names, 1)
 
 
