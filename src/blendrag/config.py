@@ -76,6 +76,9 @@ class Settings(BaseSettings):
     """How r is spread over the layers: constant, linear, geometric[:g], first:m or a comma-separated
     vector."""
     max_new_tokens: int = Field(default=128, ge=1)
+    plain_messages: bool = False
+    """Whether what looks like a control token in system and user messages is text. Turn it on where chains
+    put documents into them."""
     batch_bytes: int = Field(default=2 * 1024**3, ge=0)
     """Memory limit for the KV of requests that run at the same time, and for prompts of a batch that are
     prefilled together, with their activations. 0: one after another."""

@@ -114,7 +114,7 @@ def test_a_title_with_a_slash_is_the_name_of_a_document(served: Live, client, mo
         served.engine, "astream", lambda *given: asked.append(given[0]) or stock(*given)
     )
     answered(client, documents=[{"title": "TCP/IP", "text": "A protocol."}])
-    assert "[TCP/IP]" in asked[0][-1]["content"]
+    assert "[TCP/IP]" in asked[0].text
 
 
 def test_texts_are_embedded_one_request_at_a_time(served: Live, monkeypatch) -> None:

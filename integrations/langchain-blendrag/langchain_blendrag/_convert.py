@@ -184,6 +184,9 @@ def identifying_params(fields: RequestFields) -> dict[str, Any]:
         "stop": list(options.stop),
         "logprobs": options.logprobs,
         "apply_chat_template": options.apply_chat_template,
+        "plain_messages": defaults.plain_messages
+        if options.plain_messages is None
+        else options.plain_messages,
         "template_kwargs": dict(options.template),
         "generate_kwargs": dict(options.generate),
     }

@@ -197,12 +197,9 @@ class ChatBlend(RequestFields, BaseChatModel):
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
         """Tokens of the prompt as the template renders ``messages`` and ``tools``."""
-        from blendrag.engine.rendering import render
-
         schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
         request = make_request(self, messages, None, tools=schemas)
-        tokens = self.engine.resources.tokens
-        return len(tokens.encode_template(render(request.prompt, tokens, request.options).text))
+        return len(self.engine.segments(request.prompt, request.options).ids)
 
     # -- identity -------------------------------------------------------------------------------
 

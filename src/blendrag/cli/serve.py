@@ -58,6 +58,14 @@ def serve(
         list[Path] | None,
         options.optional("A prompt schema that chats may name in the field schema; repeatable."),
     ] = None,
+    plain_messages: Annotated[
+        bool | None,
+        typer.Option(
+            "--plain-messages",
+            help="Control tokens in system and user messages are text, as in documents.",
+            show_default=False,
+        ),
+    ] = None,
     mode: options.Mode = None,
     policy: options.Policy = None,
     ratio: options.AutoRatio = None,
@@ -123,7 +131,7 @@ def serve(
     at = bound_socket(host, port)
     defaults: dict[str, Any] = {
         "mode": mode, "policy": policy, "ratio": ratio, "top_k": top_k,
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": max_new_tokens, "plain_messages": plain_messages,
     }  # fmt: skip
     with at, options.engine_for(context, **defaults) as engine, ExitStack() as following:
         named: dict[str, Path] = {}

@@ -43,6 +43,7 @@ class ServedCluster(BaseModel):
     device: str | None = None
     lora: str | None = None
     trust_remote_code: bool = False
+    plain_messages: bool | None = None
     schemas: tuple[str, ...] = ()
     """Files of prompt schemas."""
     api_key_file: str | None = None
@@ -156,6 +157,6 @@ class ServedCluster(BaseModel):
 
 _ENGINE_OPTIONS = {
     "remote", "mode", "policy", "ratio", "top_k", "max_new_tokens", "embedder", "ram_bytes", "disk_bytes",
-    "dtype", "device", "lora", "trust_remote_code",
+    "dtype", "device", "lora", "trust_remote_code", "plain_messages",
 }  # fmt: skip
 _LIMITS = {"max_requests", "max_body_bytes", "max_tokens"}

@@ -58,6 +58,7 @@ from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.rendering import (
     NEXT_QUESTION,
     Rendered,
+    lookalikes,
     prompt_over,
     recognise,
     refuse_silence,
@@ -89,6 +90,7 @@ from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.plan import Plan, Reason, ReasonCode
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
+from blendrag.text.matches import merged
 from blendrag.text.passages import FreshText
 from blendrag.text.prompt import SegmentedPrompt, segment_prompt
 from blendrag.text.readers import ALL, Patterns
@@ -121,6 +123,8 @@ class BlendEngine:
             ``file:///directory``. Needs ``blendrag[remote]``.
         encoding: how a new store keeps KV: native, int8 or fp8.
         learn: ``False`` learns no passages from prompts (:mod:`blendrag.engine.learning`).
+        plain_messages: ``True`` tokenises what looks like a control token in system and user messages as
+            text.
         lora: directory of a PEFT adapter to load onto the model.
         model_kwargs: more arguments of ``AutoModelForCausalLM.from_pretrained`` (``revision``,
             ``attn_implementation``, ``quantization_config``, …).
@@ -160,6 +164,7 @@ class BlendEngine:
         remote: str | None = None,
         encoding: KVEncoding | None = None,
         learn: bool | None = None,
+        plain_messages: bool | None = None,
         read_only: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
@@ -168,6 +173,7 @@ class BlendEngine:
             "schedule": schedule, "ratio": ratio, "min_ratio": min_ratio, "max_new_tokens": max_new_tokens,
             "top_k": top_k, "embedder": embedder, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes,
             "remote": remote, "kv_encoding": encoding, "learn": learn,
+            "plain_messages": plain_messages,
         }  # fmt: skip
         changes = {name: value for name, value in given.items() if value is not None}
         self.settings = settings().model_copy(update=changes)
@@ -394,7 +400,7 @@ class BlendEngine:
         options = options or Options()
         if isinstance(prompt, SchemaPrompt):
             return self._schemas.read(prompt, options, is_full=True)[0]
-        return self._segments(render(prompt, self.resources.tokens, options), options.scope)[0]
+        return self._segments(self._rendered(prompt, options), options.scope)[0]
 
     # -- the road of a request ------------------------------------------------------------------
 
@@ -409,7 +415,7 @@ class BlendEngine:
         if options.timeout_s is not None and time.perf_counter() - asked_at > options.timeout_s:
             raise RequestTimeout(options.timeout_s)  # earlier prompts took all the time
         began = time.perf_counter()
-        s, tokens = self.settings, self.resources.tokens
+        s, _ = self.settings, self.resources.tokens
         opening_s = time.perf_counter() - began
         policy = options.policy or s.policy
         make_policy(policy)  # fail before any work
@@ -419,7 +425,7 @@ class BlendEngine:
         if isinstance(prompt, SchemaPrompt):
             segments, source_of, placed = self._schemas.read(prompt, options, mode == "full")
         else:
-            rendered = render(prompt, tokens, options)
+            rendered = self._rendered(prompt, options)
             if not isinstance(prompt, str | RagPrompt):
                 refuse_silence(prompt)
             segments, source_of, notes, fresh = self._segments(rendered, options.scope)
@@ -452,6 +458,11 @@ class BlendEngine:
             placed=placed,
         )
 
+    def _rendered(self, prompt: Prompt, options: Options) -> Rendered:
+        if options.plain_messages is None:
+            options = replace(options, plain_messages=self.settings.plain_messages)
+        return render(prompt, self.resources.tokens, options)
+
     def _segments(
         self, rendered: Rendered, scope: str | None
     ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
@@ -460,17 +471,19 @@ class BlendEngine:
         resources = self.resources
         corpus, foreign = resources.own_corpus()
         found = recognise(corpus, rendered, resources.tokens, scope)
-        chunks = {}
+        chunks, removed = {}, []
         for match in found.chunks:
-            with suppress(KeyError):  # another process may have removed it meanwhile
-                assert corpus is not None
+            assert corpus is not None
+            try:
                 chunks[match.chunk_id] = corpus.chunk(match.chunk_id)
+            except KeyError:  # another process has removed it meanwhile
+                removed.append((match.start, match.end))
         segments = segment_prompt(
             rendered.text,
             [match for match in found.chunks if match.chunk_id in chunks],
             resources.tokens,
             lambda chunk_id: resources.text_ids(chunks[chunk_id].text),
-            found.plain,
+            merged([*found.plain, *lookalikes(rendered.text, removed, resources.tokens)]),
         )
         notes = (*((foreign,) if foreign else found.notes), *rendered.notes)
         fresh = None if foreign or scope is None else found.fresh
@@ -823,7 +836,7 @@ def check_defaults(defaults: Settings) -> None:
         raise InvalidInputError(
             f"encoding {defaults.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
         )
-    names = ("mode", "ratio", "min_ratio", "max_new_tokens")
+    names = ("mode", "ratio", "min_ratio", "max_new_tokens", "plain_messages")
     Options(**{name: getattr(defaults, name) for name in names})
     make_policy(defaults.policy)
     Schedule.parse(defaults.schedule)

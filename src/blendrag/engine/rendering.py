@@ -8,6 +8,8 @@ content. Marks are drawn per request, so no document can contain them. If the ma
 its marks differs from the first, each content is replaced by a random word in turn, and what changes is
 the content. In prompts of very many messages this is left out, and contents are unknown.
 
+What of the messages is data, and therefore never markup, is decided by :mod:`blendrag.engine.data_text`.
+
 Chunks are searched only inside contents, so that a document of template markup cannot turn markup into plain
 text. If contents are unknown (the caller rendered the prompt), no match covers a control token.
 """
@@ -23,12 +25,13 @@ from functools import partial
 from typing import Any
 
 from blendrag.corpus.corpus import Corpus
+from blendrag.engine.data_text import DataPrompt
 from blendrag.engine.request import Options, Prompt, RagPrompt
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.model.bounded_templates import bounded
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
-from blendrag.text.matches import Match, common_prefix
+from blendrag.text.matches import Match, common_prefix, merged
 from blendrag.text.names import short_name
 from blendrag.text.passages import FreshText
 from blendrag.text.recognition import ChunkIndex
@@ -81,6 +84,8 @@ class Rendered:
     """Content of the last user message, if known."""
     chunks: tuple[Match, ...] | None = None
     """The chunks, if they are known. Then all other text in ``contents`` is tokenised as plain text."""
+    plain: tuple[Span, ...] = ()
+    """Data that looks like control tokens; ascending and disjoint."""
     replies: tuple[Span, ...] = ()
     """Contents that the model wrote."""
     notes: tuple[str, ...] = ()
@@ -151,28 +156,64 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
         )
     _check_messages(messages, tokens)
     given = dict(options.template) | ({"tools": list(options.tools)} if options.tools else {})
+    only_data, asked = bool(options.plain_messages), None
+    if isinstance(prompt, RagPrompt) and prompt.chunks is not None:
+        only_data = True
+    elif isinstance(prompt, RagPrompt) and not only_data:
+        asked = prompt.question
+    data = DataPrompt(messages, given, tokens, only_data, asked)
     try:
-        rendered = tokens.render([dict(m) for m in messages], **given)
+        rendered = data.render()
     except Exception as exc:  # jinja errors of many types, raised by the template's checks
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise InvalidInputError(
             f"the chat template refuses these messages (roles: {roles}): {exc}"
         ) from exc
-    made = _located(rendered, messages, tokens, given)
-    if isinstance(prompt, RagPrompt):
+    made = _located(rendered.marked, rendered.messages, tokens, rendered.given)
+    made = replace(made, text=rendered.text, plain=rendered.lookalikes(tokens))
+    if isinstance(prompt, RagPrompt) and prompt.chunks is not None:
         made = _known(made, prompt.text, prompt.chunks)
-    text = made.text + options.opening
-    check_unicode(text, "the rendered prompt")
-    return replace(made, text=text, notes=_rendered_twice(messages, tokens))
+    made = _opened(made, tokens, options)
+    check_unicode(made.text, "the rendered prompt")
+    return replace(made, notes=_rendered_twice(messages, tokens))
+
+
+def _opened(made: Rendered, tokens: Tokens, options: Options) -> Rendered:
+    """With the beginning of the answer, in which names of tools are data."""
+    if not options.opening:
+        return made
+    text, begins = made.text + options.opening, len(made.text)
+    names = [str(tool.get("function", tool).get("name")) for tool in options.tools]
+    spans = [
+        (begins + found.start(), begins + found.end())
+        for name in names
+        for found in re.finditer(re.escape(name), options.opening)
+    ]
+    return replace(made, text=text, plain=(*made.plain, *lookalikes(text, spans, tokens)))
+
+
+def lookalikes(text: str, data: Sequence[Span], tokens: Tokens) -> list[Span]:
+    """What looks like control tokens in ``data``, which are spans of ``text``."""
+    data = merged([span for span in data if span[0] < span[1]])
+    control = tokens.control_spans(text) if data else []
+    return [span for span in control if _overlaps(span, data)]
 
 
 def _raw(prompt: str | RagPrompt, text: str, tokens: Tokens, options: Options) -> Rendered:
+    """A prompt without a chat template. What the caller rendered is not data."""
     bos = tokens.tokenizer.bos_token if tokens.adds_bos else ""
     bos = "" if text.startswith(bos) else bos
     made = Rendered(f"{bos}{text}{options.opening}")
-    if isinstance(prompt, RagPrompt):
-        turn = (len(bos), len(bos) + len(text))
+    turn = (len(bos), len(bos) + len(text))
+    if isinstance(prompt, RagPrompt) and prompt.chunks is not None:
         return _known(replace(made, contents=(turn,), turn=turn), text, prompt.chunks)
+    if options.plain_messages and not tokens.has_template:
+        plain = lookalikes(made.text, [turn], tokens)
+        return replace(made, contents=(turn,), turn=turn, plain=tuple(plain))
+    if isinstance(prompt, RagPrompt):
+        low, high = (at + len(bos) for at in prompt.question)
+        data = [(turn[0], low), (high, turn[1])]
+        return replace(made, plain=tuple(lookalikes(made.text, data, tokens)))
     return made
 
 
@@ -221,7 +262,7 @@ def _located(
     turns = [span for number, span in found if number == last[-1]]
     return Rendered(
         rendered,
-        merged([span for _, span in found]),
+        tuple(merged([span for _, span in found])),
         turns[-1] if turns else (len(rendered),) * 2,
         replies=tuple(span for n, span in found if _role(messages, n) == "assistant"),
     )
@@ -300,23 +341,9 @@ def _compared(
     return found
 
 
-def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The same characters as ascending, disjoint spans."""
-    made: list[Span] = []
-    for low, high in sorted(spans):
-        if made and low < made[-1][1]:
-            made[-1] = (made[-1][0], max(high, made[-1][1]))
-        else:
-            made.append((low, high))
-    return tuple(made)
-
-
 def _known(made: Rendered, asked: str, chunks: Sequence[Match]) -> Rendered:
-    """With the known chunks of the prompt ``asked``.
-
-    If the template altered the prompt, only unaltered chunks count. If the prompt's span is unknown, the
-    whole rendering counts as its text, so that a document never becomes markup.
-    """
+    """With the known chunks of the prompt ``asked``. If the template altered it, only unaltered chunks
+    count."""
     start, end = made.turn or (0, 0)
     if made.text[start:end] == asked:
         there = [replace(m, start=m.start + start, end=m.end + start) for m in chunks]
@@ -330,7 +357,7 @@ def _known(made: Rendered, asked: str, chunks: Sequence[Match]) -> Rendered:
         if low >= 0 and any(a <= low and low + len(text) <= b for a, b in contents):
             at = low + len(text)
             there.append(replace(match, start=low, end=at))
-    return replace(made, contents=contents, chunks=tuple(there))
+    return replace(made, chunks=tuple(there))
 
 
 def refuse_silence(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -398,8 +425,8 @@ def recognise(
     if rendered.chunks is not None:
         known = index if index is not None else ()
         there = tuple(m for m in rendered.chunks if m.chunk_id in known)
-        rest = _without(rendered.contents or (), there)
-        return Recognised(there, tuple(span for span in rest if _overlaps(span, control)))
+        rest = [*_without(rendered.contents or (), there), *_outside(rendered.plain, there)]
+        return Recognised(there, _text_spans(rest, control))
     text, contents = rendered.text, rendered.contents
     within = _between(control, len(text)) if contents is None else contents
     turn = rendered.turn or _last_turn(text, within)
@@ -409,17 +436,34 @@ def recognise(
     asked = [span for span in within if span not in replies]
     fresh = FreshText(text, tuple(_without(asked, found)), tuple(found), turn, tuple(control))
     if index is None:
-        return Recognised(fresh=fresh)
-    plain: list[Span] = []
+        return Recognised(plain=rendered.plain, fresh=fresh)
+    maybe = _outside(rendered.plain, chunks)
     if contents is not None and any(_overlaps(span, control) for span in contents):
         left = _without(contents, chunks)
         loose = index.find(text, left, strict=False)
-        maybe = [(m.start, m.end) for m in loose]
+        maybe += [(m.start, m.end) for m in loose]
         maybe += [_rest(m, text, left) for m in found if not m.complete]
-        plain = [span for span in merged(maybe) if _overlaps(span, control)]
     computed = [m for m in found if m not in chunks]
     notes = _why_missed(index, text, found) + _why_computed(text, computed)
-    return Recognised(tuple(chunks), tuple(plain), notes, fresh)
+    return Recognised(tuple(chunks), _text_spans(maybe, control), notes, fresh)
+
+
+def _text_spans(spans: Sequence[Span], control: Sequence[Span]) -> tuple[Span, ...]:
+    """Those of ``spans`` that overlap what looks like control tokens; ascending and disjoint."""
+    return tuple(span for span in merged(spans) if _overlaps(span, control))
+
+
+def _outside(spans: Sequence[Span], chunks: Sequence[Match]) -> list[Span]:
+    """``spans`` without the characters of ``chunks``; both are ascending and disjoint."""
+    left = []
+    for low, high in spans:
+        for match in chunks[bisect_right(chunks, low, key=lambda m: m.end) :]:
+            if match.start >= high:
+                break
+            left.append((low, match.start))
+            low = match.end
+        left.append((low, high))
+    return [(low, high) for low, high in left if low < high]
 
 
 def without_question(matches: Sequence[Match], text: str, turn: Span) -> list[Match]:

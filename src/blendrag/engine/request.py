@@ -28,11 +28,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RagPrompt:
-    """A user message with known chunks and question; nothing needs to be recognised."""
+    """A user message with known chunks and question. All of it is data, and so is its history."""
 
     text: str
-    chunks: tuple[Match, ...]
-    """Ascending, disjoint, in characters of ``text``."""
+    chunks: tuple[Match, ...] | None
+    """Ascending, disjoint, in characters of ``text``. ``None``: they are recognised, and question and history
+    count as in any other conversation."""
     question: tuple[int, int]
     history: tuple[Message, ...] = ()
     """Messages before this one."""
@@ -91,6 +92,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "template": (Mapping, "a dictionary"),
     "generate": (Mapping, "a dictionary"),
     "apply_chat_template": (bool, "True or False"),
+    "plain_messages": (bool, "True or False"),
     "explain": (bool, "True or False"),
     "cache_salt": (str, "a text"),
     "tenant": (str, "a text"),
@@ -171,6 +173,9 @@ class Options:
     tenant: str | None = None
     """Whose request it is. What prompts leave (passages that are learned, exact prefixes) is used only for
     requests of the same tenant; all share the documents of the store. ``None`` is a tenant, too."""
+    plain_messages: bool | None = None
+    """Whether what looks like a control token in system and user messages is text, as in all other messages.
+    Without effect with ``apply_chat_template=False``."""
 
     def __post_init__(self) -> None:
         for name, (kind, called) in _KINDS.items():
@@ -248,6 +253,7 @@ class OptionFields(TypedDict, total=False):
     explain: bool
     cache_salt: str | None
     tenant: str | None
+    plain_messages: bool | None
 
 
 _ASKED = ("top_k", "history")  # arguments of ask that are not options

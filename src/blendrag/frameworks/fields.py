@@ -196,6 +196,9 @@ class RequestFields(EngineFields):
     """Texts that end an answer; the ``stop`` of a call replaces them."""
     apply_chat_template: bool = True
     """``False`` sends strings unchanged, and messages as the framework flattens them."""
+    plain_messages: bool | None = None
+    """``True``: what looks like a control token in system and user messages is text. Turn it on where
+    chains put documents into them."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More arguments of the chat template (``enable_thinking``, …)."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)

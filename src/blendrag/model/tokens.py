@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -26,6 +26,7 @@ from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode, is
 from blendrag.model.bounded_templates import bounded
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import uncapped
+from blendrag.text.matches import merged
 from blendrag.text.prompt import Encoded
 
 T = TypeVar("T")
@@ -74,15 +75,21 @@ class Tokens:
         self._continuing = _continuing_tokenizer(tokenizer.backend_tokenizer)
         added = tokenizer.added_tokens_decoder
         self._added_ids = frozenset(added)
-        self._added_texts = {str(token) for token in added.values()}
+        self._added = {str(token): index for index, token in added.items()}
         special = {index: str(token) for index, token in added.items() if token.special}
         self._special_ids = frozenset((*tokenizer.all_special_ids, *special))
-        self._never_in_text = self._special_ids - {tokenizer.unk_token_id}
+        self._markup = {text for text in self._added if _is_markup(text)}
+        marked = {self._added[text] for text in self._markup} | self._special_ids
+        self._never_in_text = marked - {tokenizer.unk_token_id}
+        #: A normalizer may change other text into tokens that are found in normalized text.
+        self._folds = _changes_text(tokenizer.backend_tokenizer) and any(
+            token.normalized for token in added.values()
+        )
         self.special_texts = sorted({*tokenizer.all_special_tokens, *special.values()})
         """The control tokens as text."""
         # Both depend on the chat template, which its owner may replace.
         self._shows_tools = lru_cache(maxsize=1)(self._find_tools)
-        self._control = lru_cache(maxsize=1)(self._control_pattern)
+        self._control = lru_cache(maxsize=1)(self._find_control)
 
     # -- encoding -----------------------------------------------------------------------------
 
@@ -126,8 +133,8 @@ class Tokens:
         # cut, so each look-alike is cut after its first character.
         cuts = sorted(
             found.start() + 1
-            for special in self.special_texts
-            for found in re.finditer(f"(?={re.escape(special)})", text)
+            for each in {*self.special_texts, *self._markup}
+            for found in re.finditer(f"(?={re.escape(each)})", text)
         )
         parts = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
         ids = [i for part in parts for i in self.text.encode(part, add_special_tokens=False).ids]
@@ -154,17 +161,34 @@ class Tokens:
     # -- control tokens -----------------------------------------------------------------------
 
     def control_spans(self, text: str) -> list[tuple[int, int]]:
-        """Spans of ``text`` that become control tokens, ascending.
+        """Spans of ``text`` that become control tokens, ascending and disjoint.
 
-        Control tokens are the special ones, and added ones that the chat template writes (DeepSeek's are
-        not marked special), but not those that are merely common (Gemma adds line breaks and HTML tags).
+        Control tokens are the special ones, and of the other added tokens those that the chat template writes
+        (DeepSeek's are not marked special) and those in brackets (Qwen's ``<|fim_prefix|>``), but not those
+        that are merely common (Gemma adds line breaks and HTML tags).
         """
-        return [found.span() for found in self._control(self.template_text).finditer(text)]
+        control = self._control(self.template_text)
+        spans = [found.span() for found in control.pattern.finditer(text)]
+        if not self._folds:
+            return spans
+        encoded = self._encode_stock(text)
+        pairs = zip(encoded.ids, encoded.offsets, strict=True)
+        return merged([*spans, *(span for index, span in pairs if index in control.ids)])
 
-    def _control_pattern(self, template: str) -> re.Pattern[str]:
-        written = {t for t in self._added_texts if t.strip() and t in template}
-        longest_first = sorted({*self.special_texts, *written} - {""}, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    @property
+    def control_edges(self) -> frozenset[str]:
+        """The characters that control tokens begin and end with, without letters and digits."""
+        return self._control(self.template_text).edges
+
+    def _find_control(self, template: str) -> _Control:
+        written = {text for text in self._added if len(text.strip()) > 1 and text in template}
+        markup = written | self._markup
+        texts = {*self.special_texts, *markup} - {""}
+        return _Control(
+            re.compile(_any_of(texts) or r"(?!)"),
+            self._special_ids.union(self._added[text] for text in markup),
+            frozenset(c for t in texts for c in (t[0], t[-1]) if not (c.isalnum() or c.isspace())),
+        )
 
     @property
     def bos_id(self) -> int | None:
@@ -267,6 +291,47 @@ def _growth(part: Any) -> float:
         replaced = part["pattern"].get("String", "?")
         return max(1.0, len(part["content"]) / max(1, len(replaced)))
     return math.prod(_growth(each) for each in part.values() if isinstance(each, list))
+
+
+class _Control(NamedTuple):
+    """The control tokens of a tokenizer with its chat template."""
+
+    pattern: re.Pattern[str]
+    ids: frozenset[int]
+    edges: frozenset[str]
+
+
+_BRACKETED = re.compile(r"[<\[{(|｜]\S+[>\]})|｜]")
+#: Tags of HTML, which are common in documents.
+_HTML_TAG = re.compile(
+    r"</?(a|abbr|address|article|aside|b|big|blockquote|body|br|caption|center|cite|code|col|colgroup|dd|del|div"
+    r"|dl|dt|em|footer|form|h[1-6]|head|header|hr|html|i|img|ins|kbd|li|link|main|mark|meta|nav|ol|option|p|pre|q"
+    r"|s|samp|section|select|small|span|strike|strong|style|sub|sup|table|tbody|td|tfoot|th|thead|title|tr|tt|u"
+    r"|ul|var)/?>"
+)
+
+
+def _is_markup(text: str) -> bool:
+    return bool(_BRACKETED.fullmatch(text)) and not _HTML_TAG.fullmatch(text)
+
+
+def _any_of(texts: Collection[str]) -> str:
+    """A pattern for the longest of ``texts`` at a place. It compares their common beginnings once: Gemma has
+    6,000 control tokens that begin alike."""
+    heads: dict[str, list[str]] = {}
+    for text in filter(None, texts):
+        heads.setdefault(text[0], []).append(text[1:])
+    branches = [re.escape(head) + _any_of(tails) for head, tails in heads.items()]
+    if "" not in texts and len(branches) == 1:
+        return branches[0]
+    return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}" if branches else ""
+
+
+def _changes_text(backend: Tokenizer) -> bool:
+    """Whether the normalizer changes more than spaces."""
+    text = "".join(map(chr, range(33, 127))) + "＜｜É"
+    normalizer = backend.normalizer
+    return normalizer is not None and text not in normalizer.normalize_str(text)
 
 
 def _plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:

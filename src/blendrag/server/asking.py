@@ -296,7 +296,7 @@ def _with_texts(
     """The prompt with the texts that the request brings or wants retrieved, and the retrieved ones.
 
     The last message is the question. Retrieved chunks are known; brought documents are recognised, and
-    learned, like any other text of a prompt.
+    learned, like any other text of a prompt. Both are data, never markup.
     """
     if not (body.retrieve or body.documents):
         return messages, ()
@@ -313,9 +313,8 @@ def _with_texts(
         titled = [_titled(each, number) for number, each in enumerate(body.documents)]
         named = [title for title, _ in titled] if tokens.names_sources else None
         over = prompt_over(question, [text for _, text in titled], named)
-        asked = [*history, {"role": "user", "content": over.text}]
-        _check_length(engine, asked)
-        return asked, ()
+        _check_length(engine, [*history, {"role": "user", "content": over.text}])
+        return replace(over, chunks=None, history=tuple(history)), ()
     earlier = [message["content"] for message in history if message["role"] == "user"]
     top_k = body.blendrag.top_k if body.blendrag else None
     if top_k is not None and top_k > MAX_TOP_K:

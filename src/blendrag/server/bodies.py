@@ -31,6 +31,7 @@ class BlendOptions(Body):
     min_ratio: float | None = None
     top_k: int | None = None
     timeout_s: float | None = None
+    plain_messages: bool | None = None
     explain: bool | None = None
 
 

@@ -108,11 +108,9 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
 
     def count_tokens(self, messages: Sequence[ChatMessage]) -> int:
         """Tokens of ``messages``, including those of the chat template."""
-        from blendrag.engine.rendering import render
-
-        options, tokens = self.request_options(), self.engine.resources.tokens
+        options = self.request_options()
         asked = self._asked(self._extend_messages(list(messages)), options)
-        return len(tokens.encode_template(render(asked, tokens, options).text))
+        return len(self.engine.segments(asked, options).ids)
 
     # -- answers --------------------------------------------------------------------------------
 
