@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-together test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-remote soak-ray fuzz-corpus fuzz-schema crash-ray coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-together test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-remote soak-ray fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -175,6 +175,11 @@ fuzz-corpus: $(READY) ## damage copies of a corpus: never a wrong text, never a 
 fuzz-schema: $(READY) ## change 100,000 prompt schemas and prompts: parsed, or refused with one sentence
 	@PYTHONPATH=tests $(BIN)/python -m schema.markup_fuzz \
 	  $(if $(TEXTS),--texts $(TEXTS)) $(if $(SEED),--seed $(SEED))
+
+# make fuzz-files FILES=1000 GOOD=10 SEED=7
+fuzz-files: $(READY) ## change 20,000 files and ingest hostile ones: read, or refused with one sentence within 5 s
+	@PYTHONPATH=tests $(BIN)/python -m text.files_fuzz \
+	  $(if $(FILES),--files $(FILES)) $(if $(GOOD),--good $(GOOD)) $(if $(SEED),--seed $(SEED))
 
 # make crash-ray KILLS=20 SEED=7
 crash-ray: $(READY) ## kill workers of ingests on Ray at 100 random moments: nothing lost, nothing computed twice

@@ -130,7 +130,7 @@ ODD: dict[str, Callable[[], bytes]] = {
 
 def write_hostile(folder: Path, names: Iterable[str] = tuple(HOSTILE)) -> None:
     """A new folder with these files, a pipe, a socket, and links to a device and to themselves."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for name in names:
         (folder / name).write_bytes(HOSTILE[name]())
     os.mkfifo(folder / "pipe.txt")

@@ -1,0 +1,16 @@
+"""A few of the files of ``make fuzz-files``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import files_fuzz
+
+
+def test_changed_files_are_read_or_refused_with_one_sentence(tmp_path: Path) -> None:
+    report = files_fuzz.fuzz(150, 3, tmp_path)
+    assert report.failures == []
+    assert {outcome.split()[0] for outcome in report.outcomes} == {
+        Path(name).suffix for name in files_fuzz.GOOD
+    }
+    assert not [*tmp_path.iterdir()]
