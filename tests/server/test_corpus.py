@@ -210,6 +210,15 @@ def test_documents_are_ingested_asked_listed_and_deleted(writable: Live, context
             "documents[0].metadata.a is NaN, expected a valid string or a valid integer or a finite number",
         ),
         (["x"], "documents[0]"),
+        (
+            [{"source": "x" * 84_000, "text": "b"}],
+            "source of documents[0] has 84,000 characters ('x",
+        ),
+        ([{"source": "a", "text": "b", "title": "x" * 84_000}], "title of documents[0] has 84,000"),
+        (
+            [{"source": "a", "text": "b", "metadata": {"n": "x" * 1_100_000}}],
+            "metadata of documents[0] takes 1,100,009 bytes as JSON, expected at most 1,048,576",
+        ),
     ],
 )
 def test_documents_that_cannot_be_stored(writable: Live, documents, said) -> None:

@@ -70,8 +70,9 @@ GOOD: dict[str, bytes] = {
         f"<!doctype html><html><head><title>T</title></head><body><h1>H</h1><p>{_WORDS}<br>x</p>"
         f"<table><tr><td>a</td><td>b</td></tr></table><pre>x\n  y</pre><ul><li>{_WORDS}</ul></body></html>"
     ).encode(),
-    "a.jsonl": (
-        f'{{"text": "{_WORDS}", "id": 7, "title": "T", "tags": ["a", {{"b": null}}]}}\n' * 3
+    "a.jsonl": "".join(
+        f'{{"text": "{_WORDS}", "id": {n}, "title": "T", "tags": ["a", {{"b": null}}]}}\n'
+        for n in range(3)
     ).encode(),
     "a.docx": files.docx(
         files.paragraph(_WORDS) + files.table(files.cell("a", 2) + files.cell("b", 1))
@@ -82,11 +83,12 @@ GOOD: dict[str, bytes] = {
 
 #: Put into text at random places, some of them many times.
 PIECES = (
-    "<div>", "<td>", "</td>", "<p", "<!--", "-->", "<![CDATA[", "]]>", "<!DOCTYPE x [<!ENTITY e 'e'>]>",
-    "&e;",     "&#0;", "&#xD800;", "<script>", "</script>", "<title>", "<pre>", "<br>", "<a b=", "'", '"', "[", "]",
-    "{", "}", ":", ",", "\\u", "\\ud800", "\\", "9" * 50, "-", "1e999", "NaN", "null", '"text"', '"id"', "# ", "#",
-    "```", "~~~", " ", "\t", "\n", "\r", "\0", "\x1b[2J", "\u202e", "\ufeff", "é", "😀", "\u0300", "漢",
-    " obj ", "endobj", " stream\n", "endstream", "<<", ">>", "/Kids", "/Length 99999999", "0 R ", "(", ")",
+    "<div>", "<td>", "</td>", "<p", "<!--", "-->", "<![CDATA[", "]]>",
+    "<!DOCTYPE x [<!ENTITY e 'e'>]>", "&e;", "&#0;", "&#xD800;", "<script>", "</script>",
+    "<title>", "<pre>", "<br>", "<a b=", "'", '"', "[", "]", "{", "}", ":", ",", "\\u", "\\ud800",
+    "\\", "9" * 50, "-", "1e999", "NaN", "null", '"text"', '"id"', "# ", "#", "```", "~~~", " ",
+    "\t", "\n", "\r", "\0", "\x1b[2J", "\u202e", "\ufeff", "é", "😀", "\u0300", "漢", " obj ",
+    "endobj", " stream\n", "endstream", "<<", ">>", "/Kids", "/Length 99999999", "0 R ", "(", ")",
     "BT ", "Tj ", "xref", "trailer", "%%EOF", "%PDF-", "PK\x03\x04", "word/document.xml",
 )  # fmt: skip
 

@@ -94,13 +94,12 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "no-parts.docx": lambda: b"PK\x03\x04" + bytes(100),
     "pages.pdf": lambda: pdf(*[_WORDS] * 20, kids="3 0 R " * 100_000),
     "loop.pdf": lambda: pdf("x", kids="2 0 R"),
-    "operators.pdf": lambda: pdf(drawn="BT /F1 12 Tf " + "(x) Tj " * 300_000 + "ET"),
     "arrays.pdf": lambda: pdf(drawn="[" * 100_000),
     "dictionaries.pdf": lambda: b"%PDF-1.4\n1 0 obj\n" + b"<< /A " * 100_000,
     "count.pdf": lambda: pdf("x").replace(b"/Count 1", b"/Count 999999999999").replace(b"3 0 R", b"9 0 R"),
     "cut.pdf": lambda: pdf(_WORDS)[:90],
     "attributes.html": lambda: b"<html><body>" + b"<a " * 100_000,
-    "references.html": lambda: b"<html><body>" + b"</" * 100_000,
+    "closing.html": lambda: b"<html><body>" + b"</a x=" * 100_000,
     "tags.html": lambda: b"<html><body>" + b"<b><i>" * 50_000 + b"</b>" * 50_000,
     "cells.html": lambda: b"<html><table>" + b"<td>" * 20_000,
     "divs.html": lambda: b"<html>" + b"<div>" * 440_000,
@@ -124,6 +123,7 @@ ODD: dict[str, Callable[[], bytes]] = {
     "headings.md": lambda: b"# \n" * 100_000 + b"# " + b" #" * 100_000 + b"x\n",
     "line.txt": lambda: b"word " * 200_000,
     "title.html": lambda: b"<html><title>" + b"x" * 84_000 + b"</title><body>" + _WORDS.encode(),
+    "references.html": lambda: b"<html><body>" + b"</" * 5_000,
     "heading.md": lambda: b"# " + b"y" * 84_000 + b"\n\n" + _WORDS.encode(),
 }
 
