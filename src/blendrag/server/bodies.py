@@ -2,17 +2,57 @@
 
 Types are strict and unknown fields are refused, so that no misspelled option is silently ignored. Fields
 that do not change an answer are accepted and ignored.
+
+A body has few errors, however long it is: pydantic (2.14) takes minutes to list those of a million elements,
+and meanwhile the server would answer nobody.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from itertools import islice
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
+
+from blendrag.wording import quoted
+
+T = TypeVar("T")
+#: Most elements of a list: messages, parts of one, documents, tools, texts.
+MAX_ITEMS = 10_000
+#: Most entries of a document's metadata.
+MAX_METADATA = 1000
+
+
+class _FirstError(FailFast):
+    __hash__ = object.__hash__  # to be part of a union
+
+
+#: A list of which only the first wrong element is reported.
+Items = Annotated[list[T], Field(max_length=MAX_ITEMS), _FirstError()]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown(cls, given: Any) -> Any:
+        """Without the unknown fields but the first."""
+        if not isinstance(given, Mapping):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {name: given[name] for name in known if name in given}
+        unknown = islice((name for name in given if name not in known), 1)
+        return kept | {name: given[name] for name in unknown}
 
 
 class StreamOptions(Body):
@@ -45,13 +85,13 @@ class Generating(Body):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     seed: int | None = None
     cache_salt: str | None = None
     """As at vLLM: shares what earlier prompts left with prompts of the same salt only."""
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     blendrag: BlendOptions | None = None
     # ignored
     user: Any = None
@@ -106,9 +146,9 @@ class MadeCall(Tolerant):
 
 class ChatTurn(Tolerant):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[MadeCall] | None = None
+    tool_calls: Items[MadeCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -130,15 +170,15 @@ class ResponseFormat(Tolerant):
 class ChatBody(Generating):
     """``POST /v1/chat/completions``."""
 
-    messages: list[ChatTurn]
+    messages: Items[ChatTurn]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[OfferedTool] | None = None
+    tools: Items[OfferedTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    documents: list[str | dict[str, Any]] | None = None
+    documents: Items[str | dict[str, Any]] | None = None
     """Texts to answer from, as vLLM's and Cohere's clients send them."""
     retrieve: bool | None = None
     """Whether to search the store for texts to answer from."""
@@ -154,7 +194,7 @@ class ChatBody(Generating):
 class CompletionBody(Generating):
     """``POST /v1/completions``: the prompt as it is, without the chat template."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -164,11 +204,24 @@ class CompletionBody(Generating):
 class EmbeddingBody(Body):
     """``POST /v1/embeddings``."""
 
-    input: str | list[str] | list[int] | list[list[int]]
+    input: str | Items[str] | Items[int] | Items[Items[int]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     user: Any = None
+
+
+def _plain(metadata: Any) -> Any:
+    if not isinstance(metadata, dict):
+        return metadata
+    if len(metadata) > MAX_METADATA:
+        raise ValueError(f"at most {MAX_METADATA} entries")
+    for name, value in metadata.items():
+        if not isinstance(value, str | int | float | bool):
+            raise ValueError(
+                f"texts, numbers, true or false, not {quoted(value)} for {quoted(name)}"
+            )
+    return metadata
 
 
 class GivenDocument(Body):
@@ -177,10 +230,10 @@ class GivenDocument(Body):
     source: str
     text: str
     title: str | None = None
-    metadata: dict[str, str | int | float | bool] = {}
+    metadata: Annotated[dict[str, Any], BeforeValidator(_plain)] = {}
 
 
 class IngestBody(Body):
     """``POST /v1/ingest``."""
 
-    documents: list[GivenDocument]
+    documents: Items[GivenDocument]

@@ -176,6 +176,11 @@ def of_body(request: Request, error: RequestValidationError) -> Refusal:
         return Refusal(400, f"{param} is missing; it is required", param=param)
     if first["type"] == "extra_forbidden":
         return Refusal(400, f"{param} is not a field of this request; leave it out", param=param)
+    if first["type"] == "too_long":
+        most = first["ctx"]["max_length"]
+        return Refusal(
+            400, f"{param} has {len(value)} elements, expected at most {most}", param=param
+        )
     expected = [str(each["msg"]) for each, where, _ in found if where == place]
     joined = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in expected))
     return Refusal(400, f"{param} is {_json(value)}, expected {joined}", param=param)
