@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from xml.sax.saxutils import quoteattr
@@ -67,6 +68,7 @@ def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Served
             "this model has no chat template; send the prompt to /v1/completions instead"
         )
     messages = messages_of(body)
+    _check_length(engine, messages, body)  # before anything is rendered or embedded
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     choice = chosen_tool(body.tool_choice, tools)
     offered = tools if choice != "none" else []
@@ -92,7 +94,6 @@ def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Served
     )
     if body.schema_name is not None:
         return ServedRequest(engine, schema_prompt(body, messages), options)
-    _check_length(engine, messages)  # before the question is embedded
     prompt, sources = _with_texts(engine, body, messages)
     if prompt is not messages:
         options = replace(options, stop=(*options.stop, NEXT_QUESTION))
@@ -126,14 +127,19 @@ def asked_completion(
     return ServedRequest(engine, prompt, options)
 
 
-def _check_length(engine: BlendEngine, prompt: str | Sequence[Message]) -> None:
+def _check_length(
+    engine: BlendEngine, prompt: str | Sequence[Message], body: ChatBody | None = None
+) -> None:
     """Refuse a prompt far over the context of which only the beginning was tokenised.
 
-    What follows the beginning may change its last tokens, but not half of them.
+    What follows the beginning may change its last tokens, but not half of them. ``body`` has what else a chat
+    template renders: tools and earlier calls.
     """
     context_tokens = engine.resources.context_tokens
     most = MAX_TOKEN_CHARS * context_tokens
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    if body is not None:
+        texts += _other_texts(body)
     if sum(map(len, texts)) <= most:
         return
     count = len(engine.resources.tokens.encode_prompt("\n".join(texts)[:most]).ids)
@@ -144,6 +150,18 @@ def _check_length(engine: BlendEngine, prompt: str | Sequence[Message]) -> None:
             param="messages",
             code="context_length_exceeded",
         )
+
+
+def _other_texts(body: ChatBody) -> Iterator[str]:
+    """What a chat's prompt may hold besides the contents of its messages."""
+    for turn in body.messages:
+        yield from (turn.name or "", turn.tool_call_id or "")
+        for call in turn.tool_calls or ():
+            yield from (call.id or "", call.function.name, call.function.arguments)
+    for tool in body.tools or ():
+        yield from (tool.function.name, tool.function.description or "")
+        with suppress(RecursionError):  # the template refuses it
+            yield json.dumps(tool.function.parameters)
 
 
 def _options(

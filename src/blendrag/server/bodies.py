@@ -23,8 +23,6 @@ from pydantic import (
     model_validator,
 )
 
-from blendrag.wording import quoted
-
 T = TypeVar("T")
 #: Most elements of a list: messages, parts of one, documents, tools, texts.
 MAX_ITEMS = 10_000
@@ -211,16 +209,9 @@ class EmbeddingBody(Body):
     user: Any = None
 
 
-def _plain(metadata: Any) -> Any:
-    if not isinstance(metadata, dict):
-        return metadata
-    if len(metadata) > MAX_METADATA:
+def _bounded(metadata: Any) -> Any:
+    if isinstance(metadata, dict) and len(metadata) > MAX_METADATA:
         raise ValueError(f"at most {MAX_METADATA} entries")
-    for name, value in metadata.items():
-        if not isinstance(value, str | int | float | bool):
-            raise ValueError(
-                f"texts, numbers, true or false, not {quoted(value)} for {quoted(name)}"
-            )
     return metadata
 
 
@@ -230,7 +221,7 @@ class GivenDocument(Body):
     source: str
     text: str
     title: str | None = None
-    metadata: Annotated[dict[str, Any], BeforeValidator(_plain)] = {}
+    metadata: Annotated[dict[str, str | int | float | bool], BeforeValidator(_bounded)] = {}
 
 
 class IngestBody(Body):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,10 @@ OPTION_FIELDS = {
 }
 #: Status of a client that has gone, as nginx writes it to its log; nobody receives it.
 CLIENT_GONE = 499
+
+
+#: How pydantic begins what it says.
+_PYDANTIC = re.compile("^(Input should be|Value error,) ")
 
 
 class Refusal(BlendragError):
@@ -170,7 +175,8 @@ def of_body(request: Request, error: RequestValidationError) -> Refusal:
         return Refusal(400, "the body is not a JSON object; send one")
     # where several types are allowed, the one that fits best has its error deepest
     found = [(each, *_place(error.body, each)) for each in errors]
-    first, place, value = max(found, key=lambda each: len(each[1]))
+    long = [each for each in found if each[0]["type"] == "too_long"]
+    first, place, value = max(long or found, key=lambda each: len(each[1]))
     param = _spelled(place)
     if first["type"] == "missing":
         return Refusal(400, f"{param} is missing; it is required", param=param)
@@ -182,7 +188,7 @@ def of_body(request: Request, error: RequestValidationError) -> Refusal:
             400, f"{param} has {len(value)} elements, expected at most {most}", param=param
         )
     expected = [str(each["msg"]) for each, where, _ in found if where == place]
-    joined = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in expected))
+    joined = " or ".join(dict.fromkeys(_PYDANTIC.sub("", text) for text in expected))
     return Refusal(400, f"{param} is {_json(value)}, expected {joined}", param=param)
 
 

@@ -17,6 +17,8 @@ from blendrag.errors import InvalidInputError
 from blendrag.wording import quoted
 
 DEFAULT_GROWTH = 0.8
+#: Most weights of a vector; no model has so many layers.
+MAX_WEIGHTS = 10_000
 #: m of ``first:m``.
 _POSITIVE = re.compile(r"0{0,9}[1-9][0-9]{0,8}", re.ASCII)
 #: Weights smaller than this, relative to the first, count as 0.
@@ -59,7 +61,13 @@ class Schedule:
                 )
             return cls(name, first=int(argument))
         if "," in text:
-            return cls("vector", _weights([_number(part, text) for part in text.split(",")], text))
+            parts = text.split(",", MAX_WEIGHTS)
+            if len(parts) > MAX_WEIGHTS:
+                raise InvalidInputError(
+                    f"schedule {quoted(text)} has more than {MAX_WEIGHTS} weights, expected one for each "
+                    "layer but the first"
+                )
+            return cls("vector", _weights([_number(part, text) for part in parts], text))
         raise InvalidInputError(
             f"schedule {quoted(text)} is not constant, linear, geometric[:g], first:m or comma-separated "
             "weights for layers 1…L-1"
