@@ -181,6 +181,11 @@ fuzz-files: $(READY) ## change 20,000 files and ingest hostile ones: read, or re
 	@PYTHONPATH=tests $(BIN)/python -m text.files_fuzz \
 	  $(if $(FILES),--files $(FILES)) $(if $(GOOD),--good $(GOOD)) $(if $(SEED),--seed $(SEED))
 
+# make fuzz-server REQUESTS=1000 SEED=7
+fuzz-server: $(READY) ## send 20,000 hostile requests to every endpoint: a status below 500 within 5 s, under 1 GB
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m server.fields_fuzz \
+	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
+
 # make crash-ray KILLS=20 SEED=7
 crash-ray: $(READY) ## kill workers of ingests on Ray at 100 random moments: nothing lost, nothing computed twice
 	@PYTHONPATH=tests:src $(BIN)/python -m cluster.ingest_crash \

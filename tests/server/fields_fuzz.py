@@ -21,8 +21,10 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from urllib.parse import quote
@@ -189,14 +191,14 @@ def valid(kind: Any, draw: random.Random) -> Any:
     if origin is dict:
         return {"a": valid(args[1], draw)}
     plain = {str: "x", int: 1, float: 0.5, bool: True, type(None): None}
-    return plain[kind] if kind in plain else draw.choice(VALUES)
+    return plain[kind] if kind in plain else deepcopy(draw.choice(VALUES))
 
 
 def hostile(draw: random.Random) -> Any:
     kind = draw.random()
     if kind < 0.01:
         return draw.choice(LARGE)()
-    return draw.choice(TEXTS if kind < 0.5 else VALUES)
+    return draw.choice(TEXTS) if kind < 0.5 else deepcopy(draw.choice(VALUES))
 
 
 def spoiled(body: Any, draw: random.Random) -> Any:
@@ -224,8 +226,8 @@ def spoiled(body: Any, draw: random.Random) -> Any:
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict | list):
-        keys = value if isinstance(value, dict) else range(min(len(value), 50))
-        for key in keys:
+        keys = value if isinstance(value, dict) else range(len(value))
+        for key in islice(keys, 50):
             yield value, key
             yield from _places(value[key])
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from contextlib import closing
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from blendrag.engine import BlendEngine
 from blendrag.model.tokens import Tokens
 from blendrag.server import access
+from blendrag.server.bodies import ChatBody, CompletionBody, EmbeddingBody, IngestBody
 from blendrag.server.service import Limits
 from server.live import Live, live
 
@@ -103,6 +106,13 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"blendrag": {"mode": "fast"}}, "blendrag.mode", "is not one of blend"),
         ({"blendrag": {"timeout_s": 0}}, "blendrag.timeout_s", "must be above 0"),
         ({"blendrag": {"policy": "best"}}, None, "best"),
+        ({"blendrag": {"schedule": "first:" + "9" * 5000}}, None, "expected first:m, m layers"),
+        ({"blendrag": {"schedule": "first:²"}}, None, "expected first:m, m layers"),
+        ({"blendrag": {"schedule": "0.5," * 20_000}}, None, "has more than 10000 weights"),
+        ({"messages": HELLO * 10_001}, "messages", "has 10001 elements, expected at most 10000"),
+        ({"stop": ["x"] * 10_001}, "stop", "stop has 10001 elements, expected at most 10000"),
+        ({"\ud800": 1}, r"\ud800", r"\ud800 is not a field of this request"),
+        ({"a\x1b[2J\n": 1}, r"a\x1b[2J\n", r"a\x1b[2J\n is not a field of this request"),
         ({"documents": [{"title": "x"}]}, "documents[0]", "has no text"),
         ({"documents": ["\ud800"]}, None, "documents[0] holds a lone surrogate"),
         ({"documents": ["x"], "retrieve": True}, "retrieve", "one of them"),
@@ -137,6 +147,7 @@ def test_a_wrong_field_is_named(client: httpx.Client, fields, param, said) -> No
         (b'{"messages": "\xff"}', "cannot be read as JSON in UTF-8"),
         (b"[" * 100_000, "cannot be read as JSON in UTF-8"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "cannot be read as JSON in UTF-8"),
+        (b"9" * 2_000_000, "cannot be read as JSON in UTF-8"),
     ],
 )
 def test_a_body_that_is_no_json_object(client: httpx.Client, content, said) -> None:
@@ -164,6 +175,34 @@ def test_an_unknown_model_path_or_method(client: httpx.Client) -> None:
     [
         (CHAT, {"messages": [{"role": "user", "content": "word " * 200_000}]}),
         (CHAT, {"messages": HELLO, "documents": ["word " * 200_000]}),
+        (CHAT, {"messages": HELLO, "tools": [{"function": {"name": "word " * 200_000}}]}),
+        (
+            CHAT,
+            {
+                "messages": HELLO,
+                "tools": [{"function": {"name": "f", "parameters": {"a": ["word"] * 100_000}}}],
+            },
+        ),
+        (
+            CHAT,
+            {
+                "messages": [
+                    *HELLO,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {
+                                "function": {
+                                    "name": "f",
+                                    "arguments": '{"a": "' + "word " * 200_000 + '"}',
+                                }
+                            }
+                        ],
+                    },
+                ]
+            },
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "<a>" * 100_000}], "schema": "s"}),
         ("/v1/completions", {"prompt": "word " * 200_000}),
     ],
 )
@@ -261,3 +300,119 @@ def test_a_body_that_nobody_reads_is_not_kept(small: Live) -> None:
     with small.client() as client:
         for path, status in (("/health", 405), ("/nowhere", 404)):
             refused(client.post(path, content=b"x" * 100_000), status)
+
+
+LONG = "long" * 500_000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "fields"),
+    [
+        ("POST", CHAT, {LONG: 1}),
+        ("POST", CHAT, {"model": LONG}),
+        ("POST", CHAT, {"temperature": LONG}),
+        ("POST", CHAT, {"messages": LONG}),
+        ("POST", CHAT, {"messages": [{"role": LONG, "content": "x"}]}),
+        ("POST", CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        ("POST", CHAT, {"messages": [{"role": "user", "content": {LONG: LONG}}]}),
+        ("POST", CHAT, {"response_format": {"type": LONG}}),
+        ("POST", CHAT, {"tool_choice": LONG}),
+        ("POST", CHAT, {"tool_choice": "f", "tools": [{"function": {"name": "n" * 900}}] * 50}),
+        ("POST", CHAT, {"schema": LONG}),
+        *(
+            ("POST", CHAT, {"blendrag": {name: LONG}})
+            for name in ("mode", "policy", "schedule", "ratio", "timeout_s", LONG)
+        ),
+        ("POST", "/v1/completions", {"prompt": LONG, "suffix": LONG}),
+        ("POST", "/v1/completions", {"prompt": {LONG: 1}}),
+        ("POST", "/v1/embeddings", {"input": "x", "encoding_format": LONG}),
+        ("GET", f"/v1/models/{LONG[:50_000]}", None),
+        ("GET", f"/{LONG[:50_000]}", None),
+        (LONG[:50_000], "/health", None),
+    ],
+)
+def test_a_refusal_repeats_the_beginning_of_a_value(
+    client: httpx.Client, method: str, path: str, fields: dict[str, Any] | None
+) -> None:
+    body = None if fields is None else json.dumps({"messages": HELLO, **fields}).encode()
+    if fields and path != CHAT:
+        body = json.dumps(fields).encode()
+    headers = {"Content-Type": "application/json"}
+    response = client.request(method, path, content=body, headers=headers)
+    assert 400 <= response.status_code < 500
+    error = refused(response, response.status_code)
+    assert len(error["message"]) <= 1000
+    assert len(error["param"] or "") <= 100
+
+
+def test_a_refusal_repeats_the_beginning_of_a_header(client: httpx.Client) -> None:
+    response = client.post(CHAT, content=b"{}", headers={"Content-Type": LONG[:50_000]})
+    assert len(refused(response, 415)["message"]) < 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [0] * 9000},
+        {"messages": [{}] * 9000},
+        {"messages": [{"role": "user", "content": [0] * 9000}]},
+        {"messages": [{"role": "user", "tool_calls": [{}] * 9000}]},
+        {"messages": HELLO, "tools": [{}] * 9000},
+        {"messages": HELLO, "documents": [0] * 9000},
+        {"messages": HELLO, "stop": [0] * 9000},
+        {"messages": HELLO, **{f"k{i}": 0 for i in range(9000)}},
+        {"messages": HELLO, "blendrag": {f"k{i}": 0 for i in range(9000)}},
+    ],
+)
+def test_a_body_has_few_errors_however_long_it_is(fields: dict[str, Any]) -> None:
+    """pydantic takes minutes to list many, and the server would answer nobody meanwhile."""
+    with pytest.raises(ValidationError) as raised:
+        ChatBody.model_validate(fields)
+    assert raised.value.error_count() <= 3
+
+
+def test_lists_of_other_bodies_have_few_errors_too() -> None:
+    many: list[Any] = [{}, "a", 0, [1], [{}]] * 1000
+    for model, fields in (
+        (CompletionBody, {"prompt": many}),
+        (EmbeddingBody, {"input": [[{}] * 9000] * 1000}),
+        (IngestBody, {"documents": [{}] * 9000}),
+        (IngestBody, {"documents": [{"source": "a", "text": "b",
+                                     "metadata": {str(i): [] for i in range(9000)}}]}),
+    ):  # fmt: skip
+        with pytest.raises(ValidationError) as raised:
+            model.model_validate(fields)
+        assert raised.value.error_count() <= 20
+
+
+HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+CHUNKED = "Transfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_text", "said"),
+    [
+        (f"{HEAD}Content-Length: 5\r\n{CHUNKED}\r\n0\r\n\r\n", "Content-Length and a Transfer-Encoding"),
+        (f"{HEAD}{CHUNKED}Content-Length: 5\r\n\r\n0\r\n\r\n", "Content-Length and a Transfer-Encoding"),
+        (f"{HEAD.replace('1.1', '1.0')}{CHUNKED}\r\n0\r\n\r\n", "HTTP/1.0 with a Transfer-Encoding"),
+        (f"{HEAD}Content-Length: 2\r\nContent-Length: 3\r\n\r\n{{}}", "Invalid HTTP request"),
+        (f"{HEAD}Content-Length: +2\r\n\r\n{{}}", "Invalid HTTP request"),
+        (f"{HEAD}Content-Length: {'9' * 30}\r\n\r\n{{}}", "Invalid HTTP request"),
+        (f"{HEAD}Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "Invalid HTTP request"),
+        (f"{HEAD}{CHUNKED}{CHUNKED}\r\n0\r\n\r\n", "Invalid HTTP request"),
+        (f"{HEAD}{CHUNKED}\r\nzz\r\n{{}}\r\n0\r\n\r\n", "Invalid HTTP request"),
+        ("GET http://x/v1/models HTTP/1.1\r\nHost: x\r\n\r\n", "expected a path"),
+        ("CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n", "expected a path"),
+        ("GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", "Invalid HTTP request"),
+    ],
+)  # fmt: skip
+def test_a_request_that_a_proxy_may_read_otherwise_is_refused_and_its_connection_closed(
+    served: Live, request_text: str, said: str
+) -> None:
+    follows = "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+        connection.sendall((request_text + follows).encode())
+        got = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert got.startswith(b"HTTP/1.1 400 ")
+    assert said in got.decode()
+    assert b"200 OK" not in got

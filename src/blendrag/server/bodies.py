@@ -23,6 +23,8 @@ from pydantic import (
     model_validator,
 )
 
+from blendrag.wording import printable_line
+
 T = TypeVar("T")
 #: Most elements of a list: messages, parts of one, documents, tools, texts.
 MAX_ITEMS = 10_000
@@ -50,7 +52,8 @@ class Body(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()}
         kept = {name: given[name] for name in known if name in given}
         unknown = islice((name for name in given if name not in known), 1)
-        return kept | {name: given[name] for name in unknown}
+        # printable: pydantic has no words for a name with a lone surrogate
+        return kept | {printable_line(str(name)): given[name] for name in unknown}
 
 
 class StreamOptions(Body):

@@ -209,13 +209,14 @@ def _place(body: Any, error: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
     there."""
     place: tuple[Any, ...] = ()
     value: Any = body
-    for part in error["loc"][1:]:
+    is_named = error["type"] in ("missing", "extra_forbidden")  # its name comes last
+    for part in error["loc"][1 : -1 if is_named else None]:
         try:
             value = value[part]
         except (KeyError, IndexError, TypeError):
             continue
         place = (*place, part)
-    if error["type"] == "missing":
+    if is_named:
         return (*place, error["loc"][-1]), None
     return place, value
 
