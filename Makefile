@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-together test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-remote soak-ray fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-together test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
