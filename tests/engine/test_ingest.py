@@ -332,6 +332,12 @@ LONG = "x" * 84_000
         ({"source": LONG}, "its source has 84,000 characters ('x"),
         ({"title": LONG}, "its title has 84,000 characters ('x"),
         ({"metadata": {"notes": LONG * 20}}, "its metadata takes 1,680,013 bytes as JSON"),
+        ({"title": None}, "its title is None, a NoneType, expected a str"),
+        ({"source": "a\udc80"}, "its source holds a lone surrogate"),
+        (
+            {"metadata": {"day": object()}},
+            "its metadata is not JSON ('Object of type object is not",
+        ),
         (
             {"text": "a " * (33 * 1024**2)},
             "it has 69,206,016 characters, expected at most 67,108,864",

@@ -35,7 +35,12 @@ def check_name(name: str, text: str, limit_chars: int = MAX_SOURCE_CHARS) -> Non
 
 def check_metadata(name: str, metadata: Mapping[str, Any]) -> None:
     """Raise :class:`InvalidInputError` if ``metadata``, which holds JSON values, is too long."""
-    size_bytes = len(json.dumps(dict(metadata), default=str))
+    try:
+        size_bytes = len(json.dumps(dict(metadata)))
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InvalidInputError(
+            f"{name} is not JSON ({quoted(str(exc))}); expected text, numbers and truth values"
+        ) from exc
     if size_bytes > MAX_METADATA_BYTES:
         raise InvalidInputError(
             f"{name} takes {size_bytes:,} bytes as JSON, expected at most {MAX_METADATA_BYTES:,}; leave "

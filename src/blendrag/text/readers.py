@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from charset_normalizer import from_bytes, is_binary
 from pathspec import GitIgnoreSpec
 
-from blendrag.errors import InvalidInputError, UnreadableDocumentError
+from blendrag.errors import InvalidInputError, UnreadableDocumentError, check_unicode
 from blendrag.store import regular_files
 from blendrag.store.identity import digest_fields
 from blendrag.text import office_files
@@ -64,6 +64,8 @@ class Document:
 
 def check_document(document: Document) -> None:
     """Raise :class:`InvalidInputError` for a document that is too long or has too long a name."""
+    for name in ("source", "title", "text"):
+        check_unicode(getattr(document, name), f"its {name}")
     check_name("its source", document.source)
     check_name("its title", document.title, MAX_TITLE_CHARS)
     check_metadata("its metadata", document.metadata)
