@@ -55,8 +55,8 @@ _PER_MIB = {
     "Markdown": (0.25, 16),
     "text": (0.25, 16),
 }
-#: A process that keeps so much address space after a file is not used again.
-SPENT_BYTES = 256 * MIB
+#: A process that keeps so much more address space after a file is not used again.
+SPENT_BYTES = 128 * MIB
 
 
 def limits_of(kind: str, work_bytes: int) -> Limits:
@@ -78,13 +78,13 @@ def main() -> None:
         file.write("1000")  # if memory runs out, end this process and not its parent
     threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
     requests = connection.makefile("rb")
-    send(connection, {"ready": os.getpid()})
+    own_bytes = _address_space_bytes()
     while length := requests.read(LENGTH.size):
         request = json.loads(requests.read(*LENGTH.unpack(length)))
-        for reply in replies(Path(os.fsdecode(request["path"].encode("latin-1")))):
+        for reply in replies(Path(os.fsdecode(request["path"].encode("latin-1"))), own_bytes):
             send(connection, reply)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        if _kept_bytes() > SPENT_BYTES:
+        if _address_space_bytes() > own_bytes + SPENT_BYTES:
             return
 
 
@@ -94,17 +94,20 @@ def send(connection: socket.socket, reply: Any) -> None:
     connection.sendall(data)
 
 
-def replies(path: Path) -> Iterator[dict[str, Any]]:
-    """``limits``, then ``documents`` in lists, then ``end``: why reading ended early, or empty."""
+def replies(path: Path, own_bytes: int) -> Iterator[dict[str, Any]]:
+    """``limits``, then ``documents`` in lists, then ``end``: why reading ended early, or empty.
+
+    ``own_bytes``: address space of the process before it reads.
+    """
     failure: list[str] = []
     try:
         try:
             size_bytes = os.stat(path).st_size
         except (OSError, ValueError):
             size_bytes = 0  # reading it reports why
-        yield _limit(limits_of("text", size_bytes))
+        yield _limit(limits_of("text", size_bytes), own_bytes)
         opened = open_documents(path)
-        yield _limit(limits_of(opened.kind, opened.work_bytes))
+        yield _limit(limits_of(opened.kind, opened.work_bytes), own_bytes)
         for documents in _batches(opened.documents):
             yield {"documents": documents}
     except UnreadableDocumentError as bad:
@@ -138,11 +141,11 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[tuple[Any, ...]]]:
     yield batch
 
 
-def _limit(limits: Limits) -> dict[str, Any]:
+def _limit(limits: Limits, own_bytes: int) -> dict[str, Any]:
     """Apply limits from now on."""
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_CORE):
         _, most = resource.getrlimit(kind)
-        wanted = limits.memory_bytes if kind == resource.RLIMIT_AS else 0
+        wanted = own_bytes + limits.memory_bytes if kind == resource.RLIMIT_AS else 0
         with suppress(ValueError, OSError):  # macOS knows no limit of address space
             within = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
             resource.setrlimit(kind, (within, most))
@@ -150,8 +153,8 @@ def _limit(limits: Limits) -> dict[str, Any]:
     return {"limits": limits, "wall_s": limits.wall_s}
 
 
-def _kept_bytes() -> int:
-    """Address space of this process, 0 where the system limits none."""
+def _address_space_bytes() -> int:
+    """Of this process; 0 where the system limits none."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
