@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-together test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-together test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-requests soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -150,6 +150,12 @@ soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 
 # make soak-server REQUESTS=1000 CLIENTS=64 SEED=7
 soak-server: $(READY) ## send 10,000 random requests to blendrag serve: whole, streamed, abandoned, wrong
 	@PYTHONPATH=tests $(BIN)/python -m server.soak \
+	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \
+	  $(if $(SEED),--seed $(SEED))
+
+# make soak-requests REQUESTS=200 CLIENTS=8 SEED=7
+soak-requests: $(READY) ## compare the answers to 2,000 random requests during churn with each request alone
+	@PYTHONPATH=tests $(BIN)/python -m server.soak_requests \
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \
 	  $(if $(SEED),--seed $(SEED))
 

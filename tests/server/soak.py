@@ -15,7 +15,6 @@ import asyncio
 import gc
 import json
 import logging
-import random
 import socket
 import tempfile
 from collections import Counter
@@ -38,22 +37,13 @@ from blendrag.serving.chunk_pool import RequestKV
 from blendrag.serving.turns import Turn
 from server.conftest import FILES
 from server.live import Live, live
+from server.random_client import CHAT, WRONG, RandomClient, Reply
 
-CHAT = "/v1/chat/completions"
 QUESTIONS = (
     "Which sport does Anna Bell enjoy?",
     "Who is Hans Ellis?",
     "When is the Apple festival?",
     "Hello",
-)
-WRONG: tuple[dict[str, Any], ...] = (
-    {"temperature": -1},
-    {"max_tokens": 0},
-    {"max_tokens": 9999},
-    {"n": 99},
-    {"stream": "yes"},
-    {"blendrag": {"mode": "fast"}},
-    {"messages": [{"role": "user", "content": "word " * 9000}]},
 )
 KINDS = ("whole", "stream", "stream", "sampled", "leave", "leave", "late", "wrong")
 #: Clients that read nothing while others are answered.
@@ -69,7 +59,6 @@ LONG = {
 }
 #: How many of 1,000 forwards fail.
 FAULTS = 4.0
-FAULT = "a fault of the soak"
 #: Seconds without any bytes after which a request counts as stuck.
 STUCK_S = 1800
 #: Growth of memory in the second half that counts as a leak.
@@ -78,16 +67,13 @@ LEAK = 0.1
 TRANSIENT = (AnswerStream, Turn, RequestKV, BlendCache)
 
 
-class Soak:
+class Soak(RandomClient):
     def __init__(self, server: Live, client: httpx.AsyncClient, seed: int) -> None:
+        super().__init__(client, seed)
         self.server = server
-        self.client = client
-        self.random = random.Random(seed)
         self.right: dict[str, set[str]] = {}
         """Answers to greedy requests: what each got alone, and in mode full, as beginnings that waiting
         requests share are computed exactly."""
-        self.ended: Counter[str] = Counter()
-        self.faults = 0.0
 
     def greedy(self) -> list[dict[str, Any]]:
         """All short greedy requests that are sent."""
@@ -113,13 +99,7 @@ class Soak:
             alone = [await self.whole(body)]
             if body.get("retrieve"):
                 alone.append(await self.whole(body | {"blendrag": {"mode": "full"}}))
-            self.right[_name(body)] = set(alone)
-
-    def fail(self, *_: object) -> None:
-        """Called in every forward."""
-        if self.random.random() < self.faults / 1000:
-            self.ended["faults"] += 1
-            raise RuntimeError(FAULT)
+            self.right[_name(body)] = {reply.text for reply in alone if reply is not None}
 
     # -- one request ----------------------------------------------------------------------------------
 
@@ -128,9 +108,7 @@ class Soak:
         draw = self.random
         body, kind = draw.choice(self.greedy()), draw.choice(KINDS)
         if kind == "wrong":
-            response = await self.client.post(CHAT, json=body | draw.choice(WRONG))
-            assert response.status_code == 400, response.text
-            assert set(response.json()) == {"error"}
+            await self.refused(body | draw.choice(WRONG))
         elif kind == "leave":
             await self.leave(body)
         elif kind == "sampled":
@@ -144,63 +122,14 @@ class Soak:
             self.check(body, await (self.streamed if kind == "stream" else self.whole)(body))
         self.ended[kind] += 1
 
-    def check(self, body: dict[str, Any], text: str | None) -> None:
-        """``text`` is right, or ``None``."""
-        assert text is None or text in self.right[_name(body)], (body, text)
-
-    async def whole(self, body: dict[str, Any]) -> str | None:
-        """Its text; ``None`` if it failed by a fault or came too late."""
-        response = await self.client.post(CHAT, json=body)
-        if response.status_code != 200:
-            return self.failed(response.json())
-        answer = response.json()
-        self.count(answer["blendrag"])
-        return answer["choices"][0]["message"]["content"]
-
-    async def streamed(self, body: dict[str, Any]) -> str | None:
-        async with self.client.stream("POST", CHAT, json={**body, "stream": True}) as response:
-            return self.read([line async for line in response.aiter_lines()])
-
-    def read(self, lines: list[str]) -> str | None:
-        """The text of a stream; ``None`` if it failed by a fault."""
-        if lines[0].startswith("{"):
-            return self.failed(json.loads("".join(lines)))
-        told = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-        assert told.pop() == "[DONE]"
-        chunks = [json.loads(line) for line in told]
-        if "error" in chunks[-1]:
-            return self.failed(chunks[-1])
-        self.count(chunks[-1]["blendrag"])
-        return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
-
-    def count(self, about: dict[str, Any]) -> None:
-        self.ended["over exact beginnings"] += any(
-            chunk["reason"] == IN_MEMORY.text for chunk in about["chunks"]
-        )
-
-    def failed(self, answer: dict[str, Any]) -> None:
-        """An error that was meant to be."""
-        error = answer["error"]
-        late = "no answer within the timeout" in error["message"]
-        assert error["type"] == "server_error", error
-        assert FAULT not in error["message"]
-        self.ended["too late" if late else "failed"] += 1
-
-    async def leave(self, body: dict[str, Any]) -> None:
-        """Close the connection after a while, or after some events."""
-        if self.random.random() < 0.5:
-            try:
-                async with asyncio.timeout(0.3 * self.random.random()):
-                    await self.whole(body)
-            except TimeoutError:
-                pass
+    def check(self, body: dict[str, Any], reply: Reply | None) -> None:
+        """``reply`` is right, or ``None``."""
+        if reply is None:
             return
-        events = self.random.randint(0, 3)
-        async with self.client.stream("POST", CHAT, json={**body, "stream": True}) as response:
-            async for _ in response.aiter_lines():
-                events -= 1
-                if events < 0:
-                    return
+        assert reply.text in self.right[_name(body)], (body, reply.text)
+        self.ended["over exact beginnings"] += any(
+            chunk["reason"] == IN_MEMORY.text for chunk in reply.about[0]["chunks"]
+        )
 
     # -- clients that read nothing --------------------------------------------------------------------
 

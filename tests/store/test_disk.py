@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -218,6 +219,18 @@ def test_entries_put_or_protected_within_a_scope_are_not_evicted(lab, make_small
         assert stored(lab, store) == [0, 1, 3]
     lab.put(store, 4)
     assert stored(lab, store) == [1, 3, 4]
+
+
+def test_what_another_thread_puts_within_a_scope_is_evicted_for_it(lab, make_small):
+    """Requests store KV that they missed while an ingest runs, which must not fill the store for it."""
+    store = make_small(3)
+    with store.pin_scope(), ThreadPoolExecutor(1) as requests:
+        lab.put(store, 0)
+        for number in (1, 2, 3):
+            requests.submit(lab.put, store, number).result()
+        lab.put(store, 4)
+        lab.put(store, 5)
+        assert stored(lab, store) == [0, 4, 5]
 
 
 @pytest.mark.parametrize("before_put", [False, True])
