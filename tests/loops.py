@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 #: A loop that has not run by then is blocked.
-BLOCKED_S = 20.0
+BLOCKED_S = 60.0
 
 
 async def turns_while(model: nn.Module, asked: Awaitable[Any]) -> bool:

@@ -740,8 +740,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         asked = given.requests, given.clients, given.seed
         outcome = asyncio.run(run(Path(folder), *asked, say=lambda line: print(line, flush=True)))
-    for each in outcome.differences:
-        print(each)
+    print(*outcome.differences, sep="\n\n")
     raise SystemExit(bool(outcome.differences))
 
 

@@ -32,8 +32,8 @@ def test_requests_during_churn_get_the_answers_that_each_gets_alone(tmp_path):
     assert outcome.ties <= 1
 
 
-def disturbed_kv(engine: BlendEngine) -> None:
-    """KV with valid checksums that is not that of its text."""
+def disturb_kv(engine: BlendEngine) -> None:
+    """Store other KV, with valid checksums."""
     used = engine.resources
     for number in range(DOCUMENTS):
         for text in tiny.chunk_texts(engine, number):
@@ -44,15 +44,14 @@ def disturbed_kv(engine: BlendEngine) -> None:
                 used.store.put(namespace, key, tiny.noisy(kv, 0.5))
 
 
-def lost_documents(engine: BlendEngine) -> None:
-    """Ingests that were acknowledged and did not last."""
+def lose_documents(engine: BlendEngine) -> None:
+    """Remove what was acknowledged."""
     remove_sources(engine.resources, ["doc1.txt", "doc3.txt", "doc5.txt"])
 
 
-@pytest.mark.parametrize("disturb", [disturbed_kv, lost_documents])
+@pytest.mark.parametrize("disturb", [disturb_kv, lose_documents])
 def test_the_soak_notices(disturb, tmp_path):
-    outcome = asyncio.run(run(tmp_path, 24, 16, seed=3, parts=1, disturb=disturb))
-    assert outcome.differences
+    assert asyncio.run(run(tmp_path, 24, 16, seed=3, parts=1, disturb=disturb)).differences
 
 
 def test_the_soak_notices_a_wrong_mask(tmp_path, monkeypatch):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
+from blendrag.fusor.loader import LayerLoader
 from blendrag.lab.bench.overhead import OperatorCount
-from lab.bench.small import printed
+from lab.bench.small import COMMANDS, measured
 
 
 def operators_of(work: Callable[[], object]) -> OperatorCount:
@@ -25,8 +27,22 @@ def test_views_and_allocations_are_not_operators():
     assert operators_of(lambda: x.sum().item()).waits == 1
 
 
+@pytest.fixture
+def loaded_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers are there before the first is computed: those that wait together are rotated together."""
+    start = LayerLoader.start
+
+    def start_and_wait(loader: LayerLoader) -> None:
+        start(loader)
+        for ready in loader._ready:
+            ready.wait()
+
+    monkeypatch.setattr(LayerLoader, "start", start_and_wait)
+
+
+@pytest.mark.usefixtures("loaded_first")
 def test_operators_do_not_grow_with_chunks_schedules_or_layers():
-    fields = printed("overhead")
+    fields = measured(*COMMANDS["overhead"])
     assert fields["layers"] == 32
     rows = {(row["way"], row["chunks"]): row for row in fields["rows"]}
     assert rows["reuse", 3]["over_stock"] < 1.2  # little more than one forward
