@@ -28,8 +28,8 @@ from blendrag.planning.controller import Controller
 from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.planning.profile import Curve
 from blendrag.text.prompt import Segment, SegmentedPrompt
+from loops import BLOCKED_S
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 REUSE = Options(mode="reuse")
 
 # -- answers and errors -------------------------------------------------------------------------
@@ -77,12 +77,15 @@ def test_a_bad_prompt_is_named_before_anything_is_computed(says, way, bad):
 
 @WAYS
 def test_an_error_ends_the_batch_or_is_returned_in_place(says, way, monkeypatch):
-    model = says.adapter.model
+    model, go_on = says.adapter.model, threading.Event()
     real = model.generate
+    go_on.set()
 
     def generate(inputs: Any, **kwargs: Any) -> Any:
-        if "say three" in model.words.decode(inputs[0]):
+        prompt = model.words.decode(inputs[0])
+        if "say three" in prompt:
             raise MemoryError("none left")
+        assert "say one" not in prompt or go_on.wait(BLOCKED_S)
         return real(inputs, **kwargs)
 
     monkeypatch.setattr(model, "generate", generate)
@@ -90,20 +93,26 @@ def test_an_error_ends_the_batch_or_is_returned_in_place(says, way, monkeypatch)
     assert [a.text if isinstance(a, Answer) else type(a) for a in found] == [
         "two", InvalidInputError, MemoryError, "one",
     ]  # fmt: skip
-    model.pause_s = 0.05
+    says.settings = says.settings.model_copy(update={"max_running": 1})
     model.prompts.clear()
+    go_on.clear()
     with pytest.raises(MemoryError) as raised:
         run(says, way, ["say two", "say three", *["say one"] * 20])
     assert raised.value.__notes__ == ["prompt 2 of 22 of this batch"]
+    go_on.set()
     says.drain()
     assert len(model.prompts) <= 2  # the rest was cancelled
     assert says.generate("say one").text == "one"
 
 
 @WAYS
-def test_the_timeout_applies_to_the_whole_batch(says, way):
-    says.adapter.model.pause_s = 0.05
-    found = run(says, way, PROMPTS * 10, Options(timeout_s=0.4), return_exceptions=True)
+def test_the_timeout_applies_to_the_whole_batch(says, way, monkeypatch):
+    def all_are_late(_: Any) -> None:
+        for stream in (*says._waiting, *says._running):
+            stream._timeout_s = 1e-9
+
+    monkeypatch.setattr("blendrag.engine.engine.log_answer", all_are_late)
+    found = run(says, way, PROMPTS * 10, Options(timeout_s=600), return_exceptions=True)
     assert found[0].text == "two"
     assert isinstance(found[-1], RequestTimeout)
 
@@ -125,14 +134,17 @@ def test_a_timeout_while_rendering_is_returned_for_every_prompt(says, way, monke
 
 async def test_a_cancelled_batch_stops(says):
     model = says.adapter.model
-    model.pause_s = 0.05
-    task = asyncio.create_task(says.abatch(PROMPTS * 10))
-    await asyncio.sleep(0.2)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await asyncio.to_thread(says.drain)
-    assert len(model.prompts) < 10
+    go_on = threading.Event()
+    with model.register_forward_pre_hook(lambda *_: go_on.wait(BLOCKED_S) and None):
+        task = asyncio.create_task(says.abatch(PROMPTS * 10))
+        while not model.prompts:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        await asyncio.to_thread(says.drain)
+    assert len(model.prompts) == 1
 
 
 # -- one prefill for several prompts ------------------------------------------------------------

@@ -27,8 +27,6 @@ from blendrag.frameworks.streaming import to_thread
 from blendrag.model.tokens import Tokens
 from loops import BLOCKED_S, turns_while
 
-pytestmark = pytest.mark.alone
-
 # -- the worker ---------------------------------------------------------------------------------
 
 
@@ -67,19 +65,19 @@ def test_closing_finishes_the_running_request_and_drops_background_work(worker):
 
     def request() -> tuple[str, bool]:
         started.set()
-        assert gate.wait(5)
+        assert gate.wait(BLOCKED_S)
         return "answered", worker.submit(lambda: None, background=True).cancelled()
 
     running = worker.submit(request)
-    assert started.wait(5)
+    assert started.wait(BLOCKED_S)
     queued = worker.submit(lambda: None, background=True)
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(worker.close)
         while not worker.closed:
             time.sleep(0.001)
         gate.set()
-        assert running.result(5) == ("answered", True)
-        closing.result(5)
+        assert running.result(BLOCKED_S) == ("answered", True)
+        closing.result(BLOCKED_S)
     assert queued.cancelled()
     worker.close()
     with pytest.raises(BlendragError, match="closed"):
@@ -88,8 +86,8 @@ def test_closing_finishes_the_running_request_and_drops_background_work(worker):
 
 def test_draining_ignores_a_cancelled_request(worker):
     gate, started = threading.Event(), threading.Event()
-    worker.submit(lambda: (started.set(), gate.wait(5)))
-    assert started.wait(5)
+    worker.submit(lambda: (started.set(), gate.wait(BLOCKED_S)))
+    assert started.wait(BLOCKED_S)
     queued = worker.submit(lambda: None)
     threading.Timer(0.1, lambda: (queued.cancel(), gate.set())).start()
     worker.drain()
@@ -273,8 +271,8 @@ def test_a_forward_inside_a_blended_one_is_stock(model, engines):
     def elsewhere(*_: Any) -> None:
         if threading.current_thread().name.startswith("blendrag"):
             with ThreadPoolExecutor(1) as pool:
-                same = pool.submit(lambda: torch.equal(own_logits(model), logits)).result(10)
-                found.append((same, pool.submit(own_generate, model).result(10) == ids))
+                same = pool.submit(lambda: torch.equal(own_logits(model), logits)).result(BLOCKED_S)
+                found.append((same, pool.submit(own_generate, model).result(BLOCKED_S) == ids))
 
     first, third = model.model.layers[0].self_attn, model.model.layers[2].self_attn
     with (
@@ -303,7 +301,7 @@ def test_a_forward_compiled_during_a_request_is_stock(tmp_path):
         check(stream)
         if not found and model.model.layers[0]._forward_pre_hooks:
             with ThreadPoolExecutor(1) as pool:
-                found.append(pool.submit(compiled).result(60))
+                found.append(pool.submit(compiled).result(BLOCKED_S))
 
     with tiny.engine(model, tmp_path / "s") as engine, pytest.MonkeyPatch.context() as patch:
         engine.ingest([tiny.document(0)])
@@ -396,7 +394,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
     with no_threads():
         threading.Thread(target=run, name="caller", daemon=True).start()
-        return found.exception(10) or found.result()
+        return found.exception(BLOCKED_S) or found.result()
 
 
 def test_an_engine_without_its_thread_refuses_and_answers_later(idle):

@@ -17,8 +17,7 @@ from blendrag.fusor import Fusor
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.model import ModelAdapter
 from fusor.two_chunks import IDS, LAYERS, N, assert_untouched, exact_spans
-
-pytestmark = pytest.mark.alone
+from loops import BLOCKED_S
 
 
 @contextmanager
@@ -30,7 +29,7 @@ def unchanged(adapter: ModelAdapter) -> Iterator[None]:
     assert not [t for t in threading.enumerate() if t.name == "blendrag-loader"]
     assert torch.equal(tiny.stock(adapter.model, IDS), expected)
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(adapter.lock.acquire, timeout=4).result()
+        assert pool.submit(adapter.lock.acquire, timeout=BLOCKED_S).result()
         pool.submit(adapter.lock.release).result()
 
 

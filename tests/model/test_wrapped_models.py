@@ -90,12 +90,12 @@ def test_functions_are_compiled_again_once_the_last_thread_has_left():
     def stay() -> None:
         with uncompiled():
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=stay)
     with uncompiled():
         thread.start()
-        inside.wait(10)
+        inside.wait(60)
     assert function(torch.ones(1)) == 2  # the other thread is still in
     leave.set()
     thread.join()
@@ -179,11 +179,11 @@ def test_a_waiting_thread_gets_the_models_lock_next(adapter):
     other = threading.Thread(target=wait)
     with lock:
         other.start()
-        waiting.wait(5)
+        waiting.wait(60)
         while not lock._door.locked():
             pass
     for _ in range(3):
         with lock, lock:
             turns.append("this")
-    other.join(5)
+    other.join(60)
     assert turns[0] == "other"

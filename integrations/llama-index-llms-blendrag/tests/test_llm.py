@@ -101,7 +101,6 @@ async def test_invalid_messages_and_options_are_refused(
     await LLMTests().assert_refused(llm, messages, f"^{sentence}", **options)
 
 
-@pytest.mark.alone
 async def test_the_event_loop_runs_while_the_model_works(llm: BlendLLM) -> None:
     model = llm.engine.adapter.model
     assert await loops.turns_while(model, llm.achat(MESSAGES))
