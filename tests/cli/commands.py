@@ -138,7 +138,7 @@ def interrupt(process: subprocess.Popen[str], times: int = 1) -> tuple[str, str,
     for _ in range(times):
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=120)
     return stdout, stderr, time.perf_counter() - began
 
 

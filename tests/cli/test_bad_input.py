@@ -139,7 +139,7 @@ def test_a_small_address_space_is_refused_before_large_imports(ingested: Path) -
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (900 << 20, 900 << 20))"
     command = f"{limit}; from blendrag.cli.main import main; main()"
     args = [sys.executable, "-c", command, "ask", QUESTION, "--store", ingested]
-    done = subprocess.run(args, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(args, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.startswith("error: the address space is limited to 900.0 MiB (ulimit -v)")
     assert len(done.stderr.splitlines()) == 1

@@ -20,7 +20,7 @@ from cli.commands import (
     write_documents,
 )
 
-#: Print NOW at the third call of a method, and make the calls last.
+#: Print NOW at the third call of a method, and make the calls from there on last.
 SLOW = """
 import sys, time
 from {module} import {owner} as owner
@@ -28,13 +28,15 @@ work, calls = owner.{method}, []
 def slow(*args, **kwargs):
     calls.append(0)
     if len(calls) == 3: print("NOW", file=sys.stderr, flush=True)
-    time.sleep(0.1)
+    if len(calls) >= 3: time.sleep({pause_s})
     return work(*args, **kwargs)
 owner.{method} = slow
 """
-SLOW_ENCODING = SLOW.format(module="blendrag.model.adapter", owner="ModelAdapter", method="encode")
+SLOW_ENCODING = SLOW.format(
+    module="blendrag.model.adapter", owner="ModelAdapter", method="encode", pause_s=2.0
+)
 SLOW_DECODING = SLOW.format(
-    module="blendrag.engine.stream", owner="StopWhenDone", method="__call__"
+    module="blendrag.engine.stream", owner="StopWhenDone", method="__call__", pause_s=0.1
 )
 #: Python code that ignores KeyboardInterrupt, as native code does.
 DEAF = """

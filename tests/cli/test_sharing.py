@@ -82,7 +82,7 @@ def test_serve_follows_what_its_remote_publishes(
             corpus.remove_source(corpus.sources()[0])
         assert invoke("store", "publish", "--store", store, "--remote", url).exit_code == 0
         with Corpus.open(root) as followed:
-            for _ in range(500):
+            for _ in range(6000):
                 if len(followed.sources()) == 2:
                     break
                 threading.Event().wait(0.02)

@@ -74,7 +74,11 @@ def test_32_requests_that_come_and_go_get_the_answers_that_each_gets_alone(engin
         return engine.generate(asked(engine, i), options(i))
 
     with ThreadPoolExecutor(32) as pool:
-        together = list(pool.map(later, range(32)))
+        with engine.adapter.lock:  # none ends before all others are there
+            asking = [pool.submit(later, i) for i in range(32)]
+            while len(engine._waiting) < 31:
+                time.sleep(0.005)
+        together = [one.result() for one in asking]
     assert max(sizes) > 4
     assert len(set(sizes)) > 2  # requests joined and left
     for ours, theirs in zip(together, alone, strict=True):
@@ -147,6 +151,8 @@ def test_a_request_that_fails_or_is_cancelled_does_not_disturb_the_others(engine
             bad = pool.submit(engine.generate, prompts[0], Options(generate=failing))
             late = pool.submit(engine.generate, prompts[1], Options(timeout_s=0.05))
             left = engine.stream(prompts[2], long)
+            while len(engine._waiting) < 6:  # the first of seven waits for the lock
+                time.sleep(0.005)
             time.sleep(0.1)
         next(left)
         left.close()

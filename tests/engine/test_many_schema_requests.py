@@ -119,12 +119,15 @@ def test_requests_that_come_and_go_get_the_answers_that_each_gets_alone(
         alone = [made.generate(*each).text for each in asked]
         assert not steps.placed
 
-        def later(i: int) -> str:
-            time.sleep(0.005 * (i % 4))
-            return made.generate(*asked[i]).text
+        def ask(each: tuple[Any, Options]) -> str:
+            return made.generate(*each).text
 
         with ThreadPoolExecutor(len(asked)) as threads:
-            assert list(threads.map(later, range(len(asked)))) == alone
+            with made.adapter.lock:  # none ends before all others are there
+                asking = [threads.submit(ask, each) for each in asked]
+                while len(made._waiting) < len(asked) - 1:
+                    time.sleep(0.005)
+            assert [one.result() for one in asking] == alone
         assert max(steps.placed) > 2
         assert max(steps.others) > 1
         assert len({*zip(steps.placed, steps.others, strict=True)}) > 2  # joined and left

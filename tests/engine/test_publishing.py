@@ -103,7 +103,7 @@ def test_a_running_engine_follows_without_failing_a_request(machine):
             one.ingest([tiny.document(1)])
             one.remove([tiny.document(0).source])
             assert one.publish().serial == 2
-            until = time.monotonic() + 30
+            until = time.monotonic() + 120
             while two.resources.corpus.sources() != [tiny.document(1).source]:
                 assert time.monotonic() < until
                 time.sleep(0.02)
@@ -119,7 +119,7 @@ def test_following_goes_on_after_a_full_disk(machine, monkeypatch, caplog):
     with machine("one") as one, machine("two") as two:
         one.ingest([tiny.document(0)])
         one.publish()
-        real, until = sharing.follow, time.monotonic() + 30
+        real, until = sharing.follow, time.monotonic() + 120
         monkeypatch.setattr(sharing, "follow", full)
         with closing(Follower(two.resources, every_s=0.02)):
             while "No space left" not in caplog.text:

@@ -40,7 +40,7 @@ class Live:
         return self.service.engine
 
     def client(self, **more: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **more)  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.url, timeout=300, **more)  # type: ignore[arg-type]
 
     def settled(self) -> None:
         """Wait until no request waits or runs."""
@@ -69,7 +69,7 @@ def live(
         yield Live(service, port)
     finally:
         server.should_exit = True
-        thread.join(timeout=60)
+        thread.join(timeout=120)
         assert not thread.is_alive()
 
 
@@ -82,7 +82,7 @@ def begin(server: Live, stream: bool = True) -> socket.socket:
     return connection
 
 
-def until(is_so, seconds: float = 30.0) -> None:
+def until(is_so, seconds: float = 120.0) -> None:
     """Wait until ``is_so()``."""
     end = time.monotonic() + seconds
     while not is_so():

@@ -284,7 +284,7 @@ def small(demo_engine: BlendEngine):
 
 def sent_in_part(port: int) -> httpx.Response:
     """The response to a request whose body never ends."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     with closing(connection):
         connection.putrequest("POST", CHAT)
         connection.putheader("Content-Type", "application/json")

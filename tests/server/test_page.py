@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -153,7 +154,7 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
 
     def opened(server: Live, **context: Any) -> Any:
         page = chromium.new_page(**context)
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(120_000)
         pages.append(page)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on(
@@ -286,8 +287,11 @@ def test_a_chat_goes_on_until_a_new_one(served, visit) -> None:
     assert len(asked_of(asked.value)["messages"]) == 1
 
 
-def test_an_answer_streams_and_stops_on_the_server_too(slow, visit) -> None:
+def test_an_answer_streams_and_stops_on_the_server_too(slow, visit, monkeypatch) -> None:
     model, before = slow.engine.adapter.model, slow.service.admission.outcomes["cancelled"]
+    monkeypatch.setattr(model, "default", "word " * 2900)
+    for_minutes = slow.engine.settings.model_copy(update={"max_new_tokens": 3000})
+    monkeypatch.setattr(slow.engine, "settings", for_minutes)
     page = visit(slow)
     page.get_by_label("Search the documents").uncheck()
     for stop in (
@@ -304,8 +308,8 @@ def test_an_answer_streams_and_stops_on_the_server_too(slow, visit) -> None:
         page.locator(".turn:last-child .ending").filter(has_text="Stopped.").wait_for()
         slow.settled()
         slow.engine.drain()
-        assert 0 < answer.inner_text().count("word") < 60
-        assert model.forwards < began + 55
+        assert 0 < answer.inner_text().count("word") < 2900
+        assert model.forwards < began + 2900
         assert page.get_by_role("button", name="Ask").is_visible()
     assert slow.service.admission.outcomes["cancelled"] == before + 2
 
@@ -361,15 +365,17 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(demo_engine, visit) -> None
 def test_a_full_queue_says_when_to_ask_again(slow, visit) -> None:
     page = visit(slow)
     page.get_by_label("Search the documents").uncheck()
-    held = [begin(slow) for _ in range(2)]
-    admission = slow.service.admission
-    until(lambda: admission.waiting + admission.running == 2)
-    ask(page, "Hello")
-    said = page.get_by_role("alert").filter(has_text="Ask again in 2 seconds").inner_text()
-    assert said.startswith("The server is busy.")
-    for connection in held:
-        connection.close()
-    slow.settled()
+    admission, go_on = slow.service.admission, threading.Event()
+    with slow.engine.adapter.model.register_forward_pre_hook(lambda *_: go_on.wait(60) and None):
+        held = [begin(slow) for _ in range(2)]
+        until(lambda: admission.waiting + admission.running == 2)
+        ask(page, "Hello")
+        said = page.get_by_role("alert").filter(has_text="Ask again in 2 seconds").inner_text()
+        assert said.startswith("The server is busy.")
+        for connection in held:
+            connection.close()
+        go_on.set()
+        slow.settled()
     assert page.get_by_label("Question", exact=True).input_value() == "Hello"
     page.keyboard.press("Enter")
     complete(page, 2)

@@ -60,7 +60,7 @@ def agree(lab):
 
 
 def wait_until(is_over):
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while not is_over():
         assert time.monotonic() < until
         yield time.sleep(0.01)

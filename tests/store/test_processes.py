@@ -145,7 +145,7 @@ def test_a_store_is_refused_in_a_forked_child_which_opens_its_own(lab, root, for
             own.put(lab.namespace, lab.key(2), kvs[2])
 
     with store.disk._put_lock, store.disk._recent_lock, store.memory._lock, reader._lock:
-        assert succeeded(fork(use_in_child), within_s=20)
+        assert succeeded(fork(use_in_child), within_s=120)
     reader.close()
     lab.put(store, 1)
     assert lab.right(store) == [0, 1, 2]

@@ -37,7 +37,7 @@ def bucket(tmp_path):
 def make_remote(bucket):
     with contextlib.ExitStack() as opened:
 
-        def make(secret=None, timeout_s=5.0):
+        def make(secret=None, timeout_s=60.0):
             tier = RemoteTier(f"file://{bucket}", secret, timeout_s)
             return opened.enter_context(contextlib.closing(tier))
 
@@ -294,7 +294,7 @@ def machine(lab, bucket, tmp_path):
     """Opens the store of a machine, all over one remote."""
     with contextlib.ExitStack() as opened:
 
-        def make(name, ram_bytes=0, disk_bytes=1 << 30, timeout_s=5.0, read_only=False):
+        def make(name, ram_bytes=0, disk_bytes=1 << 30, timeout_s=60.0, read_only=False):
             def remote():
                 return RemoteTier(f"file://{bucket}", SECRET, timeout_s)
 

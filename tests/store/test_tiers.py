@@ -154,14 +154,14 @@ def test_a_full_queue_leaves_chunks_on_disk_and_counts_them(lab, make_tiers, mon
 
     def slow(*args):
         at_work.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         real(*args)
 
     monkeypatch.setattr(tiered.Promotion, "_promote", slow)
     for number in range(8):
         lab.put(store, number)
     assert lab.is_right(store, 0)
-    assert at_work.wait(10)
+    assert at_work.wait(60)
     descriptors = lab.descriptors()
     assert len(lab.right(store, range(1, 8))) == 7
     assert store.stats().queue_drops == 3
@@ -187,7 +187,7 @@ def test_uses_that_cannot_be_noted_do_not_end_the_promotions(lab, make_tiers, mo
     promote(lab, store, 1)
     with monkeypatch.context() as patch:
         patch.setattr(store.disk, "flush_recency", fail)
-        assert all(failures.acquire(timeout=5) for _ in range(2))
+        assert all(failures.acquire(timeout=60) for _ in range(2))
     promote(lab, store, 2)
     assert tier_of(lab, store, 2) == "memory"
 

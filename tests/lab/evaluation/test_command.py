@@ -141,7 +141,7 @@ def test_ctrl_c_says_how_to_continue_and_the_same_command_does(model, tmp_path):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
     last = stderr.strip().splitlines()[-1]
     assert last.startswith("interrupted: ")
