@@ -33,9 +33,10 @@ import torch
 
 import scripted
 import tiny
-from blendrag.corpus.documents import LEARNED
+from blendrag.corpus.documents import NewEntry
 from blendrag.engine import BlendEngine
-from blendrag.engine.library import Entry
+from blendrag.engine.exact_prefixes import _family
+from blendrag.engine.kv_writer import Job, drop_orphaned_kv
 from blendrag.engine.request import Request
 from blendrag.planning.controller import CORRUPT, IN_MEMORY, NO_KV, Controller
 from blendrag.server import events
@@ -45,8 +46,9 @@ from server.random_client import CHAT, WRONG, Choice, Fields, RandomClient, Repl
 from server.soak import check_nothing_left
 
 COMPLETIONS = "/v1/completions"
-READER, WRITER = "reader", "writer"
-KEYS = f"{READER}\n{WRITER} write"
+#: Of two tenants, and of one who writes.
+READERS, WRITER = ("one", "two"), "writer"
+KEYS = "\n".join((*READERS, f"{WRITER} write"))
 #: Seconds without any bytes after which a request counts as stuck.
 STUCK_S = 1800
 #: Documents that the corpus may have; the passages of each.
@@ -90,8 +92,12 @@ class Asked:
     """Changes of the corpus that were over when it was asked."""
     last: int
     """Those that had begun when it was answered."""
-    learned: dict[str, str] = field(default_factory=dict)
-    """Texts of the learned passages in it, by chunk id."""
+    reader: str
+    """Whose key it was asked with."""
+    learned: Sequence[NewEntry] = ()
+    """The learned passages that were found in it."""
+    known: Sequence[NewEntry] = ()
+    """With those that may have been found: the last one may be taken for the question and not be told."""
     found: list[Any] = field(default_factory=list)
     """What retrieval found in each of these states."""
     why: str = "its documents were those of no moment"
@@ -179,8 +185,8 @@ class Soak(RandomClient):
         """How many of them are over; the others have begun."""
         self.versions: dict[int, int] = {}
         self.counts: Counter[str] = Counter()
-        self.passages: dict[str, str] = {}
-        """Texts of all passages that were learned, by chunk id."""
+        self.passages: dict[str, NewEntry] = {}
+        """All passages that were learned, by chunk id."""
         self._changing = asyncio.Lock()
         self._newest = 0
 
@@ -193,8 +199,8 @@ class Soak(RandomClient):
         entries = self.engine.resources.require_corpus().entries
         put = entries.put
 
-        def noted(new: Sequence[Any]) -> Any:
-            self.passages.update({each.chunk.chunk_id: each.chunk.text for each in new})
+        def noted(new: Sequence[NewEntry]) -> Any:
+            self.passages.update({each.chunk.chunk_id: each for each in new})
             return put(new)
 
         entries.put = noted  # type: ignore[method-assign, assignment]
@@ -208,10 +214,11 @@ class Soak(RandomClient):
         await self.ask(*self.request(), kind)
 
     async def ask(self, body: Fields, path: str, kind: str = "whole") -> None:
+        reader = self.random.choice(READERS)
         if kind == "wrong":
             await self.be_refused(body, path)
         elif kind == "leave":
-            await self.leave(body, path, headers=key(READER))
+            await self.leave(body, path, headers=key(reader))
         else:
             first = self.over
             if kind == "late":
@@ -220,12 +227,12 @@ class Soak(RandomClient):
             if kind == "stream" and isinstance(body.get("prompt"), list):
                 body = {**body, "prompt": body["prompt"][0]}
             ask = self.streamed if kind == "stream" else self.whole
-            reply = await ask(body, path, headers=key(READER))
+            reply = await ask(body, path, headers=key(reader))
             if reply is not None and ("seed" in body or not body.get("temperature")):
-                self.note(body, path, reply, first)
+                self.note(body, path, reply, first, reader)
         self.ended[kind] += 1
 
-    def note(self, body: Fields, path: str, reply: Reply, first: int) -> None:
+    def note(self, body: Fields, path: str, reply: Reply, first: int, reader: str) -> None:
         """Keep what was answered, prompt by prompt."""
         alone = {name: value for name, value in body.items() if name != "blendrag"}
         blend = {
@@ -241,12 +248,16 @@ class Soak(RandomClient):
                 Reply(choices, reply.about[number : number + 1]),
                 first,
                 len(self.changes),
+                reader,
             )
-            asked.learned = {
-                chunk["chunk_id"]: self.passages[chunk["chunk_id"]]
-                for chunk in asked.about["chunks"]
-                if chunk["source"].startswith(LEARNED)
-            }
+            found = {chunk["chunk_id"] for chunk in asked.about["chunks"]}
+            text = " ".join(texts_in(asked.body))
+            asked.learned = [each for name, each in self.passages.items() if name in found]
+            asked.known = [
+                each
+                for name, each in self.passages.items()
+                if name in found or each.chunk.text[:40] in text
+            ]
             self.ended["over exact beginnings"] += any(
                 chunk["reason"] == IN_MEMORY.text for chunk in asked.about["chunks"]
             )
@@ -259,10 +270,10 @@ class Soak(RandomClient):
             await self.refused(body, 401, path, headers=key("nobody"))
         elif draw.random() < 0.3:
             new = {"documents": [document(0, 0)]}
-            await self.refused(new, 403, "/v1/ingest", headers=key(READER))
+            await self.refused(new, 403, "/v1/ingest", headers=key(READERS[0]))
         else:
             right = {"messages": [{"role": "user", "content": "Hello"}]}
-            await self.refused(right | draw.choice(WRONG), headers=key(READER))
+            await self.refused(right | draw.choice(WRONG), headers=key(READERS[0]))
 
     # -- what is asked ------------------------------------------------------------------------------
 
@@ -457,7 +468,7 @@ class Soak(RandomClient):
     async def embed(self) -> None:
         given = [self.question(), "word " * self.random.randint(1, 200)]
         response = await self.client.post(
-            "/v1/embeddings", json={"input": given}, headers=key(READER)
+            "/v1/embeddings", json={"input": given}, headers=key(READERS[0])
         )
         assert response.status_code == 200, response.text
         for text, made in zip(given, response.json()["data"], strict=True):
@@ -486,6 +497,15 @@ class Soak(RandomClient):
             await asyncio.sleep(0.01)
         go_on.set()
         await asyncio.gather(*asking)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a body."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(each)
 
 
 def key(name: str) -> dict[str, str]:
@@ -528,11 +548,14 @@ class Alone:
         """Whether nothing is left to compare of ``asked``."""
         if not asked.first <= state <= asked.last:
             return False
-        reply = await self.ask(asked)
-        asked.why = difference(asked.reply, reply)
-        if asked.why and self.is_tie(asked, reply):
-            self.outcome.ties += 1
-            asked.why = ""
+        for passages in (asked.learned, asked.known):
+            reply = await self.ask(asked, passages)
+            asked.why = difference(asked.reply, reply)
+            if asked.why and self.is_tie(asked, reply):
+                self.outcome.ties += 1
+                asked.why = ""
+            if not asked.why or asked.body.get("cache_salt"):
+                break
         if asked.why and state < asked.last:
             return False
         if asked.why:
@@ -541,13 +564,12 @@ class Alone:
         self.outcome.while_changing += asked.first < asked.last
         return True
 
-    async def ask(self, asked: Asked) -> Reply:
+    async def ask(self, asked: Asked, passages: Sequence[NewEntry]) -> Reply:
+        """``passages``: those that were learned."""
         self._asked = asked
-        library = self.engine.library
-        passages = [
-            Entry(f"{LEARNED}: {i}", text, parent=LEARNED) for i, text in asked.learned.items()
-        ]
-        await asyncio.to_thread(library.add, passages, embed=False)
+        corpus = self.engine.resources.require_corpus()
+        if passages:
+            corpus.entries.put(passages)
         body = asked.body
         if not body.get("temperature"):
             top = (
@@ -556,10 +578,12 @@ class Alone:
                 else {"logprobs": True, "top_logprobs": 3}
             )
             body = {**body, **top}
-        reply = await self.client.whole(body, asked.path, headers=key(READER))
+        reply = await self.client.whole(body, asked.path, headers=key(asked.reader))
         assert reply is not None, asked
         await asyncio.to_thread(self.engine.drain)
-        await asyncio.to_thread(library.delete, [each.id for each in passages])
+        if passages:
+            corpus.entries.remove([each.entry.id for each in passages])
+            drop_orphaned_kv(self.engine.resources, corpus)
         self.engine._prefixes.close()
         return reply
 
@@ -587,17 +611,17 @@ class Alone:
             if chunk["reason"] == IN_MEMORY.text:
                 held = segment.end
             elif chunk["reason"] in (NO_KV.text, CORRUPT.text):
-                used = self.engine.resources
-                used.store.delete(controller.namespace, controller._key(segment.stored_ids))
+                self.engine.resources.store.delete(*controller._place(segment))
             else:
-                self.engine._background.encode_first([segment.stored_ids], check)
+                job = Job(segment.stored_ids, controller.prefix_ids, segment.scope)
+                self.engine._background.encode_first([job], check)
         if held:
             prefixes, ids = self.engine._prefixes, torch.tensor([request.prompt.ids[:held]])
             _, cache, _ = self.engine.resources.fusor.prefill(
                 ids, tiny.request(ids, ()), check=check
             )
-            tree, family = prefixes._tree_of(controller.namespace), request.options.cache_salt
-            tree.insert(family, request.prompt.ids[:held], cache.buffers(held))
+            tree = prefixes._tree_of(controller.namespace)
+            tree.insert(_family(request), request.prompt.ids[:held], cache.buffers(held))
         return ()
 
     def is_tie(self, asked: Asked, reply: Reply) -> bool:
