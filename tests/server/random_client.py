@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,17 +154,17 @@ class RandomClient:
         assert set(response.json()) == {"error"}
 
     async def leave(self, body: Fields, path: str = CHAT, **more: Any) -> None:
-        """Close the connection after a while, or after some events."""
-        if self.random.random() < 0.5:
-            try:
-                async with asyncio.timeout(0.3 * self.random.random()):
-                    await self.whole(body, path, **more)
-            except TimeoutError:
-                pass
-            return
+        """Close a connection of its own after a while, or after some events."""
+        given = {"base_url": self.client.base_url, "timeout": self.client.timeout, "verify": False}
         events, sent = self.random.randint(0, 3), {**body, "stream": True}
-        async with self.client.stream("POST", path, json=sent, **more) as response:
-            async for _ in response.aiter_lines():
-                events -= 1
-                if events < 0:
-                    return
+        async with httpx.AsyncClient(**given) as client:
+            if self.random.random() < 0.5:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.3 * self.random.random()):
+                        await client.post(path, json=body, **more)
+                return
+            async with client.stream("POST", path, json=sent, **more) as response:
+                async for _ in response.aiter_lines():
+                    events -= 1
+                    if events < 0:
+                        return
