@@ -22,7 +22,7 @@ LONG = {"source": "long.txt", "text": " ".join(tiny.sentence(number) for number 
 def server(tmp_path: Path) -> Iterator[Live]:
     with tiny.engine(tiny.llama(), tmp_path / "s", prefix_text=tiny.BOS) as engine:
         engine.ingest([tiny.document(0)])
-        with live(engine) as made:
+        with live(engine, keys="editor write") as made:
             yield made
 
 
@@ -92,7 +92,7 @@ def test_a_corpus_that_cannot_be_written_refuses_an_ingest_and_nothing_else(
 ) -> None:
     file = server.engine.resources.require_corpus().file
     before = file.rows("SELECT * FROM document")
-    with server.client() as client:
+    with server.client(headers={"Authorization": "Bearer editor"}) as client:
         with fault(file):
             reply = client.post("/v1/ingest", json={"documents": [LONG]})
             assert reply.status_code == status, reply.text
@@ -116,7 +116,7 @@ def test_a_corpus_that_cannot_be_read_refuses_what_needs_it_and_nothing_else(
 ) -> None:
     file = server.engine.resources.require_corpus().file
     asked = {"messages": HELLO, "retrieve": True}
-    with server.client() as client:
+    with server.client(headers={"Authorization": "Bearer editor"}) as client:
         with failing(code, writes_only=False)(file):
             assert client.post(CHAT, json={"messages": HELLO}).status_code == 200
             assert client.post(CHAT, json=asked).status_code == 503

@@ -1,10 +1,12 @@
 """System calls fail one by one and the power goes: nothing acknowledged is lost, the store stays usable."""
 
 import contextlib
+import errno
 import os
 
 import pytest
 from soak.audit import Report
+from soak.corpus_faults import CORPUS_OPERATIONS, CorpusBench, fail_corpus
 from soak.faults import OPERATIONS, Bench, cut_everywhere, fail_everything, faults_of
 from soak.tracer import unavailable
 
@@ -38,6 +40,27 @@ def test_a_power_cut_loses_nothing_that_was_acknowledged(tmp_path, name):
     cut_everywhere(tmp_path, name, report, mixtures=0, seed=1, stride=20)
     report.check()
     assert report.done["power cuts"] > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CORPUS_OPERATIONS)
+def test_a_failing_system_call_loses_no_document_and_leaves_the_corpus_usable(tmp_path, name):
+    report = Report()
+    fail_corpus(tmp_path, name, report, FAULTS)
+    report.check()
+    assert report.done["corpus faults"] > FAULTS // 2
+
+
+def test_a_corpus_that_the_disk_does_not_find_is_one_named_error(tmp_path):
+    bench = CorpusBench(tmp_path, CORPUS_OPERATIONS["read documents"])
+    stats = [
+        fault
+        for call in bench.calls()
+        if call.name == "stat"
+        for fault in faults_of(call)
+        if fault.what == errno.EIO
+    ]
+    assert all(bench.run(fault).is_good for fault in stats[:4])
 
 
 def test_calls_of_sqlite_are_traced_too(tmp_path):

@@ -304,7 +304,7 @@ def can_write(directory: Path) -> bool:
     """Whether this user may change the corpus in ``directory``. SQLite writes other files there, too."""
     path = directory / FILE_NAME
     return os.access(directory, os.W_OK | os.X_OK) and (
-        not path.exists() or os.access(path, os.W_OK)
+        not os.path.exists(path) or os.access(path, os.W_OK)  # which raises no error of the disk
     )
 
 
@@ -377,7 +377,7 @@ def _read_only_uri(directory: Path) -> str:
     # A reader of a WAL needs a file to share locks in. If it cannot create one, no other process writes, and
     # unless a log was left over, the database is complete.
     log = path.with_name(f"{FILE_NAME}-wal")
-    left_over = log.exists() and log.stat().st_size > 0
+    left_over = os.path.exists(log) and log.stat().st_size > 0
     if os.access(directory, os.W_OK | os.X_OK) or left_over:
         return uri
     return f"{uri}&immutable=1"

@@ -12,6 +12,7 @@ All model work runs on one worker thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
@@ -25,6 +26,7 @@ import torch
 
 from blendrag import tracing
 from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
+from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.corpus.sharing import Followed, Published
@@ -81,7 +83,7 @@ from blendrag.engine.schemas import Positions, SchemaReport, Schemas
 from blendrag.engine.schemas import Source as SchemaSource
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.worker import CLOSED, Worker
-from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
+from blendrag.errors import CorpusError, InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
@@ -101,6 +103,9 @@ if TYPE_CHECKING:
 #: Restarts of a request after chunks failed verification, before it is computed in full.
 MAX_RESTARTS = 8
 STILL_CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification again and again")
+
+
+log = logging.getLogger(__name__)
 
 
 class BlendEngine:
@@ -467,9 +472,21 @@ class BlendEngine:
         self, rendered: Rendered, scope: str | None
     ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
         """A rendered prompt cut at its chunks, the source of each chunk, notes for the metrics, and what may
-        be learned. ``scope``: whose passages are learned and used; ``None``: none are."""
+        be learned. ``scope``: whose passages are learned and used; ``None``: none are.
+
+        A corpus that cannot be read is not used."""
+        try:
+            return self._segments_of(*self.resources.own_corpus(), rendered, scope)
+        except CorpusError as error:
+            log.warning("no chunk is recognised: %s", error)
+            note = f"the corpus was not used, and the prompt was prefilled normally: {error}"
+            return self._segments_of(None, note, rendered, None)
+
+    def _segments_of(
+        self, corpus: Corpus | None, foreign: str, rendered: Rendered, scope: str | None
+    ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
+        """``foreign``: why the store's corpus is not used; empty if it is."""
         resources = self.resources
-        corpus, foreign = resources.own_corpus()
         found = recognise(corpus, rendered, resources.tokens, scope)
         chunks, removed = {}, []
         for match in found.chunks:

@@ -20,6 +20,7 @@ import torch
 import unpickling
 from soak import remote_power
 from soak.audit import Report
+from soak.corpus_faults import CORPUS_OPERATIONS, fail_corpus
 from soak.faults import OPERATIONS, cut_everywhere, fail_everything
 from soak.fuzz import BATCH, Fuzzing
 from soak.kills import Killing
@@ -49,6 +50,8 @@ def _run(given: argparse.Namespace, directory: Path, report: Report) -> None:
             fail_everything(directory, name, report, given.faults)
         if given.cuts:
             cut_everywhere(directory, name, report, given.cuts, given.seed)
+    for name in CORPUS_OPERATIONS if reason is None and given.faults != 0 else ():
+        fail_corpus(directory, name, report, given.faults)
     if given.cuts:
         remote_power.cut_everywhere(directory, report, given.cuts, given.seed)
     # in turns, so that an interrupted run has had some of both
