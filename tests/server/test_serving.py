@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import tiny
 from blendrag.cli import serve
 from blendrag.engine import BlendEngine
-from blendrag.errors import ModelLoadError
+from blendrag.errors import InvalidInputError, ModelLoadError
 from blendrag.server.admission import TTFT_BUCKETS_S
 from blendrag.server.running import server_of
 from cli.commands import refused, save_model, start
@@ -38,6 +38,19 @@ def test_without_the_extra_one_sentence_names_the_remedy(monkeypatch, tmp_path) 
     assert refused("serve", "--store", tmp_path) == (
         "error: blendrag serve needs fastapi, uvicorn; pip install 'blendrag[server]'"
     )
+
+
+def test_plain_messages_is_an_option_of_the_engine(monkeypatch, tmp_path) -> None:
+    asked = []
+
+    def engine_for(context: object, **given: object) -> None:
+        asked.append(given["plain_messages"])
+        raise InvalidInputError("no engine here")
+
+    monkeypatch.setattr(serve.options, "engine_for", engine_for)
+    for given in ((), ("--plain-messages",)):
+        refused("serve", "--store", tmp_path, "--port", "0", *given)
+    assert asked == [None, True]
 
 
 def test_a_port_in_use_is_one_sentence(tmp_path) -> None:
