@@ -120,7 +120,7 @@ def changed(content: bytes, draw: random.Random) -> bytes:
                 content[:i] + draw.randbytes(j - i) + content[j:],
                 content[:i] + struct.pack("<Q", number) + content[i + 8 :],
             )
-        )[: 100 * 1024]
+        )[: 48 * 1024]
     return content
 
 

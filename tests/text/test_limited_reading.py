@@ -16,6 +16,7 @@ import pytest
 from blendrag.errors import UnreadableDocumentError
 from blendrag.text import limited_reading, readers
 from blendrag.text.limited_reading import ReaderChild, ReaderPool
+from blendrag.text.reader_process import LARGEST, SMALLEST, limits_of
 
 from . import hostile_files
 
@@ -266,6 +267,16 @@ def test_a_script_without_a_main_guard_reads_files_and_leaves_no_process(
     gone = threading.Event()
     while is_running(int(pid)):  # it sees that its parent is gone
         gone.wait(0.05)
+
+
+def test_limits_grow_with_the_file_up_to_the_largest() -> None:
+    kinds = ("PDF", "DOCX", "HTML", "JSON lines", "Markdown", "text")
+    for kind in kinds:
+        small, large, huge = (limits_of(kind, size) for size in (0, 10**6, 10**12))
+        assert small == SMALLEST
+        assert SMALLEST.cpu_s < large.cpu_s < LARGEST.cpu_s
+        assert SMALLEST.memory_bytes < large.memory_bytes < 10**9
+        assert huge == LARGEST
 
 
 def test_a_child_imports_neither_torch_nor_numpy() -> None:

@@ -48,7 +48,7 @@ WALL_S, WALL_PER_CPU = 60.0, 8.0
 #: CPU seconds for a MiB, and bytes of memory for a byte, that a reader goes through: several times what good
 #: files need.
 _PER_MIB = {
-    "PDF": (20.0, 16),
+    "PDF": (40.0, 16),
     "DOCX": (1.5, 32),
     "HTML": (6.0, 128),
     "JSON lines": (0.5, 16),
