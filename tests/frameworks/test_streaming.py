@@ -118,3 +118,20 @@ def test_control_tokens_are_not_shown_with_tools_and_everything_is_without():
     text, answer = StreamedText(), f"  {CALLS['hermes']}<|end|> "
     assert shown(text, answer) == list(answer)
     assert text.rest(answer) == ""
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("word", ["word ", " ", "<", "\n<tool", "["])
+def test_each_piece_of_a_long_answer_is_looked_at_once(name, word, monkeypatch):
+    """Not the whole answer for every piece."""
+
+    def looked_at(pieces: int) -> int:
+        text, seen = StreamedText(made), []
+        real = text._certain
+        monkeypatch.setattr(text, "_certain", lambda held: seen.append(len(held)) or real(held))
+        for _ in range(pieces):
+            text.add(word)
+        return sum(seen)
+
+    made = tokens(TEMPLATES[name])
+    assert looked_at(2000) <= 10.5 * looked_at(200) + 200

@@ -256,3 +256,38 @@ def test_calls_that_are_nested_too_deeply_are_invalid(model, opening):
     found = parse(opening + "[" * 100_000, model)
     assert not found.calls
     assert found.invalid
+
+
+def test_the_text_of_an_answer_of_many_wrong_calls_is_kept_once():
+    for model, wrong in (
+        (LLAMA, "<|python_tag|>" + '{"a": 1};' * 2000),
+        (MISTRAL, "[TOOL_CALLS]" + "{}" * 2000),
+    ):
+        found = parse(wrong, model)
+        assert len(found.invalid) == 2000
+        assert sum(len(call.text) for call in found.invalid) <= len(wrong)
+    (first, *others) = parse("[TOOL_CALLS]" + json.dumps([{"a": 1}] * 500), MISTRAL).invalid
+    assert first.text == json.dumps([{"a": 1}] * 500)
+    assert {call.text for call in others} == {""}
+
+
+@pytest.mark.parametrize(
+    ("model", "answer"),
+    [
+        (MISTRAL, "[TOOL_CALLS]search" + " " * 200_000),  # took quadratic time
+        (MISTRAL, "[TOOL_CALLS]" + "a" * 200_000),
+        (MISTRAL, "[TOOL_CALLS]a[CALL_ID]" * 20_000),
+        (HERMES, "<tool_call>" * 50_000),
+        (
+            HERMES,
+            "<tool_call>" + json.dumps({"name": "search", "arguments": {"q": "x" * 5_000_000}}),
+        ),
+        (LLAMA, '{"name": "search", "parameters": ' + " " * 1_000_000),
+        (LLAMA, "<|python_tag|>" + " ;," * 200_000),
+    ],
+)
+def test_a_long_answer_is_parsed(model, answer):
+    found = parse(answer, model)
+    assert (
+        len(found.calls) + len(found.invalid) <= answer.count("[TOOL") + answer.count("<tool") + 1
+    )

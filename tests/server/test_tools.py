@@ -100,3 +100,57 @@ def test_half_a_character_in_a_call_does_not_break_the_answer(ask, stream) -> No
         calls = made.choices[0].message.tool_calls
     assert [call.function.name for call in calls] == ["wea?ther"]
     assert json.loads(calls[0].function.arguments) == {"town": "?"}
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "{}" + "}" * depth
+
+
+def offered(parameters: str = "{}", description: str = '"d"', name: str = '"f"') -> str:
+    fields = f'"name":{name},"description":{description},"parameters":{parameters}'
+    return f'{{"type":"function","function":{{{fields}}}}}'
+
+
+def called(arguments: str) -> str:
+    call = f'{{"id":"abcdefghi","function":{{"name":"f","arguments":{json.dumps(arguments)}}}}}'
+    return f'{{"role":"assistant","tool_calls":[{call}]}},{{"role":"user","content":"x"}}'
+
+
+@pytest.mark.parametrize(
+    ("tools", "turns", "words"),
+    [
+        (offered(nested(10_000)), "", "cannot be read as JSON"),
+        (offered(nested(400)), "", "tools[0] is nested more than 128 deep"),
+        (offered('{"x":' + "[" * 300 + "]" * 300 + "}"), "", "tools[0] is nested more than 128"),
+        (offered('{"x":{"default":NaN}}'), "", "tools[0] holds nan"),
+        (offered('{"\\ud800":{}}'), "", "tools[0] holds a lone surrogate"),
+        (offered(name="5"), "", "tools[0].function.name is 5"),
+        (offered(description=json.dumps("x" * 2_000_000)), "", "context"),
+        (",".join(offered(name=f'"f{i}"') for i in range(5000)), "", "context"),
+        (offered(), called(nested(10_000)), "messages[1] are not a JSON object"),
+        (offered(), called(nested(300)), "a tool call in message 1 is nested more than 128 deep"),
+        (offered(), called(json.dumps({"a": "x" * 2_000_000})), "context"),
+    ],
+)
+def test_tools_without_bounds_are_refused_in_a_sentence(
+    served: Live, monkeypatch: pytest.MonkeyPatch, tools: str, turns: str, words: str
+) -> None:
+    encoded: list[int] = []
+    tokens = served.engine.resources.tokens
+    real = tokens.encode_prompt
+    monkeypatch.setattr(
+        tokens,
+        "encode_prompt",
+        lambda text, *a, **k: encoded.append(len(text)) or real(text, *a, **k),
+    )
+    asks = '{"role":"user","content":"hello"}'
+    body = f'{{"messages":[{asks}{turns and "," + turns}],"max_tokens":2,"tools":[{tools}]}}'
+    with served.client() as client:
+        headers = {"content-type": "application/json"}
+        reply = client.post("/v1/chat/completions", content=body, headers=headers)
+    assert reply.status_code == 400
+    message = reply.json()["error"]["message"]
+    assert words in message
+    assert len(message) < 400
+    # only the beginning of what is far over the context is tokenised
+    assert sum(encoded) <= 16 * served.engine.resources.context_tokens + 1000

@@ -26,6 +26,7 @@ from typing import Any
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine.data_text import DataPrompt
+from blendrag.engine.nested import check_nested
 from blendrag.engine.request import Options, Prompt, RagPrompt
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.model.bounded_templates import bounded
@@ -228,6 +229,8 @@ def _check_messages(messages: Sequence[Mapping[str, Any]], tokens: Tokens) -> No
     for number, message in enumerate(messages):
         if isinstance(message.get("content"), str):
             check_unicode(message["content"], f"message {number}")
+        if message.get("tool_calls"):
+            check_nested(message["tool_calls"], f"a tool call in message {number}")
 
 
 def _rendered_twice(messages: Sequence[Mapping[str, Any]], tokens: Tokens) -> tuple[str, ...]:
@@ -382,6 +385,8 @@ def _check_tools(tokens: Tokens, options: Options) -> None:
             f"tools given ({len(options.tools)}) to a model whose chat template does not support tools; "
             "use a model whose template does, or ask for the call in plain text"
         )
+    for number, tool in enumerate(options.tools):
+        check_nested(tool, f"tools[{number}]")
 
 
 def _flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -75,8 +75,8 @@ class StreamedText:
     def __init__(self, tokens: Tokens | None = None, opening: str = "") -> None:
         """``tokens``: the model's, if it was offered tools; without, all text is shown.
         ``opening``: the beginning of a call that was written for the model."""
-        self.text = ""
-        self._raw = ""
+        self._shown: list[str] = []
+        self._held = ""  # what follows the shown text, and may belong to a call
         self._is_call = bool(opening)
         self._holds_back = tokens is not None
         form = None if tokens is None else call_form(tokens)
@@ -93,10 +93,23 @@ class StreamedText:
 
     def add(self, piece: str) -> str:
         """The text that ``piece`` adds."""
-        self._raw += piece
-        before = len(self.text)
-        self.text = self._certain() if self._holds_back else self._raw
-        return self.text[before:]
+        if self._is_call:
+            return ""
+        if self._holds_back:
+            held = self._held + piece
+            if not held.strip():  # a call or more text may follow
+                self._held = held
+                return ""
+            size = self._certain(held)
+            piece, self._held = held[:size], held[size:]
+        self._shown.append(piece)
+        return piece
+
+    @property
+    def text(self) -> str:
+        """All text that was added."""
+        self._shown = ["".join(self._shown)]
+        return self._shown[0]
 
     def rest(self, whole: str) -> str:
         """The text that ``whole``, the final text without its calls, adds at the end."""
@@ -104,16 +117,20 @@ class StreamedText:
             return whole[len(self.text) :]
         return whole.lstrip()[len(self.text.lstrip()) :]  # text next to calls is stripped
 
-    def _certain(self) -> str:
-        """Up to the first mark, or what may become one; white space may come before a call."""
-        if self._is_call:
-            return ""
-        if self._is_bare_json and self._raw.lstrip()[:1] in ("", "{"):
-            return ""  # a call without marks is the whole answer
-        begin = len(self.text)  # models have hundreds of marks: search only what is new
-        if found := self._marks.search(self._raw, begin):
-            return self._raw[: found.start()].rstrip()
-        for at in range(max(begin, len(self._raw) - self._longest + 1), len(self._raw)):
-            if self._raw[at:] in self._beginnings:
-                return self._raw[:at].rstrip()
-        return self._raw.rstrip()
+    def _certain(self, held: str) -> int:
+        """Characters of ``held`` that can be shown: up to a mark or what may become one, and to white space
+        before it."""
+        if self._is_bare_json:
+            self._is_call = held.lstrip()[:1] == "{"  # a call without marks is the whole answer
+            if self._is_call:
+                return 0
+            self._is_bare_json = False
+        end = len(held)
+        if found := self._marks.search(held):
+            self._is_call, end = True, found.start()
+        else:
+            for at in range(max(0, end - self._longest + 1), end):
+                if held[at:] in self._beginnings:
+                    end = at
+                    break
+        return len(held[:end].rstrip())

@@ -91,7 +91,9 @@ Split = tuple[str, list[Call]]
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _MISTRAL = "[TOOL_CALLS]"
-_MISTRAL_CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)")
+#: Possessive, so that a match takes linear time.
+_MISTRAL_CALL = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\][^\[]*+)?(?:\[ARGS\])?\s*+(?=\{)")
+_BETWEEN = re.compile(r"[ \n\t;,]*")
 _BROKEN_CALL = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:')
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -155,16 +157,18 @@ def _read_json(text: str) -> Call:
 
 def _read_many(text: str) -> Iterator[Call]:
     """A list of calls, or calls separated by ``;`` or nothing."""
-    decoder, at = json.JSONDecoder(strict=False), 0
-    while rest := text[at:].lstrip(" \n\t;,"):
-        at = len(text) - len(rest)
+    decoder, end = json.JSONDecoder(strict=False), 0
+    while (at := _BETWEEN.match(text, end).end()) < len(text):  # type: ignore[union-attr]
         try:
-            found, at = decoder.raw_decode(text, at)
+            found, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as exc:
-            yield InvalidCall(rest.strip(), f"the call is not JSON: {exc}")
+            yield InvalidCall(text[at:].strip(), f"the call is not JSON: {exc}")
             return
+        written = text[at:end]
         for call in found if isinstance(found, list) else [found]:
-            yield _read_call(call, rest.strip())
+            yield (read := _read_call(call, written))
+            if isinstance(read, InvalidCall):
+                written = ""  # of a list, once
 
 
 def _read_call(call: Any, text: str) -> Call:
