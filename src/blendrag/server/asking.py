@@ -159,9 +159,8 @@ def _other_texts(body: ChatBody) -> Iterator[str]:
         for call in turn.tool_calls or ():
             yield from (call.id or "", call.function.name, call.function.arguments)
     for tool in body.tools or ():
-        yield from (tool.function.name, tool.function.description or "")
-        with suppress(RecursionError):  # the template refuses it
-            yield json.dumps(tool.function.parameters)
+        with suppress(RecursionError, ValueError):  # refused when the prompt is rendered
+            yield json.dumps(tool.model_dump(exclude_none=True), ensure_ascii=False)
 
 
 def _options(
