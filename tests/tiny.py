@@ -5,7 +5,7 @@ Everything is random but seeded: no download, no training, milliseconds to build
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -324,11 +324,20 @@ class WordEmbedder:
     name = "minilm-offline"
     dim = 64
 
-    def embed(self, texts: Sequence[str], titles: Sequence[str] | None = None) -> np.ndarray:
-        rows = [self.embed_query(text) for text in texts]
+    def embed(
+        self,
+        texts: Sequence[str],
+        titles: Sequence[str] | None = None,
+        *,
+        check: Callable[[], None] = lambda: None,
+        counted: Callable[[int], None] = lambda tokens: None,
+    ) -> np.ndarray:
+        counted(sum(len(text.split()) for text in texts))
+        rows = [self.embed_query(text, check=check) for text in texts]
         return np.stack(rows) if rows else np.zeros((0, self.dim), np.float32)
 
-    def embed_query(self, text: str) -> np.ndarray:
+    def embed_query(self, text: str, *, check: Callable[[], None] = lambda: None) -> np.ndarray:
+        check()
         vector = np.zeros(self.dim, np.float32)
         for word in text.lower().split():
             word = word.strip(".,?!:;")

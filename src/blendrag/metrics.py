@@ -51,7 +51,8 @@ class RequestMetrics:
     mode: str
     """That of the request, or ``schema``: modules at the positions of their schema."""
     ttft_s: float
-    """Request received to first new token sampled: planning, loading, prefill; without ``opening_s``."""
+    """Request received to first new token sampled: search, planning, loading, prefill; without
+    ``opening_s``."""
     load_s: float
     """Time the loader spent reading and verifying; overlaps compute."""
     total_s: float
@@ -86,6 +87,8 @@ class RequestMetrics:
     """Of ``reused_tokens``: the beginning of the prompt, before the first chunk."""
     queued_s: float = 0.0
     """Of ``ttft_s``: waiting for the requests before this one."""
+    retrieval_s: float = 0.0
+    """Of ``ttft_s``: finding the chunks, with the waiting for it; 0 if the prompt brought its texts."""
     learned_tokens: int = 0
     """Tokens of passages that were learned from this prompt, because an earlier one had them, too."""
 

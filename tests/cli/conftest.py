@@ -31,10 +31,10 @@ def _each_text_is_embedded_once() -> Iterator[None]:
             KNOWN[how] = load(self, name, local_files_only)
         return KNOWN[how]
 
-    def embed_once(self: Embedder, encode: Any, windows: list[list[str]]) -> Any:
+    def embed_once(self: Embedder, encode: Any, windows: list[Any], *how: Any) -> Any:
         what = (self.name, encode.__name__, str(windows))
         if what not in KNOWN:
-            KNOWN[what] = embed(self, encode, windows)
+            KNOWN[what] = embed(self, encode, windows, *how)
         return KNOWN[what]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -55,7 +55,7 @@ def test_windows_cover_the_chunk_and_fit_the_model(embedder: Embedder) -> None:
     model = embedder._loaded()
     title = "A title that says what this is about"
     for text in (long_chunk(), "x" * 3000, "灯塔的看守人每天傍晚点亮油灯。" * 80, "short"):
-        windows = embedder._windows(text, title)
+        windows = [window.text for window in embedder._windows(text, title)]
         bodies = [window.removeprefix(f"{title}\n") for window in windows]
         assert text.startswith(bodies[0])
         assert text.endswith(bodies[-1])
@@ -74,14 +74,14 @@ def test_an_overlong_question_is_embedded_by_its_ends(embedder: Embedder) -> Non
     with tiny.counted(embedder._loaded(), "encode_query") as calls:
         text = f"{FILLER * 45} {PASSWORD}"
         vector = embedder.embed_query(text)
-        ((encoded,),) = calls
+        encoded = [window for (batch,) in calls for window in batch]
         calls.clear()
         assert len(encoded) == MAX_QUESTION_WINDOWS < len(embedder._windows(text, ""))
         assert text.startswith(encoded[0])
         assert text.endswith(encoded[-1])
         assert vector @ near > vector @ far
         embedder.embed_query(whole)
-    assert calls == [(embedder._windows(whole, ""),)]
+    assert calls == [([window.text for window in embedder._windows(whole, "")],)]
 
 
 def test_a_title_tells_chunks_apart_that_only_say_she(embedder: Embedder) -> None:
@@ -94,7 +94,7 @@ def test_a_title_tells_chunks_apart_that_only_say_she(embedder: Embedder) -> Non
 
 def test_a_very_long_title_leaves_room_for_the_text(embedder: Embedder) -> None:
     (window,) = embedder._windows(FILLER, "word " * 1000)
-    assert window.endswith(FILLER)
+    assert window.text.endswith(FILLER)
     with pytest.raises(InvalidInputError, match="one for each"):
         embedder.embed(["a", "b"], titles=["only one"])
 

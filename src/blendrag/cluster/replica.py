@@ -50,11 +50,9 @@ class Replica:
 
     async def metrics(self) -> tuple[str, str]:
         """The name of this replica and its counters as Prometheus text."""
-        from blendrag.frameworks.streaming import to_thread
-
         name = serve.get_replica_context().replica_id.unique_id
-        store = await to_thread(self._engine.prometheus)
-        return name, store + self._service.admission.exposition()
+        store = await self._service.read_or_last("metrics", self._engine.prometheus)
+        return name, store + self._service.exposition()
 
     def record_routing_stats(self) -> dict[str, bytes]:
         """Whose KV is here, for :class:`blendrag.cluster.resident_router.ResidentRouter`."""
@@ -71,6 +69,7 @@ class Replica:
     async def check_health(self) -> None:
         """Serve replaces a replica for which this raises."""
         self._service.check_open()
+        self._service.check_moving()
         root = self._engine.resources.root
         if not root.exists():
             raise StoreUnavailableError(f"store {root} is gone; restore it, or ingest again")

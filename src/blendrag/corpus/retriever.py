@@ -13,6 +13,7 @@ from pathlib import PurePath
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, refuse_given
+from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.text.readers import MetadataValue
 from blendrag.wording import quoted
@@ -47,8 +48,8 @@ class Retriever:
         self.corpus = corpus
         self.embedder = embedder
 
-    def retrieve(self, question: str, top_k: int) -> list[RetrievedChunk]:
-        """At most ``top_k`` different chunks, in reading order.
+    def retrieve(self, question: str, top_k: int, check: Check = proceed) -> list[RetrievedChunk]:
+        """At most ``top_k`` different chunks, in reading order. ``check`` may raise to give up.
 
         Raises :class:`InvalidInputError` for an empty question, an empty corpus or ``top_k`` < 1.
         """
@@ -71,11 +72,12 @@ class Retriever:
             )
         if self.corpus.has_manifest:
             refuse_given(self.corpus.manifest.embedder)
+        vector = self.embedder.embed_query(question, check=check)
         chunks = [
             RetrievedChunk(
                 c.chunk_id, c.text, c.source, c.title, c.start, c.end, distance, c.metadata
             )
-            for c, distance in self.corpus.nearest(self.embedder.embed_query(question), top_k)
+            for c, distance in self.corpus.nearest(vector, top_k)
         ]
         best: dict[str, float] = {}
         for chunk in chunks:

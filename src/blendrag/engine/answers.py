@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.request import Answer
 from blendrag.engine.stream import AnswerStream
+from blendrag.engine.thread_queue import ThreadQueue
 from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout, starting_thread
 
 T = TypeVar("T")
@@ -187,8 +188,8 @@ def _setter_of(event: asyncio.Event) -> Callable[..., None]:
     return set_event
 
 
-def in_pool(begin: Callable[[], T], pool: Executor | None = None) -> asyncio.Future[T]:
-    """``begin()`` on a thread of ``pool``, or of the event loop's. Raises :class:`NoThreadError`."""
+def in_pool(begin: Callable[[], T]) -> asyncio.Future[T]:
+    """``begin()`` on a thread of the event loop. Raises :class:`NoThreadError`."""
     refused = False
 
     def begin_unless_refused() -> T:
@@ -199,25 +200,28 @@ def in_pool(begin: Callable[[], T], pool: Executor | None = None) -> asyncio.Fut
     context = copy_context()  # with the caller's span
     try:
         with starting_thread():
-            return asyncio.get_running_loop().run_in_executor(pool, begin_unless_refused)
+            return asyncio.get_running_loop().run_in_executor(None, begin_unless_refused)
     except NoThreadError:
         refused = True
         raise
 
 
-async def off_loop(begin: Callable[[], T], timeout_s: float | None) -> T:
-    """``begin()`` on another thread. Leaving early or a timeout abandons the requests it has started.
+async def off_loop(begin: Callable[[], T], timeout_s: float | None, threads: ThreadQueue) -> T:
+    """``begin()`` on another thread. Leaving early or a timeout removes it from the queue, or abandons the
+    requests it has started.
 
     Raises :class:`NoThreadError`.
     """
-    starting = in_pool(begin)
+    queued = threads.submit(begin)
+    starting = asyncio.wrap_future(queued)
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(starting)
     except BaseException as exc:
         if starting.done() and not starting.cancelled() and starting.exception() is exc:
             raise
-        starting.add_done_callback(_abandon)
+        if not queued.cancel():
+            starting.add_done_callback(_abandon)
         if isinstance(exc, TimeoutError) and timeout_s is not None:
             raise RequestTimeout(timeout_s) from None
         raise

@@ -27,6 +27,7 @@ import torch
 from blendrag import tracing
 from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
 from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.corpus.sharing import Followed, Published
@@ -74,6 +75,7 @@ from blendrag.engine.request import (
     RagPrompt,
     Request,
     SchemaPrompt,
+    prompt_chars,
     takes_options,
     with_keywords,
 )
@@ -82,6 +84,7 @@ from blendrag.engine.resources import CorpusSettings, Resources
 from blendrag.engine.schemas import Positions, SchemaReport, Schemas
 from blendrag.engine.schemas import Source as SchemaSource
 from blendrag.engine.stream import AnswerStream
+from blendrag.engine.thread_queue import QueueState, ThreadQueue
 from blendrag.engine.worker import CLOSED, Worker
 from blendrag.errors import CorpusError, InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.fusor.gate import Verification
@@ -102,6 +105,10 @@ if TYPE_CHECKING:
 
 #: Restarts of a request after chunks failed verification, before it is computed in full.
 MAX_RESTARTS = 8
+#: Threads on which prompts of asynchronous calls are rendered and tokenised, and those for long ones, so that
+#: short prompts do not wait for them.
+PROMPT_THREADS, LONG_PROMPT_THREADS = 4, 2
+LONG_PROMPT_CHARS = 1 << 16
 STILL_CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification again and again")
 
 
@@ -198,7 +205,7 @@ class BlendEngine:
                 model_kwargs, device_map, self.settings.dtype, self.settings.device
             ),
         )
-        self._worker = Worker(self.settings.batch_bytes)
+        self._worker = Worker(self.settings.batch_bytes, self.resources.embedding_turns)
         self.library = Library(self.resources, self._worker)
         self._background = BackgroundWriter(self.resources, self._worker)
         self._waiting: dict[AnswerStream, Request] = {}
@@ -213,6 +220,8 @@ class BlendEngine:
         self._planner = Planner(self.resources, self.settings, self._background, self._prefixes)
         self._learner = Learner(self.resources, self._background, self.settings.learn)
         self._schemas = Schemas(self.resources, self._worker)
+        self._prompts = ThreadQueue("prompts", PROMPT_THREADS)
+        self._long_prompts = ThreadQueue("long prompts", LONG_PROMPT_THREADS)
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -327,7 +336,8 @@ class BlendEngine:
         options, asked_at = with_keywords(options, given), time.perf_counter()
         begin = partial(self._start_batch, prompts, options, return_exceptions, asked_at)
         try:
-            started = await off_loop(begin, options.timeout_s)
+            threads = self.threads_for(sum(map(prompt_chars, prompts)))
+            started = await off_loop(begin, options.timeout_s, threads)
         except RequestTimeout as late:
             if not return_exceptions:
                 raise
@@ -384,21 +394,30 @@ class BlendEngine:
         about = (
             f"{history[-1][0]}\n{question}" if history and isinstance(question, str) else question
         )
+        began = time.perf_counter()
         chunks, tokens = tuple(self.retrieve(about, top_k)), self.resources.tokens
+        retrieval_s = time.perf_counter() - began
         texts = [chunk.text for chunk in chunks]
         names = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
         options = replace(options, stop=(*options.stop, NEXT_QUESTION))
         if not (options.apply_chat_template and tokens.has_template):
-            return chunks, prompt_over(question, texts, names, history), options
+            over = prompt_over(question, texts, names, history)
+            return chunks, replace(over, retrieval_s=retrieval_s), options
         said = ((("user", asked), ("assistant", answer)) for asked, answer in history)
         messages = tuple({"role": role, "content": text} for turn in said for role, text in turn)
-        return chunks, replace(prompt_over(question, texts, names), history=messages), options
+        over = prompt_over(question, texts, names)
+        return chunks, replace(over, history=messages, retrieval_s=retrieval_s), options
 
-    def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
-        """The ``top_k`` chunks nearest to ``question`` by L2, in reading order."""
+    def retrieve(
+        self, question: str, top_k: int | None = None, *, check: Check = proceed
+    ) -> list[RetrievedChunk]:
+        """The ``top_k`` chunks nearest to ``question`` by L2, in reading order.
+
+        ``check`` is called while the question waits to be embedded, and may raise to give up.
+        """
         k = self.settings.top_k if top_k is None else top_k
         with spans.retrieval(self.resources.root, k):
-            return self.resources.retriever().retrieve(question, k)
+            return self.resources.retriever().retrieve(question, k, check)
 
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
@@ -461,6 +480,7 @@ class BlendEngine:
             opening_s=opening_s,
             fresh=fresh,
             placed=placed,
+            retrieval_s=prompt.retrieval_s if isinstance(prompt, RagPrompt) else 0.0,
         )
 
     def _rendered(self, prompt: Prompt, options: Options) -> Rendered:
@@ -627,7 +647,8 @@ class BlendEngine:
 
     async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
         begin = partial(self._start_batch, [prompt], options, False, time.perf_counter())
-        (started,) = await off_loop(begin, options.timeout_s)
+        threads = self.threads_for(prompt_chars(prompt))
+        (started,) = await off_loop(begin, options.timeout_s, threads)
         assert isinstance(started, Started)
         return started
 
@@ -811,6 +832,22 @@ class BlendEngine:
     def closed(self) -> bool:
         """Whether :meth:`close` was called; a closed engine answers nothing more."""
         return self._worker.closed
+
+    def threads_for(self, characters: int) -> ThreadQueue:
+        """Where a prompt with so many characters is prepared."""
+        return self._prompts if characters <= LONG_PROMPT_CHARS else self._long_prompts
+
+    @property
+    def queues(self) -> list[QueueState]:
+        """What waits in this engine: prompts, the model, batches of the embedder."""
+        embedding = self.resources.embedding_turns
+        states = [queue.state for queue in (self._prompts, self._long_prompts)]
+        return [*states, self._worker.state, QueueState("batches of texts", *embedding.counts)]
+
+    def progress_at(self) -> float:
+        """``time.monotonic()`` when the model or the embedder last did something."""
+        embedding = self.resources.embedding_turns
+        return max(embedding.moved_at, embedding.stepped_at)
 
     def drain(self) -> None:
         """Block until background encoding is done."""

@@ -247,9 +247,9 @@ class Generation:
         predicted = plan.forecast if batch_size == 1 else None
         return RequestMetrics(
             mode=request.mode if request.placed is None else "schema",
-            ttft_s=stream.ttft_s,
+            ttft_s=stream.ttft_s + request.retrieval_s,
             load_s=fusion.loader.load_s if fusion is not None else 0.0,
-            total_s=time.perf_counter() - request.asked_at,
+            total_s=time.perf_counter() - request.asked_at + request.retrieval_s,
             prompt_tokens=prompt_tokens,
             reused_tokens=reused,
             recomputed_tokens=round(ratio * counts.candidates) if counts else 0,
@@ -272,6 +272,7 @@ class Generation:
             batch_size=batch_size,
             opening_s=stream.opening_s,
             queued_s=stream.queued_s,
+            retrieval_s=request.retrieval_s,
             prefix_tokens=plan.prefix_tokens,
         )
 

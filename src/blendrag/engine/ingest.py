@@ -52,7 +52,8 @@ ANNOUNCED_BYTES = 10**9
 
 @dataclass
 class IngestReport:
-    """Totals of one ingest run, passed to the progress callback after every chunk."""
+    """Totals of one ingest run, passed to the progress callback after every chunk and every batch of
+    vectors."""
 
     documents: int = 0
     documents_unchanged: int = 0
@@ -276,7 +277,7 @@ class IngestRun:
     def _write_rows(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
         """Embed new chunks, write the document's rows, drop KV that no row refers to any more."""
         titled = [(document.title, chunk) for chunk in chunks]
-        vectors = np.stack(self._resources.vectors_of(self._corpus, titled))
+        vectors = np.stack(self._resources.vectors_of(self._corpus, titled, self._tell))
         self._rows.put(document, digest, chunks, vectors)
 
 

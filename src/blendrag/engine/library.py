@@ -20,6 +20,7 @@ import numpy as np
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import ADDING, REMOVED, Entry, Hit, NewEntry
 from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
+from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.engine.kv_writer import (
     KVWriter,
     Written,
@@ -229,13 +230,23 @@ class Library:
             for entry, chunk in corpus.entries.read(ids)
         }
 
-    def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """Vectors from the corpus's embedder, float32 [n, dim] at unit length."""
-        return self._own_embedder().embed(texts)
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        check: Check = proceed,
+        counted: Callable[[int], None] = lambda tokens: None,
+    ) -> np.ndarray:
+        """Vectors from the corpus's embedder, float32 [n, dim] at unit length.
 
-    def embed_query(self, text: str) -> np.ndarray:
+        ``check`` is called between batches and while waiting, ``counted`` with the number of tokens before
+        the first batch; both may raise to give up.
+        """
+        return self._own_embedder().embed(texts, check=check, counted=counted)
+
+    def embed_query(self, text: str, *, check: Check = proceed) -> np.ndarray:
         """Vector of a question, float32 [dim] at unit length."""
-        return self._own_embedder().embed_query(text)
+        return self._own_embedder().embed_query(text, check=check)
 
     # -- details --------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ class RagPrompt:
     question: tuple[int, int]
     history: tuple[Message, ...] = ()
     """Messages before this one."""
+    retrieval_s: float = 0.0
+    """Seconds that finding the chunks took, waiting included; a part of ``ttft_s``."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,18 @@ class SchemaPrompt:
 
 
 Prompt = str | Sequence[Message] | RagPrompt | SchemaPrompt
+
+
+def prompt_chars(prompt: Prompt) -> int:
+    """Characters of a prompt, without its template; 0 for a value that is none."""
+    if isinstance(prompt, RagPrompt):
+        return len(prompt.text) + prompt_chars(prompt.history)
+    if isinstance(prompt, SchemaPrompt):
+        return len(prompt.pml)
+    if isinstance(prompt, str):
+        return len(prompt)
+    contents = (each.get("content") for each in prompt or () if isinstance(each, Mapping))
+    return sum(len(content) for content in contents if isinstance(content, str | Sequence))
 
 
 # -- options --------------------------------------------------------------------------------------
@@ -313,6 +327,8 @@ class Request:
     """Sequences that ``generate`` runs: beams or returned sequences."""
     placed: PlacedPrompt | None = None
     """The prompt with fixed positions, if it is that of a schema with ``positions="schema"``."""
+    retrieval_s: float = 0.0
+    """Seconds of finding its chunks, before it was asked."""
     trace_context: Any = field(default_factory=tracing.current, repr=False, compare=False)
     """Of the caller's thread, for spans on the worker's."""
 

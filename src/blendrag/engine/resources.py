@@ -19,6 +19,7 @@ from blendrag.config import Settings, absolute_model
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.database import DIRECTORY, FILE_NAME, EmptyDatabase
 from blendrag.corpus.embedder import GIVEN, Embedder, absolute_embedder, embedder_of, same_embedder
+from blendrag.corpus.embedding_turns import Check, EmbeddingTurns, proceed
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.retriever import Retriever
 from blendrag.engine.kv_validity import KVValidity
@@ -182,6 +183,7 @@ class Resources:
         self._lora = lora
         self.read_only = read_only
         self.trust_remote_code = trust_remote_code
+        self.embedding_turns = EmbeddingTurns()
         self._locks: dict[str, threading.RLock] = {}
         self._closed = False
 
@@ -446,14 +448,20 @@ class Resources:
     @opened
     def embedder(self) -> Embedder:
         manifest, given = self._settled(), self.settings.embedder
+        trusted, turns = self.trust_remote_code, self.embedding_turns
         if manifest is None:
-            return Embedder(given, trust_remote_code=self.trust_remote_code)
+            return Embedder(given, trust_remote_code=trusted, turns=turns)
         self._corpus_settings.check_embedder(manifest, self.root)
         named = given if "embedder" in self.settings.model_fields_set else None
-        return embedder_of(manifest, self.root, named, self.trust_remote_code)
+        return embedder_of(manifest, self.root, named, trusted, turns)
 
-    def vectors_of(self, corpus: Corpus, titled: Sequence[tuple[str, Chunk]]) -> list[np.ndarray]:
-        """A vector of each chunk under its title; those that ``corpus`` has are not embedded again."""
+    def vectors_of(
+        self, corpus: Corpus, titled: Sequence[tuple[str, Chunk]], check: Check = proceed
+    ) -> list[np.ndarray]:
+        """A vector of each chunk under its title; those that ``corpus`` has are not embedded again.
+
+        ``check`` is called between batches and may raise to give up.
+        """
         texts = {(title, chunk.chunk_id): chunk.text for title, chunk in titled}
         ids: dict[str, list[str]] = {}
         for title, chunk_id in texts:
@@ -465,7 +473,8 @@ class Resources:
         }
         new = [place for place in texts if place not in known]
         if new:  # otherwise the embedder is not even loaded
-            vectors = self.embedder.embed([texts[p] for p in new], [title for title, _ in new])
+            titles = [title for title, _ in new]
+            vectors = self.embedder.embed([texts[p] for p in new], titles, check=check)
             known |= zip(new, vectors, strict=True)
         return [known[title, chunk.chunk_id] for title, chunk in titled]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -14,6 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from blendrag.corpus.embedding_turns import EmbeddingTurns
+from blendrag.engine.thread_queue import QueueState
 from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
 from blendrag.serving.turns import Turns
 
@@ -36,13 +39,17 @@ class _Job(NamedTuple):
 class Worker:
     """Begins foreground calls in order, background calls only while there are none."""
 
-    def __init__(self, kv_bytes: int = 0) -> None:
-        """``kv_bytes``: limit of the KV of requests that share chunks (:class:`Turns`)."""
+    def __init__(self, kv_bytes: int = 0, embedding: EmbeddingTurns | None = None) -> None:
+        """``kv_bytes``: limit of the KV of requests that share chunks (:class:`Turns`). ``embedding``: of an
+        embedder that computes on the same cores."""
         self._kv_bytes = kv_bytes
+        self._embedding = embedding or EmbeddingTurns()
         self._foreground: deque[_Job] = deque()
         self._background: deque[_Job] = deque()
         self._running: set[Future[Any]] = set()
         self._changed = threading.Condition()
+        self._submitted_at = 0.0
+        """When there was something to do after there was nothing."""
         self.closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -74,6 +81,8 @@ class Worker:
                 raise InvalidInputError(CLOSED)
             if self._thread is None:
                 self._start()
+            if not (self._foreground or self._running):
+                self._submitted_at = time.monotonic()
             (self._background if background else self._foreground).append(
                 _Job(future, call, joins, is_over)
             )
@@ -111,6 +120,15 @@ class Worker:
         """Whether a foreground call is queued."""
         return bool(self._foreground)
 
+    @property
+    def state(self) -> QueueState:
+        """Foreground calls that wait, and all that run."""
+        with self._changed:
+            waiting, running = len(self._foreground), len(self._running)
+            moved_at = max(self._submitted_at, self._embedding.stepped_at)
+        still_s = max(0.0, time.monotonic() - moved_at) if waiting or running else 0.0
+        return QueueState("model", waiting, running, still_s)
+
     def drain(self) -> None:
         """Block until everything queued so far is done, background work included."""
         self._check_process()
@@ -137,11 +155,14 @@ class Worker:
             self._thread.join()
 
     def _run(self) -> None:
-        turns = Turns(self._kv_bytes)
+        turns = Turns(self._kv_bytes, self._embedding)
         while True:
+            if not turns:
+                self._embedding.rest()
             job = None if turns.is_paused else self._next(turns)
             if job is None and not turns:
                 return
+            self._embedding.before_step()
             if job is not None:
                 was_over = job.is_over()
                 turns.start(partial(self._settle, job.future, job.call))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from blendrag.engine.thread_queue import QueueState
 from blendrag.metrics import RequestMetrics
 from blendrag.server.refusals import ClientGoneError, Refusal, refusal_of
 
@@ -58,6 +59,7 @@ class Admission:
         self.running = 0
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         self.tokens = Counter(dict.fromkeys(("prompt", "reused", "recomputed", "generated"), 0))
+        self.embedded = Counter(dict.fromkeys(("texts", "tokens"), 0))
         self.ttft_s = 0.0
         self.within_s = Counter(dict.fromkeys(TTFT_BUCKETS_S, 0))
         """Answered requests by times to first token that they did not exceed."""
@@ -67,13 +69,7 @@ class Admission:
         """Let one request in and count how it ends. Raises :class:`Refusal` 429 if there are too many."""
         if self.waiting + self.running >= self.max_requests:
             self.outcomes[REJECTED] += 1
-            raise Refusal(
-                429,
-                f"{self.max_requests} requests are waiting or running, the limit of this server "
-                "(--max-requests); ask again later",
-                code="server_overloaded",
-                headers={"Retry-After": str(RETRY_AFTER_S)},
-            )
+            raise self.overload()
         self.waiting += 1
         ticket = Ticket(self)
         outcome = ANSWERED
@@ -85,6 +81,20 @@ class Admission:
         finally:
             ticket.leave()
             self.outcomes[outcome] += 1
+
+    def overload(self) -> Refusal:
+        return Refusal(
+            429,
+            f"{self.max_requests} requests are waiting or running, the limit of this server "
+            "(--max-requests); ask again later",
+            code="server_overloaded",
+            headers={"Retry-After": str(RETRY_AFTER_S)},
+        )
+
+    def note_embedded(self, texts: int, tokens: int) -> None:
+        """Count the texts of an answered request for vectors."""
+        self.embedded["texts"] += texts
+        self.embedded["tokens"] += tokens
 
     def note(self, metrics: RequestMetrics) -> None:
         """Count what an answered request took."""
@@ -110,11 +120,27 @@ class Admission:
             "Tokens of answered requests.",
             {f'{{kind="{name}"}}': count for name, count in self.tokens.items()},
         )
+        for name, count in self.embedded.items():
+            text = f"{name.capitalize()} of answered requests for embeddings."
+            lines += _family(f"embedded_{name}_total", text, {"": count})
         buckets = {f'_bucket{{le="{_limit(end)}"}}': n for end, n in self.within_s.items()}
         sums = {"_sum": self.ttft_s, "_count": self.within_s[math.inf]}
         text = "Times to first token of answered requests."
         lines += _family("ttft_seconds", text, buckets | sums, "histogram")
         return "".join(f"{line}\n" for line in lines)
+
+
+def queues_exposition(queues: Sequence[QueueState]) -> str:
+    """What waits and runs in each queue as Prometheus text."""
+    labels = {queue.name: f'{{queue="{queue.name}"}}' for queue in queues}
+    waiting = {labels[queue.name]: queue.waiting for queue in queues}
+    running = {labels[queue.name]: queue.running for queue in queues}
+    still_s = {labels[queue.name]: round(queue.still_s, 3) for queue in queues}
+    lines = _family("queue_waiting", "What waits in each queue.", waiting)
+    lines += _family("queue_running", "What runs of each queue.", running)
+    text = "Seconds since a queue that is not empty has moved."
+    lines += _family("queue_still_seconds", text, still_s)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _family(name: str, text: str, samples: Mapping[str, float], kind: str = "") -> list[str]:

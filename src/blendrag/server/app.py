@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from blendrag.frameworks.streaming import to_thread
+from blendrag.corpus.embedding_turns import Check
 from blendrag.server.access import Door, require_writer
 from blendrag.server.bodies import ChatBody, CompletionBody, EmbeddingBody, IngestBody
 from blendrag.server.chats import chat_chunks, chat_completion
 from blendrag.server.completions import completion, completion_chunks
-from blendrag.server.documents import delete_documents, documents, ingest
-from blendrag.server.embeddings import embeddings
+from blendrag.server.documents import delete_documents, document_list, ingest
+from blendrag.server.embeddings import embeddings, is_short, texts_of
 from blendrag.server.events import streamed, while_connected
 from blendrag.server.page import page
 from blendrag.server.refusals import install_refusals
@@ -50,45 +49,60 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingBody, request: Request) -> Response:
-        service.check_embedder(body.model)
-        work = partial(embeddings, engine, body, service.embedder_id)
-        return JSONResponse(await while_connected(request, service.embedded(work)))
+        texts = texts_of(body)
+
+        def work(check: Check) -> tuple[bytes, int]:
+            service.check_embedder(body.model)
+            return embeddings(engine, texts, body, service.embedder_id, check)
+
+        threads = service.questions if is_short(texts) else service.embeddings
+        written, tokens = await while_connected(request, service.worked(work, threads))
+        service.admission.note_embedded(len(texts), tokens)
+        return _json(written)
+
+    async def embedder_id() -> str:
+        given = service.engine.settings.embedder
+        return await service.read_or_last("embedder", lambda: service.embedder_id, given)
 
     @app.get("/v1/models")
     async def models() -> Fields:
-        return {"object": "list", "data": [_language_model(service), _embedder(service)]}
+        embedder = _model(service, await embedder_id())
+        return {"object": "list", "data": [_language_model(service), embedder]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Fields:
-        if name == service.embedder_id:
-            return _embedder(service)
+        if name == await embedder_id():
+            return _model(service, name)
         service.check_model(name)
         return _language_model(service)
 
     @app.post("/v1/ingest", dependencies=writers)
-    async def add(body: IngestBody) -> Fields:
-        async with service.changing:
-            return await to_thread(ingest, engine, body)
+    async def add(body: IngestBody, request: Request) -> Fields:
+        work = service.worked(lambda check: ingest(engine, body, check), service.changes)
+        return await while_connected(request, work)
 
     @app.get("/v1/documents")
-    async def listing() -> Fields:
-        return await to_thread(documents, engine)
+    async def listing() -> Response:
+        return _json(await service.read(lambda: document_list(engine)))
 
     @app.delete("/v1/documents", dependencies=writers)
     async def delete(source: Annotated[list[str], Query()]) -> Fields:
-        async with service.changing:
-            return await to_thread(delete_documents, engine, source)
+        def work(check: Check) -> Fields:
+            return delete_documents(engine, source)
+
+        return await service.worked(work, service.changes)
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
     async def health() -> Fields:
         service.check_open()
+        service.check_moving()
         return {"status": "ok"}
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        store = await to_thread(engine.prometheus)
-        return PlainTextResponse(store + service.admission.exposition(), media_type=EXPOSITION)
+        store = await service.read_or_last("metrics", engine.prometheus)
+        return PlainTextResponse(store + service.exposition(), media_type=EXPOSITION)
 
     app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)(page)
     return app
@@ -99,8 +113,9 @@ def _language_model(service: Service) -> Fields:
     return {**_model(service, service.model_id), "max_model_len": context_tokens}
 
 
-def _embedder(service: Service) -> Fields:
-    return _model(service, service.embedder_id)
+def _json(content: bytes) -> Response:
+    """What was written as JSON on a thread."""
+    return Response(content, media_type="application/json")
 
 
 def _model(service: Service, name: str) -> Fields:

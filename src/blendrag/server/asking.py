@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
+from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import BlendEngine, Message, Options, Prompt, SchemaPrompt
 from blendrag.engine.rendering import NEXT_QUESTION, prompt_over
@@ -60,8 +61,13 @@ class ServedRequest:
         return Parsed(found.text, found.calls[:1], found.invalid)
 
 
-def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> ServedRequest:
-    """The request of a chat; ``limit``: the longest answer. Opens the tokenizer, searches the corpus."""
+def asked_chat(
+    engine: BlendEngine, body: ChatBody, limit: int | None, check: Check = proceed
+) -> ServedRequest:
+    """The request of a chat; ``limit``: the longest answer. Opens the tokenizer, searches the corpus.
+
+    ``check`` may raise to give up while the question waits to be embedded.
+    """
     tokens = engine.resources.tokens
     if not tokens.has_template and body.schema_name is None:
         raise InvalidInputError(
@@ -94,7 +100,7 @@ def asked_chat(engine: BlendEngine, body: ChatBody, limit: int | None) -> Served
     )
     if body.schema_name is not None:
         return ServedRequest(engine, schema_prompt(body, messages), options)
-    prompt, sources = _with_texts(engine, body, messages)
+    prompt, sources = _with_texts(engine, body, messages, check)
     if prompt is not messages:
         options = replace(options, stop=(*options.stop, NEXT_QUESTION))
     return ServedRequest(engine, prompt, options, sources, body.parallel_tool_calls is not False)
@@ -113,9 +119,14 @@ def prompts_of(body: CompletionBody) -> list[str]:
 
 
 def asked_completion(
-    engine: BlendEngine, body: CompletionBody, prompt: str, limit: int | None
+    engine: BlendEngine,
+    body: CompletionBody,
+    prompt: str,
+    limit: int | None,
+    check: Check = proceed,
 ) -> ServedRequest:
     """The request of a completion: the prompt as it is; ``limit``: the longest answer."""
+    check()
     best_of = None if body.best_of == (body.n or 1) else body.best_of
     _check_length(engine, prompt)
     for name, value in (("echo", body.echo), ("suffix", body.suffix), ("best_of", best_of)):
@@ -308,7 +319,7 @@ def schema_prompt(body: ChatBody, messages: Sequence[Message]) -> SchemaPrompt:
 
 
 def _with_texts(
-    engine: BlendEngine, body: ChatBody, messages: list[Message]
+    engine: BlendEngine, body: ChatBody, messages: list[Message], check: Check
 ) -> tuple[Prompt, tuple[RetrievedChunk, ...]]:
     """The prompt with the texts that the request brings or wants retrieved, and the retrieved ones.
 
@@ -338,7 +349,8 @@ def _with_texts(
         raise Refusal(
             400, f"top_k is {top_k}, expected at most {MAX_TOP_K}", param="blendrag.top_k"
         )
-    chunks = tuple(engine.retrieve("\n".join([*earlier[-1:], question]), top_k))
+    about = "\n".join([*earlier[-1:], question])
+    chunks = tuple(engine.retrieve(about, top_k, check=check))
     named = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
     over = prompt_over(question, [chunk.text for chunk in chunks], named)
     return replace(over, history=tuple(history)), chunks

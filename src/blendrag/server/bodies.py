@@ -191,6 +191,21 @@ class ChatBody(Generating):
     reasoning_effort: Any = None
     verbosity: Any = None
 
+    @property
+    def characters(self) -> int:
+        """Of its messages and documents."""
+        contents = [turn.content or "" for turn in self.messages]
+        parts = [each for each in contents if isinstance(each, list)]
+        texts = [each for each in contents if isinstance(each, str)]
+        texts += [part.text or "" for each in parts for part in each]
+        return sum(map(len, texts)) + sum(map(_characters, self.documents or ()))
+
+
+def _characters(document: Any) -> int:
+    if isinstance(document, str):
+        return len(document)
+    return sum(map(_characters, document.values())) if isinstance(document, dict) else 0
+
 
 class CompletionBody(Generating):
     """``POST /v1/completions``: the prompt as it is, without the chat template."""

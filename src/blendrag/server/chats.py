@@ -7,6 +7,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from blendrag.engine.thread_queue import ThreadQueue
 from blendrag.frameworks.streaming import StreamedText
 from blendrag.server.asking import ServedRequest, asked_chat
 from blendrag.server.bodies import ChatBody
@@ -28,11 +29,15 @@ def _envelope(service: Service) -> Envelope:
     return Envelope("chat.completion", "chat.completion.chunk", "chatcmpl", service.model_id)
 
 
+def _threads(service: Service, body: ChatBody) -> ThreadQueue:
+    """Where the request is prepared: a search waits for the embedder."""
+    return service.questions if body.retrieve else service.engine.threads_for(body.characters)
+
+
 async def chat_completion(service: Service, body: ChatBody) -> Fields:
     """A whole answer."""
-    asked, answer = await service.answered(
-        partial(asked_chat, service.engine, body, service.limits.max_tokens), body.timeout_s
-    )
+    make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
+    asked, answer = await service.answered(make, _threads(service, body), body.timeout_s)
     choices = []
     for index, text in enumerate(answer.texts):
         parsed = asked.parsed(text)
@@ -53,7 +58,7 @@ async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields
     envelope = _envelope(service)
     shown: StreamedText | None = None
     make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
-    async with aclosing(service.pieces(make, body.timeout_s)) as telling:
+    async with aclosing(service.pieces(make, _threads(service, body), body.timeout_s)) as telling:
         async for told in telling:
             if shown is None:
                 shown = _no_text(service, told.asked)

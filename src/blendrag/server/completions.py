@@ -34,7 +34,9 @@ async def completion(service: Service, body: CompletionBody) -> Fields:
     answering = [
         asyncio.ensure_future(
             service.answered(
-                partial(asked_completion, service.engine, body, prompt, limit), body.timeout_s
+                partial(asked_completion, service.engine, body, prompt, limit),
+                service.engine.threads_for(len(prompt)),
+                body.timeout_s,
             )
         )
         for prompt in prompts
@@ -67,7 +69,8 @@ async def completion_chunks(service: Service, body: CompletionBody) -> AsyncGene
         )
     envelope = _envelope(service)
     make = partial(asked_completion, service.engine, body, prompt, service.limits.max_tokens)
-    async with aclosing(service.pieces(make, body.timeout_s)) as telling:
+    threads = service.engine.threads_for(len(prompt))
+    async with aclosing(service.pieces(make, threads, body.timeout_s)) as telling:
         async for _, piece in telling:
             answer = piece.answer
             if answer is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.engine import BlendEngine, Document
 from blendrag.engine.ingest import remove_sources
 from blendrag.errors import check_unicode
@@ -20,8 +22,11 @@ _REPORTED = (
 )  # fmt: skip
 
 
-def ingest(engine: BlendEngine, body: IngestBody) -> Fields:
-    """Store texts and their KV; returns what was done. Raises :class:`StoreFullError`."""
+def ingest(engine: BlendEngine, body: IngestBody, check: Check = proceed) -> Fields:
+    """Store texts and their KV; returns what was done. Raises :class:`StoreFullError`.
+
+    ``check`` may raise to end it after a chunk: documents that were stored by then stay.
+    """
     if not body.documents:
         raise Refusal(400, "documents is empty; send at least one", param="documents")
     for number, each in enumerate(body.documents):
@@ -45,7 +50,7 @@ def ingest(engine: BlendEngine, body: IngestBody) -> Fields:
     given = [
         Document(each.source, each.text, each.title or "", each.metadata) for each in body.documents
     ]
-    report = engine.ingest(given).whole()
+    report = engine.ingest(given, lambda report: check()).whole()
     return {"object": "ingest", **{name: getattr(report, name) for name in _REPORTED}}
 
 
@@ -54,6 +59,14 @@ def documents(engine: BlendEngine) -> Fields:
     corpus = engine.resources.corpus
     found = [] if corpus is None else corpus.documents()
     return {"object": "list", "data": [{"object": "document", **asdict(each)} for each in found]}
+
+
+def document_list(engine: BlendEngine) -> bytes:
+    """:func:`documents` as JSON, written one by one: a long list holds the interpreter's lock only for a
+    moment at a time."""
+    found = documents(engine)["data"]
+    written = ",".join(json.dumps(each, ensure_ascii=False) for each in found)
+    return f'{{"object":"list","data":[{written}]}}'.encode()
 
 
 def delete_documents(engine: BlendEngine, sources: Sequence[str]) -> Fields:

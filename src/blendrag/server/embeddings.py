@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import base64
+import json
+from collections.abc import Sequence
 
 import numpy as np
 
+from blendrag.corpus.embedder import SHORT_CHARS
+from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.engine import BlendEngine
+from blendrag.errors import check_unicode
 from blendrag.server.bodies import EmbeddingBody
 from blendrag.server.refusals import Refusal
-from blendrag.server.replies import Fields
 
-#: Most texts in one request, as in OpenAI's API.
-MAX_TEXTS = 2048
+#: Most texts in one request, and most of their tokens, as in OpenAI's API.
+MAX_TEXTS, MAX_TOKENS = 2048, 300_000
+#: Most characters, which are counted first: four for each token.
+MAX_CHARS = 4 * MAX_TOKENS
 
 
-def embeddings(engine: BlendEngine, body: EmbeddingBody, model_id: str) -> Fields:
-    """Vectors at unit length; ``usage`` counts tokens of the language model."""
+def texts_of(body: EmbeddingBody) -> list[str]:
+    """The texts to embed. Raises :class:`Refusal` for too many, too long or empty ones."""
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts or len(texts) > MAX_TEXTS:
         raise Refusal(
@@ -34,17 +40,55 @@ def embeddings(engine: BlendEngine, body: EmbeddingBody, model_id: str) -> Field
             400, "dimensions is not supported; leave it out and cut the vectors", param="dimensions"
         )
     given = [str(text) for text in texts]
-    vectors = engine.library.embed(given)  # [n, dim]
-    tokens = sum(len(engine.resources.text_ids(text)) for text in given)
-    return {
-        "object": "list",
-        "model": model_id,
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _encoded(vector, body)}
-            for index, vector in enumerate(vectors)
-        ],
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
+    for number, text in enumerate(given):
+        check_unicode(text, f"input[{number}]")
+    characters = sum(map(len, given))
+    if characters > MAX_CHARS:
+        raise _too_long(f"{characters} characters", f"{MAX_CHARS}")
+    return given
+
+
+def is_short(texts: Sequence[str]) -> bool:
+    """Whether they are embedded as fast as a question."""
+    return sum(map(len, texts)) <= SHORT_CHARS
+
+
+def embeddings(
+    engine: BlendEngine,
+    texts: Sequence[str],
+    body: EmbeddingBody,
+    model_id: str,
+    check: Check = proceed,
+) -> tuple[bytes, int]:
+    """Vectors at unit length as JSON, and the embedder's tokens, which ``usage`` counts.
+
+    ``check`` may raise to give up between batches.
+    """
+    counts: list[int] = []
+
+    def counted(tokens: int) -> None:
+        if tokens > MAX_TOKENS:
+            raise _too_long(f"{tokens} tokens", f"{MAX_TOKENS}")
+        counts.append(tokens)
+
+    vectors = engine.library.embed(texts, check=check, counted=counted)  # [n, dim]
+    tokens = sum(counts)
+    usage = json.dumps({"prompt_tokens": tokens, "total_tokens": tokens})
+    # row by row: one long call would hold the interpreter's lock, and so every stream
+    rows = ",".join(
+        f'{{"object":"embedding","index":{index},"embedding":{json.dumps(_encoded(vector, body))}}}'
+        for index, vector in enumerate(vectors)
+    )
+    head = f'{{"object":"list","model":{json.dumps(model_id)}'
+    return f'{head},"data":[{rows}],"usage":{usage}}}'.encode(), tokens
+
+
+def _too_long(found: str, most: str) -> Refusal:
+    return Refusal(
+        413,
+        f"input has {found}, expected at most {most} in one request; send the texts in several requests",
+        param="input",
+    )
 
 
 def _encoded(vector: np.ndarray, body: EmbeddingBody) -> str | list[float]:

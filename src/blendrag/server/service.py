@@ -1,29 +1,50 @@
-"""One engine behind HTTP: its limits, its names, and the road of a request through it."""
+"""One engine behind HTTP: its limits, its names, its threads, and the road of a request through it.
+
+Each kind of blocking work has threads of its own, so that no kind waits for another:
+
+=================  ===========================================================================
+``prompts``        prompts are rendered and tokenised (the engine's; long ones have their own)
+``questions``      chats that search the store, and embeddings of short texts
+``embeddings``     embeddings of long texts
+``changes``        ingests and removals, one at a time
+``reads``          lists of documents, counters
+=================  ===========================================================================
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from blendrag.corpus.embedding_turns import Check
 from blendrag.engine import Answer, BlendEngine
-from blendrag.engine.answers import in_pool
+from blendrag.engine.request import RagPrompt
+from blendrag.engine.thread_queue import QueueState, ThreadQueue
 from blendrag.errors import RequestTimeout
-from blendrag.frameworks.streaming import Piece, astream_pieces, to_thread
+from blendrag.frameworks.streaming import Piece, astream_pieces
 from blendrag.server.access import ApiKeys
-from blendrag.server.admission import Admission
+from blendrag.server.admission import Admission, queues_exposition
 from blendrag.server.asking import ServedRequest
 from blendrag.server.limits import Limits
 from blendrag.server.refusals import Refusal
 from blendrag.wording import quoted
 
 T = TypeVar("T")
+#: Makes a request on a thread; its argument is a check that may raise to give up.
+Make = Callable[[Check], ServedRequest]
+
+#: Threads of each kind of work. Batches of the embedder take turns, so more would only wait.
+QUESTION_THREADS, EMBEDDING_THREADS, READ_THREADS = 4, 4, 2
+#: Seconds without any progress after which ``/health`` names a queue.
+STUCK_S = 120.0
+#: Seconds that a counter or a name is waited for; then the last known one is told.
+BUSY_S = 1.0
 
 
 class Told(NamedTuple):
@@ -41,20 +62,33 @@ class Service:
     limits: Limits = field(default_factory=Limits)
     keys: ApiKeys = field(default_factory=ApiKeys)
     began: int = field(default_factory=lambda: int(time.time()))
+    clock: Callable[[], float] = time.monotonic
+    _last_known: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def admission(self) -> Admission:
         return Admission(self.limits.max_requests)
 
     @cached_property
-    def changing(self) -> asyncio.Lock:
-        """Held while the corpus is changed."""
-        return asyncio.Lock()
+    def questions(self) -> ThreadQueue:
+        return ThreadQueue("questions", QUESTION_THREADS, self.clock)
 
     @cached_property
-    def _embedding(self) -> ThreadPoolExecutor:
-        """One thread, so that long texts do not take those that other requests need."""
-        return ThreadPoolExecutor(1, "blendrag-embeddings")
+    def embeddings(self) -> ThreadQueue:
+        return ThreadQueue("embeddings", EMBEDDING_THREADS, self.clock, self.engine.progress_at)
+
+    @cached_property
+    def changes(self) -> ThreadQueue:
+        return ThreadQueue("changes", 1, self.clock, self.engine.progress_at)
+
+    @cached_property
+    def reads(self) -> ThreadQueue:
+        return ThreadQueue("reads", READ_THREADS, self.clock)
+
+    @property
+    def queues(self) -> list[QueueState]:
+        own = self.questions, self.embeddings, self.changes, self.reads
+        return [*self.engine.queues, *(queue.state for queue in own)]
 
     @cached_property
     def model_id(self) -> str:
@@ -69,6 +103,17 @@ class Service:
         if self.engine.closed:
             raise Refusal(503, "the engine of this server is closed; start the server again")
 
+    def check_moving(self) -> None:
+        """Raise :class:`Refusal` 503 if something waits or runs and has not moved for a long time."""
+        for queue in self.queues:
+            if queue.still_s >= STUCK_S:
+                raise Refusal(
+                    503,
+                    f"nothing has moved for {queue.still_s:.0f} s in the queue {queue.name!r}: "
+                    f"{queue.waiting} wait, {queue.running} run; start the server again if this lasts",
+                    code="queue_stuck",
+                )
+
     def check_model(self, name: str | None) -> None:
         """Raise :class:`Refusal` 404 for another model than the served one."""
         _check(name, self.model_id, self.engine.resources.model_name)
@@ -78,15 +123,15 @@ class Service:
         _check(name, self.embedder_id, self.engine.resources.manifest.embedder)
 
     async def pieces(
-        self, make: Callable[[], ServedRequest], timeout_s: float | None = None
+        self, make: Make, threads: ThreadQueue, timeout_s: float | None = None
     ) -> AsyncGenerator[Told, None]:
-        """The answer to a request in pieces, from the queue to its end. ``make`` runs on a thread.
+        """The answer to a request in pieces, from the queue to its end. ``make`` runs on one of ``threads``.
 
         ``timeout_s``: what the request asks for; ``make`` checks it.
         """
         self.check_open()
         with self.admission.ticket() as ticket:
-            asked = await _made(make, timeout_s)
+            asked = await _made(make, threads, timeout_s)
             streaming = astream_pieces(self.engine, asked.prompt, asked.options)
             try:
                 async with aclosing(streaming):
@@ -98,36 +143,60 @@ class Service:
             except RequestTimeout as late:
                 raise RequestTimeout(timeout_s or late.timeout_s) from None
 
-    async def embedded(self, work: Callable[[], T]) -> T:
-        """``work()``, once all before it are done."""
-        with self.admission.ticket():
-            return await in_pool(work, self._embedding)
+    async def worked(self, work: Callable[[Check], T], threads: ThreadQueue) -> T:
+        """``work(check)`` as a request, on one of ``threads``."""
+        self.check_open()
+        with self.admission.ticket() as ticket:
+            return await threads.run(work, ticket.begun)
+
+    async def read(self, work: Callable[[], T]) -> T:
+        """``work()`` on a thread. Raises :class:`Refusal` 429 if too many wait."""
+        if self.reads.state.waiting >= self.limits.max_requests:
+            raise self.admission.overload()
+        return await self.reads.run(lambda check: work())
+
+    async def read_or_last(self, name: str, work: Callable[[], str], otherwise: str = "") -> str:
+        """``work()`` on a thread; what it gave last if the store is busy, at first ``otherwise``."""
+        try:
+            async with asyncio.timeout(BUSY_S):
+                self._last_known[name] = await self.reads.run(lambda check: work())
+        except TimeoutError:
+            pass
+        return self._last_known.get(name, otherwise)
+
+    def exposition(self) -> str:
+        """The counts of this server as Prometheus text."""
+        return self.admission.exposition() + queues_exposition(self.queues)
 
     async def answered(
-        self, make: Callable[[], ServedRequest], timeout_s: float | None = None
+        self, make: Make, threads: ThreadQueue, timeout_s: float | None = None
     ) -> tuple[ServedRequest, Answer]:
         """The whole answer to a request."""
-        async with aclosing(self.pieces(make, timeout_s)) as telling:
+        async with aclosing(self.pieces(make, threads, timeout_s)) as telling:
             async for asked, piece in telling:
                 if piece.answer is not None:
                     return asked, piece.answer
         raise AssertionError("the last piece has the answer")
 
 
-async def _made(make: Callable[[], ServedRequest], timeout_s: float | None) -> ServedRequest:
-    """``make()`` on a thread. What that and the wait for a thread took is no longer left of the timeout."""
+async def _made(make: Make, threads: ThreadQueue, timeout_s: float | None) -> ServedRequest:
+    """``make`` on a thread. What that and the wait for a thread took is no longer left of the timeout, and
+    counts as time of the search if there was one."""
     began = time.perf_counter()
     limited = timeout_s is not None and timeout_s > 0
     try:
         async with asyncio.timeout(timeout_s if limited else None) as limit:
-            asked = await to_thread(make)
+            asked = await threads.run(make)
     except TimeoutError:
         if timeout_s is not None and limit.expired():
             raise RequestTimeout(timeout_s) from None
         raise
+    took_s = time.perf_counter() - began
+    if isinstance(asked.prompt, RagPrompt):
+        asked = replace(asked, prompt=replace(asked.prompt, retrieval_s=took_s))
     if timeout_s is None:
         return asked
-    left_s = timeout_s - (time.perf_counter() - began)
+    left_s = timeout_s - took_s
     if left_s <= 0:
         raise RequestTimeout(timeout_s)
     return replace(asked, options=replace(asked.options, timeout_s=left_s))

@@ -21,6 +21,7 @@ from greenlet import getcurrent, greenlet
 from torch import nn
 from torch.overrides import _len_torch_function_stack
 
+from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.model.adapter import ModelAdapter
 from blendrag.serving.chunk_pool import ChunkPool, LoadedPrompt, RequestKV
 from blendrag.serving.decode_step import DecodeStep, can_join, decoded_together
@@ -61,9 +62,11 @@ class Turn(greenlet):
 class Turns:
     """Runs calls by turns, all on the thread that uses it."""
 
-    def __init__(self, kv_bytes: int) -> None:
-        """``kv_bytes``: limit of the KV of requests that share chunks, without the chunks."""
+    def __init__(self, kv_bytes: int, embedding: EmbeddingTurns | None = None) -> None:
+        """``kv_bytes``: limit of the KV of requests that share chunks, without the chunks. ``embedding``:
+        batches that are let in between layers and tokens."""
         self._kv_bytes = kv_bytes
+        self.embedding = embedding or EmbeddingTurns()
         self._turns: list[Turn] = []
         """The calls that have begun and not ended."""
         self._steps_s = 0.0, 0.0
@@ -201,7 +204,10 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
 def pause() -> None:
     """Let the other calls decode a token if that is due. Called before each layer of a prefill."""
     turn = getcurrent()
-    if not isinstance(turn, Turn) or not turn.turns.is_due(turn):
+    if not isinstance(turn, Turn):
+        return
+    turn.turns.embedding.before_step()
+    if not turn.turns.is_due(turn):
         return
     # function modes are the thread's, too: the others would draw from this call's seed
     if not _len_torch_function_stack():

@@ -57,7 +57,9 @@ IDEAL_RAM_BYTES = 16 * 1024**3
 class NoEmbedder(Embedder):
     """Zeros: nothing is searched for."""
 
-    def embed(self, texts: Sequence[str], titles: Sequence[str] | None = None) -> np.ndarray:
+    def embed(
+        self, texts: Sequence[str], titles: Sequence[str] | None = None, **given: object
+    ) -> np.ndarray:
         return np.zeros((len(texts), 8), np.float32)  # [n, dim]
 
 

@@ -1,0 +1,140 @@
+"""Threads for one kind of blocking work, so that no other kind waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from blendrag.corpus.embedding_turns import Check
+from blendrag.errors import NoThreadError, RequestCancelled, starting_thread
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """What waits and runs now."""
+
+    name: str
+    waiting: int
+    running: int
+    still_s: float
+    """Seconds since something began or ended, or what is done has moved; 0 if there is nothing to do."""
+
+
+class ThreadQueue:
+    """At most ``threads`` calls run, the others wait in order. A call that is cancelled in the queue is
+    forgotten at once."""
+
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        clock: Callable[[], float] = time.monotonic,
+        progress_at: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """``progress_at()``: when calls that take long have last made progress."""
+        self.name = name
+        self._threads = threads
+        self._clock = clock
+        self._progress_at = progress_at
+        self._lock = threading.Lock()
+        self._waiting = self._running = 0
+        self._moved_at = 0.0
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
+
+    @property
+    def state(self) -> QueueState:
+        with self._lock:
+            waiting, running = self._waiting, self._running
+            moved_at = max(self._moved_at, self._progress_at())
+        still_s = max(0.0, self._clock() - moved_at) if waiting or running else 0.0
+        return QueueState(self.name, waiting, running, still_s)
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue ``call``, to be run in the caller's context. Raises :class:`NoThreadError`."""
+        job = _Job(self, call)
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():  # a fork has none of its threads
+                self._pool = ThreadPoolExecutor(self._threads, f"blendrag-{self.name}")
+                self._pid, self._waiting, self._running = os.getpid(), 0, 0
+            if not (self._waiting or self._running):
+                self._moved_at = self._clock()
+            self._waiting += 1
+            pool = self._pool
+        try:
+            with starting_thread():
+                future: Future[T] = pool.submit(job)
+        except BaseException:
+            job.call = (
+                None  # the pool keeps a call that found no thread and gives it to the next one
+            )
+            self._count(waiting=-1)
+            raise
+        future.add_done_callback(job.forget_if_cancelled)
+        return future
+
+    async def run(self, call: Callable[[Check], T], begun: Callable[[], None] | None = None) -> T:
+        """``call(check)`` on a thread. If the task is cancelled, a call that waits is forgotten, and the
+        ``check`` of one that runs raises :class:`RequestCancelled`.
+
+        ``begun()`` is called on the event loop once it runs. Raises :class:`NoThreadError`.
+        """
+        loop, is_over = asyncio.get_running_loop(), threading.Event()
+
+        def check() -> None:
+            if is_over.is_set():
+                raise RequestCancelled("the request was abandoned; nothing of it is left running")
+
+        def tell_begun() -> None:
+            if begun is not None and not is_over.is_set():
+                begun()
+
+        def work() -> T:
+            check()
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(tell_begun)
+            return call(check)
+
+        try:
+            return await asyncio.wrap_future(self.submit(work))
+        finally:
+            is_over.set()
+
+    def _count(self, waiting: int = 0, running: int = 0) -> None:
+        with self._lock:
+            self._waiting += waiting
+            self._running += running
+            self._moved_at = self._clock()
+
+
+class _Job:
+    def __init__(self, queue: ThreadQueue, call: Callable[[], Any]) -> None:
+        self._queue = queue
+        self._context = copy_context()  # with the caller's span
+        self.call: Callable[[], Any] | None = call
+
+    def __call__(self) -> Any:
+        call, self.call = self.call, None
+        if call is None:
+            raise NoThreadError
+        self._queue._count(waiting=-1, running=1)
+        try:
+            return self._context.run(call)
+        finally:
+            self._queue._count(running=-1)
+
+    def forget_if_cancelled(self, future: Future[Any]) -> None:
+        """The pool keeps it until a thread is free; what it would have worked on is dropped now."""
+        if future.cancelled():
+            self.call = None
+            self._queue._count(waiting=-1)
