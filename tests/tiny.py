@@ -5,9 +5,11 @@ Everything is random but seeded: no download, no training, milliseconds to build
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from blendrag.corpus.embedder import Embedder
+from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import CorruptKVError, InvalidInputError
 from blendrag.fusor import BlendRequest, Fusion, Fusor
@@ -343,6 +347,35 @@ class WordEmbedder:
             word = word.strip(".,?!:;")
             vector[sum(ord(c) * (i + 1) for i, c in enumerate(word)) % self.dim] += 1.0
         return vector / max(float(np.linalg.norm(vector)), 1e-6)
+
+
+class HeldEmbedder(Embedder):
+    """Embeds a batch whenever the test allows one; vectors of one number per batch."""
+
+    def __init__(self, turns: EmbeddingTurns | None = None) -> None:
+        super().__init__("minilm-offline", turns=turns)
+        self.batches: list[list[str]] = []
+        """Those that have begun."""
+        self._allowed = threading.Semaphore(0)
+
+    def allow(self, batches: int = 1) -> None:
+        self._allowed.release(batches)
+
+    def _load(self) -> Any:
+        words: Any = tokenizer()
+
+        def encode(texts: list[str], **given: Any) -> np.ndarray:
+            self.batches.append(texts)
+            assert self._allowed.acquire(timeout=60), "no batch was allowed"
+            return np.ones((len(texts), 1), np.float32)
+
+        return SimpleNamespace(
+            tokenizer=words,
+            max_seq_length=256,
+            encode_document=encode,
+            encode_query=encode,
+            get_embedding_dimension=lambda: 1,
+        )
 
 
 def engine(model: Any, root: Any, **changes: Any) -> BlendEngine:

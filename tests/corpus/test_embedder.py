@@ -14,8 +14,18 @@ import numpy as np
 import pytest
 
 import tiny
-from blendrag.corpus.embedder import MAX_QUESTION_WINDOWS, MINILM, Embedder, same_embedder
-from blendrag.errors import InvalidInputError, ModelLoadError
+from blendrag.corpus.embedder import (
+    BATCH_WINDOWS,
+    MAX_QUESTION_WINDOWS,
+    MINILM,
+    PIECE_CHARS,
+    Embedder,
+    batches,
+    grouped,
+    pieces,
+    same_embedder,
+)
+from blendrag.errors import InvalidInputError, ModelLoadError, RequestCancelled
 
 FILLER = (
     "The keeper wrote about the weather, the gulls and the state of the stairs in the log book. "
@@ -142,3 +152,67 @@ def test_importing_the_corpus_and_text_rooms_loads_no_heavy_library() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_long_call_is_computed_in_batches_and_ends_after_the_one_that_runs() -> None:
+    held = tiny.HeldEmbedder()
+    asked: list[int] = []
+
+    def check() -> None:
+        asked.append(len(held.batches))
+        if len(held.batches) == 2:
+            raise RequestCancelled("gone")
+
+    held.allow(10)
+    with pytest.raises(RequestCancelled):
+        held.embed([long_chunk()] * 40, check=check)
+    assert len(held.batches) == 2
+    assert 0 in asked, "it can be abandoned before the first batch"
+
+
+def test_the_caller_learns_the_tokens_before_anything_is_computed() -> None:
+    held, told = tiny.HeldEmbedder(), []
+
+    def refuse(tokens: int) -> None:
+        told.append(tokens)
+        raise InvalidInputError("too many")
+
+    texts = [long_chunk(), "one two three"]
+    with pytest.raises(InvalidInputError):
+        held.embed(texts, counted=refuse)
+    words: Any = tiny.tokenizer()
+    assert told == [sum(len(words(text, add_special_tokens=False)["input_ids"]) for text in texts)]
+    assert held.batches == []
+
+
+def test_a_long_text_is_tokenised_in_pieces_that_cover_it() -> None:
+    text = "word " * 20_000 + "x" * 100_000
+    parts = list(pieces([text, "", "short"]))
+    assert "".join(text[start:end] for number, start, end in parts if number == 0) == text
+    assert max(end - start for _, start, end in parts) <= PIECE_CHARS
+    assert parts[-1] == (2, 0, 5)
+    assert [part for group in grouped(parts) for part in group] == parts
+
+
+def test_batches_hold_windows_of_like_length_and_bounded_size() -> None:
+    tokens = [250, 3, 250, 4, 250, 250, 250, *[5] * 200]
+    found = list(batches(tokens, 1024))
+    assert sorted(number for batch in found for number in batch) == list(range(len(tokens)))
+    for batch in found:
+        assert max(tokens[number] for number in batch) * len(batch) <= 1024
+        assert len(batch) <= BATCH_WINDOWS
+    assert list(batches([5000], 1024)) == [[0]]
+
+
+@pytest.mark.slow
+def test_batches_change_no_vector(embedder: Embedder) -> None:
+    texts = ["one", long_chunk(), "two words", *(f"{i} {FILLER * (1 + i % 5)}" for i in range(20))]
+    together = embedder.embed(texts)
+    alone = np.concatenate([embedder.embed([text]) for text in texts])
+    assert np.allclose(together, alone, atol=1e-5)
+
+
+def test_of_a_huge_question_only_the_ends_are_tokenised(embedder: Embedder) -> None:
+    with tiny.counted(embedder, "_tokens_of") as calls:
+        embedder.embed_query("ship " * 1_000_000)
+    assert sum(len(text) for (text,) in calls) < 100_000

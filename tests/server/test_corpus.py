@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import openai
@@ -46,7 +44,7 @@ def test_retrieve_answers_like_ask_and_cites_its_sources(served: Live, client) -
 def test_retrieve_searches_for_the_question_before_too(served: Live, client, monkeypatch) -> None:
     asked = []
 
-    def retrieve(question: str, top_k: int | None = None):
+    def retrieve(question: str, top_k: int | None = None, **more: object):
         asked.append(question)
         return []
 
@@ -115,26 +113,6 @@ def test_a_title_with_a_slash_is_the_name_of_a_document(served: Live, client, mo
     )
     answered(client, documents=[{"title": "TCP/IP", "text": "A protocol."}])
     assert "[TCP/IP]" in asked[0].text
-
-
-def test_texts_are_embedded_one_request_at_a_time(served: Live, monkeypatch) -> None:
-    """Else they would take the threads on which other requests begin."""
-    inside, most, stock = [], [], served.engine.library.embed
-
-    def embed(texts):
-        inside.append(1)
-        most.append(len(inside))
-        time.sleep(0.02)
-        inside.pop()
-        return stock(texts)
-
-    monkeypatch.setattr(served.engine.library, "embed", embed)
-    with served.client() as client, ThreadPoolExecutor(4) as pool:
-        asked = [
-            pool.submit(client.post, "/v1/embeddings", json={"input": "one"}) for _ in range(4)
-        ]
-        assert [each.result().status_code for each in asked] == [200] * 4
-    assert most == [1] * 4
 
 
 def test_vectors_are_those_of_the_store(served: Live) -> None:
