@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import scripted
 import tiny
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine import BlendEngine, Options, resources
@@ -407,3 +409,27 @@ def test_good_files_are_stored_past_hostile_ones(empty, tmp_path):
     assert not any("\n" in failure or len(failure) > 500 for failure in report.failures)
     irregular = {Path(each).name for each in report.skipped["not a file"]}
     assert irregular == {"pipe.txt", "socket.txt", "loop.txt", "device.txt"}
+
+
+def test_an_ingest_does_not_wait_for_answers_that_run(tmp_path: Path) -> None:
+    """Nor do requests that come after it: they begin in order."""
+    with scripted.engine((), tmp_path / "store", default="word " * 190) as engine:
+        engine.ingest([tiny.document(1)]).whole()  # the model is checked once, alone
+        answering = engine.stream("Go on", max_new_tokens=190)
+        next(answering)
+        engine.adapter.model.pause_s = 0.02
+        engine.ingest([tiny.document(2)]).whole()
+        assert engine.generate("Hello", max_new_tokens=1).metrics.new_tokens == 1
+        assert not answering._started.future.done()
+        answering.close()
+        meanwhile = stored_layers(engine, 2)
+    with scripted.engine((), tmp_path / "alone") as engine:
+        engine.ingest([tiny.document(2)]).whole()
+        for one, other in zip(meanwhile, stored_layers(engine, 2), strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+
+
+def stored_layers(engine: BlendEngine, number: int) -> list[torch.Tensor]:
+    ids = [engine.resources.text_ids(text) for text in tiny.chunk_texts(engine, number)]
+    found = [tiny.stored_kv(engine, each) for each in ids]
+    return [layer for kv in found if kv is not None for layer in kv.layers]

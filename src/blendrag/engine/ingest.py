@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus, files_of, is_at, resolved
-from blendrag.engine.kv_writer import KVWriter, drop_orphaned_kv, with_loaded_identity, with_room
+from blendrag.engine.kv_writer import (
+    KVWriter,
+    computed_among_requests,
+    drop_orphaned_kv,
+    with_loaded_identity,
+    with_room,
+)
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
@@ -120,8 +126,8 @@ def ingest(
             raise
 
     report = with_loaded_identity(resources, run)
-    if not report.refused:
-        resources.remember_namespace()
+    if not report.refused and resources.is_loaded:
+        computed_among_requests(resources, worker, resources.remember_namespace)
     return ended(resources, corpus, report)
 
 

@@ -93,6 +93,10 @@ class KVValidity:
         """Namespace of the loaded model's KV in this store's encoding."""
         return self._adapter.identity.encoded(self._manifest().encoding).namespace
 
+    def is_admitted(self, namespace: str) -> bool:
+        """Whether :meth:`admit` has nothing left to compute."""
+        return self._valid.get(namespace, False)
+
     # -- the gate -------------------------------------------------------------------------------
 
     def verification(self) -> Verification:

@@ -76,9 +76,13 @@ class KVWriter:
     def namespace(self) -> str:
         """Where this run stores; does not change during the run."""
         resources = self._resources
-        namespace, store = resources.namespace(), resources.store
+        # reading the model's identity waits for requests that run, unless the worker does it
+        namespace = (
+            self._computed(resources.namespace) if resources.is_loaded else resources.namespace()
+        )
+        store = resources.store
         if resources.is_loaded or not (store.agrees(namespace) or store.trouble):
-            self._worker.run(lambda: resources.kv_validity.renew(namespace))
+            self._computed(lambda: resources.kv_validity.renew(namespace))
         return namespace
 
     def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -97,11 +101,13 @@ class KVWriter:
         and :class:`IdentityChangedError` if the loaded weights are not those the run began with.
         """
         if not self._admitted:  # loads the model and may run the gate, which is not encoding
-            self._worker.run(lambda: self._resources.kv_validity.admit(self.namespace))
+            admit = partial(self._resources.kv_validity.admit, self.namespace)
+            self._computed(admit)
             self._admitted = True
         began = time.perf_counter()
         try:
-            kv = self._worker.run(lambda: self._encode(self._resources.text_ids(chunk.text)))
+            encode = partial(self._encode, self._resources.text_ids(chunk.text))
+            kv = self._computed(encode)
             self._resources.store.put(self.namespace, self.key_of(chunk), kv)
         except InvalidInputError as bad:
             raise InvalidInputError(f"{name}: {bad}") from bad
@@ -120,13 +126,29 @@ class KVWriter:
             self._resources.store.claim(self.namespace, self.stored)
             self.stored.clear()
 
+    def _computed(self, call: Callable[[], T]) -> T:
+        return computed_among_requests(self._resources, self._worker, call)
+
     def _encode(self, ids: Ids) -> ChunkKV:
-        return self._resources.kv_validity.encode(self.namespace, ids, self._resources.prefix_ids)
+        resources = self._resources
+        with before_layers(resources.adapter.decoder_layers, pause):  # streams go on meanwhile
+            return resources.kv_validity.encode(self.namespace, ids, resources.prefix_ids)
 
     def key_of(self, chunk: Chunk) -> str:
         """Key of the chunk's KV in this run's namespace."""
         ids = self._resources.text_ids(chunk.text)
         return chunk_key(self.namespace, self._resources.prefix_ids, ids)
+
+
+def computed_among_requests(resources: Resources, worker: Worker, call: Callable[[], T]) -> T:
+    """``call()`` on the worker, while requests run, unless the model is yet to be loaded or checked."""
+
+    def joins() -> bool:
+        if not resources.is_loaded or resources.adapter.lock.is_wanted:
+            return False
+        return resources.kv_validity.is_admitted(resources.kv_validity.namespace)
+
+    return worker.submit(call, joins=joins).result()
 
 
 def with_loaded_identity(resources: Resources, run: Callable[[], T]) -> T:
