@@ -1,7 +1,7 @@
 """Chats while others embed long texts and leave: how much longer is the time to first token?
 
-Half of the clients chat. The other half send ``--bytes`` of text to be embedded, or ask the store, and close
-their connections after a moment. Phases with and without these take turns, so that both see the same machine.
+Half of the clients chat. The other half send ``--bytes`` of text to be embedded and close their connections
+after a moment. Phases with and without these take turns, so that both see the same machine.
 Prints the times to first token of each phase and the ratio of all; fails if the ratio of the medians is
 above ``--most``, or if the server keeps anything afterwards.
 
@@ -73,18 +73,16 @@ class Load:
             phase.ttft_s.append(first_s)
 
     async def embed(self, phase: Phase) -> None:
-        """Embed the long text, or search for it, and leave."""
-        is_search = self.random.random() < 0.25
-        asked = {"role": "user", "content": self.random.choice(QUESTIONS)}
-        search = json.dumps({"messages": [asked], "retrieve": True, "max_tokens": 1}).encode()
-        path, body = (CHAT, search) if is_search else ("/v1/embeddings", self.long)
+        """Embed the long text and leave."""
+        headers = {"Content-Type": "application/json"}
         try:
             async with asyncio.timeout(LEAVES_S * self.random.random()):
-                sent = {"content": body, "headers": {"Content-Type": "application/json"}}
-                response = await self.client.post(path, **sent)
+                response = await self.client.post(
+                    "/v1/embeddings", content=self.long, headers=headers
+                )
             assert response.status_code in (200, 429), response.text[:200]
-            phase.ended[f"{'searches' if is_search else 'embeddings'}: {response.status_code}"] += 1
-        except (TimeoutError, httpx.ReadError, httpx.WriteError):
+            phase.ended[f"embeddings: {response.status_code}"] += 1
+        except (TimeoutError, httpx.TransportError):
             phase.ended["left"] += 1
 
     async def phase(self, chats: int, embedders: int, seconds: float) -> Phase:
