@@ -24,6 +24,7 @@ from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.engine.kv_writer import (
     KVWriter,
     Written,
+    computed_among_requests,
     drop_orphaned_kv,
     kv_keys,
     with_loaded_identity,
@@ -127,7 +128,7 @@ class Library:
                     corpus.dropped.note(chunks, REMOVED)
                     drop_orphaned_kv(self._resources, corpus)
                 raise
-            self._resources.remember_namespace()
+            self._remember_namespace()
             drop_orphaned_kv(self._resources, corpus)
         return Added(
             added=added,
@@ -283,6 +284,12 @@ class Library:
         vectors = self._resources.vectors_of(corpus, titled)
         return [row._replace(vector=v) for row, v in zip(rows, vectors, strict=True)]
 
+    def _remember_namespace(self) -> None:
+        """Record whose KV the corpus has, without waiting for requests that run."""
+        resources = self._resources
+        if resources.is_loaded:
+            computed_among_requests(resources, self._worker, resources.remember_namespace)
+
     def _write_kv(self, corpus: Corpus, chunks: Sequence[Chunk]) -> Written:
         """Store the KV of chunks that have none and are long enough to be recognised in a prompt."""
         wanted = list({c.chunk_id: c for c in chunks if is_recognisable(c.text)}.values())
@@ -295,7 +302,7 @@ class Library:
                 missing = writer.missing(wanted)
                 if missing:
                     corpus.dropped.note(missing, ADDING)  # dropped again if this is killed
-                    self._resources.remember_namespace()
+                    self._remember_namespace()
                 for chunk in missing:
                     writer.write(chunk, f"the text {chunk.text[:40]!r}…")
             self._resources.store.flush()
