@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import resource
+import shutil
 import struct
 import sys
 import tempfile
@@ -238,6 +239,9 @@ def main() -> int:
         f"{len(report.failures)} failures\n"
     )
     sys.stdout.write("\n".join(report.failures[:5]))
+    shutil.rmtree(folder / "hostile", ignore_errors=True)
+    if not report.failures:
+        folder.rmdir()
     return min(len(report.failures), 1)
 
 
