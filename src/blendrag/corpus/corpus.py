@@ -116,7 +116,8 @@ class Corpus:
         corpus = cls(CorpusFile(directory, create=create))
         if exists:
             with suppress(BlendragError):  # then it is not found in prompts all the same
-                corpus.entries.remove(entries_learned_earlier(corpus.file))
+                if earlier := entries_learned_earlier(corpus.file):
+                    corpus.entries.remove(earlier)
         return corpus
 
     def close(self) -> None:
