@@ -17,14 +17,14 @@ import unpickling
 
 
 @contextmanager
-def local_ray(cpus: int = 2) -> Iterator[Any]:
+def local_ray(cpus: int = 2, folder: str = "") -> Iterator[Any]:
     """Its workers can import the modules of the tests. Ray binds functions of pickle when it is imported."""
     with unpickling.allowed():
         ray = pytest.importorskip("ray.data") and sys.modules["ray"]
 
         path = os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = f"{Path(__file__).resolve().parents[1]}:{path}"
-        folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets have short names
+        folder = folder or tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets have short names
         ray.init(
             "local",
             num_cpus=cpus,

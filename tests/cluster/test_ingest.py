@@ -12,6 +12,7 @@ from blendrag.cluster import nodes
 from blendrag.cluster.ingest import Share, check_nodes
 from blendrag.cluster.ingest_stages import Plan
 from cli.commands import refused
+from cluster.driver_crash import STORED, crash_driver
 from cluster.ingest_crash import crash, engine, save_model, write_documents
 from cluster.local_ray import local_ray
 
@@ -96,3 +97,10 @@ def test_machines_that_cannot_take_part_are_named(ray, tmp_path, monkeypatch):
 def test_killed_workers_are_replaced_and_nothing_is_lost_or_computed_twice(ray, tmp_path):
     kills = crash(tmp_path, save_model(tmp_path / "model"), 10, 1, 2, lambda: 1.0, seed=1)
     assert kills == 2
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_an_ingest_whose_driver_was_killed_is_completed_by_the_next_one(tmp_path):
+    model = save_model(tmp_path / "model")
+    assert crash_driver(tmp_path, model, documents=30) >= STORED
