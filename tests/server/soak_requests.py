@@ -213,8 +213,10 @@ class Soak(RandomClient):
         (kind,) = self.random.choices(list(ENDINGS), list(ENDINGS.values()))
         await self.ask(*self.request(), kind)
 
-    async def ask(self, body: Fields, path: str, kind: str = "whole") -> None:
-        reader = self.random.choice(READERS)
+    async def ask(
+        self, body: Fields, path: str, kind: str = "whole", reader: str | None = None
+    ) -> None:
+        reader = reader or self.random.choice(READERS)
         if kind == "wrong":
             await self.be_refused(body, path)
         elif kind == "leave":
@@ -479,7 +481,7 @@ class Soak(RandomClient):
 
     async def all_at_once(self, count: int) -> None:
         """Requests over the same chunks, in the same order or another one, none of which begins before all
-        wait."""
+        wait and a document begins to change."""
         texts, blending = self.chunks(5, 5), {"ratio": 0.3, "top_k": 4}
         retrieving, bodies = self.retrieving(), list[Fields]()
         for number in range(count):
@@ -492,11 +494,17 @@ class Soak(RandomClient):
             bodies.append({**asked, "max_tokens": tokens, "blendrag": blending, "logprobs": True})
         go_on = threading.Event()
         self.engine._worker.submit(go_on.wait)
-        asking = [asyncio.ensure_future(self.ask(body, CHAT)) for body in bodies]
+        asking = [
+            asyncio.ensure_future(self.ask(body, CHAT, reader=READERS["retrieve" in body]))
+            for body in bodies
+        ]
         while len(self.engine._waiting) < count and not any(each.done() for each in asking):
             await asyncio.sleep(0.01)
+        changing, begun = asyncio.ensure_future(self.put()), len(self.changes)
+        while len(self.changes) == begun:
+            await asyncio.sleep(0.01)
         go_on.set()
-        await asyncio.gather(*asking)
+        await asyncio.gather(changing, *asking)
 
 
 def texts_in(value: Any) -> Iterator[str]:
