@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-together test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-all test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -46,15 +46,14 @@ endif
 	@$(BIN)/blendrag demo $(if $(filter embedded,$(DEMO_MODEL)),--model embedded)
 
 check: lint ## lint and the fast tests of the package, before every commit
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not alone" tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests
 
 # mypy takes one core for half a minute, so lint and tests run at the same time.
 test: $(READY) ## everything: lint and all tests
-	@$(MAKE) --no-print-directory --jobs 2 lint test-together
-	$(BIN)/python -m pytest -m alone
+	@$(MAKE) --no-print-directory --jobs 2 lint test-all
 
-test-together: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+test-all: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY) ## style, types and the order of the packages
 	$(BIN)/ruff check .
