@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
+from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from blendrag.engine import BlendEngine
-from blendrag.server.access import ApiKeys
+from blendrag.server.access import ApiKeys, Door
 from server.live import Live, live
 
 KEYS = "# readers\nreader-1\n\nreader-2\nlire-voilà\n# editors\neditor-1 write\n"
@@ -55,6 +58,52 @@ def test_known_keys_may_ask(guarded: Live) -> None:
         for key in ("reader-2", "editor-1", "lire-voilà"):
             headers = {"Authorization": f"Bearer {key}".encode()}
             assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        None,
+        "text/plain",
+        "text/plain; application/json",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "text/json",
+        "application/jsonx",
+    ],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_no_web_page_can_make_a_server_without_keys_work(kind: str | None, chunked: bool) -> None:
+    """What a browser sends to another site without asking it is refused before an application sees it."""
+    reached = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["headers"])
+
+    content = b'{"messages": [{"role": "user", "content": "work"}]}'
+    headers = {} if kind is None else {"Content-Type": kind}
+    client = TestClient(Door(application, ApiKeys(), 1 << 20), "http://localhost")
+    body: Any = iter([content]) if chunked else content
+    reply = client.post("/v1/chat/completions", content=body, headers=headers)
+    assert reply.status_code == 415
+    assert "expected application/json" in reply.json()["error"]["message"]
+    assert "access-control-allow-origin" not in reply.headers
+    assert not reached
+
+
+def test_a_browser_that_asks_first_is_told_nothing(served: Live) -> None:
+    asks = {
+        "Origin": "http://evil.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
+    with served.client() as client:
+        for path in ("/v1/chat/completions", "/v1/ingest", "/v1/documents", "/"):
+            reply = client.options(path, headers=asks)
+            assert reply.status_code == 405
+            assert not [name for name in reply.headers if name.startswith("access-control")]
+        reply = client.get("/v1/models", headers={"Origin": "http://evil.example"})
+        assert not [name for name in reply.headers if name.startswith("access-control")]
 
 
 def test_health_and_metrics_need_no_key(guarded: Live) -> None:

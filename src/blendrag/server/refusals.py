@@ -136,7 +136,7 @@ def install_refusals(app: FastAPI) -> None:
 
     async def refuse_body(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return of_body(request, error).response()
+        return of_body(error).response()
 
     app.add_exception_handler(HTTPException, refuse_http)
     app.add_exception_handler(RequestValidationError, refuse_body)
@@ -157,7 +157,7 @@ def of_http(request: Request, error: HTTPException) -> Refusal:
     return Refusal(status, message, headers=error.headers)
 
 
-def of_body(request: Request, error: RequestValidationError) -> Refusal:
+def of_body(error: RequestValidationError) -> Refusal:
     """One field that is wrong, and what it should be."""
     errors = error.errors()
     first = errors[0]
@@ -168,10 +168,6 @@ def of_body(request: Request, error: RequestValidationError) -> Refusal:
         name = str(first["loc"][-1])
         return Refusal(400, f"{name} is missing in the query, as in ?{name}=…", param=name)
     if not isinstance(error.body, Mapping):
-        kind = request.headers.get("content-type")
-        if isinstance(error.body, bytes) and "json" not in (kind or ""):
-            said = f"content-type {shortened(kind)}" if kind else "no content-type"
-            return Refusal(415, f"{said}, expected application/json")
         return Refusal(400, "the body is not a JSON object; send one")
     # where several types are allowed, the one that fits best has its error deepest
     found = [(each, *_place(error.body, each)) for each in errors]
