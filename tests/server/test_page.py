@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import threading
@@ -414,3 +415,117 @@ def test_it_fits_a_narrow_screen_in_light_and_dark(served, visit, scheme) -> Non
     ground = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
     shade = sum(map(int, re.findall(r"\d+", ground)))
     assert shade > 600 if scheme == "light" else shade < 150
+
+
+#: Of documents, names, models and servers: markup, links, directions, escapes, controls, and long words.
+HOSTILE = (
+    f"{MARKUP} </script><svg onload=\"document.title='run'\"> javascript:document.title='run' "
+    "[x](javascript:alert(1)) \u202eevil\u202c \u200b\u200d\ufeff \x1b]0;run\x07\x1b[2J \0 العربية "
+) + "W" * 20_000
+
+
+def streamed(pieces: list[str], texts: list[str]) -> str:
+    """A stream of an answer over a prompt of the tokens ``texts``, about which everything is hostile."""
+    chunk = {
+        "chunk_id": "1",
+        "source": HOSTILE,
+        "tokens": 5,
+        "outcome": "reused",
+        "reason": HOSTILE,
+    }
+    about = {
+        "ttft_s": 0.5,
+        "mode": "blend",
+        "prompt_tokens": len(texts),
+        "decision": HOSTILE,
+        "notes": [HOSTILE],
+        "chunks": [{**chunk, "recomputed_tokens": 1}],
+        "sources": [{"chunk_id": "1", "title": HOSTILE, "text": HOSTILE, "source": HOSTILE}],
+        "explanation": {
+            "layers": 4,
+            "ranges": [{"start": 0, "state": "computed", "layers": 0, "chunk": 1, "texts": texts}],
+        },
+    }
+    choices = [{"index": 0, "delta": {"content": piece}} for piece in pieces]
+    events = [{"choices": [each]} for each in choices] + [
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "blendrag": about}
+    ]
+    return "".join(f"data: {json.dumps(each)}\n\n" for each in events) + "data: [DONE]\n\n"
+
+
+def answering(page: Any, pieces: list[str], texts: list[str]) -> Any:
+    """The turn of a question that is answered so."""
+    body = streamed(pieces, texts)
+    page.route(CHATS, lambda r: r.fulfill(body=body, content_type="text/event-stream"))
+    ask(page, HOSTILE[:300].replace("\0", ""))
+    return complete(page)
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_hostile_text_runs_nothing_and_fits(served, visit, width) -> None:
+    page = visit(served, viewport={"width": width, "height": 800})
+    turn = answering(page, [HOSTILE], [HOSTILE[:200], HOSTILE])
+    turn.get_by_text("Every token of the prompt", exact=True).click()
+    turn.locator(".sources summary").click()
+    turn.locator(".prompt .computed span").first.hover()
+    assert page.title() == "blendrag"
+    assert page.locator(".turn img, .turn svg, .turn script, .turn a, iframe").count() == 0
+    assert page.evaluate("() => document.documentElement.scrollWidth") == width
+    assert turn.locator(".answer").evaluate("each => each.textContent.length") == len(HOSTILE)
+
+
+def test_many_pieces_are_shown_once_a_frame(served, visit) -> None:
+    """Each piece shown alone took as long as the answer before it."""
+    page = visit(served)
+    page.evaluate(
+        """() => {
+            window.changes = 0;
+            const ofAnswers = (each) => each.target.matches?.(".answer");
+            const seen = (all) => { window.changes += all.filter(ofAnswers).length; };
+            const chat = document.getElementById("chat");
+            new MutationObserver(seen).observe(chat, { childList: true, subtree: true });
+        }"""
+    )
+    turn = answering(page, ["word "] * 5000, ["a"])
+    shown = turn.locator(".answer").evaluate("each => each.textContent")
+    assert shown == "word " * 5000
+    assert page.evaluate("() => window.changes") < 1000
+
+
+def test_tokens_are_made_when_they_are_looked_at(served, visit) -> None:
+    page = visit(served)
+    turn = answering(page, ["Yes."], ["a "] * 20_000)
+    elements = "() => document.querySelectorAll('*').length"
+    assert page.evaluate(elements) < 1000
+    turn.get_by_text("Every token of the prompt", exact=True).click()
+    assert page.evaluate(elements) > 20_000
+    turn.get_by_text("Every token of the prompt", exact=True).click()
+    turn.get_by_text("Every token of the prompt", exact=True).click()
+    assert turn.locator(".prompt .computed").count() == 1
+
+
+def test_a_page_of_another_site_cannot_make_the_server_work(served, chromium) -> None:
+    page = chromium.new_page()
+    page.route("http://evil.example/", lambda r: r.fulfill(body="<p>", content_type="text/html"))
+    page.goto("http://evil.example/")
+    before = sum(served.service.admission.outcomes.values())
+    sent = page.evaluate(
+        """async (url) => {
+            const body = JSON.stringify({ messages: [{ role: "user", content: "work" }] });
+            const post = (body, headers, mode) => fetch(url, { method: "POST", mode, headers, body })
+                .then((reply) => reply.type, () => "refused");
+            const sent = [
+                await post(body, { "Content-Type": "text/plain" }, "no-cors"),
+                await post(new Blob([body]), {}, "no-cors"),
+                await post(body, { "Content-Type": "application/json" }, "cors"),
+            ];
+            navigator.sendBeacon(url, body);
+            return sent;
+        }""",
+        f"{served.url}{CHAT}",
+    )
+    page.close()
+    assert set(sent) <= {"opaque", "refused"}
+    with served.client() as client:  # after what was sent
+        client.get("/health")
+    assert sum(served.service.admission.outcomes.values()) == before
