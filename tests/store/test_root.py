@@ -10,7 +10,7 @@ import os
 import pytest
 
 from blendrag.errors import StoreUnavailableError
-from blendrag.store import DiskStore, open_store
+from blendrag.store import DiskStore, open_store, writers
 from blendrag.store.root import SUBDIRECTORIES
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change owners")
@@ -205,3 +205,19 @@ def test_a_small_file_whose_temporary_others_remove_is_written_again(root, monke
         assert (root / "disk-bytes").read_text() == f"{1 << 30}\n"
     assert left == [0]
     assert_no_temporaries(root)
+
+
+def test_a_directory_of_temporaries_that_became_a_link_is_not_cleared(root, make_store, tmp_path):
+    """Of another store, whose crash would not be noticed."""
+    make_store().close()
+    other = tmp_path / "other"
+    other.mkdir()
+    left = [other / f"{'1' * 16}.writer", other / f"{'1' * 16}.{'2' * 16}.part"]
+    for path in left:
+        path.touch()
+    (root / "tmp").rmdir()
+    (root / "tmp").symlink_to(other)
+    with pytest.raises(OSError, match="Not a directory"):
+        writers.leftovers(root / "tmp")
+    writers.remove(root / "tmp" / path.name for path in left)
+    assert all(path.exists() for path in left)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from blendrag.store.durable import CREATE, sync_directory
+from blendrag.store.payload_files import opened
 
 MARKER = re.compile(r"([0-9a-f]{16})\.writer", re.ASCII)
 PART = re.compile(r"([0-9a-f]{16})\.[0-9a-f]{16}\.part", re.ASCII)
@@ -71,7 +72,8 @@ def leftovers(tmp: Path) -> tuple[list[Path], list[Path]]:
     The markers are the only trace of a crash: remove them last. Ignores names that the store does
     not give.
     """
-    names = os.listdir(tmp)
+    with opened(tmp) as directory:
+        names = os.listdir(directory)
     alive: set[str] = set()
     markers: list[Path] = []
     for match in filter(None, map(MARKER.fullmatch, names)):
@@ -84,10 +86,10 @@ def leftovers(tmp: Path) -> tuple[list[Path], list[Path]]:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Unlink files, ignoring errors: a file that stays is a leftover for the next process."""
+    """Unlink files that are not behind a link, ignoring errors: what stays is left for the next process."""
     for path in paths:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        with contextlib.suppress(OSError), opened(path.parent) as directory:
+            os.unlink(path.name, dir_fd=directory)
 
 
 def _is_locked(marker: Path) -> bool:
