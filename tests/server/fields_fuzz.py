@@ -24,7 +24,6 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from urllib.parse import quote
@@ -225,9 +224,9 @@ def spoiled(body: Any, draw: random.Random) -> Any:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, dict | list):
-        keys = value if isinstance(value, dict) else range(len(value))
-        for key in islice(keys, 50):
+    # elements of longer lists are one object
+    if isinstance(value, dict | list) and len(value) < 100:
+        for key in value if isinstance(value, dict) else range(len(value)):
             yield value, key
             yield from _places(value[key])
 
