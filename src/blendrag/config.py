@@ -94,7 +94,7 @@ class Settings(BaseSettings):
     ``file:///directory``): KV is read from there if it is not in the store, and copied there."""
     remote_key: SecretStr | None = None
     """Secret of all machines that share ``remote``: KV sealed by nobody who has it is not used."""
-    remote_timeout_s: float = Field(default=5.0, gt=0)
+    remote_timeout_s: float = Field(default=5.0, gt=0, le=86_400)
     """Longest time that a prompt waits for ``remote``; then its KV is computed."""
     kv_encoding: KVEncoding = "native"
     """How a new store encodes KV: as computed, or in int8 or fp8, half as large with a small error. A store

@@ -34,6 +34,7 @@ from blendrag.errors import (
     starting_thread,
 )
 from blendrag.store.durable import readable_size
+from blendrag.wording import shortened
 
 DONE = 0
 #: Some inputs failed, or there was no room for all of them.
@@ -114,7 +115,8 @@ def _check_variables() -> None:
         messages = [each["msg"] for each in exc.errors() if each["loc"][0] == field]
         expected = " or ".join(message.removeprefix("Input should be ") for message in messages)
         raise InvalidInputError(
-            f"BLENDRAG_{str(field).upper()}={first['input']} cannot be used, expected {expected}; change or "
+            f"BLENDRAG_{str(field).upper()}={shortened(str(first['input']))} cannot be used, "
+            f"expected {expected}; change or "
             "unset it"
         ) from exc
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 #: Modules that the extra installs.
 REQUIREMENTS = ("fastapi", "uvicorn")
+_COUNT = re.compile(r"[0-9]{1,6}", re.ASCII)
 #: Size limit of ``--api-key-file``.
 MAX_KEY_FILE_BYTES = MIB
 
@@ -250,7 +252,8 @@ def _range_of(replicas: str) -> tuple[int, int]:
     """``3`` → 3 to 3, ``1-3`` → 1 to 3."""
     low, _, high = replicas.partition("-")
     high = high or low
-    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+    is_range = _COUNT.fullmatch(low) and _COUNT.fullmatch(high)
+    if not (is_range and 1 <= int(low) <= int(high)):
         raise InvalidInputError(
             f"--replicas {quoted(replicas)} must be a number of at least 1, or a range such as 1-3"
         )

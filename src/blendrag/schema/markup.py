@@ -475,7 +475,7 @@ def _parameter(element: _Element) -> Parameter:
     attributes = _attributes(element, ("name", lengths[0]))
     name = _name(element, attributes["name"], "parameter")
     given = attributes[lengths[0]]
-    if not re.fullmatch(r"0*[1-9][0-9]{0,6}", given) or int(given) > MAX_TOKENS:
+    if not re.fullmatch(r"0{0,9}[1-9][0-9]{0,6}", given) or int(given) > MAX_TOKENS:
         raise SchemaError(
             element.at,
             f"{lengths[0]} of parameter {name!r} is {quoted(given, 40)}, expected a number of "
