@@ -338,3 +338,40 @@ def test_a_lost_corpus_is_reported_and_can_be_ingested_again(
     assert result.exit_code == 0, result.stderr
     assert "but no corpus: creating a new one" in said(result)
     assert reused_tokens(store) > 0
+
+
+LONG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("store", "gc", "--max-bytes", f"{LONG}G"),
+        ("store", "gc", "--max-bytes", f"{LONG}.5"),
+        ("store", "gc", "--remote", "x", "--grace-hours", LONG),
+        ("store", "gc", "--remote", LONG),
+        ("serve", "--ray", "--replicas", LONG),
+        ("ask", "x", "--top-k", LONG),
+        ("ask", "x", "--ratio", LONG),
+        ("ask", "x", "--max-new-tokens", LONG),
+        ("ask", "x", "--mode", LONG),
+    ],
+)
+def test_long_values_are_refused_and_cut(args: tuple[str, ...]) -> None:
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert "9" * 100 not in result.stderr.replace("\n", "")
+    assert "…" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("TOP_K", LONG), ("CHUNK_TOKENS", "x" * 5000), ("REMOTE_TIMEOUT_S", "inf"), ("RATIO", LONG)],
+)
+def test_variables_that_no_clock_or_number_takes_are_refused(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"BLENDRAG_{name}", value)
+    sentence = refused("store", "stats")
+    assert f"BLENDRAG_{name}=" in sentence
+    assert len(sentence) < 300

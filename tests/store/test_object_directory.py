@@ -208,3 +208,11 @@ def test_what_a_killed_writer_left_is_no_object_and_is_removed_when_it_is_old(ob
     assert not left.exists()
     assert young.exists()
     assert objects.get(NAME).data == b"bytes"
+
+
+@pytest.mark.parametrize("name", ["format", NAME])
+def test_a_fifo_is_not_waited_for_by_reads_either(objects, bucket, name):
+    (bucket / name).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(bucket / name)
+    with pytest.raises(StoreUnavailableError, match="not a regular file"):
+        objects.wait(objects.read(name, 0, 256), 300.0)

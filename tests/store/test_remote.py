@@ -14,6 +14,7 @@ import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
 from blendrag.store import DiskStore, objects, open_store
+from blendrag.store.object_directory import ObjectDirectory
 from blendrag.store.objects import Piece
 from blendrag.store.remote import MAX_WRONG, Pause, RemoteTier, name_of
 
@@ -196,15 +197,16 @@ def test_machines_that_put_the_same_chunk_leave_one_object(lab, make_remote, buc
     assert lab.right(make_remote()) == [1, 2]
 
 
-def test_a_frozen_remote_costs_a_bounded_wait_once(lab, make_remote, bucket, tmp_path):
+def test_a_frozen_remote_costs_a_bounded_wait_once(lab, make_remote, tmp_path, monkeypatch):
     upload(lab, make_remote(), tmp_path, 1, 2)
-    tier = make_remote(timeout_s=0.2)
-    object_of(lab, bucket, 1).unlink()
-    os.mkfifo(object_of(lab, bucket, 1))  # opening it for reading waits for a writer
-    assert lab.open(tier, 1) is None
-    assert "gave no answer in time" in tier.trouble
-    assert lab.open(tier, 2) is None  # is not even asked
-    os.close(os.open(object_of(lab, bucket, 1), os.O_RDWR))
+    tier, asked, thawed = make_remote(timeout_s=0.2), [], threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectDirectory, "check", lambda *of: asked.append(of) or thawed.wait())
+        assert lab.open(tier, 1) is None
+        assert "gave no answer in time" in tier.trouble
+        assert lab.open(tier, 2) is None
+        assert len(asked) == 1
+        thawed.set()
 
 
 # -- bad input ---------------------------------------------------------------------------------------

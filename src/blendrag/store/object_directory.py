@@ -90,6 +90,11 @@ class ObjectDirectory:
                 return (opened.read() if size_bytes <= most_bytes else b""), size_bytes
         return None
 
+    def check(self, name: str) -> None:
+        """Raise an error unless an object is there and a regular file."""
+        with self._parent(name) as (parent, file):
+            os.close(open_regular(file, dir_fd=parent))
+
     def delete(self, *names: str) -> None:
         """Remove objects, if they are there. What a link in the way leads to is not touched."""
         for name in names:

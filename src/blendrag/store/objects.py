@@ -138,6 +138,8 @@ class RemoteObjects(ProcessBound):
         import obstore
 
         async def ask() -> Piece:
+            if self._directory is not None:
+                await asyncio.to_thread(self._check_file, self._directory, name)
             began = time.monotonic()
             wanted: Any = {"range": (offset, offset + length)}
             found = await obstore.get_async(self.opened, name, options=wanted)
@@ -146,6 +148,11 @@ class RemoteObjects(ProcessBound):
             return Piece(data, size_bytes, latency_s, time.monotonic())
 
         return self._begin(partial(self._found, ask))
+
+    def _check_file(self, directory: ObjectDirectory, name: str) -> None:
+        """Refuse what is there and no regular file: obstore would wait for the writer of a FIFO."""
+        with self._changing(), contextlib.suppress(FileNotFoundError):
+            directory.check(name)
 
     def read_range(self, name: str, offset: int, length: int) -> Future[Piece | None]:
         """:meth:`read` without the size of the object and without times, which is faster."""
