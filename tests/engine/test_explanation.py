@@ -112,6 +112,9 @@ def test_names_of_files_and_reasons_are_text(answer):
     )
     assert "<script" not in page
     assert page.count("&lt;script&gt;") >= 4 + len(chunks)
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    assert re.search(r"\.blendrag \{[^}]*overflow-wrap: anywhere", page)  # long words fit, too
+    assert page.index(f'content="{policy}"') < page.index("<title>")  # a browser runs nothing
 
 
 def test_a_notebook_shows_the_page_without_its_head(answer):
