@@ -110,6 +110,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "metadata.jsonl": lambda: _json(notes="x" * 2_000_000),
     "nested.jsonl": lambda: b'{"text": "x", "a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
     "number.jsonl": lambda: b'{"text": "x", "a": ' + b"9" * 100_000 + b"}",
+    "surrogate.jsonl": lambda: b'{"text": "\\ud800"}',
     "empty-lines.jsonl": lambda: b"\n" * 1_000_000,
     "repeated.jsonl": lambda: (_json(id="x") + b"\n") * 2,
     "large.txt": lambda: b"words " * 12_000_000,

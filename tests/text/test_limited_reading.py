@@ -79,6 +79,7 @@ def test_a_child_reads_as_this_process_does(tmp_path: Path, pool: ReaderPool) ->
         ),
         ("nested.jsonl", "line 1 is not valid JSON"),
         ("number.jsonl", "line 1 is not valid JSON"),
+        ("surrogate.jsonl", "line 1 contains a lone surrogate"),
     ],
 )
 def test_a_hostile_file_costs_one_sentence_and_the_next_one_is_read(
