@@ -595,10 +595,10 @@ class Alone:
         self.engine._prefixes.close()
         return reply
 
-    def retrieved(self, question: str, top_k: int | None = None) -> Any:
+    def retrieved(self, question: str, top_k: int | None = None, **how: Any) -> Any:
         """What is found now, or what was found before a change that came while the request was made."""
         asked = self._asked
-        now = self._retrieve(question, top_k)
+        now = self._retrieve(question, top_k, **how)
         asked.found.append(now)
 
         def named(chunks: Any) -> list[tuple[Any, ...]]:
