@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
@@ -145,3 +146,9 @@ def test_the_command_refuses_what_it_cannot_do_before_ray_starts(
         assert "asks for a token; set RAY_AUTH_MODE" in refused("--ray", "--store", str(store))
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "pip install 'blendrag[ray]'" in refused("--ray", "--store", str(store))
+
+
+def test_a_key_file_that_is_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "keys")
+    with pytest.raises(InvalidInputError, match="not a regular file"):
+        ServedCluster(api_key_file=str(tmp_path / "keys")).keys()

@@ -72,7 +72,7 @@ def _turn(root: Path, settings: Settings) -> Iterator[None]:
     directory = settings.cache.expanduser()
     lock = filelock.FileLock(directory / f"follow-{name}.lock", TURN_S)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock.acquire()
     except filelock.Timeout as exc:
         raise StoreUnavailableError(

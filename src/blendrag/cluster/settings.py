@@ -16,6 +16,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.recorded_model import given_model, model_for, recorded_model
 from blendrag.errors import InvalidInputError
 from blendrag.server.access import ApiKeys
+from blendrag.store import regular_files
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
@@ -138,7 +139,7 @@ class ServedCluster(BaseModel):
         if self.api_key_file is None:
             return ApiKeys()
         try:
-            text = Path(self.api_key_file).read_text(encoding="utf-8")
+            text = regular_files.read_text(Path(self.api_key_file), regular_files.MIB, follow=True)
         except (OSError, UnicodeDecodeError) as exc:
             raise InvalidInputError(
                 f"api_key_file {self.api_key_file} cannot be read ({exc}); mount it on every node"
