@@ -115,6 +115,14 @@ def _command() -> list[str]:
     return [python, *given, "-c", _CODE, *paths]
 
 
+def _directory() -> bytes:
+    """Where relative paths begin; empty if that was removed."""
+    try:
+        return os.getcwdb()
+    except OSError:
+        return b""
+
+
 def _slow(limit_s: float) -> str:
     return (
         f"takes more than {math.ceil(limit_s)} s to read, the limit for its size; split it, or convert it "
@@ -162,7 +170,9 @@ class ReaderChild:
         documents: list[Document] = []
         limits, deadline, left_bytes = None, time.monotonic() + START_S, MAX_REPLY_BYTES
         try:
-            self._send({"path": os.fsencode(path).decode("latin-1")})
+            # the child may have been started in another directory
+            paths = {"path": os.fsencode(path), "directory": _directory()}
+            self._send({name: each.decode("latin-1") for name, each in paths.items()})
             while True:
                 reply, size_bytes = self._receive(deadline, left_bytes)
                 left_bytes -= size_bytes

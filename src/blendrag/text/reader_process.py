@@ -81,7 +81,10 @@ def main() -> None:
     own_bytes = _address_space_bytes()
     while length := requests.read(LENGTH.size):
         request = json.loads(requests.read(*LENGTH.unpack(length)))
-        for reply in replies(Path(os.fsdecode(request["path"].encode("latin-1"))), own_bytes):
+        path, directory = (request[name].encode("latin-1") for name in ("path", "directory"))
+        with suppress(OSError):  # then a relative path is not found
+            os.chdir(directory)
+        for reply in replies(Path(os.fsdecode(path)), own_bytes):
             send(connection, reply)
         signal.setitimer(signal.ITIMER_PROF, 0)
         if _address_space_bytes() > own_bytes + SPENT_BYTES:
