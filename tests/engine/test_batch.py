@@ -19,8 +19,14 @@ import torch
 import scripted
 import tiny
 from blendrag.engine import Answer, BlendEngine, Options, packing_rule, rendering
+from blendrag.engine.batched_prefill import RequestBatch
 from blendrag.engine.packing_rule import ROWS, Load, PackingRule
-from blendrag.errors import ContextOverflowError, InvalidInputError, RequestTimeout
+from blendrag.errors import (
+    ContextOverflowError,
+    InvalidInputError,
+    RequestCancelled,
+    RequestTimeout,
+)
 from blendrag.fusor import BlendCache, Fusor
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model import ModelAdapter
@@ -373,6 +379,22 @@ def test_every_reader_is_closed(engine, opened):
     assert sizes([started[i].wait() for i in (0, 2, 3)]) == [4] * 3
     engine.drain()
     assert len(opened) > 10
+
+
+def test_a_request_that_is_cancelled_as_its_turn_begins_closes_its_readers(
+    engine, opened, monkeypatch
+):
+    def taken(batch: RequestBatch, number: int) -> Any:
+        ahead = take(batch, number)
+        batch.entries[number].stream.cancel()
+        return ahead
+
+    take = RequestBatch.take
+    monkeypatch.setattr(RequestBatch, "take", taken)
+    started: list[Any] = engine._start_batch(prompts_of(engine, 2), REUSE, False, 0.0)
+    for one in started:
+        assert isinstance(one.future.exception(BLOCKED_S), RequestCancelled)
+    assert len(opened) == 2
 
 
 def test_an_interrupt_while_submitting_cancels_the_batch_and_closes_all_readers(

@@ -607,42 +607,44 @@ class BlendEngine:
                 stream.opening_s += self._schemas.open()
             elif request.mode != "full" and request.prompt.chunks:
                 stream.opening_s += self._planner.open()
-            ahead = batch.take(number)
-            request = checked(request, adapter)
-            request = replace(request, asked_at=request.asked_at + stream.opening_s)
-            access: KVAccess | None = None
-            keep = partial(self._prefixes.keep, request)
-            generation = Generation(adapter, lambda: self.resources.fusor, request, stream, keep)
-            if request.placed is not None:
-                return self._schemas.answer(request, stream, generation)
-            plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)
-            for restarts_left in reversed(range(MAX_RESTARTS + 1)):
-                stream.check()
-                if plan is None:
-                    with tracing.span("plan") as about:
-                        if access is None:
-                            check = None if ahead.plan else stream.check
-                            access = self._planner.access(request, check)
-                        plan = (
-                            access.plan(frozenset(avoid))
-                            if restarts_left
-                            else Plan.computed(request.prompt, STILL_CORRUPT)
-                        )
-                        about(partial(spans.planned, plan))
-                try:
-                    with (
-                        closing(plan),
-                        tracing.generation(stream.first_token_at) as (to_prefill, to_decode),
-                    ):
-                        size = ahead.batch_size if prefilled is not None else 1
-                        answer = generation.run(plan, prefilled, size)
-                        to_prefill(partial(spans.prefilled, answer.metrics))
-                        to_decode(partial(spans.decoded, answer.metrics))
-                        self._background.note(plan, request.options.scope)
-                    return self._learner.learn(request, answer)
-                except SpanCorruptError as corrupt:
-                    avoid.add(corrupt.span.reader.key)
-                    plan = prefilled = None
+            with closing(batch.take(number)) as ahead:  # also if it is over before it is run
+                request = checked(request, adapter)
+                request = replace(request, asked_at=request.asked_at + stream.opening_s)
+                access: KVAccess | None = None
+                keep = partial(self._prefixes.keep, request)
+                generation = Generation(
+                    adapter, lambda: self.resources.fusor, request, stream, keep
+                )
+                if request.placed is not None:
+                    return self._schemas.answer(request, stream, generation)
+                plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)
+                for restarts_left in reversed(range(MAX_RESTARTS + 1)):
+                    stream.check()
+                    if plan is None:
+                        with tracing.span("plan") as about:
+                            if access is None:
+                                check = None if ahead.plan else stream.check
+                                access = self._planner.access(request, check)
+                            plan = (
+                                access.plan(frozenset(avoid))
+                                if restarts_left
+                                else Plan.computed(request.prompt, STILL_CORRUPT)
+                            )
+                            about(partial(spans.planned, plan))
+                    try:
+                        with (
+                            closing(plan),
+                            tracing.generation(stream.first_token_at) as (to_prefill, to_decode),
+                        ):
+                            size = ahead.batch_size if prefilled is not None else 1
+                            answer = generation.run(plan, prefilled, size)
+                            to_prefill(partial(spans.prefilled, answer.metrics))
+                            to_decode(partial(spans.decoded, answer.metrics))
+                            self._background.note(plan, request.options.scope)
+                        return self._learner.learn(request, answer)
+                    except SpanCorruptError as corrupt:
+                        avoid.add(corrupt.span.reader.key)
+                        plan = prefilled = None
         raise AssertionError("the last attempt loads nothing")
 
     async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
