@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache, wraps
@@ -85,11 +86,16 @@ class Tokens:
         self._folds = _changes_text(tokenizer.backend_tokenizer) and any(
             token.normalized for token in added.values()
         )
+        self.grammar_tokenizer: Any = None
+        """For :mod:`blendrag.chat.grammar`, which makes it."""
+        self.control_texts = special
+        """The control tokens as text, by id."""
         self.special_texts = sorted({*tokenizer.all_special_tokens, *special.values()})
         """The control tokens as text."""
         # Both depend on the chat template, which its owner may replace.
         self._shows_tools = lru_cache(maxsize=1)(self._find_tools)
         self._control = lru_cache(maxsize=1)(self._find_control)
+        self._turn_ends = lru_cache(maxsize=1)(self._find_turn_ends)
 
     # -- encoding -----------------------------------------------------------------------------
 
@@ -205,6 +211,21 @@ class Tokens:
         """Control tokens that begin, end and pad, and are never part of an answer."""
         of = self.tokenizer
         return frozenset({of.bos_token_id, of.eos_token_id, of.pad_token_id} - {None})
+
+    @property
+    def turn_ends(self) -> frozenset[int]:
+        """Control tokens that end an answer: the tokenizer's, and what the chat template writes after one."""
+        return self._turn_ends(self.template_text)
+
+    def _find_turn_ends(self, template: str) -> frozenset[int]:
+        ends = {self.tokenizer.eos_token_id} - {None}
+        said = f"x{secrets.token_hex(8)}x"
+        with suppress(Exception):  # jinja errors of many kinds, from templates that take no answers
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+            after = self.render(messages, add_generation_prompt=False).partition(said)[2]
+            first = self.encode_prompt(after.lstrip(), begins=False).ids[:1]
+            ends |= self._special_ids.intersection(first)
+        return frozenset(ends)
 
     def special_among(self, ids: Collection[int]) -> frozenset[int]:
         """Those of ``ids`` that are control tokens."""

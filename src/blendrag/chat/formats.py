@@ -1,0 +1,145 @@
+"""The form in which a model writes reasoning and tool calls, chosen by the markup of its chat template.
+
+A tokenizer that brings a ``response_template`` (transformers 5) knows its own form. For all others
+``formats/`` holds one file for each form. Regions are those of transformers' response templates, and are
+found by its :class:`~transformers.utils.chat_parsing.ResponseParser`.
+
+Fields of a file:
+
+* ``markup``: the form is that of a chat template that contains one of these texts.
+* ``regions``: ``reasoning`` (default :data:`THINKING`), ``tool_calls`` and ``unshown``, which is not part of
+  the answer. Groups ``name`` and ``id`` of a pattern are those of the call.
+* ``begun``: beginnings of a region with which a prompt may end.
+* ``bare_calls``: calls also begin a line of the answer, as JSON without tags.
+* ``answer_begins``: what precedes the answer, as a pattern, in forms that announce it.
+* ``call``: what stands before the name and before the arguments of a call, for templates that do not show it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import regex
+
+if TYPE_CHECKING:
+    from blendrag.model.tokens import Tokens
+
+
+#: Files of ``formats/``. The first whose markup is in a template wins, so the more specific ones come first.
+ORDER = (
+    "harmony", "deepseek", "kimi", "command", "action", "seed", "nemotron", "functionary", "mistral",
+    "tool_call_token", "function_calls", "tool_call_tags", "function_tags", "bare",
+)  # fmt: skip
+#: Names that response templates of tokenizers give to reasoning.
+REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+_TAGS = ("think", "thinking", "thought", "reasoning")
+#: Reasoning of forms that name no other: in tags, at the beginning of an answer.
+THINKING = {
+    "open_pattern": r"\A\s*(?:" + "|".join(f"<{tag}>" for tag in _TAGS) + ")",
+    "close": [f"</{tag}>" for tag in _TAGS],
+}
+_DELIMITERS = ("open", "open_pattern", "close", "close_pattern", "repeats", "optional")
+#: In no text: what the prompt has begun is given to the parser without the prompt.
+_NO_ANCHOR = r"(?!)"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One form."""
+
+    name: str
+    regions: Mapping[str, Mapping[str, Any]]
+    begun: tuple[str, ...] = tuple(f"<{tag}>" for tag in _TAGS)
+    bare_calls: bool = False
+    call: tuple[str, str] | None = None
+    answer_begins: str = ""
+    own: Mapping[str, Any] | None = None
+    """The tokenizer's response template, instead of ``regions``."""
+
+    def response_template(self, reads_calls: bool) -> dict[str, Any]:
+        """For ``ResponseParser``. Without ``reads_calls``, calls stay text."""
+        if self.own is not None:
+            fields = {
+                name: _readable(spec) if name == "tool_calls" else spec
+                for name, spec in self.own.get("fields", {}).items()
+                if name != "tool_calls" or reads_calls
+            }
+            return {**self.own, "fields": fields}
+        raw = {"content_args": {"strip": False}}
+        fields = {
+            name: {"repeats": True, **raw, **region}
+            for name, region in self.regions.items()
+            if name != "tool_calls" or reads_calls
+        }
+        return {"start_anchor_pattern": _NO_ANCHOR, "fields": {"content": raw, **fields}}
+
+    def begun_by(self, prompt: str) -> str:
+        """The beginning of a region at the end of ``prompt``, or empty."""
+        prompt = prompt.rstrip()
+        return next((text for text in self.begun if prompt.endswith(text)), "")
+
+    def call_begins(self, text: str, name_at: int) -> int | None:
+        """Where the call begins whose name is at ``name_at`` in ``text``; ``None`` without a known tag."""
+        region = (self.own or {}).get("fields", self.regions).get("tool_calls", {})
+        if "open" in region:
+            tags = [region["open"]] if isinstance(region["open"], str) else region["open"]
+            found = max(text.rfind(tag, 0, name_at) for tag in tags)
+            return None if found < 0 else found
+        matches = regex.finditer(region.get("open_pattern", _NO_ANCHOR), text)
+        begins = [found.start() for found in matches if found.start() <= name_at]
+        return begins[-1] if begins else None
+
+    @cached_property
+    def markup(self) -> str:
+        """All literals and patterns, to tell which control tokens the form needs."""
+        about = self.own or {"regions": dict(self.regions), "begun": self.begun}
+        return json.dumps(about, ensure_ascii=False).replace("\\\\", "")
+
+
+def _readable(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tokenizer's region of calls in JSON, read by :mod:`.calls`: transformers' parser raises for JSON that
+    is cut off, and what it had found is lost."""
+    if spec.get("content") != "json":
+        return spec
+    kept = {name: spec[name] for name in _DELIMITERS if name in spec}
+    names = "(?P<name>" in str(spec.get("open_pattern", ""))
+    return {**kept, **({"transform": {"name": "{name}", "body": "{content}"}} if names else {})}
+
+
+def format_of(tokens: Tokens) -> Format:
+    """The form of this model's answers."""
+    own = getattr(tokens.tokenizer, "response_template", None)
+    if isinstance(own, Mapping):
+        return Format("tokenizer", {}, own=own)
+    return _format_in(tokens.template_text)
+
+
+@cache
+def _format_in(template: str) -> Format:
+    return next(
+        form
+        for name in ORDER
+        for markup, form in [_known(name)]
+        if not markup or any(text in template for text in markup)
+    )
+
+
+@cache
+def _known(name: str) -> tuple[list[str], Format]:
+    text = files(__package__).joinpath("formats", f"{name}.json").read_text("utf-8")
+    known: dict[str, Any] = json.loads(text)
+    regions = {"reasoning": THINKING, **known["regions"]}
+    more: dict[str, Any] = {key: tuple(known[key]) for key in ("begun", "call") if key in known}
+    more |= {key: known[key] for key in ("bare_calls", "answer_begins") if key in known}
+    return known["markup"], Format(name, regions, **more)
+
+
+def hidden_ids(tokens: Tokens, form: Format) -> frozenset[int]:
+    """Control tokens without text: all but those by which an answer is taken apart."""
+    needed = {index for index, text in tokens.control_texts.items() if text in form.markup}
+    return tokens.framing_ids | (tokens.control_texts.keys() - needed)

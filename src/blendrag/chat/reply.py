@@ -1,0 +1,193 @@
+"""Takes an answer apart into text, reasoning and tool calls. A growing answer and a whole one go through the
+same code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from blendrag.chat.calls import Call, InvalidCall, ToolCall, Tools, read_bare, read_calls
+from blendrag.chat.formats import REASONING_FIELDS, Format
+
+_FENCE = r"```(?:json|tool_code|tool_call|python)?[ \t]*\n\s*"
+#: The beginning of a line that may be a call without tags: JSON, or Python's ``[name(``, also in a fence.
+_BARE = re.compile(rf"[ \t]*(?:{_FENCE})?(?:\{{|\[\s*(?:\{{|[A-Za-z_][\w.]*\())|[ \t]*```tool_code")
+#: What may become it.
+_MAYBE_BARE = re.compile(rf"[ \t]*(?:`{{1,2}}|```\w{{0,9}}[ \t]*|{_FENCE})?(?:\[\s*[\w.]*)?")
+
+
+class Part(NamedTuple):
+    """What a piece of an answer adds: text, reasoning, or a complete call."""
+
+    kind: Literal["text", "reasoning", "call"]
+    text: str
+    call: ToolCall | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer, taken apart. Its parts, as they came, are the same in all."""
+
+    text: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    invalid: tuple[InvalidCall, ...] = ()
+    """Calls that cannot be read; they are no part of ``text``."""
+
+
+class ReplyStream:
+    """One growing answer.
+
+    Args:
+        form: that of the model.
+        tools: schemas of the tools that were offered; without any, calls stay text.
+        begun: the beginning of the answer that the prompt already holds (``<think>``, or a call that must be
+            made).
+    """
+
+    def __init__(self, form: Format, tools: Tools = (), begun: str = "") -> None:
+        from transformers.utils.chat_parsing import ResponseParser  # wrappers import without it
+
+        self._tools = tools
+        self._parser: Any = ResponseParser(form.response_template(bool(tools)), prefix="")
+        self._finds_bare = form.bare_calls and bool(tools)
+        self._text = ""
+        self._reasoning = ""
+        self._calls: list[Call] = []
+        self._held = ""
+        """Text that is not shown yet: white space, or a line that may be a call without tags."""
+        self._is_bare = False
+        """Whether all of :attr:`_held` and what follows may be calls."""
+        self.raw = begun
+        """All that was said, markup included."""
+        self._begins_thinking = form.begun
+        self._in_reasoning = False
+        self._failed = ""
+        self._is_cut = False
+        if begun:
+            self._take(lambda: self._parser.feed(begun))
+
+    def add(self, piece: str) -> list[Part]:
+        """What ``piece`` adds."""
+        self.raw += piece
+        if self._failed:
+            return []
+        return self._take(lambda: self._parser.feed(piece))
+
+    def finish(self) -> list[Part]:
+        """What was still held back. Nothing may be added afterwards."""
+        if self._failed:
+            self._calls = [InvalidCall(self.raw, self._failed)]
+            return []
+        self._is_cut = True
+        parts = self._take(lambda: self._parser.finalize()[1])
+        if self._is_bare:
+            self._held, calls = read_bare(self._held, self._tools)
+            parts += self._called(calls)
+        if self._held.strip() or not self._calls:
+            parts += self._show(self._held.rstrip() if self._calls else self._held)
+        return parts
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what follows is reasoning."""
+        return self._in_reasoning or self.raw.strip() in self._begins_thinking
+
+    @property
+    def reply(self) -> Reply:
+        """All that was added."""
+        calls = self._calls
+        return Reply(
+            self._text,
+            self._reasoning.strip(),
+            tuple(call for call in calls if isinstance(call, ToolCall)),
+            tuple(call for call in calls if isinstance(call, InvalidCall)),
+        )
+
+    # -- regions ----------------------------------------------------------------------------------
+
+    def _take(self, events: Callable[[], list[dict[str, Any]]]) -> list[Part]:
+        try:
+            found = events()
+        except Exception as exc:  # a tokenizer's own template may raise anything
+            self._failed = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+            return []
+        return [part for event in found for part in self._parts_of(event)]
+
+    def _parts_of(self, event: dict[str, Any]) -> list[Part]:
+        kind, field = event["type"], event["field"]
+        if field in REASONING_FIELDS:
+            self._in_reasoning = kind != "region_close"
+        if kind == "region_chunk" and field == "content":
+            return self._grow(event["text"])
+        if kind == "region_chunk" and field in REASONING_FIELDS:
+            return self._think(event["text"])
+        if kind == "region_close" and field == "tool_calls":
+            return self._called(self._calls_in(event["value"]))
+        return []
+
+    def _calls_in(self, value: Any) -> list[Call]:
+        """The calls of a region: its text, or ``name``, ``id`` and ``body``, or what a tokenizer's own
+        template made of it."""
+        if isinstance(value, str):
+            return read_calls(value, self._tools, is_cut=self._is_cut)
+        if isinstance(value, dict) and "body" in value:
+            name, call_id = value.get("name", ""), value.get("id", "")
+            return read_calls(value["body"], self._tools, name, call_id)
+        return read_calls(json.dumps(value), self._tools)
+
+    def _called(self, calls: list[Call]) -> list[Part]:
+        self._calls += calls
+        return [Part("call", "", call) for call in calls if isinstance(call, ToolCall)]
+
+    def _think(self, text: str) -> list[Part]:
+        if not self._reasoning:
+            text = text.lstrip()
+        self._reasoning += text
+        return [Part("reasoning", text)] if text else []
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def _grow(self, text: str) -> list[Part]:
+        """More of the answer's text; without white space around what is not text."""
+        self._held += text
+        if self._is_bare:
+            return []
+        certain = self._certain() if self._finds_bare else len(self._held)
+        shown = self._held[:certain]
+        if self._tools or not self._text:  # white space may come before a call, or be all there is
+            shown = shown.rstrip()
+        self._held = self._held[len(shown) :]
+        return self._show(shown)
+
+    def _show(self, text: str) -> list[Part]:
+        if not self._text and (self._reasoning or self._calls):
+            text = text.lstrip()
+        self._text += text
+        return [Part("text", text)] if text else []
+
+    def _certain(self) -> int:
+        """Up to where no line of what is held may be a call without tags."""
+        begins_line = not self._text or self._text.endswith("\n")
+        at = 0 if begins_line else self._held.find("\n") + 1
+        while at or begins_line:
+            rest = self._held[at:]
+            if _BARE.match(rest):
+                self._is_bare = True
+                return at
+            if _MAYBE_BARE.fullmatch(rest):
+                return at
+            begins_line = False
+            at = self._held.find("\n", at) + 1
+        return len(self._held)
+
+
+def take_apart(text: str, form: Format, tools: Tools = (), begun: str = "") -> Reply:
+    """A whole answer, by the code that takes a growing one apart."""
+    stream = ReplyStream(form, tools, begun)
+    stream.add(text)
+    stream.finish()
+    return stream.reply
