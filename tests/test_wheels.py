@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from blendrag.chat.formats import ORDER
 from blendrag.demo import demo_corpus_path, demo_questions, handbook_path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,4 +54,5 @@ def test_wheels_have_their_licence_and_what_the_demo_needs(wheel):
     ):
         assert f"blendrag/demo/{name}" in sizes
     assert "blendrag/engine/explanation.html.j2" in sizes
+    assert {f"blendrag/chat/formats/{name}.json" for name in ORDER} <= set(sizes)
     assert 10**6 < sizes["blendrag/demo/model/model.safetensors"] <= LARGEST_WEIGHTS_BYTES

@@ -160,53 +160,6 @@ def test_the_model_does_not_wait_for_a_batch_that_hangs(turns, pool, monkeypatch
     turns.rest()
 
 
-def test_a_caller_that_was_stopped_when_it_was_let_in_begins_later(
-    turns, pool, monkeypatch
-) -> None:
-    monkeypatch.setattr(embedding_turns, "PATIENCE_S", 0.01)
-    stopped, goes_on = threading.Event(), threading.Event()
-    callers = Callers(turns, pool)
-
-    def check() -> None:
-        stopped.set()
-        goes_on.wait()
-
-    def embed() -> None:
-        with turns.turn(True, check):
-            callers.ran.append("stopped")
-
-    turns.before_step()
-    pool.submit(embed)
-    assert stopped.wait(60)
-    turns.before_step()  # it is let in and does not come
-    monkeypatch.undo()
-    callers.queue("next", is_short=True)
-    turns.before_step()
-    assert callers.ran == ["next"], "others are let in"
-    goes_on.set()
-    until(lambda: callers.ran == ["next", "stopped"])
-    turns.rest()
-
-
-def test_an_interrupt_at_the_beginning_of_a_batch_leaves_no_batch_running() -> None:
-    class Interrupting(Clock):
-        interrupted = False
-
-        def __call__(self) -> float:
-            if turns._running is not None and not self.interrupted:
-                self.interrupted = True
-                raise KeyboardInterrupt
-            return self.now
-
-    turns = EmbeddingTurns()
-    turns._clock = Interrupting()
-    with pytest.raises(KeyboardInterrupt), turns.turn(is_short=True):
-        raise AssertionError("it was interrupted before")
-    assert turns.counts == (0, 0, 0.0)
-    with turns.turn(is_short=True):
-        pass
-
-
 def test_a_batch_does_not_wait_for_a_model_that_lets_nobody_in(turns, pool, clock) -> None:
     callers = Callers(turns, pool)
     turns.before_step()

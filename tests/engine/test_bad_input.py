@@ -67,7 +67,7 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "options as top k": (lambda e: e.ask("what?", Options()), "whole number"),  # type: ignore[arg-type]
     "an unknown option": (
         lambda e: e.ask("what?", max_tokens=2),  # type: ignore[call-arg]
-        "max_tokens: not an option.*did you mean max_new_tokens.*expected mode, .*seed",
+        "max_tokens: not an option.*did you mean max_new_tokens.*blendrag.Options",
     ),
     "a misspelt argument": (
         lambda e: e.ask("what?", topk=2),  # type: ignore[call-arg]

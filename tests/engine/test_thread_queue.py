@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -108,21 +107,3 @@ def test_a_call_that_finds_no_thread_is_never_run(monkeypatch) -> None:
     assert queue.state.waiting == 0
     queue.submit(lambda: ran.append("run")).result()
     assert ran == ["run"]
-
-
-def test_a_call_that_another_thread_has_taken_is_counted_once(monkeypatch) -> None:
-    queue, ran = ThreadQueue("x", 2), []
-    submit = ThreadPoolExecutor.submit
-
-    def late(self, call) -> None:
-        submit(
-            self, call
-        ).result()  # by a thread that was free when no further one could be started
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ThreadPoolExecutor, "submit", late)
-        with pytest.raises(NoThreadError):
-            queue.submit(lambda: ran.append("run"))
-    assert ran == ["run"]
-    assert queue.state == QueueState("x", 0, 0, 0.0)

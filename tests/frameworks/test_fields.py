@@ -161,7 +161,7 @@ def test_a_value_out_of_range_is_refused_in_fields_and_calls(
         ({"max_new_tokens": 0}, "^max_new_tokens 0 is not 1 or more"),
         ({"logprobs": 30}, "^logprobs 30 must be a number"),
         ({"logprobs": True, "top_logprobs": 30}, "^top_logprobs 30 must be a number"),
-        ({"presence_penalty": 1}, "presence_penalty: not an option .* timeout"),
+        ({"length_penalty": 1}, "length_penalty: not an option .* timeout"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused_by_the_name_the_caller_used(

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blendrag.frameworks.tools import call_form
 from transformers.utils import chat_template_utils
 
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError
-from blendrag.frameworks.tools import call_form
 from blendrag.model import bounded_templates
 from blendrag.model.tokens import Tokens
 

@@ -42,7 +42,7 @@ def test_the_examples_in_python_run(open_to_all: Live, capsys: pytest.CaptureFix
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_the_examples_with_curl_run(open_to_all: Live) -> None:
     commands = re.findall(r"^\$ (curl (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         if "KEY" not in command:
             command += ' -H "Authorization: Bearer $KEY"'

@@ -27,17 +27,16 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.json import parse_partial_json
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
+from blendrag.chat.forcing import chosen_tool, opening_for, refuse_unreadable
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks import schema_prompts
 from blendrag.frameworks.fields import CONFIG, RequestFields
 from blendrag.frameworks.streaming import (
     Piece,
-    StreamedText,
     astream_pieces,
     stream_pieces,
     to_thread,
 )
-from blendrag.frameworks.tools import Parsed, chosen_tool, opening_for, parse
 from langchain_blendrag._convert import (
     Message,
     generation_info,
@@ -48,6 +47,7 @@ from langchain_blendrag._convert import (
 )
 
 if TYPE_CHECKING:
+    from blendrag.chat.reply import Reply
     from blendrag.engine import Answer, BlendEngine, Options, Prompt
 
 Method = Literal["function_calling", "json_schema", "json_mode"]
@@ -87,7 +87,7 @@ class ChatBlend(RequestFields, BaseChatModel):
     ) -> ChatResult:
         request = self._request(messages, stop, kwargs)
         answer = self.engine.generate(request.prompt, request.options)
-        return chat_result(answer, request, self.engine)
+        return chat_result(answer, self.engine)
 
     async def _agenerate(
         self,
@@ -98,7 +98,7 @@ class ChatBlend(RequestFields, BaseChatModel):
     ) -> ChatResult:
         request = await to_thread(self._request, messages, stop, kwargs)
         answer = await self.engine.agenerate(request.prompt, request.options)
-        return chat_result(answer, request, self.engine)
+        return chat_result(answer, self.engine)
 
     def _stream(
         self,
@@ -108,12 +108,11 @@ class ChatBlend(RequestFields, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         request = self._request(messages, stop, kwargs)
-        reply = StreamedReply(request, self.engine)
         for piece in stream_pieces(self.engine, request.prompt, request.options):
-            for chunk in reply.chunks(piece):
-                if run_manager:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+            chunk = answer_chunk(piece, self.engine)
+            if run_manager:
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
 
     async def _astream(
         self,
@@ -123,13 +122,12 @@ class ChatBlend(RequestFields, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         request = await to_thread(self._request, messages, stop, kwargs)
-        reply = StreamedReply(request, self.engine)
         async with aclosing(astream_pieces(self.engine, request.prompt, request.options)) as pieces:
             async for piece in pieces:
-                for chunk in reply.chunks(piece):
-                    if run_manager:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+                chunk = answer_chunk(piece, self.engine)
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
 
     def _request(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, call: dict[str, Any]
@@ -150,9 +148,9 @@ class ChatBlend(RequestFields, BaseChatModel):
         """A runnable that offers ``tools`` with every call. Opens the tokenizer.
 
         ``tool_choice``: ``auto`` (default), ``none``, ``any`` or a tool's name. A required call is
-        begun for the model as its template writes calls. ``strict`` only goes into the schemas: tokens
+        begun for the model as its template writes calls. ``strict`` only goes into the schemas: arguments
         are not constrained. Raises :class:`InvalidInputError` for a model whose template does not
-        render tools, and for an unknown choice.
+        render tools or writes calls that cannot be read, and for an unknown choice.
         """
         schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         if schemas and not self.engine.resources.tokens.has_tools:
@@ -160,6 +158,8 @@ class ChatBlend(RequestFields, BaseChatModel):
                 f"tools given ({len(schemas)}) to {self.engine.resources.model_name!r}, whose chat template "
                 "does not render tools; use a model whose template does, or leave the tools out"
             )
+        if schemas:
+            refuse_unreadable(self.engine.resources.tokens, schemas)
         choice = chosen_tool(tool_choice, schemas)
         chosen = {} if choice is None else {"tool_choice": choice}
         return self.bind(tools=schemas, **chosen, **kwargs)
@@ -177,8 +177,10 @@ class ChatBlend(RequestFields, BaseChatModel):
 
         ``method``: ``function_calling`` (default if the model's template renders tools),
         ``json_schema`` (the schema is added to the question; default otherwise) or ``json_mode`` (the
-        prompt describes the schema already). Tokens are not constrained to a schema: an answer that
-        does not follow it is an error, or with ``include_raw`` a ``parsing_error``.
+        prompt describes the schema already). With ``json_schema`` and ``json_mode`` the model can only
+        answer in JSON, with ``json_schema`` only in the schema; arguments of a call are not constrained.
+        An answer that does not follow the schema is an error, or with ``include_raw`` a
+        ``parsing_error``.
         """
         if kwargs:
             raise InvalidInputError(
@@ -258,7 +260,9 @@ def make_request(
     """
     choice = chosen_tool(tool_choice, tools or ())
     offered = () if choice == "none" else tuple(tools or ())
-    options = fields.request_options(stop, **call, tools=offered or None)
+    options = fields.request_options(
+        stop, **call, tools=offered or None, response_format=response_format
+    )
     if (placed := schema_prompts.from_messages(messages)) is not None:
         return ChatRequest(placed, options)
     if not options.apply_chat_template:
@@ -268,7 +272,9 @@ def make_request(
     if instruction:
         asked = with_instruction(asked, instruction)
     if offered:
-        opening = opening_for(fields.engine.resources.tokens, choice, offered)
+        opening = opening_for(
+            fields.engine.resources.tokens, choice, offered, options.template_arguments
+        )
         options = replace(options, opening=opening)
     return ChatRequest(tuple(asked), options)
 
@@ -311,21 +317,19 @@ def with_instruction(messages: Sequence[Message], instruction: str) -> list[Mess
 # -- answers -----------------------------------------------------------------------------------------
 
 
-def chat_result(answer: Answer, request: ChatRequest, engine: BlendEngine) -> ChatResult:
+def chat_result(answer: Answer, engine: BlendEngine) -> ChatResult:
     """One generation per sequence of ``answer``."""
     name = engine.resources.model_name
     return ChatResult(
-        generations=[_generation(text, answer, request, engine) for text in answer.texts],
+        generations=[_generation(reply, answer, engine) for reply in answer.replies],
         llm_output={"model_name": name, "token_usage": token_usage([answer])},
     )
 
 
-def _generation(
-    text: str, answer: Answer, request: ChatRequest, engine: BlendEngine
-) -> ChatGeneration:
-    parsed = _parsed(text, request, engine)
+def _generation(parsed: Reply, answer: Answer, engine: BlendEngine) -> ChatGeneration:
     message = AIMessage(
         content=parsed.text,
+        additional_kwargs=_reasoning(parsed.reasoning),
         tool_calls=[tool_call(name=c.name, args=c.arguments, id=c.id) for c in parsed.calls],
         invalid_tool_calls=[
             invalid_tool_call(name=None, args=c.text, id=None, error=c.error)
@@ -336,53 +340,36 @@ def _generation(
     return ChatGeneration(message=message, generation_info=_info(answer, parsed, engine))
 
 
-def _parsed(text: str, request: ChatRequest, engine: BlendEngine) -> Parsed:
-    if not request.options.tools:
-        return Parsed(text)
-    tokens = engine.resources.tokens
-    return parse(request.options.opening + text, tokens, tools=request.options.tools)
+def _reasoning(text: str) -> dict[str, Any]:
+    """As LangChain's other chat models; ``content_blocks`` begin with it."""
+    return {"reasoning_content": text} if text else {}
 
 
-def _info(answer: Answer, parsed: Parsed, engine: BlendEngine) -> dict[str, Any]:
+def _info(answer: Answer, parsed: Reply, engine: BlendEngine) -> dict[str, Any]:
     info = generation_info(answer, engine.resources.model_name)
     if parsed.calls and answer.finish_reason == "stop":
         info["finish_reason"] = "tool_calls"
     return {**info, "model_provider": "blendrag"}
 
 
-class StreamedReply:
-    """Turns the pieces of a streamed answer into chunks; the last one has calls, usage and metrics.
-
-    Text that may become a tool call is held back until the answer is complete.
-    """
-
-    def __init__(self, request: ChatRequest, engine: BlendEngine) -> None:
-        self._request = request
-        self._engine = engine
-        offers = bool(request.options.tools)
-        tokens = engine.resources.tokens if offers else None
-        self._text = StreamedText(tokens, request.options.opening)
-
-    def chunks(self, piece: Piece) -> list[ChatGenerationChunk]:
-        """The chunks for ``piece``; none while its text is held back."""
-        text = self._text.add(piece.text)
-        if piece.answer is not None:
-            return [self._last(text, piece.answer)]
-        return [ChatGenerationChunk(message=AIMessageChunk(content=text))] if text else []
-
-    def _last(self, text: str, answer: Answer) -> ChatGenerationChunk:
-        parsed = _parsed(answer.text, self._request, self._engine)
-        message = AIMessageChunk(
-            content=text + self._text.rest(parsed.text),
-            tool_call_chunks=_call_chunks(parsed),
-            usage_metadata=usage_metadata(answer),
-            chunk_position="last",
-        )
-        info = _info(answer, parsed, self._engine)
-        return ChatGenerationChunk(message=message, generation_info=info)
+def answer_chunk(piece: Piece, engine: BlendEngine) -> ChatGenerationChunk:
+    """A piece of a streamed answer; the last one has calls, usage and metrics."""
+    thought, answer = _reasoning(piece.reasoning), piece.answer
+    if answer is None:
+        message = AIMessageChunk(content=piece.text, additional_kwargs=thought)
+        return ChatGenerationChunk(message=message)
+    parsed = answer.replies[0]
+    message = AIMessageChunk(
+        content=piece.text,
+        additional_kwargs=thought,
+        tool_call_chunks=_call_chunks(parsed),
+        usage_metadata=usage_metadata(answer),
+        chunk_position="last",
+    )
+    return ChatGenerationChunk(message=message, generation_info=_info(answer, parsed, engine))
 
 
-def _call_chunks(parsed: Parsed) -> list[Any]:
+def _call_chunks(parsed: Reply) -> list[Any]:
     """One chunk per complete call, then the calls that cannot be parsed."""
     calls = [
         tool_call_chunk(

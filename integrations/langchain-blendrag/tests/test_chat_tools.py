@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import operator
+from typing import Any, Literal
 
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage
+from pydantic import BaseModel
 from samples import Joke, get_weather, last_prompt, whole
 
 from blendrag.errors import InvalidInputError
@@ -72,20 +75,52 @@ def test_structured_output_without_tools_is_requested_in_words(
     assert "<tool_call>" not in last_prompt(talker.engine)
 
 
-@pytest.mark.parametrize(
-    ("method", "reply"),
-    [("function_calling", ' {"setup": 1}}'), ("json_schema", '{"setup": 1}')],
-)
-def test_an_answer_that_does_not_follow_the_schema_is_an_error_or_raw(
-    talker: ChatBlend, monkeypatch: pytest.MonkeyPatch, method: Any, reply: str
+def test_a_call_that_does_not_follow_the_schema_is_an_error_or_raw(
+    talker: ChatBlend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: reply)
-    raw = talker.with_structured_output(Joke, method=method, include_raw=True).invoke("A joke.")
+    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: ' {"setup": 1}}')
+    made = talker.with_structured_output(Joke, method="function_calling", include_raw=True)
+    raw = made.invoke("A joke.")
     assert raw["parsed"] is None
     assert raw["parsing_error"] is not None
     assert isinstance(raw["raw"], AIMessage)
     with pytest.raises(Exception, match="punchline"):
-        talker.with_structured_output(Joke, method=method).invoke("A joke.")
+        talker.with_structured_output(Joke, method="function_calling").invoke("A joke.")
+
+
+class Verdict(BaseModel):
+    verdict: Literal["yes", "no"]
+
+
+def test_an_answer_in_json_follows_the_schema_whatever_the_model_would_say(
+    talker: ChatBlend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = '<think>A "verdict" is asked for.</think>' + "I would rather not say. " * 40
+    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: said)
+    for _ in range(2):
+        found = talker.with_structured_output(Verdict, method="json_schema").invoke("Right?")
+        assert found.verdict in ("yes", "no")
+    raw = talker.with_structured_output(Verdict, method="json_schema", include_raw=True)
+    message = raw.invoke("Right?")["raw"]
+    assert message.additional_kwargs["reasoning_content"] == 'A "verdict" is asked for.'
+
+
+def test_reasoning_is_apart_from_the_content_and_streams(
+    talker: ChatBlend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "<think>Hm, ships.</think>\n\nIt built ships."
+    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: said)
+    message = talker.invoke("What?")
+    assert message.content == "It built ships."
+    assert message.additional_kwargs["reasoning_content"] == "Hm, ships."
+    assert [block["type"] for block in message.content_blocks] == ["reasoning", "text"]
+    chunks = list(talker.stream("What?"))
+    total = functools.reduce(operator.add, chunks)
+    assert total.content == "It built ships."
+    assert total.additional_kwargs["reasoning_content"] == "Hm, ships."
+    assert not any(c.content and c.additional_kwargs.get("reasoning_content") for c in chunks)
+    talker.invoke([HumanMessage("What?"), message, HumanMessage("Why?")])
+    assert "Hm, ships." not in last_prompt(talker.engine)
 
 
 def test_a_wrong_method_is_named(talker: ChatBlend) -> None:

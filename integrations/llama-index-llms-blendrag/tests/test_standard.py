@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from llm_standard_tests import (
+    ABOUT,
     LLMAnswerTests,
     LLMConductTests,
     LLMInstrumentationTests,
@@ -19,6 +20,7 @@ from llm_standard_tests import (
     LLMUnitTests,
     LLMWithoutToolsTests,
 )
+from pydantic import BaseModel
 
 import scripted
 import tiny
@@ -124,3 +126,11 @@ class TestWithoutTools(OverAnEngine, LLMWithoutToolsTests, LLMStructuredTests):
     @pytest.fixture(autouse=True)
     def _engine(self, plain: BlendEngine) -> None:
         self.engine = plain
+
+    def test_what_does_not_fit_is_an_error(self) -> None:
+        """It cannot be said: the answer follows the schema, whatever the model would say."""
+
+        class Ship(BaseModel):
+            tonnage: Literal[1, 2]
+
+        assert self.made().structured_predict(Ship, ABOUT, thing="harbour").tonnage in (1, 2)

@@ -38,7 +38,7 @@ class _Ticket:
     number: int
     is_short: bool
     is_overdue: bool = False
-    """The model no longer waits for it, nor it for the model."""
+    """The model no longer waits for it."""
 
 
 class EmbeddingTurns:
@@ -80,22 +80,24 @@ class EmbeddingTurns:
             if not self._waiting and self._running is None:
                 self.moved_at = self._clock()
             self._waiting.append(ticket)
-        began = self._clock()
         try:
             while not self._begins(ticket):
                 check()
-            began = self._clock()
-            yield
-        finally:  # wherever a KeyboardInterrupt came
+        except BaseException:
             with self._changed:
-                if self._running is ticket:
-                    now = self._clock()
-                    many = MODEL_PER_SHORT if is_short else MODEL_PER_LONG
-                    self._due_at[is_short] = now + many * (now - began)
-                    self._running = None
-                    self.moved_at = now
-                elif ticket in self._waiting:
-                    self._waiting.remove(ticket)
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+            raise
+        began = self._clock()
+        try:
+            yield
+        finally:
+            with self._changed:
+                now = self._clock()
+                many = MODEL_PER_SHORT if is_short else MODEL_PER_LONG
+                self._due_at[is_short] = now + many * (now - began)
+                self._running = None
+                self.moved_at = now
                 self._changed.notify_all()
 
     def _begins(self, ticket: _Ticket) -> bool:
@@ -105,16 +107,14 @@ class EmbeddingTurns:
                 self._changed.wait(CHECK_INTERVAL_S)
                 if not self._may_begin(ticket):
                     return False
-            self._running = ticket
             self._waiting.remove(ticket)
+            self._running = ticket
             self._short_in_row = self._short_in_row + 1 if ticket.is_short else 0
             return True
 
     def _may_begin(self, ticket: _Ticket) -> bool:
         if self._running is not None:
             return False
-        if ticket.is_overdue:  # its thread was stopped when the model waited for it
-            return True
         if self._admitted is not None:
             return ticket is self._admitted
         if self._model_thread in (None, threading.get_ident()):
@@ -125,9 +125,7 @@ class EmbeddingTurns:
     def _next(self, kinds: tuple[bool, ...] = (True, False)) -> _Ticket | None:
         """The first of the short calls, or of the long ones if several short ones came before."""
         first = {
-            is_short: next(
-                (t for t in self._waiting if t.is_short is is_short and not t.is_overdue), None
-            )
+            is_short: next((each for each in self._waiting if each.is_short is is_short), None)
             for is_short in kinds
         }
         short, long = first.get(True), first.get(False)

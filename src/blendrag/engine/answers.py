@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.request import Answer
-from blendrag.engine.stream import AnswerStream
+from blendrag.engine.stream import AnswerStream, Reasoning
 from blendrag.engine.thread_queue import ThreadQueue
 from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout, starting_thread
 
@@ -66,6 +66,8 @@ class Started(NamedTuple):
 class Pieces:
     """The state of both iterators over the text pieces of one answer."""
 
+    with_reasoning = False
+    """Whether pieces of reasoning (:class:`Reasoning`) are among them."""
     _started: Started | None = None
     _over = False
 
@@ -96,6 +98,8 @@ class AnswerIterator(Pieces):
             raise StopIteration
         try:
             piece = self._started.stream.take()
+            while not self.with_reasoning and isinstance(piece, Reasoning):
+                piece = self._started.stream.take()
         except BaseException:
             self.abandon()
             raise
@@ -134,6 +138,8 @@ class AsyncAnswerIterator(Pieces):
         try:
             started = self._started or await self._begin()
             piece = await self._take(started.stream)
+            while not self.with_reasoning and isinstance(piece, Reasoning):
+                piece = await self._take(started.stream)
         except BaseException:
             self.abandon()
             raise

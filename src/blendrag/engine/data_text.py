@@ -12,7 +12,6 @@ the reasoning that an answer begins with, if the template looks for them.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -107,9 +106,8 @@ class DataPrompt:
                 f"the messages have all {len(_PRIVATE):,} private-use characters, expected a few at most; "
                 "remove them"
             )
-        self._edges = {char: mark for char, mark in self._marks.items() if char in edges}
-        self._back = {mark: char for char, mark in self._marks.items()}
-        self._mark = re.compile(f"[{''.join(self._back)}]" if self._back else r"(?!)")
+        self._edges = str.maketrans({c: mark for c, mark in self._marks.items() if c in edges})
+        self._back = str.maketrans({mark: char for char, mark in self._marks.items()})
 
     def render(self) -> RenderedData:
         """Render with the chat template. Raises what the template raises."""
@@ -122,7 +120,7 @@ class DataPrompt:
         """The stock rendering, if marks do not change it."""
         with suppress(Exception):  # jinja errors of many types, from templates that check contents
             stock = self._tokens.render([dict(m) for m in self._messages], **self._given)
-            made = self._rendered(lambda text, _: _replaced(self._marked(text, ()), self._edges))
+            made = self._rendered(lambda text, _: self._marked(text, ()).translate(self._edges))
             if made.text == stock:
                 return RenderedData(stock, stock, self._messages, self._given, made.at)
         return None
@@ -173,8 +171,8 @@ class DataPrompt:
     def _rendered(self, change: Change) -> RenderedData:
         messages, given = self._changed(change)
         marked = self._tokens.render([dict(m) for m in messages], **given)
-        at = tuple(found.start() for found in self._mark.finditer(marked))
-        return RenderedData(_replaced(marked, self._back), marked, messages, given, at)
+        at = tuple(i for i, char in enumerate(marked) if ord(char) in self._back)
+        return RenderedData(marked.translate(self._back), marked, messages, given, at)
 
     def _changed(self, change: Change) -> tuple[list[Message], dict[str, Any]]:
         """The messages and the template's arguments with all data changed."""
@@ -199,13 +197,6 @@ class DataPrompt:
             return message[name]
         is_answer = name == "content" and role == "assistant"
         return _changed(message[name], lambda text: change(text, is_answer))
-
-
-def _replaced(text: str, characters: Mapping[str, str]) -> str:
-    """``text`` with characters replaced; a tenth of the time of ``translate``, which looks at each one."""
-    for char, other in characters.items():
-        text = text.replace(char, other)
-    return text
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:

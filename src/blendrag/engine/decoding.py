@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import LogitsProcessor
 
 from blendrag.engine.request import Options, TokenLogprob
 from blendrag.model.sharing import only_here
@@ -23,6 +24,34 @@ def sampling(options: Options) -> dict[str, Any]:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     given = {"temperature": options.temperature or None, "top_p": options.top_p}
     return {"do_sample": True, **{name: v for name, v in given.items() if v is not None}}
+
+
+class Penalties(LogitsProcessor):
+    """OpenAI's penalties for tokens that the answer already has, and biases of tokens."""
+
+    def __init__(self, options: Options, prompt_tokens: int) -> None:
+        self._presence = options.presence_penalty or 0.0
+        self._frequency = options.frequency_penalty or 0.0
+        biases = dict(options.logit_bias or {})
+        self._biased = torch.tensor(list(biases), dtype=torch.long)  # [B]
+        self._biases = torch.tensor(list(biases.values()), dtype=torch.float32)  # [B]
+        self._prompt_tokens = prompt_tokens
+
+    @classmethod
+    def wanted(cls, options: Options) -> bool:
+        return bool(options.presence_penalty or options.frequency_penalty or options.logit_bias)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids`` [n, S], ``scores`` [n, V]."""
+        scores = scores.clone()
+        said = input_ids[:, self._prompt_tokens :]
+        counts = torch.zeros_like(scores).scatter_add_(
+            1, said, torch.ones_like(said, dtype=scores.dtype)
+        )
+        scores -= self._frequency * counts + self._presence * (counts > 0)
+        known = (self._biased >= 0) & (self._biased < scores.shape[-1])
+        scores[:, self._biased[known]] += self._biases[known].to(scores)
+        return scores
 
 
 class SeededDraws(TorchFunctionMode):
@@ -101,13 +130,13 @@ class Likelihoods:
         self._found.append((float(likely[token]), top))
 
     def of(
-        self, text: str, tokens: Sequence[tuple[int, str]], decode: Callable[[list[int]], str]
+        self, chars: int, tokens: Sequence[tuple[int, str]], decode: Callable[[list[int]], str]
     ) -> tuple[TokenLogprob, ...]:
-        """One entry for each of ``tokens`` (id, text) that contributes to ``text``."""
+        """One entry for each of ``tokens`` (id, text) that contributes to the first ``chars``."""
         entries: list[TokenLogprob] = []
         length = 0
         for i, ((token, piece), (logprob, top)) in enumerate(zip(tokens, self._found, strict=True)):
-            if length >= len(text):
+            if length >= chars:
                 break
             length += len(piece)
             before = [earlier for earlier, _ in tokens[max(0, i - CONTEXT_TOKENS) : i]]

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 
 from blendrag import tracing
+from blendrag.chat.formats import format_of, hidden_ids
+from blendrag.chat.grammar import answer_form
 from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedding_turns import Check, proceed
@@ -439,17 +441,21 @@ class BlendEngine:
         if options.timeout_s is not None and time.perf_counter() - asked_at > options.timeout_s:
             raise RequestTimeout(options.timeout_s)  # earlier prompts took all the time
         began = time.perf_counter()
-        s, _ = self.settings, self.resources.tokens
+        s, tokens = self.settings, self.resources.tokens
         opening_s = time.perf_counter() - began
         policy = options.policy or s.policy
         make_policy(policy)  # fail before any work
         schedule = Schedule.parse(options.schedule or s.schedule)
         mode = options.mode or s.mode
         placed, notes, fresh = None, tuple[str, ...](), None
+        form = format_of(tokens) if options.apply_chat_template and tokens.has_template else None
+        begun = options.opening
         if isinstance(prompt, SchemaPrompt):
             segments, source_of, placed = self._schemas.read(prompt, options, mode == "full")
         else:
             rendered = self._rendered(prompt, options)
+            if form is not None:
+                begun = form.begun_by(rendered.text.removesuffix(options.opening)) + begun
             if not isinstance(prompt, str | RagPrompt):
                 refuse_silence(prompt)
             segments, source_of, notes, fresh = self._segments(rendered, options.scope)
@@ -481,6 +487,9 @@ class BlendEngine:
             fresh=fresh,
             placed=placed,
             retrieval_s=prompt.retrieval_s if isinstance(prompt, RagPrompt) else 0.0,
+            form=form,
+            begun=begun,
+            answer_form=answer_form(options.response_format, tokens, form),
         )
 
     def _rendered(self, prompt: Prompt, options: Options) -> Rendered:
@@ -533,9 +542,9 @@ class BlendEngine:
             options.stop,
             request.asked_at,
             options.timeout_s,
-            # control tokens of tool calls are part of the text
-            hidden=tokens.framing_ids if options.tools else None,
+            hidden=None if request.form is None else hidden_ids(tokens, request.form),
             likely=None if options.logprobs is None else Likelihoods(options.logprobs),
+            reply=request.new_reply(),
         )
 
     def _submit(self, batch: RequestBatch, number: int) -> Started:

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LogitsProcessor
 
-from blendrag.engine.decoding import SeededDraws, sampling
+from blendrag.chat.grammar import Constraint
+from blendrag.chat.reply import Reply
+from blendrag.engine.decoding import Penalties, SeededDraws, sampling
 from blendrag.engine.explanation import Trace
 from blendrag.engine.request import Answer, Request
 from blendrag.engine.stream import AnswerStream, StopWhenDone, TextSteps, cut_at_stop
@@ -31,6 +35,10 @@ from blendrag.planning.plan import Plan
 from blendrag.schema.concatenation import ConcatenatedPrompt, ModuleCache
 from blendrag.serving.turns import loaded, pausing, taking_turns
 from blendrag.wording import quoted
+
+
+def _ids(given: int | Sequence[int] | None) -> set[int]:
+    return set() if given is None else set(given) if isinstance(given, Sequence) else {given}
 
 
 class Generation:
@@ -53,9 +61,13 @@ class Generation:
         self._keep = keep
         self._check = pausing(stream.check)
         self._timeline = Timeline() if request.options.explain else None
+        given = request.options.generate.get("eos_token_id")
         configured = adapter.model.generation_config.eos_token_id
-        eos = request.options.generate.get("eos_token_id", configured)
-        self._ends = set(eos) if isinstance(eos, list | tuple) else {eos}
+        self._ends = _ids(configured if given is None else given)
+        if (
+            given is None and request.form is not None
+        ):  # a GGUF file or a config may name another end
+            self._ends |= adapter.tokens.turn_ends
 
     def run(self, plan: Plan, prefilled: Prefilled | None = None, batch_size: int = 1) -> Answer:
         """Generate by ``plan``; ``prefilled`` if the prompt was prefilled with others of its batch.
@@ -161,6 +173,10 @@ class Generation:
         options = request.options
         kwargs: dict[str, Any] = {"max_new_tokens": request.max_new_tokens}
         kwargs |= sampling(options) | dict(options.generate)
+        if self._ends:
+            kwargs["eos_token_id"] = sorted(self._ends)
+        if processors := self._processors(ids.shape[1]):
+            kwargs["logits_processor"] = [*kwargs.get("logits_processor", ()), *processors]
         if cache is not None:
             kwargs["past_key_values"] = cache
             kwargs["use_cache"] = True  # MPT's config says no
@@ -197,6 +213,17 @@ class Generation:
         stream.end()
         return output
 
+    def _processors(self, prompt_tokens: int) -> list[LogitsProcessor]:
+        """What changes the logits before a token is chosen; the form of the answer has the last word."""
+        request = self._request
+        found: list[LogitsProcessor] = []
+        if Penalties.wanted(request.options):
+            found.append(Penalties(request.options, prompt_tokens))
+        if request.answer_form is not None:
+            reply = self._stream.reply
+            found.append(Constraint(request.answer_form, self._ends, request.form, reply))
+        return found
+
     # -- the answer -----------------------------------------------------------------------------
 
     def _answer(
@@ -208,15 +235,17 @@ class Generation:
         ended = [not self._ends.isdisjoint(row[-1:]) for row in rows]
         ended[0] = ended[0] or stream.stopped_by is not None
         decode = self._adapter.tokens.tokenizer.decode
+        replies = [stream.reply.reply if stream.reply is not None else Reply(stream.text)]
         texts = [stream.text]
         if request.sequences > 1:
-            whole = [decode(row, skip_special_tokens=True) for row in rows]
-            texts = [cut_at_stop(text, request.options.stop) for text in whole]
-            cut = [text != all_of_it for text, all_of_it in zip(texts, whole, strict=True)]
+            replies = [self._reply(row) for row in rows]
+            texts = [cut_at_stop(reply.text, request.options.stop) for reply in replies]
+            cut = [text != reply.text for text, reply in zip(texts, replies, strict=True)]
             ended = [end or stopped for end, stopped in zip(ended, cut, strict=True)]
+        replies = [replace(reply, text=text) for reply, text in zip(replies, texts, strict=True)]
         logprobs = None
         if stream.likely is not None:
-            logprobs = stream.likely.of(texts[0], stream.tokens, decode)
+            logprobs = stream.likely.of(stream.length, stream.tokens, decode)
         metrics = self._metrics(plan, fusion, sum(len(row) for row in rows), batch_size)
         reasons = tuple("stop" if end else "length" for end in ended)
         trace = None
@@ -224,7 +253,15 @@ class Generation:
             steps = TextSteps(self._adapter.tokens.tokenizer)
             prompt_texts = [steps.add(token) for token in request.prompt.ids]
             trace = Trace.of(plan, fusion, self._timeline, prompt_texts)
-        return Answer(texts[0], tuple(texts), reasons, metrics, (), logprobs, trace)
+        return Answer(texts[0], tuple(texts), reasons, metrics, (), logprobs, trace, tuple(replies))
+
+    def _reply(self, row: list[int]) -> Reply:
+        """One of several sequences."""
+        tokens, hidden = self._adapter.tokens, self._stream.hidden
+        if hidden is None:
+            return Reply(tokens.tokenizer.decode(row, skip_special_tokens=True))
+        text = tokens.decode([index for index in row if index not in hidden])
+        return self._request.taken_apart(text)
 
     def _until_end(self, row: list[int]) -> list[int]:
         """Token ids up to and with the end token, without padding."""

@@ -156,7 +156,7 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
             "role and content; send one of them"
         )
     _check_messages(messages, tokens)
-    given = dict(options.template) | ({"tools": list(options.tools)} if options.tools else {})
+    given = options.template_arguments | ({"tools": list(options.tools)} if options.tools else {})
     only_data, asked = bool(options.plain_messages), None
     if isinstance(prompt, RagPrompt) and prompt.chunks is not None:
         only_data = True

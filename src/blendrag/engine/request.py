@@ -9,6 +9,10 @@ from numbers import Integral, Real
 from typing import Any, TypedDict, get_args
 
 from blendrag import tracing
+from blendrag.chat.calls import InvalidCall, ToolCall
+from blendrag.chat.formats import Format
+from blendrag.chat.grammar import AnswerForm
+from blendrag.chat.reply import Reply, ReplyStream, take_apart
 from blendrag.config import AUTO, Mode, Ratio
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.explanation import Explanation, Trace
@@ -110,11 +114,23 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "explain": (bool, "True or False"),
     "cache_salt": (str, "a text"),
     "tenant": (str, "a text"),
+    "response_format": (Mapping, "a dictionary"),
+    "enable_thinking": (bool, "True or False"),
+    "presence_penalty": (Real, "a number"),
+    "frequency_penalty": (Real, "a number"),
+    "logit_bias": (Mapping, "a dictionary of token ids and numbers"),
 }
 
 
 def _is_share(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= 1  # type: ignore[operator]
+
+
+def _are_biases(value: Any) -> bool:
+    return all(
+        isinstance(token, Integral) and isinstance(bias, Real) and abs(float(bias)) <= 100
+        for token, bias in value.items()
+    )
 
 
 #: Which values of an option are accepted, and what errors say of others.
@@ -128,6 +144,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda v: 0.0 < v <= 1.0, "must be a number in (0, 1]"),
     "timeout_s": (lambda v: v > 0, "must be above 0; leave it out for no limit"),
     "seed": (lambda v: -(2**63) <= v < 2**64, "is not a 64-bit integer"),
+    "presence_penalty": (lambda v: -2 <= v <= 2, "must be a number in [-2, 2]"),
+    "frequency_penalty": (lambda v: -2 <= v <= 2, "must be a number in [-2, 2]"),
+    "logit_bias": (_are_biases, "must map token ids to numbers in [-100, 100]"),
     "logprobs": (lambda v: 0 <= v <= MAX_LOGPROBS, f"must be a number in [0, {MAX_LOGPROBS}]"),
 }
 
@@ -164,7 +183,10 @@ class Options:
     top_p: float | None = None
     apply_chat_template: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template (``enable_thinking``, …)."""
+    """Further arguments of the chat template."""
+    enable_thinking: bool | None = None
+    """Whether the model thinks before it answers; ``None`` leaves it to the chat template. Has no effect on
+    models whose template knows no switch."""
     generate: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
     """Seconds for the whole answer, including the time spent waiting for other requests."""
@@ -172,11 +194,19 @@ class Options:
     """In [0, 1]: the smallest ratio that ``auto`` may choose."""
     seed: int | None = None
     """Makes sampling repeatable, independently of torch's global generators."""
+    presence_penalty: float | None = None
+    """In [-2, 2]: subtracted from the logits of all tokens that the answer has, as at OpenAI."""
+    frequency_penalty: float | None = None
+    """In [-2, 2]: subtracted once for each time that the answer has the token."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens, in [-100, 100]."""
     logprobs: int | None = None
     """``None``: none; 0: of the chosen tokens; k: also of the k most likely tokens at each position."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Function schemas in OpenAI's format, for the chat template. The answer's text then keeps the control
-    tokens of tool calls (:func:`blendrag.frameworks.tools.parse`)."""
+    """Function schemas in OpenAI's format, for the chat template. Calls are in :attr:`Answer.tool_calls`."""
+    response_format: Mapping[str, Any] | None = None
+    """The form that the answer must have, as OpenAI and vLLM write it
+    (:func:`blendrag.chat.grammar.answer_form`); ``None``: any text."""
     opening: str = ""
     """Beginning of the answer, appended to the rendered prompt; the answer's text continues it."""
     explain: bool = False
@@ -239,6 +269,14 @@ class Options:
         return self.cache_salt is not None or self.tenant is not None
 
     @property
+    def template_arguments(self) -> dict[str, Any]:
+        """All arguments of the chat template. Thinking is switched under the names that templates use."""
+        if self.enable_thinking is None:
+            return dict(self.template)
+        switch = dict.fromkeys(("enable_thinking", "thinking"), self.enable_thinking)
+        return switch | dict(self.template)
+
+    @property
     def samples(self) -> bool:
         """Whether tokens are sampled."""
         return bool(self.generate.get("do_sample", self.temperature))
@@ -257,12 +295,17 @@ class OptionFields(TypedDict, total=False):
     top_p: float | None
     apply_chat_template: bool
     template: Mapping[str, Any]
+    enable_thinking: bool | None
     generate: Mapping[str, Any]
     timeout_s: float | None
     min_ratio: float | None
     seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
     logprobs: int | None
     tools: Sequence[Mapping[str, Any]]
+    response_format: Mapping[str, Any] | None
     opening: str
     explain: bool
     cache_salt: str | None
@@ -291,8 +334,8 @@ def with_keywords(options: Options | None, keywords: Mapping[str, Any]) -> Optio
         close = [one for name in unknown for one in get_close_matches(name, [*known, *_ASKED], n=1)]
         meant = f"did you mean {', '.join(close)}? " if close else ""
         raise InvalidInputError(
-            f"{', '.join(unknown)}: not an option of a request; {meant}expected {', '.join(known)}; "
-            f"ask takes {' and '.join(_ASKED)}, too"
+            f"{', '.join(unknown)}: not an option of a request; {meant}the options are the fields of "
+            f"blendrag.Options, and ask takes {' and '.join(_ASKED)}, too"
         )
     return replace(options or Options(), **keywords)
 
@@ -329,6 +372,11 @@ class Request:
     """The prompt with fixed positions, if it is that of a schema with ``positions="schema"``."""
     retrieval_s: float = 0.0
     """Seconds of finding its chunks, before it was asked."""
+    form: Format | None = None
+    """In which the model writes reasoning and tool calls; ``None`` for a prompt without the chat template."""
+    answer_form: AnswerForm | None = None
+    begun: str = ""
+    """What of the answer the prompt already holds."""
     trace_context: Any = field(default_factory=tracing.current, repr=False, compare=False)
     """Of the caller's thread, for spans on the worker's."""
 
@@ -339,6 +387,18 @@ class Request:
         if self.mode == "prefix":  # every loaded span is exact, so there is nothing to select
             return make_policy("full")
         return make_policy(self.policy)
+
+    def new_reply(self) -> ReplyStream | None:
+        """Takes the answer apart as it grows."""
+        if self.form is None:
+            return None
+        return ReplyStream(self.form, self.options.tools, self.begun)
+
+    def taken_apart(self, text: str) -> Reply:
+        """A whole answer."""
+        if self.form is None:
+            return Reply(text)
+        return take_apart(text, self.form, self.options.tools, self.begun)
 
 
 @dataclass(frozen=True)
@@ -359,10 +419,10 @@ class TokenLogprob:
 class Answer:
     """An answer with its metrics.
 
-    ``texts`` and ``finish_reasons`` have one entry per returned sequence; ``text`` and ``finish_reason`` are
-    the first. A finish reason is ``stop`` (end token or stop string) or ``length``. ``logprobs``, if
-    requested, has one entry per token; their texts joined begin with ``text``, and equal it unless a stop
-    string cut a token.
+    ``texts``, ``replies`` and ``finish_reasons`` have one entry per returned sequence; ``text`` and
+    ``finish_reason`` are the first. Texts are without reasoning and tool calls. A finish reason is ``stop``
+    (end token or stop string) or ``length``. ``logprobs``, if requested, has one entry per token, those of
+    reasoning and tool calls included.
     """
 
     text: str
@@ -373,10 +433,25 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] | None = None
     trace: Trace | None = None
     """With ``Options(explain=True)``."""
+    replies: tuple[Reply, ...] = ()
 
     @property
     def finish_reason(self) -> str:
         return self.finish_reasons[0]
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it answered."""
+        return self.replies[0].reasoning if self.replies else ""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.replies[0].calls if self.replies else ()
+
+    @property
+    def invalid_calls(self) -> tuple[InvalidCall, ...]:
+        """Calls that could not be read."""
+        return self.replies[0].invalid if self.replies else ()
 
     def explain(self) -> Explanation:
         """What became of each prompt token, why, and when: a page, or an object that a notebook shows.

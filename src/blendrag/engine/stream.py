@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from tokenizers.decoders import DecodeStream
 from transformers import StoppingCriteria
 
+from blendrag.chat.reply import Part, ReplyStream
 from blendrag.engine.decoding import Likelihoods
 from blendrag.errors import RequestCancelled, RequestTimeout
 
@@ -41,6 +42,10 @@ class TextSteps:
             return self._decode.step(self._backend, token) or ""
 
 
+class Reasoning(str):
+    """A piece of what the model thinks before it answers."""
+
+
 class AnswerStream:
     """The answer of one request, in pieces of text."""
 
@@ -52,10 +57,13 @@ class AnswerStream:
         timeout_s: float | None = None,
         hidden: Collection[int] | None = None,
         likely: Likelihoods | None = None,
+        reply: ReplyStream | None = None,
     ) -> None:
         """``started``: ``time.perf_counter()``. ``hidden``: ids without text, instead of all control tokens.
-        ``likely`` records every token."""
+        ``likely`` records every token. ``reply`` takes the text apart; without it, all of it is the
+        answer."""
         self.hidden = hidden
+        self.reply = reply
         self._steps = TextSteps(tokenizer, skip_special_tokens=hidden is None)
         self._stop = stop
         self._held = ""
@@ -73,6 +81,9 @@ class AnswerStream:
         self.ttft_s = 0.0
         self.stopped_by: str | None = None
         self.text = ""
+        """The answer, without reasoning, tool calls and what follows a stop string."""
+        self._cut = 0
+        """Characters from the stop string on."""
         self.tokens: list[tuple[int, str]] = []
         """Every new token with the text it added."""
 
@@ -91,7 +102,9 @@ class AnswerStream:
             self.tokens.append((token, piece))
             if self.likely is not None:
                 self.likely.note(token)
-            if piece and self.stopped_by is None:
+            if self.stopped_by is not None:
+                self._cut += len(piece)
+            elif piece:
                 self._push(piece)
 
     def mark_first_token(self) -> None:
@@ -105,21 +118,45 @@ class AnswerStream:
 
     def end(self) -> None:
         """Generation has ended: emit what was held back."""
+        if self.reply is not None:
+            self._take(self.reply.finish())
         if self.stopped_by is None:
             self._emit(self._held)
         self._held = ""
+
+    @property
+    def length(self) -> int:
+        """Characters of all pieces, reasoning and tool calls included, up to a stop string."""
+        return sum(len(piece) for _, piece in self.tokens) - self._cut
 
     def finish(self) -> None:
         """End the iteration; also after an error."""
         self._send(_END)
 
     def _push(self, piece: str) -> None:
-        """Emit the text, but hold back what may be the beginning of a stop string."""
+        if self.reply is None:
+            self._answer(piece)
+        else:
+            self._take(self.reply.add(piece))
+
+    def _take(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            if part.kind == "text":
+                self._answer(part.text)
+            elif part.kind == "reasoning":
+                self._send(Reasoning(part.text))
+
+    def _answer(self, piece: str) -> None:
+        """Emit text of the answer, but hold back what may be the beginning of a stop string."""
+        if self.stopped_by is not None:
+            self._cut += len(piece)
+            return
         self._held += piece
         found = first_stop(self._held, self._stop)
         if found is not None:
             at, self.stopped_by = found
             self._emit(self._held[:at])
+            self._cut += len(self._held) - at
             self._held = ""
             return
         keep = max((_overlap(self._held, s) for s in self._stop), default=0)
@@ -178,7 +215,7 @@ class AnswerStream:
         self._wake = wake
 
     def take(self, block: bool = True) -> str | None:
-        """The next piece; ``None`` at the end and from then on.
+        """The next piece, of the answer or :class:`Reasoning`; ``None`` at the end and from then on.
 
         Raises :class:`RequestTimeout`, and :class:`queue.Empty` without ``block``.
         """

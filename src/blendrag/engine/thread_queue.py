@@ -75,9 +75,10 @@ class ThreadQueue:
             with starting_thread():
                 future: Future[T] = pool.submit(job)
         except BaseException:
-            # the pool keeps a call that found no thread and gives it to the next one, maybe by now
-            if job.take() is not None:
-                self._count(waiting=-1)
+            job.call = (
+                None  # the pool keeps a call that found no thread and gives it to the next one
+            )
+            self._count(waiting=-1)
             raise
         future.add_done_callback(job.forget_if_cancelled)
         return future
@@ -120,16 +121,10 @@ class _Job:
     def __init__(self, queue: ThreadQueue, call: Callable[[], Any]) -> None:
         self._queue = queue
         self._context = copy_context()  # with the caller's span
-        self._call: Callable[[], Any] | None = call
-
-    def take(self) -> Callable[[], Any] | None:
-        """The call, for the first who asks."""
-        with self._queue._lock:
-            call, self._call = self._call, None
-            return call
+        self.call: Callable[[], Any] | None = call
 
     def __call__(self) -> Any:
-        call = self.take()
+        call, self.call = self.call, None
         if call is None:
             raise NoThreadError
         self._queue._count(waiting=-1, running=1)
@@ -140,5 +135,6 @@ class _Job:
 
     def forget_if_cancelled(self, future: Future[Any]) -> None:
         """The pool keeps it until a thread is free; what it would have worked on is dropped now."""
-        if future.cancelled() and self.take() is not None:
+        if future.cancelled():
+            self.call = None
             self._queue._count(waiting=-1)

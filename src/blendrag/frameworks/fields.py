@@ -200,13 +200,18 @@ class RequestFields(EngineFields):
     """``True``: what looks like a control token in system and user messages is text. Turn it on where
     chains put documents into them."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of the chat template (``enable_thinking``, …)."""
+    """More arguments of the chat template."""
+    enable_thinking: bool | None = None
+    """Whether the model thinks before it answers; ``None`` leaves it to the chat template."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More arguments of transformers' ``generate`` (``num_beams``, ``repetition_penalty``, …)."""
     timeout: float | None = None
     """Seconds until the whole answer, including the wait for other requests; ``None`` waits forever."""
     seed: int | None = None
     """Random seed of sampling."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     logprobs: bool | None = None
     """Return the log probability of each token."""
     top_logprobs: int | None = None
@@ -263,8 +268,10 @@ _RENAMED = {
     "generate_kwargs": "generate",
     "timeout": "timeout_s",
 }
+#: Options that only a call has.
+_OF_CALLS = ("max_tokens", "tools", "response_format")
 #: Names of call options, as the frameworks or blendrag spell them, and the names of the options.
-CALL_OPTIONS = {name: _RENAMED.get(name, name) for name in (*_FIELDS, "max_tokens", "tools")}
+CALL_OPTIONS = {name: _RENAMED.get(name, name) for name in (*_FIELDS, *_OF_CALLS)}
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
+from blendrag.chat.forcing import chosen_tool, opening_for, refuse_unreadable
+from blendrag.chat.reply import Reply
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.retriever import RetrievedChunk
-from blendrag.engine import BlendEngine, Message, Options, Prompt, SchemaPrompt
+from blendrag.engine import Answer, BlendEngine, Message, Options, Prompt, SchemaPrompt
 from blendrag.engine.rendering import NEXT_QUESTION, prompt_over
 from blendrag.errors import InvalidInputError, check_unicode
-from blendrag.frameworks.tools import Parsed, chosen_tool, opening_for, parse
 from blendrag.server.bodies import (
     ChatBody,
     ChatTurn,
@@ -29,6 +30,14 @@ from blendrag.wording import quoted
 
 #: Roles that chat templates do not know.
 _ROLES = {"developer": "system", "function": "tool"}
+#: Arguments of ``apply_chat_template`` that are not the template's, and what has a field of its own.
+_RESERVED = frozenset(
+    {
+        "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+        "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+        "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens",
+    }
+)  # fmt: skip
 #: Most answers to one request.
 MAX_N = 16
 #: Most stop strings; every token of the answer is compared with all of them.
@@ -37,7 +46,6 @@ MAX_STOPS = 32
 MAX_TOP_K = 1000
 #: Texts with more characters for each token of the context are first tokenised up to here.
 MAX_TOKEN_CHARS = 16
-_PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True)
@@ -50,15 +58,10 @@ class ServedRequest:
     sources: tuple[RetrievedChunk, ...] = ()
     parallel_calls: bool = True
 
-    def parsed(self, text: str) -> Parsed:
-        """Text and tool calls of an answer."""
-        if not self.options.tools:
-            return Parsed(text)
-        whole = self.options.opening + text
-        found = parse(whole, self.engine.resources.tokens, tools=self.options.tools)
-        if self.parallel_calls:
-            return found
-        return Parsed(found.text, found.calls[:1], found.invalid)
+    def reply(self, answer: Answer, index: int) -> Reply:
+        """One of the answers, with its first call only unless several are allowed."""
+        found = answer.replies[index]
+        return found if self.parallel_calls else replace(found, calls=found.calls[:1])
 
 
 def asked_chat(
@@ -82,13 +85,17 @@ def asked_chat(
         raise Refusal(
             400, f"n is {body.n} with tools, expected 1; send {body.n} requests", param="n"
         )
-    if body.response_format is not None and body.response_format.type != "text":
+    refuse_unreadable(tokens, offered)
+    template = dict(body.chat_template_kwargs or {})
+    if reserved := sorted(_RESERVED.intersection(template)):
         raise Refusal(
             400,
-            f"response_format of type {quoted(body.response_format.type)}, expected text: the form of an "
-            "answer cannot be guaranteed; offer one tool and choose it with tool_choice",
-            param="response_format",
+            f"chat_template_kwargs has {quoted(reserved[0])}, no argument of a template; leave it out",
+            param="chat_template_kwargs",
         )
+    if body.reasoning_effort is not None:
+        template = {"reasoning_effort": body.reasoning_effort, **template}
+    thinks = False if body.reasoning_effort == "none" else body.enable_thinking
     options = _options(
         engine,
         body,
@@ -96,8 +103,12 @@ def asked_chat(
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=_chat_logprobs(body),
         tools=tuple(offered),
-        opening=opening_for(tokens, choice, offered) if offered else "",
+        template=template,
+        enable_thinking=thinks,
     )
+    if offered:
+        opening = opening_for(tokens, choice, offered, options.template_arguments)
+        options = replace(options, opening=opening)
     if body.schema_name is not None:
         return ServedRequest(engine, schema_prompt(body, messages), options)
     prompt, sources = _with_texts(engine, body, messages, check)
@@ -182,15 +193,10 @@ def _options(
     **more: Any,
 ) -> Options:
     """Options of the engine. Raises :class:`Refusal` for what it cannot do."""
-    for name in _PENALTIES:
-        if value := getattr(body, name):
-            raise Refusal(400, f"{name} is {value}, expected 0: there are no penalties", param=name)
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
         raise Refusal(
             400, f"stop has {len(body.stop)} texts, expected at most {MAX_STOPS}", param="stop"
         )
-    if body.logit_bias:
-        raise Refusal(400, "logit_bias is not supported; leave it out", param="logit_bias")
     if max_new_tokens is None:
         max_new_tokens = min(engine.settings.max_new_tokens, limit or sys.maxsize)
     if limit is not None and max_new_tokens > limit:
@@ -203,33 +209,122 @@ def _options(
     blend.pop("top_k", None)
     return Options(
         max_new_tokens=max_new_tokens,
-        temperature=body.temperature,
+        temperature=_temperature(body),
         # 1 keeps all tokens; clients send it without a temperature
         top_p=None if body.top_p == 1 else body.top_p,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         seed=body.seed,
         cache_salt=body.cache_salt,
         tenant=body.tenant,
-        generate=_sequences(body),
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_biases(body),
+        response_format=_form(body),
+        generate=_generate(body),
         **blend,
         **more,
     )
 
 
-def _sequences(body: Generating) -> Mapping[str, Any]:
-    """Arguments of ``generate`` for ``n`` answers to one prompt."""
+def _temperature(body: Generating) -> float | None:
+    """OpenAI's default of 1 for requests that ask for sampling; without any such field decoding is greedy."""
+    asks = (body.top_p or 1) != 1 or (body.n or 1) > 1 or (body.top_k or 0) > 0 or body.min_p
+    return 1.0 if body.temperature is None and asks else body.temperature
+
+
+def _generate(body: Generating) -> Mapping[str, Any]:
+    """Arguments of ``generate``, without those that change nothing."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_N:
         raise Refusal(400, f"n is {n}, expected 1 to {MAX_N}", param="n")
-    if n == 1:
-        return {}
-    if not body.temperature:
+    samples = bool(_temperature(body))
+    if n > 1 and not samples:
         raise Refusal(
             400,
-            f"n is {n} without a temperature, so all answers would be equal; give a temperature above 0",
+            f"n is {n} with temperature 0, so all answers would be equal; give a temperature above 0",
             param="n",
         )
-    return {"num_return_sequences": n}
+    given: dict[str, Any] = {"num_return_sequences": n} if n > 1 else {}
+    if body.top_k is not None and (body.top_k < -1 or body.top_k > sys.maxsize):
+        raise Refusal(
+            400, f"top_k is {quoted(body.top_k)}, expected 1 or more, or 0 for all", param="top_k"
+        )
+    if body.min_p is not None and not 0 <= body.min_p <= 1:
+        raise Refusal(400, f"min_p is {body.min_p}, expected a number in [0, 1]", param="min_p")
+    penalty = body.repetition_penalty
+    if penalty is not None and not 0 < penalty <= 100:
+        raise Refusal(
+            400, f"repetition_penalty is {penalty}, expected above 0", param="repetition_penalty"
+        )
+    if samples and (body.top_k or 0) > 0:
+        given["top_k"] = body.top_k
+    if samples and body.min_p:
+        given["min_p"] = body.min_p
+    if penalty is not None:
+        given["repetition_penalty"] = penalty
+    return given
+
+
+def _biases(body: Generating) -> Mapping[int, float] | None:
+    if not body.logit_bias:
+        return None
+    try:
+        return {int(token): bias for token, bias in body.logit_bias.items()}
+    except ValueError:  # a word, or thousands of digits
+        raise Refusal(
+            400,
+            f"logit_bias has the key {quoted(next(iter(body.logit_bias)))}, expected ids of tokens",
+            param="logit_bias",
+        ) from None
+
+
+#: How vLLM's clients name forms, and what ``response_format`` calls them.
+_GUIDED = ("json", "regex", "choice", "grammar")
+
+
+def _form(body: Generating) -> Mapping[str, Any] | None:
+    """The form of the answer, however a client asks for it. Raises :class:`Refusal` for two of them."""
+    given = [] if body.response_format is None else [dict(body.response_format)]
+    asked = dict(body.structured_outputs or {})
+    asked |= {
+        name: value for name in _GUIDED if (value := getattr(body, f"guided_{name}")) is not None
+    }
+    if asked.pop("json_object", None):
+        given.append({"type": "json_object"})
+    for name, value in asked.items():
+        if name == "json":
+            given.append({"type": "json_schema", "json_schema": {"schema": _schema(value)}})
+        elif name in _GUIDED:
+            given.append({"type": name, name: value})
+        elif value is not None:
+            raise Refusal(
+                400,
+                f"structured_outputs has {quoted(name)}, expected one of {', '.join(_GUIDED)}, json_object",
+                param="structured_outputs",
+            )
+    if len(given) > 1:
+        raise Refusal(
+            400,
+            f"{len(given)} forms of the answer, expected one of response_format, structured_outputs and "
+            "guided_*",
+            param="response_format",
+        )
+    if given and (body.n or 1) > 1:
+        raise Refusal(
+            400, f"n is {body.n} with a form of the answer; send {body.n} requests", param="n"
+        )
+    return given[0] if given else None
+
+
+def _schema(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise Refusal(
+            400, "guided_json is not JSON; send a JSON schema as an object", param="guided_json"
+        ) from None
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:

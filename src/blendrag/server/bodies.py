@@ -93,6 +93,17 @@ class Generating(Body):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    response_format: dict[str, Any] | None = None
+    """The form of the answer: OpenAI's, or vLLM's ``regex``, ``choice`` and ``grammar``."""
+    structured_outputs: dict[str, Any] | None = None
+    """As at vLLM: ``json``, ``json_object``, ``regex``, ``choice`` or ``grammar``."""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
     blendrag: BlendOptions | None = None
     # ignored
     user: Any = None
@@ -164,10 +175,6 @@ class OfferedTool(Tolerant):
     function: OfferedFunction
 
 
-class ResponseFormat(Tolerant):
-    type: str
-
-
 class ChatBody(Generating):
     """``POST /v1/chat/completions``."""
 
@@ -178,7 +185,11 @@ class ChatBody(Generating):
     tools: Items[OfferedTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further arguments of the chat template, as at vLLM."""
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    """For the chat template; ``none`` turns thinking off."""
     documents: Items[str | dict[str, Any]] | None = None
     """Texts to answer from, as vLLM's and Cohere's clients send them."""
     retrieve: bool | None = None
@@ -188,7 +199,6 @@ class ChatBody(Generating):
     # ignored
     store: Any = None
     modalities: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
 
     @property

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from blendrag.engine.thread_queue import ThreadQueue
-from blendrag.frameworks.streaming import StreamedText
-from blendrag.server.asking import ServedRequest, asked_chat
+from blendrag.server.asking import asked_chat
 from blendrag.server.bodies import ChatBody
 from blendrag.server.replies import (
     Envelope,
@@ -18,8 +17,8 @@ from blendrag.server.replies import (
     chat_logprobs,
     chat_message,
     finish_reason,
-    text_of,
     tool_calls,
+    unread,
     usage,
 )
 from blendrag.server.service import Service, Told
@@ -39,14 +38,14 @@ async def chat_completion(service: Service, body: ChatBody) -> Fields:
     make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
     asked, answer = await service.answered(make, _threads(service, body), body.timeout_s)
     choices = []
-    for index, text in enumerate(answer.texts):
-        parsed = asked.parsed(text)
+    for index in range(len(answer.texts)):
+        reply = asked.reply(answer, index)
         choices.append(
             {
                 "index": index,
-                "message": chat_message(parsed),
+                "message": chat_message(reply),
                 "logprobs": chat_logprobs(answer),
-                "finish_reason": finish_reason(answer, index, parsed),
+                "finish_reason": finish_reason(answer, index, reply),
             }
         )
     about = blendrag_fields(answer, asked.sources)
@@ -56,37 +55,40 @@ async def chat_completion(service: Service, body: ChatBody) -> Fields:
 async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields, None]:
     """The chunks of a streamed answer."""
     envelope = _envelope(service)
-    shown: StreamedText | None = None
+    begun = False
     make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
     async with aclosing(service.pieces(make, _threads(service, body), body.timeout_s)) as telling:
         async for told in telling:
-            if shown is None:
-                shown = _no_text(service, told.asked)
+            if not begun:
+                begun = True
                 for index in range(body.n or 1):
                     yield envelope.chunk([_delta(index, {"role": "assistant", "content": ""})])
-            if told.piece.answer is not None:
-                for chunk in _ending(envelope, told, shown):
+            piece = told.piece
+            for chunk in _grown(envelope, 0, piece.reasoning, piece.text):
+                yield chunk
+            if piece.answer is not None:
+                for chunk in _ending(envelope, told):
                     yield chunk
                 if body.includes_usage:
-                    yield envelope.chunk([], usage=usage([told.piece.answer]))
-            elif text := shown.add(told.piece.text):
-                yield envelope.chunk([_delta(0, {"content": text})])
+                    yield envelope.chunk([], usage=usage([piece.answer]))
 
 
-def _no_text(service: Service, asked: ServedRequest) -> StreamedText:
-    tokens = service.engine.resources.tokens if asked.options.tools else None
-    return StreamedText(tokens, asked.options.opening)
+def _grown(envelope: Envelope, index: int, reasoning: str, text: str) -> Iterator[Fields]:
+    if reasoning:
+        yield envelope.chunk([_delta(index, {"reasoning_content": reasoning})])
+    if text:
+        yield envelope.chunk([_delta(index, {"content": text})])
 
 
-def _ending(envelope: Envelope, told: Told, shown: StreamedText) -> Iterator[Fields]:
-    """What was not ``shown`` yet: the rest of the text, calls, log probabilities, and how it ended."""
+def _ending(envelope: Envelope, told: Told) -> Iterator[Fields]:
+    """What was not streamed: further answers, calls, log probabilities, and how it ended."""
     asked, answer = told.asked, told.piece.answer
     assert answer is not None
-    for index, whole in enumerate(answer.texts):
-        parsed = asked.parsed(whole)
-        text = text_of(parsed)
-        if rest := text if index else shown.rest(text):
-            yield envelope.chunk([_delta(index, {"content": rest})])
+    for index in range(len(answer.texts)):
+        parsed = asked.reply(answer, index)
+        if index:
+            yield from _grown(envelope, index, parsed.reasoning, parsed.text)
+        yield from _grown(envelope, index, "", unread(parsed))
         if parsed.calls:
             calls = [{"index": i, **call} for i, call in enumerate(tool_calls(parsed))]
             yield envelope.chunk([_delta(index, {"tool_calls": calls})])

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from blendrag.chat.reply import Reply
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import Answer, TokenLogprob
-from blendrag.frameworks.tools import Parsed
 
 Fields = dict[str, Any]
 
@@ -64,20 +64,23 @@ def blendrag_fields(answer: Answer, sources: Sequence[RetrievedChunk] = ()) -> F
     return fields
 
 
-def chat_message(parsed: Parsed) -> Fields:
-    """The assistant's message. Calls that cannot be parsed stay text."""
-    message: Fields = {"role": "assistant", "content": text_of(parsed)}
+def chat_message(parsed: Reply) -> Fields:
+    """The assistant's message. Calls that cannot be read stay text."""
+    message: Fields = {"role": "assistant", "content": parsed.text + unread(parsed)}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
     if parsed.calls:
         message["tool_calls"] = tool_calls(parsed)
         message["content"] = message["content"] or None
     return message
 
 
-def text_of(parsed: Parsed) -> str:
-    return parsed.text + "".join(call.text for call in parsed.invalid)
+def unread(parsed: Reply) -> str:
+    """The text of calls that cannot be read."""
+    return "".join(call.text for call in parsed.invalid)
 
 
-def tool_calls(parsed: Parsed) -> list[Fields]:
+def tool_calls(parsed: Reply) -> list[Fields]:
     return [
         {
             "id": call.id,
@@ -96,7 +99,7 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def finish_reason(answer: Answer, index: int, parsed: Parsed) -> str:
+def finish_reason(answer: Answer, index: int, parsed: Reply) -> str:
     reason = answer.finish_reasons[index]
     return "tool_calls" if parsed.calls and reason == "stop" else reason
 

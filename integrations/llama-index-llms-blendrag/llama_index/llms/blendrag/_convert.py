@@ -18,11 +18,12 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
+from blendrag.chat.reply import Reply
 from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from blendrag.chat.calls import ToolCall
     from blendrag.engine import Answer
-    from blendrag.frameworks.tools import Parsed, ToolCall
 
 #: One message as Hugging Face chat templates read it.
 Message = dict[str, Any]
@@ -119,9 +120,10 @@ def _logprob(token: str, value: float) -> LogProb:
     return LogProb(token=token, logprob=value, bytes=list(token.encode("utf-8", "replace")))
 
 
-def calls(parsed: Parsed) -> dict[str, Any]:
-    """The assistant's message with text and calls, and the calls that cannot be parsed."""
-    blocks: list[Any] = [TextBlock(text=parsed.text)] if parsed.text or not parsed.calls else []
+def message_of(parsed: Reply) -> dict[str, Any]:
+    """The assistant's message with thoughts, text and calls, and the calls that cannot be read."""
+    blocks: list[Any] = [ThinkingBlock(content=parsed.reasoning)] if parsed.reasoning else []
+    blocks += [TextBlock(text=parsed.text)] if parsed.text or not parsed.calls else []
     blocks += [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
         for call in parsed.calls
@@ -141,12 +143,18 @@ def _as_openai(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def completion(text: str, delta: str | None, **about: Any) -> CompletionResponse:
-    """A response with ``text`` so far and ``delta``, its newest piece."""
-    return CompletionResponse(text=text, delta=delta, **about)
+def completion(said: str | Reply, delta: str | None, **about: Any) -> CompletionResponse:
+    """A response with the text so far or the whole reply, and ``delta``, its newest piece."""
+    if isinstance(said, str):
+        return CompletionResponse(text=said, delta=delta, **about)
+    if said.reasoning:
+        about["additional_kwargs"] = {"reasoning_content": said.reasoning}
+    return CompletionResponse(text=said.text, delta=delta, **about)
 
 
-def chat(text: str, delta: str | None, **about: Any) -> ChatResponse:
-    """:func:`completion` as a message of the assistant; ``about`` may hold the message."""
-    plain = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-    return ChatResponse(**{"message": plain, **about}, delta=delta)
+def chat(said: str | Reply, delta: str | None, **about: Any) -> ChatResponse:
+    """:func:`completion` as a message of the assistant."""
+    if isinstance(said, str):
+        message = ChatMessage(role=MessageRole.ASSISTANT, content=said)
+        return ChatResponse(message=message, delta=delta, **about)
+    return ChatResponse(delta=delta, **{**message_of(said), **about})

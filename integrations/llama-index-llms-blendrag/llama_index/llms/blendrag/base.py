@@ -26,19 +26,14 @@ from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
+from pydantic import BaseModel
 
+from blendrag.chat.calls import tool_names
+from blendrag.chat.forcing import call_form, chosen_tool, opening_for, refuse_unreadable
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks import schema_prompts
 from blendrag.frameworks.fields import CONFIG, RequestFields
-from blendrag.frameworks.streaming import StreamedText, astream_pieces, stream_pieces, to_thread
-from blendrag.frameworks.tools import (
-    Parsed,
-    call_form,
-    chosen_tool,
-    opening_for,
-    parse,
-    tool_names,
-)
+from blendrag.frameworks.streaming import Piece, astream_pieces, stream_pieces, to_thread
 from llama_index.llms.blendrag import _convert, events
 from llama_index.llms.blendrag._convert import to_dicts
 
@@ -46,6 +41,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from llama_index.core.chat_engine.types import AgentChatResponse
+    from llama_index.core.prompts import PromptTemplate
     from llama_index.core.tools.types import BaseTool
 
     from blendrag.engine import Answer, BlendEngine, Options, SchemaPrompt
@@ -55,6 +51,7 @@ if TYPE_CHECKING:
     Asked: TypeAlias = str | list[dict[str, Any]] | SchemaPrompt
 
 R = TypeVar("R", ChatResponse, CompletionResponse)
+Model = TypeVar("Model", bound=BaseModel)
 #: A function schema in OpenAI's form.
 Spec = Mapping[str, Any]
 
@@ -261,6 +258,36 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         )
         return _called(response, tools) if error_on_no_tool_call else response
 
+    # -- structured output ----------------------------------------------------------------------
+
+    def structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """Like LlamaIndex. A model that calls no tools can only answer in the schema of ``output_cls``."""
+        asked = self._formed(output_cls, llm_kwargs)
+        return super().structured_predict(output_cls, prompt, asked, **prompt_args)
+
+    async def astructured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        asked = self._formed(output_cls, llm_kwargs)
+        return await super().astructured_predict(output_cls, prompt, asked, **prompt_args)
+
+    def _formed(self, output_cls: type[BaseModel], given: dict[str, Any] | None) -> dict[str, Any]:
+        if self.metadata.is_function_calling_model:
+            return given or {}
+        schema = {"name": output_cls.__name__, "schema": output_cls.model_json_schema()}
+        form = {"type": "json_schema", "json_schema": schema}
+        return {"response_format": form, **(given or {})}
+
     # -- requests -------------------------------------------------------------------------------
 
     def _chat_call(
@@ -276,7 +303,8 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         options = self.request_options(**overrides)
         if offer is not None:
             self._check_tools(offer.tools, options)
-            options = replace(options, opening=offer.opening(self.engine.resources.tokens))
+            opening = offer.opening(self.engine.resources.tokens, options.template_arguments)
+            options = replace(options, opening=opening)
         return Call(
             self.engine,
             self._asked(messages, options),
@@ -340,6 +368,7 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
                 f"the chat template of {resources.model_name!r} takes no tools ({given}); use a "
                 "ReActAgent, which asks for them in plain text"
             )
+        refuse_unreadable(resources.tokens, specs)
 
 
 @dataclass(frozen=True)
@@ -360,19 +389,12 @@ class Offer:
         parallel = call_options.pop("parallel_tool_calls", True)
         return cls(tools, choice, parallel is not False) if tools and choice != "none" else None
 
-    def opening(self, tokens: Tokens) -> str:
+    def opening(self, tokens: Tokens, template: Mapping[str, Any]) -> str:
         """The beginning of an answer that must be a call, else empty.
 
         Raises :class:`InvalidInputError` if the template does not show how a call begins.
         """
-        return opening_for(tokens, self.choice, self.tools)
-
-    def parse(self, text: str, tokens: Tokens) -> Parsed:
-        """Text and calls of an answer; only the first call unless several are allowed."""
-        parsed = parse(text, tokens, tools=self.tools)
-        if self.parallel:
-            return parsed
-        return Parsed(parsed.text, parsed.calls[:1], parsed.invalid)
+        return opening_for(tokens, self.choice, self.tools, template)
 
 
 @dataclass(frozen=True)
@@ -395,47 +417,40 @@ class Call(Generic[R]):
         return self._response(await self.engine.agenerate(self.prompt, self.options))
 
     def pieces(self) -> Generator[R, None, None]:
-        shown = self._no_text()
+        text = ""
         for piece in stream_pieces(self.engine, self.prompt, self.options):
-            if (delta := shown.add(piece.text)) and piece.answer is None:
-                yield self.respond(shown.text, delta)
-            if piece.answer is not None:
-                yield self._response(piece.answer, shown, delta)
+            text += piece.text
+            yield self._piece(piece, text)
 
     async def apieces(self) -> AsyncGenerator[R, None]:
-        shown = self._no_text()
+        text = ""
         async with aclosing(astream_pieces(self.engine, self.prompt, self.options)) as pieces:
             async for piece in pieces:
-                if (delta := shown.add(piece.text)) and piece.answer is None:
-                    yield self.respond(shown.text, delta)
-                if piece.answer is not None:
-                    yield self._response(piece.answer, shown, delta)
+                text += piece.text
+                yield self._piece(piece, text)
 
-    def _no_text(self) -> StreamedText:
-        if self.offer is None:
-            return StreamedText()
-        return StreamedText(self.engine.resources.tokens, self.options.opening)
+    def _piece(self, piece: Piece, text: str) -> R:
+        """``text``: all that was streamed up to now."""
+        if piece.answer is not None:
+            return self._response(piece.answer, piece.text)
+        # where LlamaIndex's agents look for it
+        thought = {"thinking_delta": piece.reasoning} if piece.reasoning else {}
+        return self.respond(text, piece.text, additional_kwargs=thought)
 
-    def _response(
-        self, answer: Answer, shown: StreamedText | None = None, delta: str | None = None
-    ) -> R:
-        """The whole answer; at the end of a stream, ``delta`` is the text that was not ``shown`` yet."""
+    def _response(self, answer: Answer, delta: str | None = None) -> R:
+        """The whole answer; at the end of a stream, ``delta`` is its last piece."""
         name = self.engine.resources.model_name
         events.emit_reuse(answer, name, self.span_id)
+        reply = answer.replies[0]
+        if self.offer is not None and not self.offer.parallel:
+            reply = replace(reply, calls=reply.calls[:1])
         about: dict[str, Any] = {
             "raw": _convert.raw(answer, name),
             "logprobs": _convert.logprobs(answer),
         }
-        text = answer.text
-        if self.offer is not None:
-            parsed = self.offer.parse(self.options.opening + text, self.engine.resources.tokens)
-            text = parsed.text
-            about |= _convert.calls(parsed)
-            if parsed.calls and answer.finish_reason == "stop":
-                about["raw"]["finish_reason"] = "tool_calls"
-        if shown is not None:
-            delta = (delta or "") + shown.rest(text)
-        return self.respond(text, delta, **about)
+        if reply.calls and answer.finish_reason == "stop":
+            about["raw"]["finish_reason"] = "tool_calls"
+        return self.respond(reply, delta, **about)
 
 
 def _called(response: AgentChatResponse, tools: Sequence[BaseTool]) -> AgentChatResponse:

@@ -1,0 +1,131 @@
+"""Answers have the form that was asked for, whatever the model would have said."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import scripted
+import tiny
+from blendrag.chat.grammar import answer_form
+from blendrag.engine import BlendEngine, Options
+from blendrag.errors import InvalidOptionError
+
+YEAR = {
+    "type": "object",
+    "properties": {"year": {"type": "integer"}, "town": {"enum": ["Öre", "Ålen"]}},
+    "required": ["year", "town"],
+    "additionalProperties": False,
+}
+JSON_YEAR = {"type": "json_schema", "json_schema": {"name": "year", "schema": YEAR}}
+WANTED = '{"year": 1874, "town": "Öre"}'
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    def reply(prompt: str) -> str:
+        thought = '<think>They want JSON, e.g. {"year": 0}.</think>\n' if "Think" in prompt else ""
+        return thought + (WANTED if "When" in prompt else "I do not know. " * 9)
+
+    with scripted.engine(reply, tmp_path_factory.mktemp("forms") / "s") as made:
+        made.ingest([tiny.document(0, paragraphs=4)])
+        yield made
+
+
+@pytest.mark.parametrize("question", ["When?", "Think! When?", "Why?", "Think! Why?"])
+def test_an_answer_follows_its_schema_and_reasoning_is_free(engine, question):
+    answer = engine.generate(question, response_format=JSON_YEAR, seed=1)
+    found = json.loads(answer.text)
+    assert sorted(found) == ["town", "year"]
+    assert isinstance(found["year"], int)
+    assert answer.finish_reason == "stop"
+    if "When" in question:
+        assert answer.text == WANTED
+    thought = 'They want JSON, e.g. {"year": 0}.' if "Think" in question else ""
+    assert answer.reasoning == thought
+    streamed = engine.stream(question, response_format=JSON_YEAR, seed=1)
+    assert "".join(streamed) == answer.text
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"type": "json_object"}, r"\{.*\}"),
+        ({"type": "regex", "regex": "[0-9]{2}/[0-9]{2}"}, r"\d\d/\d\d"),
+        ({"type": "choice", "choice": ["yes", 'say "no"']}, r'yes|say "no"'),
+        (
+            {"type": "grammar", "grammar": 'start: part ("," part)*\npart: "a" | "b"'},
+            r"[ab](,[ab])*",
+        ),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_other_forms(engine, form, pattern, temperature):
+    options = Options(response_format=form, temperature=temperature, seed=3, max_new_tokens=40)
+    answer = engine.generate("Why?", options)
+    if answer.finish_reason == "stop":  # a hot answer may not end
+        assert re.fullmatch(pattern, answer.text.strip(), re.DOTALL)
+    raw = engine.generate("Why?", options, apply_chat_template=False)
+    if raw.finish_reason == "stop":
+        assert re.fullmatch(pattern, raw.text.strip(), re.DOTALL)
+
+
+def test_requests_with_and_without_a_form_decode_together(engine):
+    chunk = tiny.chunk_texts(engine, 0)[0]
+    prompts = [f"{chunk}\n\nWhen{'?' * n}" for n in range(4)]
+    formed = [Options(response_format=JSON_YEAR if n % 2 else None, logprobs=1) for n in range(4)]
+    alone = [engine.generate(p, o) for p, o in zip(prompts, formed, strict=True)]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(engine.generate, prompts, formed))
+    assert [a.text for a in together] == [a.text for a in alone] == [WANTED] * 4
+    assert all(len(answer.logprobs) > 5 for answer in together)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "xml"},
+        {},
+        {"type": "json_schema", "json_schema": {}},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"const": float("nan")}}},
+        {"type": "regex", "regex": "[0-9"},
+        {"type": "choice", "choice": []},
+        {"type": "grammar", "grammar": "start: missing"},
+        {"type": "grammar", "grammar": "a" * 2_000_000},
+    ],
+)
+def test_a_form_that_cannot_be_compiled_is_refused_before_anything_is_computed(engine, form):
+    with pytest.raises(InvalidOptionError, match="response_format") as raised:
+        engine.generate("When?", response_format=form)
+    assert tiny.one_sentence(str(raised.value))
+    assert len(str(raised.value)) < 1000
+
+
+def test_without_the_library_one_sentence_says_what_to_install(engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidOptionError, match=r"blendrag\[grammar\]"):
+        answer_form({"type": "json_object"}, engine.resources.tokens)
+    assert answer_form({"type": "text"}, engine.resources.tokens) is None
+    assert answer_form(None, engine.resources.tokens) is None
+
+
+def test_penalties_and_biases_change_which_token_is_chosen(tmp_path):
+    with tiny.engine(tiny.llama(), tmp_path / "s", mode="full", max_new_tokens=12) as engine:
+        plain = engine.generate("It built ships.", logprobs=0)
+        tokens = [each.id for each in plain.logprobs]
+        without = engine.generate("It built ships.", logprobs=0, logit_bias={tokens[0]: -100})
+        assert without.logprobs[0].id != tokens[0]
+        forced = engine.generate("It built ships.", logprobs=0, logit_bias={7: 100})
+        assert {each.id for each in forced.logprobs} == {7}
+        varied: dict[str, Any] = {"presence_penalty": 2.0, "frequency_penalty": 2.0}
+        mixed = engine.generate(
+            "It built ships.", logprobs=0, logit_bias={7: 3.0, 9: 2.9}, **varied
+        )
+        assert len({each.id for each in mixed.logprobs}) > len(set(tokens[:1]))
