@@ -85,8 +85,11 @@ def asking(store: Path) -> Callable[..., httpx.AsyncClient]:
     return client
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 async def test_a_request_and_its_answer_pass_unchanged(asking):
-    reply = await asking(Replicas(echo)).post("/v1/x?y=z", content=b"\xc3\xa4")
+    reply = await asking(Replicas(echo)).post("/v1/x?y=z", content=b"\xc3\xa4", headers=JSON)
     assert reply.json() == {"path": "/v1/x", "query": "y=z", "body": "ä"}
     assert reply.headers["x-kept"] == "yes"
 
@@ -140,7 +143,8 @@ async def test_requests_are_refused_before_they_reach_a_replica(asking):
     client = asking(replicas, api_keys="secret write", max_body_bytes=10)
     assert (await client.post("/v1/x")).status_code == 401
     client.headers["Authorization"] = "Bearer secret"
-    assert (await client.post("/v1/x", content=b"x" * 11)).status_code == 413
+    assert (await client.post("/v1/x", content=b"x" * 11, headers=JSON)).status_code == 413
+    assert (await client.post("/v1/x", content=b"x")).status_code == 415
     assert (await client.post("/v1/ingest", json={})).status_code == 403
     assert (await client.delete("/v1/documents?source=x")).status_code == 403
     assert not replicas.chunks
