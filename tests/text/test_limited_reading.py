@@ -171,6 +171,22 @@ def test_a_child_that_dies_in_a_file_says_how(
     assert re.match(reason, sentence(pool, good))
 
 
+def test_the_limit_of_time_holds_where_this_process_ignores_its_signal(
+    good: Path, pool: ReaderPool
+) -> None:
+    signals = {signal.SIGPROF}
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        pool.read(good)
+    finally:
+        signal.signal(signal.SIGPROF, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    (child,) = pool._idle
+    os.kill(child._process.pid, signal.SIGPROF)
+    assert child._process.wait(60) == -signal.SIGPROF
+
+
 def test_ctrl_c_ends_the_child_at_once(
     good: Path, pool: ReaderPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,9 @@ def limits_of(kind: str, work_bytes: int) -> Limits:
 def main() -> None:
     """Read the files that are asked for until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    # which may ignore or block, and so have let it inherit, the signal that ends it
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     connection = socket.socket(fileno=os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):  # readers print warnings that repeat what files hold
