@@ -16,7 +16,7 @@ import pytest
 import tiny
 from blendrag.corpus import embedding_turns
 from blendrag.engine import BlendEngine
-from blendrag.server import embeddings, service
+from blendrag.server import app, embeddings, service
 from blendrag.server.access import ApiKeys
 from blendrag.server.app import create_app
 from blendrag.server.service import STUCK_S, Service
@@ -69,6 +69,14 @@ def send(server: Live, path: str, body: object) -> socket.socket:
     return connection
 
 
+def get(server: Live, path: str) -> socket.socket:
+    """A connection that has asked for something and reads nothing."""
+    head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer editor\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(head.encode())
+    return connection
+
+
 def state(server: Live, name: str) -> tuple[int, int]:
     (found,) = [queue for queue in server.service.queues if queue.name == name]
     return found.waiting, found.running
@@ -114,6 +122,21 @@ def test_long_embeddings_end_after_the_batch_in_which_their_client_leaves(
     held.allow()
     until(lambda: state(server, "embeddings") == (0, 0))
     assert len(held.batches) == 1
+
+
+def test_lists_whose_clients_left_keep_nobody_waiting(server: Live, held, monkeypatch) -> None:
+    goes_on = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "document_list", lambda engine: goes_on.wait() and b"{}")
+        connections = [get(server, "/v1/documents") for _ in range(20)]
+        threads = service.READ_THREADS
+        until(lambda: state(server, "reads") == (20 - threads, threads))
+        for connection in connections:
+            connection.close()
+        until(lambda: state(server, "reads") == (0, threads))
+        goes_on.set()
+    until(lambda: state(server, "reads") == (0, 0))
+    answers_others(server)
 
 
 def test_a_question_overtakes_long_embeddings_after_one_batch(server: Live, held) -> None:

@@ -82,8 +82,9 @@ def create_app(service: Service) -> FastAPI:
         return await while_connected(request, work)
 
     @app.get("/v1/documents")
-    async def listing() -> Response:
-        return _json(await service.read(lambda: document_list(engine)))
+    async def listing(request: Request) -> Response:
+        reading = service.read(lambda: document_list(engine))
+        return _json(await while_connected(request, reading))
 
     @app.delete("/v1/documents", dependencies=writers)
     async def delete(source: Annotated[list[str], Query()]) -> Fields:
