@@ -65,6 +65,24 @@ def chunks(encodings: list[tuple]) -> int:
     return sum(bool(prefix) for _, _, prefix in encodings)
 
 
+def test_texts_may_be_embedded_between_the_layers_of_background_encoding(engine, monkeypatch):
+    validity, within = engine.resources.kv_validity, []
+    real = validity.encode
+
+    def encode(*given):
+        before = len(steps)
+        kv = real(*given)
+        within.append(len(steps) - before)
+        return kv
+
+    lose(engine)
+    monkeypatch.setattr(validity, "encode", encode)
+    with tiny.counted(engine.resources.embedding_turns, "before_step") as steps:
+        engine.generate(tiny.prompt(engine, 0, 1), BLEND)
+        engine.drain()
+    assert set(within) == {len(engine.adapter.decoder_layers)}
+
+
 def test_a_missing_chunk_is_computed_and_then_encoded_alone(engine):
     keys = lose(engine)
     text = tiny.prompt(engine, 0, 1)

@@ -271,12 +271,11 @@ class BackgroundWriter:
         ``check`` is called before each and raises for a request that is over.
         """
         stored = 0
-        with before_layers(self._resources.adapter.decoder_layers, pause):
-            for job in jobs:
-                check()
-                stored += self._encode(job)
-                if self._full:
-                    break
+        for job in jobs:
+            check()
+            stored += self._encode(job)
+            if self._full:
+                break
         return stored
 
     def _seen_before(self, scope: str, leading: Ids) -> bool:
@@ -297,7 +296,8 @@ class BackgroundWriter:
                     if job.scope is None and resources.store.is_behind:
                         return False  # the worker does not wait for a slow remote
                     resources.kv_validity.admit(namespace)
-                    kv = resources.kv_validity.encode(namespace, job.ids, job.prefix)
+                    with before_layers(resources.adapter.decoder_layers, pause):
+                        kv = resources.kv_validity.encode(namespace, job.ids, job.prefix)
                     resources.store.put(*place, kv)
             return True
         except StoreFullError as full:
