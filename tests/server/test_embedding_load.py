@@ -16,6 +16,8 @@ import pytest
 import tiny
 from blendrag.corpus import embedding_turns
 from blendrag.engine import BlendEngine
+from blendrag.fusor import verdicts
+from blendrag.fusor.gate import REMAINING_PREFILLS
 from blendrag.server import app, embeddings, service
 from blendrag.server.access import ApiKeys
 from blendrag.server.app import create_app
@@ -122,6 +124,14 @@ def test_long_embeddings_end_after_the_batch_in_which_their_client_leaves(
     held.allow()
     until(lambda: state(server, "embeddings") == (0, 0))
     assert len(held.batches) == 1
+
+
+def test_the_check_of_a_model_moves_with_each_layer(engine: BlendEngine, monkeypatch) -> None:
+    monkeypatch.setattr(verdicts, "recall", lambda *of: None)
+    with tiny.counted(engine.resources.embedding_turns, "before_step") as steps:
+        assert engine.verify().blendable
+    layers = len(engine.adapter.decoder_layers)
+    assert len(steps) > layers * REMAINING_PREFILLS
 
 
 def test_lists_whose_clients_left_keep_nobody_waiting(server: Live, held, monkeypatch) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from blendrag.corpus.manifest import Manifest
 from blendrag.errors import (
@@ -28,7 +29,8 @@ from blendrag.errors import (
 from blendrag.fusor import verdicts
 from blendrag.fusor.gate import Verification, verify
 from blendrag.model.kv_compare import content, magnitude, misfit
-from blendrag.model.sharing import ModelLock
+from blendrag.model.sharing import ModelLock, before_layers
+from blendrag.serving.turns import let_texts_in
 from blendrag.store import KVReader, KVStore
 from blendrag.store.agreement import ForeignKVError, Probe
 from blendrag.store.encodings import codec_of, staging_of
@@ -61,6 +63,8 @@ class Encodes(Protocol):
     def layout(self) -> KVLayout: ...
     @property
     def identity(self) -> ModelIdentity: ...
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]: ...
     def encode(self, prefix_ids: Sequence[int], chunk_ids: Sequence[int], /) -> ChunkKV: ...
 
 
@@ -109,7 +113,8 @@ class KVValidity:
         namespace = self._adapter.identity.namespace
         known = verdicts.recall(namespace, self._adapter.device)
         if known is None:
-            known = self._gate(self._adapter, self._announce)
+            with before_layers(self._adapter.decoder_layers, let_texts_in):  # it may take minutes
+                known = self._gate(self._adapter, self._announce)
             verdicts.remember(namespace, self._adapter.device, known)
         return known
 

@@ -99,6 +99,11 @@ class PlacedModel:
         return self._decoder
 
     @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """The layers that may be hooked."""
+        return self.decoder.layers
+
+    @property
     def layout(self) -> KVLayout:
         self.require()
         assert self._layout is not None

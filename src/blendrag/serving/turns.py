@@ -201,12 +201,19 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def let_texts_in() -> None:
+    """Let a batch of texts be embedded if one is due. Called before each layer of what nothing may pause."""
+    turn = getcurrent()
+    if isinstance(turn, Turn):
+        turn.turns.embedding.before_step()
+
+
 def pause() -> None:
     """Let the other calls decode a token if that is due. Called before each layer of a prefill."""
     turn = getcurrent()
     if not isinstance(turn, Turn):
         return
-    turn.turns.embedding.before_step()
+    let_texts_in()
     if not turn.turns.is_due(turn):
         return
     # function modes are the thread's, too: the others would draw from this call's seed
