@@ -1,8 +1,9 @@
 """Send hostile values in every field of every endpoint: each gets a status below 500 and one sentence.
 
 Bodies are made from the models of the routes, so a new field is covered by itself; other requests are wrong
-in their paths, queries, headers, or bytes. ``make fuzz-server`` runs it for long, and then no answer may take
-longer than :data:`LIMIT_S`, nor the process grow by more than :data:`LIMIT_BYTES`.
+in their paths, queries, headers, or bytes. ``make fuzz-server`` runs it for long, and then no refusal may
+take longer than :data:`LIMIT_S`, nor the process grow by more than :data:`LIMIT_BYTES`. What is not refused,
+such as an ingest of 1 MB, takes what its work takes; the longest is told.
 
     make fuzz-server REQUESTS=1000 SEED=7
 """
@@ -157,6 +158,9 @@ class Report:
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
+    """Of refusals."""
+    longest_s: float = 0.0
+    """Of work that was done."""
     grown_bytes: int = 0
 
     def fail(self, what: str, sent: bytes, got: bytes) -> None:
@@ -383,9 +387,13 @@ def fuzz(server: Live, requests: int, seed: int, tell: Callable[[str], object] =
         began = time.perf_counter()
         got = exchanged(server.port, sent, not is_raw)
         took_s = time.perf_counter() - began
-        report.slowest_s = max(report.slowest_s, took_s)
+        is_done = got.startswith(b"HTTP/1.1 200")
+        if is_done:
+            report.longest_s = max(report.longest_s, took_s)
+        else:
+            report.slowest_s = max(report.slowest_s, took_s)
         report.grown_bytes = max(report.grown_bytes, process.memory_info().rss - before)
-        if took_s > LIMIT_S:
+        if took_s > LIMIT_S and not is_done:
             tell(f"{took_s:.1f} s for {_ends(sent)}\n  got {_ends(got)}\n")
         check(report, sent, got, not is_raw)
         if (number + 1) % max(1, requests // 20) == 0:
@@ -420,7 +428,8 @@ def main() -> int:
         tell(f"{failure}\n")
     is_bad = report.failures or report.slowest_s > LIMIT_S or report.grown_bytes > LIMIT_BYTES
     tell(f"{given.requests:,} requests: {dict(sorted(report.statuses.items()))}; "
-         f"{len(report.failures)} failures, the slowest answer took {report.slowest_s:.1f} s, "
+         f"{len(report.failures)} failures, the slowest refusal took {report.slowest_s:.1f} s, "
+         f"the longest work {report.longest_s:.1f} s, "
          f"{report.grown_bytes / 2**20:,.0f} MiB more memory\n")  # fmt: skip
     return int(bool(is_bad))
 

@@ -438,3 +438,16 @@ def test_a_request_that_a_proxy_may_read_otherwise_is_refused_and_its_connection
     assert got.startswith(b"HTTP/1.1 400 ")
     assert said in got.decode()
     assert b"200 OK" not in got
+
+
+def test_a_body_that_is_no_http_leaves_no_error_in_the_log(
+    served: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    for head in (HEAD, HEAD.replace("application/json", "text/plain")):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+            connection.sendall(f"{head}{CHUNKED}\r\nzz\r\n".encode())
+            got = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert got.startswith(b"HTTP/1.1 4")
+    with served.client() as client:  # all that was logged before is there
+        assert client.get("/health").status_code == 200
+    assert "Exception" not in caplog.text

@@ -36,6 +36,14 @@ class Connection(H11Protocol):
         self._timer.cancel()
         super().connection_lost(exc)
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no HTTP. A request whose body they were ends as if its client had left: its
+        answer would have no place in the connection, and an error in the log."""
+        super().send_400_response(msg)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
     def _watch(self) -> None:
         self._timer = self.loop.call_later(KEEP_ALIVE_S, self._end_if_still, self._state())
 
