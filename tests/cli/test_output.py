@@ -6,20 +6,24 @@ import json
 import logging
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
 
 from blendrag import __version__
 from blendrag.cli import progress
 from blendrag.cli.app import app
 from blendrag.cli.options import parse_size
-from blendrag.cli.output import print_json
+from blendrag.cli.output import Guarded, print_json
 from blendrag.cli.progress import StatusLine
 from blendrag.config import DEFAULT_POLICY, Settings
 from blendrag.lab import commands
+from blendrag.server.running import server_of
 from cli.commands import invoke, said
 
 
@@ -119,3 +123,21 @@ def test_without_the_extra_its_commands_say_how_to_install_it(
     result = invoke(*command)
     assert result.exit_code == 2
     assert said(result).endswith("not_installed; pip install 'blendrag[lab]'")
+
+
+def test_a_verbose_server_writes_no_escape_sequences_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", Guarded(terminal))
+    loggers = [logging.getLogger(name) for name in LOGGING_CONFIG["loggers"]]
+    before = [(each, each.handlers, each.level, each.propagate) for each in loggers]
+    try:
+        server_of(FastAPI(), verbose=True)
+        logging.getLogger("uvicorn").info("Started")
+    finally:
+        for each, handlers, level, propagate in before:
+            each.handlers, each.propagate = handlers, propagate
+            each.setLevel(level)
+    assert terminal.getvalue() == "INFO:     Started\n"

@@ -89,6 +89,7 @@ def server_of(app: FastAPI, verbose: bool = False) -> uvicorn.Server:
             # without a configuration, errors go to stderr
             log_config=LOGGING_CONFIG if verbose else None,
             log_level="info" if verbose else "error",
+            use_colors=False,  # the command line shows escape sequences instead of sending them
             access_log=verbose,
             timeout_graceful_shutdown=DRAIN_S,
             timeout_keep_alive=KEEP_ALIVE_S,
