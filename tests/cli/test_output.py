@@ -130,6 +130,7 @@ def test_a_verbose_server_writes_no_escape_sequences_on_a_terminal(
 ) -> None:
     terminal = StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", Guarded(terminal))
     loggers = [logging.getLogger(name) for name in LOGGING_CONFIG["loggers"]]
     before = [(each, each.handlers, each.level, each.propagate) for each in loggers]
