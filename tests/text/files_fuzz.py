@@ -239,8 +239,11 @@ def main() -> int:
     )
     for name in sorted(sentences):
         sys.stdout.write(f"{name}: {sentences[name]}\n")
+    good = sum(name.startswith("good-") for name in stored)
+    if good != given.good:
+        report.failures.append(f"{given.good - good} good files were not stored")
     sys.stdout.write(
-        f"{len(stored)} of {given.good} good files stored in {took_s:.0f} s, "
+        f"{good} of {given.good} good files stored in {took_s:.0f} s, "
         f"{len(sentences)} of {len(files.HOSTILE)} hostile ones refused, "
         f"{len(report.failures)} failures\n"
     )
