@@ -263,3 +263,20 @@ def test_a_connection_with_a_request_is_not_closed(slow: Live, monkeypatch) -> N
     with slow.client() as client:
         made = client.post(CHAT, json={"messages": HELLO, "max_tokens": 30})
     assert made.status_code == 200
+
+
+@pytest.mark.parametrize("part_bytes", [1000, 10_000, 1_000_000])
+def test_headers_have_one_limit_however_they_arrive(served: Live, part_bytes: int) -> None:
+    for size_bytes, status in ((60_000, b"200"), (70_000, b"400")):
+        request = (
+            f"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX: {'x' * size_bytes}\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+            with suppress(OSError):  # refused before all was sent
+                for at in range(0, len(request), part_bytes):
+                    connection.sendall(request[at : at + part_bytes].encode())
+            got = b""
+            with suppress(OSError):
+                while data := connection.recv(65536):
+                    got += data
+        assert got.startswith(b"HTTP/1.1 " + status) or (status == b"400" and not got)

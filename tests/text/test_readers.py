@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from dataclasses import replace
@@ -226,6 +227,44 @@ def test_directories_are_searched_in_order_and_hidden_ones_left_out(tmp_path: Pa
         tmp_path / name for name in ("b.txt", "c.JSONL", "a/Makefile", "a/z.md")
     ]
     assert inputs.skipped == {"empty": [str(empty)], "binary": [str(png)]}
+
+
+def test_links_lead_to_no_file_that_was_not_chosen(tmp_path: Path) -> None:
+    outside = write(tmp_path / "secret.txt", "x")
+    docs = tmp_path / "docs"
+    write(docs / "a.txt", "x")
+    write(docs / ".env", "x")
+    write(docs / "private" / "p.txt", "x")
+    links = {"out.md": outside, "env.md": docs / ".env", "p.md": docs / "private" / "p.txt"}
+    for name, target in links.items():
+        (docs / name).symlink_to(target)
+    (docs / "same.md").symlink_to("a.txt")
+    inputs = scan_inputs([docs], Patterns(exclude=("private/",)))
+    assert [path.name for path in inputs.files] == ["a.txt", "same.md"]
+    assert inputs.skipped == {
+        "a link out of the directory": [str(docs / "out.md")],
+        "a link to a file that is left out": [str(docs / "env.md"), str(docs / "p.md")],
+    }
+    assert scan_inputs([docs / "out.md"]).files == [docs / "out.md"]
+
+
+def test_a_file_without_content_to_wait_for_is_no_file(tmp_path, monkeypatch) -> None:
+    """As /proc/kmsg, whose reading would block."""
+    path = write(tmp_path / "a.txt", "x")
+
+    class Queue(io.BytesIO):
+        def read(self, size: int | None = -1) -> None:  # type: ignore[override]
+            return None
+
+        def fileno(self) -> int:
+            return descriptor
+
+    descriptor = os.open(path, os.O_RDONLY)
+    monkeypatch.setattr(os, "fdopen", lambda fd, mode: os.close(fd) or Queue())
+    assert scan_inputs([tmp_path]).skipped == {"not a file": [str(path)]}
+    with pytest.raises(UnreadableDocumentError, match="not a regular file"):
+        list(read_documents(path))
+    os.close(descriptor)
 
 
 def test_patterns_choose_the_files_of_directories(tmp_path: Path) -> None:

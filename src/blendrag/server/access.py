@@ -23,6 +23,7 @@ from blendrag.wording import quoted, shortened
 
 #: Seconds that a client may take to send a body.
 BODY_TIMEOUT_S = 60.0
+MAX_HEADER_BYTES = 64 * 1024
 #: Paths below this need a key.
 GUARDED = "/v1"
 _WRITE = "write"
@@ -168,6 +169,7 @@ class Door:
         body = b""
         try:
             check_framing(scope, headers)
+            self._check_headers(scope)
             if not self.keys.may_write:
                 check_host(scope, headers.get("host", ""))
             if scope["path"].startswith(GUARDED):  # nothing else needs a body
@@ -193,6 +195,17 @@ class Door:
             return {"type": "http.request", "body": body, "more_body": False}
 
         return await self.app(scope, receive_read, send)
+
+    def _check_headers(self, scope: Scope) -> None:
+        """h11 limits only headers that come in several reads."""
+        size_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+        if (
+            size_bytes + len(scope.get("raw_path", b"")) + len(scope["query_string"])
+            > MAX_HEADER_BYTES
+        ):
+            raise Refusal(
+                400, f"the path and the headers have over {MAX_HEADER_BYTES:,} bytes; send fewer"
+            )
 
     async def _read(self, receive: Receive) -> bytes:
         body = bytearray()

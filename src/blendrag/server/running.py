@@ -13,6 +13,7 @@ from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from blendrag.errors import InvalidInputError
+from blendrag.server.access import MAX_HEADER_BYTES
 
 #: Seconds that running requests may take after SIGTERM or Ctrl-C; then they are cancelled.
 DRAIN_S = 30
@@ -95,6 +96,7 @@ def server_of(app: FastAPI, verbose: bool = False) -> uvicorn.Server:
             timeout_keep_alive=KEEP_ALIVE_S,
             server_header=False,
             ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
     )
 

@@ -40,6 +40,8 @@ def read_bytes(path: Path, limit_bytes: int, follow: bool = False) -> bytes:
         size_bytes = os.fstat(file.fileno()).st_size
         # read() takes memory for as much as it may return
         parts = [file.read(size_bytes + 1) if size_bytes <= limit_bytes else b""]
+        if parts[0] is None:  # a queue of the kernel, such as /proc/kmsg
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         total_bytes = max(size_bytes, len(parts[0]))
         while parts[-1] and total_bytes <= limit_bytes:  # a file that grows, or of /proc
             parts.append(file.read(MIB))

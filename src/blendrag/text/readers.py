@@ -112,9 +112,10 @@ ALL = Patterns()
 def scan_inputs(paths: Sequence[Path], patterns: Patterns = ALL) -> Inputs:
     """The files named, and the documents below the directories named (recursive, sorted).
 
-    Skips KV stores, and does not follow links to directories. A file named explicitly is always returned:
-    reading it then reports why it cannot be read. Raises :class:`InvalidInputError` for a path that does not
-    exist, a directory that cannot be listed, and a bad pattern.
+    Skips KV stores, and does not follow links to directories, out of the directory, or to files left out of
+    it. A file named explicitly is always returned: reading it then reports why it cannot be read. Raises
+    :class:`InvalidInputError` for a path that does not exist, a directory that cannot be listed, and a bad
+    pattern.
     """
     include, exclude = _compiled(patterns.include), _compiled((*EXCLUDED, *patterns.exclude))
     files: dict[Path, None] = {}
@@ -129,7 +130,7 @@ def scan_inputs(paths: Sequence[Path], patterns: Patterns = ALL) -> Inputs:
             ) from exc
         if is_directory:
             for found in _files_below(path, include, exclude):
-                if why := _why_skipped(found):
+                if why := _leads_away(found, path, exclude) or _why_skipped(found):
                     skipped[found] = why
                 else:
                     files[found] = None
@@ -175,6 +176,20 @@ def _files_below(directory: Path, include: GitIgnoreSpec, exclude: GitIgnoreSpec
                 yield directory / path
 
 
+def _leads_away(path: Path, directory: Path, exclude: GitIgnoreSpec) -> str:
+    """Why a link in a directory is not followed, or empty: whoever made the directory has not chosen other
+    files of this machine."""
+    if not path.is_symlink():
+        return ""
+    try:
+        target = path.resolve(strict=True).relative_to(directory.resolve())
+    except ValueError:
+        return "a link out of the directory"
+    except (OSError, RuntimeError):  # reading it reports why
+        return ""
+    return "a link to a file that is left out" if exclude.match_file(target) else ""
+
+
 def _why_skipped(path: Path) -> str:
     """Why a file in a directory is no document, or empty."""
     if not path.is_file():
@@ -184,6 +199,8 @@ def _why_skipped(path: Path) -> str:
             beginning = file.read(BEGINNING_BYTES)
     except OSError:
         return ""  # reading it reports why
+    if beginning is None:  # a queue of the kernel, such as /proc/kmsg
+        return "not a file"
     if not beginning.strip():
         return "empty"
     if kind := office_files.kind_of(path, beginning):
