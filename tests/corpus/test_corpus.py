@@ -47,6 +47,46 @@ def corpus(tmp_path: Path) -> Iterator[Corpus]:
         yield opened
 
 
+# -- who may use the files ----------------------------------------------------------------------
+
+
+def modes(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize(("root_mode", "mode"), [(0o755, 0o600), (0o770, 0o660)])
+def test_a_corpus_is_its_owners_and_a_groups_that_may_write_to_the_store(
+    tmp_path: Path, root_mode: int, mode: int
+) -> None:
+    tmp_path.chmod(root_mode)
+    with Corpus.open(tmp_path, create=True):
+        names = [f"{FILE_NAME}{end}" for end in ("", "-wal", "-shm")]
+        assert modes(tmp_path / "corpus") == dict.fromkeys(names, mode)
+
+
+def test_a_corpus_that_an_earlier_version_left_readable_is_tightened(tmp_path: Path) -> None:
+    with Corpus.open(tmp_path, create=True):  # as long as it is open, its other files exist
+        for path in (tmp_path / "corpus").iterdir():
+            path.chmod(0o644)
+        Corpus.open(tmp_path, read_only=True).close()
+        assert set(modes(tmp_path / "corpus").values()) == {0o644}
+        Corpus.open(tmp_path).close()
+        assert set(modes(tmp_path / "corpus").values()) == {0o600}
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("name", ["", "corpus"])
+def test_a_corpus_that_every_user_can_write_is_refused(
+    tmp_path: Path, name: str, read_only: bool
+) -> None:
+    Corpus.open(tmp_path, create=True).close()
+    (tmp_path / name).chmod(0o777)
+    with pytest.raises(
+        CorpusError, match=r"by every user \(mode 0777\), expected 0700; run chmod o-w"
+    ):
+        Corpus.open(tmp_path, read_only=read_only)
+
+
 # -- documents and chunks -----------------------------------------------------------------------
 
 

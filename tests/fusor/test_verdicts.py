@@ -35,6 +35,11 @@ def test_a_verdict_holds_for_its_model_device_libraries_and_gate(empty_cache, mo
     assert verdicts.recall(NAMESPACE, CPU) is None
 
 
+def test_verdicts_are_readable_by_their_owner_only(empty_cache):
+    verdicts.remember(NAMESPACE, CPU, VERDICT)
+    assert {path.stat().st_mode & 0o077 for path in database(empty_cache).parent.iterdir()} == {0}
+
+
 @pytest.mark.parametrize(
     ("mode", "value"), [(4, pickle.dumps("x")), (2, b"x"), (3, None), (1, 1.5)]
 )

@@ -109,6 +109,27 @@ def test_a_closed_store_has_its_rows_in_the_database_itself(lab, make_store, fil
     copy.close()
 
 
+@pytest.mark.parametrize(("root_mode", "mode"), [(0o755, 0o600), (0o770, 0o660)])
+def test_the_database_is_its_owners_and_a_groups_that_may_write_to_the_store(
+    lab, make_store, root, root_mode, mode
+):
+    root.mkdir()
+    root.chmod(root_mode)
+    store = make_store()
+    lab.put(store, 1)
+    names = ("index.db", "index.db-wal", "index.db-shm")
+    assert {(root / "index" / name).stat().st_mode & 0o777 for name in names} == {mode}
+
+
+def test_a_database_that_an_earlier_version_left_readable_is_tightened(make_store, filled):
+    files = list((filled.root / "index").glob("index.db*"))
+    assert len(files) == 3
+    for path in files:
+        path.chmod(0o644)
+    make_store()
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
 # -- damage ------------------------------------------------------------------------------------------
 
 

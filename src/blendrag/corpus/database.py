@@ -40,7 +40,15 @@ from urllib.parse import quote
 
 import xxhash
 
-from blendrag.errors import CorpusError, StoreFullError, check_unicode, is_out_of_space, sqlite_code
+from blendrag.errors import (
+    CorpusError,
+    StoreFullError,
+    StoreUnavailableError,
+    check_unicode,
+    is_out_of_space,
+    sqlite_code,
+)
+from blendrag.store.permissions import keep_private, refuse_if_shared
 from blendrag.store.regular_files import open_regular
 
 logger = logging.getLogger(__name__)
@@ -316,6 +324,8 @@ def _connect(directory: Path, read_only: bool, create: bool) -> sqlite3.Connecti
     path = directory / FILE_NAME
     try:
         _check_files(directory)
+        if not read_only:
+            keep_private(path)
         connection = sqlite3.connect(
             _read_only_uri(directory) if read_only else path,
             uri=read_only,
@@ -352,7 +362,10 @@ def _connect(directory: Path, read_only: bool, create: bool) -> sqlite3.Connecti
 
 
 def _check_files(directory: Path) -> None:
-    """Refuse links, FIFOs and devices, which SQLite would follow or wait for. May raise :class:`OSError`."""
+    """Refuse what others can write, and links, FIFOs and devices, which SQLite would follow or wait for.
+
+    May raise :class:`OSError`.
+    """
     for path in (directory, *(directory / f"{FILE_NAME}{end}" for end in ("", "-wal", "-shm"))):
         expected = stat.S_ISDIR if path == directory else stat.S_ISREG
         if os.path.lexists(path) and not expected(path.lstat().st_mode):
@@ -361,6 +374,11 @@ def _check_files(directory: Path) -> None:
                 f"{path} is not {kind}, expected one made by blendrag ingest; move it away or choose "
                 "another store"
             )
+    try:
+        refuse_if_shared(f"store {directory.parent}", directory.parent.stat().st_mode)
+        refuse_if_shared(str(directory), directory.stat().st_mode)
+    except StoreUnavailableError as exc:
+        raise CorpusError(str(exc)) from exc
     journal = directory / f"{FILE_NAME}-journal"
     if not os.path.lexists(journal):
         return

@@ -15,11 +15,12 @@ from typing import Any
 import diskcache
 import torch
 import transformers
-from diskcache.core import MODE_RAW
+from diskcache.core import DBNAME, MODE_RAW
 from pydantic import TypeAdapter, ValidationError
 
 from blendrag.config import settings
 from blendrag.fusor.gate import GATE_VERSION, Verification
+from blendrag.store.permissions import keep_private
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,10 @@ def remember(namespace: str, device: torch.device, verification: Verification) -
 def _cache() -> Iterator[diskcache.Cache]:
     path = settings().cache.expanduser()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with diskcache.Cache(str(path / "verdicts"), timeout=1, disk=_Json) as cache:
+    path /= "verdicts"
+    path.mkdir(mode=0o700, exist_ok=True)
+    keep_private(path / DBNAME)
+    with diskcache.Cache(str(path), timeout=1, disk=_Json) as cache:
         yield cache
 
 

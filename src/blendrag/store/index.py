@@ -31,6 +31,7 @@ import filelock
 from blendrag.errors import StoreError, StoreFullError, is_out_of_space, sqlite_code
 from blendrag.store.identity import LEARNED_BEGINNING, is_name
 from blendrag.store.payload_files import Name
+from blendrag.store.permissions import keep_private
 
 logger = logging.getLogger("blendrag.store")
 
@@ -323,6 +324,7 @@ class Index:
 
     def _create(self) -> None:
         self.set_aside()
+        keep_private(self._directory / DATABASE)
         with self._sqlite_errors(), contextlib.closing(self._connected("rwc")) as database:
             database.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
         self._connect()
@@ -337,6 +339,8 @@ class Index:
         for name in filter(self._exists, DATABASE_FILES):
             if not stat.S_ISREG(os.lstat(self._directory / name).st_mode):
                 raise IndexCorrupt(f"{name} is not a regular file")
+        if not self._read_only:
+            keep_private(self._directory / DATABASE)
         with self._sqlite_errors():
             # SQLite creates a WAL even to read; on a disk that cannot be written none is needed.
             needs_wal = self._exists(_WAL) or os.access(self._directory, os.W_OK)

@@ -16,6 +16,7 @@ from blendrag.errors import StoreUnavailableError
 from blendrag.store import regular_files
 from blendrag.store.durable import named_errors, sync_directory, whole_file, write_all
 from blendrag.store.identity import FORMAT_VERSION
+from blendrag.store.permissions import refuse_if_shared
 from blendrag.store.writers import new_temporary
 
 logger = logging.getLogger("blendrag.store")
@@ -38,7 +39,7 @@ def prepare(root: Path, read_only: bool) -> bool:
     """Check ``root`` and create what is missing; returns whether it can only be read."""
     _create(root, read_only)
     status = root.stat()
-    _refuse_if_shared(f"store {root}", status.st_mode)
+    refuse_if_shared(f"store {root}", status.st_mode)
     if status.st_uid != os.geteuid() and not read_only:
         raise _refused(
             f"store {root} is owned by user {status.st_uid}, expected {os.geteuid()}; "
@@ -92,15 +93,6 @@ def read_only_error(root: Path) -> StoreUnavailableError:
     )
 
 
-def _refuse_if_shared(what: str, mode: int) -> None:
-    """Refuse a directory in which other users could plant files."""
-    if mode & stat.S_IWOTH:
-        raise _refused(
-            f"{what} can be written by every user (mode {stat.S_IMODE(mode):04o}), expected 0700; "
-            "run chmod o-w on it"
-        )
-
-
 def _prepare_subdirectory(path: Path, read_only: bool) -> None:
     with named_errors(f"creating {path}"):
         if not read_only:
@@ -117,7 +109,7 @@ def _prepare_subdirectory(path: Path, read_only: bool) -> None:
     if not stat.S_ISDIR(mode):
         kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a directory"
         raise _refused(f"{path} is {kind}, expected a directory made by the store; move it away")
-    _refuse_if_shared(str(path), mode)
+    refuse_if_shared(str(path), mode)
 
 
 # -- the format version --------------------------------------------------------------------------
