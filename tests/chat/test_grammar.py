@@ -69,6 +69,7 @@ def test_an_answer_follows_its_schema_and_reasoning_is_free(engine, question):
 def test_other_forms(engine, form, pattern, temperature):
     options = Options(response_format=form, temperature=temperature, seed=3, max_new_tokens=40)
     answer = engine.generate("Why?", options)
+    assert answer.reasoning == ""  # which is not its likeliest beginning
     if answer.finish_reason == "stop":  # a hot answer may not end
         assert re.fullmatch(pattern, answer.text.strip(), re.DOTALL)
     raw = engine.generate("Why?", options, apply_chat_template=False)

@@ -23,7 +23,7 @@ from blendrag.errors import InvalidOptionError
 from blendrag.model.tokens import Tokens
 from blendrag.wording import quoted, shortened
 
-#: Before the answer may come the beginning of reasoning, after which everything is free, and line breaks.
+#: Before the answer may come line breaks, and the beginning of reasoning, after which everything is free.
 _LARK = "start: {thinking}/[ \\n]{{0,2}}/ answer\nanswer: {rule}\n"
 #: White space between JSON's parts. Without a limit small models write nothing else.
 _WHITE_SPACE = {"whitespace_pattern": "\\n? {0,12}"}
@@ -37,6 +37,8 @@ class AnswerForm:
     """A compiled form, for any number of requests to one model."""
 
     lark: str
+    lark_with_reasoning: str
+    """Also accepts the beginning of reasoning before the answer."""
     tokens: Tokens
 
 
@@ -54,7 +56,8 @@ def answer_form(
         return None
     begun = " | ".join(json.dumps(text) for text in form.begun) if form is not None else ""
     thinking = f"({begun})? " if begun else ""
-    lark = _LARK.format(thinking=thinking, rule=_rule(kind, given))
+    rule = _rule(kind, given)
+    lark, with_reasoning = (_LARK.format(thinking=each, rule=rule) for each in ("", thinking))
     if len(lark) > MAX_FORM_CHARS:
         raise InvalidOptionError(
             "response_format", f"has {len(lark):,} characters, expected at most {MAX_FORM_CHARS:,}"
@@ -66,7 +69,7 @@ def answer_form(
             "response_format",
             f"of type {kind} cannot be compiled ({shortened(first, 200)}); change it",
         )
-    return AnswerForm(lark, tokens)
+    return AnswerForm(lark, with_reasoning, tokens)
 
 
 def _rule(kind: Any, given: Mapping[str, Any]) -> str:
@@ -138,7 +141,10 @@ class Constraint(LogitsProcessor):
         reply: ReplyStream | None = None,
     ) -> None:
         tokens = answer.tokens
-        self._matcher = _llguidance().LLMatcher(_tokenizer(tokens), answer.lark)
+        matcher, vocabulary = _llguidance().LLMatcher, _tokenizer(tokens)
+        self._matcher = matcher(vocabulary, answer.lark)
+        self._reasoning = None if form is None else matcher(vocabulary, answer.lark_with_reasoning)
+        """Takes the place of the matcher if the model begins to think."""
         self._ends = sorted(ends)
         self._reply = reply
         self._awaited = form.answer_begins if form is not None else ""
@@ -152,13 +158,27 @@ class Constraint(LogitsProcessor):
             assert consumed, "a masked token was chosen"
         self._applies = not self._is_free()
         if not self._applies:
+            self._reasoning = None
             return scores
-        allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)  # [V]
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        found = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()[: len(allowed)]
-        allowed[: len(found)] = found
-        allowed[self._ends] = self._matcher.is_accepting()
+        allowed = self._allowed(self._matcher, scores.shape[-1])
+        if self._reasoning is not None:  # the first token: its likeliest choice tells
+            more, likeliest = (
+                self._allowed(self._reasoning, scores.shape[-1]),
+                int(scores[0].argmax()),
+            )
+            if more[likeliest] and not allowed[likeliest]:
+                self._matcher, allowed = self._reasoning, more
+            self._reasoning = None
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+
+    def _allowed(self, matcher: Any, vocabulary_size: int) -> torch.Tensor:
+        """Which tokens may come next.  bool [V]"""
+        allowed = torch.zeros(vocabulary_size, dtype=torch.bool)
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        found = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()[:vocabulary_size]
+        allowed[: len(found)] = found
+        allowed[self._ends] = matcher.is_accepting()
+        return allowed
 
     def _is_free(self) -> bool:
         """Whether the next token is not part of the answer yet."""
