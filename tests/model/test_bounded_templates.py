@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blendrag.frameworks.tools import call_form
 from transformers.utils import chat_template_utils
 
 import tiny
+from blendrag.chat.forcing import call_form
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError
 from blendrag.model import bounded_templates

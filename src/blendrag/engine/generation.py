@@ -173,8 +173,8 @@ class Generation:
         options = request.options
         kwargs: dict[str, Any] = {"max_new_tokens": request.max_new_tokens}
         kwargs |= sampling(options) | dict(options.generate)
-        if self._ends:
-            kwargs["eos_token_id"] = sorted(self._ends)
+        if all(isinstance(end, int) for end in self._ends):  # else transformers says what is wrong
+            kwargs["eos_token_id"] = sorted(self._ends) or None
         if processors := self._processors(ids.shape[1]):
             kwargs["logits_processor"] = [*kwargs.get("logits_processor", ()), *processors]
         if cache is not None:
