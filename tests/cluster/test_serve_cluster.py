@@ -28,7 +28,12 @@ def report() -> dict[str, Any]:
             [sys.executable, "-m", "cluster.soak", "--prepared", directory, "--replicas", "2"],
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                # Serve kills a proxy that is not ready after 5 s, as on a busy machine
+                "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+            },
             timeout=280,
         )
     assert done.returncode == 0, done.stdout + done.stderr
