@@ -15,7 +15,7 @@ import scripted
 import tiny
 from blendrag.chat.grammar import answer_form
 from blendrag.engine import BlendEngine, Options
-from blendrag.errors import InvalidOptionError
+from blendrag.errors import InvalidInputError, InvalidOptionError
 
 YEAR = {
     "type": "object",
@@ -58,6 +58,7 @@ def test_an_answer_follows_its_schema_and_reasoning_is_free(engine, question):
     [
         ({"type": "json_object"}, r"\{.*\}"),
         ({"type": "regex", "regex": "[0-9]{2}/[0-9]{2}"}, r"\d\d/\d\d"),
+        ({"type": "regex", "regex": r"[0-9]{2}\/[0-9]{2}"}, r"\d\d/\d\d"),
         ({"type": "choice", "choice": ["yes", 'say "no"']}, r'yes|say "no"'),
         (
             {"type": "grammar", "grammar": 'start: part ("," part)*\npart: "a" | "b"'},
@@ -107,6 +108,11 @@ def test_a_form_that_cannot_be_compiled_is_refused_before_anything_is_computed(e
         engine.generate("When?", response_format=form)
     assert tiny.one_sentence(str(raised.value))
     assert len(str(raised.value)) < 1000
+
+
+def test_a_form_is_for_one_answer(engine):
+    with pytest.raises(InvalidInputError, match="with 2 sequences"):
+        engine.generate("When?", response_format=JSON_YEAR, generate={"num_beams": 2})
 
 
 def test_without_the_library_one_sentence_says_what_to_install(engine, monkeypatch):

@@ -396,8 +396,9 @@ def test_a_tokenizer_that_brings_a_response_template_is_read_by_it():
     tokens.tokenizer.response_template = OWN | {
         "fields": {"tool_calls": {"open": "<call>", "close": "</call>", "content": "int"}}
     }
-    (invalid,) = take_apart("<call>many</call>", format_of(tokens), [SEARCH]).invalid
-    assert "<call>many</call>" in invalid.text
+    for answer in ("<call>many</call>", "<call>many"):  # also if it is cut
+        (invalid,) = take_apart(answer, format_of(tokens), [SEARCH]).invalid
+        assert invalid.text == answer
 
 
 def test_ids_are_those_of_the_model_or_nine_letters():

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +48,9 @@ _DELIMITERS = ("open", "open_pattern", "close", "close_pattern", "repeats", "opt
 _NO_ANCHOR = r"(?!)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Format:
-    """One form."""
+    """One form; compared by identity, as those of ``formats/`` exist once."""
 
     name: str
     regions: Mapping[str, Mapping[str, Any]]
@@ -139,6 +139,7 @@ def _known(name: str) -> tuple[list[str], Format]:
     return known["markup"], Format(name, regions, **more)
 
 
+@lru_cache(maxsize=8)  # models have thousands of control tokens
 def hidden_ids(tokens: Tokens, form: Format) -> frozenset[int]:
     """Control tokens without text: all but those by which an answer is taken apart."""
     needed = {index for index, text in tokens.control_texts.items() if text in form.markup}

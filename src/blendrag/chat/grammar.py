@@ -1,8 +1,8 @@
 """Answers that must have a form: JSON, a JSON schema, a regular expression or a grammar.
 
-Tokens that would leave the form are masked before the next one is chosen. The mask is computed by llguidance
-(https://github.com/guidance-ai/llguidance), about 50 µs a token and without any state outside of the request,
-so requests with and without a form decode together. Reasoning before the answer is free.
+Tokens that would leave the form are masked before the next one is chosen. llguidance
+(https://github.com/guidance-ai/llguidance) computes the mask from the tokens of one request, so requests with
+and without a form decode together. Reasoning before the answer is free.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def _rule(kind: Any, given: Mapping[str, Any]) -> str:
             )
         return f"%json {_dumped(schema)}"
     if kind == "regex" and isinstance(given.get("regex"), str):
-        return "/" + given["regex"].replace("/", "\\/") + "/"
+        escaped = re.sub(
+            r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], given["regex"]
+        )
+        return f"/{escaped}/"
     choices = given.get("choice")
     if kind == "choice" and isinstance(choices, list | tuple) and choices:
         return " | ".join(json.dumps(str(each), ensure_ascii=False) for each in choices)

@@ -63,7 +63,8 @@ class ReplyStream:
         """Whether all of :attr:`_held` and what follows may be calls."""
         self.raw = begun
         """All that was said, markup included."""
-        self._begins_thinking = form.begun
+        self._begun = form.begun
+        self._longest_begun = 2 * max(map(len, form.begun), default=0)  # white space included
         self._in_reasoning = False
         self._failed = ""
         self._is_cut = False
@@ -79,11 +80,11 @@ class ReplyStream:
 
     def finish(self) -> list[Part]:
         """What was still held back. Nothing may be added afterwards."""
+        self._is_cut = True
+        parts = [] if self._failed else self._take(lambda: self._parser.finalize()[1])
         if self._failed:
             self._calls = [InvalidCall(self.raw, self._failed)]
             return []
-        self._is_cut = True
-        parts = self._take(lambda: self._parser.finalize()[1])
         if self._is_bare:
             self._held, calls = read_bare(self._held, self._tools)
             parts += self._called(calls)
@@ -94,7 +95,8 @@ class ReplyStream:
     @property
     def is_thinking(self) -> bool:
         """Whether what follows is reasoning."""
-        return self._in_reasoning or self.raw.strip() in self._begins_thinking
+        begins = len(self.raw) <= self._longest_begun and self.raw.strip() in self._begun
+        return self._in_reasoning or begins
 
     @property
     def reply(self) -> Reply:

@@ -220,6 +220,10 @@ class Generation:
         if Penalties.wanted(request.options):
             found.append(Penalties(request.options, prompt_tokens))
         if request.answer_form is not None:
+            if request.sequences > 1:
+                raise InvalidInputError(
+                    f"response_format with {request.sequences} sequences, expected 1; ask once for each"
+                )
             reply = self._stream.reply
             found.append(Constraint(request.answer_form, self._ends, request.form, reply))
         return found
