@@ -19,6 +19,10 @@ _BARE = re.compile(rf"[ \t]*(?:{_FENCE})?(?:\{{|\[\s*(?:\{{|[A-Za-z_][\w.]*\())|
 _MAYBE_BARE = re.compile(rf"[ \t]*(?:`{{1,2}}|```\w{{0,9}}[ \t]*|{_FENCE})?(?:\[\s*[\w.]*)?")
 
 
+class Reasoning(str):
+    """A piece of what the model thinks before it answers."""
+
+
 class Part(NamedTuple):
     """What a piece of an answer adds: text, reasoning, or a complete call."""
 

@@ -14,9 +14,10 @@ from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from blendrag.chat.reply import Reasoning
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.request import Answer
-from blendrag.engine.stream import AnswerStream, Reasoning
+from blendrag.engine.stream import AnswerStream
 from blendrag.engine.thread_queue import ThreadQueue
 from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout, starting_thread
 

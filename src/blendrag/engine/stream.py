@@ -14,7 +14,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 from transformers import StoppingCriteria
 
-from blendrag.chat.reply import Part, ReplyStream
+from blendrag.chat.reply import Part, Reasoning, ReplyStream
 from blendrag.engine.decoding import Likelihoods
 from blendrag.errors import RequestCancelled, RequestTimeout
 
@@ -40,10 +40,6 @@ class TextSteps:
                 raise
             self._decode = DecodeStream(skip_special_tokens=self._skips)
             return self._decode.step(self._backend, token) or ""
-
-
-class Reasoning(str):
-    """A piece of what the model thinks before it answers."""
 
 
 class AnswerStream:

@@ -8,6 +8,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from blendrag.chat.reply import Reasoning
+
 if TYPE_CHECKING:
     from blendrag.engine import Answer, BlendEngine, Options, Prompt
 
@@ -50,8 +52,6 @@ async def astream_pieces(
 
 
 def _piece(text: str) -> Piece:
-    from blendrag.engine.stream import Reasoning
-
     return Piece("", None, str(text)) if isinstance(text, Reasoning) else Piece(text)
 
 
