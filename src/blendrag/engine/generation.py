@@ -64,9 +64,8 @@ class Generation:
         given = request.options.generate.get("eos_token_id")
         configured = adapter.model.generation_config.eos_token_id
         self._ends = _ids(configured if given is None else given)
-        if (
-            given is None and request.form is not None
-        ):  # a GGUF file or a config may name another end
+        if given is None and request.form is not None:
+            # a GGUF file or a config may name another end
             self._ends |= adapter.tokens.turn_ends
 
     def run(self, plan: Plan, prefilled: Prefilled | None = None, batch_size: int = 1) -> Answer:
