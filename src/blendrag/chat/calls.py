@@ -41,7 +41,7 @@ class InvalidCall:
 Call = ToolCall | InvalidCall
 
 # Patterns are possessive, so that a match takes linear time whatever a model writes.
-#: What stands between calls of one region and around them: tags that were left open, ends of a cut list.
+#: What is between calls of one region and around them: tags that were left open, ends of a cut list.
 _BETWEEN = re.compile(r"(?:[\s;,\]}]++|</?tool_call>|\[TOOL_CALLS\]|```(?:json)?)*+")
 _XML = re.compile(r"<function=([^>\s]++)>++\s*+(.*?)(?:</function>|(?=<function=)|\Z)", re.DOTALL)
 _XML_ARGUMENT = re.compile(r"<parameter=([^>]++)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -177,7 +177,7 @@ def _object(call: Any, text: str) -> Call:
 
 
 def _named(name: str, text: str, call_id: str) -> Call:
-    """A call whose name stands in its tag; ``text`` holds the arguments."""
+    """A call with its name in the tag; ``text`` holds the arguments."""
     if text.startswith("<parameter="):
         return _xml_call(name, text, is_closed=True)
     try:

@@ -12,7 +12,8 @@ Fields of a file:
 * ``begun``: beginnings of a region with which a prompt may end.
 * ``bare_calls``: calls also begin a line of the answer, as JSON without tags.
 * ``answer_begins``: what precedes the answer, as a pattern, in forms that announce it.
-* ``call``: what stands before the name and before the arguments of a call, for templates that do not show it.
+* ``call``: the text before the name and the text before the arguments of a call, for templates that do not
+  show it.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def read_pointer(remote: RemoteRoot, found: Stored) -> Pointer:
 
 
 def renew_pointer(remote: RemoteRoot) -> Pointer:
-    """Replace the pointer by an equal one, so that whoever has read it before does not replace it.
+    """Replace the pointer by an equal one, so that a machine that has read it before does not replace it.
 
     Raises :class:`StoreUnavailableError`.
     """

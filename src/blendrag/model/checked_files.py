@@ -145,7 +145,7 @@ def _weights_of(folder: Path) -> list[str]:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Of the tensors in a file; empty if there is none."""
+    """Shapes of the tensors in a file, by name; empty if there is no file."""
     if not file.is_file():
         return {}
     try:

@@ -34,7 +34,7 @@ class Bearer(NamedTuple):
 
     may_write: bool = False
     tenant: str | None = None
-    """Stands for the key, which it does not tell; the same after a restart. ``None`` without keys."""
+    """A digest of the key; the same after a restart. ``None`` without keys."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from blendrag.wording import quoted
 
 #: Roles that chat templates do not know.
 _ROLES = {"developer": "system", "function": "tool"}
-#: Arguments of ``apply_chat_template`` that are not the template's, and what has a field of its own.
+#: Arguments of ``apply_chat_template`` that are not the template's, and what has its own field.
 _RESERVED = frozenset(
     {
         "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",

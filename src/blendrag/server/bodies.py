@@ -203,7 +203,7 @@ class ChatBody(Generating):
 
     @property
     def characters(self) -> int:
-        """Of its messages and documents."""
+        """Characters of its messages and documents."""
         contents = [turn.content or "" for turn in self.messages]
         parts = [each for each in contents if isinstance(each, list)]
         texts = [each for each in contents if isinstance(each, str)]

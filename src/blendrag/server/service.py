@@ -1,6 +1,6 @@
 """One engine behind HTTP: its limits, its names, its threads, and the road of a request through it.
 
-Each kind of blocking work has threads of its own, so that no kind waits for another:
+Each kind of blocking work has its own threads, so that no kind waits for another:
 
 =================  ===========================================================================
 ``prompts``        prompts are rendered and tokenised (the engine's; long ones have their own)

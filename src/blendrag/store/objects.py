@@ -434,7 +434,7 @@ class RemoteObjects(ProcessBound):
             ) from exc
 
     def redate(self, name: str) -> None:
-        """Give an object of a directory the present time; object stores date by a clock of their own.
+        """Give an object of a directory the present time; object stores date by their own clock.
 
         Raises :class:`StoreUnavailableError`.
         """

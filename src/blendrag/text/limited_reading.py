@@ -106,7 +106,7 @@ class ReaderPool:
 
 
 def _command() -> list[str]:
-    """Of a child with this process's interpreter and ``sys.path``."""
+    """Command of a child with this process's interpreter and ``sys.path``."""
     flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment}
     flags |= {"-Xutf8": sys.flags.utf8_mode, "-P": True}
     python = os.fsdecode(spawn.get_executable() or "")

@@ -160,7 +160,7 @@ def _limit(limits: Limits, own_bytes: int) -> dict[str, Any]:
 
 
 def _address_space_bytes() -> int:
-    """Of this process; 0 where the system limits none."""
+    """Address space of this process; 0 where the system does not tell it."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

@@ -177,7 +177,7 @@ def _files_below(directory: Path, include: GitIgnoreSpec, exclude: GitIgnoreSpec
 
 
 def _leads_away(path: Path, directory: Path, exclude: GitIgnoreSpec) -> str:
-    """Why a link in a directory is not followed, or empty: whoever made the directory has not chosen other
+    """Why a link in a directory is not followed, or empty: who made the directory has not chosen other
     files of this machine."""
     if not path.is_symlink():
         return ""
@@ -463,7 +463,7 @@ def _jsonl_document(path: Path, number: int, line: str) -> Document:
     except UnicodeEncodeError as exc:
         raise _BadLine("contains a lone surrogate, expected valid Unicode; replace it") from exc
     except RecursionError as exc:
-        raise _BadLine("is nested too deeply; write plain values beside the text") from exc
+        raise _BadLine("is nested too deeply; write plain values next to the text") from exc
     has_id = record.get("id") not in (None, "")
     name = str(record["id"] if has_id else number)
     document = Document(
