@@ -337,6 +337,11 @@ class WordEmbedder:
         counted: Callable[[int], None] = lambda tokens: None,
     ) -> np.ndarray:
         counted(sum(len(text.split()) for text in texts))
+        return self.embed_queries(texts, check=check)
+
+    def embed_queries(
+        self, texts: Sequence[str], *, check: Callable[[], None] = lambda: None
+    ) -> np.ndarray:
         rows = [self.embed_query(text, check=check) for text in texts]
         return np.stack(rows) if rows else np.zeros((0, self.dim), np.float32)
 

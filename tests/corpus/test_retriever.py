@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder
 from blendrag.corpus.retriever import Retriever
+from blendrag.demo import demo_corpus_path, demo_questions
 from blendrag.errors import InvalidInputError
 from blendrag.text.readers import Document, digest_of
 from corpus.corpus_fuzz import chunk_of
@@ -62,3 +64,68 @@ def test_an_impossible_question_says_why(
         pytest.raises(InvalidInputError, match=reason),
     ):
         Retriever(empty, embedder).retrieve(question, top_k)
+
+
+# -- conversations --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo_corpus(
+    tmp_path_factory: pytest.TempPathFactory, embedder: Embedder
+) -> Iterator[Retriever]:
+    with Corpus.open(tmp_path_factory.mktemp("demo"), create=True) as corpus:
+        for path in sorted(demo_corpus_path().iterdir()):
+            text = path.read_text(encoding="utf-8")
+            document = Document(path.name, text, path.stem)
+            paragraphs = text.split("\n\n")
+            chunks = [chunk_of(each, text.index(each)) for each in paragraphs]
+            vectors = embedder.embed(paragraphs, titles=[path.stem] * len(paragraphs))
+            corpus.put_document(document, digest_of(document), chunks, vectors)
+        yield Retriever(corpus, embedder)
+
+
+def found(retriever: Retriever, question: str, top_k: int, earlier: str = "") -> set[str]:
+    chunks = retriever.retrieve(question, top_k, earlier=earlier)
+    assert len(chunks) == top_k
+    return {chunk.source.removesuffix(".txt") for chunk in chunks}
+
+
+@pytest.mark.parametrize("top_k", [2, 6])
+def test_a_change_of_topic_finds_what_the_question_finds_alone(
+    demo_corpus: Retriever, top_k: int
+) -> None:
+    for before, asked in pairwise(demo_questions()):
+        assert asked.document_id in found(demo_corpus, asked.text, top_k)
+        assert asked.document_id in found(demo_corpus, asked.text, top_k, before.text), asked
+
+
+FOLLOW_UPS = [
+    ("Which dance ends Apple Festival?", "And who leads it?", "apple-festival"),
+    ("Which company does Nina Hobbs work for?", "What does she collect?", "nina-hobbs"),
+    ("In which town does Albert Lange live?", "And what is his job?", "albert-lange"),
+    ("Which company makes Astra toaster?", "What is it made of?", "astra-toaster"),
+    ("Who is the host of Poppy Market?", "When was it first held?", "poppy-market"),
+    ("Which animal is the emblem of Ocean Union?", "And its director?", "ocean-union"),
+]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+@pytest.mark.parametrize(("before", "question", "document"), FOLLOW_UPS)
+def test_a_question_that_goes_on_finds_the_subject_of_the_one_before(
+    demo_corpus: Retriever, before: str, question: str, document: str, top_k: int
+) -> None:
+    assert document in found(demo_corpus, question, top_k, before)
+
+
+def test_a_question_of_a_conversation_is_embedded_in_one_batch(
+    demo_corpus: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    model = demo_corpus.embedder._loaded()
+    encode = type(model).encode_query
+    monkeypatch.setattr(
+        type(model), "encode_query", lambda *of, **how: calls.append(of[1]) or encode(*of, **how)
+    )
+    demo_corpus.retrieve("And when?", 2, earlier="Who is the director of Beacon Partners?")
+    (texts,) = calls
+    assert len(texts) == 2

@@ -41,20 +41,31 @@ def test_retrieve_answers_like_ask_and_cites_its_sources(served: Live, client) -
     assert len(answered(client, retrieve=True, blendrag={"top_k": 1})[1]["sources"]) == 1
 
 
-def test_retrieve_searches_for_the_question_before_too(served: Live, client, monkeypatch) -> None:
-    asked = []
-
-    def retrieve(question: str, top_k: int | None = None, **more: object):
-        asked.append(question)
-        return []
-
-    monkeypatch.setattr(served.engine, "retrieve", retrieve)
+def test_retrieve_searches_for_the_question_before_too(client) -> None:
+    """The second question names no subject."""
     earlier = [
         {"role": "user", "content": "Who is Anna Bell?"},
         {"role": "assistant", "content": "A pilot."},
     ]
-    answered(client, retrieve=True, messages=[*earlier, *ASKED])
-    assert asked == [f"Who is Anna Bell?\n{QUESTION}"]
+    asked = [{"role": "user", "content": "And which sport does she enjoy?"}]
+    for messages, finds in ((asked, False), ([*earlier, *asked], True)):
+        _, about = answered(client, retrieve=True, messages=messages, blendrag={"top_k": 1})
+        assert ("anna-bell" in about["sources"][0]["source"]) == finds
+
+
+def test_a_change_of_topic_finds_what_the_question_finds_alone(client) -> None:
+    earlier = [
+        {"role": "user", "content": "Which dance ends Apple Festival?"},
+        {"role": "assistant", "content": "A foxtrot."},
+    ]
+    for top_k in (2, 6):
+        more = {"retrieve": True, "blendrag": {"top_k": top_k}}
+        alone, after = (
+            answered(client, messages=[*history, *ASKED], **more)[1]["sources"]
+            for history in ((), earlier)
+        )
+        best = min(alone, key=lambda source: source["distance"])
+        assert best["text"] in [source["text"] for source in after]
 
 
 def test_explain_shows_what_became_of_each_token(client) -> None:

@@ -174,6 +174,14 @@ class Embedder:
 
     def embed_query(self, text: str, *, check: Check = proceed) -> np.ndarray:
         """Unit vector of a question; of a long one, by its beginning and its end.  float32 [dim]"""
+        return self.embed_queries([text], check=check)[0]
+
+    def embed_queries(self, texts: Sequence[str], *, check: Check = proceed) -> np.ndarray:
+        """:meth:`embed_query` of several questions at once.  float32 [n, dim]"""
+        windows = [self._question_windows(text) for text in texts]
+        return self._pooled(self._loaded().encode_query, windows, True, check)
+
+    def _question_windows(self, text: str) -> list[Window]:
         check_unicode(text, "the question")
         model = self._loaded()
         half = MAX_QUESTION_WINDOWS // 2
@@ -184,9 +192,7 @@ class Embedder:
             )
         else:
             windows = self._windows(text, "")
-        if len(windows) > MAX_QUESTION_WINDOWS:
-            windows = windows[:half] + windows[-half:]
-        return self._pooled(model.encode_query, [windows], True, check)[0]
+        return windows[:half] + windows[-half:] if len(windows) > 2 * half else windows
 
     def _pooled(
         self, encode: Any, windows: list[list[Window]], is_short: bool, check: Check

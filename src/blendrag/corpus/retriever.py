@@ -2,26 +2,39 @@
 
 Chunks are chosen by L2 distance (CacheBlend §7.1). They are returned document by document, the nearest
 document first, and in the document's order, so that "she" or "this city" follows what it refers to.
+
+In a conversation a question may go on with the one before ("And when was it built?") or change the topic.
+Both are searched for, the question alone and the two together, and chunks are taken from the results in turn.
+The question alone comes first, unless the two together have a hit that is clearly nearer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from numbers import Integral
 from pathlib import PurePath
 
-from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.corpus import Corpus, StoredChunk
 from blendrag.corpus.embedder import Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.text.readers import MetadataValue
 from blendrag.wording import quoted
 
+#: A question goes on with the one before if the two together are nearer to a chunk than this share of the
+#: distance of the question alone. Over the demo's corpora, 12 of 12 and 9 of 12 questions such as "And how
+#: wide is it?" do, and 5% and 9% of questions that change the topic.
+FOLLOW_UP_DISTANCE = 0.88
+
+Hit = tuple[StoredChunk, float]
+
 
 @dataclass(frozen=True)
 class RetrievedChunk:
-    """A chunk with its L2 distance from the question, in [0, 2]: smaller is nearer."""
+    """A chunk with its L2 distance from the question, in [0, 2]: smaller is nearer. In a conversation it is
+    the distance from the question with the one before, if that is less."""
 
     chunk_id: str
     text: str
@@ -48,8 +61,11 @@ class Retriever:
         self.corpus = corpus
         self.embedder = embedder
 
-    def retrieve(self, question: str, top_k: int, check: Check = proceed) -> list[RetrievedChunk]:
-        """At most ``top_k`` different chunks, in reading order. ``check`` may raise to give up.
+    def retrieve(
+        self, question: str, top_k: int, check: Check = proceed, earlier: str = ""
+    ) -> list[RetrievedChunk]:
+        """At most ``top_k`` different chunks, in reading order. ``check`` may raise to give up. ``earlier``:
+        the question before it in a conversation.
 
         Raises :class:`InvalidInputError` for an empty question, an empty corpus or ``top_k`` < 1.
         """
@@ -72,14 +88,28 @@ class Retriever:
             )
         if self.corpus.has_manifest:
             refuse_given(self.corpus.manifest.embedder)
-        vector = self.embedder.embed_query(question, check=check)
+        searches = [question, f"{earlier}\n{question}"] if earlier.strip() else [question]
+        vectors = self.embedder.embed_queries(searches, check=check)
+        hits = [self.corpus.nearest(vector, top_k) for vector in vectors]
         chunks = [
             RetrievedChunk(
                 c.chunk_id, c.text, c.source, c.title, c.start, c.end, distance, c.metadata
             )
-            for c, distance in self.corpus.nearest(vector, top_k)
+            for c, distance in (hits[0] if len(hits) == 1 else _merged(*hits, top_k))
         ]
         best: dict[str, float] = {}
         for chunk in chunks:
             best[chunk.source] = min(chunk.distance, best.get(chunk.source, chunk.distance))
         return sorted(chunks, key=lambda chunk: (best[chunk.source], chunk.source, chunk.start))
+
+
+def _merged(alone: Sequence[Hit], together: Sequence[Hit], top_k: int) -> list[Hit]:
+    """The first ``top_k`` different chunks of both searches in turn, each with its smaller distance."""
+    goes_on = bool(alone and together) and together[0][1] < FOLLOW_UP_DISTANCE * alone[0][1]
+    first, second = (together, alone) if goes_on else (alone, together)
+    merged: dict[str, Hit] = {}
+    for hit in chain.from_iterable(zip_longest(first, second)):
+        if hit is not None and (hit[0].chunk_id in merged or len(merged) < top_k):
+            known = merged.setdefault(hit[0].chunk_id, hit)
+            merged[hit[0].chunk_id] = hit if hit[1] < known[1] else known
+    return list(merged.values())

@@ -359,7 +359,8 @@ class BlendEngine:
         """Retrieve the nearest chunks and answer over them; the answer names its sources.
 
         ``history``: earlier questions and answers of the conversation, the oldest first. Chunks are retrieved
-        for the question and the one before it. Options of the request are keywords, or ``options``.
+        for the question alone, and for it together with the one before. Options of the request are keywords,
+        or ``options``.
         """
         options = with_keywords(options, given)
         with tracing.span("ask"):
@@ -393,11 +394,10 @@ class BlendEngine:
     ) -> tuple[tuple[RetrievedChunk, ...], RagPrompt, Options]:
         """Chunks and prompt of :meth:`ask`, and the options, with a stop string for models that go on."""
         _check_history(history)
-        about = (
-            f"{history[-1][0]}\n{question}" if history and isinstance(question, str) else question
-        )
+        earlier = history[-1][0] if history else ""
         began = time.perf_counter()
-        chunks, tokens = tuple(self.retrieve(about, top_k)), self.resources.tokens
+        chunks = tuple(self.retrieve(question, top_k, earlier=earlier))
+        tokens = self.resources.tokens
         retrieval_s = time.perf_counter() - began
         texts = [chunk.text for chunk in chunks]
         names = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
@@ -411,15 +411,17 @@ class BlendEngine:
         return chunks, replace(over, history=messages, retrieval_s=retrieval_s), options
 
     def retrieve(
-        self, question: str, top_k: int | None = None, *, check: Check = proceed
+        self, question: str, top_k: int | None = None, *, earlier: str = "", check: Check = proceed
     ) -> list[RetrievedChunk]:
         """The ``top_k`` chunks nearest to ``question`` by L2, in reading order.
 
+        ``earlier``: the question before it in a conversation; then some of the chunks are the nearest to the
+        two together.
         ``check`` is called while the question waits to be embedded, and may raise to give up.
         """
         k = self.settings.top_k if top_k is None else top_k
         with spans.retrieval(self.resources.root, k):
-            return self.resources.retriever().retrieve(question, k, check)
+            return self.resources.retriever().retrieve(question, k, check, earlier)
 
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""

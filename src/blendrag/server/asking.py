@@ -444,8 +444,8 @@ def _with_texts(
         raise Refusal(
             400, f"top_k is {top_k}, expected at most {MAX_TOP_K}", param="blendrag.top_k"
         )
-    about = "\n".join([*earlier[-1:], question])
-    chunks = tuple(engine.retrieve(about, top_k, check=check))
+    before = earlier[-1] if earlier else ""
+    chunks = tuple(engine.retrieve(question, top_k, earlier=before, check=check))
     named = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
     over = prompt_over(question, [chunk.text for chunk in chunks], named)
     return replace(over, history=tuple(history)), chunks
