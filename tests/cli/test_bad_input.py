@@ -51,16 +51,19 @@ def test_bad_files_are_named_skipped_and_counted(ingest: list[str], docs: Path) 
         "empty.txt": b"", "spaces.md": b" \n\n ", "binary.txt": bytes(range(256)) * 8,
         "broken.jsonl": b'{"text": "Good."}\n{"text": ', "picture.png": b"\x89PNG" + bytes(9),
         "broken.docx": b"PK\x03\x04", "a.bin": bytes(9), "b.bin": bytes(9),
+        "damaged.md": "Über die Brücke für Fußgänger".encode() + b"\xe9",
     }  # fmt: skip
     for name, content in bad.items():
         (docs / name).write_bytes(content)
     result = invoke(*ingest)
     assert result.exit_code == 1
-    assert result.stdout.startswith("4 documents (0 unchanged), ")
+    assert result.stdout.startswith("5 documents (0 unchanged), ")
     assert "; 2 failed; " in result.stdout
     failed = [line for line in result.stderr.splitlines() if line.startswith("failed: ")]
     assert all(f"{docs}/broken." in line for line in failed)
     assert len(failed) == 2
+    where = "1 place, byte 34 (line 1)"
+    assert f"warning: {docs / 'damaged.md'}: is not UTF-8 at {where}" in result.stderr
     # one line for each kind of skipped file
     assert f"skipped: 2 files, empty: {docs / 'empty.txt'}, {docs / 'spaces.md'}\n" in result.stderr
     assert re.search(r"skipped: 4 files, binary: (\S+, ){3}…\n", result.stderr)

@@ -119,9 +119,11 @@ def test_after_an_interruption_the_rest_is_computed(model, docs, tmp_path):
 def test_bad_documents_are_named_and_the_others_stored(model, docs, tmp_path):
     (docs / "bad.jsonl").write_text('{"id": "y", "text": "good"}\n{')
     (docs / "bad.html").write_text("<html></html>")
+    (docs / "damaged.md").write_bytes("für die Brücke über den Fluss ".encode() + b"\xe9")
     with engine(model, tmp_path / "s") as made:
         report = ingest(made, [docs]).whole()
-    assert report.documents == 4
+    assert report.documents == 5
+    assert [warning.partition(": ")[0] for warning in report.warnings] == [str(docs / "damaged.md")]
     assert len(report.failures) == report.failed == 2
     assert all(tiny.one_sentence(each) and "bad." in each for each in report.failures)
 

@@ -112,7 +112,7 @@ def test_good_json_lines_are_read_past_bad_ones(tmp_path: Path) -> None:
         ("a.txt", b" \n\t", "is empty"),
         ("a.txt", b"abc\0def", "is binary"),
         ("a.md", b"\x7fELF\x02\x01\x01" + bytes(range(256)), "is binary"),
-        ("a.txt", b"caf\xc3\xa9 " * 20_000 + b"\0" * 99, "is binary"),
+        ("a.txt", b"caf\xc3\xa9 " * 20_000 + b"\0" * 9999, "is binary"),
         ("a.jsonl", b"\n\n", "is empty"),
         ("a.htm", b"<script>x</script>", "contains no text"),
         ("a.pdf", b"%PDF-1.4\nnothing more", "cannot be read as PDF"),

@@ -164,6 +164,8 @@ def _ingest(
     with IngestProgress() as progress:
         report = run(engine, paths, progress, prune, patterns)
         progress.name_failures(report.failures)
+    for warning in report.warnings:
+        say("warning", warning)
     _say_skipped(report.skipped)
     if report.gone and not prune:
         gone = f"{count(len(report.gone), 'document')}, such as {_shown(report.gone[0])}"
@@ -195,6 +197,8 @@ def _dry_run(engine: BlendEngine, paths: list[Path], patterns: Patterns, json: b
     plan = engine.dry_run(paths, patterns)
     for failure in plan.failures:
         say("failed", failure)
+    for warning in plan.warnings:
+        say("warning", warning)
     _say_skipped(plan.skipped)
     show(
         json,

@@ -371,6 +371,7 @@ class DistributedIngest:
             self._report.failures.append(row["failure"])
         else:
             read.add(row["file"])
+        self._report.warnings += json.loads(row["warnings"])
         self._files_bytes += size_bytes
         self._done_bytes = self._report.done_bytes = self._files_bytes
 

@@ -31,7 +31,7 @@ import numpy as np
 from filelock import FileLock
 
 from blendrag.corpus.embedder import Embedder
-from blendrag.engine.ingest import documents_in, named_failure
+from blendrag.engine.ingest import damage_of, documents_in, named_failure
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
@@ -57,7 +57,7 @@ PASSING_BYTES = 8 << 30
 #: The fields of a document's row, and those that each stage adds.
 DOCUMENT: Row = {
     "file": "", "source": "", "title": "", "metadata": "", "digest": "", "bytes": 0.0, "characters": 0,
-    "text": "", "places": "", "failure": "", "fatal": "",
+    "text": "", "places": "", "warnings": "[]", "failure": "", "fatal": "",
 }  # fmt: skip
 CHUNK: Row = {"number": 0, "of": 0, "start": 0, "end": 0, "tokens": 0, "vector": b""}
 KV: Row = {
@@ -147,7 +147,8 @@ def read_file(row: Row) -> list[Row]:
             "places": json.dumps(places) if digest == stored_digest else "",
         }
         rows.append(DOCUMENT | made)
-    return [*rows, DOCUMENT | {"file": row["file"], "failure": failure}]
+    end = {"failure": failure, "warnings": json.dumps(damage_of(documents))}
+    return [*rows, DOCUMENT | {"file": row["file"]} | end]
 
 
 # -- split and embed ------------------------------------------------------------------------------

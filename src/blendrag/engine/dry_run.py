@@ -30,6 +30,7 @@ class DryRun:
     """Opening the model, the gate if it did not run before, computing KV, embedding."""
     failed: int
     failures: list[str]
+    warnings: list[str]
     skipped: dict[str, list[str]]
 
 
@@ -63,6 +64,7 @@ def dry_run(
         seconds=seconds,
         failed=len(report.failures),
         failures=report.failures,
+        warnings=report.warnings,
         skipped=report.skipped,
     )
 

@@ -75,6 +75,8 @@ class IngestReport:
     """Seconds of encoding and storing, a part of ``seconds``."""
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """What was stored but needs attention: damaged characters of a file."""
     skipped: dict[str, list[str]] = field(default_factory=dict)
     """Files of directories that were not read, by reason."""
     gone: list[str] = field(default_factory=list)
@@ -400,6 +402,7 @@ def documents_of(
             report.failures.append(failure)
         elif read is not None:
             read.add(name)
+        report.warnings += damage_of(documents)
         yield from documents
         report.done_bytes = end
 
@@ -437,6 +440,10 @@ def documents_in(
         )
         for document in documents
     ], failure
+
+
+def damage_of(documents: Iterable[tuple[Document, float]]) -> list[str]:
+    return [document.damage for document, _ in documents if document.damage]
 
 
 def _size(path: Path) -> int:

@@ -18,7 +18,7 @@ from blendrag.wording import quoted
 
 _REPORTED = (
     "documents", "documents_unchanged", "chunks", "chunks_computed", "tokens", "bytes", "seconds",
-    "failed", "failures",
+    "failed", "failures", "warnings",
 )  # fmt: skip
 
 

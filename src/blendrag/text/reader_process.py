@@ -136,7 +136,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[tuple[Any, ...]]]:
     chars = 0
     try:
         for each in documents:
-            batch.append((each.source, each.text, each.title, dict(each.metadata)))
+            batch.append((each.source, each.text, each.title, dict(each.metadata), each.damage))
             chars += len(each.text)
             if chars >= FRAME_CHARS:
                 yield batch

@@ -1,28 +1,26 @@
 """Read files into documents: text of any kind, Markdown, HTML, JSON lines, PDF and DOCX.
 
-Text is known by its content, and its encoding is guessed if it is not UTF-8. A file that cannot be read
+Text is known by its content (:mod:`blendrag.text.decoding`). A file that cannot be read
 raises :class:`UnreadableDocumentError` with the reason, so that ingest can report it and continue.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from charset_normalizer import from_bytes, is_binary
 from pathspec import GitIgnoreSpec
 
 from blendrag.errors import InvalidInputError, UnreadableDocumentError, check_unicode
 from blendrag.store import regular_files
 from blendrag.store.identity import digest_fields
 from blendrag.text import office_files
+from blendrag.text.decoding import BEGINNING_BYTES, decoded, is_text
 from blendrag.text.names import MAX_ID_CHARS, MAX_TITLE_CHARS, check_metadata, check_name, cut_title
 
 if TYPE_CHECKING:
@@ -35,15 +33,6 @@ MAX_FILE_BYTES = 1024 * regular_files.MIB
 MAX_FILE_DOCUMENTS = 250_000
 #: Size limit of a document's text: 15 times the Bible, 30,000 chunks of 512 tokens.
 MAX_TEXT_CHARS = 64 * 1024**2
-#: Tell whether a file is text.
-BEGINNING_BYTES = 64 * 1024
-
-#: Encodings that are guessed: with NUL bytes, and without.
-_WIDE = ["utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be"]
-_NARROW = [
-    "cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1255", "cp1256", "cp1257", "iso8859_2", "koi8_r",
-    "cp932", "euc_jp", "gb18030", "big5", "cp949",
-]  # fmt: skip
 #: Depth of HTML. Tags that are never closed nest, as the paragraphs of old pages.
 MAX_HTML_DEPTH = 100_000
 _HTML = re.compile(r"\s*<(!doctype html|html)\b", re.IGNORECASE)
@@ -60,6 +49,8 @@ class Document:
     text: str
     title: str
     metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
+    damage: str = ""
+    """What of its file could not be read, for the report of an ingest; no part of the document."""
 
 
 def check_document(document: Document) -> None:
@@ -206,7 +197,7 @@ def _why_skipped(path: Path) -> str:
     if kind := office_files.kind_of(path, beginning):
         lacks = office_files.lacks_reader(kind)
         return f"{kind}, which needs {office_files.INSTALL}" if lacks else ""
-    return "" if encoding_of(beginning) else "binary"
+    return "" if is_text(beginning) else "binary"
 
 
 def _is_store(directory: Path) -> bool:
@@ -245,9 +236,17 @@ def open_documents(path: Path) -> Opened:
     if kind := office_files.kind_of(path, data):
         work_bytes = office_files.work_bytes(path, kind, data)
         return Opened(kind, work_bytes, _limited(path, _read_office(path, kind, data)))
-    text = _decoded(path, data)
+    text, damage = _text_of(path, data)
     kind = _KINDS.get(path.suffix.lower(), "HTML" if _HTML.match(text) else "text")
-    return Opened(kind, len(data), _limited(path, _READERS[kind](path, text)))
+    documents = _with_damage(_READERS[kind](path, text), damage)
+    return Opened(kind, len(data), _limited(path, documents))
+
+
+def _with_damage(documents: Iterator[Document], damage: str) -> Iterator[Document]:
+    """The first document carries the damage of the file."""
+    for document in documents:
+        yield replace(document, damage=damage) if damage else document
+        damage = ""
 
 
 def _limited(path: Path, documents: Iterator[Document]) -> Iterator[Document]:
@@ -283,41 +282,15 @@ def _read_bytes(path: Path) -> bytes:
         ) from exc
 
 
-def _decoded(path: Path, data: bytes) -> str:
-    """The text with ``\\n`` line ends."""
-    encoding = encoding_of(data)
-    if encoding is None:
+def _text_of(path: Path, data: bytes) -> tuple[str, str]:
+    """The text with ``\\n`` line ends, and what of it is damaged."""
+    found = decoded(data)
+    if found is None:
         raise UnreadableDocumentError(path, "is binary, expected text; convert it to text first")
-    try:
-        text = _with_newlines(data.decode(encoding))
-    except UnicodeDecodeError as exc:
-        raise UnreadableDocumentError(
-            path, f"is not {encoding} throughout (byte {exc.start}); convert it to UTF-8 with iconv"
-        ) from exc
+    text = _with_newlines(found.text)
     if not text.strip():
         raise UnreadableDocumentError(path, "is empty, expected text; remove it or fill it")
-    return text
-
-
-def encoding_of(data: bytes) -> str | None:
-    """The encoding of a text, or of its beginning; ``None`` for what is no text.
-
-    UTF-8 if it can be, else a guess. Windows-1252 wins a tie: short texts fit several encodings.
-    """
-    if b"\0" not in data:
-        with suppress(UnicodeDecodeError):
-            codecs.getincrementaldecoder("utf-8")().decode(data)
-            return "utf-8-sig"
-    elif is_binary(data[:BEGINNING_BYTES]):
-        return None
-    found = from_bytes(data, cp_isolation=_WIDE if b"\0" in data else _NARROW)
-    best = found.best()
-    if best is None:
-        return None
-    worth = (best.chaos, -best.coherence)
-    alike = [match for match in found if (match.chaos, -match.coherence) <= worth]
-    is_western = any("cp1252" in match.could_be_from_charset for match in alike)
-    return "cp1252" if is_western else best.encoding
+    return text, f"{path}: {found.damage}" * bool(found.damage)
 
 
 def _with_newlines(text: str) -> str:
