@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -185,6 +186,48 @@ def test_pdf_and_docx_are_read(tmp_path: Path) -> None:
     assert (document.title, document.text) == ("A letter", "Terms\n\n | 30 days\n\nSigned.")
     with pytest.raises(UnreadableDocumentError, match="file without text, such as a scan"):
         list(read_documents(write(tmp_path / "scan.pdf", pdf())))
+
+
+@pytest.mark.parametrize("algorithm", ["RC4-40", "RC4-128", "AES-128", "AES-256-R5", "AES-256"])
+def test_a_pdf_that_opens_without_a_password_is_read(tmp_path: Path, algorithm: str) -> None:
+    path = write(tmp_path / "a.pdf", encrypted("", algorithm))
+    (document,) = read_documents(path)
+    assert document.text == "The warranty."
+    write(path, encrypted("secret", algorithm))
+    with pytest.raises(
+        UnreadableDocumentError, match=r"only with a password; save it again withou"
+    ):
+        list(read_documents(path))
+
+
+def encrypted(password: str, algorithm: str) -> bytes:
+    pypdf = pytest.importorskip("pypdf")
+    writer, made = pypdf.PdfWriter(clone_from=io.BytesIO(pdf("The warranty."))), io.BytesIO()
+    writer.encrypt(password, "of the owner", algorithm=algorithm)
+    writer.write(made)
+    return made.getvalue()
+
+
+def test_a_broken_encryption_is_named_and_no_password_asked_for(tmp_path: Path) -> None:
+    broken = encrypted("", "AES-256").replace(b"/V 5", b"/V 9")
+    with pytest.raises(UnreadableDocumentError, match="V=9 NOT supported") as caught:
+        list(read_documents(write(tmp_path / "a.pdf", broken)))
+    assert "password" not in str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", ["AES-128", "AES-256"])
+def test_without_cryptography_a_pdf_in_aes_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    path = write(tmp_path / "a.pdf", encrypted("", algorithm))
+    fallback = importlib.import_module("pypdf._crypt_providers._fallback")
+    encryption = importlib.import_module("pypdf._encryption")
+    for name in ("CryptAES", "aes_cbc_decrypt", "aes_cbc_encrypt", "aes_ecb_encrypt"):
+        monkeypatch.setattr(encryption, name, getattr(fallback, name))
+    with pytest.raises(
+        UnreadableDocumentError, match=r"AES, .* extra: pip install 'blendrag\[files"
+    ):
+        list(read_documents(path))
 
 
 def test_without_the_extra_pdf_files_are_skipped_with_what_to_install(

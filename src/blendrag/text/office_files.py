@@ -67,7 +67,7 @@ def work_bytes(path: Path, kind: str, data: bytes) -> int:
 def _unreadable(path: Path, kind: str, exc: Exception) -> UnreadableDocumentError:
     first = (str(exc).strip().split("\n")[0] or type(exc).__name__)[:200]
     return UnreadableDocumentError(
-        path, f"cannot be read as {kind} ({first}); save it again, without a password, or as text"
+        path, f"cannot be read as {kind} ({first}); save it again, or as text"
     )
 
 
@@ -78,7 +78,9 @@ def read(path: Path, kind: str, data: bytes) -> tuple[str, str]:
             path, f"is a {kind} file, read only with the extra: {INSTALL}"
         )
     try:
-        text, title = _pdf(data) if kind == "PDF" else _docx(data)
+        text, title = _pdf(path, data) if kind == "PDF" else _docx(data)
+    except UnreadableDocumentError:
+        raise
     except Exception as exc:  # both libraries raise many types for damaged files
         if is_out_of_memory(exc):
             raise MemoryError from exc
@@ -90,10 +92,26 @@ def read(path: Path, kind: str, data: bytes) -> tuple[str, str]:
     return text, " ".join(title.split())
 
 
-def _pdf(data: bytes) -> tuple[str, str]:
-    from pypdf import PdfReader
+def _pdf(path: Path, data: bytes) -> tuple[str, str]:
+    from pypdf.errors import DependencyError
+
+    try:
+        return _open_pdf(path, data)
+    except DependencyError as exc:
+        raise UnreadableDocumentError(
+            path, f"is a PDF encrypted with AES, read only with the whole extra: {INSTALL}"
+        ) from exc
+
+
+def _open_pdf(path: Path, data: bytes) -> tuple[str, str]:
+    from pypdf import PasswordType, PdfReader
 
     reader = PdfReader(BytesIO(data))
+    # a file that only forbids printing or copying opens with an empty password
+    if reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED:
+        raise UnreadableDocumentError(
+            path, "is a PDF that opens only with a password; save it again without one"
+        )
     times = Counter(page.indirect_reference for page in reader.pages)
     if times and max(times.values()) > MAX_PAGE_REPEATS:
         raise ValueError(f"it shows one page {max(times.values()):,} times")
