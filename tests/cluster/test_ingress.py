@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message
 
 from blendrag.cluster.backlog import Progress
 from blendrag.cluster.exposition import joined
-from blendrag.cluster.forwarding import WholeRequest, answered
+from blendrag.cluster.forwarding import Relayed, WholeRequest, answered
 from blendrag.cluster.ingress import TRIES, Ingress
 from blendrag.cluster.nodes import versions
 from blendrag.cluster.settings import ServedCluster
@@ -102,7 +102,7 @@ async def test_the_router_is_told_the_chunks(asking, texts: list[str]):
 
 
 async def refuse(scope: Any, receive: Any, send: Any) -> None:
-    await JSONResponse({}, 400)(scope, receive, send)
+    await JSONResponse({"error": {}}, 400)(scope, receive, send)
 
 
 async def test_the_router_learns_only_from_computed_answers(asking):
@@ -136,6 +136,54 @@ async def test_a_stream_whose_replica_ends_has_an_error_as_its_last_event(asking
     first, error, done = reply.text.strip().split("\n\n")
     assert (first, done) == ("data: {}", "data: [DONE]")
     assert "replica" in json.loads(error.removeprefix("data: "))["error"]["message"]
+
+
+PING = ": ping\n\n"
+
+
+def streaming(*events: str) -> ASGIApp:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def body() -> AsyncIterator[str]:
+            for event in events:
+                yield event
+
+        await StreamingResponse(body(), media_type=EVENTS)(scope, receive, send)
+
+    return app
+
+
+async def test_a_stream_of_comments_only_is_begun_anew_by_another_replica(asking):
+    replicas = Replicas(dies_after(PING), dies_after(PING, PING), streaming(PING, "data: {}\n\n"))
+    reply = await asking(replicas).post(CHAT)
+    assert reply.text.replace(PING, "") == "data: {}\n\n"
+    assert reply.headers["content-type"].startswith(EVENTS)
+
+
+@pytest.mark.parametrize("last", [refuse, dies_after()])
+async def test_an_error_after_the_comments_of_a_stream_is_an_event(asking, last: ASGIApp):
+    reply = await asking(Replicas(dies_after(PING), last)).post(CHAT)
+    ping, error, done = reply.text.strip().split("\n\n")
+    assert (reply.status_code, ping, done) == (200, PING.strip(), "data: [DONE]")
+    assert "error" in json.loads(error.removeprefix("data: "))
+
+
+async def test_comments_are_no_answer_for_the_router():
+    async def send(message: Message) -> None:
+        pass
+
+    reply, told = Relayed(send), []
+    head = {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [(b"content-type", EVENTS.encode())],
+    }
+    bodies = [
+        {"type": "http.response.body", "body": each} for each in (PING.encode(), b"data: {}\n\n")
+    ]
+    for message in (head, *bodies):
+        await reply.pass_on(message)
+        told.append(reply.is_answer)
+    assert told == [False, False, True]
 
 
 async def test_requests_are_refused_before_they_reach_a_replica(asking):

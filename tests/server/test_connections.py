@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import closing, suppress
 from typing import Any
 
@@ -89,9 +89,9 @@ def test_the_timeout_counts_what_precedes_the_queue(slow: Live, monkeypatch) -> 
         may_go_on.wait()
         return asked_chat(*given)
 
-    def begun(engine: BlendEngine, prompt: Prompt, options: Options) -> Any:
+    def begun(engine: BlendEngine, prompt: Prompt, options: Options, **more: Any) -> Any:
         seen.append(options.timeout_s)
-        return astream_pieces(engine, prompt, options)
+        return astream_pieces(engine, prompt, options, **more)
 
     monkeypatch.setattr(chats, "asked_chat", prepared)
     monkeypatch.setattr(service, "astream_pieces", begun)
@@ -171,8 +171,7 @@ async def test_a_client_that_stops_reading_counts_as_gone(monkeypatch, sent: int
             await asyncio.Event().wait()
         left.pop()
 
-    begun = chunks()
-    stream = events.EventStream(await anext(begun), begun)
+    stream = event_stream(chunks())
     async with asyncio.timeout(120):
         await stream.stream_response(send)
     assert closed == [True]
@@ -232,11 +231,16 @@ async def test_an_error_after_the_first_chunk_is_an_event() -> None:
         yield {"n": 1}
         raise OSError("unplugged")
 
-    sent = [each async for each in events.EventStream({"n": 0}, chunks()).body_iterator]
-    assert [json.loads(each[6:]) for each in sent[:2]] == [{"n": 0}, {"n": 1}]
-    assert json.loads(sent[2][6:])["error"]["type"] == "server_error"
-    assert "unplugged" not in sent[2]
-    assert sent[3] == "data: [DONE]\n\n"
+    ping, *sent, done = [each async for each in event_stream(chunks()).body_iterator]
+    assert (ping, done) == (events.PING, "data: [DONE]\n\n")
+    (first, failed) = (json.loads(each.removeprefix("data: ")) for each in sent)
+    assert first == {"n": 1}
+    assert failed["error"]["type"] == "server_error"
+    assert "unplugged" not in str(failed)
+
+
+def event_stream(chunks: AsyncGenerator[Any, None]) -> events.EventStream:
+    return events.EventStream(asyncio.ensure_future(anext(chunks)), chunks)
 
 
 def test_headers_without_end_are_refused(served: Live) -> None:

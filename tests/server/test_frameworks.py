@@ -60,7 +60,7 @@ def test_curl(served: Live) -> None:
     asked = [f"{served.v1}/chat/completions", "--json", body]
     assert ANSWER in json.loads(curl(*asked))["choices"][0]["message"]["content"]
     asked[-1] = body[:-1] + ', "stream": true}'
-    *chunks, done, _ = curl(*asked).split("\n\n")
-    assert done == "data: [DONE]"
+    ping, *chunks, done, _ = curl(*asked).split("\n\n")
+    assert (ping, done) == (": ping", "data: [DONE]")
     assert all(json.loads(each.removeprefix("data: ")) for each in chunks)
     assert "blendrag_store_hits_total" in curl(f"{served.url}/metrics")

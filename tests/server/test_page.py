@@ -450,7 +450,11 @@ def streamed(pieces: list[str], texts: list[str]) -> str:
     events = [{"choices": [each]} for each in choices] + [
         {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "blendrag": about}
     ]
-    return "".join(f"data: {json.dumps(each)}\n\n" for each in events) + "data: [DONE]\n\n"
+    return (
+        ": ping\n\n"
+        + "".join(f"data: {json.dumps(each)}\n\n" for each in events)
+        + "data: [DONE]\n\n"
+    )
 
 
 def answering(page: Any, pieces: list[str], texts: list[str]) -> Any:

@@ -168,7 +168,7 @@ def test_sigterm_lets_answers_end_and_refuses_new_ones(model_dir: Path, tmp_path
     asked = httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=300)
     with asked as response:
         lines = response.iter_lines()
-        assert next(lines).startswith('data: {"id"')
+        assert next(line for line in lines if line.startswith("data: ")).startswith('data: {"id"')
         process.send_signal(signal.SIGTERM)
         until(lambda: _is_refused(url))
         told = [line for line in lines if line]

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message, Scope, Send
 
 from blendrag.cluster.backlog import Progress
 
@@ -32,6 +33,60 @@ class WholeRequest:
     def of(cls, scope: Scope, body: bytes) -> WholeRequest:
         progress = Progress() if scope["path"] in COMPUTED else None
         return cls({name: scope[name] for name in _KEPT if name in scope}, body, progress)
+
+
+class Relayed:
+    """What a client has got of an answer. Another replica may begin it anew while only comments were sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_stream = False
+        """Whether the headers of a stream were sent."""
+        self.has_content = False
+        """Whether anything was sent that another replica cannot send again."""
+        self._is_ok = False
+        self._error: bytes | None = None
+        """What an error that came after the headers holds so far."""
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether a part of an answer was sent, no error."""
+        return self.has_content and self._is_ok
+
+    async def pass_on(self, message: Message) -> None:
+        """Send a message of a replica."""
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+            return
+        body = message.get("body", b"")
+        if self._error is not None:
+            self._error += body
+            if not message.get("more_body", False):
+                await self.fail(self._error)
+            return
+        if body and not (self.is_stream and body.startswith(b":")):
+            self.has_content = True
+        await self._send(message)
+
+    async def fail(self, error: bytes) -> None:
+        """End the stream with an error, which is JSON."""
+        self.has_content = True
+        ending = b"data: " + error + b"\n\ndata: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _begin(self, message: Message) -> None:
+        """Send the head of an answer, unless one was sent. What is then no stream is an error."""
+        is_stream = any(
+            name == b"content-type" and b"event-stream" in value
+            for name, value in message["headers"]
+        )
+        if self.is_stream:
+            self._error = None if is_stream else b""
+            return
+        self.is_stream = is_stream
+        self.has_content = not is_stream
+        self._is_ok = message["status"] == HTTPStatus.OK
+        await self._send(message)
 
 
 async def answered(app: ASGIApp, request: WholeRequest) -> AsyncGenerator[Message, None]:

@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from blendrag.cluster.chunk_keys import ChunkKeys
 from blendrag.cluster.exposition import joined
-from blendrag.cluster.forwarding import WholeRequest
+from blendrag.cluster.forwarding import Relayed, WholeRequest
 from blendrag.cluster.nodes import check_versions
 from blendrag.cluster.settings import ServedCluster
 from blendrag.errors import BlendragError
@@ -78,9 +77,10 @@ class Ingress:
         body = (await receive())["body"]  # Door has read all of it
         chunks = await asyncio.to_thread(self._chunks_of, body) if body else {}
         request = WholeRequest.of(scope, body)
+        reply = Relayed(send)
         try:
             for _ in range(TRIES):
-                if await self._is_answered(request, chunks, send):
+                if await self._is_answered(request, chunks, reply):
                     return
             raise Refusal(503, LOST)
         except BackPressureError:
@@ -95,30 +95,26 @@ class Ingress:
         finally:
             if request.progress is not None:
                 request.progress.has_ended = True
-        await refusal.response()(scope, receive, send)
+        if reply.is_stream:
+            await reply.fail(json.dumps(refusal.fields).encode())
+        else:
+            await refusal.response()(scope, receive, send)
 
-    async def _is_answered(self, request: WholeRequest, chunks: dict[str, int], send: Send) -> bool:
-        """``False`` if the replica ended before it sent anything."""
-        began = is_stream = False
+    async def _is_answered(
+        self, request: WholeRequest, chunks: dict[str, int], reply: Relayed
+    ) -> bool:
+        """``False`` if the replica ended before it sent anything but comments."""
         try:
             async for message in self._replicas.remote(request, chunks=chunks):
-                if message["type"] == "http.response.start":
-                    is_stream = any(
-                        name == b"content-type" and b"event-stream" in value
-                        for name, value in message["headers"]
-                    )
-                    if request.progress is not None and message["status"] == HTTPStatus.OK:
-                        request.progress.answered_at = time.monotonic()
-                began = True
-                await send(message)
+                await reply.pass_on(message)
+                if request.progress is not None and reply.is_answer:
+                    request.progress.answered_at = request.progress.answered_at or time.monotonic()
         except RayActorError:
-            if not began:
+            if not reply.has_content:
                 return False
-            if not is_stream:
+            if not reply.is_stream:
                 raise
-            event = json.dumps(Refusal(503, LOST).fields)
-            ending = f"data: {event}\n\ndata: [DONE]\n\n".encode()
-            await send({"type": "http.response.body", "body": ending, "more_body": False})
+            await reply.fail(json.dumps(Refusal(503, LOST).fields).encode())
         return True
 
     def _chunks_of(self, body: bytes) -> dict[str, int]:

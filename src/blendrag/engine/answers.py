@@ -151,6 +151,14 @@ class AsyncAnswerIterator(Pieces):
             await started.awaited()
         raise StopAsyncIteration
 
+    async def submitted(self) -> None:
+        """Wait until the request was checked and is in the queue. Raises what is wrong with it."""
+        try:
+            self._started or await self._begin()
+        except BaseException:
+            self.abandon()
+            raise
+
     async def _begin(self) -> Started:
         self._started = await self._start()
         # no reference to this iterator: dropping it must end the request

@@ -22,6 +22,8 @@ class Piece(NamedTuple):
     text: str
     answer: Answer | None = None
     reasoning: str = ""
+    is_queued: bool = False
+    """Whether it only tells that the request was checked and waits."""
 
 
 def stream_pieces(engine: BlendEngine, prompt: Prompt, options: Options) -> Iterator[Piece]:
@@ -39,12 +41,16 @@ def stream_pieces(engine: BlendEngine, prompt: Prompt, options: Options) -> Iter
 
 
 async def astream_pieces(
-    engine: BlendEngine, prompt: Prompt, options: Options
+    engine: BlendEngine, prompt: Prompt, options: Options, tells_queued: bool = False
 ) -> AsyncGenerator[Piece, None]:
-    """:func:`stream_pieces` without blocking the event loop."""
+    """:func:`stream_pieces` without blocking the event loop; with ``tells_queued``, the first piece
+    ``is_queued``."""
     streamed = False
     async with aclosing(engine.astream(prompt, options)) as pieces:
         pieces.with_reasoning = True
+        if tells_queued:
+            await pieces.submitted()
+            yield Piece("", is_queued=True)
         async for text in pieces:
             streamed = True
             yield _piece(text)

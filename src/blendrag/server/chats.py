@@ -52,13 +52,16 @@ async def chat_completion(service: Service, body: ChatBody) -> Fields:
     return _envelope(service).whole(choices, [answer], blendrag=about)
 
 
-async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields, None]:
-    """The chunks of a streamed answer."""
+async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields | None, None]:
+    """The chunks of a streamed answer; ``None`` once the request is in the queue."""
     envelope = _envelope(service)
     begun = False
     make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
     async with aclosing(service.pieces(make, _threads(service, body), body.timeout_s)) as telling:
         async for told in telling:
+            if told.piece.is_queued:
+                yield None
+                continue
             if not begun:
                 begun = True
                 for index in range(body.n or 1):

@@ -58,8 +58,10 @@ async def completion(service: Service, body: CompletionBody) -> Fields:
     )
 
 
-async def completion_chunks(service: Service, body: CompletionBody) -> AsyncGenerator[Fields, None]:
-    """The chunks of a streamed answer."""
+async def completion_chunks(
+    service: Service, body: CompletionBody
+) -> AsyncGenerator[Fields | None, None]:
+    """The chunks of a streamed answer; ``None`` once the request is in the queue."""
     prompt, *more = prompts_of(body)
     if more:
         raise Refusal(
@@ -74,7 +76,7 @@ async def completion_chunks(service: Service, body: CompletionBody) -> AsyncGene
         async for _, piece in telling:
             answer = piece.answer
             if answer is None:
-                yield envelope.chunk([_choice(0, piece.text)])
+                yield None if piece.is_queued else envelope.chunk([_choice(0, piece.text)])
                 continue
             for index, text in enumerate(answer.texts):
                 rest = text if index else piece.text

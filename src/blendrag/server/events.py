@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
+from anyio import CancelScope
 from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
@@ -19,7 +20,11 @@ from blendrag.server.refusals import ClientGoneError, refusal_of
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Chunk = Mapping[str, Any]
+Chunks = AsyncGenerator[Chunk | None, None]
 
+#: Seconds without an event until a comment is sent, which clients skip.
+PING_S = 3.0
+PING = ": ping\n\n"
 #: Seconds that a client may leave what was sent unread before it counts as gone.
 SEND_TIMEOUT_S = 60.0
 
@@ -30,21 +35,34 @@ def _event(fields: Chunk) -> str:
     return f"data: {json.dumps(fields, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def streamed(request: Request, chunks: AsyncGenerator[Chunk, None]) -> EventStream:
-    """``chunks`` as events. The first is awaited here: an error before it has a status."""
-    return EventStream(await while_connected(request, anext(chunks)), chunks)
+async def streamed(request: Request, chunks: Chunks) -> EventStream:
+    """``chunks`` as events. An error before the first item has a status, unless it takes longer than
+    :data:`PING_S`."""
+    first = asyncio.ensure_future(anext(chunks))
+    try:
+        await while_connected(request, asyncio.wait({first}, timeout=PING_S))
+        if first.done():
+            first.result()  # raises
+        return EventStream(first, chunks)
+    except BaseException:
+        await _ended(first)
+        raise
 
 
 class EventStream(StreamingResponse):
     """Chunks as events, as they come. If the client leaves or stops reading, ``chunks`` is closed.
 
-    An error is an event, because the status was sent.
+    It begins with a comment, and sends one whenever :data:`PING_S` seconds have no event, so that no client
+    or proxy gives up during a prefill or in the queue. An error is an event, because the status was sent.
     """
 
-    def __init__(self, first: Chunk, chunks: AsyncGenerator[Chunk, None]) -> None:
+    def __init__(self, first: asyncio.Future[Chunk | None], chunks: Chunks) -> None:
+        """``first``: the first item of ``chunks``, which may still be awaited. ``None`` among the items is no
+        event."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        self._first = first
         self._chunks = chunks
-        super().__init__(self._events(first), headers=headers, media_type="text/event-stream")
+        super().__init__(self._events(), headers=headers, media_type="text/event-stream")
 
     async def stream_response(self, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -54,20 +72,41 @@ class EventStream(StreamingResponse):
             except TimeoutError:
                 raise ClientGoneError(f"nothing was read for {SEND_TIMEOUT_S:g} s") from None
 
-        async with aclosing(self._chunks):
+        async with aclosing(self._chunks), aclosing(self.body_iterator):
             with suppress(ClientGoneError):  # the server closes the connection
                 await super().stream_response(send_in_time)
 
-    async def _events(self, first: Chunk) -> AsyncGenerator[str, None]:
+    async def _events(self) -> AsyncGenerator[str, None]:
+        coming = self._first
         try:
-            yield _event(first)
-            async for chunk in self._chunks:
-                yield _event(chunk)
+            yield PING
+            while True:
+                if not (await asyncio.wait({coming}, timeout=PING_S))[0]:
+                    yield PING
+                    continue
+                if (chunk := coming.result()) is not None:
+                    yield _event(chunk)
+                coming = asyncio.ensure_future(anext(self._chunks))
+        except StopAsyncIteration:
+            pass
         except Exception as exc:
             if not isinstance(exc, BlendragError):
                 log.exception("a streamed answer failed")
             yield _event(refusal_of(exc).fields)
+        finally:
+            await _ended(coming)
         yield _DONE
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Cancel a task that runs and wait for its end."""
+    task.cancel()
+    with CancelScope(
+        shield=True
+    ):  # anyio, and so Starlette, cancels whatever a cancelled task awaits
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # else asyncio logs one that nobody read
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

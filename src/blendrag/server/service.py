@@ -48,7 +48,7 @@ BUSY_S = 1.0
 
 
 class Told(NamedTuple):
-    """A piece of an answer, and the request it belongs to."""
+    """A piece of an answer, and the request it belongs to. The first piece ``is_queued``."""
 
     asked: ServedRequest
     piece: Piece
@@ -132,11 +132,12 @@ class Service:
         self.check_open()
         with self.admission.ticket() as ticket:
             asked = await _made(make, threads, timeout_s)
-            streaming = astream_pieces(self.engine, asked.prompt, asked.options)
+            streaming = astream_pieces(self.engine, asked.prompt, asked.options, tells_queued=True)
             try:
                 async with aclosing(streaming):
                     async for piece in streaming:
-                        ticket.begun()
+                        if not piece.is_queued:
+                            ticket.begun()
                         if piece.answer is not None:
                             ticket.answered(piece.answer.metrics)
                         yield Told(asked, piece)

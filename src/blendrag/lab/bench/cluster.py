@@ -235,7 +235,7 @@ async def _asked(url: str, way: str, contexts: list[list[str]], clients: int) ->
             async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
                 reply.raise_for_status()
                 async for line in reply.aiter_lines():
-                    if is_first and line:
+                    if is_first and line.startswith("data:"):
                         ttft_s.append(time.perf_counter() - began)
                         is_first = False
 
