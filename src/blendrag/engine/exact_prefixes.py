@@ -141,10 +141,17 @@ class ExactPrefixes:
         )
 
     def keep(self, request: Request, plan: Plan, cache: BlendCache) -> None:
-        """Keep the KV of the part before the first chunk, such as a conversation, which grows."""
+        """Keep the KV of the part before the first chunk, such as a conversation, which grows.
+
+        In mode prefix with the first chunk, if it was computed: it follows another head than the stored ones,
+        such as today's, and is exact.
+        """
         ids, span = plan.prompt.leading_ids, plan.leading_span
         if self._tree is None or not (plan.chunks and self._may_use(request)):
             return
+        first = plan.chunks[0]
+        if request.mode == "prefix" and first.span is None:
+            ids = plan.prompt.ids[: max(len(ids), first.segment.end)]
         if len(ids) < MIN_TOKENS or self._tree.match(_family(request), ids) == len(ids):
             return
         if span is not None and not (self._is_native or isinstance(span.reader, ResidentReader)):

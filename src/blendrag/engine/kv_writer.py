@@ -103,6 +103,7 @@ class KVWriter:
         if not self._admitted:  # loads the model and may run the gate, which is not encoding
             admit = partial(self._resources.kv_validity.admit, self.namespace)
             self._computed(admit)
+            self._computed(self._put_undated)
             self._admitted = True
         began = time.perf_counter()
         try:
@@ -133,6 +134,15 @@ class KVWriter:
         resources = self._resources
         with before_layers(resources.adapter.decoder_layers, pause):  # streams go on meanwhile
             return resources.kv_validity.encode(self.namespace, ids, resources.prefix_ids)
+
+    def _put_undated(self) -> None:
+        """Store the KV of the prefix up to today's date."""
+        resources, ids = self._resources, self._resources.undated_ids
+        key = chunk_key(self.namespace, (), ids)
+        if ids and not resources.store.contains(self.namespace, key):
+            kv = resources.kv_validity.encode(self.namespace, ids, ())
+            resources.store.put(self.namespace, key, kv)
+            self.stored.add(key)
 
     def key_of(self, chunk: Chunk) -> str:
         """Key of the chunk's KV in this run's namespace."""

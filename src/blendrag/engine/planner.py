@@ -202,6 +202,7 @@ class Planner:
             resources.manifest.encoding,
             profile,
             token_s=self._token_s,
+            undated_ids=resources.undated_ids,
         )
 
     def _token_s(self) -> float:

@@ -21,6 +21,7 @@ import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from blendrag.engine.data_text import DataPrompt
 from blendrag.engine.nested import check_nested
 from blendrag.engine.request import Options, Prompt, RagPrompt
 from blendrag.errors import InvalidInputError, check_unicode
-from blendrag.model.bounded_templates import bounded
+from blendrag.model.bounded_templates import FIXED_MOMENT, bounded
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
 from blendrag.text.matches import Match, common_prefix, merged
@@ -44,6 +45,9 @@ SEPARATOR = "\n\n"
 UNKNOWN = "If the answer is not in the context, say that you do not know.\n\n"
 #: Where base models and small ones begin to ask themselves.
 NEXT_QUESTION = "\nQuestion:"
+
+#: Every part of a date and a time differs between these and the fixed moment.
+_OTHER_MOMENTS = (datetime(1981, 11, 5, 13, 47, 59), datetime(2037, 2, 18, 22, 31, 8))
 
 Span = tuple[int, int]
 Change = Callable[[int, str], str]
@@ -128,9 +132,22 @@ def head_ids(tokens: Tokens) -> tuple[int, ...]:
     beginning, the instruction.
 
     Chunks are encoded after them by default, because KV that was computed after an instruction is nearer to
-    that of a full prefill than KV computed after BOS alone (docs/quality.md).
+    that of a full prefill than KV computed after BOS alone (docs/quality.md). Where a template writes today's
+    date, the head has a fixed one, so that keys are the same every day and everywhere.
     """
-    rendered = [render(prompt_over("?", [text]), tokens, Options()).text for text in ("A", "1")]
+    return _head_at(FIXED_MOMENT, tokens)
+
+
+def daily_part(tokens: Tokens) -> int:
+    """How many tokens of :func:`head_ids` precede what the template changes from day to day; all if it
+    changes nothing."""
+    head = head_ids(tokens)
+    return min(common_prefix(head, _head_at(moment, tokens)) for moment in _OTHER_MOMENTS)
+
+
+def _head_at(moment: datetime, tokens: Tokens) -> tuple[int, ...]:
+    with bounded(moment):
+        rendered = [render(prompt_over("?", [text]), tokens, Options()).text for text in ("A", "1")]
     first, second = (tuple(tokens.encode_prompt(text, begins=True).ids) for text in rendered)
     return first[: common_prefix(first, second)]
 

@@ -23,7 +23,7 @@ from blendrag.corpus.embedding_turns import Check, EmbeddingTurns, proceed
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.retriever import Retriever
 from blendrag.engine.kv_validity import KVValidity
-from blendrag.engine.rendering import head_ids
+from blendrag.engine.rendering import daily_part, head_ids
 from blendrag.engine.worker import CLOSED
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.fusor import Fusor
@@ -434,6 +434,19 @@ class Resources:
     def prefix_ids(self) -> tuple[int, ...]:
         """Ids of the prefix that the corpus's chunks are encoded after."""
         return self.manifest.prefix_ids
+
+    @opened
+    def undated_ids(self) -> tuple[int, ...]:
+        """The prefix up to today's date, whose KV is stored by itself, because it is exact every day.
+
+        Empty if the chat template writes no date, or too soon.
+        """
+        prefix = self.prefix_ids
+        if not prefix or prefix != head_ids(self.tokens):
+            return ()
+        same = daily_part(self.tokens)
+        is_worth = self.settings.prefix_min_tokens <= same < len(prefix)
+        return prefix[:same] if is_worth else ()
 
     @property
     def layout(self) -> KVLayout:

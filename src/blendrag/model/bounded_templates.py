@@ -5,6 +5,9 @@ it from the machine, but bounds neither time nor memory: nested loops, ``"a" * 1
 doubles forty times all hang a process or fill its memory. Here every pass of a loop, every call and every
 text that is made is paid from an allowance, before it is made where its size can be told.
 
+A template may also look at the clock and draw at random. All renderings within one :func:`bounded` see the
+same moment and draw alike, so that a prompt which is rendered several times is the same each time.
+
 transformers compiles templates in one function, which is replaced for renderings within :func:`bounded`; all
 other renderings of the process are left alone.
 """
@@ -16,10 +19,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from functools import lru_cache, wraps
+from random import Random
+from secrets import randbits
 from typing import Any
 
-from jinja2 import Template, nodes
+from jinja2 import Template, nodes, pass_context
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
@@ -36,23 +43,47 @@ MAX_TEMPLATE_CHARS = 256 * 1024
 #: Most bits of a number that is calculated.
 MAX_BITS = 4096
 
+#: The date that Llama 3's template names where it is not told today's.
+FIXED_MOMENT = datetime(2024, 7, 26)
+
 _allowance = threading.local()
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
-    """Templates rendered by this thread within the context share one allowance.
+def bounded(moment: datetime | None = None) -> Iterator[None]:
+    """Templates rendered by this thread within the context share one allowance, one moment and one seed.
 
-    A template that exceeds it raises :class:`InvalidInputError`.
+    ``moment``: what the clock shows, which also fixes the seed; ``None``: the present. A template that
+    exceeds the allowance raises :class:`InvalidInputError`.
     """
     if getattr(_allowance, "left", None) is not None:
+        _allowance.draws = Random(_allowance.seed)
         yield  # a part of a rendering
         return
     _allowance.left = MAX_BYTES
+    _allowance.moment = moment
+    _allowance.seed = randbits(32) if moment is None else 0
+    _allowance.draws = Random(_allowance.seed)
     try:
         yield
     finally:
         _allowance.left = None
+
+
+def _strftime_now(format: str) -> str:
+    """transformers' function of this name, for the moment of the context."""
+    if _allowance.moment is None:
+        _allowance.moment = chat_template_utils.datetime.now()
+    return str(_allowance.moment.strftime(format))
+
+
+@pass_context
+def _random(context: Context, values: Any) -> Any:
+    """jinja's filter, with the draws of the context."""
+    try:
+        return _allowance.draws.choice(values)
+    except IndexError:
+        return context.environment.undefined("No random item, sequence was empty.")
 
 
 def _spend(size_bytes: int) -> None:
@@ -251,9 +282,10 @@ def _environment() -> _Environment:
     made.optimized = False  # the optimizer would run what it can before a rendering
     made.finalize = _spend_on
     made.filters = {name: _paying_filter(name, real) for name, real in made.filters.items()}
-    made.filters |= {_STEP: _spend, _VALUE: _spend_on}
+    made.filters |= {_STEP: _spend, _VALUE: _spend_on, "random": _paying_filter("random", _random)}
     made.tests |= {name: _paying_test(made.tests[name]) for name in _COMPARING & made.tests.keys()}
     made.globals.pop("lipsum", None)
+    made.globals["strftime_now"] = _strftime_now
     return made
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from tokenizers import Tokenizer
 
 from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode, is_panic
-from blendrag.model.bounded_templates import bounded
+from blendrag.model.bounded_templates import FIXED_MOMENT, bounded
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import uncapped
 from blendrag.text.matches import merged
@@ -276,7 +276,8 @@ class Tokens:
         """The default prefix of chunks: BOS, else the template's first token."""
         if self.bos_id is not None:
             return (self.bos_id,)
-        first = self.render([{"role": "user", "content": "a"}]) if self.has_template else "\n"
+        with bounded(FIXED_MOMENT):
+            first = self.render([{"role": "user", "content": "a"}]) if self.has_template else "\n"
         return tuple(self.encode_template(first)[:1])
 
 

@@ -98,6 +98,8 @@ class Controller:
     scope: str | None = None
     """Whose prompts may leave the part before the first chunk to this one; ``None``: it is neither stored nor
     read."""
+    undated_ids: tuple[int, ...] = ()
+    """Beginning of ``prefix_ids`` that is stored by itself, because the rest changes from day to day."""
     _asked: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Whether the store had a key when it was asked."""
 
@@ -123,6 +125,7 @@ class Controller:
             partial(self._first_s, prompt) if self.token_s is not None else None,
         )
         span, leading = self._leading(prompt, avoid, last)
+        span = span or self._undated(prompt, avoid, last)
         span = self._in_memory(prompt, span, last) or span
         plan = Plan(prompt, (), options.policy, options.schedule, options.ratio, span, leading)
         chunks: list[PlannedChunk] = []
@@ -219,6 +222,18 @@ class Controller:
         if reader is None:
             return None, ids
         return LoadedSpan(0, end, reader, 0, exact=True), ()
+
+    def _undated(
+        self, prompt: SegmentedPrompt, avoid: frozenset[str], last: int
+    ) -> LoadedSpan | None:
+        """The part before today's date as an exact prefix."""
+        ids = self.undated_ids
+        end = min(len(ids), last)
+        if not (end and prompt.chunks) or prompt.leading_ids[: len(ids)] != ids:
+            return None
+        key = chunk_key(self.namespace, (), ids)
+        reader = self._open(self.namespace, key, len(ids), avoid)
+        return None if reader is None else LoadedSpan(0, end, reader, 0, exact=True)
 
     def _may_store_leading(self, prompt: SegmentedPrompt, last: int) -> bool:
         fits = self.prefix_min_tokens <= len(prompt.leading_ids) <= LEADING_MAX_TOKENS

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 
 from blendrag.errors import InvalidInputError
+from blendrag.model.bounded_templates import bounded
 from blendrag.model.tokens import Tokens
 from blendrag.schema.nodes import Node, Role, Union, children_of
 
@@ -67,6 +68,7 @@ class ChatTexts:
         follow(nodes, previous)
         return texts.__getitem__
 
+    @bounded()  # both renderings see the same moment
     def opening(self, previous: str) -> str:
         """What the template writes before an answer that follows the role ``previous``."""
         conversation = [_message(role, "x") for role in _BEFORE[previous]]
@@ -94,6 +96,7 @@ class ChatTexts:
     def _mark(self, text: str) -> str:
         return f"{self._begin}{text}{self._end}" if text else ""
 
+    @bounded()
     def _around(self, role: str, previous: str | None) -> tuple[str, str]:
         """What the template writes before and after a message of ``role``."""
         if not self._tokens.has_template:
