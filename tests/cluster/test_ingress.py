@@ -199,6 +199,16 @@ async def test_requests_are_refused_before_they_reach_a_replica(asking):
     assert (await client.post("/v1/x")).status_code == 200
 
 
+async def test_names_and_sites_are_those_of_the_arguments(asking):
+    client = asking(Replicas(echo), allow_hosts=("Box.lan",), cors_origins=("https://app.example",))
+    client.headers["Origin"] = "https://app.example"
+    for status, host in ((200, "box.lan"), (200, "x.internal"), (403, "evil.example")):
+        reply = await client.post("http://127.0.0.1/v1/x", headers={"Host": host})
+        assert reply.status_code == status
+        assert reply.headers["access-control-allow-origin"] == "https://app.example"
+    assert (await client.post("/v1/ingest/", json={})).status_code == 403
+
+
 async def test_a_client_that_leaves_ends_the_request_in_the_replica():
     seen: list[str] = []
 

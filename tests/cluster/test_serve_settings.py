@@ -58,6 +58,7 @@ def test_the_example_starts_pods_for_all_replicas(arguments: dict[str, Any]):
     ({"stor": "kv"}, "argument stor .* not permitted; the arguments are model, store"),
     ({"min_replicas": 0}, "argument min_replicas .* greater than or equal to 1"),
     ({"mode": "fast"}, "argument mode .* 'blend'"),
+    ({"cors_origins": ["app.example"]}, "--cors-origin 'app.example' must be"),
     ({"min_replicas": 3, "max_replicas": 2}, "min_replicas 3 .* max_replicas 2"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_in_one_sentence(wrong: dict[str, Any], told: str):

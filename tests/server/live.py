@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -50,13 +51,17 @@ class Live:
 
 @contextmanager
 def live(
-    engine: BlendEngine, limits: Limits | None = None, keys: str = "", send_bytes: int | None = None
+    engine: BlendEngine,
+    limits: Limits | None = None,
+    keys: str = "",
+    send_bytes: int | None = None,
+    **more: Any,
 ) -> Iterator[Live]:
     """Serve ``engine``, whose model is opened; ``keys`` is the text of a key file, ``send_bytes`` what the
-    system sends ahead of a client's reading."""
+    system sends ahead of a client's reading, ``more`` further fields of the service."""
     engine.open()
     known = ApiKeys.parse(keys, "keys") if keys else ApiKeys()
-    service = Service(engine, limits or Limits(), known)
+    service = Service(engine, limits or Limits(), known, **more)
     at = bound_socket("127.0.0.1", 0)
     if send_bytes is not None:
         at.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)

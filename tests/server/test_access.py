@@ -10,8 +10,9 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+import tiny
 from blendrag.engine import BlendEngine
-from blendrag.server.access import ApiKeys, Door
+from blendrag.server.access import ApiKeys, Door, checked_hosts
 from server.live import Live, live
 
 KEYS = "# readers\nreader-1\n\nreader-2\nlire-voilà\n# editors\neditor-1 write\n"
@@ -131,7 +132,10 @@ def test_keys_do_not_show_in_texts() -> None:
 def test_without_keys_a_web_page_cannot_take_this_machines_name(
     served: Live, guarded: Live
 ) -> None:
-    names = ("rebound.example.org", "rebound.example.org:8000", "127.0.0.1.example.org.")
+    names = (
+        "rebound.example.org", "rebound.example.org:8000", "127.0.0.1.example.org.", "local.example.org",
+        "host.docker.internal.example.org", "evillocal.com", "mybox.lan",
+    )  # fmt: skip
     with served.client() as client, guarded.client(headers=bearer("reader-1")) as known:
         for host in names:
             for path in ("/", "/v1/models", "/metrics"):
@@ -142,9 +146,40 @@ def test_without_keys_a_web_page_cannot_take_this_machines_name(
         for host in (
             "localhost:8000",
             "LOCALHOST",
+            "app.localhost",
             "127.0.0.1",
             "[::1]:8000",
             "10.0.0.7",
             "machine",
+            "host.docker.internal:8000",
+            "gateway.docker.internal",
+            "My-Mac.local.",
+            "box.home.arpa",
         ):
             assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_further_names_are_allowed_by_an_option_that_the_refusal_names(demo_engine) -> None:
+    with live(demo_engine, hosts=checked_hosts(["MyBox.lan"])) as server, server.client() as client:
+        for host in ("mybox.lan", "MYBOX.lan:8000", "mybox.lan."):
+            assert client.get("/health", headers={"Host": host}).status_code == 200
+        refused = client.get("/health", headers={"Host": "your.mybox.lan"})
+        assert refused.status_code == 403
+        assert "--allow-host your.mybox.lan" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["https://a.example", "a.example:80", "*", "*.example", "", "a b"])
+def test_what_is_no_name_is_refused_in_one_sentence(name: str) -> None:
+    with tiny.refuses("--allow-host .* must be a name without scheme and port"):
+        checked_hosts([name])
+
+
+def test_a_slash_at_the_end_of_a_path_is_no_redirect_to_the_host_of_the_request(
+    served: Live,
+) -> None:
+    with served.client() as client:
+        for path in ("/health", "/v1/models", "/v1/documents", "/metrics", "/openapi.json"):
+            told = client.get(f"{path}/", headers={"Host": "evil"})
+            assert (told.status_code, told.headers.get("location")) == (200, None)
+        assert client.post("/v1/ingest/", json={"documents": []}).status_code == 403
+        assert client.get("/nowhere/").status_code == 404

@@ -182,6 +182,17 @@ def test_another_content_type_is_refused(client: httpx.Client) -> None:
     assert "expected application/json" in refused(response, 415)["message"]
 
 
+def test_bytes_that_are_no_http_are_refused_with_an_error_object(served: Live) -> None:
+    with closing(socket.create_connection(("127.0.0.1", served.port), timeout=120)) as connection:
+        connection.sendall(b"\x16\x03\x01 not HTTP\r\n\r\n")
+        with closing(http.client.HTTPResponse(connection)) as answer:
+            answer.begin()
+            headers = dict(answer.getheaders())
+            assert headers["connection"] == "close"
+            response = httpx.Response(answer.status, headers=headers, content=answer.read())
+    assert "; send it in HTTP/1.1" in refused(response, 400)["message"]
+
+
 def test_an_unknown_model_path_or_method(client: httpx.Client) -> None:
     for name in ("gpt-4o", "\ud800"):
         body = json.dumps({"model": name, "messages": HELLO}).encode()

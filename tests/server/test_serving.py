@@ -17,7 +17,7 @@ from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError, ModelLoadError
 from blendrag.server.admission import TTFT_BUCKETS_S
 from blendrag.server.running import server_of
-from cli.commands import refused, save_model, start
+from cli.commands import invoke, refused, save_model, start
 from server.conftest import QUESTION
 from server.live import live, until
 
@@ -94,6 +94,36 @@ def test_a_missing_key_file_is_one_sentence(key_file) -> None:
     assert "cannot be read (No such file" in refused("serve", "--api-key-file", key_file)
 
 
+@pytest.mark.parametrize(
+    ("given", "notes"),
+    [
+        ((), []),
+        (("--host", "0.0.0.0"), ["everybody who reaches 0.0.0.0 may ask"]),
+        (("--cors-origin", "https://app.example", "--allow-host", "box.lan"), []),
+        (("--cors-origin", "*"), ["every web page that a browser of this machine opens may ask"]),
+        (("--host", "0.0.0.0", "--cors-origin", "*", "--api-key-file", "KEYS"), []),
+    ],
+)
+def test_a_server_without_keys_says_who_else_may_ask(
+    model_dir: Path, tmp_path: Path, key_file: Path, monkeypatch, given, notes: list[str]
+) -> None:
+    monkeypatch.setattr("blendrag.server.running.serve", lambda *given: None)
+    key_file.write_text("a-key")
+    options = [str(key_file) if each == "KEYS" else each for each in given]
+    where = ("--model", model_dir, "--store", tmp_path / "store", "--mode", "full", "--port", "0")
+    told = invoke("serve", *where, *options).stderr.splitlines()
+    found = [line for line in told if line.startswith("note: ") and "may ask" in line]
+    assert len(found) == len(notes)
+    assert all(note in line for note, line in zip(notes, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--cors-origin", "app.example"), ("--allow-host", "http://box.lan")]
+)
+def test_a_wrong_site_or_name_is_one_sentence(tmp_path: Path, option: str, value: str) -> None:
+    assert f"{option} '{value}' must be" in refused("serve", "--store", tmp_path, option, value)
+
+
 def test_a_model_that_cannot_be_blended_is_refused_at_the_start(tmp_path: Path) -> None:
     model = save_model(tmp_path / "gpt2", tiny.family("gpt2"))
     store = tmp_path / "store"
@@ -110,9 +140,12 @@ def test_such_a_model_is_served_in_mode_full(tmp_path: Path) -> None:
     ):
         body = {"messages": [{"role": "user", "content": "Hello"}]}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
-        blended = client.post("/v1/chat/completions", json=body | {"blendrag": {"mode": "blend"}})
+        blended_body = body | {"blendrag": {"mode": "blend"}}
+        blended = client.post("/v1/chat/completions", json=blended_body)
         assert blended.status_code == 400
         assert blended.json()["error"]["param"] == "blendrag.mode"
+        streamed = client.post("/v1/chat/completions", json={**blended_body, "stream": True})
+        assert streamed.status_code == 400
 
         engine.close()
         assert client.get("/health").status_code == 503

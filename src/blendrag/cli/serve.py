@@ -6,6 +6,7 @@ import math
 import os
 import re
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,16 @@ def serve(
     api_key_file: Annotated[
         Path | None,
         options.optional("One key a line; a line that ends in 'write' may change documents."),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        options.optional("A further name of this machine for requests without a key; repeatable."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        options.optional(
+            "A site whose pages may ask, such as https://app.example, or * for all; repeatable."
+        ),
     ] = None,
     max_requests: Annotated[
         int | None,
@@ -106,8 +117,10 @@ def serve(
     """Answer HTTP requests in OpenAI's schema until Ctrl-C or SIGTERM; running answers are finished."""
     begin(verbose, "the server had not begun")
     _require_extra()
-    from blendrag.server.access import ApiKeys
+    from blendrag.server.access import ApiKeys, checked_hosts
+    from blendrag.server.cross_origin import checked_origins
 
+    hosts, origins = checked_hosts(allow_host or ()), checked_origins(cors_origin or ())
     keys, text = ApiKeys(), None
     if api_key_file is not None:
         text = options.read_text(
@@ -116,7 +129,9 @@ def serve(
         keys = ApiKeys.parse(text, f"--api-key-file {api_key_file}")
     given = {"max_requests": max_requests, "max_body_bytes": max_body, "max_tokens": max_tokens}
     if ray:
-        return _serve_on_ray(context, given | {"api_keys": text})
+        return _serve_on_ray(
+            context, given | {"api_keys": text, "allow_hosts": hosts, "cors_origins": origins}
+        )
     of_ray = {
         "--replicas": replicas, "--cpus-per-replica": cpus_per_replica,
         "--gpus-per-replica": gpus_per_replica,
@@ -148,15 +163,36 @@ def serve(
             from blendrag.engine.publishing import Follower
 
             following.enter_context(closing(Follower(engine.resources)))
-        service = Service(engine, limits, keys)
+        service = Service(engine, limits, keys, hosts, origins)
         at.listen()
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{at.getsockname()[1]}"
         say("serving", f"{service.model_id} at {url}/v1")
         say("page", f"{url}/")
+        _warn_of_others(at.getsockname()[0], bool(keys.may_write), origins)
         interrupt.expect("the server has stopped")
         serve_until_signal(create_app(service), at, verbose)
     return DONE
+
+
+def _warn_of_others(address: str, has_keys: bool, origins: Sequence[str]) -> None:
+    """Say who else may ask a server without keys."""
+    from blendrag.server.access import is_loopback
+    from blendrag.server.cross_origin import ANY
+
+    if has_keys:
+        return
+    if not (is_loopback(address) or address == "localhost"):
+        say(
+            "note",
+            f"everybody who reaches {address} may ask, and read the documents; --api-key-file asks for keys",
+        )
+    if ANY in origins:
+        say(
+            "note",
+            "every web page that a browser of this machine opens may ask, and read the documents; name the "
+            "sites with --cors-origin, or ask for keys with --api-key-file",
+        )
 
 
 def _follow(context: typer.Context) -> bool:
@@ -228,6 +264,7 @@ def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         say("serving", f"{url}/v1 with {count(least, 'replica')}")
         say("page", f"{url}/")
+        _warn_of_others(host, limits["api_keys"] is not None, served.cors_origins)
         interrupt.expect("the server has stopped", DRAIN_S)
         threading.Event().wait()
     return DONE

@@ -23,6 +23,7 @@ from blendrag.cluster.settings import ServedCluster
 from blendrag.errors import BlendragError
 from blendrag.server.access import Door
 from blendrag.server.admission import RETRY_AFTER_S
+from blendrag.server.cross_origin import CrossOriginMiddleware
 from blendrag.server.limits import Limits
 from blendrag.server.refusals import Refusal
 
@@ -49,7 +50,9 @@ class Ingress:
         self._replicas = replicas.options(method_name="answer", stream=True)
         self._keys = ChunkKeys(served.engine(is_ingress=True))
         max_body_bytes = Limits(**served.limits).max_body_bytes
-        self._door = Door(self._pass_on, served.keys(), max_body_bytes)
+        door = Door(self._pass_on, served.keys(), max_body_bytes, served.allow_hosts)
+        origins = served.cors_origins
+        self._door = CrossOriginMiddleware(door, origins) if origins else door
 
     async def __call__(self, request: Request) -> Response:
         return _ThroughApp(self._door)

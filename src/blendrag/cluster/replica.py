@@ -37,7 +37,8 @@ class Replica:
         self._engine = served.engine()
         _open(self._engine, needs_blending=not served.schemas)
         self._routing_keys = self._engine.schemas.routing_keys()
-        self._service = Service(self._engine, Limits(**served.limits), served.keys())
+        limits, hosts = Limits(**served.limits), served.allow_hosts
+        self._service = Service(self._engine, limits, served.keys(), hosts)
         self._app = create_app(self._service)
 
     async def answer(

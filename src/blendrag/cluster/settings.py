@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from blendrag.cluster import following
 from blendrag.cluster.nodes import check_model
@@ -15,7 +15,8 @@ from blendrag.config import Mode, Ratio, Settings, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.recorded_model import given_model, model_for, recorded_model
 from blendrag.errors import InvalidInputError
-from blendrag.server.access import ApiKeys
+from blendrag.server.access import ApiKeys, checked_hosts
+from blendrag.server.cross_origin import checked_origins
 from blendrag.store import regular_files
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ class ServedCluster(BaseModel):
     api_key_file: str | None = None
     """On each node. ``api_keys`` is the text of one."""
     api_keys: str | None = Field(default=None, repr=False)
+    allow_hosts: Annotated[tuple[str, ...], AfterValidator(checked_hosts)] = ()
+    """Further names of the cluster for requests without a key."""
+    cors_origins: Annotated[tuple[str, ...], AfterValidator(checked_origins)] = ()
+    """Sites whose pages may ask."""
     max_requests: int | None = Field(default=None, ge=1)
     """Per replica."""
     max_body_bytes: int | None = Field(default=None, ge=1)

@@ -672,7 +672,10 @@ class BlendEngine:
         made: list[Request | Exception] = []
         for i, prompt in enumerate(prompts):
             try:
-                made.append(self._request(prompt, options, asked_at))
+                request = self._request(prompt, options, asked_at)
+                if self.resources.is_loaded and request.placed is None:
+                    checked(request, self.resources.adapter)  # else on the worker
+                made.append(request)
             except Exception as exc:
                 with suppress(Exception), self._span(options, None, asked_at):
                     raise

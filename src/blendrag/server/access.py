@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import ipaddress
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +27,11 @@ BODY_TIMEOUT_S = 60.0
 MAX_HEADER_BYTES = 64 * 1024
 #: Paths below this need a key.
 GUARDED = "/v1"
+#: Ends of names that no web site has, because the public DNS never holds them: RFC 6761 (localhost), RFC 6762
+#: (local, which only machines of the same network answer for), RFC 8375 (home.arpa) and internal, which ICANN
+#: reserved for private use. So no site of the internet can point such a name to 127.0.0.1.
+LOCAL_ENDS = (".localhost", ".local", ".internal", ".home.arpa")
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _WRITE = "write"
 
 
@@ -92,8 +98,20 @@ def require_writer(request: Request) -> None:
         )
 
 
-def check_host(scope: Scope, host: str) -> None:
-    """Refuse a request without a key that reached this machine by the name of a web site.
+def checked_hosts(given: Sequence[str]) -> tuple[str, ...]:
+    """Names for :func:`check_host`. Raises :class:`InvalidInputError`."""
+    for name in given:
+        if not _NAME.fullmatch(name.rstrip(".").lower()):
+            raise InvalidInputError(
+                f"--allow-host {quoted(name)} must be a name without scheme and port, such as "
+                "box.example.org; for any name start the server with --api-key-file"
+            )
+    return tuple(name.rstrip(".").lower() for name in given)
+
+
+def check_host(scope: Scope, host: str, allowed: Collection[str] = ()) -> None:
+    """Refuse a request without a key that reached this machine by the name of a web site, unless the name is
+    one of ``allowed``.
 
     A page of that site could have changed what its name stands for (DNS rebinding), and would read the store
     through the user's browser. Addresses and names without a dot cannot be changed in this way.
@@ -101,7 +119,7 @@ def check_host(scope: Scope, host: str) -> None:
     address, _ = scope.get("server") or ("", None)
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     name = name.strip("[]").rstrip(".").lower()
-    if not _is_loopback(address) or "." not in name or name.endswith(".localhost"):
+    if not is_loopback(address) or "." not in name or name.endswith(LOCAL_ENDS) or name in allowed:
         return
     try:
         ipaddress.ip_address(name)
@@ -109,7 +127,7 @@ def check_host(scope: Scope, host: str) -> None:
         raise Refusal(
             403,
             f"the host {quoted(name)} is a name that web pages can take; use localhost or the address, or "
-            "start the server with --api-key-file",
+            f"start the server with --allow-host {shortened(name)} or with --api-key-file",
             code="host_not_allowed",
         ) from None
 
@@ -147,7 +165,7 @@ def check_content_type(headers: Headers) -> None:
         raise Refusal(415, f"{said}, expected application/json")
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -155,12 +173,19 @@ def _is_loopback(address: str) -> bool:
 
 
 class Door:
-    """ASGI middleware: checks the host or the key before the body is read, and limits the body."""
+    """ASGI middleware: checks the host or the key before the body is read, and limits the body.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int) -> None:
+    A path means the same with a slash at its end, without a redirect to the host that the request names.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int, hosts: Collection[str] = ()
+    ) -> None:
+        """``hosts``: those of :func:`checked_hosts`."""
         self.app = app
         self.keys = keys
         self.max_body_bytes = max_body_bytes
+        self.hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -171,7 +196,7 @@ class Door:
             check_framing(scope, headers)
             self._check_headers(scope)
             if not self.keys.may_write:
-                check_host(scope, headers.get("host", ""))
+                check_host(scope, headers.get("host", ""), self.hosts)
             if scope["path"].startswith(GUARDED):  # nothing else needs a body
                 bearer = self.keys.bearer(headers.get("authorization"))
                 scope.setdefault("state", {}).update(bearer._asdict())
@@ -185,6 +210,7 @@ class Door:
         except ClientGoneError:
             return None
 
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         sent = False
 
         async def receive_read() -> Message:

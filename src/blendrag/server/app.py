@@ -6,12 +6,14 @@ from typing import Annotated
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.types import ASGIApp
 
 from blendrag.corpus.embedding_turns import Check
 from blendrag.server.access import Door, require_writer
 from blendrag.server.bodies import ChatBody, CompletionBody, EmbeddingBody, IngestBody
 from blendrag.server.chats import chat_chunks, chat_completion
 from blendrag.server.completions import completion, completion_chunks
+from blendrag.server.cross_origin import CrossOriginMiddleware
 from blendrag.server.documents import delete_documents, document_list, ingest
 from blendrag.server.embeddings import embeddings, is_short, texts_of
 from blendrag.server.events import streamed, while_connected
@@ -24,10 +26,11 @@ from blendrag.server.service import Service
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> ASGIApp:
     """The ASGI application; the caller opens and closes the engine."""
-    app = FastAPI(title="blendrag", docs_url=None, redoc_url=None)
-    app.add_middleware(Door, keys=service.keys, max_body_bytes=service.limits.max_body_bytes)
+    app = FastAPI(title="blendrag", docs_url=None, redoc_url=None, redirect_slashes=False)
+    most = service.limits.max_body_bytes
+    app.add_middleware(Door, keys=service.keys, max_body_bytes=most, hosts=service.hosts)
     install_refusals(app)
     engine, writers = service.engine, [Depends(require_writer)]
 
@@ -106,7 +109,7 @@ def create_app(service: Service) -> FastAPI:
         return PlainTextResponse(store + service.exposition(), media_type=EXPOSITION)
 
     app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)(page)
-    return app
+    return CrossOriginMiddleware(app, service.origins) if service.origins else app
 
 
 def _language_model(service: Service) -> Fields:

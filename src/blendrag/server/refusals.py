@@ -152,6 +152,8 @@ def of_http(request: Request, error: HTTPException) -> Refusal:
         message = f"there is nothing at {shortened(path)}; the paths begin with /v1"
     elif status == 405:
         message = f"{shortened(request.method)} is not allowed at {shortened(path)}"
+        if "access-control-request-method" in request.headers:
+            message += "; for pages of other sites start the server with --cors-origin"
     elif status == 400:
         message = "the body cannot be read as JSON in UTF-8; send one JSON object"
     return Refusal(status, message, headers=error.headers)

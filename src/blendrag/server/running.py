@@ -7,13 +7,15 @@ import signal
 import socket
 import threading
 
+import h11
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from blendrag.errors import InvalidInputError
 from blendrag.server.access import MAX_HEADER_BYTES
+from blendrag.server.refusals import Refusal
 
 #: Seconds that running requests may take after SIGTERM or Ctrl-C; then they are cancelled.
 DRAIN_S = 30
@@ -38,9 +40,18 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP. A request whose body they were ends as if its client had left: its
-        answer would have no place in the connection, and an error in the log."""
-        super().send_400_response(msg)
+        """Refuse bytes that are no HTTP, with an error object. A request whose body they were ends as if its
+        client had left: its answer would have no place in the connection, and an error in the log."""
+        refusal = Refusal(400, f"{msg.rstrip('.')}; send it in HTTP/1.1")
+        response = refusal.response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=refusal.status, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -81,7 +92,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         ) from exc
 
 
-def server_of(app: FastAPI, verbose: bool = False) -> uvicorn.Server:
+def server_of(app: ASGIApp, verbose: bool = False) -> uvicorn.Server:
     """uvicorn with this project's settings."""
     return uvicorn.Server(
         uvicorn.Config(
@@ -101,7 +112,7 @@ def server_of(app: FastAPI, verbose: bool = False) -> uvicorn.Server:
     )
 
 
-def serve(app: FastAPI, at: socket.socket, verbose: bool = False) -> None:
+def serve(app: ASGIApp, at: socket.socket, verbose: bool = False) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish the requests that were let in."""
     if threading.current_thread() is threading.main_thread():
         # uvicorn raises the signal again after the drain; the engine is still to be closed then

@@ -61,6 +61,10 @@ class Service:
     engine: BlendEngine
     limits: Limits = field(default_factory=Limits)
     keys: ApiKeys = field(default_factory=ApiKeys)
+    hosts: tuple[str, ...] = ()
+    """Further names of this machine: :func:`blendrag.server.access.checked_hosts`."""
+    origins: tuple[str, ...] = ()
+    """Whose pages may ask: :func:`blendrag.server.cross_origin.checked_origins`."""
     began: int = field(default_factory=lambda: int(time.time()))
     clock: Callable[[], float] = time.monotonic
     _last_known: dict[str, str] = field(default_factory=dict)
