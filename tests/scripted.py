@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class ScriptedLlama(LlamaForCausalLM):
         prompt = self.words.decode(inputs[0], skip_special_tokens=False)
         self.prompts.append(prompt)
         words = self.words.encode(self.reply_to(prompt), add_special_tokens=False)
-        token = _reply.set(iter([*words, *[self.words.eos_token_id] * 4]))
+        token = _reply.set(chain(words, repeat(self.words.eos_token_id)))
         try:
             return super().generate(inputs, **kwargs)
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +27,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.json import parse_partial_json
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from blendrag.chat.forcing import chosen_tool, opening_for, refuse_unreadable
+from blendrag.chat.forcing import chosen_tool, refuse_unreadable
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks import schema_prompts
 from blendrag.frameworks.fields import CONFIG, RequestFields
@@ -238,7 +238,7 @@ class ChatBlend(RequestFields, BaseChatModel):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Prompt and options of a request. ``options.opening`` is the beginning of a required call."""
+    """Prompt and options of a request."""
 
     prompt: Prompt
     options: Options
@@ -261,7 +261,11 @@ def make_request(
     choice = chosen_tool(tool_choice, tools or ())
     offered = () if choice == "none" else tuple(tools or ())
     options = fields.request_options(
-        stop, **call, tools=offered or None, response_format=response_format
+        stop,
+        **call,
+        tools=offered or None,
+        tool_choice=choice if offered else None,
+        response_format=response_format,
     )
     if (placed := schema_prompts.from_messages(messages)) is not None:
         return ChatRequest(placed, options)
@@ -271,11 +275,6 @@ def make_request(
     instruction = _instruction(response_format)
     if instruction:
         asked = with_instruction(asked, instruction)
-    if offered:
-        opening = opening_for(
-            fields.engine.resources.tokens, choice, offered, options.template_arguments
-        )
-        options = replace(options, opening=opening)
     return ChatRequest(tuple(asked), options)
 
 

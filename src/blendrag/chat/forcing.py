@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blendrag.chat.calls import Tools, tool_names
 from blendrag.chat.formats import Format, format_of
@@ -21,27 +22,41 @@ if TYPE_CHECKING:
 
 #: A name that no template contains, an id that the strictest one (Mistral's, nine characters) takes, and one
 #: that holds the name, as Kimi's must.
-_NAME, _ID = "name_of_the_tool", "a1b2c3d4e"
-_IDS = (_ID, f"functions.{_NAME}:0")
-_PROBE = {"key_of_the_probe": "value"}
+_NAME, ID = "name_of_the_tool", "a1b2c3d4e"
+_IDS = (ID, f"functions.{_NAME}:0")
+_KEY, _VALUE = "key_of_the_probe", "text of the probe"
+_PROBE = {_KEY: _VALUE}
 _USER = {"role": "user", "content": "x"}
 _TOOL = {
     "type": "function",
     "function": {
         "name": _NAME,
         "description": "x",
-        "parameters": {"type": "object", "properties": {"key_of_the_probe": {"type": "string"}}},
+        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
     },
 }
 
 
+class TagForm(NamedTuple):
+    """Arguments between tags: ``before_key`` KEY ``after_key`` VALUE ``close``, one after another."""
+
+    before_key: str
+    after_key: str
+    close: str
+
+
 class CallForm(NamedTuple):
-    """What a model writes around a call: ``before`` NAME ``after`` arguments."""
+    """What a model writes around a call: ``before`` NAME ``after`` arguments ``close``."""
 
     before: str
     after: str
+    close: str = ""
     is_readable: bool = True
     """Whether a call that the template wrote was read back."""
+    arguments: Literal["json"] | TagForm | None = None
+    """How arguments are written; ``None`` if it is not known."""
+    between: str = ""
+    """From the arguments of a call to the name of the next; empty if the template writes only one."""
 
 
 def call_form(tokens: Tokens, template: Mapping[str, Any] | None = None) -> CallForm | None:
@@ -59,13 +74,13 @@ def _rendered_form(
     tokens: Tokens, text: str, given: tuple[tuple[str, Any], ...]
 ) -> CallForm | None:
     form = format_of(tokens)
-    known = None if form.call is None else CallForm(*form.call)
+    known = None if form.call is None else CallForm(*form.call, arguments="json")
     try:
         asked = tokens.render([_USER], tools=[_TOOL], **dict(given))
     except Exception:  # jinja errors of many kinds: a template that takes no tools
         return known
     thought = _thought(form, asked)
-    for empty, probe in _renderings(tokens, dict(given)):
+    for empty, probe, twice in _renderings(tokens, dict(given)):
         at = empty.rfind(_NAME)
         if at < 0 or probe[: at + len(_NAME)] != empty[: at + len(_NAME)]:
             continue
@@ -78,32 +93,98 @@ def _rendered_form(
         after = rest[:same].rstrip("{<") if written else ""
         said = take_apart(probe[begins:], form, [_TOOL])
         is_readable = any(c.name == _NAME and c.arguments == written for c in said.calls)
-        return CallForm(thought + empty[begins:at], after, is_readable)
+        made = CallForm(thought + empty[begins:at], after, is_readable=is_readable)
+        rest, other = rest[len(after) :], other[len(after) :]
+        return _with_arguments(made, rest, other, twice, tokens, dict(given))
     return None if known is None else known._replace(before=thought + known.before)
 
 
-def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Answers that call a tool without and with an argument, in the forms of history that templates take."""
+def _with_arguments(
+    form: CallForm, empty: str, probe: str, twice: str, tokens: Tokens, given: dict[str, Any]
+) -> CallForm:
+    """``form``, with how arguments are written and what follows them.
+
+    ``empty``, ``probe``: what the template writes from the arguments on, without and with one; ``twice``: an
+    answer with two calls.
+    """
+    read = _read_json(probe)
+    if read is not None:
+        form = form._replace(arguments="json")
+    elif tags := _tags(empty, probe):
+        form = form._replace(arguments=tags)
+        read = empty
+    else:
+        return form
+    _, _, second = twice.rpartition(_NAME)[0].rpartition(_NAME)
+    second = second.removeprefix(form.after) if second.startswith(form.after) else ""
+    between = _read_json(second)
+    if isinstance(form.arguments, TagForm):
+        tags = form.arguments
+        first = f"{tags.before_key}{_KEY}{tags.after_key}{_VALUE}{tags.close}"
+        between = second.removeprefix(first) if second.startswith(first) else ""
+    return form._replace(close=_until_turn_ends(read, tokens, given), between=between or "")
+
+
+def _read_json(text: str) -> str | None:
+    """What follows the argument of the probe in JSON."""
+    try:
+        found, end = json.JSONDecoder().raw_decode(text := text.lstrip())
+    except ValueError:
+        return None
+    return text[end:] if found == _PROBE else None
+
+
+def _tags(empty: str, probe: str) -> TagForm | None:
+    """The tags around the argument of the probe."""
+    before, key, rest = probe.partition(_KEY)
+    between, value, after = rest.partition(_VALUE)
+    is_tag = ">" in between and between.rstrip()[-1:] not in "\"'"
+    if not (key and value and is_tag and after.endswith(empty)):
+        return None
+    return TagForm(before, between, after[: len(after) - len(empty)])
+
+
+def _until_turn_ends(text: str, tokens: Tokens, given: dict[str, Any]) -> str:
+    """``text`` without what the template writes after an answer."""
+    answered = [_USER, {"role": "assistant", "content": _NAME}]
+    after = ""
+    with suppress(Exception):
+        after = tokens.render(answered, add_generation_prompt=False, **given).rpartition(_NAME)[2]
+    text = text.removesuffix(after)
+    for end in tokens.turn_ends:
+        text = text.partition(tokens.control_texts.get(end, after) or _NAME)[0]
+    return text.rstrip()
+
+
+def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Answers that call a tool without and with an argument, and twice if the template allows it, in the
+    forms of history that templates take."""
+
+    def rendered(*calls: dict[str, Any], as_text: bool) -> str:
+        answer = {
+            "role": "assistant",
+            "content": None if as_text else "",
+            "tool_calls": list(calls),
+        }
+        options = {"tools": [_TOOL], "add_generation_prompt": False, **given}
+        return tokens.render([_USER, answer], **options)
+
     for call_id in _IDS:
         for as_text in (False, True):
+            none, one = (_call(arguments, call_id, as_text) for arguments in ({}, _PROBE))
             try:
-                yield tuple(  # type: ignore[misc]
-                    tokens.render(
-                        [_USER, _called(arguments, call_id, as_text)],
-                        tools=[_TOOL],
-                        add_generation_prompt=False,
-                        **given,
-                    )
-                    for arguments in ({}, _PROBE)
-                )
+                empty, probe = (rendered(call, as_text=as_text) for call in (none, one))
             except Exception:
                 continue
+            twice = ""
+            with suppress(Exception):
+                twice = rendered(one, one, as_text=as_text)
+            yield empty, probe, twice
 
 
-def _called(arguments: Mapping[str, Any], call_id: str, as_text: bool) -> dict[str, Any]:
+def _call(arguments: Mapping[str, Any], call_id: str, as_text: bool) -> dict[str, Any]:
     given = json.dumps(arguments) if as_text else arguments
-    call = {"type": "function", "id": call_id, "function": {"name": _NAME, "arguments": given}}
-    return {"role": "assistant", "content": None if as_text else "", "tool_calls": [call]}
+    return {"type": "function", "id": call_id, "function": {"name": _NAME, "arguments": given}}
 
 
 def _thought(form: Format, prompt: str) -> str:
@@ -137,7 +218,7 @@ def opening_for(
         (choice,) = tool_names(tools)
     opening = form.before if choice == "any" else f"{form.before}{choice}{form.after}"
     # tokenizers join white space with what follows
-    return opening.replace(_ID, uuid.uuid4().hex[:9]).rstrip()
+    return opening.replace(ID, uuid.uuid4().hex[:9]).rstrip()
 
 
 def refuse_unreadable(tokens: Tokens, tools: Tools) -> None:

@@ -12,8 +12,8 @@ Fields of a file:
 * ``begun``: beginnings of a region with which a prompt may end.
 * ``bare_calls``: calls also begin a line of the answer, as JSON without tags.
 * ``answer_begins``: what precedes the answer, as a pattern, in forms that announce it.
-* ``call``: the text before the name and the text before the arguments of a call, for templates that do not
-  show it.
+* ``call``: the text before the name, before the arguments (as JSON) and after them, for templates that do
+  not show it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Format:
     regions: Mapping[str, Mapping[str, Any]]
     begun: tuple[str, ...] = tuple(f"<{tag}>" for tag in _TAGS)
     bare_calls: bool = False
-    call: tuple[str, str] | None = None
+    call: tuple[str, str, str] | None = None
     answer_begins: str = ""
     own: Mapping[str, Any] | None = None
     """The tokenizer's response template, instead of ``regions``."""

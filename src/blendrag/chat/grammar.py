@@ -17,7 +17,19 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
+from blendrag.chat.call_grammar import calls_rule
+from blendrag.chat.calls import Tools
+from blendrag.chat.forcing import CallForm
 from blendrag.chat.formats import Format
+from blendrag.chat.lark import (
+    checked,
+    dumped,
+    has_library,
+    library,
+    literal,
+    vocabulary,
+    written_ids,
+)
 from blendrag.chat.reply import ReplyStream
 from blendrag.errors import InvalidOptionError
 from blendrag.model.tokens import Tokens
@@ -25,8 +37,8 @@ from blendrag.wording import quoted, shortened
 
 #: Before the answer may come line breaks, and the beginning of reasoning, after which everything is free.
 _LARK = "start: {thinking}/[ \\n]{{0,2}}/ answer\nanswer: {rule}\n"
-#: White space between JSON's parts. Without a limit small models write nothing else.
-_WHITE_SPACE = {"whitespace_pattern": "\\n? {0,12}"}
+#: The end of reasoning, which openings of calls bring.
+_THOUGHT = re.compile(r".*(?:</[\w:]++>|\[/THINK\])", re.DOTALL)
 #: Most characters of a form; compiling takes longer than reading.
 MAX_FORM_CHARS = 1_000_000
 _KINDS = "text, json_object, json_schema, regex, choice or grammar"
@@ -37,44 +49,78 @@ class AnswerForm:
     """A compiled form, for any number of requests to one model."""
 
     lark: str
-    lark_with_reasoning: str
-    """Also accepts the beginning of reasoning before the answer."""
     tokens: Tokens
+    lark_with_reasoning: str = ""
+    """Also accepts the beginning of reasoning before the answer; empty if the prompt has begun the answer."""
+    own_ids: frozenset[int] = frozenset()
+    """Control tokens that are part of the form."""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the answer is the rest of a call that the prompt has begun."""
+        return not self.lark_with_reasoning
 
 
 def answer_form(
-    given: Mapping[str, Any] | None, tokens: Tokens, form: Format | None = None
+    given: Mapping[str, Any] | None,
+    tokens: Tokens,
+    form: Format | None = None,
+    calls: CallForm | None = None,
+    tools: Tools = (),
 ) -> AnswerForm | None:
     """Compile ``response_format`` as OpenAI and vLLM write it; ``None`` if any text will do.
 
     ``{"type": "json_object"}``, ``{"type": "json_schema", "json_schema": {"schema": …}}``,
     ``{"type": "regex", "regex": …}``, ``{"type": "choice", "choice": […]}``,
-    ``{"type": "grammar", "grammar": …}`` (Lark). Raises :class:`InvalidOptionError` for a form that cannot
-    be compiled, and without llguidance.
+    ``{"type": "grammar", "grammar": …}`` (Lark). A model that is offered ``tools``, whose ``calls`` have that
+    form, may also call them. Raises :class:`InvalidOptionError` for a form that cannot be compiled, and
+    without llguidance.
     """
     if given is None or (kind := given.get("type")) == "text":
         return None
-    begun = " | ".join(json.dumps(text) for text in form.begun) if form is not None else ""
-    thinking = f"({begun})? " if begun else ""
     rule = _rule(kind, given)
-    lark, with_reasoning = (_LARK.format(thinking=each, rule=rule) for each in ("", thinking))
-    if len(lark) > MAX_FORM_CHARS:
+    if len(rule) > MAX_FORM_CHARS:
         raise InvalidOptionError(
-            "response_format", f"has {len(lark):,} characters, expected at most {MAX_FORM_CHARS:,}"
+            "response_format", f"has {len(rule):,} characters, expected at most {MAX_FORM_CHARS:,}"
         )
-    library = _llguidance()
-    if wrong := library.LLMatcher.validate_grammar(lark, _tokenizer(tokens)):
-        first = next((line.strip() for line in wrong.splitlines() if line.strip()), "")
+    library()
+    if wrong := checked(f"start: {rule}\n", tokens):
         raise InvalidOptionError(
             "response_format",
-            f"of type {kind} cannot be compiled ({shortened(first, 200)}); change it",
+            f"of type {kind} cannot be compiled ({shortened(wrong, 200)}); change it",
         )
-    return AnswerForm(lark, with_reasoning, tokens)
+    if calls is not None and tools and form is not None and not form.answer_begins:
+        plain = calls._replace(before=_THOUGHT.sub("", calls.before).lstrip())
+        # calls without a tag cannot be told from an answer in JSON
+        has_tag = not plain.before.startswith("{")
+        call = calls_rule(plain, "any", tools, tokens, is_begun=False) if has_tag else None
+        rule = rule if call is None else f"form | call\nform: {rule}\ncall: {call}"
+    begun = " | ".join(literal(text, tokens) for text in form.begun) if form is not None else ""
+    thinking = f"({begun})? " if begun else ""
+    lark, with_reasoning = (_LARK.format(thinking=each, rule=rule) for each in ("", thinking))
+    return AnswerForm(lark, tokens, with_reasoning)
+
+
+def begun_call_form(
+    tokens: Tokens, calls: CallForm | None, choice: str, tools: Tools
+) -> AnswerForm | None:
+    """The form of the rest of a call that :func:`~blendrag.chat.forcing.opening_for` began.
+
+    ``None`` without llguidance, and for calls whose arguments are in a form of their own. Raises
+    :class:`InvalidOptionError` for a schema of a function with ``strict`` that cannot be compiled.
+    """
+    if calls is None or not tools or not has_library():
+        return None
+    rule = calls_rule(calls, choice, tools, tokens, is_begun=True)
+    if rule is None or checked(lark := f"start: {rule}", tokens):
+        return None
+    own = written_ids(calls.after + calls.between + calls.close, tokens)
+    return AnswerForm(lark, tokens, own_ids=frozenset(own.values()))
 
 
 def _rule(kind: Any, given: Mapping[str, Any]) -> str:
     if kind == "json_object":
-        return f"%json {_dumped({'type': 'object'})}"
+        return f"%json {dumped({'type': 'object'})}"
     if kind == "json_schema":
         named = given.get("json_schema", given)
         schema = named.get("schema") if isinstance(named, Mapping) else None
@@ -84,7 +130,7 @@ def _rule(kind: Any, given: Mapping[str, Any]) -> str:
                 "of type json_schema has no schema, expected "
                 '{"type": "json_schema", "json_schema": {"schema": {…}}}',
             )
-        return f"%json {_dumped(schema)}"
+        return f"%json {dumped(schema)}"
     if kind == "regex" and isinstance(given.get("regex"), str):
         escaped = re.sub(
             r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], given["regex"]
@@ -98,34 +144,6 @@ def _rule(kind: Any, given: Mapping[str, Any]) -> str:
     raise InvalidOptionError(
         "response_format", f"{quoted(dict(given))} is not one of {_KINDS} with its value"
     )
-
-
-def _dumped(schema: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps({**schema, "x-guidance": _WHITE_SPACE}, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as exc:
-        raise InvalidOptionError(
-            "response_format", f"has a schema that cannot be written as JSON ({exc}); change it"
-        ) from None
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise InvalidOptionError(
-            "response_format", "needs llguidance; pip install 'blendrag[grammar]'"
-        ) from None
-    return llguidance
-
-
-def _tokenizer(tokens: Tokens) -> Any:
-    """The vocabulary for llguidance; about a second, once per model."""
-    if tokens.grammar_tokenizer is None:
-        from llguidance.hf import from_tokenizer
-
-        tokens.grammar_tokenizer = from_tokenizer(tokens.tokenizer)
-    return tokens.grammar_tokenizer
 
 
 class Constraint(LogitsProcessor):
@@ -144,12 +162,14 @@ class Constraint(LogitsProcessor):
         reply: ReplyStream | None = None,
     ) -> None:
         tokens = answer.tokens
-        matcher, vocabulary = _llguidance().LLMatcher, _tokenizer(tokens)
-        self._matcher = matcher(vocabulary, answer.lark)
-        self._reasoning = None if form is None else matcher(vocabulary, answer.lark_with_reasoning)
+        matcher, words = library().LLMatcher, vocabulary(tokens)
+        self._matcher = matcher(words, answer.lark, log_level=0)
+        is_free = form is not None and not answer.is_call
+        self._reasoning = matcher(words, answer.lark_with_reasoning) if is_free else None
         """Takes the place of the matcher if the model begins to think."""
-        self._ends = sorted(ends)
-        self._reply = reply
+        self._ends = sorted(set(ends) - answer.own_ids)
+        self._own_ends = sorted(answer.own_ids.intersection(ends))
+        self._reply = None if answer.is_call else reply
         self._awaited = form.answer_begins if form is not None else ""
         """What precedes the answer in forms that announce it."""
         self._applies = False
@@ -158,7 +178,7 @@ class Constraint(LogitsProcessor):
         """``input_ids`` [1, S], ``scores`` [1, V]."""
         if self._applies:
             consumed = self._matcher.consume_token(int(input_ids[0, -1]))
-            assert consumed, "a masked token was chosen"
+            assert consumed or self._matcher.is_error(), "a masked token was chosen"
         self._applies = not self._is_free()
         if not self._applies:
             self._reasoning = None
@@ -178,9 +198,16 @@ class Constraint(LogitsProcessor):
         """Which tokens may come next.  bool [V]"""
         allowed = torch.zeros(vocabulary_size, dtype=torch.bool)
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():  # a dead end of the form, or its limits
+            raise InvalidOptionError(
+                "response_format",
+                "has a form that cannot be continued after this answer; simplify it",
+            )
         found = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()[:vocabulary_size]
         allowed[: len(found)] = found
-        allowed[self._ends] = matcher.is_accepting()
+        is_accepting = matcher.is_accepting()
+        allowed[self._ends] = is_accepting
+        allowed[self._own_ends] |= is_accepting
         return allowed
 
     def _is_free(self) -> bool:

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 
 from blendrag import tracing
-from blendrag.chat.formats import format_of, hidden_ids
-from blendrag.chat.grammar import answer_form
+from blendrag.chat.forcing import call_form, chosen_tool, opening_for
+from blendrag.chat.formats import Format, format_of, hidden_ids
+from blendrag.chat.grammar import AnswerForm, answer_form, begun_call_form
 from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedding_turns import Check, proceed
@@ -425,7 +426,7 @@ class BlendEngine:
 
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
-        options = options or Options()
+        options = self._with_opening(options or Options())
         if isinstance(prompt, SchemaPrompt):
             return self._schemas.read(prompt, options, is_full=True)[0]
         return self._segments(self._rendered(prompt, options), options.scope)[0]
@@ -451,6 +452,7 @@ class BlendEngine:
         mode = options.mode or s.mode
         placed, notes, fresh = None, tuple[str, ...](), None
         form = format_of(tokens) if options.apply_chat_template and tokens.has_template else None
+        options = self._with_opening(options)
         begun = options.opening
         if isinstance(prompt, SchemaPrompt):
             segments, source_of, placed = self._schemas.read(prompt, options, mode == "full")
@@ -491,8 +493,29 @@ class BlendEngine:
             retrieval_s=prompt.retrieval_s if isinstance(prompt, RagPrompt) else 0.0,
             form=form,
             begun=begun,
-            answer_form=answer_form(options.response_format, tokens, form),
+            answer_form=self._answer_form(options, form),
         )
+
+    def _with_opening(self, options: Options) -> Options:
+        """``options`` with the beginning of a call that must be made."""
+        choice = chosen_tool(options.tool_choice, options.tools)
+        if choice == "none":
+            return replace(options, tools=(), tool_choice=None)
+        if choice in (None, "auto"):
+            return options
+        tokens, template = self.resources.tokens, options.template_arguments
+        opening = opening_for(tokens, choice, options.tools, template)
+        return replace(options, tool_choice=choice, opening=opening)
+
+    def _answer_form(self, options: Options, form: Format | None) -> AnswerForm | None:
+        tokens = self.resources.tokens
+        if not options.tools or form is None:
+            return answer_form(options.response_format, tokens, form)
+        calls = call_form(tokens, options.template_arguments)
+        choice = options.tool_choice
+        if isinstance(choice, str) and choice != "auto":
+            return begun_call_form(tokens, calls, choice, options.tools)
+        return answer_form(options.response_format, tokens, form, calls, options.tools)
 
     def _rendered(self, prompt: Prompt, options: Options) -> Rendered:
         if options.plain_messages is None:

@@ -218,13 +218,14 @@ class Generation:
         found: list[LogitsProcessor] = []
         if Penalties.wanted(request.options):
             found.append(Penalties(request.options, prompt_tokens))
-        if request.answer_form is not None:
+        form = request.answer_form
+        if form is not None and not (form.is_call and request.sequences > 1):
             if request.sequences > 1:
                 raise InvalidInputError(
                     f"response_format with {request.sequences} sequences, expected 1; ask once for each"
                 )
             reply = self._stream.reply
-            found.append(Constraint(request.answer_form, self._ends, request.form, reply))
+            found.append(Constraint(form, self._ends, request.form, reply))
         return found
 
     # -- the answer -----------------------------------------------------------------------------

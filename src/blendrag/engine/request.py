@@ -115,6 +115,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "cache_salt": (str, "a text"),
     "tenant": (str, "a text"),
     "response_format": (Mapping, "a dictionary"),
+    "tool_choice": ((str, bool, Mapping), "auto, none, any or a tool's name"),
     "enable_thinking": (bool, "True or False"),
     "presence_penalty": (Real, "a number"),
     "frequency_penalty": (Real, "a number"),
@@ -204,6 +205,9 @@ class Options:
     """``None``: none; 0: of the chosen tokens; k: also of the k most likely tokens at each position."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Function schemas in OpenAI's format, for the chat template. Calls are in :attr:`Answer.tool_calls`."""
+    tool_choice: str | bool | Mapping[str, Any] | None = None
+    """``auto`` (default), ``none``, ``any`` (``required``) or a tool's name, also in OpenAI's nesting. A call
+    that must be made is begun for the model, and its arguments follow the tool's schema."""
     response_format: Mapping[str, Any] | None = None
     """The form that the answer must have, as OpenAI and vLLM write it
     (:func:`blendrag.chat.grammar.answer_form`); ``None``: any text."""
@@ -305,6 +309,7 @@ class OptionFields(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | bool | Mapping[str, Any] | None
     response_format: Mapping[str, Any] | None
     opening: str
     explain: bool

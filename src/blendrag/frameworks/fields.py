@@ -269,7 +269,7 @@ _RENAMED = {
     "timeout": "timeout_s",
 }
 #: Options that only a call has.
-_OF_CALLS = ("max_tokens", "tools", "response_format")
+_OF_CALLS = ("max_tokens", "tools", "tool_choice", "response_format")
 #: Names of call options, as the frameworks or blendrag spell them, and the names of the options.
 CALL_OPTIONS = {name: _RENAMED.get(name, name) for name in (*_FIELDS, *_OF_CALLS)}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
-from blendrag.chat.forcing import chosen_tool, opening_for, refuse_unreadable
+from blendrag.chat.forcing import chosen_tool, refuse_unreadable
 from blendrag.chat.reply import Reply
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.retriever import RetrievedChunk
@@ -103,12 +103,10 @@ def asked_chat(
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=_chat_logprobs(body),
         tools=tuple(offered),
+        tool_choice=choice if offered else None,
         template=template,
         enable_thinking=thinks,
     )
-    if offered:
-        opening = opening_for(tokens, choice, offered, options.template_arguments)
-        options = replace(options, opening=opening)
     if body.schema_name is not None:
         return ServedRequest(engine, schema_prompt(body, messages), options)
     prompt, sources = _with_texts(engine, body, messages, check)

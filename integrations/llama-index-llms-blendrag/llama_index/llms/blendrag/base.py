@@ -29,7 +29,7 @@ from llama_index.core.llms.llm import ToolSelection
 from pydantic import BaseModel
 
 from blendrag.chat.calls import tool_names
-from blendrag.chat.forcing import call_form, chosen_tool, opening_for, refuse_unreadable
+from blendrag.chat.forcing import call_form, chosen_tool, refuse_unreadable
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks import schema_prompts
 from blendrag.frameworks.fields import CONFIG, RequestFields
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
 
     from blendrag.engine import Answer, BlendEngine, Options, SchemaPrompt
-    from blendrag.model.tokens import Tokens
 
     #: What the engine is asked: text, messages for the chat template, or the modules of a schema.
     Asked: TypeAlias = str | list[dict[str, Any]] | SchemaPrompt
@@ -299,12 +298,10 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         overrides = dict(overrides)
         offer = Offer.taken_from(overrides)
         if offer is not None:
-            overrides["tools"] = offer.tools
+            overrides |= {"tools": offer.tools, "tool_choice": offer.choice}
         options = self.request_options(**overrides)
         if offer is not None:
             self._check_tools(offer.tools, options)
-            opening = offer.opening(self.engine.resources.tokens, options.template_arguments)
-            options = replace(options, opening=opening)
         return Call(
             self.engine,
             self._asked(messages, options),
@@ -388,13 +385,6 @@ class Offer:
         choice = chosen_tool(call_options.pop("tool_choice", None), tools)
         parallel = call_options.pop("parallel_tool_calls", True)
         return cls(tools, choice, parallel is not False) if tools and choice != "none" else None
-
-    def opening(self, tokens: Tokens, template: Mapping[str, Any]) -> str:
-        """The beginning of an answer that must be a call, else empty.
-
-        Raises :class:`InvalidInputError` if the template does not show how a call begins.
-        """
-        return opening_for(tokens, self.choice, self.tools, template)
 
 
 @dataclass(frozen=True)
