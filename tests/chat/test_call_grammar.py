@@ -48,6 +48,12 @@ def _tool(name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+GUEST = {
+    "type": "object",
+    "properties": {"vip": {"type": "boolean"}},
+    "required": ["vip"],
+    "additionalProperties": False,
+}
 BOOK = _tool(
     "book",
     {
@@ -57,9 +63,10 @@ BOOK = _tool(
         "guest": {"$ref": "#/$defs/guest"},
     },
     required=["town", "nights", "guest"],
-    **{"$defs": {"guest": {"type": "object", "properties": {"vip": {"type": "boolean"}}, "required": ["vip"], "additionalProperties": False}}},
+    **{"$defs": {"guest": GUEST}},
 )  # fmt: skip
-CANCEL = _tool("cancel", {"number": {"type": "integer"}}, required=["number"])
+NUMBER = {"type": "integer", "minimum": 1, "maximum": 99}
+CANCEL = _tool("cancel", {"number": NUMBER}, required=["number"])
 MESSAGES = [{"role": "user", "content": "A room, please."}]
 
 

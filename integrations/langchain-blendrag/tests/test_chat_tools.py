@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 from samples import Joke, get_weather, last_prompt, whole
 
 from blendrag.errors import InvalidInputError
@@ -78,14 +78,20 @@ def test_structured_output_without_tools_is_requested_in_words(
 def test_a_call_that_does_not_follow_the_schema_is_an_error_or_raw(
     talker: ChatBlend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: ' {"setup": 1}}')
-    made = talker.with_structured_output(Joke, method="function_calling", include_raw=True)
+    class LongJoke(Joke):
+        @model_validator(mode="after")
+        def is_long(self) -> LongJoke:
+            raise ValueError("the punchline is too short")
+
+    said = ' {"setup": "Why?", "punchline": "It"}}\n</tool_call>'
+    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: said)
+    made = talker.with_structured_output(LongJoke, method="function_calling", include_raw=True)
     raw = made.invoke("A joke.")
     assert raw["parsed"] is None
     assert raw["parsing_error"] is not None
     assert isinstance(raw["raw"], AIMessage)
     with pytest.raises(Exception, match="punchline"):
-        talker.with_structured_output(Joke, method="function_calling").invoke("A joke.")
+        talker.with_structured_output(LongJoke, method="function_calling").invoke("A joke.")
 
 
 class Verdict(BaseModel):

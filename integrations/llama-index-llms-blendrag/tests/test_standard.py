@@ -106,13 +106,25 @@ class OverAnEngine(LLMTests):
         return BlendLLM(engine=self.engine, **changes)
 
 
+class StructuredTests(LLMStructuredTests):
+    """Answers and calls follow the schema."""
+
+    def test_what_does_not_fit_is_an_error(self) -> None:
+        """It cannot be said: the answer follows the schema, whatever the model would say."""
+
+        class Ship(BaseModel):
+            tonnage: Literal[1, 2]
+
+        assert self.made().structured_predict(Ship, ABOUT, thing="harbour").tonnage in (1, 2)
+
+
 class TestWithTools(
     OverAnEngine,
     LLMAnswerTests,
     LLMConductTests,
     LLMInstrumentationTests,
     LLMToolTests,
-    LLMStructuredTests,
+    StructuredTests,
     LLMStructuredStreamTests,
 ):
     long_question = LONG
@@ -122,15 +134,7 @@ class TestWithTools(
         self.engine = capable
 
 
-class TestWithoutTools(OverAnEngine, LLMWithoutToolsTests, LLMStructuredTests):
+class TestWithoutTools(OverAnEngine, LLMWithoutToolsTests, StructuredTests):
     @pytest.fixture(autouse=True)
     def _engine(self, plain: BlendEngine) -> None:
         self.engine = plain
-
-    def test_what_does_not_fit_is_an_error(self) -> None:
-        """It cannot be said: the answer follows the schema, whatever the model would say."""
-
-        class Ship(BaseModel):
-            tonnage: Literal[1, 2]
-
-        assert self.made().structured_predict(Ship, ABOUT, thing="harbour").tonnage in (1, 2)

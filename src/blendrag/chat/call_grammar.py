@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from blendrag.chat.calls import Tools, tool_names
+from blendrag.chat.calls import Tools, resolved, tool_names
 from blendrag.chat.forcing import ID, CallForm, TagForm
 from blendrag.chat.lark import checked, dumped, literal
 from blendrag.errors import InvalidOptionError
@@ -93,7 +93,7 @@ def _arguments(
         part = f"{rule}_{number}"
         parts.append(part if key in required else f"{part}?")
         shared = {each: schema[each] for each in ("$defs", "definitions") if each in schema}
-        value = _resolved(value, schema)
+        value = resolved(value, schema)
         tag = literal(f"{form.before_key}{key}{form.after_key}", tokens)
         if (choices := _texts(value)) is not None:
             chosen = " | ".join(literal(choice, tokens) for choice in choices)
@@ -127,21 +127,6 @@ def _json(schema: Mapping[str, Any], name: str, is_strict: bool, tokens: Tokens)
             "change it, or leave strict out",
         )
     return '%json {"type": "object"}' if schema.get("type") == "object" else "%json {}"
-
-
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``schema``, with a reference at its top followed."""
-    for _ in range(8):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        found: Any = root
-        for key in reference[2:].split("/"):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping):
-            break
-        schema = {**{k: v for k, v in schema.items() if k != "$ref"}, **found}
-    return schema if isinstance(schema, Mapping) else {}
 
 
 def _texts(schema: Mapping[str, Any]) -> Sequence[str] | None:

@@ -284,9 +284,26 @@ def _properties(name: str, tools: Tools) -> Mapping[str, Any]:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
             parameters = function.get("parameters")
-            found = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            return found if isinstance(found, Mapping) else {}
+            parameters = parameters if isinstance(parameters, Mapping) else {}
+            found = parameters.get("properties")
+            found = found if isinstance(found, Mapping) else {}
+            return {key: resolved(schema, parameters) for key, schema in found.items()}
     return {}
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``schema``, with a reference at its top followed."""
+    for _ in range(8):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        found: Any = root
+        for key in reference[2:].split("/"):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            break
+        schema = {**{k: v for k, v in schema.items() if k != "$ref"}, **found}
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def _types(schema: Any) -> list[str]:
