@@ -57,10 +57,14 @@ class ServedRequest:
     options: Options
     sources: tuple[RetrievedChunk, ...] = ()
     parallel_calls: bool = True
+    shows_reasoning: bool = True
 
     def reply(self, answer: Answer, index: int) -> Reply:
-        """One of the answers, with its first call only unless several are allowed."""
+        """One of the answers, with its first call only unless several are allowed, and without its reasoning
+        if the client wants none."""
         found = answer.replies[index]
+        if not self.shows_reasoning:
+            found = replace(found, reasoning="")
         return found if self.parallel_calls else replace(found, calls=found.calls[:1])
 
 
@@ -95,12 +99,12 @@ def asked_chat(
         )
     if body.reasoning_effort is not None:
         template = {"reasoning_effort": body.reasoning_effort, **template}
-    thinks = False if body.reasoning_effort == "none" else body.enable_thinking
+    thinks = False if body.reasoning_effort == "none" else body.thinks
     options = _options(
         engine,
         body,
         limit,
-        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        body.longest,
         logprobs=_chat_logprobs(body),
         tools=tuple(offered),
         tool_choice=choice if offered else None,
@@ -108,11 +112,13 @@ def asked_chat(
         enable_thinking=thinks,
     )
     if body.schema_name is not None:
-        return ServedRequest(engine, schema_prompt(body, messages), options)
+        imports = schema_prompt(body, messages)
+        return ServedRequest(engine, imports, options, shows_reasoning=body.shows_reasoning)
     prompt, sources = _with_texts(engine, body, messages, check)
     if prompt is not messages:
         options = replace(options, stop=(*options.stop, NEXT_QUESTION))
-    return ServedRequest(engine, prompt, options, sources, body.parallel_tool_calls is not False)
+    parallel = body.parallel_tool_calls is not False
+    return ServedRequest(engine, prompt, options, sources, parallel, body.shows_reasoning)
 
 
 def prompts_of(body: CompletionBody) -> list[str]:
@@ -142,7 +148,7 @@ def asked_completion(
         if value:
             raise Refusal(400, f"{name} is not supported; leave it out", param=name)
     options = _options(
-        engine, body, limit, body.max_tokens, logprobs=body.logprobs, apply_chat_template=False
+        engine, body, limit, body.longest, logprobs=body.logprobs, apply_chat_template=False
     )
     return ServedRequest(engine, prompt, options)
 
@@ -210,7 +216,7 @@ def _options(
         temperature=_temperature(body),
         # 1 keeps all tokens; clients send it without a temperature
         top_p=None if body.top_p == 1 else body.top_p,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop=tuple([body.stop] if isinstance(body.stop, str) and body.stop else body.stop or ()),
         seed=body.seed,
         cache_salt=body.cache_salt,
         tenant=body.tenant,
@@ -226,8 +232,10 @@ def _options(
 
 def _temperature(body: Generating) -> float | None:
     """OpenAI's default of 1 for requests that ask for sampling; without any such field decoding is greedy."""
-    asks = (body.top_p or 1) != 1 or (body.n or 1) > 1 or (body.top_k or 0) > 0 or body.min_p
-    return 1.0 if body.temperature is None and asks else body.temperature
+    if body.temperature is not None:
+        return body.temperature
+    shares = (body.top_p or 1) != 1 or (body.typical_p or 1) != 1 or body.min_p
+    return 1.0 if shares or (body.n or 1) > 1 or (body.top_k or 0) > 0 else None
 
 
 def _generate(body: Generating) -> Mapping[str, Any]:
@@ -260,6 +268,34 @@ def _generate(body: Generating) -> Mapping[str, Any]:
         given["min_p"] = body.min_p
     if penalty is not None:
         given["repetition_penalty"] = penalty
+    if body.typical_p is not None and not 0 < body.typical_p <= 1:
+        raise Refusal(
+            400, f"typical_p is {body.typical_p}, expected a number in (0, 1]", param="typical_p"
+        )
+    if samples and (body.typical_p or 1) < 1:
+        given["typical_p"] = body.typical_p
+    return {**given, **_lengths(body)}
+
+
+def _lengths(body: Generating) -> Mapping[str, Any]:
+    """Arguments of ``generate`` for the least length of an answer, and for repetitions in it."""
+    given: dict[str, Any] = {}
+    for name in ("min_tokens", "no_repeat_ngram_size"):
+        value = getattr(body, name) or 0
+        if not 0 <= value <= sys.maxsize:
+            raise Refusal(400, f"{name} is {quoted(value)}, expected 0 or more", param=name)
+    if body.longest is not None and body.min_tokens and body.min_tokens > body.longest:
+        raise Refusal(
+            400,
+            f"min_tokens is {body.min_tokens}, expected at most max_tokens, which is {body.longest}",
+            param="min_tokens",
+        )
+    if body.min_tokens:
+        given["min_new_tokens"] = body.min_tokens
+    if body.no_repeat_ngram_size:
+        given["no_repeat_ngram_size"] = body.no_repeat_ngram_size
+    if body.ignore_eos:
+        given["eos_token_id"] = []
     return given
 
 

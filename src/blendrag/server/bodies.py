@@ -1,7 +1,8 @@
 """Bodies of requests, in OpenAI's schema (https://platform.openai.com/docs/api-reference).
 
 Types are strict and unknown fields are refused, so that no misspelled option is silently ignored. Fields
-that do not change an answer are accepted and ignored.
+that do not change an answer are accepted and ignored, and so are those of :data:`UNSUPPORTED` as long as they
+ask for nothing.
 
 A body has few errors, however long it is: pydantic (2.14) takes minutes to list those of a million elements,
 and meanwhile the server would answer nobody.
@@ -32,6 +33,39 @@ MAX_ITEMS = 10_000
 MAX_METADATA = 1000
 
 
+#: Fields of OpenAI and of other servers that are not supported here, and the values with which they change
+#: nothing. ``null`` and what is empty changes nothing either.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "audio": (), "function_call": ("auto", "none"), "functions": (), "modalities": (["text"],),
+    "moderation": (), "web_search_options": (),
+    # vLLM
+    "add_generation_prompt": (True,), "add_special_tokens": (False, True), "allowed_token_ids": (),
+    "bad_words": (), "best_of": (1,), "chat_template": (), "chat_template_content_format": ("auto", "string"),
+    "continue_final_message": (False,), "early_stopping": (False,), "echo": (False,),
+    "guided_whitespace_pattern": (), "include_stop_str_in_output": (False,), "kv_transfer_params": (),
+    "length_penalty": (1,), "logits_processors": (), "media_io_kwargs": (), "mm_processor_kwargs": (),
+    "prompt_embeds": (), "prompt_logprobs": (False,), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "stop_token_ids": (), "truncate_prompt_tokens": (),
+    "use_beam_search": (False,), "vllm_xargs": (),
+    # llama.cpp, Ollama
+    "dry_multiplier": (0,), "dynatemp_range": (0,), "format": (), "grammar": (), "json_schema": (),
+    "lora": (), "min_keep": (0,), "mirostat": (0,), "mirostat_mode": (0,), "n_keep": (0,), "n_probs": (0,),
+    "options": (), "samplers": (), "tfs_z": (1,), "top_a": (0,), "top_n_sigma": (-1, 0),
+    "xtc_probability": (0,),
+    # OpenRouter
+    "models": (), "plugins": (), "provider": (), "route": (), "transforms": (),
+}  # fmt: skip
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether an unknown field may be left out without a word."""
+    if value is None:
+        return True
+    return name in UNSUPPORTED and (value in ("", [], {}) or value in UNSUPPORTED[name])
+
+
 class _FirstError(FailFast):
     __hash__ = object.__hash__  # to be part of a union
 
@@ -46,19 +80,21 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_one_unknown(cls, given: Any) -> Any:
-        """Without the unknown fields but the first."""
+        """Without the unknown fields that ask for something, but the first."""
         if not isinstance(given, Mapping):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         kept = {name: given[name] for name in known if name in given}
-        unknown = islice((name for name in given if name not in known), 1)
+        foreign = (name for name in given if name not in known)
+        unknown = islice((n for n in foreign if not _asks_for_nothing(n, given[n])), 1)
         # printable: pydantic has no words for a name with a lone surrogate
         return kept | {printable_line(str(name)): given[name] for name in unknown}
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class BlendOptions(Body):
@@ -96,6 +132,10 @@ class Generating(Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    typical_p: float | None = None
+    no_repeat_ngram_size: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
     """The form of the answer: OpenAI's, or vLLM's ``regex``, ``choice`` and ``grammar``."""
     structured_outputs: dict[str, Any] | None = None
@@ -111,7 +151,15 @@ class Generating(Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
+    prediction: Any = None
+    priority: Any = None
+    request_id: Any = None
+    keep_alive: Any = None
+    cache_prompt: Any = None
+    usage: Any = None
+    guided_decoding_backend: Any = None
 
     _tenant: str | None = PrivateAttr(None)
 
@@ -126,13 +174,18 @@ class Generating(Body):
         return self._tenant
 
     @property
+    def longest(self) -> int | None:
+        """Tokens of the longest answer; ``None`` if the body has no limit, which -1 says as well."""
+        return None if self.max_tokens == -1 else self.max_tokens
+
+    @property
     def timeout_s(self) -> float | None:
         return self.blendrag.timeout_s if self.blendrag is not None else None
 
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class Tolerant(BaseModel):
@@ -175,6 +228,12 @@ class OfferedTool(Tolerant):
     function: OfferedFunction
 
 
+class Thinking(Tolerant):
+    """As at DeepSeek and GLM."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class ChatBody(Generating):
     """``POST /v1/chat/completions``."""
 
@@ -190,6 +249,9 @@ class ChatBody(Generating):
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     """For the chat template; ``none`` turns thinking off."""
+    thinking: Thinking | None = None
+    include_reasoning: bool | None = None
+    """Whether the reasoning is part of the answer, as at vLLM."""
     documents: Items[str | dict[str, Any]] | None = None
     """Texts to answer from, as vLLM's and Cohere's clients send them."""
     retrieve: bool | None = None
@@ -198,8 +260,23 @@ class ChatBody(Generating):
     """The prompt schema whose modules the only message imports."""
     # ignored
     store: Any = None
-    modalities: Any = None
     verbosity: Any = None
+
+    @property
+    def longest(self) -> int | None:
+        given = self.max_completion_tokens
+        return super().longest if given is None else None if given == -1 else given
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning is not False
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model thinks, in this server's spelling or in that of DeepSeek and GLM."""
+        if self.enable_thinking is not None or self.thinking is None:
+            return self.enable_thinking
+        return self.thinking.type == "enabled"
 
     @property
     def characters(self) -> int:
@@ -232,7 +309,7 @@ class EmbeddingBody(Body):
 
     input: str | Items[str] | Items[int] | Items[Items[int]]
     model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     user: Any = None
 

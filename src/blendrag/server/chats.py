@@ -67,7 +67,8 @@ async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields
                 for index in range(body.n or 1):
                     yield envelope.chunk([_delta(index, {"role": "assistant", "content": ""})])
             piece = told.piece
-            for chunk in _grown(envelope, 0, piece.reasoning, piece.text):
+            thought = piece.reasoning if told.asked.shows_reasoning else ""
+            for chunk in _grown(envelope, 0, thought, piece.text):
                 yield chunk
             if piece.answer is not None:
                 for chunk in _ending(envelope, told):

@@ -28,6 +28,7 @@ from blendrag.errors import (
     UnsupportedModelError,
     is_out_of_memory,
 )
+from blendrag.server.bodies import UNSUPPORTED
 from blendrag.wording import SHOWN_CHARS, printable, printable_line, shortened
 
 log = logging.getLogger(__name__)
@@ -178,6 +179,11 @@ def of_body(error: RequestValidationError) -> Refusal:
     param = _spelled(place)
     if first["type"] == "missing":
         return Refusal(400, f"{param} is missing; it is required", param=param)
+    if first["type"] == "extra_forbidden" and param in UNSUPPORTED:
+        said = (
+            f"{param} is {_json(first['input'])}, which this server does not support; leave it out"
+        )
+        return Refusal(400, said, param=param)
     if first["type"] == "extra_forbidden":
         return Refusal(400, f"{param} is not a field of this request; leave it out", param=param)
     if first["type"] == "too_long":

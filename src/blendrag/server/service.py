@@ -39,6 +39,8 @@ T = TypeVar("T")
 #: Makes a request on a thread; its argument is a check that may raise to give up.
 Make = Callable[[Check], ServedRequest]
 
+#: How clients name a model if they do not care which.
+UNNAMED = "default"
 #: Threads of each kind of work. Batches of the embedder take turns, so more would only wait.
 QUESTION_THREADS, EMBEDDING_THREADS, READ_THREADS = 4, 4, 2
 #: Seconds without any progress after which ``/health`` names a queue.
@@ -213,7 +215,7 @@ def _short(name: str) -> str:
 
 
 def _check(name: str | None, *known: str) -> None:
-    if name is not None and name not in known:
+    if name and name not in (UNNAMED, *known):
         raise Refusal(
             404,
             f"the model {quoted(name)} is not served here; expected {known[0]!r}",
