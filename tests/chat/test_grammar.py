@@ -14,6 +14,7 @@ import pytest
 import scripted
 import tiny
 from blendrag.chat.grammar import answer_form
+from blendrag.chat.lark import library, vocabulary
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError, InvalidOptionError
 
@@ -100,6 +101,20 @@ def test_requests_with_and_without_a_form_decode_together(engine):
         {"type": "regex", "regex": "[0-9"},
         {"type": "choice", "choice": []},
         {"type": "grammar", "grammar": "start: missing"},
+        {"type": "grammar", "grammar": 'start: start "a"'},
+        {"type": "grammar", "grammar": "start: A\nA: /a/ & /b/"},
+        {"type": "regex", "regex": r"[^\s\S]"},
+        {"type": "regex", "regex": "(?=a)b"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": "x"},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/$defs/missing"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://localhost/x"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"enum": []}}},
+        {
+            "type": "json_schema",
+            "json_schema": {"schema": {"type": "integer", "minimum": 2, "maximum": 1}},
+        },
         {"type": "grammar", "grammar": "a" * 2_000_000},
     ],
 )
@@ -108,6 +123,58 @@ def test_a_form_that_cannot_be_compiled_is_refused_before_anything_is_computed(e
         engine.generate("When?", response_format=form)
     assert tiny.one_sentence(str(raised.value))
     assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_open"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, False),
+        ({"properties": {"a": {"type": "integer"}}, "additionalProperties": True}, True),
+        ({"properties": {"a": {"type": "integer"}}, "required": ["b"]}, True),
+        (
+            {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}, "required": ["b"]}]},
+            True,
+        ),
+        ({"$defs": {"x": {"properties": {"a": {}}}}, "$ref": "#/$defs/x"}, False),
+    ],
+)
+def test_objects_have_the_keys_that_their_schema_names(engine, schema, is_open):
+    given = {"type": "json_schema", "json_schema": {"schema": {"type": "object", **schema}}}
+    form = answer_form(given, engine.resources.tokens)
+    for text, fits in (('{"a":1', True), ('{"b":1', is_open)):
+        matcher = library().LLMatcher(vocabulary(engine.resources.tokens), form.lark)
+        assert matcher.consume_tokens(engine.resources.tokens.encode_text(text)) is fits
+
+
+def test_what_a_schema_cannot_enforce_is_a_note_if_it_is_not_strict(engine):
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
+    lenient = {"type": "json_schema", "json_schema": {"schema": schema, "strict": False}}
+    answer = engine.generate("Why?", response_format=lenient)
+    assert set(json.loads(answer.text)) <= {1, 2}
+    assert any("only in part (at 1" in note for note in answer.metrics.notes), answer.metrics.notes
+    for strict in ({"schema": schema}, {"schema": schema, "strict": True}):
+        with pytest.raises(InvalidOptionError, match="uniqueItems"):
+            engine.generate("Why?", response_format={"type": "json_schema", "json_schema": strict})
+
+
+def test_an_answer_that_was_cut_says_so(engine):
+    answer = engine.generate("Why?", response_format=JSON_YEAR, max_new_tokens=3)
+    assert answer.finish_reason == "length"
+    assert any("cut after 3 tokens, before its form" in note for note in answer.metrics.notes)
+
+
+def test_the_form_has_the_last_word_over_other_ways_of_choosing(engine):
+    given: list[dict[str, Any]] = [
+        {"generate": {"top_k": 1}, "temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.01},
+        {"generate": {"repetition_penalty": 1.5}},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0, "logprobs": 3},
+        {"logit_bias": {7: 100.0}},
+        {"stop": ("zzz",)},
+    ]
+    for options in given:
+        answer = engine.generate("Why?", response_format=JSON_YEAR, seed=1, **options)
+        assert answer.finish_reason == "length" or set(json.loads(answer.text)) == {"year", "town"}
 
 
 def test_a_form_is_for_one_answer(engine):

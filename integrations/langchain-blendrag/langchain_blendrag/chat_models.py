@@ -9,8 +9,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
@@ -18,16 +17,14 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, get_buffer_string
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
-from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
-from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.json import parse_partial_json
-from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from blendrag.chat.forcing import chosen_tool, refuse_unreadable
+from blendrag.chat.lark import schema_of
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks import schema_prompts
 from blendrag.frameworks.fields import CONFIG, RequestFields
@@ -45,12 +42,11 @@ from langchain_blendrag._convert import (
     token_usage,
     usage_metadata,
 )
+from langchain_blendrag._structured import Method, structured
 
 if TYPE_CHECKING:
     from blendrag.chat.reply import Reply
     from blendrag.engine import Answer, BlendEngine, Options, Prompt
-
-Method = Literal["function_calling", "json_schema", "json_mode"]
 
 
 class ChatBlend(RequestFields, BaseChatModel):
@@ -148,9 +144,10 @@ class ChatBlend(RequestFields, BaseChatModel):
         """A runnable that offers ``tools`` with every call. Opens the tokenizer.
 
         ``tool_choice``: ``auto`` (default), ``none``, ``any`` or a tool's name. A required call is
-        begun for the model as its template writes calls. ``strict`` only goes into the schemas: arguments
-        are not constrained. Raises :class:`InvalidInputError` for a model whose template does not
-        render tools or writes calls that cannot be read, and for an unknown choice.
+        begun for the model as its template writes calls, and its arguments follow the tool's schema; with
+        ``strict``, a schema that cannot be enforced whole is refused. Raises :class:`InvalidInputError` for
+        a model whose template does not render tools or writes calls that cannot be read, and for an
+        unknown choice.
         """
         schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         if schemas and not self.engine.resources.tokens.has_tools:
@@ -175,12 +172,11 @@ class ChatBlend(RequestFields, BaseChatModel):
     ) -> Runnable[LanguageModelInput, dict[str, Any] | Any]:
         """A runnable that answers with ``schema``: a pydantic class, a TypedDict or a JSON schema.
 
-        ``method``: ``function_calling`` (default if the model's template renders tools),
+        ``method``: ``function_calling`` (default if the model's template shows how calls are written),
         ``json_schema`` (the schema is added to the question; default otherwise) or ``json_mode`` (the
-        prompt describes the schema already). With ``json_schema`` and ``json_mode`` the model can only
-        answer in JSON, with ``json_schema`` only in the schema; arguments of a call are not constrained.
-        An answer that does not follow the schema is an error, or with ``include_raw`` a
-        ``parsing_error``.
+        prompt describes the schema already). The model can only answer in JSON, and but for ``json_mode``
+        only in the schema; ``strict`` refuses a schema that cannot be enforced whole. An answer that was cut
+        or does not follow the schema is an error, or with ``include_raw`` a ``parsing_error``.
         """
         if kwargs:
             raise InvalidInputError(
@@ -290,19 +286,14 @@ def _flattened(messages: Sequence[BaseMessage], tools: Sequence[Any]) -> str:
 
 def _instruction(response_format: Mapping[str, Any] | None) -> str:
     """OpenAI's ``response_format`` as an instruction."""
-    wanted = response_format or {"type": "text"}
-    kind = wanted.get("type")
-    if kind == "text":
-        return ""
+    kind = (response_format or {}).get("type", "text")
     plain = "Answer with one JSON object and nothing else."
     if kind == "json_object":
         return plain
     if kind == "json_schema":
-        schema = json.dumps(wanted["json_schema"]["schema"], ensure_ascii=False)
+        schema = json.dumps(schema_of(response_format or {}), ensure_ascii=False)
         return f"{plain} It must follow this JSON schema:\n{schema}"
-    raise InvalidInputError(
-        f"response_format of type {kind!r} is not one of text, json_object, json_schema"
-    )
+    return ""  # the form is enforced, or refused
 
 
 def with_instruction(messages: Sequence[Message], instruction: str) -> list[Message]:
@@ -390,73 +381,3 @@ def _unreadable(text: str) -> str:
         return json.dumps(text) if isinstance(parse_partial_json(text), dict) else text
     except ValueError:
         return text
-
-
-# -- structured output -------------------------------------------------------------------------------
-
-
-def structured(
-    model: ChatBlend, schema: Any, method: Method | None, strict: bool | None, include_raw: bool
-) -> Runnable[Any, Any]:
-    """``model`` followed by a parser. Opens the tokenizer if ``method`` is not given."""
-    if method is None:
-        takes_tools = model.engine.resources.tokens.has_tools
-        method = "function_calling" if takes_tools and schema is not None else "json_schema"
-    if method not in ("function_calling", "json_schema", "json_mode"):
-        raise InvalidInputError(
-            f"method {method!r} is not one of function_calling, json_schema, json_mode"
-        )
-    if schema is None and method != "json_mode":
-        raise InvalidInputError(
-            f"method {method!r} needs a schema; only json_mode works without one"
-        )
-    asked, parser = (
-        _by_call(model, schema, strict)
-        if method == "function_calling"
-        else _by_asking(model, schema, method)
-    )
-    return _with_raw(asked, parser) if include_raw else asked | parser
-
-
-def _by_call(model: ChatBlend, schema: Any, strict: bool | None) -> tuple[Any, Any]:
-    tool = convert_to_openai_tool(schema, strict=strict)
-    name = tool["function"]["name"]
-    asked = model.bind_tools(
-        [tool],
-        tool_choice=name,
-        ls_structured_output_format=_traced("function_calling", schema),
-    )
-    if _is_model(schema):
-        return asked, PydanticToolsParser(tools=[schema], first_tool_only=True)
-    return asked, JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-
-
-def _by_asking(model: ChatBlend, schema: Any, method: Method) -> tuple[Any, Any]:
-    """In ``json_mode`` the prompt describes the schema, as with LangChain's other models."""
-    wanted: dict[str, Any] = {"type": "json_object"}
-    if method == "json_schema":
-        named = convert_to_json_schema(schema)
-        wanted = {"type": "json_schema", "json_schema": {"schema": named}}
-    traced = {} if schema is None else {"ls_structured_output_format": _traced(method, schema)}
-    asked = model.bind(response_format=wanted, **traced)
-    parser = (
-        PydanticOutputParser(pydantic_object=schema) if _is_model(schema) else JsonOutputParser()
-    )
-    return asked, parser
-
-
-def _traced(method: Method, schema: Any) -> dict[str, Any]:
-    return {"kwargs": {"method": method}, "schema": schema}
-
-
-def _is_model(schema: Any) -> bool:
-    return isinstance(schema, type) and is_basemodel_subclass(schema)
-
-
-def _with_raw(asked: Runnable[Any, AIMessage], parser: Any) -> Runnable[Any, Mapping[str, Any]]:
-    """``raw``, ``parsed`` and ``parsing_error``, as in ``BaseChatModel.with_structured_output``."""
-    parsed = RunnablePassthrough.assign(
-        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
-    )
-    failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=asked) | parsed.with_fallbacks([failed], exception_key="parsing_error")

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from typing import Any, Literal
 
 import pytest
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, HumanMessage
 from pydantic import BaseModel, model_validator
 from samples import Joke, get_weather, last_prompt, whole
 
+import tiny
 from blendrag.errors import InvalidInputError
+from chat_forms import ODD
 from langchain_blendrag import ChatBlend
+
+#: Renders tools, and nothing of calls.
+NO_CALLS = "{{ tools }}" + tiny.CHAT_TEMPLATE
+JOKE = {"setup": "Why did the cat sit?", "punchline": "It could."}
 
 
 def test_a_required_call_is_begun_as_the_template_writes_it(talker: ChatBlend) -> None:
@@ -135,3 +143,58 @@ def test_a_wrong_method_is_named(talker: ChatBlend) -> None:
         made.with_structured_output(Joke, method="grammar")
     with pytest.raises(InvalidInputError, match="needs a schema"):
         talker.with_structured_output(None, method="json_schema")
+
+
+@pytest.mark.parametrize("schema", [Joke, Joke.model_json_schema()])
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_an_answer_that_was_cut_is_an_error_and_never_none(
+    talker: ChatBlend, schema: Any, method: Any
+) -> None:
+    short = ChatBlend(engine=talker.engine, max_new_tokens=8)
+    made = short.with_structured_output(schema, method=method)
+    with pytest.raises(OutputParserException, match="was cut"):
+        made.invoke("A joke.")
+    with pytest.raises(OutputParserException, match="was cut"):
+        list(made.stream("A joke."))
+    raw = short.with_structured_output(schema, method=method, include_raw=True).invoke("A joke.")
+    assert raw["parsed"] is None
+    assert "was cut" in str(raw["parsing_error"])
+
+
+@pytest.mark.parametrize("template", [NO_CALLS, ODD])
+def test_calls_that_cannot_be_forced_or_read_are_asked_for_as_json(
+    talker: ChatBlend, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """Also without a word about a tool_choice, which the user did not give."""
+    tokenizer = talker.engine.resources.tokens.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    assert talker.engine.resources.tokens.has_tools
+    assert talker.with_structured_output(Joke).invoke("A joke.") == Joke(**JOKE)
+    if template == ODD:
+        with pytest.raises(InvalidInputError, match="cannot read"):
+            talker.with_structured_output(Joke, method="function_calling")
+        return
+    asked = talker.with_structured_output(Joke, method="function_calling")
+    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: "I would not.")
+    with pytest.raises(OutputParserException, match="no call; try"):
+        asked.invoke("A joke.")
+    said = '{"name": "Joke", "arguments": ' + json.dumps(JOKE) + "}"
+    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: said)
+    assert asked.invoke("A joke.") == Joke(**JOKE)
+
+
+def test_a_schema_that_cannot_be_enforced_whole_is_refused_only_if_strict(
+    talker: ChatBlend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tags(BaseModel):
+        tags: set[int]
+
+    said = '{"tags": [1, 2]}'
+    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: said)
+    answer = talker.with_structured_output(Tags, method="json_schema", include_raw=True).invoke("x")
+    assert answer["parsed"] == Tags(tags={1, 2})
+    notes = answer["raw"].response_metadata["blendrag"]["notes"]
+    assert any("enforced only in part" in note for note in notes)
+    for method in ("json_schema", "function_calling"):
+        with pytest.raises(InvalidInputError, match="uniqueItems"):
+            talker.with_structured_output(Tags, method=method, strict=True).invoke("x")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blendrag.chat.calls import Tools, resolved, tool_names
 from blendrag.chat.forcing import ID, CallForm, TagForm
-from blendrag.chat.lark import checked, dumped, literal
+from blendrag.chat.lark import LENIENT, checked, dumped, literal
 from blendrag.errors import InvalidOptionError
-from blendrag.model.tokens import Tokens
 from blendrag.wording import quoted, shortened
+
+if TYPE_CHECKING:
+    from blendrag.model.tokens import Tokens
 
 #: Ids that models write themselves; Mistral's have nine characters.
 _ID_PATTERN = "/[a-zA-Z0-9]{9}/"
-#: What schemas of tools may be without being refused: what cannot be enforced is left to the model.
-_LENIENT = {"lenient": True}
 
 
 def calls_rule(
@@ -85,8 +85,7 @@ def _arguments(
     if not isinstance(properties, Mapping):
         properties = {}
     if not isinstance(form, TagForm):
-        closed = {"additionalProperties": False} if properties else {}
-        return [f"{rule}: {fits({'type': 'object', **closed, **schema})}"]
+        return [f"{rule}: {fits({'type': 'object', **schema})}"]
     required = schema.get("required") or ()
     parts, rules = [], []
     for number, (key, value) in enumerate(properties.items()):
@@ -116,7 +115,7 @@ def _arguments(
 
 def _json(schema: Mapping[str, Any], name: str, is_strict: bool, tokens: Tokens) -> str:
     wrong = ""
-    for guidance in ({},) if is_strict else ({}, _LENIENT):
+    for guidance in ({},) if is_strict else ({}, LENIENT):
         rule = f"%json {dumped(schema, guidance)}"
         if not (wrong := checked(f"start: {rule}", tokens)):
             return rule

@@ -221,6 +221,12 @@ def opening_for(
     return opening.replace(ID, uuid.uuid4().hex[:9]).rstrip()
 
 
+def can_force(tokens: Tokens, template: Mapping[str, Any] | None = None) -> bool:
+    """Whether a call can be begun for the model, and read."""
+    form = call_form(tokens, template)
+    return form is not None and form.is_readable
+
+
 def refuse_unreadable(tokens: Tokens, tools: Tools) -> None:
     """Raise :class:`InvalidInputError` if the template writes calls in a form that cannot be read."""
     form = call_form(tokens)

@@ -22,11 +22,13 @@ from blendrag.chat.calls import Tools
 from blendrag.chat.forcing import CallForm
 from blendrag.chat.formats import Format
 from blendrag.chat.lark import (
+    LENIENT,
     checked,
     dumped,
     has_library,
     library,
     literal,
+    schema_of,
     vocabulary,
     written_ids,
 )
@@ -54,6 +56,8 @@ class AnswerForm:
     """Also accepts the beginning of reasoning before the answer; empty if the prompt has begun the answer."""
     own_ids: frozenset[int] = frozenset()
     """Control tokens that are part of the form."""
+    notes: tuple[str, ...] = ()
+    """For the metrics."""
 
     @property
     def is_call(self) -> bool:
@@ -84,7 +88,13 @@ def answer_form(
             "response_format", f"has {len(rule):,} characters, expected at most {MAX_FORM_CHARS:,}"
         )
     library()
-    if wrong := checked(f"start: {rule}\n", tokens):
+    notes: tuple[str, ...] = ()
+    wrong = checked(f"start: {rule}\n", tokens)
+    if wrong and _is_lenient(given):
+        rule, why = _rule(kind, given, LENIENT), wrong
+        wrong = checked(f"start: {rule}\n", tokens)
+        notes = (f"the form of the answer is enforced only in part ({shortened(why, 200)})",)
+    if wrong:
         raise InvalidOptionError(
             "response_format",
             f"of type {kind} cannot be compiled ({shortened(wrong, 200)}); change it",
@@ -98,7 +108,7 @@ def answer_form(
     begun = " | ".join(literal(text, tokens) for text in form.begun) if form is not None else ""
     thinking = f"({begun})? " if begun else ""
     lark, with_reasoning = (_LARK.format(thinking=each, rule=rule) for each in ("", thinking))
-    return AnswerForm(lark, tokens, with_reasoning)
+    return AnswerForm(lark, tokens, with_reasoning, notes=notes)
 
 
 def begun_call_form(
@@ -118,19 +128,17 @@ def begun_call_form(
     return AnswerForm(lark, tokens, own_ids=frozenset(own.values()))
 
 
-def _rule(kind: Any, given: Mapping[str, Any]) -> str:
+def _is_lenient(given: Mapping[str, Any]) -> bool:
+    """Whether a schema may be enforced in part, as OpenAI's ``strict: false`` says."""
+    named = given.get("json_schema")
+    return isinstance(named, Mapping) and named.get("strict") is False
+
+
+def _rule(kind: Any, given: Mapping[str, Any], guidance: Mapping[str, Any] | None = None) -> str:
     if kind == "json_object":
         return f"%json {dumped({'type': 'object'})}"
     if kind == "json_schema":
-        named = given.get("json_schema", given)
-        schema = named.get("schema") if isinstance(named, Mapping) else None
-        if not isinstance(schema, Mapping):
-            raise InvalidOptionError(
-                "response_format",
-                "of type json_schema has no schema, expected "
-                '{"type": "json_schema", "json_schema": {"schema": {…}}}',
-            )
-        return f"%json {dumped(schema)}"
+        return f"%json {dumped(schema_of(given), guidance)}"
     if kind == "regex" and isinstance(given.get("regex"), str):
         escaped = re.sub(
             r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], given["regex"]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from blendrag.errors import InvalidOptionError
-from blendrag.model.tokens import Tokens
+
+if TYPE_CHECKING:
+    from blendrag.model.tokens import Tokens
 
 #: White space between JSON's parts. Without a limit small models write nothing else.
 _WHITE_SPACE = {"whitespace_pattern": "\\n? {0,12}"}
+#: What of a schema cannot be enforced is left to the model.
+LENIENT = {"lenient": True}
 
 
 def library() -> Any:
@@ -42,15 +46,94 @@ def vocabulary(tokens: Tokens) -> Any:
     return tokens.grammar_tokenizer
 
 
+def schema_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a ``response_format`` of type ``json_schema``. Raises :class:`InvalidOptionError`."""
+    named = given.get("json_schema", given)
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise InvalidOptionError(
+            "response_format",
+            "of type json_schema has no schema, expected "
+            '{"type": "json_schema", "json_schema": {"schema": {…}}}',
+        )
+    return schema
+
+
 def dumped(schema: Mapping[str, Any], guidance: Mapping[str, Any] | None = None) -> str:
-    """A JSON schema for ``%json``. ``guidance``: options of llguidance's compiler."""
+    """A JSON schema for ``%json``. ``guidance``: options of llguidance's compiler.
+
+    Objects have only the keys that the schema names, unless it says otherwise: small models do not stop
+    inventing more."""
     try:
         more = {"x-guidance": {**_WHITE_SPACE, **(guidance or {})}}
-        return json.dumps({**schema, **more}, allow_nan=False)
+        closed = schema if _has_conjunction(schema) else _closed(schema)
+        return json.dumps({**closed, **more}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidOptionError(
             "response_format", f"has a schema that cannot be written as JSON ({exc}); change it"
         ) from None
+
+
+#: Keywords whose values are schemas by name, schemas, or lists of them.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_INNER = (
+    "items",
+    "additionalProperties",
+    "prefixItems",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "not",
+    "if",
+    "then",
+    "else",
+)
+#: Keywords by which an object must have the form of several schemas at once.
+_CONJUNCTIONS = {
+    "allOf",
+    "$ref",
+    "anyOf",
+    "oneOf",
+    "if",
+    "dependentSchemas",
+    "unevaluatedProperties",
+}
+
+
+def _has_conjunction(schema: Any) -> bool:
+    """Whether keys of an object may be named by another schema than the one that has ``properties``."""
+    if not isinstance(schema, Mapping):
+        return False
+    here = "allOf" in schema or ("properties" in schema and not _CONJUNCTIONS.isdisjoint(schema))
+    return here or any(map(_has_conjunction, _inner(schema)))
+
+
+def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
+    for name in _NAMED:
+        found = schema.get(name)
+        yield from found.values() if isinstance(found, Mapping) else ()
+    for name in _INNER:
+        found = schema.get(name)
+        yield from found if isinstance(found, list | tuple) else (found,)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list | tuple):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    for name in _NAMED:
+        if isinstance(found := schema.get(name), Mapping):
+            made[name] = {key: _closed(value) for key, value in found.items()}
+    for name in _INNER:
+        if name in schema:
+            made[name] = _closed(schema[name])
+    if isinstance(named := schema.get("properties"), Mapping) and "patternProperties" not in schema:
+        required = schema.get("required")
+        if isinstance(required, list | tuple | None) and set(required or ()) <= set(named):
+            made.setdefault("additionalProperties", False)
+    return made
 
 
 def literal(text: str, tokens: Tokens) -> str:

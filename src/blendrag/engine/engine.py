@@ -475,6 +475,7 @@ class BlendEngine:
             notes += ("min_ratio ignored: it applies only to ratio=auto",)
         if fresh is not None and mode != "full":
             notes += self._learner.advice(self.resources.corpus, fresh, options.scope)
+        made_form = self._answer_form(options, form)
         return Request(
             prompt=segments,
             options=options,
@@ -486,14 +487,14 @@ class BlendEngine:
             max_new_tokens=new_tokens,
             asked_at=asked_at,
             source_of=source_of,
-            notes=notes,
+            notes=notes + (() if made_form is None else made_form.notes),
             opening_s=opening_s,
             fresh=fresh,
             placed=placed,
             retrieval_s=prompt.retrieval_s if isinstance(prompt, RagPrompt) else 0.0,
             form=form,
             begun=begun,
-            answer_form=self._answer_form(options, form),
+            answer_form=made_form,
         )
 
     def _with_opening(self, options: Options) -> Options:

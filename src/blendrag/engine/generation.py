@@ -36,6 +36,11 @@ from blendrag.schema.concatenation import ConcatenatedPrompt, ModuleCache
 from blendrag.serving.turns import loaded, pausing, taking_turns
 from blendrag.wording import quoted
 
+_CUT = (
+    "the answer was cut after {} tokens, before its form was complete; allow more tokens, or bound texts and "
+    "lists in the schema"
+)
+
 
 def _ids(given: int | Sequence[int] | None) -> set[int]:
     return set() if given is None else set(given) if isinstance(given, Sequence) else {given}
@@ -251,6 +256,8 @@ class Generation:
         if stream.likely is not None:
             logprobs = stream.likely.of(stream.length, stream.tokens, decode)
         metrics = self._metrics(plan, fusion, sum(len(row) for row in rows), batch_size)
+        if request.answer_form is not None and not ended[0]:
+            metrics = replace(metrics, notes=(*metrics.notes, _CUT.format(len(rows[0]))))
         reasons = tuple("stop" if end else "length" for end in ended)
         trace = None
         if self._timeline is not None:

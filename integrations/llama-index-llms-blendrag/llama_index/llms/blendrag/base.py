@@ -29,7 +29,7 @@ from llama_index.core.llms.llm import ToolSelection
 from pydantic import BaseModel
 
 from blendrag.chat.calls import tool_names
-from blendrag.chat.forcing import call_form, chosen_tool, refuse_unreadable
+from blendrag.chat.forcing import can_force, chosen_tool, refuse_unreadable
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks import schema_prompts
 from blendrag.frameworks.fields import CONFIG, RequestFields
@@ -63,7 +63,8 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
     ``raw`` of every response (in a stream: of the last) holds ``usage``, ``finish_reason`` and, under
     ``blendrag``, the metrics of the request. A :class:`BlendReuseEvent` is emitted for every answer.
 
-    If the model's chat template renders tools, ``metadata.is_function_calling_model`` is true. With other
+    If the model's chat template renders tools and shows how they are called,
+    ``metadata.is_function_calling_model`` is true. With other
     models, agents ask in plain text (ReAct), structured output is requested as JSON, and the methods for
     tools raise :class:`InvalidInputError`. Calls that cannot be parsed are in
     ``additional_kwargs["invalid_tool_calls"]``.
@@ -93,9 +94,14 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
             context_window=engine.resources.context_tokens,
             num_output=self.max_new_tokens or engine.settings.max_new_tokens,
             is_chat_model=has_template,
-            is_function_calling_model=has_template and engine.resources.tokens.has_tools,
+            is_function_calling_model=has_template and self._calls_tools,
             model_name=engine.resources.model_name,
         )
+
+    @property
+    def _calls_tools(self) -> bool:
+        tokens = self.engine.resources.tokens
+        return tokens.has_tools and can_force(tokens, self.request_options().template_arguments)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Like LlamaIndex; records that an engine was given, so that ``from_dict`` asks for it again."""
@@ -176,10 +182,10 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
             messages.append(user_msg)
         if specs:
             # LlamaIndex requires calls by default: if a template cannot force them, the model chooses
-            can_force = tool_required and call_form(self.engine.resources.tokens) is not None
+            is_forced = tool_required and self._calls_tools
             kwargs |= {
                 "tools": specs,
-                "tool_choice": tool_choice or ("any" if can_force else None),
+                "tool_choice": tool_choice or ("any" if is_forced else None),
                 "parallel_tool_calls": allow_parallel_tool_calls,
             }
         return {"messages": messages, **kwargs}
@@ -280,10 +286,31 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         asked = self._formed(output_cls, llm_kwargs)
         return await super().astructured_predict(output_cls, prompt, asked, **prompt_args)
 
+    def stream_structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        asked = self._formed(output_cls, llm_kwargs)
+        return super().stream_structured_predict(output_cls, prompt, asked, **prompt_args)
+
+    async def astream_structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        asked = self._formed(output_cls, llm_kwargs)
+        return await super().astream_structured_predict(output_cls, prompt, asked, **prompt_args)
+
     def _formed(self, output_cls: type[BaseModel], given: dict[str, Any] | None) -> dict[str, Any]:
         if self.metadata.is_function_calling_model:
             return given or {}
-        schema = {"name": output_cls.__name__, "schema": output_cls.model_json_schema()}
+        # pydantic checks what the form does not enforce
+        schema = {"schema": output_cls.model_json_schema(), "strict": False}
         form = {"type": "json_schema", "json_schema": schema}
         return {"response_format": form, **(given or {})}
 
