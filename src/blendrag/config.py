@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, SecretStr
+from pydantic_core import PydanticCustomError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 Mode = Literal["blend", "full", "prefix", "reuse"]
 KVEncoding = Literal["native", "int8", "fp8"]
@@ -31,6 +34,15 @@ DEFAULT_SCHEDULE = "constant"
 
 def _user_cache() -> str:
     return os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+
+
+def _json_object(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    with suppress(ValueError, RecursionError):
+        if isinstance(read := json.loads(value), dict):
+            return read
+    raise PydanticCustomError("object", 'a JSON object such as {{"enable_thinking": false}}')
 
 
 class Settings(BaseSettings):
@@ -76,6 +88,12 @@ class Settings(BaseSettings):
     """How r is spread over the layers: constant, linear, geometric[:g], first:m or a comma-separated
     vector."""
     max_new_tokens: int = Field(default=128, ge=1)
+    template: Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)] = Field(
+        default_factory=dict
+    )
+    """Further arguments of the chat template, for every request; in the environment as a JSON object."""
+    enable_thinking: bool | None = None
+    """Whether models think before they answer; ``None`` leaves it to the chat template."""
     plain_messages: bool = False
     """Whether what looks like a control token in system and user messages is text. Turn it on where chains
     put documents into them."""

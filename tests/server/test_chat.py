@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import openai
 import pytest
 
+import scripted
 import tiny
 from blendrag.server.replies import chat_logprobs
 from server.conftest import ANSWER, QUESTION
-from server.live import Live
+from server.live import Live, live
 
 
 @pytest.fixture
@@ -188,3 +190,37 @@ def test_log_probabilities_that_are_not_finite_are_numbers_of_json(served: Live)
     banned = replace(chosen, logprob=math.nan, top=(("x", -math.inf),))
     (content,) = chat_logprobs(replace(answer, logprobs=(banned,)))["content"]
     assert content["logprob"] == content["top_logprobs"][0]["logprob"] == -9999.0
+
+
+# -- arguments of the chat template ---------------------------------------------------------------
+
+
+def test_a_requests_template_arguments_go_before_those_of_the_server(tmp_path: Path) -> None:
+    closed = "<think>\n\n</think>\n\n"
+    with (
+        scripted.engine([], tmp_path / "store", mode="full", enable_thinking=False) as engine,
+        live(engine) as served,
+        served.client() as client,
+    ):
+        engine.resources.tokens.tokenizer.chat_template = scripted.TEMPLATE + (
+            "{% if enable_thinking is defined and not enable_thinking %}"
+            f"{{{{ {closed!r} }}}}{{% endif %}}"
+        )
+
+        def is_closed(**body: object) -> bool:
+            asked = [{"role": "user", "content": "Hi"}]
+            response = client.post("/v1/chat/completions", json={"messages": asked, **body})
+            assert response.status_code == 200, response.text
+            return str(engine.adapter.model.prompts[-1]).endswith(closed)
+
+        assert is_closed()
+        assert not is_closed(chat_template_kwargs={"enable_thinking": True})
+        assert not is_closed(enable_thinking=True)
+        assert is_closed(reasoning_effort="none")
+        assert is_closed(reasoning_effort="low"), "the template does not read it"
+        unknown = {"messages": [{"role": "user", "content": "Hi"}]}
+        unknown["chat_template_kwargs"] = {"enable_thoughts": True}
+        response = client.post("/v1/chat/completions", json=unknown)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "chat_template_kwargs"
+        assert "did you mean enable_thinking?" in response.json()["error"]["message"]

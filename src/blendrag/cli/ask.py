@@ -14,7 +14,7 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import duration, echo, print_json, say, write_piece
+from blendrag.cli.output import duration, echo, print_json, say, write_piece, write_thought
 from blendrag.cli.plots import require_place
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, ContextOverflowError, check_unicode
@@ -47,6 +47,8 @@ def ask(
     min_ratio: options.MinRatio = None,
     max_new_tokens: options.MaxNewTokens = None,
     temperature: options.Temperature = None,
+    enable_thinking: options.Thinking = None,
+    template: options.Template = None,
     stop: Annotated[
         list[str] | None, options.optional("End the answer before this text; repeatable.")
     ] = None,
@@ -97,6 +99,8 @@ def chat(
     ratio: options.AutoRatio = None,
     max_new_tokens: options.MaxNewTokens = None,
     temperature: options.Temperature = None,
+    enable_thinking: options.Thinking = None,
+    template: options.Template = None,
     embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
     remote: options.Remote = None,
@@ -123,10 +127,11 @@ def chat(
         opened = f"{engine.adapter.model_id} in {duration(time.perf_counter() - began)}"
         say("note", f"opened {opened}; Ctrl-C ends an answer, Ctrl-D the conversation")
         history: list[tuple[str, str]] = []
+        told: set[str] = set()
         with interrupt.left_to_caller():
             while (question := read_question()) is not None:
                 if question.strip():
-                    _turn(engine, question, top_k, asked, history, sources)
+                    _turn(engine, question, top_k, asked, history, sources, told)
         interrupt.expect("some chunks are not precomputed yet")
         engine.drain()
     return DONE
@@ -152,21 +157,22 @@ def _turn(
     asked: Options,
     history: list[tuple[str, str]],
     sources: bool,
+    told: set[str],
 ) -> None:
-    """Answer one question and add it to ``history``, whose oldest turns go if the context is full."""
+    """Answer one question and add it to ``history``, whose oldest turns go if the context is full.
+
+    What the model thought is no part of it: chat templates leave the reasoning of earlier answers out.
+    """
     said: list[str] = []
     try:
         check_unicode(question, "the question")
-        while True:
-            try:
-                pieces = engine.ask_stream(question, top_k, asked, history=history)
-                break
-            except ContextOverflowError:
-                if not history:
-                    raise
-                del history[0]
+        pieces = engine.ask_stream(question, top_k, asked, history=history, trim_history=True)
+        if pieces.left_out:
+            del history[: pieces.left_out]
+            turns = "turn is" if pieces.left_out == 1 else f"{pieces.left_out} turns are"
+            say("note", f"the model's context is full: the oldest {turns} left out from now on")
         answer = print_answer(pieces, said)
-        say_answer(answer, sources)
+        say_answer(answer, sources, told)
     except KeyboardInterrupt:
         say("note", "the answer was ended")
     except BlendragError as error:
@@ -179,31 +185,49 @@ def _turn(
 def print_answer(
     pieces: AnswerIterator, said: list[str] | None = None, silent: bool = False
 ) -> Answer:
-    """Print pieces on stdout as they come, and add them to ``said``."""
+    """Print pieces on stdout as they come, and add those of the answer to ``said``; reasoning is dim."""
+    from blendrag.chat.reply import Reasoning
+
     said = [] if said is None else said
+    pieces.with_reasoning = not silent
+    thinks, space = False, ""
     try:
         for piece in pieces:
+            if isinstance(piece, Reasoning):
+                thought = f"{space}{piece}".rstrip()
+                space = f"{space}{piece}"[len(thought) :]
+                write_thought(thought)
+                thinks = True
+                continue
+            if thinks:
+                write_thought("\n\n")
+                thinks = False
             said.append(piece)
             if not silent:
                 write_piece(piece)
     finally:
         pieces.abandon()
+        if thinks:
+            write_thought("\n")
         if said and not silent:
             echo()
     return pieces.answer
 
 
-def say_answer(answer: Answer, sources: bool) -> None:
+def say_answer(answer: Answer, sources: bool, told: set[str] | None = None) -> None:
     """Print the sources, if they are wanted, and the figures on stderr."""
+    if answer.reasoning and not answer.text and answer.finish_reason == "length":
+        say("note", "the model was still thinking; try a larger --max-new-tokens, or --no-thinking")
     if sources:
         say_sources(answer.sources)
-    say_metrics(answer.metrics)
+    say_metrics(answer.metrics, told)
 
 
 def _fields(answer: Answer) -> dict[str, Any]:
     shown = ("source", "title", "start", "end", "score", "distance", "chunk_id", "text")
     return {
         "answer": answer.text,
+        "reasoning": answer.reasoning,
         "finish_reason": answer.finish_reason,
         "metrics": answer.metrics.as_dict(),
         "sources": [{name: getattr(source, name) for name in shown} for source in answer.sources],
@@ -220,8 +244,9 @@ def say_sources(sources: Sequence[RetrievedChunk]) -> None:
         )
 
 
-def say_metrics(metrics: RequestMetrics) -> None:
-    """Print one line of figures on stderr, then the decision of ``ratio=auto`` and the notes."""
+def say_metrics(metrics: RequestMetrics, told: set[str] | None = None) -> None:
+    """Print one line of figures on stderr, then the decision of ``ratio=auto`` and the notes, except for
+    those that were ``told`` before."""
     predicted = metrics.predicted_ttft_s
     expected = "" if predicted is None else f", {1e3 * predicted:,.0f} predicted"
     opened = f" once the model was open ({metrics.opening_s:,.1f} s)"
@@ -238,8 +263,11 @@ def say_metrics(metrics: RequestMetrics) -> None:
     )
     if metrics.decision:
         say("decision", metrics.decision)
+    told = set() if told is None else told
     for note in metrics.notes:
-        say("note", note)
+        if note not in told:
+            say("note", note)
+            told.add(note)
 
 
 def _schedule(metrics: RequestMetrics) -> str:

@@ -6,9 +6,11 @@ An option that is not given is ``None``, and the settings or the store decide. H
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -36,6 +38,31 @@ def parse_size(text: str) -> int:
     if match is None or unit is None:
         raise typer.BadParameter(f"{quoted(text)} is not a size; write 1048576, 500MB or 2GiB")
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+#: Python's spellings, which are no JSON. As texts all three would be true.
+_PYTHON = {"True": True, "False": False, "None": None}
+
+
+def template_arguments(given: Sequence[str] | None) -> dict[str, Any]:
+    """``["enable_thinking=false"]``, or JSON objects → arguments of the chat template."""
+    made: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if text.lstrip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                made |= json.loads(text)
+                continue
+        elif name.strip() and equals:
+            made[name.strip()] = _PYTHON.get(value, value)
+            with suppress(ValueError, RecursionError):
+                made[name.strip()] = json.loads(value)
+            continue
+        raise InvalidInputError(
+            f"--template {quoted(text)}, expected NAME=VALUE or a JSON object; write reasoning_effort=low or "
+            "enable_thinking=false"
+        )
+    return made
 
 
 def _one_of(literal: str) -> Callable[[str | None], str | None]:
@@ -173,6 +200,22 @@ MaxNewTokens = Annotated[
     int | None, number("Longest answer in tokens. [default: 128]", 1, kind=int)
 ]
 Temperature = Annotated[float | None, number("0 decodes greedily.", 0)]
+Template = Annotated[
+    list[str] | None,
+    optional(
+        "An argument of the model's chat template: reasoning_effort=low, or a JSON object; repeatable.",
+        "--template",
+        "--chat-template-kwargs",
+        metavar="NAME=VALUE",
+    ),
+]
+Thinking = Annotated[
+    bool | None,
+    optional(
+        "Whether the model thinks before it answers. [default: what its chat template does]",
+        "--thinking/--no-thinking",
+    ),
+]
 Sources = Annotated[
     bool, typer.Option("--sources/--no-sources", help="Show the passages that were read.")
 ]
@@ -189,7 +232,7 @@ ENGINE_OPTIONS = (
 
 #: Options of a request that are given as they are.
 REQUEST_OPTIONS = (
-    "mode", "policy", "schedule", "ratio", "min_ratio", "max_new_tokens", "temperature",
+    "mode", "policy", "schedule", "ratio", "min_ratio", "max_new_tokens", "temperature", "enable_thinking",
 )  # fmt: skip
 
 
@@ -198,6 +241,7 @@ def request_options(context: typer.Context, **more: Any) -> Options:
     from blendrag.engine import Options
 
     given = context.params
+    more["template"] = template_arguments(given.get("template"))
     return Options(**{name: given[name] for name in REQUEST_OPTIONS if name in given}, **more)
 
 

@@ -40,6 +40,15 @@ def write_piece(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_thought(text: str) -> None:
+    """Print a piece of reasoning at once, dim, on the terminal; a program gets the answer alone."""
+    err = not sys.stdout.isatty()
+    if not err or sys.stderr.isatty():
+        screen = console(err=err)
+        screen.print(Text(text), style="dim", end="", soft_wrap=True)
+        screen.file.flush()
+
+
 def confirmed(question: str) -> bool:
     """Ask on stderr for yes or no. Raises :class:`typer.Abort` without an answer."""
     return typer.confirm(printable_line(question), err=True)

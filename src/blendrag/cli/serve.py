@@ -83,6 +83,8 @@ def serve(
     policy: options.Policy = None,
     ratio: options.AutoRatio = None,
     top_k: options.TopK = None,
+    enable_thinking: options.Thinking = None,
+    template: options.Template = None,
     max_new_tokens: options.MaxNewTokens = None,
     embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
@@ -143,12 +145,14 @@ def serve(
     from blendrag.server.running import serve as serve_until_signal
     from blendrag.server.service import Limits, Service
 
+    arguments = options.template_arguments(template) or None
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     follows = _follow(context)
     at = bound_socket(host, port)
     defaults: dict[str, Any] = {
         "mode": mode, "policy": policy, "ratio": ratio, "top_k": top_k,
         "max_new_tokens": max_new_tokens, "plain_messages": plain_messages,
+        "enable_thinking": enable_thinking, "template": arguments,
     }  # fmt: skip
     with at, options.engine_for(context, **defaults) as engine, ExitStack() as following:
         named: dict[str, Path] = {}
@@ -238,6 +242,7 @@ def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
         "lora": given["lora"] and absolute_model(given["lora"]),
         "schemas": tuple(map(os.path.abspath, given["schema"] or ())),
         "api_key_file": None,  # its text is among the limits
+        "template": options.template_arguments(given["template"]) or None,
     }
     named = {name: given[name] for name in ServedCluster.model_fields if name in given}
     counts = {"min_replicas": least, "max_replicas": most}

@@ -90,6 +90,8 @@ class AnswerIterator(Pieces):
     def __init__(self, started: Started) -> None:
         self._started = started
         self.sources: tuple[RetrievedChunk, ...] = ()
+        self.left_out = 0
+        """How many of the oldest questions and answers the prompt is without (``trim_history``)."""
 
     def __iter__(self) -> Iterator[str]:
         return self

@@ -28,6 +28,7 @@ from blendrag import tracing
 from blendrag.chat.forcing import call_form, chosen_tool, opening_for
 from blendrag.chat.formats import Format, format_of, hidden_ids
 from blendrag.chat.grammar import AnswerForm, answer_form, begun_call_form
+from blendrag.chat.template_arguments import EFFORT, SWITCHES, template_arguments
 from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedding_turns import Check, proceed
@@ -112,6 +113,8 @@ MAX_RESTARTS = 8
 #: short prompts do not wait for them.
 PROMPT_THREADS, LONG_PROMPT_THREADS = 4, 2
 LONG_PROMPT_CHARS = 1 << 16
+#: Room that a conversation leaves for an answer without a limit, as a share of the context.
+ANSWER_SHARE = 0.25
 STILL_CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification again and again")
 
 
@@ -128,7 +131,8 @@ class BlendEngine:
             loaded model and take turns.
         tokenizer: that of a loaded ``model``; a model given by name has its own.
         store: directory of the KV store and the corpus; created by the first ingest.
-        mode, policy, schedule, ratio, max_new_tokens, top_k: defaults of every request.
+        mode, policy, schedule, ratio, max_new_tokens, top_k, template, enable_thinking: defaults of every
+            request; its own arguments of the chat template are added to those of ``template``.
         min_ratio: the smallest ratio that ``auto`` may choose.
         chunk_tokens, prefix_text, embedder: settings of a corpus created by this engine.
         encode_prefix: ``False`` encodes the chunks of a new corpus without any prefix, not even BOS, to
@@ -180,6 +184,8 @@ class BlendEngine:
         encoding: KVEncoding | None = None,
         learn: bool | None = None,
         plain_messages: bool | None = None,
+        template: Mapping[str, Any] | None = None,
+        enable_thinking: bool | None = None,
         read_only: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
@@ -188,7 +194,7 @@ class BlendEngine:
             "schedule": schedule, "ratio": ratio, "min_ratio": min_ratio, "max_new_tokens": max_new_tokens,
             "top_k": top_k, "embedder": embedder, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes,
             "remote": remote, "kv_encoding": encoding, "learn": learn,
-            "plain_messages": plain_messages,
+            "plain_messages": plain_messages, "template": template, "enable_thinking": enable_thinking,
         }  # fmt: skip
         changes = {name: value for name, value in given.items() if value is not None}
         self.settings = settings().model_copy(update=changes)
@@ -376,15 +382,32 @@ class BlendEngine:
         options: Options | None = None,
         *,
         history: Sequence[tuple[str, str]] = (),
+        trim_history: bool = False,
         **given: Unpack[OptionFields],
     ) -> AnswerIterator:
-        """:meth:`ask`, piece by piece."""
+        """:meth:`ask`, piece by piece.
+
+        ``trim_history``: if the context is full, the oldest questions and answers are left out, as many as
+        the iterator's ``left_out`` says.
+        """
         options = with_keywords(options, given)
         with tracing.span("ask"):  # ends before the answer does
             chunks, prompt, options = self._asked(question, top_k, history, options)
+            left_out, since = 0, prompt.retrieval_s
+            while trim_history and left_out < len(history) and self._is_full(prompt, options):
+                left_out += 1
+                prompt = self._prompt_over(question, chunks, history[left_out:], options, since)
             pieces = self.stream(prompt, options)
-        pieces.sources = chunks
+        pieces.sources, pieces.left_out = chunks, left_out
         return pieces
+
+    def _is_full(self, prompt: RagPrompt, options: Options) -> bool:
+        """Whether ``prompt`` leaves its answer neither the longest that was asked for nor a share of the
+        context."""
+        context = self.resources.context_tokens
+        longest = options.max_new_tokens or self.settings.max_new_tokens or context
+        most = context - min(longest, round(ANSWER_SHARE * context))
+        return len(self.segments(prompt, options).ids) > most
 
     def _asked(
         self,
@@ -398,18 +421,29 @@ class BlendEngine:
         earlier = history[-1][0] if history else ""
         began = time.perf_counter()
         chunks = tuple(self.retrieve(question, top_k, earlier=earlier))
-        tokens = self.resources.tokens
         retrieval_s = time.perf_counter() - began
+        options = replace(options, stop=(*options.stop, NEXT_QUESTION))
+        return chunks, self._prompt_over(question, chunks, history, options, retrieval_s), options
+
+    def _prompt_over(
+        self,
+        question: str,
+        chunks: Sequence[RetrievedChunk],
+        history: Sequence[tuple[str, str]],
+        options: Options,
+        retrieval_s: float,
+    ) -> RagPrompt:
+        """The prompt of :meth:`ask` over the texts of ``chunks``."""
+        tokens = self.resources.tokens
         texts = [chunk.text for chunk in chunks]
         names = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
-        options = replace(options, stop=(*options.stop, NEXT_QUESTION))
         if not (options.apply_chat_template and tokens.has_template):
             over = prompt_over(question, texts, names, history)
-            return chunks, replace(over, retrieval_s=retrieval_s), options
+            return replace(over, retrieval_s=retrieval_s)
         said = ((("user", asked), ("assistant", answer)) for asked, answer in history)
         messages = tuple({"role": role, "content": text} for turn in said for role, text in turn)
         over = prompt_over(question, texts, names)
-        return chunks, replace(over, history=messages, retrieval_s=retrieval_s), options
+        return replace(over, history=messages, retrieval_s=retrieval_s)
 
     def retrieve(
         self, question: str, top_k: int | None = None, *, earlier: str = "", check: Check = proceed
@@ -426,7 +460,7 @@ class BlendEngine:
 
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
-        options = self._with_opening(options or Options())
+        options = self._with_opening(self._templated(options or Options())[0])
         if isinstance(prompt, SchemaPrompt):
             return self._schemas.read(prompt, options, is_full=True)[0]
         return self._segments(self._rendered(prompt, options), options.scope)[0]
@@ -450,12 +484,14 @@ class BlendEngine:
         make_policy(policy)  # fail before any work
         schedule = Schedule.parse(options.schedule or s.schedule)
         mode = options.mode or s.mode
-        placed, notes, fresh = None, tuple[str, ...](), None
+        placed, fresh = None, None
+        options, argued = self._templated(options)
         form = format_of(tokens) if options.apply_chat_template and tokens.has_template else None
         options = self._with_opening(options)
         begun = options.opening
         if isinstance(prompt, SchemaPrompt):
             segments, source_of, placed = self._schemas.read(prompt, options, mode == "full")
+            notes: tuple[str, ...] = ()
         else:
             rendered = self._rendered(prompt, options)
             if form is not None:
@@ -463,6 +499,7 @@ class BlendEngine:
             if not isinstance(prompt, str | RagPrompt):
                 refuse_silence(prompt)
             segments, source_of, notes, fresh = self._segments(rendered, options.scope)
+            notes += argued
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         new_tokens = options.max_new_tokens or s.max_new_tokens
@@ -517,6 +554,24 @@ class BlendEngine:
         if isinstance(choice, str) and choice != "auto":
             return begun_call_form(tokens, calls, choice, options.tools)
         return answer_form(options.response_format, tokens, form, calls, options.tools)
+
+    def _templated(self, options: Options) -> tuple[Options, tuple[str, ...]]:
+        """``options`` with all arguments of the chat template in ``template``, and notes on those without
+        effect. The request's go before this engine's."""
+        tokens, s = self.resources.tokens, self.settings
+        if not (options.apply_chat_template and tokens.has_template):
+            return options, ()
+        thinks, effort = options.enable_thinking, options.reasoning_effort
+        is_switched = thinks is not None or effort == "none"
+        replaced = {*(SWITCHES if is_switched else ()), *({EFFORT} if effort else ())}
+        defaults = {name: value for name, value in s.template.items() if name not in replaced}
+        given, notes = template_arguments(
+            tokens,
+            {**defaults, **options.template},
+            thinks if is_switched else s.enable_thinking,
+            effort,
+        )
+        return replace(options, template=given, enable_thinking=None, reasoning_effort=None), notes
 
     def _rendered(self, prompt: Prompt, options: Options) -> Rendered:
         if options.plain_messages is None:
@@ -930,7 +985,9 @@ def check_defaults(defaults: Settings) -> None:
         raise InvalidInputError(
             f"encoding {defaults.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
         )
-    names = ("mode", "ratio", "min_ratio", "max_new_tokens", "plain_messages")
+    names = (
+        "mode", "ratio", "min_ratio", "max_new_tokens", "plain_messages", "template", "enable_thinking",
+    )  # fmt: skip
     Options(**{name: getattr(defaults, name) for name in names})
     make_policy(defaults.policy)
     Schedule.parse(defaults.schedule)

@@ -13,6 +13,7 @@ from blendrag.chat.calls import InvalidCall, ToolCall
 from blendrag.chat.formats import Format
 from blendrag.chat.grammar import AnswerForm
 from blendrag.chat.reply import Reply, ReplyStream, take_apart
+from blendrag.chat.template_arguments import EFFORT, SWITCHES
 from blendrag.config import AUTO, Mode, Ratio
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.explanation import Explanation, Trace
@@ -117,6 +118,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "response_format": (Mapping, "a dictionary"),
     "tool_choice": ((str, bool, Mapping), "auto, none, any or a tool's name"),
     "enable_thinking": (bool, "True or False"),
+    "reasoning_effort": (str, "a text such as low"),
     "presence_penalty": (Real, "a number"),
     "frequency_penalty": (Real, "a number"),
     "logit_bias": (Mapping, "a dictionary of token ids and numbers"),
@@ -184,10 +186,13 @@ class Options:
     top_p: float | None = None
     apply_chat_template: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template."""
+    """Further arguments of the chat template, by the names that it reads."""
     enable_thinking: bool | None = None
-    """Whether the model thinks before it answers; ``None`` leaves it to the chat template. Has no effect on
-    models whose template knows no switch."""
+    """Whether the model thinks before it answers, under whatever name its chat template has a switch for it;
+    ``None`` leaves it to the template. A note says so if it has none."""
+    reasoning_effort: str | None = None
+    """How much the model thinks, for templates that read it (``low``, ``medium``, ``high``); ``none`` is
+    ``enable_thinking=False``."""
     generate: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
     """Seconds for the whole answer, including the time spent waiting for other requests."""
@@ -274,10 +279,12 @@ class Options:
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """All arguments of the chat template. Thinking is switched under the names that templates use."""
-        if self.enable_thinking is None:
-            return dict(self.template)
-        switch = dict.fromkeys(("enable_thinking", "thinking"), self.enable_thinking)
+        """All arguments of the chat template, if it is not known which of them it reads."""
+        switch: dict[str, Any] = {}
+        if self.enable_thinking is not None:
+            switch = dict.fromkeys(SWITCHES, self.enable_thinking)
+        if self.reasoning_effort is not None:
+            switch[EFFORT] = self.reasoning_effort
         return switch | dict(self.template)
 
     @property
@@ -300,6 +307,7 @@ class OptionFields(TypedDict, total=False):
     apply_chat_template: bool
     template: Mapping[str, Any]
     enable_thinking: bool | None
+    reasoning_effort: str | None
     generate: Mapping[str, Any]
     timeout_s: float | None
     min_ratio: float | None

@@ -203,6 +203,8 @@ class RequestFields(EngineFields):
     """More arguments of the chat template."""
     enable_thinking: bool | None = None
     """Whether the model thinks before it answers; ``None`` leaves it to the chat template."""
+    reasoning_effort: str | None = None
+    """How much the model thinks, for templates that read it; ``none`` turns thinking off."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More arguments of transformers' ``generate`` (``num_beams``, ``repetition_penalty``, …)."""
     timeout: float | None = None

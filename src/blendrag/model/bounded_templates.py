@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache, wraps
 from random import Random
@@ -84,6 +84,13 @@ def _random(context: Context, values: Any) -> Any:
         return _allowance.draws.choice(values)
     except IndexError:
         return context.environment.undefined("No random item, sequence was empty.")
+
+
+def names_in(template: str) -> frozenset[str] | None:
+    """Names that a template reads, a few of its own among them; ``None`` if it cannot be told."""
+    with suppress(Exception), bounded():  # jinja errors of many types
+        return chat_template_utils._get_template_variables(template)
+    return None
 
 
 def _spend(size_bytes: int) -> None:

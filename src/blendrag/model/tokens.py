@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from tokenizers import Tokenizer
 
 from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode, is_panic
-from blendrag.model.bounded_templates import FIXED_MOMENT, bounded
+from blendrag.model.bounded_templates import FIXED_MOMENT, bounded, names_in
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import uncapped
 from blendrag.text.matches import merged
@@ -96,6 +96,7 @@ class Tokens:
         self._shows_tools = lru_cache(maxsize=1)(self._find_tools)
         self._control = lru_cache(maxsize=1)(self._find_control)
         self._turn_ends = lru_cache(maxsize=1)(self._find_turn_ends)
+        self._names = lru_cache(maxsize=1)(names_in)
 
     # -- encoding -----------------------------------------------------------------------------
 
@@ -248,6 +249,11 @@ class Tokens:
         """The source of the chat template, or of all of them."""
         template = getattr(self.tokenizer, "chat_template", None) or ""
         return template if isinstance(template, str) else "\n".join(template.values())
+
+    @property
+    def template_names(self) -> frozenset[str] | None:
+        """Names that the chat template reads; ``None`` if it cannot be told."""
+        return self._names(self.template_text)
 
     @property
     def has_tools(self) -> bool:

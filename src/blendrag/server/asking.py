@@ -97,9 +97,6 @@ def asked_chat(
             f"chat_template_kwargs has {quoted(reserved[0])}, no argument of a template; leave it out",
             param="chat_template_kwargs",
         )
-    if body.reasoning_effort is not None:
-        template = {"reasoning_effort": body.reasoning_effort, **template}
-    thinks = False if body.reasoning_effort == "none" else body.thinks
     options = _options(
         engine,
         body,
@@ -109,7 +106,8 @@ def asked_chat(
         tools=tuple(offered),
         tool_choice=choice if offered else None,
         template=template,
-        enable_thinking=thinks,
+        enable_thinking=body.thinks,
+        reasoning_effort=body.reasoning_effort,
     )
     if body.schema_name is not None:
         imports = schema_prompt(body, messages)

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 OPTION_FIELDS = {
     "max_new_tokens": "max_tokens",
     "logprobs": "top_logprobs",
+    "template": "chat_template_kwargs",
     **{name: f"blendrag.{name}" for name in ("mode", "ratio", "min_ratio", "timeout_s")},
 }
 #: Status of a client that has gone, as nginx writes it to its log; nobody receives it.

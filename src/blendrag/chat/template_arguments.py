@@ -1,0 +1,110 @@
+"""Arguments of a chat template besides messages and tools, and how it is told whether to think.
+
+Templates have no common name for that switch. Which one a template obeys is found by rendering it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from blendrag.errors import InvalidOptionError
+from blendrag.wording import quoted
+
+if TYPE_CHECKING:
+    from blendrag.model.tokens import Tokens
+
+#: Names under which templates take the switch, with ``True`` or ``False``.
+SWITCHES = ("enable_thinking", "thinking", "reasoning")
+#: Most tokens of reasoning (Seed-OSS); 0 is none.
+BUDGET = "thinking_budget"
+EFFORT = "reasoning_effort"
+#: Clients send these to any model, so that it is no error if its template reads none of them.
+COMMON = frozenset((*SWITCHES, BUDGET, EFFORT))
+#: Two values of each, of which a template that obeys it makes two prompts.
+_PROBES: Mapping[str, tuple[Any, Any]] = {
+    **dict.fromkeys(SWITCHES, (True, False)), BUDGET: (0, 512), EFFORT: ("low", "high"),
+}  # fmt: skip
+
+
+def template_arguments(
+    tokens: Tokens, given: Mapping[str, Any], thinks: bool | None, effort: str | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """All arguments of the chat template, and notes on those without effect.
+
+    Args:
+        given: arguments by their names; they go before the other two.
+        thinks: whether to think before the answer; ``None`` leaves it to the template.
+        effort: OpenAI's ``reasoning_effort``; ``none`` is not to think.
+
+    Raises :class:`InvalidOptionError` for a name that the template does not read.
+    """
+    _refuse_unknown(tokens, given)
+    made: dict[str, Any] = {}
+    notes: list[str] = []
+    if effort == "none" and thinks is None:
+        thinks = False
+    elif effort is not None:
+        made[EFFORT] = effort
+    if thinks is not None:
+        switch, note = _switched(tokens, thinks)
+        if note and not COMMON.intersection([*made, *given]):
+            notes.append(note)
+        made = switch | made
+    notes += [
+        f"{name} has no effect: the chat template does not read it"
+        for name in sorted(COMMON.intersection([*made, *given]))
+        if not _obeys(tokens, name)
+    ]
+    return made | dict(given), tuple(notes)
+
+
+def _switched(tokens: Tokens, thinks: bool) -> tuple[dict[str, Any], str]:
+    """The arguments that switch thinking, and a note if the template cannot do it."""
+    if names := [name for name in SWITCHES if _obeys(tokens, name)]:
+        return dict.fromkeys(names, thinks), ""
+    if _obeys(tokens, BUDGET):
+        return ({} if thinks else {BUDGET: 0}), ""
+    if not _obeys(tokens, EFFORT):
+        way = "on" if thinks else "off"
+        return {}, f"thinking was not switched {way}: the chat template has no switch for it"
+    if thinks:
+        return {}, ""
+    if re.search("""["']none["']""", tokens.template_text):
+        return {EFFORT: "none"}, ""
+    return (
+        {EFFORT: "low"},
+        f"thinking was not switched off: the chat template is asked for the least, {EFFORT}=low",
+    )
+
+
+def _obeys(tokens: Tokens, name: str) -> bool:
+    return _makes_a_difference(tokens, tokens.template_text, name)
+
+
+@lru_cache(maxsize=64)
+def _makes_a_difference(tokens: Tokens, template: str, name: str) -> bool:
+    prompts: list[str | None] = []
+    for value in _PROBES[name]:
+        prompts.append(None)
+        with suppress(Exception):  # jinja errors of many types, from templates that check values
+            prompts[-1] = tokens.render([{"role": "user", "content": "a"}], **{name: value})
+    return prompts[0] != prompts[1]
+
+
+def _refuse_unknown(tokens: Tokens, given: Mapping[str, Any]) -> None:
+    of_rendering = inspect.signature(tokens.tokenizer.apply_chat_template).parameters
+    for name in sorted(set(given) - COMMON - of_rendering.keys()):
+        read = tokens.template_names
+        if read is not None and name not in read:
+            close = get_close_matches(name, [*COMMON, *read], n=1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            raise InvalidOptionError(
+                "template",
+                f"has {quoted(name)}, which this model's chat template does not read; {meant}leave it out",
+            )
