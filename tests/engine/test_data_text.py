@@ -69,12 +69,12 @@ MISTRAL = """<|bos|>{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILAB
 {%- endfor %}{% elif m.role == 'assistant' %} {{ m.content | trim }}<|end|>
 {%- else %}[INST] {{ m.content[:400] }}[/INST]{% endif %}{% endfor %}"""
 GEMMA = """<|bos|>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}
-{{ m.content | replace('\r', '') | trim }}<end_of_turn>
+{{ m.content | replace('\r', '') | trim }}{{ m.tool_calls | tojson if m.tool_calls }}<end_of_turn>
 {% endfor %}<start_of_turn>model
 """
 #: Control tokens are made of names, and one content is written twice, the second time changed.
 PHI = """{% for m in messages %}<|{{ m.role }}|>{% if m.name %}<|{{ m.name }}|>{% endif -%}
-{{ m.content }}{{ m.tool_call_id }}<|end|>
+{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{{ m.tool_call_id }}<|end|>
 {% if m.role == 'tool' %}{{ m.content | upper | replace(' ', '') }}{% endif %}{% endfor %}<|assistant|>"""
 TAGS = ["<tool_call>", "</tool_call>"]
 #: The template, and its control tokens: special ones and others.

@@ -68,7 +68,11 @@ def test_a_tool_is_refused_by_its_number(
         engine.generate("hello", Options(tools=(good, bad)))
 
 
-@pytest.mark.parametrize(("make", "words"), WRONG.values(), ids=WRONG)
+#: In a call, what is no number is a word (tests/chat/test_messages.py).
+WRONG_CALLS = {name: wrong for name, wrong in WRONG.items() if "JSON has not" not in wrong[1]}
+
+
+@pytest.mark.parametrize(("make", "words"), WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_a_call_in_an_earlier_message_is_refused_by_its_number(
     engine: BlendEngine, make: Callable[[], Any], words: str
 ) -> None:

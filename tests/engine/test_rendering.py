@@ -112,7 +112,7 @@ def test_many_messages_are_rendered_a_few_times_only(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tokens, "render", lambda *a, **k: rendered.append(1) or stock(*a, **k))
     made = render([{"role": "user", "content": f"Plan {i}"} for i in range(300)], tokens, Options())
     assert made.contents is None
-    assert len(rendered) == 2
+    assert len(rendered) <= 4  # probes of the template included
 
 
 class Counted(Sequence):

@@ -26,6 +26,7 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 #: A text that is data, and whether it is the content of an answer, to another text.
 Change = Callable[[str, bool], str]
+Arrange = Callable[[Sequence[Message]], Sequence[Message]]
 
 #: Roles whose contents the developer and the user write.
 WRITERS = ("system", "developer", "user")
@@ -72,17 +73,19 @@ class DataPrompt:
         tokens: Tokens,
         only_data: bool = False,
         asked: Span | None = None,
+        arranged: Arrange = list,
     ) -> None:
         """
         Args:
             given: arguments of the chat template.
+            arranged: how the template takes the messages, whatever their texts are.
             only_data: contents of all roles are data.
             asked: what of the last content is not data.
 
         Raises :class:`InvalidInputError` for data that cannot be marked.
         """
         self._messages, self._given, self._tokens = messages, given, tokens
-        self._only_data, self._asked = only_data, asked
+        self._only_data, self._asked, self._arranged = only_data, asked, arranged
         edges, found = tokens.control_edges, dict[str, None]()
 
         def find(text: str, _: bool) -> str:
@@ -113,13 +116,16 @@ class DataPrompt:
         """Render with the chat template. Raises what the template raises."""
         if self._marks:
             return self._as_stock() or self._guarded()
-        text = self._tokens.render([dict(m) for m in self._messages], **self._given)
+        text = self._through_template(self._messages, self._given)
         return RenderedData(text, text, self._messages, self._given)
+
+    def _through_template(self, messages: Sequence[Message], given: Mapping[str, Any]) -> str:
+        return self._tokens.render([dict(m) for m in self._arranged(messages)], **given)
 
     def _as_stock(self) -> RenderedData | None:
         """The stock rendering, if marks do not change it."""
         with suppress(Exception):  # jinja errors of many types, from templates that check contents
-            stock = self._tokens.render([dict(m) for m in self._messages], **self._given)
+            stock = self._through_template(self._messages, self._given)
             made = self._rendered(lambda text, _: self._marked(text, ()).translate(self._edges))
             if made.text == stock:
                 return RenderedData(stock, stock, self._messages, self._given, made.at)
@@ -170,7 +176,7 @@ class DataPrompt:
 
     def _rendered(self, change: Change) -> RenderedData:
         messages, given = self._changed(change)
-        marked = self._tokens.render([dict(m) for m in messages], **given)
+        marked = self._through_template(messages, given)
         at = tuple(i for i, char in enumerate(marked) if ord(char) in self._back)
         return RenderedData(marked.translate(self._back), marked, messages, given, at)
 

@@ -25,8 +25,10 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+from blendrag.chat.history import Fitted, fitted
+from blendrag.chat.messages import cleaned
 from blendrag.corpus.corpus import Corpus
-from blendrag.engine.data_text import DataPrompt
+from blendrag.engine.data_text import Arrange, DataPrompt
 from blendrag.engine.nested import check_nested
 from blendrag.engine.request import Options, Prompt, RagPrompt
 from blendrag.errors import InvalidInputError, check_unicode
@@ -37,7 +39,6 @@ from blendrag.text.matches import Match, common_prefix, merged
 from blendrag.text.names import short_name
 from blendrag.text.passages import FreshText
 from blendrag.text.recognition import ChunkIndex
-from blendrag.wording import quoted
 
 LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"
@@ -152,9 +153,11 @@ def _head_at(moment: datetime, tokens: Tokens) -> tuple[int, ...]:
     return first[: common_prefix(first, second)]
 
 
-@bounded()  # the second rendering included
 def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
-    """Render ``prompt``. Raises :class:`InvalidInputError` if it cannot be rendered."""
+    """Render ``prompt``. Raises :class:`InvalidInputError` if it cannot be rendered.
+
+    Messages are fitted to what the chat template accepts (:mod:`blendrag.chat.history`).
+    """
     _check_tools(tokens, options)
     if isinstance(prompt, str | RagPrompt):
         text = prompt if isinstance(prompt, str) else prompt.text
@@ -166,12 +169,13 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
         history = prompt.history if isinstance(prompt, RagPrompt) else ()
         messages: Sequence[Mapping[str, Any]] = [*history, {"role": "user", "content": text}]
     elif isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt):
-        messages = [_flattened(message) for message in prompt if isinstance(message, Mapping)]
+        messages = [message for message in prompt if isinstance(message, Mapping)]
     else:
         raise InvalidInputError(
             f"a prompt that is a {type(prompt).__name__}, expected a text or a list of messages with "
             "role and content; send one of them"
         )
+    messages = cleaned(messages)
     _check_messages(messages, tokens)
     given = options.template_arguments | ({"tools": list(options.tools)} if options.tools else {})
     only_data, asked = bool(options.plain_messages), None
@@ -179,21 +183,30 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
         only_data = True
     elif isinstance(prompt, RagPrompt) and not only_data:
         asked = prompt.question
-    data = DataPrompt(messages, given, tokens, only_data, asked)
-    try:
-        rendered = data.render()
-    except Exception as exc:  # jinja errors of many types, raised by the template's checks
-        roles = ", ".join(str(m.get("role")) for m in messages)
-        raise InvalidInputError(
-            f"the chat template refuses these messages (roles: {roles}): {exc}"
-        ) from exc
-    made = _located(rendered.marked, rendered.messages, tokens, rendered.given)
-    made = replace(made, text=rendered.text, plain=rendered.lookalikes(tokens))
+    fit = fitted(messages, tokens, given)
+    with bounded():  # the second rendering included
+        made = _rendered(fit, given, tokens, only_data, asked)
     if isinstance(prompt, RagPrompt) and prompt.chunks is not None:
         made = _known(made, prompt.text, prompt.chunks)
     made = _opened(made, tokens, options)
     check_unicode(made.text, "the rendered prompt")
     return replace(made, notes=_rendered_twice(messages, tokens))
+
+
+def _rendered(
+    fit: Fitted, given: Mapping[str, Any], tokens: Tokens, only_data: bool, asked: Span | None
+) -> Rendered:
+    """Messages through the chat template. Spans are those of the messages as they were sent."""
+    data = DataPrompt(fit.messages, given, tokens, only_data, asked, fit.arranged)
+    try:
+        rendered = data.render()
+    except Exception as exc:  # jinja errors of many types, raised by the template's checks
+        roles = ", ".join(str(message["role"]) for message in fit.messages)
+        raise InvalidInputError(
+            f"the chat template refuses these messages (roles: {roles}): {exc}"
+        ) from exc
+    made = _located(rendered.marked, rendered.messages, tokens, rendered.given, fit.arranged)
+    return replace(made, text=rendered.text, plain=rendered.lookalikes(tokens))
 
 
 def _opened(made: Rendered, tokens: Tokens, options: Options) -> Rendered:
@@ -262,13 +275,19 @@ def _rendered_twice(messages: Sequence[Mapping[str, Any]], tokens: Tokens) -> tu
 
 
 def _located(
-    rendered: str, messages: Sequence[Mapping[str, Any]], tokens: Tokens, given: Mapping[str, Any]
+    rendered: str,
+    messages: Sequence[Mapping[str, Any]],
+    tokens: Tokens,
+    given: Mapping[str, Any],
+    arranged: Arrange,
 ) -> Rendered:
     """With the spans of contents: of messages, and of ``documents`` given to the template."""
     while (word := f"x{secrets.token_hex(8)}x") in rendered:
         pass
     mark = re.compile(f"([{_BEGIN}{_END}]){word}([0-9]+){_CLOSE}")
-    changed = partial(_rendered_with, messages=messages, tokens=tokens, given=given)
+    changed = partial(
+        _rendered_with, messages=messages, tokens=tokens, given=given, arranged=arranged
+    )
     marked = changed(lambda i, body: f"{_BEGIN}{word}{i}{_CLOSE}{body}{_END}{word}{i}{_CLOSE}")
     found = _unmarked(marked, rendered, mark) if marked is not None else None
     if found is None:
@@ -293,7 +312,11 @@ def _role(messages: Sequence[Mapping[str, Any]], number: int) -> Any:
 
 
 def _rendered_with(
-    change: Change, messages: Sequence[Mapping[str, Any]], tokens: Tokens, given: Mapping[str, Any]
+    change: Change,
+    messages: Sequence[Mapping[str, Any]],
+    tokens: Tokens,
+    given: Mapping[str, Any],
+    arranged: Arrange,
 ) -> str | None:
     """The rendering with each content changed; documents are numbered after messages.
 
@@ -315,7 +338,8 @@ def _rendered_with(
             for i, document in enumerate(documents) if isinstance(document, Mapping)
         ]}  # fmt: skip
     try:
-        return tokens.render([made(m, ("content",), i) for i, m in enumerate(messages)], **given)
+        changed = [made(message, ("content",), i) for i, message in enumerate(messages)]
+        return tokens.render([dict(message) for message in arranged(changed)], **given)
     except Exception:  # jinja errors of many types, from templates that check contents
         return None
 
@@ -382,9 +406,8 @@ def _known(made: Rendered, asked: str, chunks: Sequence[Match]) -> Rendered:
 
 def refuse_silence(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise :class:`InvalidInputError` if no message has text or a tool call."""
-    contents = [_flattened(message).get("content") for message in messages]
-    said = [c.strip() if isinstance(c, str) else c is not None for c in contents]
-    if messages and not any(said) and not any(m.get("tool_calls") for m in messages):
+    said = [m["content"].strip() or m.get("tool_calls") for m in cleaned(messages)]
+    if messages and not any(said):
         empty = "the message is" if len(messages) == 1 else f"all {len(messages)} messages are"
         raise InvalidInputError(f"{empty} empty, expected some text; ask something")
 
@@ -404,24 +427,6 @@ def _check_tools(tokens: Tokens, options: Options) -> None:
         )
     for number, tool in enumerate(options.tools):
         check_nested(tool, f"tools[{number}]")
-
-
-def _flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, Mapping) and part.get("type") == "text":
-            texts.append(str(part["text"]))
-        else:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise InvalidInputError(
-                f"a content part of type {quoted(kind)}, expected text; describe it in words or leave it out"
-            )
-    return {**message, "content": "".join(texts)}
 
 
 # -- known chunks and the question ------------------------------------------------------------------

@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode, is_panic
 from blendrag.model.bounded_templates import FIXED_MOMENT, bounded, names_in
@@ -40,6 +41,9 @@ _PROBE_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
+
+#: What templates ask before they show tools.
+_TOOLS_DEFINED = "tools is defined"
 
 
 def _without_panic(encode: Callable[..., T]) -> Callable[..., T]:
@@ -95,6 +99,7 @@ class Tokens:
         # Both depend on the chat template, which its owner may replace.
         self._shows_tools = lru_cache(maxsize=1)(self._find_tools)
         self._control = lru_cache(maxsize=1)(self._find_control)
+        self._without_tools = lru_cache(maxsize=1)(self._find_without_tools)
         self._turn_ends = lru_cache(maxsize=1)(self._find_turn_ends)
         self._names = lru_cache(maxsize=1)(names_in)
 
@@ -273,10 +278,39 @@ class Tokens:
         Raises what the template raises, and :class:`InvalidInputError` if it exceeds :func:`bounded`.
         """
         options.setdefault("add_generation_prompt", True)
+        if not options.get("tools") and (template := self._without_tools(self.template_text)):
+            options["chat_template"] = template
         with bounded():
+            if any(message.get("content", "") is None for message in messages):
+                return self._render_none(list(messages), **options)
             return str(
                 self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
             )
+
+    def _render_none(
+        self, messages: list[Any], tools: Any = None, chat_template: Any = None, **options: Any
+    ) -> str:
+        """``apply_chat_template``, which (transformers 5.23) leaves out contents that are ``None``; DeepSeek
+        R1's template writes the calls of such messages only."""
+        template = self.tokenizer.get_chat_template(chat_template, tools)
+        given = {**self.tokenizer.special_tokens_map, **options}
+        texts = render_jinja_template([messages], tools=tools, chat_template=template, **given)[0]
+        return str(texts[0])
+
+    def _find_without_tools(self, template: str) -> str:
+        """The chat template for requests without tools, if it is another; else empty.
+
+        transformers gives it ``None`` as tools, which Phi-4 mini's iterates over, as they are defined.
+        """
+        if _TOOLS_DEFINED not in template or not isinstance(self.tokenizer.chat_template, str):
+            return ""
+        changed = template.replace(_TOOLS_DEFINED, f"({_TOOLS_DEFINED} and tools is not none)")
+        for source in (template, changed):
+            with suppress(Exception), bounded():
+                asked = [{"role": "user", "content": "a"}]
+                self.tokenizer.apply_chat_template(asked, tokenize=False, chat_template=source)
+                return "" if source == template else source
+        return ""
 
     def default_prefix_ids(self) -> tuple[int, ...]:
         """The default prefix of chunks: BOS, else the template's first token."""
