@@ -64,17 +64,16 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content",
-            "a part of type 'image_url', expected text",
+            "messages[0].content[0]",
+            "messages[0].content[0] is a content part of type 'image_url', expected text",
         ),
         ({"messages": [{"role": "user", "content": ""}]}, None, "empty"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "lone surrogate"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, None, "chat template refuses"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "expected 'system'"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [
-                {"function": {"name": "f", "arguments": "[1]"}}]}]},
-            "messages[0].tool_calls",
-            "not a JSON object",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}]},
+            "messages[0].tool_calls[0]",
+            "expected a function with a name",
         ),
         ({"temperatur": 1}, "temperatur", "temperatur is not a field"),
         ({"temperature": "hot"}, "temperature", 'temperature is "hot", expected a valid number'),

@@ -127,7 +127,11 @@ def called(arguments: str) -> str:
         (offered(name="5"), "", "tools[0].function.name is 5"),
         (offered(description=json.dumps("x" * 2_000_000)), "", "context"),
         (",".join(offered(name=f'"f{i}"') for i in range(5000)), "", "context"),
-        (offered(), called(nested(10_000)), "messages[1] are not a JSON object"),
+        (
+            offered(),
+            called(nested(10_000)),
+            "the arguments of messages[1].tool_calls[0] are nested",
+        ),
         (offered(), called(nested(300)), "a tool call in message 1 is nested more than 128 deep"),
         (offered(), called(json.dumps({"a": "x" * 2_000_000})), "context"),
     ],

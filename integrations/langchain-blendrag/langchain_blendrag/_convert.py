@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages import (
@@ -16,7 +16,7 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
-from blendrag.errors import InvalidInputError
+from blendrag.chat.messages import cleaned
 from blendrag.frameworks.fields import RequestFields
 
 if TYPE_CHECKING:
@@ -30,61 +30,29 @@ _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (AIMessage, "assistant"),
     (SystemMessage, "system"),
     (ToolMessage, "tool"),
-    (FunctionMessage, "tool"),
+    (FunctionMessage, "function"),
 )
-
-#: Parts of an answer that repeat its ``tool_calls``, or that no template reads.
-_OF_ANSWERS = frozenset(
-    {
-        "tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call",
-        "thinking", "redacted_thinking", "reasoning", "reasoning_content",
-    }
-)  # fmt: skip
-
 
 # -- messages ----------------------------------------------------------------------------------------
 
 
-def to_dicts(messages: Sequence[BaseMessage]) -> list[Message]:
-    """Role, content, tool calls and their results of each message. Does not modify ``messages``.
+def to_dicts(messages: Sequence[BaseMessage], may_be_empty: bool = False) -> list[Message]:
+    """Role, text, reasoning, tool calls and their results of each message. Does not modify ``messages``.
 
     Raises :class:`InvalidInputError` for content that is not text, and if all messages are empty.
     """
     from blendrag.engine.rendering import refuse_silence
 
-    converted = [_to_dict(message) for message in messages]
-    refuse_silence(converted)
+    converted = cleaned([_to_dict(message) for message in messages])
+    if not may_be_empty:
+        refuse_silence(converted)
     return converted
 
 
-def text_of(message: BaseMessage) -> str:
-    """The text of ``message``. Raises :class:`InvalidInputError` for a part that is not text."""
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(_text_of_part(message, part) for part in message.content)
-
-
-def _text_of_part(message: BaseMessage, part: str | dict[str, Any]) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type")
-    if kind == "text":
-        return str(part.get("text", ""))
-    if isinstance(message, AIMessage) and kind in _OF_ANSWERS:
-        return ""
-    raise InvalidInputError(
-        f"a {type(message).__name__} has a content part of type {kind!r}, expected text only; "
-        "describe it in words or leave it out"
-    )
-
-
 def _to_dict(message: BaseMessage) -> Message:
-    converted: Message = {"role": _role_of(message), "content": text_of(message)}
+    converted: Message = {"role": _role_of(message), "content": message.content}
     if isinstance(message, AIMessage):
-        # calls that could not be parsed, as the model wrote them
-        converted["content"] += "".join(c["args"] or "" for c in message.invalid_tool_calls)
-        if message.tool_calls:
-            converted["tool_calls"] = [_call_dict(call) for call in message.tool_calls]
+        converted |= _answer_fields(message)
     if isinstance(message, ToolMessage):
         converted["tool_call_id"] = message.tool_call_id
     if message.name:
@@ -92,9 +60,18 @@ def _to_dict(message: BaseMessage) -> Message:
     return converted
 
 
-def _call_dict(call: Mapping[str, Any]) -> Message:
-    function = {"name": call["name"], "arguments": call["args"]}
-    return {"type": "function", "id": call["id"], "function": function}
+def _answer_fields(message: AIMessage) -> Message:
+    about = message.additional_kwargs
+    fields = {k: about[k] for k in ("reasoning_content", "function_call") if about.get(k)}
+    # calls that could not be parsed, as the model wrote them
+    invalid = [call for call in message.invalid_tool_calls if call["name"]]
+    if calls := [*message.tool_calls, *invalid]:
+        fields["tool_calls"] = calls
+    if nameless := [call["args"] or "" for call in message.invalid_tool_calls if not call["name"]]:
+        content = message.content
+        parts = [content] if isinstance(content, str) else content
+        fields["content"] = [*parts, *nameless]
+    return fields
 
 
 def _role_of(message: BaseMessage) -> str:

@@ -194,9 +194,14 @@ class ChatBlend(RequestFields, BaseChatModel):
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of the prompt as the template renders ``messages`` and ``tools``."""
+        """Tokens of the prompt as the template renders ``messages`` and ``tools``.
+
+        ``messages`` may be a part of a conversation, as ``trim_messages`` counts it.
+        """
+        if not messages:
+            return 0
         schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
-        request = make_request(self, messages, None, tools=schemas)
+        request = make_request(self, messages, None, tools=schemas, may_be_empty=True)
         return len(self.engine.segments(request.prompt, request.options).ids)
 
     # -- identity -------------------------------------------------------------------------------
@@ -248,6 +253,7 @@ def make_request(
     tools: Sequence[Mapping[str, Any]] | None = None,
     tool_choice: Any = None,
     response_format: Mapping[str, Any] | None = None,
+    may_be_empty: bool = False,
     **call: Any,
 ) -> ChatRequest:
     """The request for ``messages`` and the arguments of a call. Opens the tokenizer if there are tools.
@@ -267,7 +273,7 @@ def make_request(
         return ChatRequest(placed, options)
     if not options.apply_chat_template:
         return ChatRequest(_flattened(messages, offered), options)
-    asked = to_dicts(messages)
+    asked = to_dicts(messages, may_be_empty)
     instruction = _instruction(response_format)
     if instruction:
         asked = with_instruction(asked, instruction)

@@ -37,6 +37,7 @@ async def assert_refused(llm: Any, given: Any, expected: str, **options: Any) ->
 
 
 RAW = {"apply_chat_template": False}
+IS_IMAGE = "messages[0].content[0] is a content part of type 'image_url', expected text"
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,8 @@ RAW = {"apply_chat_template": False}
         ([SystemMessage(" "), HumanMessage("\n")], RAW, "all 2 messages are empty"),
         (" \n", {}, "the "),
         ([], {}, "no messages"),
-        ([HumanMessage(IMAGE)], {}, "a HumanMessage has a content part of type 'image_url', expected"),
-        ([HumanMessage(IMAGE)], RAW, "a HumanMessage has a content part of type 'image_url', expected"),
+        ([HumanMessage(IMAGE)], {}, IS_IMAGE),
+        ([HumanMessage(IMAGE)], RAW, IS_IMAGE),
         ("Where?", {"max_length": 3}, "max_length: not an option of a call; expected"),
     ],
 )  # fmt: skip

@@ -90,7 +90,11 @@ IMAGE = ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png"
     ("messages", "options", "sentence"),
     [
         ([ChatMessage(content="")], RAW, "the message is empty, expected some text; ask something"),
-        ([IMAGE], RAW, "a content block of type 'image', expected text only"),
+        (
+            [IMAGE],
+            RAW,
+            r"messages\[0\].content\[0\] is a content block of type 'image', expected text",
+        ),
         ([], RAW, "no messages; send at least one"),
         (ASKED, {"max_length": 3}, "max_length: not an option of a call; expected"),
     ],

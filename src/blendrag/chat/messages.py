@@ -61,6 +61,16 @@ def text_of(content: Any, field: str, role: str = "user") -> str:
     return _Content(content, field, role).text
 
 
+def result_of(content: Any) -> Any:
+    """The content of a tool's result: text, parts, or any other JSON as text."""
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple):
+        parts = all(isinstance(part, str) or _is_part(part) for part in content)
+        return content if parts else _as_json(content)
+    return [content] if _is_part(content) else _as_json(content)
+
+
 def arguments_of(given: Any) -> dict[str, Any] | str:
     """Arguments of a call as an object; as text if they are none.
 
@@ -195,12 +205,12 @@ class _Content:
         self.calls: list[Any] = []
         self.results: list[tuple[Any, str]] = []
         """Ids of calls, and what they gave."""
+        if role == "tool":
+            content = result_of(content)
         if content is None or isinstance(content, str):
             self.text: str = content or ""
         elif isinstance(content, list | tuple):
             self.text = self._parts(content)
-        elif role == "tool":
-            self.text = self._part(content, field) if _is_part(content) else _as_json(content)
         elif isinstance(content, Mapping):
             self.text = self._part(content, field)
         else:
@@ -210,8 +220,6 @@ class _Content:
         check_unicode(self.text, field)
 
     def _parts(self, parts: Sequence[Any]) -> str:
-        if self._role == "tool" and not all(isinstance(p, str) or _is_part(p) for p in parts):
-            return _as_json(parts)
         return "".join(self._part(part, f"{self._field}[{i}]") for i, part in enumerate(parts))
 
     def _part(self, part: Any, field: str) -> str:
@@ -270,7 +278,9 @@ def _thought(part: Mapping[str, Any]) -> str:
 def _as_json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply to show"
+    except (TypeError, ValueError):
         return str(value)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from xml.sax.saxutils import quoteattr
 
 from blendrag.chat.forcing import chosen_tool, refuse_unreadable
+from blendrag.chat.messages import REASONING, cleaned
 from blendrag.chat.reply import Reply
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.retriever import RetrievedChunk
@@ -19,17 +20,12 @@ from blendrag.engine.rendering import NEXT_QUESTION, prompt_over
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.server.bodies import (
     ChatBody,
-    ChatTurn,
     CompletionBody,
-    ContentPart,
     Generating,
-    MadeCall,
 )
 from blendrag.server.refusals import Refusal
 from blendrag.wording import quoted
 
-#: Roles that chat templates do not know.
-_ROLES = {"developer": "system", "function": "tool"}
 #: Arguments of ``apply_chat_template`` that are not the template's, and what has its own field.
 _RESERVED = frozenset(
     {
@@ -161,9 +157,10 @@ def _check_length(
     """
     context_tokens = engine.resources.context_tokens
     most = MAX_TOKEN_CHARS * context_tokens
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    messages = () if isinstance(prompt, str) else prompt
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in messages]
     if body is not None:
-        texts += _other_texts(body)
+        texts += _other_texts(body, messages)
     if sum(map(len, texts)) <= most:
         return
     count = len(engine.resources.tokens.encode_prompt("\n".join(texts)[:most]).ids)
@@ -176,12 +173,18 @@ def _check_length(
         )
 
 
-def _other_texts(body: ChatBody) -> Iterator[str]:
+def _other_texts(body: ChatBody, messages: Sequence[Message]) -> Iterator[str]:
     """What a chat's prompt may hold besides the contents of its messages."""
     for turn in body.messages:
         yield from (turn.name or "", turn.tool_call_id or "")
-        for call in turn.tool_calls or ():
-            yield from (call.id or "", call.function.name, call.function.arguments)
+    for message in messages:
+        yield message.get(REASONING, "")
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            yield from (call["id"], call["function"]["name"])
+            with suppress(RecursionError, ValueError, TypeError):
+                is_text = isinstance(arguments, str)
+                yield arguments if is_text else json.dumps(arguments, ensure_ascii=False)
     for tool in body.tools or ():
         with suppress(RecursionError, ValueError):  # refused when the prompt is rendered
             yield json.dumps(tool.model_dump(exclude_none=True), ensure_ascii=False)
@@ -374,52 +377,8 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 
 
 def messages_of(body: ChatBody) -> list[Message]:
-    """The messages of a chat, as chat templates read them. Raises :class:`Refusal`."""
-    return [_message(turn, number) for number, turn in enumerate(body.messages)]
-
-
-def _message(turn: ChatTurn, number: int) -> Message:
-    made: dict[str, Any] = {
-        "role": _ROLES.get(turn.role, turn.role),
-        "content": _text(turn.content, number),
-    }
-    for name in ("name", "tool_call_id"):
-        if (value := getattr(turn, name)) is not None:
-            made[name] = value
-    if turn.tool_calls:
-        made["tool_calls"] = [_call(call, number) for call in turn.tool_calls]
-    return made
-
-
-def _text(content: str | Sequence[ContentPart] | None, number: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type != "text" or part.text is None:
-            raise Refusal(
-                400,
-                f"messages[{number}] has a part of type {quoted(part.type)}, expected text; this "
-                "model reads only "
-                "text",
-                param=f"messages[{number}].content",
-            )
-    return "".join(part.text or "" for part in content)
-
-
-def _call(call: MadeCall, number: int) -> dict[str, Any]:
-    """A call that the model made earlier; templates read its arguments as an object."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise Refusal(
-            400,
-            f"the arguments of a tool call in messages[{number}] are not a JSON object",
-            param=f"messages[{number}].tool_calls",
-        )
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"type": "function", "id": call.id, "function": function}
+    """The messages of a chat, in one form. Raises :class:`InvalidInputError` for content that is no text."""
+    return [*cleaned([turn.model_dump(exclude_none=True) for turn in body.messages])]
 
 
 # -- prompt schemas -------------------------------------------------------------------------------

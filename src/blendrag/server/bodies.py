@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from blendrag.chat.messages import result_of
 from blendrag.wording import printable_line
 
 T = TypeVar("T")
@@ -194,14 +195,18 @@ class Tolerant(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class ContentPart(Tolerant):
-    type: str
+class ContentPart(BaseModel):
+    """A part of a content; :mod:`blendrag.chat.messages` reads it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str | None = None
     text: str | None = None
 
 
 class CalledFunction(Tolerant):
     name: str
-    arguments: str = "{}"
+    arguments: Any = None
 
 
 class MadeCall(Tolerant):
@@ -211,10 +216,22 @@ class MadeCall(Tolerant):
 
 class ChatTurn(Tolerant):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Items[ContentPart] | None = None
+    content: str | Items[ContentPart | str] | None = None
     name: str | None = None
     tool_calls: Items[MadeCall] | None = None
+    function_call: CalledFunction | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = None
+    thinking: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_result_as_text(cls, given: Any) -> Any:
+        """Results of tools may be any JSON."""
+        if not isinstance(given, Mapping) or given.get("role") not in ("tool", "function"):
+            return given
+        return {**given, "content": result_of(given.get("content"))}
 
 
 class OfferedFunction(Tolerant):
@@ -284,7 +301,9 @@ class ChatBody(Generating):
         contents = [turn.content or "" for turn in self.messages]
         parts = [each for each in contents if isinstance(each, list)]
         texts = [each for each in contents if isinstance(each, str)]
-        texts += [part.text or "" for each in parts for part in each]
+        texts += [
+            part if isinstance(part, str) else part.text or "" for each in parts for part in each
+        ]
         return sum(map(len, texts)) + sum(map(_characters, self.documents or ()))
 
 

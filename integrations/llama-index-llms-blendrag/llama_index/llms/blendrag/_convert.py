@@ -18,8 +18,9 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
+from blendrag.chat.messages import arguments_of, cleaned
 from blendrag.chat.reply import Reply
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidOptionError
 
 if TYPE_CHECKING:
     from blendrag.chat.calls import ToolCall
@@ -28,58 +29,50 @@ if TYPE_CHECKING:
 #: One message as Hugging Face chat templates read it.
 Message = dict[str, Any]
 
-#: Roles that templates do not know, and what they become.
-_ROLES = {
-    MessageRole.DEVELOPER: "system",
-    MessageRole.CHATBOT: "assistant",
-    MessageRole.MODEL: "assistant",
-    MessageRole.FUNCTION: "tool",
-}
-
 
 def to_dicts(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Role, text and tool calls of each message. Does not modify ``messages``.
+    """Role, text, reasoning and tool calls of each message. Does not modify ``messages``.
 
-    Leaves out earlier thinking of the model, as chat templates expect. Raises
-    :class:`InvalidInputError` for content that is not text.
+    Raises :class:`InvalidInputError` for content that is not text.
     """
-    return [_to_dict(message) for message in messages]
+    return cleaned([_to_dict(message, f"messages[{i}]") for i, message in enumerate(messages)])
 
 
-def _to_dict(message: ChatMessage) -> Message:
-    texts, calls = [], []
-    for block in message.blocks:
+def _to_dict(message: ChatMessage, field: str) -> Message:
+    texts, thoughts, calls = [], [], []
+    for number, block in enumerate(message.blocks):
         if isinstance(block, TextBlock):
             texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.content or "")
         elif isinstance(block, ToolCallBlock):
-            function = {"name": block.tool_name, "arguments": arguments(block)}
-            calls.append({"type": "function", "id": block.tool_call_id, "function": function})
-        elif not isinstance(block, ThinkingBlock | CachePoint):
-            raise InvalidInputError(
-                f"a content block of type {block.block_type!r}, expected text only; describe it in words "
-                "or leave it out"
+            calls.append(
+                {"id": block.tool_call_id, "name": block.tool_name, "arguments": block.tool_kwargs}
             )
-    converted: Message = {
-        "role": _ROLES.get(message.role, message.role.value),
-        "content": "\n".join(texts),
-    }
-    if calls:
-        converted["tool_calls"] = calls
-    for name in ("tool_call_id", "name"):
-        if name in message.additional_kwargs:
-            converted[name] = message.additional_kwargs[name]
-    return converted
+        elif not isinstance(block, CachePoint):
+            raise InvalidOptionError(
+                f"{field}.content[{number}]",
+                f"is a content block of type {block.block_type!r}, expected text only; describe it in words "
+                "or leave it out",
+            )
+    about = message.additional_kwargs
+    converted: Message = {"role": message.role.value, "content": "\n".join(texts)}
+    if thoughts:
+        converted["reasoning_content"] = "".join(thoughts)
+    if calls or about.get("tool_calls"):
+        converted["tool_calls"] = calls or [_from_openai(each) for each in about["tool_calls"]]
+    names = ("tool_call_id", "name", "function_call", "reasoning_content")
+    return {**{name: about[name] for name in names if about.get(name)}, **converted}
+
+
+def _from_openai(call: Any) -> Any:
+    """A call of another LLM's answer, which may be an object of OpenAI's client."""
+    return call.model_dump() if hasattr(call, "model_dump") else call
 
 
 def arguments(block: ToolCallBlock) -> dict[str, Any]:
-    """Arguments as a dictionary, which chat templates expect; empty if they cannot be parsed."""
-    given = block.tool_kwargs
-    if not isinstance(given, str):
-        return given
-    try:
-        read = json.loads(given)
-    except ValueError:
-        return {}
+    """Arguments as a dictionary, for a tool; empty if they are none."""
+    read = arguments_of(block.tool_kwargs)
     return read if isinstance(read, dict) else {}
 
 
