@@ -12,7 +12,7 @@ import pytest
 import scripted
 import tiny
 from blendrag.chat.calls import ToolCall
-from blendrag.chat.formats import ORDER, format_of
+from blendrag.chat.formats import ORDER, _known, format_of
 from blendrag.chat.reply import Part, Reply, ReplyStream, take_apart
 from blendrag.text.matches import common_prefix
 
@@ -266,7 +266,7 @@ def test_ordinary_text_is_never_held_back_for_long_and_never_dropped(name):
         "See [1] and [TOOL_BOX], {braces}, a < b, `x` and:\n\n```python\nprint({1: 2})\n```\n"
         "<b>bold</b> <|x|>\n- item\n\n  two  spaces\n"
     )
-    stream = ReplyStream(form(""), [SEARCH])
+    stream = ReplyStream(_known(name)[1], [SEARCH])
     shown, longest = "", 0
     for at, character in enumerate(answer, start=1):
         shown += "".join(part.text for part in stream.add(character))

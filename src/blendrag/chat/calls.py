@@ -1,4 +1,4 @@
-"""Reads tool calls as models write them: JSON, XML in two dialects, and Python.
+"""Reads tool calls as models write them: JSON, XML in several dialects, and Python.
 
 The text between the tags of a call says by itself how it is written, so one reader serves all formats, and a
 model that mixes them up is still understood.
@@ -36,6 +36,8 @@ class InvalidCall:
 
     text: str
     error: str
+    is_text: bool = False
+    """Whether it follows calls and does not begin like one."""
 
 
 Call = ToolCall | InvalidCall
@@ -43,45 +45,74 @@ Call = ToolCall | InvalidCall
 # Patterns are possessive, so that a match takes linear time whatever a model writes.
 #: What is between calls of one region and around them: tags that were left open, ends of a cut list.
 _BETWEEN = re.compile(r"(?:[\s;,\]}]++|</?tool_call>|\[TOOL_CALLS\]|```(?:json)?)*+")
-_XML = re.compile(r"<function=([^>\s]++)>++\s*+(.*?)(?:</function>|(?=<function=)|\Z)", re.DOTALL)
-_XML_ARGUMENT = re.compile(r"<parameter=([^>]++)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_GLM = re.compile(r"([^\s<>{}\[\]()\"]++)\s*+((?:<arg_key>.*)?)\Z", re.DOTALL)
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-#: Mistral's newer forms: ``name[CALL_ID]id[ARGS]{…}`` and ``name{…}``.
-_NAMED = re.compile(r"([\w.:/-]++)\s*+(?:\[CALL_ID\]([^\[]*+))?(?:\[ARGS\])?\s*+(?=\{)")
+#: The tag of a call inside that of a list of calls.
+_INNER = re.compile(r"</?[^\s<>/]{0,16}?tool_call(?::\w+)?>")
+#: ``<function=NAME>``, ``<invoke name="NAME">``, and the same for parameters.
+_OPEN = re.compile(r"<([^\s<>/=\"]++)(?:=|\s++(?:name|key|tool)=)\"?([^>\"\n]++)\"?([^>]*+)>")
+_CDATA = re.compile(r"\s*+<!\[CDATA\[(.*)\]\]>\s*+", re.DOTALL)
+#: Kimi K3 writes angle brackets as tokens.
+_BRACKETS = (("<|open|>", "<"), ("<|close|>", "</"), ("<|sep|>", ">"))
+_MCP = re.compile(r"<tool_name>\s*+([^<]*?)\s*</tool_name>\s*+<arguments>")
+_GLM = re.compile(
+    r"([^\s<>{}\[\]()\"]++)\s*+(?:<tool_sep[^<>]*+>\s*+)?((?:<\w*?arg_key[:\w]*+>.*)?)\Z", re.DOTALL
+)
+_GLM_KEY = re.compile(
+    r"\s*+<\w*?arg_key[:\w]*+>([^<]*+)</\w*?arg_key[:\w]*+>\s*+<(\w*?arg_value[:\w]*+)>"
+)
+#: Mistral's newer forms: ``name[CALL_ID]id[ARGS]{…}`` and ``name{…}``; Hunyuan puts a fence between.
+_NAMED = re.compile(
+    r"([\w.:/-]++)\s*+(?:\[CALL_ID\]([^\[]*+))?(?:\[ARGS\])?(?:```(?:json)?)?\s*+(?=\{)"
+)
 _PYTHON = re.compile(r"\[?\s*+[A-Za-z_][\w.]*+\s*+\(.*\)\s*+\]?\s*+(?:```\s*+)?\Z", re.DOTALL)
+_PYTHON_CALL = re.compile(r"[\s,\[]*+([A-Za-z_][\w.]*+)\s*+\(")
+#: An argument whose text is quoted and not escaped.
+_QUOTED = re.compile(r"\s*+(\w++)\s*+=\s*+([\"'])(.*?)\2(?=\s*+(?:,\s*+\w++\s*+=|\)))", re.DOTALL)
+_UNQUOTED = re.compile(r"\s*+(\w++)\s*+=\s*+([^\s\"'(){}\[\],]++)(?=\s*+(?:,|\)))")
 _FENCE = re.compile(r"\s*+```\w*+\s*+")
+#: Gemma's quotes, between which nothing is escaped.
+_GEMMA_TEXT = re.compile(r"<\|\"\|>(.*?)<\|\"\|>|<escape>(.*?)<escape>", re.DOTALL)
+_GEMMA_KEY = re.compile(r"([{,]\s*+)([\w.-]++)(\s*+:)")
 _BROKEN_JSON = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:')
 _DECODER = json.JSONDecoder(strict=False)
 
 
 def read_calls(
     body: str, tools: Tools = (), name: str = "", call_id: str = "", is_cut: bool = False
-) -> list[Call]:
-    """The calls in ``body``, the text between a format's tags, with arguments cast by their schemas.
+) -> tuple[list[Call], str]:
+    """The calls in ``body``, the text between a format's tags, with arguments cast by their schemas, and the
+    text after them.
 
     ``name``, ``call_id``: from the tag, if the format writes them there; then ``body`` holds the arguments.
     ``is_cut``: the answer ended before the closing tag. Never raises: what cannot be read is an
     :class:`InvalidCall`.
     """
     text = body.strip()
+    found: list[Call] = []
     try:
-        found = (
-            [_named(name, text, call_id)]
-            if name
-            else list(_read(text, () if is_cut else tool_names(tools)))
-        )
+        if name:
+            found = [_named(name.strip(), text, call_id)]
+        else:
+            known = () if is_cut else tool_names(tools)
+            parts = _INNER.split(text) if _INNER.match(text) else [text]
+            found = [call for part in parts if part.strip() for call in _read(part.strip(), known)]
     except RecursionError:
         found = [InvalidCall(text, "the call is not JSON: it is nested too deeply")]
     if not found:
         found = [InvalidCall(text, "the call is empty; expected a name and arguments")]
-    return [_cast(call, tools) if isinstance(call, ToolCall) else call for call in found]
+    after = ""
+    if len(found) > 1 and isinstance(last := found[-1], InvalidCall) and last.is_text:
+        after, found = last.text, found[:-1]
+    return [_cast(call, tools) if isinstance(call, ToolCall) else call for call in found], after
 
 
 def _read(text: str, known: Sequence[str]) -> Iterator[Call]:
     """``known``: names of tools that may be called by their name alone."""
+    if fence := _FENCE.match(text):
+        text = text[fence.end() :]
     glm = None if text.startswith(("{", "[")) else _GLM.match(text)
-    if text.startswith("<function="):
+    if text.startswith("<") and _MCP.search(text):
+        yield from _mcp(text)
+    elif _OPEN.match(text):
         yield from _xml(text)
     elif glm is not None and (glm[2] or glm[1] in known):
         yield _glm(text, glm[1], glm[2])
@@ -99,14 +130,12 @@ def read_bare(text: str, tools: Tools = ()) -> tuple[str, list[Call]]:
     fence = _FENCE.match(text)
     inside = text[fence.end() :] if fence else text.lstrip()
     if is_call(inside):
-        calls = list(read_calls(inside, tools))
+        calls, after = read_calls(inside, tools)
     elif _PYTHON.match(inside) and _python_name(inside) in tool_names(tools):
-        return "", read_calls(inside.removesuffix("```"), tools)
+        calls, after = read_calls(inside.removesuffix("```"), tools)
     else:
         return text, []
-    if len(calls) > 1 and isinstance(last := calls[-1], InvalidCall) and "{" not in last.text[:2]:
-        return last.text, calls[:-1]
-    return "", calls
+    return after, calls
 
 
 def tool_names(tools: Tools) -> list[str]:
@@ -146,8 +175,9 @@ def _json(text: str) -> Iterator[Call]:
             if text[at] == "[":  # a list that was cut off: its complete calls count
                 at += 1
                 continue
-            what = "arguments are" if named else "the call is"
-            yield InvalidCall(text[at:], f"{what} not JSON: {_reason(exc)}")
+            what = "the arguments are" if named else "the call is"
+            is_text = not named and text[at] not in '{["'
+            yield InvalidCall(text[at:], f"{what} not JSON: {_reason(exc)}", is_text)
             return
         if named:
             found = {"name": named[1], "arguments": found, "id": named[2]}
@@ -170,6 +200,10 @@ def _object(call: Any, text: str) -> Call:
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
     name = call.get("name", call.get("tool_name")) if isinstance(call, dict) else None
+    if isinstance(call, dict) and len(call) == 1:
+        ((only, given),) = call.items()
+        if isinstance(given, dict) and only not in ("arguments", "parameters", "function"):
+            name, call = only, {"arguments": given}  # Apertus: {"NAME": {…}}
     if not isinstance(name, str) or not name:
         return InvalidCall(text, "the call has no name; expected name and arguments")
     arguments = call.get("arguments", call.get("parameters"))
@@ -178,13 +212,27 @@ def _object(call: Any, text: str) -> Call:
 
 def _named(name: str, text: str, call_id: str) -> Call:
     """A call with its name in the tag; ``text`` holds the arguments."""
-    if text.startswith("<parameter="):
-        return _xml_call(name, text, is_closed=True)
+    if (text.startswith("<") and "<|open|>" in text) or _OPEN.match(text):
+        return next(_xml(f'<call name="{name}">{text}</call>'))
+    text = text[fence.end() :] if (fence := _FENCE.match(text)) else text
     try:
-        arguments, _ = _DECODER.raw_decode(text) if text else ({}, 0)
+        arguments, _ = _DECODER.raw_decode(_gemma_json(text)) if text else ({}, 0)
     except ValueError as exc:
         return InvalidCall(text, f"the arguments of {shortened(name)} are not JSON: {_reason(exc)}")
     return _made(name, arguments, text, call_id)
+
+
+def _gemma_json(text: str) -> str:
+    """``{key:<|"|>text<|"|>,number:1}`` as JSON; other texts as they are."""
+    bare_key = re.match(r"\{\s*[\w.-]", text)
+    if not bare_key and not _GEMMA_TEXT.search(text):
+        return text
+    made, at = "", 0
+    for found in _GEMMA_TEXT.finditer(text):
+        made += _GEMMA_KEY.sub(r'\1"\2"\3', text[at : found.start()]).replace("None", "null")
+        made += json.dumps(found[1] if found[1] is not None else found[2])
+        at = found.end()
+    return made + _GEMMA_KEY.sub(r'\1"\2"\3', text[at:]).replace("None", "null")
 
 
 def _made(name: str, arguments: Any, text: str, call_id: str = "") -> Call:
@@ -211,29 +259,97 @@ def _reason(exc: BaseException) -> str:
 
 
 def _xml(text: str) -> Iterator[Call]:
-    """``<function=NAME><parameter=KEY>VALUE</parameter>…</function>``, or with JSON inside (Functionary)."""
-    for found in _XML.finditer(text):
-        yield _xml_call(found[1], found[2], found[0].endswith("</function>"))
+    """``<function=NAME><parameter=KEY>VALUE</parameter>…</function>``, ``<invoke name="NAME"><parameter
+    name="KEY">…``, or with JSON inside."""
+    for token, bracket in _BRACKETS:
+        text = text.replace(token, bracket)
+    at = 0
+    while (opened := _OPEN.match(text, _after_space(text, at))) is not None:
+        tag, name = opened[1], opened[2].strip()
+        call, at = _xml_call(text, tag, name, opened.end())
+        if isinstance(call, InvalidCall):
+            at = text.find(f"<{tag}", at)
+            yield replace(call, text=text[opened.start() : at if at >= 0 else None])
+            if at < 0:
+                return
+        else:
+            yield call
 
 
-def _xml_call(name: str, inside: str, is_closed: bool) -> Call:
-    if inside.lstrip().startswith("{"):
-        return _named(name, inside.strip(), "")
-    closed, tag, after = inside.rpartition("</parameter>")  # what follows holds no argument
-    closed += tag
-    arguments = {key.strip(): value for key, value in _XML_ARGUMENT.findall(closed)}
-    rest = (_XML_ARGUMENT.sub("", closed) + after).strip()
-    if rest or not is_closed:
-        return InvalidCall(inside, f"the call of {shortened(name)} is cut off or not in its form")
-    return ToolCall(uuid.uuid4().hex[:9], name, arguments)
+def _xml_call(text: str, tag: str, name: str, at: int) -> tuple[Call, int]:
+    """The call whose content begins at ``at``, and where it ends."""
+    arguments: dict[str, Any] = {}
+    inner = re.compile(r"\s*+(?:<json[^>]*+>\s*+)?(?=\{)").match(text, at)
+    if inner is not None:
+        try:
+            found, at = _DECODER.raw_decode(text, inner.end())
+        except ValueError as exc:
+            error = f"the arguments of {shortened(name)} are not JSON: {_reason(exc)}"
+            return InvalidCall("", error), at
+        made = _made(name, found, "")
+        if isinstance(made, InvalidCall):
+            return made, at
+        arguments = made.arguments
+        at = json_end.end() if (json_end := re.compile(r"\s*+</json>").match(text, at)) else at
+    while (child := _OPEN.match(text, _after_space(text, at))) is not None and child[1] != tag:
+        end = _closing(text, child[1], child.end())
+        if end < 0:
+            break
+        arguments[child[2].strip()] = _xml_value(text[child.end() : end], child[3])
+        at = end + len(child[1]) + 3
+    closing = _after_space(text, at)
+    if not text.startswith(f"</{tag}>", closing):
+        return InvalidCall("", f"the call of {shortened(name)} is cut off or not in its form"), at
+    return ToolCall(uuid.uuid4().hex[:9], name, arguments), closing + len(tag) + 3
+
+
+def _after_space(text: str, at: int) -> int:
+    found = re.compile(r"\s*+").match(text, at)
+    return found.end() if found else at
+
+
+def _closing(text: str, tag: str, at: int) -> int:
+    """Where the closing tag begins that ends a value: one that another tag or the end follows."""
+    close = f"</{tag}>"
+    at = text.find(close, at)
+    while at >= 0:
+        after = _after_space(text, at + len(close))
+        if after == len(text) or text[after] == "<":
+            return at
+        at = text.find(close, at + 1)
+    return -1
+
+
+def _xml_value(text: str, attributes: str) -> Any:
+    """Without the line breaks around it; decoded if the tag says that it is no text."""
+    if cdata := _CDATA.fullmatch(text):
+        return cdata[1]
+    if len(text) > 1 and text[0] == text[-1] == "\n":
+        text = text[1:-1]
+    declared = re.search(r'\b(string|type)="(\w+)"', attributes)
+    if declared and declared[2] not in ("true", "string"):
+        try:
+            return json.loads(text, strict=False)
+        except (ValueError, RecursionError):
+            return text
+    return text
+
+
+def _mcp(text: str) -> Iterator[Call]:
+    """``<tool_name>NAME</tool_name><arguments>{…}</arguments>``"""
+    for found in _MCP.finditer(text):
+        yield _named(found[1], text[found.end() :].strip().partition("</arguments>")[0], "")
 
 
 def _glm(text: str, name: str, pairs: str) -> Call:
     """``NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…``"""
-    closed, tag, after = pairs.rpartition("</arg_value>")
-    closed += tag
-    arguments = {key.strip(): value.strip() for key, value in _GLM_ARGUMENT.findall(closed)}
-    if (_GLM_ARGUMENT.sub("", closed) + after).strip():
+    arguments, at = {}, 0
+    while (key := _GLM_KEY.match(pairs, at)) is not None:
+        if (end := _closing(pairs, key[2], key.end())) < 0:
+            break
+        arguments[key[1].strip()] = _xml_value(pairs[key.end() : end], "")
+        at = end + len(key[2]) + 3
+    if pairs[at:].strip():
         return InvalidCall(text, f"the call of {shortened(name)} is cut off or not in its form")
     return ToolCall(uuid.uuid4().hex[:9], name, arguments)
 
@@ -241,12 +357,19 @@ def _glm(text: str, name: str, pairs: str) -> Call:
 # -- Python -----------------------------------------------------------------------------------------
 
 
+class _JsonWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
+
+
 def _python(text: str) -> Iterator[Call]:
-    """``name(key=value, …)``, one a line or in a list; values are literals."""
+    """``name(key=value, …)``, one a line or in a list; values are literals of Python or JSON."""
+    text = text.removesuffix("```").strip()
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, MemoryError) as exc:
-        yield InvalidCall(text, f"the call is neither JSON nor Python: {exc}")
+        found = list(_quoted_python(text))
+        yield from found or [InvalidCall(text, f"the call is neither JSON nor Python: {exc}")]
         return
     for statement in body:
         value = statement.value if isinstance(statement, ast.Expr) else None
@@ -258,10 +381,33 @@ def _python_call(node: ast.expr | None, text: str) -> Call:
     if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
         return InvalidCall(text, "the call is not JSON, and no Python call with named arguments")
     try:
-        arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+        arguments = {
+            str(k.arg): ast.literal_eval(_JsonWords().visit(k.value)) for k in node.keywords
+        }
     except ValueError:
         return InvalidCall(text, "the call has an argument that is no literal")
     return ToolCall(uuid.uuid4().hex[:9], ast.unparse(node.func), arguments)
+
+
+def _quoted_python(text: str) -> Iterator[Call]:
+    """Calls whose texts are quoted and not escaped, as LFM2's template writes them; else nothing."""
+    at = 0
+    while (begun := _PYTHON_CALL.match(text, at)) is not None:
+        given, at = "", begun.end()
+        while (found := _QUOTED.match(text, at) or _UNQUOTED.match(text, at)) is not None:
+            given += f"{found[1]}={found[2] if found.lastindex == 2 else repr(found[3])},"
+            at = _after_space(text, found.end())
+            at += text[at] == ","
+        end = text.find(")", at)
+        if end < 0:
+            return
+        try:
+            call = ast.parse(f"f({given}{text[at:end]})", mode="eval").body
+        except (SyntaxError, ValueError, MemoryError):
+            return
+        read = _python_call(call, text)
+        yield replace(read, name=begun[1]) if isinstance(read, ToolCall) else read
+        at = end + 1
 
 
 # -- casting ----------------------------------------------------------------------------------------
@@ -318,6 +464,7 @@ def _types(schema: Any) -> list[str]:
     return [] if "string" in types else [str(each) for each in types]
 
 
+#: Words of JSON and Python.
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 

@@ -7,8 +7,9 @@ found by its :class:`~transformers.utils.chat_parsing.ResponseParser`.
 Fields of a file:
 
 * ``markup``: the form is that of a chat template that contains one of these texts.
-* ``regions``: ``reasoning`` (default :data:`THINKING`), ``tool_calls`` and ``unshown``, which is not part of
-  the answer. Groups ``name`` and ``id`` of a pattern are those of the call.
+* ``regions``: ``reasoning`` (default :data:`THINKING`), those that begin with ``tool_calls``, and ``unshown``,
+  which is not part of the answer. Groups ``name`` and ``id`` of a pattern are those of the call.
+* ``like``: another file whose regions are those of this form too.
 * ``begun``: beginnings of a region with which a prompt may end.
 * ``bare_calls``: calls also begin a line of the answer, as JSON without tags.
 * ``answer_begins``: what precedes the answer, as a pattern, in forms that announce it.
@@ -33,17 +34,28 @@ if TYPE_CHECKING:
 
 #: Files of ``formats/``. The first whose markup is in a template wins, so the more specific ones come first.
 ORDER = (
-    "harmony", "deepseek", "kimi", "command", "action", "seed", "nemotron", "functionary", "mistral",
-    "tool_call_token", "function_calls", "tool_call_tags", "function_tags", "bare",
+    "harmony", "deepseek", "kimi", "kimi_k3", "command", "action", "nemotron", "functionary", "mistral",
+    "gemma", "gigachat", "solar", "apriel", "tool_call_token", "call_tokens", "tool_call_tags", "function_tags", "bare",
 )  # fmt: skip
 #: Names that response templates of tokenizers give to reasoning.
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
-_TAGS = ("think", "thinking", "thought", "reasoning")
+#: Beginnings of the names of regions that hold calls.
+CALL_FIELDS = "tool_calls"
+_TAGS = (
+    "think", "thinking", "thought", "reasoning", "seed:think", "longcat_think", "think:opensource",
+)  # fmt: skip
 #: Reasoning of forms that name no other: in tags, at the beginning of an answer.
 THINKING = {
     "open_pattern": r"\A\s*(?:" + "|".join(f"<{tag}>" for tag in _TAGS) + ")",
     "close": [f"</{tag}>" for tag in _TAGS],
 }
+#: Tags around an answer that follows reasoning (Granite, Hunyuan, ERNIE).
+_ANSWER = {
+    "open_pattern": r"<(?:response|answer)>\n?|\n?</(?:response|answer)>\s{0,8}\Z",
+    "close_pattern": "",
+}
+#: The end of a code fence around a call.
+_FENCE = {"open_pattern": r"\s{0,8}```(?!\w)", "close_pattern": ""}
 _DELIMITERS = ("open", "open_pattern", "close", "close_pattern", "repeats", "optional")
 #: In no text: what the prompt has begun is given to the parser without the prompt.
 _NO_ANCHOR = r"(?!)"
@@ -72,11 +84,13 @@ class Format:
             }
             return {**self.own, "fields": fields}
         raw = {"content_args": {"strip": False}}
-        fields = {
-            name: {"repeats": True, **raw, **region}
-            for name, region in self.regions.items()
-            if name != "tool_calls" or reads_calls
-        }
+        fields: dict[str, Any] = {}
+        for name, region in self.regions.items():
+            if not name.startswith(CALL_FIELDS):
+                fields[name] = {"repeats": True, **raw, **region}
+            elif reads_calls:
+                fields[name] = {"repeats": True, **raw, **_fenced(region)}
+                fields["fence"] = {"repeats": True, **raw, **_FENCE}
         return {"start_anchor_pattern": _NO_ANCHOR, "fields": {"content": raw, **fields}}
 
     def begun_by(self, prompt: str) -> str:
@@ -86,20 +100,36 @@ class Format:
 
     def call_begins(self, text: str, name_at: int) -> int | None:
         """Where the call begins whose name is at ``name_at`` in ``text``; ``None`` without a known tag."""
-        region = (self.own or {}).get("fields", self.regions).get("tool_calls", {})
-        if "open" in region:
-            tags = [region["open"]] if isinstance(region["open"], str) else region["open"]
-            found = max(text.rfind(tag, 0, name_at) for tag in tags)
-            return None if found < 0 else found
-        matches = regex.finditer(region.get("open_pattern", _NO_ANCHOR), text)
-        begins = [found.start() for found in matches if found.start() <= name_at]
-        return begins[-1] if begins else None
+        regions = (self.own or {}).get("fields", self.regions)
+        begins = [
+            found.start()
+            for name, region in regions.items()
+            if name.startswith(CALL_FIELDS)
+            for found in regex.finditer(_pattern(region, "open"), text)
+            if found.start() <= name_at
+        ]
+        return max(begins, default=None)
 
     @cached_property
     def markup(self) -> str:
         """All literals and patterns, to tell which control tokens the form needs."""
         about = self.own or {"regions": dict(self.regions), "begun": self.begun}
         return json.dumps(about, ensure_ascii=False).replace("\\\\", "")
+
+
+def _pattern(region: Mapping[str, Any], edge: str) -> str:
+    """What opens or closes a region; empty if nothing does."""
+    given = region.get(edge, ())
+    literals = [given] if isinstance(given, str) else given
+    return "|".join(map(regex.escape, literals)) or region.get(f"{edge}_pattern", "")
+
+
+def _fenced(region: Mapping[str, Any]) -> dict[str, Any]:
+    """A region of calls that may begin in a code fence."""
+    kept = {name: spec for name, spec in region.items() if name not in ("open", "open_pattern")}
+    opens = _pattern(region, "open")
+    # twice: an optional fence takes regex's partial search quadratic time
+    return {**kept, "open_pattern": f"```\\w*\\s{{0,8}}(?:{opens})|(?:{opens})"}
 
 
 def _readable(spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -134,7 +164,10 @@ def _format_in(template: str) -> Format:
 def _known(name: str) -> tuple[list[str], Format]:
     text = files(__package__).joinpath("formats", f"{name}.json").read_text("utf-8")
     known: dict[str, Any] = json.loads(text)
-    regions = {"reasoning": THINKING, **known["regions"]}
+    regions = {"reasoning": THINKING, "answer": _ANSWER}
+    if "like" in known:
+        regions |= _known(known["like"])[1].regions
+    regions |= known["regions"]
     more: dict[str, Any] = {key: tuple(known[key]) for key in ("begun", "call") if key in known}
     more |= {key: known[key] for key in ("bare_calls", "answer_begins") if key in known}
     return known["markup"], Format(name, regions, **more)

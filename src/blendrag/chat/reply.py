@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from blendrag.chat.calls import Call, InvalidCall, ToolCall, Tools, read_bare, read_calls
-from blendrag.chat.formats import REASONING_FIELDS, Format
+from blendrag.chat.formats import CALL_FIELDS, REASONING_FIELDS, Format
+from blendrag.chat.regions import parser_for
 
 _FENCE = r"```(?:json|tool_code|tool_call|python)?[ \t]*\n\s*"
 #: The beginning of a line that may be a call without tags: JSON, or Python's ``[name(``, also in a fence.
@@ -53,10 +54,8 @@ class ReplyStream:
     """
 
     def __init__(self, form: Format, tools: Tools = (), begun: str = "") -> None:
-        from transformers.utils.chat_parsing import ResponseParser  # wrappers import without it
-
         self._tools = tools
-        self._parser: Any = ResponseParser(form.response_template(bool(tools)), prefix="")
+        self._parser = parser_for(form, bool(tools))
         self._finds_bare = form.bare_calls and bool(tools)
         self._text = ""
         self._reasoning = ""
@@ -131,13 +130,14 @@ class ReplyStream:
             return self._grow(event["text"])
         if kind == "region_chunk" and field in REASONING_FIELDS:
             return self._think(event["text"])
-        if kind == "region_close" and field == "tool_calls":
-            return self._called(self._calls_in(event["value"]))
+        if kind == "region_close" and field.startswith(CALL_FIELDS):
+            calls, after = self._calls_in(event["value"])
+            return self._called(calls) + (self._grow(f"\n{after}") if after else [])
         return []
 
-    def _calls_in(self, value: Any) -> list[Call]:
-        """The calls of a region: its text, or ``name``, ``id`` and ``body``, or what a tokenizer's own
-        template made of it."""
+    def _calls_in(self, value: Any) -> tuple[list[Call], str]:
+        """The calls of a region and text after them. ``value``: the region's text, or ``name``, ``id`` and
+        ``body``, or what a tokenizer's own template made of it."""
         if isinstance(value, str):
             return read_calls(value, self._tools, is_cut=self._is_cut)
         if isinstance(value, dict) and "body" in value:

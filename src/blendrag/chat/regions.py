@@ -1,0 +1,118 @@
+"""Edges of regions that depend on what came before: a closing tag within a text of a call's arguments ends no
+call, and a code fence or an answer's tag belongs to the markup only if its beginning did.
+
+transformers' parser looks for patterns with partial matches, in which lookbehind does not work. Its patterns
+are replaced by objects that look for them and then check what they found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import regex
+
+from blendrag.chat.formats import CALL_FIELDS, Format
+
+Check = Callable[[str, Any], bool]
+#: Where a text in quotes begins and ends; escaped characters do neither.
+_QUOTES = regex.compile(r'\\.|"', regex.DOTALL)
+
+
+class _Checked:
+    """A pattern of which only matches count that pass a check."""
+
+    def __init__(self, pattern: Any, check: Check) -> None:
+        self._pattern = pattern
+        self._check = check
+
+    def search(self, text: str, at: int = 0, partial: bool = False) -> Any:
+        found = self._pattern.search(text, at, partial=partial)
+        while found is not None and not found.partial and not self._check(text, found):
+            found = self._pattern.search(text, max(found.end(), at + 1), partial=partial)
+        return found
+
+
+class _Call:
+    """The ends of a form's calls, one after the other."""
+
+    def __init__(self, opens: Any, closes: Any) -> None:
+        self._opens = opens
+        self._closes = closes
+        self._begins = self._ends = 0
+        """Of the text of the current or last call, and of its closing tag."""
+        self._read = 0
+        self._in_text = False
+        """Up to where quotes were counted, and whether one is open there."""
+
+    def search(self, text: str, at: int = 0, partial: bool = False) -> Any:
+        """The closing tag of the call in which the parser is."""
+        if at >= self._ends:  # a new call
+            self._begins = self._read = at
+            self._in_text = False
+            self._ends = len(text) + 1
+        found = self._closes.search(text, at, partial=partial)
+        while found is not None and not found.partial:
+            if self._closes_call(text, found):
+                self._ends = found.end()
+                return found
+            found = self._closes.search(text, found.end(), partial=partial)
+        self._ends = len(text) + 1
+        return found
+
+    def _closes_call(self, text: str, found: Any) -> bool:
+        """A tag at the end of a line ends a call even if a quote is missing."""
+        if text[self._begins : found.start()].lstrip()[:1] not in ("{", "["):
+            return True
+        for quote in _QUOTES.finditer(text, self._read, found.start()):
+            self._in_text ^= quote[0] == '"'
+            self._read = quote.end()
+        return not self._in_text or text[found.end() : found.end() + 1] in ("", "\n", "<")
+
+    def ends_fence(self, text: str, at: int) -> bool:
+        """Whether the last call began in a code fence and ended just before ``at``."""
+        if at < self._ends or text[self._ends : at].strip():
+            return False
+        opened = self._opens.search(text, max(0, self._begins - 100), self._begins)
+        while opened is not None and opened.end() < self._begins:
+            opened = self._opens.search(text, opened.end(), self._begins)
+        return opened is not None and opened[0].startswith("```")
+
+
+def _is_no_quotation(text: str, found: Any) -> bool:
+    return found[0].startswith("```") or text[max(0, found.start() - 1) : found.start()] != "`"
+
+
+def parser_for(form: Format, reads_calls: bool) -> Any:
+    """A :class:`~transformers.utils.chat_parsing.ResponseParser` of one answer."""
+    from transformers.utils.chat_parsing import ResponseParser  # wrappers import without it
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    spec = load_response_template(form.response_template(reads_calls))
+    fields = spec.fields
+    calls = []
+    for name, field in fields.items():
+        if not name.startswith(CALL_FIELDS):
+            continue
+        if field.close_re is not None:
+            calls.append(_Call(field.open_re, field.close_re))
+            field.close_re, field.close_literals = calls[-1], None
+        field.open_re, field.open_literals = _Checked(field.open_re, _is_no_quotation), None
+    if "fence" in fields:
+        fence = fields["fence"]
+        fence.open_re = _Checked(
+            fence.open_re, lambda text, found: any(c.ends_fence(text, found.start()) for c in calls)
+        )
+    if "answer" in fields:
+        answer, begun = fields["answer"], []
+
+        def belongs(text: str, found: Any) -> bool:
+            if found[0].strip().startswith("</"):
+                return bool(begun)
+            if text[max(0, found.start() - 20) : found.start()].rstrip().endswith("</think>"):
+                begun.append(found.start())
+                return True
+            return False
+
+        answer.open_re = _Checked(answer.open_re, belongs)
+    return ResponseParser(spec, prefix="")
