@@ -138,7 +138,7 @@ CASES: dict[str, Case] = {
     ),
     "granite": ("<|tool_call|>", f"<|tool_call|>[{as_json(Q)}]", "", "", (Q,)),
     "granite thinks": (
-        "<|tool_call|>",
+        "<|tool_call|><response>",
         "<think>Hm.</think>\n<response>It built ships.</response>",
         "It built ships.",
         "Hm.",

@@ -44,9 +44,9 @@ Call = ToolCall | InvalidCall
 
 # Patterns are possessive, so that a match takes linear time whatever a model writes.
 #: What is between calls of one region and around them: tags that were left open, ends of a cut list.
-_BETWEEN = re.compile(r"(?:[\s;,\]}]++|</?tool_call>|\[TOOL_CALLS\]|```(?:json)?)*+")
+_BETWEEN = re.compile(r"(?:[\s;,\]}]++|</?tool_call>|<\|\w++\|>|\[TOOL_CALLS\]|```(?:json)?)*+")
 #: The tag of a call inside that of a list of calls.
-_INNER = re.compile(r"</?[^\s<>/]{0,16}?tool_call(?::\w+)?>")
+_INNER = re.compile(r"<([^\s<>/]{0,16}?tool_call(?::\w+)?)>")
 #: ``<function=NAME>``, ``<invoke name="NAME">``, and the same for parameters.
 _OPEN = re.compile(r"<([^\s<>/=\"]++)(?:=|\s++(?:name|key|tool)=)\"?([^>\"\n]++)\"?([^>]*+)>")
 _CDATA = re.compile(r"\s*+<!\[CDATA\[(.*)\]\]>\s*+", re.DOTALL)
@@ -93,7 +93,9 @@ def read_calls(
             found = [_named(name.strip(), text, call_id)]
         else:
             known = () if is_cut else tool_names(tools)
-            parts = _INNER.split(text) if _INNER.match(text) else [text]
+            parts = [text]
+            if inner := _INNER.match(text):
+                parts = re.split(f"</?{re.escape(inner[1])}>", text)
             found = [call for part in parts if part.strip() for call in _read(part.strip(), known)]
     except RecursionError:
         found = [InvalidCall(text, "the call is not JSON: it is nested too deeply")]

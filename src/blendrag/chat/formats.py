@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -49,13 +49,10 @@ THINKING = {
     "open_pattern": r"\A\s*(?:" + "|".join(f"<{tag}>" for tag in _TAGS) + ")",
     "close": [f"</{tag}>" for tag in _TAGS],
 }
-#: Tags around an answer that follows reasoning (Granite, Hunyuan, ERNIE).
-_ANSWER = {
-    "open_pattern": r"<(?:response|answer)>\n?|\n?</(?:response|answer)>\s{0,8}\Z",
-    "close_pattern": "",
-}
-#: The end of a code fence around a call.
-_FENCE = {"open_pattern": r"\s{0,8}```(?!\w)", "close_pattern": ""}
+#: Tags around an answer, of templates that contain them (Granite, Hunyuan, ERNIE).
+_ANSWER_TAGS = ("response", "answer")
+#: What may follow a call: the end of a code fence around it, or of a tag that was not opened.
+_AFTER_CALL = {"open_pattern": r"\s{0,8}(?:```(?!\w)|</tool_call>)", "close_pattern": ""}
 _DELIMITERS = ("open", "open_pattern", "close", "close_pattern", "repeats", "optional")
 #: In no text: what the prompt has begun is given to the parser without the prompt.
 _NO_ANCHOR = r"(?!)"
@@ -90,7 +87,7 @@ class Format:
                 fields[name] = {"repeats": True, **raw, **region}
             elif reads_calls:
                 fields[name] = {"repeats": True, **raw, **_fenced(region)}
-                fields["fence"] = {"repeats": True, **raw, **_FENCE}
+                fields["after_call"] = {"repeats": True, **raw, **_AFTER_CALL}
         return {"start_anchor_pattern": _NO_ANCHOR, "fields": {"content": raw, **fields}}
 
     def begun_by(self, prompt: str) -> str:
@@ -110,11 +107,19 @@ class Format:
         ]
         return max(begins, default=None)
 
+    def ends_in_call(self, text: str) -> bool:
+        """Whether ``text`` ends with a tag that closes a call."""
+        regions = (self.own or {}).get("fields", self.regions)
+        ends = [
+            _pattern(regions[name], "close") for name in regions if name.startswith(CALL_FIELDS)
+        ]
+        return any(end and regex.search(rf"(?:{end})[\s`]*\Z", text[-100:]) for end in ends)
+
     @cached_property
     def markup(self) -> str:
         """All literals and patterns, to tell which control tokens the form needs."""
         about = self.own or {"regions": dict(self.regions), "begun": self.begun}
-        return json.dumps(about, ensure_ascii=False).replace("\\\\", "")
+        return json.dumps(about, ensure_ascii=False).replace("\\\\", "").replace('\\"', '"')
 
 
 def _pattern(region: Mapping[str, Any], edge: str) -> str:
@@ -152,19 +157,27 @@ def format_of(tokens: Tokens) -> Format:
 
 @cache
 def _format_in(template: str) -> Format:
-    return next(
+    form = next(
         form
         for name in ORDER
         for markup, form in [_known(name)]
         if not markup or any(text in template for text in markup)
     )
+    tags = "|".join(tag for tag in _ANSWER_TAGS if f"<{tag}>" in template)
+    if not tags:
+        return form
+    answer = {
+        "open_pattern": rf"<(?:{tags})>\n?|\n?</(?:{tags})>\s{{0,8}}(?=\Z|<)",
+        "close_pattern": "",
+    }
+    return replace(form, regions={**form.regions, "answer": answer})
 
 
 @cache
 def _known(name: str) -> tuple[list[str], Format]:
     text = files(__package__).joinpath("formats", f"{name}.json").read_text("utf-8")
     known: dict[str, Any] = json.loads(text)
-    regions = {"reasoning": THINKING, "answer": _ANSWER}
+    regions: dict[str, Any] = {"reasoning": THINKING}
     if "like" in known:
         regions |= _known(known["like"])[1].regions
     regions |= known["regions"]

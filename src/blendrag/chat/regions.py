@@ -17,6 +17,8 @@ from blendrag.chat.formats import CALL_FIELDS, Format
 Check = Callable[[str, Any], bool]
 #: Where a text in quotes begins and ends; escaped characters do neither.
 _QUOTES = regex.compile(r'\\.|"', regex.DOTALL)
+#: The beginning of an argument in XML.
+_VALUE = regex.compile(r"<([^\s<>/=]*(?:param|arg_value|argument)[^\s<>/=]*)")
 
 
 class _Checked:
@@ -61,22 +63,45 @@ class _Call:
         return found
 
     def _closes_call(self, text: str, found: Any) -> bool:
-        """A tag at the end of a line ends a call even if a quote is missing."""
-        if text[self._begins : found.start()].lstrip()[:1] not in ("{", "["):
+        """Not within an argument, unless the line ends: then a quote or a tag is missing."""
+        if text[found.end() : found.end() + 1] in ("", "\n", "<"):
             return True
+        body = text[self._begins : found.start()]
+        json_at = body.find("{")
+        value = _VALUE.search(body, 0, json_at if json_at >= 0 else len(body))
+        if value is not None:
+            return body.rfind(f"<{value[1]}") < body.rfind(f"</{value[1]}")
+        if json_at < 0:
+            return True
+        self._read = max(self._read, self._begins + json_at)
         for quote in _QUOTES.finditer(text, self._read, found.start()):
             self._in_text ^= quote[0] == '"'
             self._read = quote.end()
-        return not self._in_text or text[found.end() : found.end() + 1] in ("", "\n", "<")
+        return not self._in_text
 
-    def ends_fence(self, text: str, at: int) -> bool:
-        """Whether the last call began in a code fence and ended just before ``at``."""
-        if at < self._ends or text[self._ends : at].strip():
-            return False
+    def ends_before(self, text: str, at: int) -> bool:
+        return at >= self._ends and not text[self._ends : at].strip()
+
+    def is_fenced(self, text: str) -> bool:
         opened = self._opens.search(text, max(0, self._begins - 100), self._begins)
         while opened is not None and opened.end() < self._begins:
             opened = self._opens.search(text, opened.end(), self._begins)
         return opened is not None and opened[0].startswith("```")
+
+
+class _Answer:
+    """The tags around an answer, which begin it or follow reasoning."""
+
+    def __init__(self) -> None:
+        self._is_begun = False
+
+    def owns(self, text: str, found: Any) -> bool:
+        if not found[0].lstrip().startswith("</"):
+            before = text[max(0, found.start() - 32) : found.start()].rstrip()
+            begins = not before or before.endswith(("</think>", "response:"))
+            self._is_begun |= begins
+            return begins
+        return self._is_begun
 
 
 def _is_no_quotation(text: str, found: Any) -> bool:
@@ -98,21 +123,15 @@ def parser_for(form: Format, reads_calls: bool) -> Any:
             calls.append(_Call(field.open_re, field.close_re))
             field.close_re, field.close_literals = calls[-1], None
         field.open_re, field.open_literals = _Checked(field.open_re, _is_no_quotation), None
-    if "fence" in fields:
-        fence = fields["fence"]
-        fence.open_re = _Checked(
-            fence.open_re, lambda text, found: any(c.ends_fence(text, found.start()) for c in calls)
+    if "after_call" in fields:
+        fields["after_call"].open_re = _Checked(
+            fields["after_call"].open_re,
+            lambda text, found: any(
+                call.ends_before(text, found.start())
+                and ("`" not in found[0] or call.is_fenced(text))
+                for call in calls
+            ),
         )
     if "answer" in fields:
-        answer, begun = fields["answer"], []
-
-        def belongs(text: str, found: Any) -> bool:
-            if found[0].strip().startswith("</"):
-                return bool(begun)
-            if text[max(0, found.start() - 20) : found.start()].rstrip().endswith("</think>"):
-                begun.append(found.start())
-                return True
-            return False
-
-        answer.open_re = _Checked(answer.open_re, belongs)
+        fields["answer"].open_re = _Checked(fields["answer"].open_re, _Answer().owns)
     return ResponseParser(spec, prefix="")

@@ -66,7 +66,7 @@ class ReplyStream:
         """Whether all of :attr:`_held` and what follows may be calls."""
         self.raw = begun
         """All that was said, markup included."""
-        self._begun = form.begun
+        self._form = form
         self._longest_begun = 2 * max(map(len, form.begun), default=0)  # white space included
         self._in_reasoning = False
         self._failed = ""
@@ -83,7 +83,7 @@ class ReplyStream:
 
     def finish(self) -> list[Part]:
         """What was still held back. Nothing may be added afterwards."""
-        self._is_cut = True
+        self._is_cut = not self._form.ends_in_call(self.raw)
         parts = [] if self._failed else self._take(lambda: self._parser.finalize()[1])
         if self._failed:
             self._calls = [InvalidCall(self.raw, self._failed)]
@@ -98,7 +98,7 @@ class ReplyStream:
     @property
     def is_thinking(self) -> bool:
         """Whether what follows is reasoning."""
-        begins = len(self.raw) <= self._longest_begun and self.raw.strip() in self._begun
+        begins = len(self.raw) <= self._longest_begun and self.raw.strip() in self._form.begun
         return self._in_reasoning or begins
 
     @property
