@@ -213,6 +213,187 @@ CASES: dict[str, Case] = {
         ({"q": "x", "year": 1874},),
     ),
 }
+TYPED = {"q": 'say "x"\n日本 </tool_call>', "year": 3, "deep": True, "tags": ["a", "b c"]}
+
+
+def xml(open_call: str, close_call: str, argument: str, arguments: dict[str, Any]) -> str:
+    values = [(k, v if isinstance(v, str) else json.dumps(v)) for k, v in arguments.items()]
+    return open_call + "".join(argument.format(*pair) for pair in values) + close_call
+
+
+#: More forms: text of the template, reasoning, and two calls with ``Q`` and ``TYPED``.
+DIALECTS: dict[str, tuple[str, str, str]] = {
+    "minimax": (
+        "<minimax:tool_call>",
+        THINK,
+        "<minimax:tool_call>\n"
+        + "".join(
+            xml(
+                '<invoke name="search">\n',
+                "</invoke>\n",
+                '<parameter name="{}">{}</parameter>\n',
+                a,
+            )
+            for a in (Q, TYPED)
+        )
+        + "</minimax:tool_call>",
+    ),
+    "deepseek v3.2": (
+        "function_calls>",
+        THINK,
+        "<｜DSML｜function_calls>\n"
+        + "".join(
+            xml(
+                '<｜DSML｜invoke name="search">\n',
+                "</｜DSML｜invoke>\n",
+                '<｜DSML｜parameter name="{}" string="true">{}</｜DSML｜parameter>\n',
+                a,
+            )
+            for a in (Q, TYPED)
+        )
+        + "</｜DSML｜function_calls>",
+    ),
+    "seed": (
+        "<seed:tool_call>",
+        "<seed:think>Hm.</seed:think>",
+        "".join(
+            xml(
+                "<seed:tool_call>\n<function=search>\n",
+                "</function>\n</seed:tool_call>",
+                "<parameter={}>{}</parameter>\n",
+                a,
+            )
+            for a in (Q, TYPED)
+        ),
+    ),
+    "qwen coder without its first tag": (
+        "<tool_call>",
+        THINK,
+        "\n".join(
+            xml(
+                "<function=search>\n",
+                "</function>\n</tool_call>",
+                "<parameter={}>\n{}\n</parameter>\n",
+                a,
+            )
+            for a in (Q, TYPED)
+        ),
+    ),
+    "hunyuan": (
+        "<tool_calls:opensource>",
+        "<think:opensource>Hm.</think:opensource>",
+        "<tool_calls:opensource>\n"
+        + "".join(
+            xml(
+                "<tool_call:opensource>search<tool_sep:opensource>\n",
+                "</tool_call:opensource>\n",
+                "<arg_key:opensource>{}</arg_key:opensource>\n<arg_value:opensource>{}</arg_value:opensource>\n",
+                a,
+            )
+            for a in (Q, TYPED)
+        )
+        + "</tool_calls:opensource>",
+    ),
+    "longcat": (
+        "<longcat_tool_call>",
+        "<longcat_think>Hm.</longcat_think>",
+        "".join(
+            xml(
+                "<longcat_tool_call>search\n",
+                "</longcat_tool_call>\n",
+                "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>{}</longcat_arg_value>\n",
+                a,
+            )
+            for a in (Q, TYPED)
+        ),
+    ),
+    "kimi k3": (
+        "<|open|>",
+        "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|><|close|>response<|sep|>",
+        "<|open|>tools<|sep|>"
+        + "".join(
+            xml(
+                '<|open|>call tool="search" index="1"<|sep|>',
+                "<|close|>call<|sep|>",
+                '<|open|>argument key="{}" type="string"<|sep|>{}<|close|>argument<|sep|>',
+                a,
+            )
+            for a in (Q, TYPED)
+        )
+        + "<|close|>tools<|sep|><|close|>message<|sep|>",
+    ),
+    "gemma 4": (
+        "<|tool_call>",
+        "<|channel>thought\nHm.<channel|>",
+        '<|tool_call>call:search{q:<|"|>x<|"|>}<tool_call|><|tool_call>call:search{deep:true,q:<|"|>'
+        + TYPED["q"]
+        + '<|"|>,tags:[<|"|>a<|"|>,<|"|>b c<|"|>],year:3}<tool_call|>',
+    ),
+    "lfm": (
+        "<|tool_call_start|>",
+        THINK,
+        "<|tool_call_start|>[search(q='x'), search(q='"
+        + TYPED["q"]
+        + '\', year=3, deep=True, tags=\'["a", "b c"]\')]<|tool_call_end|>',
+    ),
+    "apriel": (
+        "[BEGIN FINAL RESPONSE]",
+        "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\n",
+        f"<tool_calls>[{as_json(Q)}, {as_json(TYPED)}]</tool_calls>",
+    ),
+    "solar": (
+        "<|tool_call:begin|>",
+        "<|think|>Hm.<|end|><|begin|>assistant",
+        "<|tool_calls|>"
+        + "".join(
+            f"<|tool_call:begin|>{i}<|tool_call:name|>search<|tool_call:args|>{json.dumps(a)}<|tool_call:end|>"
+            for i, a in enumerate((Q, TYPED))
+        ),
+    ),
+    "apertus": (
+        "<|tools_prefix|>",
+        "<|inner_prefix|>Hm.<|inner_suffix|>",
+        f'<|tools_prefix|>[{{"search": {json.dumps(Q)}}}, {{"search": {json.dumps(TYPED)}}}]<|tools_suffix|>',
+    ),
+    "mcp": (
+        "<use_mcp_tool>",
+        THINK,
+        "".join(
+            "\n<use_mcp_tool>\n<server_name>s</server_name>\n<tool_name>search</tool_name>\n<arguments>\n"
+            f"{json.dumps(a)}\n</arguments>\n</use_mcp_tool>"
+            for a in (Q, TYPED)
+        ),
+    ),
+    "minicpm": (
+        "<|tool_call_start|>",
+        "<|thought_start|>Hm.<|thought_end|>",
+        "<|tool_call_start|>\n```python\n"
+        + "\n".join(f"search({', '.join(f'{k}={v!r}' for k, v in a.items())})" for a in (Q, TYPED))
+        + "\n```\n<|tool_call_end|>",
+    ),
+    "hermes": ("<tool_call>", THINK, f"{hermes(Q)}\n{hermes(TYPED)}"),
+    "mistral": (
+        "[TOOL_CALLS]",
+        "[THINK]Hm.[/THINK]",
+        f"[TOOL_CALLS][{as_json(Q)}, {as_json(TYPED)}]",
+    ),
+}
+for _name, (_markup, _thinks, _calls) in DIALECTS.items():
+    CASES[f"{_name}, two"] = (_markup, _thinks + _calls, "", "Hm.", (Q, TYPED))
+CASES["gigachat"] = (
+    "'function call'",
+    f"I look.<|message_sep|>\n\nfunction call<|role_sep|>\n{as_json(TYPED)}",
+    "I look.",
+    "",
+    (TYPED,),
+)
+CASES["hunyuan answers"] = (
+    "<tool_calls><answer>",
+    "<think>\nHm.\n</think>\n<answer>\nIt built ships.\n</answer>",
+    "It built ships.",
+    "Hm.",
+    (),
+)
 
 
 def form(markup: str) -> Any:
@@ -366,6 +547,33 @@ def test_arguments_are_cast_by_the_schema_of_the_tool(given, expected):
     assert reply.calls[0].arguments == expected
     bare = take_apart(hermes(given), form("<tool_call>"), [SEARCH["function"]])
     assert bare.calls[0].arguments == expected
+
+
+@pytest.mark.parametrize(
+    ("markup", "answer", "text", "calls"),
+    [
+        ("<tool_call>", f"Write `{hermes(Q)}` to search.", f"Write `{hermes(Q)}` to search.", []),
+        ("<tool_call>", f"I look.\n```json\n{hermes(Q)}\n```\nDone.", "I look.\n\nDone.", [Q]),
+        ("<tool_call>", f"{hermes(Q)}\n```python\nx = 1\n```", "```python\nx = 1\n```", [Q]),
+        ("<tool_call>", f"I look.\n{hermes(Q)}\nI wait.", "I look.\n\nI wait.", [Q]),
+        ("[TOOL_CALLS]", f"[TOOL_CALLS][{as_json(Q)}]\nI wait.", "I wait.", [Q]),
+        ("<tool_call>", "Use `<think>` here.\n<think>\nNo.\n</think>", None, []),
+        ("<tool_call>", "<answer>7</answer>", "<answer>7</answer>", []),
+        ("<tool_call>", f"{THINK}<answer>7</answer>", "<answer>7</answer>", []),
+        ("<tool_call>", "<think>\n\n</think>\n\nYes.", "Yes.", []),
+        ("<tool_call>", "<tool_code>1</tool_code> and <tools>", None, []),
+        ("<tool_call>", '<tool_call>{"name": "f" "x"}</tool_call>\n' + hermes(Q), "", [Q]),
+        ("<tool_call>", '<tool_call>{"name": "f, "arguments": {}}</tool_call>\n' + hermes(Q), "", [Q]),
+        ("<tool_call>", "<tool_call>\nsearch\n</tool_call>", "", [{}]),
+    ],
+)  # fmt: skip
+def test_what_stands_around_calls_is_kept(markup, answer, text, calls):
+    whole = take_apart(answer, form(markup), [SEARCH])
+    assert whole.text == (answer if text is None else text)
+    assert [call.arguments for call in whole.calls] == calls
+    stream = ReplyStream(form(markup), [SEARCH])
+    streamed(stream, answer, (1, 3))
+    assert told(stream.reply) == told(whole)
 
 
 OWN = {

@@ -7,8 +7,8 @@ found by its :class:`~transformers.utils.chat_parsing.ResponseParser`.
 Fields of a file:
 
 * ``markup``: the form is that of a chat template that contains one of these texts.
-* ``regions``: ``reasoning`` (default :data:`THINKING`), those that begin with ``tool_calls``, and ``unshown``,
-  which is not part of the answer. Groups ``name`` and ``id`` of a pattern are those of the call.
+* ``regions``: ``reasoning`` (default :data:`THINKING`), those that begin with ``tool_calls``, and
+  ``unshown``, which is not part of the answer. Groups ``name`` and ``id`` of a pattern are those of the call.
 * ``like``: another file whose regions are those of this form too.
 * ``begun``: beginnings of a region with which a prompt may end.
 * ``bare_calls``: calls also begin a line of the answer, as JSON without tags.
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 #: Files of ``formats/``. The first whose markup is in a template wins, so the more specific ones come first.
 ORDER = (
     "harmony", "deepseek", "kimi", "kimi_k3", "command", "action", "nemotron", "functionary", "mistral",
-    "gemma", "gigachat", "solar", "apriel", "tool_call_token", "call_tokens", "tool_call_tags", "function_tags", "bare",
+    "gemma", "gigachat", "solar", "apriel", "tool_call_token", "call_tokens",
+    "tool_call_tags", "function_tags", "bare",
 )  # fmt: skip
 #: Names that response templates of tokenizers give to reasoning.
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
@@ -81,14 +82,14 @@ class Format:
             }
             return {**self.own, "fields": fields}
         raw = {"content_args": {"strip": False}}
-        fields: dict[str, Any] = {}
+        kept = {}
         for name, region in self.regions.items():
             if not name.startswith(CALL_FIELDS):
-                fields[name] = {"repeats": True, **raw, **region}
+                kept[name] = {"repeats": True, **raw, **region}
             elif reads_calls:
-                fields[name] = {"repeats": True, **raw, **_fenced(region)}
-                fields["after_call"] = {"repeats": True, **raw, **_AFTER_CALL}
-        return {"start_anchor_pattern": _NO_ANCHOR, "fields": {"content": raw, **fields}}
+                kept[name] = {"repeats": True, **raw, **_fenced(region)}
+                kept["after_call"] = {"repeats": True, **raw, **_AFTER_CALL}
+        return {"start_anchor_pattern": _NO_ANCHOR, "fields": {"content": raw, **kept}}
 
     def begun_by(self, prompt: str) -> str:
         """The beginning of a region at the end of ``prompt``, or empty."""

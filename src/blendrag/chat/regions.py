@@ -55,6 +55,10 @@ class _Call:
             self._ends = len(text) + 1
         found = self._closes.search(text, at, partial=partial)
         while found is not None and not found.partial:
+            if (
+                partial and text[found.end() :] == "<"
+            ):  # of a tag after the call, or of an argument's end
+                return self._closes.search(text, found.start(), found.end() - 1, partial=True)
             if self._closes_call(text, found):
                 self._ends = found.end()
                 return found
@@ -64,7 +68,8 @@ class _Call:
 
     def _closes_call(self, text: str, found: Any) -> bool:
         """Not within an argument, unless the line ends: then a quote or a tag is missing."""
-        if text[found.end() : found.end() + 1] in ("", "\n", "<"):
+        after = text[found.end() : found.end() + 2]
+        if after[:1] in ("", "\n") or (after[0] == "<" and after != "</"):
             return True
         body = text[self._begins : found.start()]
         json_at = body.find("{")

@@ -68,7 +68,7 @@ class ReplyStream:
         """All that was said, markup included."""
         self._form = form
         self._longest_begun = 2 * max(map(len, form.begun), default=0)  # white space included
-        self._in_reasoning = False
+        self._in_reasoning = self._has_reasoned = False
         self._failed = ""
         self._is_cut = False
         if begun:
@@ -126,6 +126,7 @@ class ReplyStream:
         kind, field = event["type"], event["field"]
         if field in REASONING_FIELDS:
             self._in_reasoning = kind != "region_close"
+            self._has_reasoned = True
         if kind == "region_chunk" and field == "content":
             return self._grow(event["text"])
         if kind == "region_chunk" and field in REASONING_FIELDS:
@@ -170,7 +171,7 @@ class ReplyStream:
         return self._show(shown)
 
     def _show(self, text: str) -> list[Part]:
-        if not self._text and (self._reasoning or self._calls):
+        if not self._text and (self._has_reasoned or self._calls):
             text = text.lstrip()
         self._text += text
         return [Part("text", text)] if text else []
