@@ -9,7 +9,7 @@ import openai
 import pytest
 
 import scripted
-from server.live import Live, live
+from server.live import CHAT, HELLO, Live, live
 
 TOOL = {
     "type": "function",
@@ -83,6 +83,25 @@ def test_a_call_can_be_required_or_forbidden(served: Live, ask) -> None:
     assert "weather" not in prompts[-1]
     with pytest.raises(openai.BadRequestError, match="tool_choice 'cook' is not auto"):
         ask("Say hello.", tool_choice="cook")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_arguments_of_a_required_call_follow_the_schema(served: Live, stream) -> None:
+    """The model would say "I do not know."."""
+    days = {"type": "object", "properties": {"day": {"enum": ["Mo", "Tu"]}}, "required": ["day"]}
+    tool = {"type": "function", "function": {"name": "open", "parameters": days}}
+    body = {"messages": HELLO, "tools": [TOOL, tool], "stream": stream}
+    with served.client() as client:
+        body["tool_choice"] = {"type": "function", "function": {"name": "open"}}
+        answer = client.post(CHAT, json=body)
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if "{" in line]
+        (said,) = [
+            call["function"]["arguments"]
+            for line in lines
+            for choice in json.loads(line)["choices"]
+            for call in (choice.get("delta") or choice.get("message") or {}).get("tool_calls", ())
+        ]
+        assert json.loads(said)["day"] in ("Mo", "Tu")
 
 
 def test_several_answers_with_tools_are_refused(ask) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 from xml.sax.saxutils import quoteattr
 
 from blendrag.chat.forcing import chosen_tool, refuse_unreadable
+from blendrag.chat.grammar import answer_form
 from blendrag.chat.messages import REASONING, cleaned
 from blendrag.chat.reply import Reply
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import Answer, BlendEngine, Message, Options, Prompt, SchemaPrompt
 from blendrag.engine.rendering import NEXT_QUESTION, prompt_over
-from blendrag.errors import InvalidInputError, check_unicode
+from blendrag.errors import InvalidInputError, InvalidOptionError, check_unicode
 from blendrag.server.bodies import (
     ChatBody,
     CompletionBody,
@@ -224,7 +225,7 @@ def _options(
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=_biases(body),
-        response_format=_form(body),
+        response_format=_form(body, engine),
         generate=_generate(body),
         **blend,
         **more,
@@ -317,21 +318,25 @@ def _biases(body: Generating) -> Mapping[int, float] | None:
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
-def _form(body: Generating) -> Mapping[str, Any] | None:
-    """The form of the answer, however a client asks for it. Raises :class:`Refusal` for two of them."""
-    given = [] if body.response_format is None else [dict(body.response_format)]
-    asked = dict(body.structured_outputs or {})
-    asked |= {
-        name: value for name in _GUIDED if (value := getattr(body, f"guided_{name}")) is not None
-    }
-    if asked.pop("json_object", None):
-        given.append({"type": "json_object"})
-    for name, value in asked.items():
-        if name == "json":
-            given.append({"type": "json_schema", "json_schema": {"schema": _schema(value)}})
+def _form(body: Generating, engine: BlendEngine) -> Mapping[str, Any] | None:
+    """The form of the answer, however a client asks for it. Raises :class:`Refusal` for two of them, and
+    :class:`InvalidOptionError` with the client's name for one that cannot be compiled."""
+    given: dict[str, dict[str, Any]] = {}
+    if body.response_format is not None:
+        given["response_format"] = dict(body.response_format)
+    asked = {f"guided_{name}": getattr(body, f"guided_{name}") for name in _GUIDED}
+    asked |= {f"structured_outputs.{n}": v for n, v in (body.structured_outputs or {}).items()}
+    for field, value in asked.items():
+        name = field.removeprefix("guided_").removeprefix("structured_outputs.")
+        if value is None or (name == "json_object" and value is False):
+            continue
+        if name == "json_object":
+            given[field] = {"type": name}
+        elif name == "json":
+            given[field] = {"type": "json_schema", "json_schema": {"schema": _schema(value, field)}}
         elif name in _GUIDED:
-            given.append({"type": name, name: value})
-        elif value is not None:
+            given[field] = {"type": name, name: value}
+        else:
             raise Refusal(
                 400,
                 f"structured_outputs has {quoted(name)}, expected one of {', '.join(_GUIDED)}, json_object",
@@ -340,25 +345,32 @@ def _form(body: Generating) -> Mapping[str, Any] | None:
     if len(given) > 1:
         raise Refusal(
             400,
-            f"{len(given)} forms of the answer, expected one of response_format, structured_outputs and "
-            "guided_*",
-            param="response_format",
+            f"{len(given)} forms of the answer ({', '.join(given)}), expected one of response_format, "
+            "structured_outputs and guided_*",
+            param=next(iter(given)),
         )
     if given and (body.n or 1) > 1:
         raise Refusal(
             400, f"n is {body.n} with a form of the answer; send {body.n} requests", param="n"
         )
-    return given[0] if given else None
+    for field, form in given.items():
+        if field != "response_format":  # else the engine names it
+            try:
+                answer_form(form, engine.resources.tokens)
+            except InvalidOptionError as error:
+                raise error.called(field) from None
+        return form
+    return None
 
 
-def _schema(value: Any) -> Any:
+def _schema(value: Any, field: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
         raise Refusal(
-            400, "guided_json is not JSON; send a JSON schema as an object", param="guided_json"
+            400, f"{field} is not JSON; send a JSON schema as an object", param=field
         ) from None
 
 
