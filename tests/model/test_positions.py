@@ -8,8 +8,6 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import Options
-from blendrag.errors import UnsupportedModelError
 from blendrag.model import ModelAdapter
 from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.model.positions import PROBE_OFFSETS, Rotation, apply_rotary, rotary_table
@@ -227,24 +225,6 @@ def test_only_length_dependent_tables_have_a_blend_limit(changes, limit):
     adapter = tiny.adapter(tiny.llama(max_position_embeddings=512, **changes))
     assert adapter.refusal is None, adapter.refusal
     assert adapter.blend_limit_tokens == limit
-
-
-def test_prompts_beyond_the_blend_limit_run_only_in_mode_full(tmp_path):
-    adapter = tiny.adapter(tiny.llama(max_position_embeddings=512, **LONGROPE))
-    limit = adapter.blend_limit_tokens
-    assert limit is not None
-    adapter.model.config.max_position_embeddings = 2048
-    blend, full = (Options(mode=mode, max_new_tokens=4) for mode in ("blend", "full"))
-    with tiny.engine(adapter, tmp_path / "s", prefix_text=tiny.BOS) as engine:
-        engine.ingest([tiny.document(0)])
-        beyond = "the town of Place " * (limit // 4)
-        assert limit < len(engine.segments(beyond).ids) < 2000
-        assert engine.generate(beyond, blend).metrics.reused_tokens == 0, "a plain prefill"
-        with_chunk = tiny.chunk_texts(engine, 0)[0] + "\n\n" + beyond
-        with pytest.raises(UnsupportedModelError, match="use mode full"):
-            engine.generate(with_chunk, blend)
-        assert engine.generate(with_chunk, full).metrics.prompt_tokens + 4 > limit
-        assert engine.generate("the town of Place", blend).metrics.new_tokens == 4
 
 
 def test_models_with_a_short_context_are_probed():

@@ -143,14 +143,13 @@ class ExactPrefixes:
     def keep(self, request: Request, plan: Plan, cache: BlendCache) -> None:
         """Keep the KV of the part before the first chunk, such as a conversation, which grows.
 
-        In mode prefix with the first chunk, if it was computed: it follows another head than the stored ones,
-        such as today's, and is exact.
+        In mode prefix with the first chunk, if it was computed because the head contains today's date.
         """
         ids, span = plan.prompt.leading_ids, plan.leading_span
         if self._tree is None or not (plan.chunks and self._may_use(request)):
             return
         first = plan.chunks[0]
-        if request.mode == "prefix" and first.span is None:
+        if request.mode == "prefix" and first.span is None and self._resources.is_dated:
             ids = plan.prompt.ids[: max(len(ids), first.segment.end)]
         if len(ids) < MIN_TOKENS or self._tree.match(_family(request), ids) == len(ids):
             return
@@ -166,10 +165,9 @@ class ExactPrefixes:
         return self._resources.manifest.encoding == NATIVE_ENCODING
 
     def _may_use(self, request: Request) -> bool:
-        # beyond this limit all keys are rotated otherwise
-        limit = self._resources.adapter.blend_limit_tokens
-        tokens = len(request.prompt.ids) + request.max_new_tokens
-        return request.mode in MODES and (limit is None or tokens <= limit)
+        # the keys of long prompts are rotated otherwise
+        is_long = self._resources.adapter.is_long(len(request.prompt.ids))
+        return request.mode in MODES and not is_long
 
     def _worthwhile(self, request: Request, controller: Controller) -> SharedPrefix | None:
         """The beginning whose single prefill saves most over what the waiting requests would compute."""
@@ -178,7 +176,7 @@ class ExactPrefixes:
             (other, stream, controller.cut(prompt, common_prefix(prompt.ids, other.prompt.ids)))
             for other, stream in self._waiting()
             if other.prompt is not prompt
-            and other.mode in MODES
+            and self._may_use(other)
             and other.prompt.chunks
             and _family(other) == family
             and not stream.done

@@ -88,6 +88,7 @@ class Generation:
         adapter = self._adapter
         # around the fusion, which sets another attention in it, and left after it
         with ExitStack() as around:
+            around.enter_context(adapter.own_tables())
             if adapter.refusal is None:
                 around.enter_context(fast_decoding(adapter.stack))
             if self._takes_turns:

@@ -222,14 +222,21 @@ class KVValidity:
 
     # -- the identity ---------------------------------------------------------------------------
 
-    def encode(self, namespace: str, ids: Sequence[int], prefix: Sequence[int]) -> ChunkKV:
+    def encode(
+        self,
+        namespace: str,
+        ids: Sequence[int],
+        prefix: Sequence[int],
+        encoder: Callable[[Sequence[int], Sequence[int]], ChunkKV] | None = None,
+    ) -> ChunkKV:
         """KV of ``ids`` after ``prefix``, computed by the model that ``namespace`` names.
 
+        ``encoder``: another method of the model than ``encode``.
         Raises :class:`IdentityChangedError` if the loaded model is no longer that one.
         """
         with self._adapter.lock:
             self.require_identity(namespace)
-            return self.encoded(self._adapter.encode(prefix, ids))
+            return self.encoded((encoder or self._adapter.encode)(prefix, ids))
 
     def require_identity(self, namespace: str) -> None:
         """Raise :class:`IdentityChangedError` if the loaded model is not the one that ``namespace`` names."""

@@ -23,9 +23,10 @@ from blendrag.planning.plan import MissingKV, Plan
 from blendrag.serving.turns import pause
 from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.store.identity import chunk_key, learned_namespace
+from blendrag.store.identity import chunk_key, kv_namespace
 from blendrag.store.kv import ChunkKV
 from blendrag.text.chunking import Chunk, scope_of
+from blendrag.text.prompt import SegmentedPrompt
 
 log = logging.getLogger(__name__)
 
@@ -186,15 +187,18 @@ def with_room(resources: Resources, write: Callable[[], T]) -> T:
 
 
 def kv_keys(
-    resources: Resources, corpus: Corpus, chunk_id: str, text: str
+    resources: Resources, corpus: Corpus, chunk_id: str, text: str, is_long: bool = False
 ) -> list[tuple[str, str]]:
-    """Namespace and key of every KV that the chunk may have in the store. May load the model."""
+    """Namespace and key of every KV that the chunk may have in the store. May load the model.
+
+    ``is_long``: of the KV for long prompts.
+    """
     named = corpus.manifest.namespace
     namespaces = {named} if named else set()
     if resources.is_loaded or not named:
         namespaces.add(resources.kv_validity.namespace)
-    if (scope := scope_of(chunk_id)) is not None:
-        namespaces = {learned_namespace(namespace, scope) for namespace in namespaces}
+    scope = scope_of(chunk_id)
+    namespaces = {kv_namespace(namespace, scope, is_long) for namespace in namespaces}
     prefix_ids, ids = corpus.manifest.prefix_ids, resources.text_ids(text)
     return [(namespace, chunk_key(namespace, prefix_ids, ids)) for namespace in sorted(namespaces)]
 
@@ -207,8 +211,9 @@ def drop_orphaned_kv(resources: Resources, corpus: Corpus) -> int:
     if resources.store.stats().entries:
         for chunk_id, text in dropped.items():
             if corpus.dropped.is_removed(chunk_id):
-                for namespace, key in kv_keys(resources, corpus, chunk_id, text):
-                    resources.store.delete(namespace, key)
+                for is_long in (False, True):
+                    for place in kv_keys(resources, corpus, chunk_id, text, is_long):
+                        resources.store.delete(*place)
     corpus.dropped.forget(list(dropped))
     return len(dropped)
 
@@ -220,11 +225,17 @@ class Job(NamedTuple):
     prefix: Ids
     scope: str | None
     """Whose KV it is: that of a document if ``None``, else learned from prompts of that scope."""
+    is_long: bool = False
+    """Whether it is for long prompts, which have another rotary table."""
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether its KV is evicted first and in no remote."""
+        return self.is_long or self.scope is not None
 
     def place(self, namespace: str) -> tuple[str, str]:
         """Namespace and key of the KV that a model of ``namespace`` computes."""
-        if self.scope is not None:
-            namespace = learned_namespace(namespace, self.scope)
+        namespace = kv_namespace(namespace, self.scope, self.is_long)
         return namespace, chunk_key(namespace, self.prefix, self.ids)
 
 
@@ -241,20 +252,25 @@ class BackgroundWriter:
 
     def note(self, plan: Plan, scope: str | None) -> None:
         """Queue the chunks that had no KV, and a leading part that ``scope`` has seen before."""
-        todo = self._jobs(plan.missing)
+        is_long = self._is_long(plan.prompt)
+        todo = self._jobs(plan.missing, is_long)
         if plan.leading and scope is not None and self._seen_before(scope, plan.leading):
-            todo.append(Job(plan.leading, (), scope))
+            todo.append(Job(plan.leading, (), scope, is_long))
         self.queue(todo)
 
-    def _jobs(self, missing: Sequence[MissingKV]) -> list[Job]:
-        return [Job(ids, self._resources.prefix_ids, scope) for ids, scope in missing]
+    def _is_long(self, prompt: SegmentedPrompt) -> bool:
+        adapter = self._resources.adapter
+        return adapter.refusal is None and adapter.is_long(len(prompt.ids))
+
+    def _jobs(self, missing: Sequence[MissingKV], is_long: bool) -> list[Job]:
+        return [Job(ids, self._resources.prefix_ids, scope, is_long) for ids, scope in missing]
 
     def queue(self, todo: Sequence[Job]) -> None:
         """Encode these in the background."""
         if not todo or not self._resources.is_writable:
             return
         for job in todo:
-            if self._full and job.scope is None:
+            if self._full and not job.is_learned:
                 continue
             if len(self._queued) >= QUEUED_CHUNKS:
                 log.info("%d chunks wait to be encoded; no more are queued", QUEUED_CHUNKS)
@@ -263,13 +279,15 @@ class BackgroundWriter:
                 self._queued.add(job)
                 self._worker.submit(partial(self._encode, job), background=True)
 
-    def going_first(self, missing: Callable[[], Sequence[MissingKV]]) -> tuple[list[Job], str]:
-        """Which of a request's missing chunks are encoded before it runs, and why: all if other requests
+    def going_first(
+        self, prompt: SegmentedPrompt, missing: Callable[[], Sequence[MissingKV]]
+    ) -> tuple[list[Job], str]:
+        """Which of a prompt's missing chunks are encoded before it runs, and why: all if other requests
         wait, else those that an earlier request missed and that have waited since."""
         waits = self._worker.is_waited_for
         if not (waits or self._queued) or self._full or not self._resources.is_writable:
             return [], ""
-        jobs = self._jobs(missing())
+        jobs = self._jobs(missing(), self._is_long(prompt))
         if waits:
             return jobs, "other requests waited"
         due = [job for job in jobs if job in self._queued]
@@ -303,15 +321,19 @@ class BackgroundWriter:
                 namespace = resources.kv_validity.namespace
                 place = job.place(namespace)
                 if not resources.store.contains_here(*place):
-                    if job.scope is None and resources.store.is_behind:
+                    if not job.is_learned and resources.store.is_behind:
                         return False  # the worker does not wait for a slow remote
                     resources.kv_validity.admit(namespace)
                     with before_layers(resources.adapter.decoder_layers, pause):
-                        kv = resources.kv_validity.encode(namespace, job.ids, job.prefix)
+                        encode = resources.kv_validity.encode
+                        if job.is_long:
+                            encoder = partial(resources.adapter.encode, is_long=True)
+                            encode = partial(encode, encoder=encoder)
+                        kv = encode(namespace, job.ids, job.prefix)
                     resources.store.put(*place, kv)
             return True
         except StoreFullError as full:
-            if job.scope is None:
+            if not job.is_learned:
                 self._full = True
                 log.warning("chunks missed by queries are no longer stored: %s", full)
             else:

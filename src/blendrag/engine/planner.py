@@ -11,7 +11,7 @@ from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
 from blendrag.engine.resources import Resources
-from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
+from blendrag.errors import ContextOverflowError, InvalidInputError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibration import calibrations
 from blendrag.planning.controller import Controller, PlanOptions
@@ -30,6 +30,15 @@ OLD_CALIBRATION = (
     "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
     "calibrate"
 )
+
+
+def _other_table(adapter: ModelAdapter, request: Request) -> Reason:
+    several = " and several sequences" if adapter.has_long_table else ""
+    return Reason(
+        ReasonCode.OTHER_TABLE,
+        f"stored KV is not used: the prompt has {len(request.prompt.ids)} tokens{several}, and beyond "
+        f"{adapter.blend_limit_tokens} this model's rotary table changes with the length",
+    )
 
 
 def check_fits(prompt: SegmentedPrompt, max_new_tokens: int, limit: int) -> None:
@@ -82,7 +91,7 @@ class KVAccess:
     def plan(self, avoid: frozenset[str] = frozenset()) -> Plan:
         """Open what is loaded and decide the rest; the caller closes the plan.
 
-        ``avoid``: keys of chunks whose bytes failed verification. Raises :class:`UnsupportedModelError`.
+        ``avoid``: keys of chunks whose bytes failed verification.
         """
         request = self.request
         if self.controller is None:
@@ -97,13 +106,6 @@ class KVAccess:
             )
             reserve = 1 if request.sequences == 1 else 2
             plan = self.controller.plan(request.prompt, options, avoid, reserve)
-        tokens, limit = len(request.prompt.ids), self.adapter.blend_limit_tokens
-        if plan.spans and limit is not None and tokens + request.max_new_tokens > limit:
-            plan.close()  # stored keys cannot be mixed with another rotary table
-            raise UnsupportedModelError(
-                f"prompt of {tokens} tokens passes {limit}, where {self.adapter.model_id}'s rotary "
-                "table changes with the length; use mode full or a shorter prompt"
-            )
         if plan.forecast is not None:  # from when the caller asked, like the measured TTFT
             ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
             plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
@@ -167,6 +169,10 @@ class Planner:
         if not resources.kv_validity.is_valid(namespace):
             resources.forget_signature()
             return KVAccess(request, adapter, why_not=UNTRUSTED, notes=(UNTRUSTED.text,))
+        is_long = adapter.is_long(len(request.prompt.ids))
+        if is_long and not (adapter.has_long_table and request.sequences == 1):
+            why = _other_table(adapter, request)
+            return KVAccess(request, adapter, why_not=why, notes=(why.text,))
         request, notes = self._calibrated(request, namespace)
         profile, profile_notes = self._profile(request, namespace)
         prefixes = self._prefixes.of(request, namespace)
@@ -174,21 +180,27 @@ class Planner:
             self.controller(namespace, profile),
             prefixes=prefixes,
             scope=request.options.scope,
+            is_long=is_long,
         )
         notes += profile_notes
         if check is not None:
             notes += self._prefixes.share(request, controller, check)
         if check is not None and request.mode != "prefix":
             there = self._prefixes.length(request, controller)
-            first, why = self._background.going_first(
-                lambda: controller.missing(request.prompt, there)
+            first, because = self._background.going_first(
+                request.prompt, lambda: controller.missing(request.prompt, there)
             )
             if encoded := self._background.encode_first(first, check):
                 chunks = "1 chunk was" if encoded == 1 else f"{encoded} chunks were"
-                notes += (f"{chunks} encoded before the answer because {why}",)
-        return KVAccess(
-            request, adapter, controller, notes=notes, if_missing=self._loaded_otherwise(namespace)
-        )
+                notes += (f"{chunks} encoded before the answer because {because}",)
+        if_missing = self._loaded_otherwise(namespace)
+        if is_long and not if_missing:
+            if_missing = (
+                f"the prompt has more than {adapter.blend_limit_tokens} tokens, where the rotary table "
+                "changes, and some of its chunks were in none of that length before; they are encoded in the "
+                "background and reused from the next request on"
+            )
+        return KVAccess(request, adapter, controller, notes=notes, if_missing=if_missing)
 
     def controller(self, namespace: str, profile: Profile | None = None) -> Controller:
         """The loading controller over what is stored under ``namespace``."""

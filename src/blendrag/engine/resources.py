@@ -436,17 +436,26 @@ class Resources:
         return self.manifest.prefix_ids
 
     @opened
+    def _undated_tokens(self) -> int:
+        """How many tokens of the prefix precede what the chat template changes from day to day."""
+        prefix = self.prefix_ids
+        is_head = bool(prefix) and prefix == head_ids(self.tokens)
+        return daily_part(self.tokens) if is_head else len(prefix)
+
+    @property
+    def is_dated(self) -> bool:
+        """Whether prompts have another head than the prefix, because it contains today's date."""
+        return self._undated_tokens < len(self.prefix_ids)
+
+    @property
     def undated_ids(self) -> tuple[int, ...]:
         """The prefix up to today's date, whose KV is stored by itself, because it is exact every day.
 
-        Empty if the chat template writes no date, or too soon.
+        Empty if there is no date, or too soon.
         """
-        prefix = self.prefix_ids
-        if not prefix or prefix != head_ids(self.tokens):
-            return ()
-        same = daily_part(self.tokens)
-        is_worth = self.settings.prefix_min_tokens <= same < len(prefix)
-        return prefix[:same] if is_worth else ()
+        same = self._undated_tokens
+        is_worth = self.is_dated and same >= self.settings.prefix_min_tokens
+        return self.prefix_ids[:same] if is_worth else ()
 
     @property
     def layout(self) -> KVLayout:

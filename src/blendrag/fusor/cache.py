@@ -116,6 +116,14 @@ class BlendCache(DynamicCache):
             made._keep_in([group[..., start : start + capacity, :] for group in self._groups])
         return made
 
+    def __bool__(self) -> bool:
+        """Whether it holds anything.
+
+        Phi3's and Phimoe's ``prepare_inputs_for_generation`` (transformers 5.23) drop a cache of fewer tokens
+        than the original length before a longer prompt; the stock one has no layers yet and is left alone.
+        """
+        return self.get_seq_length() > 0
+
     @property
     def is_one_sequence(self) -> bool:
         """Whether it is an ordinary cache of one sequence, in its buffers."""

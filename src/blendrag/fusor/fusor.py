@@ -77,7 +77,7 @@ class Fusor:
         ``last_row_only``: the decoder returns the hidden state of the prompt's last token alone; the last
         layer then costs little more than its K/V.
         """
-        repositioner = self.adapter.repositioner
+        repositioner = self.adapter.repositioner_of(request.prompt_tokens)
         fusion = Fusion(request, cache, repositioner, self._force_masks, timeline, check)
         with self._blended(Pack([fusion], cache, last_row_only)):
             yield fusion
@@ -99,7 +99,11 @@ class Fusor:
         """
         cache = self.new_cache(request.prompt_tokens, new_tokens)
         last = isinstance(logits_to_keep, int) and logits_to_keep == 1
-        with self.adapter.lock, self.fuse(cache, request, check, timeline, last) as fusion:
+        with (
+            self.adapter.lock,
+            self.adapter.own_tables(),
+            self.fuse(cache, request, check, timeline, last) as fusion,
+        ):
             out = self.adapter.model(
                 input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep
             )
@@ -125,7 +129,7 @@ class Fusor:
         ]
         pack = Pack(fusions, cache, last_row_only=True, isolates_errors=True)
         positions = [torch.arange(f.prompt_tokens, device=adapter.device) for f in fusions]
-        with adapter.lock, self._blended(pack):
+        with adapter.lock, adapter.own_tables(), self._blended(pack):
             try:
                 out = adapter.stack.base(
                     input_ids=torch.cat([prompt.ids for prompt in prompts], dim=1),  # [1, ΣN]

@@ -7,8 +7,9 @@ KV cannot be reused still gets an adapter: ``refusal`` says why, and :meth:`requ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import DynamicCache
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import fingerprint
+from blendrag.model.length_tables import LongRotary, long_table, own_tables
 from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
 from blendrag.model.sharing import lock_of
 from blendrag.model.structure import (
@@ -61,6 +63,8 @@ class ModelAdapter:
         self._stack: DecoderStack | None = None
         self._layout: KVLayout | None = None
         self._repositioner: Repositioner | None = None
+        self._long: Repositioner | None = None
+        """That of LongRoPE's table for long sequences."""
         self._identity: ModelIdentity | None = None
         self._identified: object = None
         self._digests = fingerprint.Digests()
@@ -94,12 +98,28 @@ class ModelAdapter:
 
     @property
     def blend_limit_tokens(self) -> int | None:
-        """Prompt length at which the rotary table changes (dynamic, LongRoPE), or ``None``."""
+        """Longest prompt before the rotary table changes (dynamic, LongRoPE), or ``None``."""
         if self._stack is None or not fingerprint.depends_on_length(self._stack.rotary):
             return None
         config, name = self._stack.config, "original_max_position_embeddings"
         parameters = getattr(config, "rope_parameters", None) or {}
+        if parameters.get("rope_type") == "dynamic":
+            return int(config.max_position_embeddings)  # transformers looks at nothing else
         return int(parameters.get(name) or getattr(config, name, None) or self.context_tokens)
+
+    def is_long(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens has another rotary table than the chunks of shorter ones."""
+        limit = self.blend_limit_tokens
+        return limit is not None and tokens > limit
+
+    @property
+    def has_long_table(self) -> bool:
+        """Whether all long prompts have the same table (LongRoPE), so that KV can be kept for them."""
+        return self._long is not None
+
+    def own_tables(self) -> AbstractContextManager[None]:
+        """Within this context no forward is rotated by a table that another one left (dynamic)."""
+        return own_tables(None if self._stack is None else self._stack.rotary)
 
     def require_blendable(self) -> None:
         """Raise :class:`UnsupportedModelError` if this model's KV cannot be reused."""
@@ -123,6 +143,13 @@ class ModelAdapter:
         self.require_blendable()
         assert self._repositioner is not None
         return self._repositioner
+
+    def repositioner_of(self, tokens: int) -> Repositioner:
+        """The one for a prompt of so many tokens."""
+        if not self.is_long(tokens):
+            return self.repositioner
+        assert self._long is not None
+        return self._long
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
@@ -174,25 +201,32 @@ class ModelAdapter:
             return self._identity
 
     @torch.inference_mode()
-    def encode(self, prefix_ids: Sequence[int], chunk_ids: Sequence[int]) -> ChunkKV:
+    def encode(
+        self, prefix_ids: Sequence[int], chunk_ids: Sequence[int], is_long: bool = False
+    ) -> ChunkKV:
         """KV of ``chunk_ids`` prefilled after ``prefix_ids``, on the CPU, without the prefix.
 
-        Keys are rotated to positions ``[len(prefix_ids), …)``. The caller holds the lock. Raises
+        Keys are rotated to positions ``[len(prefix_ids), …)``, with ``is_long`` by the table of long prompts
+        (:attr:`has_long_table`). The caller holds the lock. Raises
         :class:`InvalidInputError` for an empty or too long chunk, and :class:`UnsupportedModelError`.
         """
         if not chunk_ids:
             raise InvalidInputError("chunk of 0 tokens cannot be encoded; drop it before ingest")
         layout = self.layout
         skip, tokens = len(prefix_ids), len(chunk_ids)
-        limit = min(self.context_tokens, self.blend_limit_tokens or self.context_tokens)
+        limit = self.context_tokens
+        if not is_long:
+            limit = min(limit, self.blend_limit_tokens or limit)
         if skip + tokens > limit:
             raise InvalidInputError(
                 f"a chunk of {tokens} tokens after a prefix of {skip} exceeds the {limit} tokens that "
                 "this model encodes alike; take shorter chunks (chunk_tokens)"
             )
+        with self._long_table() if is_long else nullcontext():
+            cache = self.prefill_at([*prefix_ids, *chunk_ids])
         layers = [
             torch.stack((layer.keys[0, :, skip:], layer.values[0, :, skip:]))  # [2, Hkv, T, D]
-            for layer in self.prefill_at([*prefix_ids, *chunk_ids]).layers
+            for layer in cache.layers
         ]
         return ChunkKV(layout, tokens, [layer.to("cpu", layout.torch_dtype) for layer in layers])
 
@@ -206,7 +240,7 @@ class ModelAdapter:
         cache = DynamicCache()
         batch = torch.tensor([list(ids)], device=self.device)
         positions = torch.arange(offset, offset + len(ids), device=self.device)[None]
-        with self.uncompiled():
+        with self.uncompiled(), self.own_tables():
             self._stack.base(
                 input_ids=batch, position_ids=positions, past_key_values=cache, use_cache=True
             )
@@ -242,7 +276,27 @@ class ModelAdapter:
         if fingerprint.is_quantised(self.model):
             longer = kv_at(0, ids + ids[::-1])
             again = [(keys[:, :PROBE_TOKENS], values[:, :PROBE_TOKENS]) for keys, values in longer]
+        self._long = None
+        if getattr(stack.rotary, "rope_type", None) == "longrope":
+            with suppress(UnsupportedModelError, TypeError, ValueError, IndexError, RuntimeError):
+                self._probe_long(kv_at, others)
         self._repositioner = classify(kv_at(0), shifted, others, stack, self.precision, again)
+
+    def _probe_long(self, kv_at: Callable[..., LayersKV], others: LayersKV) -> None:
+        """Check that KV of the table for long prompts can be computed at the beginning and moved."""
+        stack, limit = self.stack, self.blend_limit_tokens
+        assert limit is not None
+        assert stack.rotary is not None
+        beyond = kv_at(limit)  # by the model itself
+        with self._long_table():
+            found = classify(kv_at(0), {limit: beyond}, others, stack, self.precision)
+        self._long = replace(found, rotary=LongRotary(stack.rotary, limit))
+
+    def _long_table(self) -> AbstractContextManager[None]:
+        limit, rotary = self.blend_limit_tokens, self.stack.rotary
+        assert limit is not None
+        assert rotary is not None
+        return long_table(rotary, limit)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -253,7 +307,12 @@ class ModelAdapter:
 
 
 def context_tokens_of(config: Any) -> int:
-    """Context window in tokens of a model with this ``config``."""
+    """Context window in tokens of a model with this ``config``.
+
+    ``max_position_embeddings`` is the original length where a dynamic table stretches it.
+    """
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    return int(limit) if limit else 1 << 20
+    parameters = getattr(text, "rope_parameters", None) or {}
+    stretch = (parameters.get("factor") or 1) if parameters.get("rope_type") == "dynamic" else 1
+    return int(limit * max(1, stretch)) if limit else 1 << 20

@@ -21,7 +21,7 @@ from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, KVStore, ResidentReader
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
-from blendrag.store.identity import NATIVE_ENCODING, chunk_key, learned_namespace
+from blendrag.store.identity import NATIVE_ENCODING, chunk_key, kv_namespace
 from blendrag.store.kv import KVLayout
 from blendrag.store.remote import RemoteReader, expected_load_s, request_ahead
 from blendrag.text.prompt import Segment, SegmentedPrompt
@@ -98,6 +98,8 @@ class Controller:
     scope: str | None = None
     """Whose prompts may leave the part before the first chunk to this one; ``None``: it is neither stored nor
     read."""
+    is_long: bool = False
+    """Whether prompts have LongRoPE's table for long ones, and KV of it is loaded."""
     undated_ids: tuple[int, ...] = ()
     """Beginning of ``prefix_ids`` that is stored by itself, because the rest changes from day to day."""
     _asked: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -147,7 +149,7 @@ class Controller:
     def _wanted(self, prompt: SegmentedPrompt, mode: Mode, last: int) -> Iterator[tuple[str, int]]:
         """Key and tokens of each chunk of a document that may be loaded. What was learned from prompts is not
         in a remote."""
-        for segment in prompt.chunks:
+        for segment in prompt.chunks if not self.is_long else ():
             if segment.scope is None and (mode != "prefix" or self._is_exact(segment, prompt)):
                 yield self._place(segment)[1], len(segment.stored_ids)
 
@@ -205,7 +207,7 @@ class Controller:
         return namespace, chunk_key(namespace, self.prefix_ids, segment.stored_ids)
 
     def _within(self, scope: str | None) -> str:
-        return self.namespace if scope is None else learned_namespace(self.namespace, scope)
+        return kv_namespace(self.namespace, scope, self.is_long)
 
     # -- open what is stored --------------------------------------------------------------------------
 
@@ -231,8 +233,8 @@ class Controller:
         end = min(len(ids), last)
         if not (end and prompt.chunks) or prompt.leading_ids[: len(ids)] != ids:
             return None
-        key = chunk_key(self.namespace, (), ids)
-        reader = self._open(self.namespace, key, len(ids), avoid)
+        namespace = self._within(None)
+        reader = self._open(namespace, chunk_key(namespace, (), ids), len(ids), avoid)
         return None if reader is None else LoadedSpan(0, end, reader, 0, exact=True)
 
     def _may_store_leading(self, prompt: SegmentedPrompt, last: int) -> bool:

@@ -24,6 +24,7 @@ class ReasonCode(Enum):
     NO_KV = auto()
     CORRUPT = auto()
     UNTRUSTED = auto()
+    OTHER_TABLE = auto()
     MODE = auto()
     PROMPT_END = auto()
     PLACED = auto()

@@ -54,8 +54,10 @@ def can_join(adapter: ModelAdapter, given: Mapping[str, Any]) -> bool:
     more = (given[name] for name in given.keys() - _PROVIDED)
     if any(value is not None and value is not False for value in more):
         return False
-    limit = adapter.blend_limit_tokens  # all rows of a forward use one rotary table
-    return limit is None or cache.next_position < limit
+    # All rows of a forward use one rotary table. At the limit itself, transformers (5.23) keeps a dynamic
+    # table that a longer sequence left.
+    limit = adapter.blend_limit_tokens
+    return limit is None or cache.next_position < limit - 1
 
 
 def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
