@@ -6,8 +6,19 @@ use (PEP 562).
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+try:
+    import fcntl  # noqa: F401  # the store's locks; missing on Windows
+except ImportError:
+    _runs_on = "blendrag runs on Linux and macOS; on Windows use WSL 2"
+    _is_module = any("blendrag.cli" in part for part in sys.orig_argv)
+    if _is_module or Path(*sys.argv[:1]).stem == "blendrag":
+        raise SystemExit(f"error: {_runs_on}") from None  # the command, without a traceback
+    raise ImportError(_runs_on) from None
 
 from blendrag import errors
 from blendrag.errors import BlendragError

@@ -158,11 +158,20 @@ def portions(buffers: list[memoryview]) -> Iterator[list[memoryview]]:
         yield portion
 
 
+def _read_into(fd: int, buffers: list[memoryview], offset: int) -> int:
+    """``preadv``. macOS has it since version 11; without it, only the first buffer is filled."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, buffers[:IOV_MAX], offset)
+    read = os.pread(fd, len(buffers[0]), offset)
+    buffers[0][: len(read)] = read
+    return len(read)
+
+
 def read_exactly(fd: int, buffers: list[memoryview], offset: int) -> bool:
     """Fill all buffers from ``offset``; ``False`` if the file ends before they are full."""
     left = buffers
     while left:
-        count = os.preadv(fd, left[:IOV_MAX], offset)
+        count = _read_into(fd, left, offset)
         if not count:
             return False
         offset += count
