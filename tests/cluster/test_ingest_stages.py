@@ -102,6 +102,17 @@ def test_a_second_run_computes_what_is_missing_and_embeds_what_changed(
     assert all(kept[key] == now[key] for key in kept.keys() & now.keys())
 
 
+def test_an_unchanged_table_keeps_its_chunks_with_their_headers(model, tmp_path):
+    table = tmp_path / "parts.csv"
+    table.write_text("sku,name\n" + "".join(f"P-{i},part {i}\n" for i in range(100)))
+    with engine(model, tmp_path / "s") as made:
+        first = ingest(made, [table]).whole()
+        assert first.chunks > 3
+        second = ingest(made, [table]).whole()
+        assert (second.documents_unchanged, second.chunks_computed) == (1, 0)
+        assert second.chunks == first.chunks
+
+
 def test_after_an_interruption_the_rest_is_computed(model, docs, tmp_path):
     with engine(model, tmp_path / "s") as made:
 

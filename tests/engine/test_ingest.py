@@ -90,6 +90,30 @@ def test_a_changed_document_encodes_its_changed_chunks_and_drops_the_old_ones(em
     assert keys(empty) == expected_keys(empty, 0, 1)
 
 
+def test_a_changed_row_of_a_table_encodes_few_chunks_and_each_is_recognised(empty, tmp_path):
+    rows = [f"P-{i:03},part {i},{i * 7 % 90}.5,{i % 5}" for i in range(100)]
+    path = tmp_path / "parts.csv"
+    path.write_text("\n".join(["sku,name,price,weight", *rows]))
+    first = empty.ingest([path])
+    rows[50] = "P-050,part 50,1234.75,9"
+    path.write_text("\n".join(["sku,name,price,weight", *rows]))
+    second = empty.ingest([path])
+    assert first.chunks > 12
+    assert 1 <= second.chunks_computed <= 3
+    assert empty.ingest([path]).chunks_computed == 0
+    text = path.read_text()
+    chunks = empty.resources.require_corpus().chunks_of(str(path))
+    assert "\n".join(text[c.start : c.end] for c in chunks) == text
+    (found,) = empty.retrieve("P-050 part 50", 1)
+    assert found.text.startswith("sku,name,price,weight\n")
+    assert found.text.endswith(text[found.start : found.end])
+    pasted = f"{tiny.LEAD}{found.text}\n\nQuestion: What does P-050 cost?"
+    assert (
+        empty.generate(pasted).metrics.reused_tokens
+        >= empty.resources.chunker().count(found.text) - 8
+    )
+
+
 def test_ingest_stops_at_a_full_store_and_keeps_what_it_wrote(tmp_path):
     with made(tmp_path / "a") as engine:
         size = engine.ingest(DOCUMENTS[:1]).bytes

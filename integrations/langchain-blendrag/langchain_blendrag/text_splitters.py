@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from numbers import Integral
 from typing import Any, Unpack
 
@@ -18,8 +19,8 @@ from langchain_blendrag.vectorstores import refuse_text
 class BlendTextSplitter(TextSplitter):
     """Splits at paragraphs, then sentences, then words, within ``chunk_size`` tokens.
 
-    Tokens are those of the model's own tokenizer, and pieces are exact substrings, so that a prompt that
-    quotes one is recognised.
+    Tokens are those of the model's own tokenizer, and a prompt that quotes a piece is recognised. Pieces are
+    exact substrings; one that begins inside a table has the table's header before it.
 
     Args:
         chunk_size: largest number of tokens of a piece; default: the corpus's limit (512 for a new one).
@@ -79,7 +80,13 @@ class BlendTextSplitter(TextSplitter):
     ) -> list[Document]:
         """Like LangChain, but refuses a single text instead of a list."""
         refuse_text("texts", texts)
-        return super().create_documents(texts, metadatas)
+        if not self._add_start_index:
+            return super().create_documents(texts, metadatas)
+        return [  # LangChain searches for each piece, and finds none that repeats a header
+            Document(chunk.text, metadata={**deepcopy(metadata), "start_index": chunk.start})
+            for text, metadata in zip(texts, metadatas or [{}] * len(texts), strict=False)
+            for chunk in self._chunker().split(text)
+        ]
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text`` by the model's tokenizer, without special tokens."""

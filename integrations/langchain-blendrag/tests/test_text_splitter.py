@@ -61,3 +61,16 @@ def test_a_wrong_size_and_anything_but_a_text_are_refused(engine: BlendEngine) -
         splitter.count_tokens(None)
     with pytest.raises(InvalidInputError, match="expected a list of texts"):
         splitter.create_documents("x")
+
+
+def test_pieces_of_a_table_have_its_header_and_their_place(engine):
+    rows = "".join(f"| P-{i} | part {i} |\n" for i in range(60))
+    splitter = BlendTextSplitter(engine=engine, chunk_size=96, add_start_index=True)
+    text = f"Words.\n\n| sku | name |\n|---|---|\n{rows}"
+    pieces = splitter.create_documents([text], [{"year": 1871}])
+    assert len(pieces) > 3
+    for piece in pieces[1:]:
+        header, row = "| sku | name |\n|---|---|\n", text[piece.metadata["start_index"] :]
+        assert piece.page_content.startswith(header)
+        assert row.startswith(piece.page_content.removeprefix(header))
+        assert piece.metadata["year"] == 1871

@@ -161,7 +161,7 @@ class EmbedChunks:
         self._plan = plan
 
     @cached_property
-    def _split(self) -> Callable[[str], list[Chunk]]:
+    def _split(self) -> Callable[[str, str], list[Chunk]]:
         return self._plan.resources(self._plan.root).chunker().split
 
     def __call__(self, row: Row) -> list[Row]:
@@ -185,11 +185,12 @@ class EmbedChunks:
         text = row["text"]
         if row["places"]:
             places = [
-                (text[start:end], start, end, n) for start, end, n in json.loads(row["places"])
+                (header + text[start:end], start, end, tokens)
+                for start, end, tokens, header in json.loads(row["places"])
             ]
             chunks = [Chunk(*place, chunk_id_of(place[0])) for place in places]
             return chunks, [np.zeros(0, np.float32)] * len(chunks)
-        chunks = self._split(text)
+        chunks = self._split(text, row["source"])
         if not chunks:
             raise UnreadableDocumentError(row["source"], "holds no text")
         texts = {chunk.chunk_id: chunk.text for chunk in chunks}

@@ -294,12 +294,20 @@ class Corpus:
                 return chunks
         return None
 
-    def places(self, source: str) -> tuple[str, list[tuple[int, int, int]]]:
-        """Digest of a document, and start, end and tokens of its chunks; empty if it is not whole."""
+    def places(self, source: str) -> tuple[str, list[tuple[int, int, int, str]]]:
+        """Digest of a document, and start, end, tokens and header of its chunks; empty if it is not whole."""
         chunks = self.chunks_of(source)
         for (found,) in self._file.sound_rows((DOCUMENT,), "WHERE source = ?", source):
             if (found[1], found[5]) == (source, len(chunks)):
-                return found[3], [(each.start, each.end, each.tokens) for each in chunks]
+                return found[3], [
+                    (
+                        each.start,
+                        each.end,
+                        each.tokens,
+                        each.text[: each.start - each.end + len(each.text)],
+                    )
+                    for each in chunks
+                ]
         return "", []
 
     def text(self, chunk_id: str) -> str:

@@ -49,7 +49,7 @@ _BATCH = 500
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk at one place of one document: ``document.text[start:end]``."""
+    """A chunk at one place of one document. Its text ends with ``document.text[start:end]``."""
 
     chunk_id: str
     text: str

@@ -46,7 +46,7 @@ def dry_run(
     unembedded: dict[str, Chunk] = {}
     for document, _ in documents_of(inputs, report, patterns):
         known = corpus and corpus.unchanged(document.source, digest_of(document))
-        of_document = known or chunker.split(document.text)
+        of_document = known or chunker.split(document.text, document.source)
         unchanged += bool(known)
         report.documents += 1
         report.chunks += len(of_document)

@@ -199,7 +199,7 @@ class IngestRun:
                 computed = self._write_kv(document, known, size_bytes)
                 self._report.documents_unchanged += not computed
             else:
-                chunks = self._resources.chunker().split(document.text)
+                chunks = self._resources.chunker().split(document.text, document.source)
                 if not chunks:
                     raise UnreadableDocumentError(document.source, "holds no text")
                 self._write_kv(document, chunks, size_bytes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -131,7 +132,7 @@ class Learner:
         ]
         if not passages:
             return []
-        split = self._resources.chunker().split
+        split = partial(self._resources.chunker().split, repeat_headers=False)
         chunks = {chunk.chunk_id: chunk for passage in passages for chunk in split(passage)}
         return [chunk for chunk in chunks.values() if letters_in(chunk.text) >= MIN_LETTERS]
 

@@ -14,8 +14,9 @@ from blendrag.text.chunking import MIN_CHUNK_TOKENS, Chunker
 class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):
     """Splits into pieces of at most ``chunk_tokens`` tokens of the *model's* tokenizer.
 
-    Every piece is an exact substring of its document, which :class:`BlendLLM` recognises in prompts.
-    Does not load the model's weights.
+    :class:`BlendLLM` recognises every piece in prompts. Pieces are exact substrings of their document; one
+    that begins inside a table has the table's header before it, and no ``start_char_idx``. Does not load the
+    model's weights.
 
     Example:
         ```python
