@@ -12,6 +12,7 @@ from blendrag.chat.reply import Reasoning
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer, BlendEngine, Options, Prompt
+    from blendrag.engine.answers import AnswerIterator
 
 T = TypeVar("T")
 
@@ -27,9 +28,16 @@ class Piece(NamedTuple):
 
 
 def stream_pieces(engine: BlendEngine, prompt: Prompt, options: Options) -> Iterator[Piece]:
-    """An answer piece by piece. Leaving the loop early stops generation."""
+    """An answer piece by piece. Leaving the loop early stops generation.
+
+    Raises here, not in the loop, for a request that is wrong.
+    """
     pieces = engine.stream(prompt, options)
     pieces.with_reasoning = True
+    return _pieces(pieces)
+
+
+def _pieces(pieces: AnswerIterator) -> Iterator[Piece]:
     streamed = False
     try:
         for text in pieces:

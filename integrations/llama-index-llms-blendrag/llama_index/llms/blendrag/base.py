@@ -5,7 +5,7 @@ Chunks are recognised in the prompt by their content, so stock query engines nee
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -36,13 +36,15 @@ from blendrag.frameworks.fields import CONFIG, RequestFields
 from blendrag.frameworks.streaming import Piece, astream_pieces, stream_pieces, to_thread
 from llama_index.llms.blendrag import _convert, events
 from llama_index.llms.blendrag._convert import to_dicts
+from llama_index.llms.blendrag._errors import never_empty
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
     from llama_index.core.chat_engine.types import AgentChatResponse
-    from llama_index.core.prompts import PromptTemplate
+    from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
     from llama_index.core.tools.types import BaseTool
+    from llama_index.core.types import TokenAsyncGen, TokenGen
 
     from blendrag.engine import Answer, BlendEngine, Options, SchemaPrompt
 
@@ -263,6 +265,25 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         )
         return _called(response, tools) if error_on_no_tool_call else response
 
+    # -- what synthesizers and query engines call -----------------------------------------------
+
+    def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """Like LlamaIndex. Errors of blendrag are raised through query engines, never an empty answer."""
+        with never_empty():
+            return super().predict(prompt, **prompt_args)
+
+    async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        with never_empty():
+            return await super().apredict(prompt, **prompt_args)
+
+    def stream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenGen:
+        with never_empty():
+            return _raising(super().stream(prompt, **prompt_args))
+
+    async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
+        with never_empty():
+            return _araising(await super().astream(prompt, **prompt_args))
+
     # -- structured output ----------------------------------------------------------------------
 
     def structured_predict(
@@ -274,7 +295,8 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
     ) -> Model:
         """Like LlamaIndex. A model that calls no tools can only answer in the schema of ``output_cls``."""
         asked = self._formed(output_cls, llm_kwargs)
-        return super().structured_predict(output_cls, prompt, asked, **prompt_args)
+        with never_empty():
+            return super().structured_predict(output_cls, prompt, asked, **prompt_args)
 
     async def astructured_predict(
         self,
@@ -284,7 +306,8 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         **prompt_args: Any,
     ) -> Model:
         asked = self._formed(output_cls, llm_kwargs)
-        return await super().astructured_predict(output_cls, prompt, asked, **prompt_args)
+        with never_empty():
+            return await super().astructured_predict(output_cls, prompt, asked, **prompt_args)
 
     def stream_structured_predict(
         self,
@@ -294,7 +317,7 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
         asked = self._formed(output_cls, llm_kwargs)
-        return super().stream_structured_predict(output_cls, prompt, asked, **prompt_args)
+        return _raising(super().stream_structured_predict(output_cls, prompt, asked, **prompt_args))
 
     async def astream_structured_predict(
         self,
@@ -304,7 +327,11 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
         asked = self._formed(output_cls, llm_kwargs)
-        return await super().astream_structured_predict(output_cls, prompt, asked, **prompt_args)
+        with never_empty():
+            pieces = await super().astream_structured_predict(
+                output_cls, prompt, asked, **prompt_args
+            )
+        return _araising(pieces)
 
     def _formed(self, output_cls: type[BaseModel], given: dict[str, Any] | None) -> dict[str, Any]:
         if self.metadata.is_function_calling_model:
@@ -434,8 +461,12 @@ class Call(Generic[R]):
         return self._response(await self.engine.agenerate(self.prompt, self.options))
 
     def pieces(self) -> Generator[R, None, None]:
+        """A stream whose request is checked here: some of LlamaIndex's threads lose later errors."""
+        return self._pieces(stream_pieces(self.engine, self.prompt, self.options))
+
+    def _pieces(self, pieces: Iterator[Piece]) -> Generator[R, None, None]:
         text = ""
-        for piece in stream_pieces(self.engine, self.prompt, self.options):
+        for piece in pieces:
             text += piece.text
             yield self._piece(piece, text)
 
@@ -479,3 +510,14 @@ def _called(response: AgentChatResponse, tools: Sequence[BaseTool]) -> AgentChat
         f"the model called no tool ({names}) when asked in plain text, expected a call; ask for it more "
         "clearly, or pass error_on_no_tool_call=False"
     )
+
+
+def _raising(pieces: Iterator[Any]) -> Generator[Any, None, None]:
+    with never_empty():
+        yield from pieces
+
+
+async def _araising(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    with never_empty():
+        async for piece in pieces:
+            yield piece

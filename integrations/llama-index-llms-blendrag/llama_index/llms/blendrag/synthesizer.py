@@ -79,8 +79,7 @@ class BlendPromptHelper(PromptHelper):
     ) -> list[str]:
         """Chunks joined, in order, to as few texts as fit into ``prompt``.
 
-        Raises :class:`ContextOverflowError` for a chunk that does not fit alone. Raised by the model
-        instead, synthesizers would turn the error into an empty answer.
+        Raises :class:`ContextOverflowError` for a chunk that does not fit alone.
         """
         most = self._room(prompt, llm)
         # packed once for several prompts, some of which hold an answer to refine
