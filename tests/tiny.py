@@ -41,6 +41,12 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SLIDES = {"sliding_window": WINDOW}
+#: Gemma's inputs per layer, and two layers that attend to KV of the two before them.
+PER_LAYER_INPUTS = {
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 640,
+    **SLIDES,
+}  # fmt: skip
 
 #: Families that must pass the gate: model and config class, and config fields besides COMMON.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -81,6 +87,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron": ("NemotronForCausalLM", "NemotronConfig", {}),
     "seed_oss": ("SeedOssForCausalLM", "SeedOssConfig", {"head_dim": 16}),
     "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {}),
+    "gemma3n": (
+        "Gemma3nForCausalLM", "Gemma3nTextConfig",
+        {
+            "head_dim": 16, "laurel_rank": 4, "intermediate_size": 48,
+            "activation_sparsity_pattern": [0.5] + [0.0] * 5, **PER_LAYER_INPUTS,
+        },
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM", "Gemma4TextConfig",
+        {"head_dim": 16, "global_head_dim": 32, **PER_LAYER_INPUTS},
+    ),
 }  # fmt: skip
 
 #: Families whose KV cannot be reused.
@@ -100,15 +117,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2ForCausalLM", "Lfm2Config",
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-    ),
-    "gemma3n": (
-        "Gemma3nForCausalLM", "Gemma3nTextConfig",
-        {
-            "head_dim": 16, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 640,
-            "hidden_size_per_layer_input": 8, "laurel_rank": 4, "intermediate_size": 48,
-            "layer_types": ["sliding_attention", "full_attention"] * 2, **SLIDES,
-            "activation_sparsity_pattern": [0.0] * 4,
-        },
     ),
 }  # fmt: skip
 

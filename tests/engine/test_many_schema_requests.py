@@ -92,7 +92,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 @pytest.mark.parametrize(
     ("family", "shares"),
-    [("llama", True), ("mistral", False), ("gemma3_text", True)],
+    [("llama", True), ("mistral", False), ("gemma3_text", True), ("gemma4", True)],
 )
 def test_requests_that_come_and_go_get_the_answers_that_each_gets_alone(
     family, shares, tmp_path, steps, monkeypatch

@@ -146,7 +146,7 @@ def placed(made: BlendEngine, markup: str) -> PlacedPrompt:
 
 
 #: The last two have windows of 24 tokens.
-FAMILIES = ("llama", "qwen3", "gpt2", "bloom", "mpt", "gemma3_text", "mistral")
+FAMILIES = ("llama", "qwen3", "gpt2", "bloom", "mpt", "gemma3_text", "gemma4", "mistral")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,7 +32,7 @@ def expected_kinds(config: Any) -> list[str]:
     if config.model_type in ("cohere2", "exaone4"):
         names = {"sliding_attention": "rotary", "full_attention": "position-free"}
         return [names[kind] for kind in config.layer_types]
-    return ["rotary"] * config.num_hidden_layers
+    return ["rotary"] * (config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0))
 
 
 #: Families whose layers are like those of another one here.

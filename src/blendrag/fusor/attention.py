@@ -80,7 +80,7 @@ def _attend(
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).contiguous()  # AFMoE takes views of it
     sharing = heads // kv_heads
     outs = []
     multiplies = sharing > 1 and _multiplies(query)
@@ -102,7 +102,7 @@ def _attend(
                 *qkv, attn_mask=bias, scale=scaling, enable_gqa=queries.shape[1] != kv_heads
             )
         outs.append(out.reshape(1, heads, b - a, -1).transpose(1, 2))  # [1, s, H, D]
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    return outs[0].contiguous() if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 def _multiplies(query: torch.Tensor) -> bool:

@@ -7,7 +7,8 @@ They serve exactly one forward, and are removed after it, whatever happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -21,7 +22,7 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
 from blendrag.fusor.fusion import Phase
 from blendrag.fusor.pack import Pack
-from blendrag.fusor.rows import AnyRows
+from blendrag.fusor.rows import AnyRows, take
 from blendrag.model.structure import DecoderStack
 
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
@@ -36,21 +37,27 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def hooked(stack: DecoderStack, pack: Pack, fast_attention: bool) -> Iterator[None]:
     """Within this context the first forward of ``stack`` with the pack's cache is blended."""
     cache, timeline = pack.cache, pack.timeline
+    names = _parameters(stack.layers[0])
     with ExitStack() as hooks:
         for fusion in pack.fusions:
             hooks.callback(fusion.close)
         cache.merge = pack.merge
         hooks.callback(cache.end_fusion)
 
-        def begin(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        def begin(
+            module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None
+        ) -> Arguments | None:
             if kwargs is None or not _carries(cache, args, kwargs):
-                return
+                return None
             hooks.enter_context(_under_way(cache))
             if fast_attention:
                 hooks.enter_context(implementation(stack, NAME))
+            if "logits_to_keep" in kwargs:  # Gemma 4 would drop rows by itself where layers share KV
+                kwargs = {**kwargs, "logits_to_keep": 0}
             if pack.needs_scout:
                 with pack.scout_pass(stack):
                     module.forward(*args, **kwargs)
+            return args, kwargs
 
         def finish(*_: Any) -> None:
             if _is_under_way(cache):
@@ -61,7 +68,7 @@ def hooked(stack: DecoderStack, pack: Pack, fast_attention: bool) -> Iterator[No
                 timeline.leave(index)
 
         for index, layer in enumerate(stack.layers):
-            slicing = _slicing(pack, index, masked=not fast_attention)
+            slicing = _slicing(pack, index, names, masked=not fast_attention)
             hooks.callback(layer.register_forward_pre_hook(slicing, with_kwargs=True).remove)
             if timeline is not None:
                 hooks.callback(layer.register_forward_hook(partial(leave, index)).remove)
@@ -72,10 +79,18 @@ def hooked(stack: DecoderStack, pack: Pack, fast_attention: bool) -> Iterator[No
         yield
 
 
-def _slicing(pack: Pack, index: int, masked: bool) -> Callable[..., Arguments | None]:
+def _parameters(layer: nn.Module) -> list[str]:
+    """Names of the parameters of a decoder layer's forward, in order."""
+    return list(inspect.signature(type(layer).forward).parameters)[1:]
+
+
+def _slicing(
+    pack: Pack, index: int, names: Sequence[str], masked: bool
+) -> Callable[..., Arguments | None]:
     """Forward pre-hook of layer ``index``: runs it on the pack's rows only.
 
-    ``masked``: the model's own attention runs, with explicit masks.
+    ``names``: of the layer's positional parameters. ``masked``: the model's own attention runs, with explicit
+    masks.
     """
 
     def hook(
@@ -87,25 +102,26 @@ def _slicing(pack: Pack, index: int, masked: bool) -> Callable[..., Arguments | 
         pack.check(index)
         if pack.timeline is not None:
             pack.timeline.enter(index)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.shape[0] != 1:
+        if hidden.shape[-3] != 1:  # [1, n, D], or more of them at once (Gemma 3n)
             raise UnsupportedModelError(
-                f"a batch of {hidden.shape[0]} sequences cannot be blended in one forward; "
+                f"a batch of {hidden.shape[-3]} sequences cannot be blended in one forward; "
                 "blend one prompt at a time"
             )
-        for number, value in enumerate(args[1:], 1):
-            _refuse_token_length(f"#{number}", value, pack.prompt_tokens)
 
         def arguments(rows: AnyRows, indices: torch.Tensor | None) -> Arguments:
             with_mask = masked and pack.phase is not Phase.SCOUT  # scouts mask their rows
-            sliced = slice_kwargs(kwargs, rows, with_mask)
+            sliced = slice_kwargs(given, rows, with_mask)
             if not masked:
                 sliced[ROWS_KEYWORD] = rows
-            states = hidden if indices is None else hidden[:, indices]
+            states = hidden if indices is None else hidden[..., indices, :]
+            positional = [states, *(sliced.pop(name) for name in names[1 : len(args)])]
             if args:
-                return (states, *args[1:]), sliced
+                sliced.pop(names[0])
+                return tuple(positional), sliced
             sliced["hidden_states"] = states
-            return args, sliced
+            return (), sliced
 
         def run(rows: AnyRows, indices: torch.Tensor | None) -> None:
             positional, named = arguments(rows, indices)
@@ -157,8 +173,8 @@ def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[st
             out[name] = rows.gather(value, -2) if fewer else value  # [1, N, D] each
         elif name in BY_TOKEN and isinstance(value, torch.Tensor):
             out[name] = rows.gather(value, -1) if fewer else value
-        elif name not in UNTOUCHED:
-            _refuse_token_length(name, value, rows.prompt_tokens)
+        elif _is_by_token(name, value, rows.prompt_tokens):
+            out[name] = take(value, rows.positions, -2) if fewer else value
     if masked and "attention_mask" not in kwargs:
         out["attention_mask"] = rows.mask
     return out
@@ -176,9 +192,15 @@ def _mask_of(mask: torch.Tensor | None, rows: AnyRows) -> Any:
     return rows.gather(mask, -2, alone=True) if fewer else mask  # [1, 1, N, N]
 
 
-def _refuse_token_length(name: str, value: Any, prompt_tokens: int) -> None:
-    if isinstance(value, torch.Tensor) and prompt_tokens > 1 and prompt_tokens in value.shape:
-        raise UnsupportedModelError(
-            f"layer argument {name} of shape {tuple(value.shape)} depends on the prompt's tokens in a "
-            "way blending does not know; use mode full"
-        )
+def _is_by_token(name: str, value: Any, prompt_tokens: int) -> bool:
+    """Whether an argument is one vector per token, ``[1, N, D]`` (Gemma's per-layer inputs)."""
+    if name in UNTOUCHED or not isinstance(value, torch.Tensor):
+        return False
+    if prompt_tokens == 1 or prompt_tokens not in value.shape:
+        return False
+    if value.ndim == 3 and value.shape[:2] == (1, prompt_tokens):
+        return True
+    raise UnsupportedModelError(
+        f"layer argument {name} of shape {tuple(value.shape)} depends on the prompt's tokens in a "
+        "way blending does not know; use mode full"
+    )

@@ -187,8 +187,11 @@ class Pack:
     def enter_layer(self, layer: int, run: RunLayer) -> tuple[AnyRows, Among]:
         """Rows of ``layer``; ``run`` runs it before that, if its K/V are needed first."""
         self._peek(layer, run)
+        if layer >= len(self.cache.layers):  # attends to KV of an earlier layer, and computes none
+            assert self._rows is not None
+            return self._rows, None
         rows, among = self._selected(layer)
-        is_last = layer == len(self.cache.layers) - 1
+        is_last = layer == len(self.cache.layers) - 1  # of those with KV
         if is_last and self._last_row_only and self.phase is Phase.BLEND:
             rows, among = self._keep_last_rows(layer, rows, among, run)
         self._arriving = {part.member: (part.a, part.b) for part in rows.parts}

@@ -6,7 +6,9 @@ computes for the same tokens at positions 0… and at Δ…:
 
 * they equal the model's own rotary applied by Δ → **rotary**;
 * they equal the unchanged keys → **position-free** (NoPE layers, ALiBi);
-* neither, or the values differ → the model cannot be blended.
+* neither, or the values differ → the model cannot be blended. Except in layers that keep what K and V are
+  computed from (MLA): transformers keeps the latent vector as K and the rotated part of the key as V; then
+  the former stays and the latter turns → **latent**.
 
 A kind is accepted if its keys are off by no more than noise (:mod:`blendrag.model.kv_compare`) and the other
 kind's by far more.
@@ -19,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +30,7 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.model.kv_compare import NOISE, Misfit, content, magnitude, misfit
 from blendrag.model.structure import DecoderStack
 
-LayerKind = Literal["rotary", "position-free"]
+LayerKind = Literal["rotary", "position-free", "latent"]
 RotaryApply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 #: K and V ``[Hkv, n, D]`` of every layer.
 LayersKV = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -77,7 +80,11 @@ def rotary_table(rotary: Any, name: str, offsets: torch.Tensor) -> RotaryTable:
     The stored keys already include the scaling (YaRN, LongRoPE); applying it twice would be wrong.
     """
     like = torch.empty(1, dtype=torch.float32, device=offsets.device)
-    cos, sin = rotary(like, offsets[None], *([name] if name else []))
+    table = rotary(like, offsets[None], *([name] if name else []))
+    if isinstance(table, torch.Tensor) and table.is_complex():
+        cos, sin = (part.repeat_interleave(2, dim=-1) for part in (table.real, table.imag))
+    else:
+        cos, sin = table
     scaling = getattr(rotary, f"{name}_attention_scaling" if name else "attention_scaling", 1.0)
     return RotaryTable(cos.float() / scaling, sin.float() / scaling)
 
@@ -95,6 +102,46 @@ def apply_rotary(apply: RotaryApply, keys: torch.Tensor, table: RotaryTable) -> 
     # phi, stablelm and persimmon slice the rotary part in the attention module, not in the function.
     turned = apply(no_queries[..., :rotary_dim], wide[..., :rotary_dim], *table)[1]
     return torch.cat((turned, wide[..., rotary_dim:]), dim=-1).view(keys.shape)
+
+
+def rotary_functions(stack: DecoderStack) -> list[RotaryApply]:
+    """The rotary functions beside the model's attention, as ``apply(q, k, cos, sin) -> (q, k)``.
+
+    Most take queries and keys, some (Gemma 3n and 4) one of them, some (DeepSeek V2, Llama 4) a table of
+    complex numbers, with the heads before or after the tokens.
+    """
+    module = sys.modules[type(stack.attentions[0]).__module__]
+    found: list[RotaryApply] = []
+    for name in ("apply_rotary_pos_emb", "apply_rotary_emb"):
+        function: Any = getattr(module, name, None)
+        names = [] if function is None else list(inspect.signature(function).parameters)
+        if "freqs_cis" in names:
+            found += [partial(_by_complex, function, dims) for dims in ((1, 1), (1, 2))]
+        elif names.index("cos") == 1 if "cos" in names else False:
+            found.append(partial(_by_one, function))
+        elif names:
+            found.append(function)
+    return found
+
+
+def _by_one(
+    function: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q, function(k, cos, sin)
+
+
+def _by_complex(
+    function: Any,
+    heads: tuple[int, int],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``heads``: the two dimensions that the function has in the other order."""
+    table = torch.complex(cos[..., ::2].contiguous(), sin[..., ::2].contiguous())
+    q, k = function(q.transpose(*heads), k.transpose(*heads), table)
+    return q.transpose(*heads), k.transpose(*heads)
 
 
 class Rotation(NamedTuple):
@@ -140,50 +187,83 @@ def classify(
 
     Raises :class:`UnsupportedModelError` naming the first layer that is neither rotary nor position-free.
     """
-    # A model may have neither; then moving keys is a TypeError, and no layer is rotary.
-    rotary: Any = stack.rotary
-    apply: Any = getattr(
-        sys.modules[type(stack.attentions[0]).__module__], "apply_rotary_pos_emb", None
-    )
+    rotary: Any = stack.rotary  # may be missing: then no layer is rotary
     by_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
-    names = [kind if by_type else "" for kind in stack.layer_types]
-    kinds: list[LayerKind] = []
-    for i, (name, (base_keys, base_values)) in enumerate(zip(names, base, strict=True)):
-        moved = [(delta, *layers[i]) for delta, layers in shifted.items()]
-        carries = content(base_values, others[i][1])
-        own = _own_noise(again[i][1], base_values, carries) if again else 0.0
-        for delta, _, values in moved:
-            if not _misfit(values, base_values, carries, own, dtype).fits:
-                raise UnsupportedModelError(
-                    f"the values of layer {i} change with position ({delta} tokens further on), so its "
-                    "stored KV cannot be reused elsewhere; use mode full"
+    names = [kind if by_type else "" for kind in stack.layer_types][: len(base)]
+    refused: UnsupportedModelError | None = None
+    for apply in rotary_functions(stack) or [_no_rotary]:
+        try:
+            kinds = [
+                _kind_of(
+                    i,
+                    base[i],
+                    {delta: layers[i] for delta, layers in shifted.items()},
+                    others[i],
+                    None if again is None else again[i],
+                    lambda keys, offsets, name=names[i], apply=apply: apply_rotary(
+                        apply, keys, rotary_table(rotary, name, offsets)
+                    ),
+                    dtype,
                 )
-        carries = content(base_keys, others[i][0])
-        own = _own_noise(again[i][0], base_keys, carries) if again else 0.0
-        free = [_misfit(keys, base_keys, carries, own, dtype, delta) for delta, keys, _ in moved]
-        turned: list[Misfit] = []
+                for i in range(len(base))
+            ]
+            return Repositioner(tuple(kinds), names, rotary, apply)
+        except UnsupportedModelError as exc:
+            refused = refused or exc
+    assert refused is not None
+    raise refused
+
+
+def _no_rotary(*_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    raise TypeError("the model has no rotary function")
+
+
+def _kind_of(
+    layer: int,
+    base: tuple[torch.Tensor, torch.Tensor],
+    shifted: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    other: tuple[torch.Tensor, torch.Tensor],
+    again: tuple[torch.Tensor, torch.Tensor] | None,
+    turn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+) -> LayerKind:
+    """The kind of one layer; arguments as of :func:`classify`. ``turn(keys, offsets)`` is the model's rotary."""
+
+    def fits(part: int, turns: bool) -> list[Misfit]:
+        """Of K (0) or V (1) at every offset; empty if the rotary functions do not take them."""
+        carries = content(base[part], other[part])
+        own = _own_noise(again[part], base[part], carries) if again else 0.0
+        found = []
         with suppress(RuntimeError, TypeError, ValueError, AttributeError):
-            for delta, keys, _ in moved:
-                distance = torch.full((keys.shape[-2],), delta, device=keys.device)
-                expected = apply_rotary(apply, base_keys, rotary_table(rotary, name, distance))
-                turned.append(_misfit(keys, expected, carries, own, dtype, delta))
-        if len(turned) < len(shifted):
-            turned = []  # the model's rotary functions do not take these keys
-        if _explains(free, turned):
-            kinds.append("position-free")
-        elif turned and _explains(turned, free):
-            kinds.append("rotary")
-        else:
-            raise UnsupportedModelError(
-                f"the keys of layer {i} change with position in a way that is not the model's own rotary "
-                "embedding, so they cannot be moved; use mode full"
-            )
-    return Repositioner(tuple(kinds), names, rotary, apply)
+            for delta, moved in shifted.items():
+                expected = base[part]
+                if turns:
+                    offsets = torch.full((expected.shape[-2],), delta, device=expected.device)
+                    expected = turn(expected, offsets)
+                found.append(_misfit(moved[part], expected, carries, own, dtype, delta))
+        return found if len(found) == len(shifted) else []
+
+    keys_stay = _explains(fits(0, turns=False), fits(0, turns=True))
+    if all(each.fits for each in fits(1, turns=False)):
+        if keys_stay:
+            return "position-free"
+        if _explains(fits(0, turns=True), fits(0, turns=False)):
+            return "rotary"
+        raise UnsupportedModelError(
+            f"the keys of layer {layer} change with position in a way that is not the model's own rotary "
+            "embedding, so they cannot be moved; use mode full"
+        )
+    if keys_stay and _explains(fits(1, turns=True), fits(1, turns=False)):
+        return "latent"
+    raise UnsupportedModelError(
+        f"the values of layer {layer} change with position, so its stored KV cannot be reused elsewhere; "
+        "use mode full"
+    )
 
 
 def _explains(kind: Sequence[Misfit], other: Sequence[Misfit]) -> bool:
     """Whether ``kind`` fits at every offset, and :data:`MARGIN` times better than ``other``."""
-    if not all(each.fits for each in kind):
+    if not kind or not all(each.fits for each in kind):
         return False
     worst = max(each.overall for each in kind)
     return not other or max(each.overall for each in other) >= MARGIN * worst

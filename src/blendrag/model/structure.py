@@ -103,13 +103,13 @@ def find_stack(model: Any) -> DecoderStack:
 def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLayout:
     """Layout of ``cache``, which holds a prefill of ``tokens`` by a model of that name and depth.
 
-    Raises :class:`UnsupportedModelError` for layers without K and V, for K and V of different shapes, and
-    for a dtype that the store does not support.
+    Layers behind those in the cache attend to KV of an earlier one (Gemma 3n and 4). Raises
+    :class:`UnsupportedModelError` for layers without K and V, for K and V of different shapes, and for a
+    dtype that the store does not support.
     """
-    if len(cache.layers) != layers:
+    if not 0 < len(cache.layers) <= layers:
         raise UnsupportedModelError(
-            f"{name} keeps KV for {len(cache.layers)} of {layers} layers (shared or recurrent layers), "
-            "which cannot be blended; use mode full"
+            f"{name} keeps KV for {len(cache.layers)} of {layers} layers, which cannot be blended; use mode full"
         )
     shapes = []
     for i, layer in enumerate(cache.layers):

@@ -102,6 +102,10 @@ class _RowsLayer(DynamicLayer):
         super().__init__()
         self._rows = rows
         self._layers = layers
+        self.newest: torch.Tensor | None = None
+        """The newest keys, as :meth:`update` returned them."""
+        self.held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        """K and V ``[1, Hkv, N, D]`` of each row with a cache of its own."""
 
     def get_seq_length(self) -> int:
         """As if the sequences were padded to one length."""
@@ -111,15 +115,18 @@ class _RowsLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append rows ``[R, Hkv, 1, D]`` to caches; :func:`attend` appends to overlays."""
-        self._rows.held = [
+        self.held = [
             layer.update(key_states[row : row + 1], value_states[row : row + 1])
             for row, layer in zip(self._rows.alone, self._layers, strict=True)
         ]
+        self.newest = key_states
         return key_states, value_states
 
 
 class _Rows(Cache):
     """The KV of several requests, one a row."""
+
+    layers: list[_RowsLayer]
 
     def __init__(
         self, requests: Sequence[RequestKV], shared: SharedAttention | None, device: torch.device
@@ -133,13 +140,23 @@ class _Rows(Cache):
         if self.alone and shared is not None:
             sharing = [row for row, one in enumerate(requests) if one.running is not None]
             self.sharing = torch.tensor(sharing, device=device)
-        self.held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-        """K and V ``[1, Hkv, N, D]`` of each row of ``alone``, in the layer that was updated last."""
         caches = self.caches = [requests[row].cache for row in self.alone]
         count = len(requests[0].cache.layers)
         super().__init__(
             layers=[_RowsLayer(self, [cache.layers[i] for cache in caches]) for i in range(count)]
         )
+
+
+    def layer_of(self, module: nn.Module, keys: torch.Tensor) -> int:
+        """Whose KV the attention ``module`` was given: its own layer's, or that of an earlier layer
+        (Gemma 3n and 4). Raises :class:`NotServedError`."""
+        index: int = module.layer_idx  # type: ignore[assignment]
+        if index < len(self.layers) and self.layers[index].newest is not None:
+            return index
+        for index, layer in enumerate(self.layers):
+            if layer.newest is keys:
+                return index
+        raise NotServedError("the layer does not attend to what its cache holds")
 
 
 _rows: ContextVar[_Rows | None] = ContextVar("blendrag_decode_rows", default=None)
@@ -169,16 +186,17 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """``query`` ``[R, H, 1, D]``, each row over the KV of its request → ``[R, 1, H, D]``."""
     rows = _rows.get()
-    if rows is None or attention_mask is not None or len(rows.held) != len(rows.alone):
+    if rows is None or attention_mask is not None:
         raise NotServedError("the layer does not attend to what its cache holds")
     if any(kwargs.get(name) is not None for name in UNSERVED):
         raise NotServedError("the attention needs more than scaled dot products")
+    layer = rows.layer_of(module, key)
     count, heads, _, width = query.shape
     scaling = width**-0.5 if scaling is None else scaling
     out = query.new_empty((count, heads, value.shape[-1]))
     if rows.alone:
         folded = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [R, Hkv, G, D]
-        held = zip(rows.alone, rows.caches, rows.held, strict=True)
+        held = zip(rows.alone, rows.caches, rows.layers[layer].held, strict=True)
         for row, cache, (keys, values) in held:
             if sliding_window is not None:
                 seen = cache.visible(sliding_window)
@@ -187,7 +205,6 @@ def attend(
             out[row] = own.flatten(0, 2)
     if rows.shared is not None:
         mine = rows.sharing
-        layer: int = module.layer_idx  # type: ignore[assignment]
         qkv = query[mine, :, 0], key[mine, :, 0], value[mine, :, 0]
         out[mine] = rows.shared.attend(layer, *qkv, scaling, sliding_window)
     return out[:, None], None
