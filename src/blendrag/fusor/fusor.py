@@ -18,6 +18,7 @@ from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.hooks import hooked
 from blendrag.fusor.pack import NoRowsLeft, Pack, PackedPrompt, Prefilled, replayed
 from blendrag.fusor.request import BlendRequest
+from blendrag.fusor.scout import observes
 from blendrag.metrics import Timeline
 from blendrag.model.adapter import ModelAdapter
 
@@ -40,6 +41,8 @@ class Fusor:
             with adapter.uncompiled():
                 fast_attention = serves(adapter.stack)
         self.fast_attention = fast_attention
+        with adapter.uncompiled():
+            self._observes = fast_attention or observes(adapter.stack)
         self._force_masks = force_masks
         if adapter.device.type == "cpu":
             keep_freed_blocks()
@@ -163,7 +166,8 @@ class Fusor:
 
     @contextmanager
     def _blended(self, pack: Pack) -> Iterator[None]:
-        with self.adapter.uncompiled(), hooked(self.adapter.stack, pack, self.fast_attention):
+        attention = self.fast_attention, self._observes
+        with self.adapter.uncompiled(), hooked(self.adapter.stack, pack, *attention):
             yield
 
 

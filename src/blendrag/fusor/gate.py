@@ -28,12 +28,13 @@ from blendrag.fusor.selection import LayerView, Schedule, SelectionPolicy, make_
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.fingerprint import is_quantised
 from blendrag.model.kv_compare import content
+from blendrag.model.structure import unsupported_if_raising
 from blendrag.store.kv import ChunkKV, dtype_name
 
 Verdict = Literal["blendable", "refused"]
 
 #: Counts up when the gate measures something else, so that earlier verdicts are not used.
-GATE_VERSION = 3
+GATE_VERSION = 4
 
 #: Largest difference of logits, relative to the largest logit, that counts as equal.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
@@ -98,7 +99,8 @@ def verify(
         return Verification("refused", adapter.refusal, ())
     layers = tuple(adapter.repositioner.kinds)
     try:
-        with adapter.lock, adapter.uncompiled():
+        name = type(adapter.model).__name__
+        with adapter.lock, adapter.uncompiled(), unsupported_if_raising(name):
             return _measure(adapter, layers, announce)
     except UnsupportedModelError as refused:
         return Verification("refused", str(refused), layers)

@@ -34,8 +34,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @contextmanager
-def hooked(stack: DecoderStack, pack: Pack, fast_attention: bool) -> Iterator[None]:
-    """Within this context the first forward of ``stack`` with the pack's cache is blended."""
+def hooked(
+    stack: DecoderStack, pack: Pack, fast_attention: bool, observes: bool = True
+) -> Iterator[None]:
+    """Within this context the first forward of ``stack`` with the pack's cache is blended.
+
+    ``observes``: scouts see the model's attention, and mask their rows themselves.
+    """
     cache, timeline = pack.cache, pack.timeline
     names = _parameters(stack.layers[0])
     with ExitStack() as hooks:
@@ -52,7 +57,9 @@ def hooked(stack: DecoderStack, pack: Pack, fast_attention: bool) -> Iterator[No
             hooks.enter_context(_under_way(cache))
             if fast_attention:
                 hooks.enter_context(implementation(stack, NAME))
-            if "logits_to_keep" in kwargs:  # Gemma 4 would drop rows by itself where layers share KV
+            if (
+                "logits_to_keep" in kwargs
+            ):  # Gemma 4 would drop rows by itself where layers share KV
                 kwargs = {**kwargs, "logits_to_keep": 0}
             if pack.needs_scout:
                 with pack.scout_pass(stack):
@@ -68,7 +75,7 @@ def hooked(stack: DecoderStack, pack: Pack, fast_attention: bool) -> Iterator[No
                 timeline.leave(index)
 
         for index, layer in enumerate(stack.layers):
-            slicing = _slicing(pack, index, names, masked=not fast_attention)
+            slicing = _slicing(pack, index, names, not fast_attention, observes)
             hooks.callback(layer.register_forward_pre_hook(slicing, with_kwargs=True).remove)
             if timeline is not None:
                 hooks.callback(layer.register_forward_hook(partial(leave, index)).remove)
@@ -85,7 +92,7 @@ def _parameters(layer: nn.Module) -> list[str]:
 
 
 def _slicing(
-    pack: Pack, index: int, names: Sequence[str], masked: bool
+    pack: Pack, index: int, names: Sequence[str], masked: bool, observes: bool
 ) -> Callable[..., Arguments | None]:
     """Forward pre-hook of layer ``index``: runs it on the pack's rows only.
 
@@ -111,7 +118,7 @@ def _slicing(
             )
 
         def arguments(rows: AnyRows, indices: torch.Tensor | None) -> Arguments:
-            with_mask = masked and pack.phase is not Phase.SCOUT  # scouts mask their rows
+            with_mask = masked and (pack.phase is not Phase.SCOUT or not observes)
             sliced = slice_kwargs(given, rows, with_mask)
             if not masked:
                 sliced[ROWS_KEYWORD] = rows
@@ -173,8 +180,8 @@ def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[st
             out[name] = rows.gather(value, -2) if fewer else value  # [1, N, D] each
         elif name in BY_TOKEN and isinstance(value, torch.Tensor):
             out[name] = rows.gather(value, -1) if fewer else value
-        elif _is_by_token(name, value, rows.prompt_tokens):
-            out[name] = take(value, rows.positions, -2) if fewer else value
+        elif fewer and (dim := _token_dim(name, value, rows.prompt_tokens)):
+            out[name] = take(value, rows.positions, dim)
     if masked and "attention_mask" not in kwargs:
         out["attention_mask"] = rows.mask
     return out
@@ -192,14 +199,16 @@ def _mask_of(mask: torch.Tensor | None, rows: AnyRows) -> Any:
     return rows.gather(mask, -2, alone=True) if fewer else mask  # [1, 1, N, N]
 
 
-def _is_by_token(name: str, value: Any, prompt_tokens: int) -> bool:
-    """Whether an argument is one vector per token, ``[1, N, D]`` (Gemma's per-layer inputs)."""
+def _token_dim(name: str, value: Any, prompt_tokens: int) -> int:
+    """Which dimension of another argument, -1 or -2, has an entry per token (Gemma's per-layer inputs, scales
+    by position); 0: none. Whether that is what it means, the gate measures."""
     if name in UNTOUCHED or not isinstance(value, torch.Tensor):
-        return False
-    if prompt_tokens == 1 or prompt_tokens not in value.shape:
-        return False
-    if value.ndim == 3 and value.shape[:2] == (1, prompt_tokens):
-        return True
+        return 0
+    found = [dim - value.ndim for dim, size in enumerate(value.shape) if size == prompt_tokens]
+    if prompt_tokens == 1 or not found:
+        return 0
+    if found in ([-1], [-2]):
+        return found[0]
     raise UnsupportedModelError(
         f"layer argument {name} of shape {tuple(value.shape)} depends on the prompt's tokens in a "
         "way blending does not know; use mode full"

@@ -8,7 +8,7 @@ discarded: the blended forward computes the fresh tokens again, over recomputed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -86,6 +86,17 @@ def scouting(stack: DecoderStack, observed: Callable[[], Sequence[Observed]]) ->
             yield
     finally:
         _observed.reset(token)
+
+
+@torch.inference_mode()
+def observes(stack: DecoderStack) -> bool:
+    """Whether a scout sees this model's attention, measured. Falcon's is its own."""
+    device = next(stack.base.parameters()).device
+    ids = torch.tensor([[3, 1, 4]], device=device)
+    scout = Scout(1, rows=Rows(torch.arange(3, device=device), 3))
+    with suppress(Exception), scouting(stack, lambda: [Observed(scout)]):
+        stack.base(input_ids=ids, use_cache=False)
+    return scout.layers > 0
 
 
 def scout_attention(

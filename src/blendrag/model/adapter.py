@@ -30,6 +30,7 @@ from blendrag.model.structure import (
     is_compiled,
     layout_of,
     uncompiled,
+    unsupported_if_raising,
     unwrapped,
 )
 from blendrag.model.tokens import Tokens
@@ -74,7 +75,8 @@ class ModelAdapter:
                     "prompt-learning adapters put extra tokens before every prompt, so its chunks cannot "
                     "be placed; use mode full"
                 )
-            self._probe()
+            with unsupported_if_raising(type(self.model).__name__):
+                self._probe()
         except UnsupportedModelError as refused:
             self.refusal = str(refused)
 
@@ -230,8 +232,8 @@ class ModelAdapter:
         ]
         return ChunkKV(layout, tokens, [layer.to("cpu", layout.torch_dtype) for layer in layers])
 
-    def prefill_at(self, ids: Sequence[int], offset: int = 0) -> DynamicCache:
-        """KV of ``ids`` at positions ``offset``….
+    def prefill_at(self, ids: Sequence[int], offset: int = 0, step: int = 1) -> DynamicCache:
+        """KV of ``ids`` at positions ``offset``…, ``step`` apart.
 
         The LM head is not run; sliding-window layers keep every token.
         """
@@ -239,7 +241,7 @@ class ModelAdapter:
         # With a config, sliding-window layers would keep only window-1 tokens.
         cache = DynamicCache()
         batch = torch.tensor([list(ids)], device=self.device)
-        positions = torch.arange(offset, offset + len(ids), device=self.device)[None]
+        positions = offset + step * torch.arange(len(ids), device=self.device)[None]
         with self.uncompiled(), self.own_tables():
             self._stack.base(
                 input_ids=batch, position_ids=positions, past_key_values=cache, use_cache=True
@@ -265,13 +267,15 @@ class ModelAdapter:
             ) from exc
         self._layout = layout_of(first, len(stack.layers), PROBE_TOKENS, type(self.model).__name__)
 
-        def kv_at(offset: int, ids: Sequence[int] = ids) -> LayersKV:
-            return [(la.keys[0], la.values[0]) for la in self.prefill_at(ids, offset).layers]
+        def kv_at(offset: int, ids: Sequence[int] = ids, step: int = 1) -> LayersKV:
+            cache = self.prefill_at(ids, offset, step)
+            return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
         # Learned positions end with their table, and a length-dependent table changes at its limit.
         reach = (self.blend_limit_tokens or self.context_tokens) - PROBE_TOKENS
         shifted = {delta: kv_at(delta) for delta in (max(1, min(d, reach)) for d in PROBE_OFFSETS)}
         others = kv_at(0, [(5 + 97 * i) % vocab for i in range(PROBE_TOKENS)])
+        still = kv_at(0, ids[:1] * PROBE_TOKENS, step=0)
         again = None
         if fingerprint.is_quantised(self.model):
             longer = kv_at(0, ids + ids[::-1])
@@ -279,17 +283,21 @@ class ModelAdapter:
         self._long = None
         if getattr(stack.rotary, "rope_type", None) == "longrope":
             with suppress(UnsupportedModelError, TypeError, ValueError, IndexError, RuntimeError):
-                self._probe_long(kv_at, others)
-        self._repositioner = classify(kv_at(0), shifted, others, stack, self.precision, again)
+                self._probe_long(kv_at, others, still)
+        self._repositioner = classify(
+            kv_at(0), shifted, others, still, stack, self.precision, again
+        )
 
-    def _probe_long(self, kv_at: Callable[..., LayersKV], others: LayersKV) -> None:
+    def _probe_long(
+        self, kv_at: Callable[..., LayersKV], others: LayersKV, still: LayersKV
+    ) -> None:
         """Check that KV of the table for long prompts can be computed at the beginning and moved."""
         stack, limit = self.stack, self.blend_limit_tokens
         assert limit is not None
         assert stack.rotary is not None
         beyond = kv_at(limit)  # by the model itself
         with self._long_table():
-            found = classify(kv_at(0), {limit: beyond}, others, stack, self.precision)
+            found = classify(kv_at(0), {limit: beyond}, others, still, stack, self.precision)
         self._long = replace(found, rotary=LongRotary(stack.rotary, limit))
 
     def _long_table(self) -> AbstractContextManager[None]:
@@ -315,4 +323,4 @@ def context_tokens_of(config: Any) -> int:
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     parameters = getattr(text, "rope_parameters", None) or {}
     stretch = (parameters.get("factor") or 1) if parameters.get("rope_type") == "dynamic" else 1
-    return int(limit * max(1, stretch)) if limit else 1 << 20
+    return int(limit * max(1, stretch)) if limit and limit > 0 else 1 << 20  # XLNet says -1

@@ -25,7 +25,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import fingerprint
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.structure import Decoder, check_placement, find_decoder, layout_of
+from blendrag.model.structure import (
+    Decoder,
+    check_placement,
+    find_decoder,
+    layout_of,
+    unsupported_if_raising,
+)
 from blendrag.store.identity import ModelIdentity, digest_fields
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
 
@@ -60,7 +66,7 @@ class PlacedModel:
         self._builder = ""
         """Name of the method that builds the ALiBi tensor; empty if the model takes position_ids."""
         try:
-            with self.lock:
+            with self.lock, unsupported_if_raising(type(self.model).__name__):
                 self._probe()
         except UnsupportedModelError as refused:
             self.refusal = str(refused)

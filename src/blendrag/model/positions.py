@@ -173,6 +173,7 @@ def classify(
     base: LayersKV,
     shifted: Mapping[int, LayersKV],
     others: LayersKV,
+    still: LayersKV,
     stack: DecoderStack,
     dtype: torch.dtype,
     again: LayersKV | None = None,
@@ -183,33 +184,40 @@ def classify(
         base: KV of a few tokens at positions 0….
         shifted: of the same tokens at positions Δ…, by Δ.
         others: of as many different tokens at positions 0….
+        still: of one token as many times, all at position 0.
         again: ``base`` as computed in a longer prompt, for models whose noise exceeds their dtype's.
 
-    Raises :class:`UnsupportedModelError` naming the first layer that is neither rotary nor position-free.
+    Raises :class:`UnsupportedModelError` naming the first layer of no kind, and for models that do not place
+    tokens by the positions that they are given.
     """
+    for kept, one, other in zip(still[0], base[0], others[0], strict=True):
+        if not _misfit(kept, kept[:, :1].expand_as(kept), content(one, other), 0.0, dtype).fits:
+            raise UnsupportedModelError(
+                "the model places tokens by their order, whatever positions it is given, so its KV cannot be "
+                "moved; use mode full"
+            )
     rotary: Any = stack.rotary  # may be missing: then no layer is rotary
     by_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
     names = [kind if by_type else "" for kind in stack.layer_types][: len(base)]
     refused: UnsupportedModelError | None = None
     for apply in rotary_functions(stack) or [_no_rotary]:
+        kinds: list[LayerKind] = []
         try:
-            kinds = [
-                _kind_of(
-                    i,
-                    base[i],
-                    {delta: layers[i] for delta, layers in shifted.items()},
-                    others[i],
-                    None if again is None else again[i],
-                    lambda keys, offsets, name=names[i], apply=apply: apply_rotary(
-                        apply, keys, rotary_table(rotary, name, offsets)
-                    ),
-                    dtype,
-                )
-                for i in range(len(base))
-            ]
-            return Repositioner(tuple(kinds), names, rotary, apply)
+            for i, name in enumerate(names):
+
+                def turn(
+                    keys: torch.Tensor, offset: int, name: str = name, apply: RotaryApply = apply
+                ) -> torch.Tensor:
+                    offsets = torch.full((keys.shape[-2],), offset, device=keys.device)
+                    return apply_rotary(apply, keys, rotary_table(rotary, name, offsets))
+
+                moved = {delta: layers[i] for delta, layers in shifted.items()}
+                noisy = again[i] if again else None
+                kinds.append(_kind_of(i, base[i], moved, others[i], noisy, turn, dtype))
         except UnsupportedModelError as exc:
             refused = refused or exc
+        else:
+            return Repositioner(tuple(kinds), names, rotary, apply)
     assert refused is not None
     raise refused
 
@@ -224,22 +232,21 @@ def _kind_of(
     shifted: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
     other: tuple[torch.Tensor, torch.Tensor],
     again: tuple[torch.Tensor, torch.Tensor] | None,
-    turn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    turn: Callable[[torch.Tensor, int], torch.Tensor],
     dtype: torch.dtype,
 ) -> LayerKind:
-    """The kind of one layer; arguments as of :func:`classify`. ``turn(keys, offsets)`` is the model's rotary."""
+    """The kind of one layer; arguments as of :func:`classify`. ``turn(keys, Δ)`` is the model's rotary."""
 
     def fits(part: int, turns: bool) -> list[Misfit]:
         """Of K (0) or V (1) at every offset; empty if the rotary functions do not take them."""
         carries = content(base[part], other[part])
         own = _own_noise(again[part], base[part], carries) if again else 0.0
         found = []
-        with suppress(RuntimeError, TypeError, ValueError, AttributeError):
+        with suppress(Exception):  # rotary functions of any model, given any keys
             for delta, moved in shifted.items():
                 expected = base[part]
                 if turns:
-                    offsets = torch.full((expected.shape[-2],), delta, device=expected.device)
-                    expected = turn(expected, offsets)
+                    expected = turn(expected, delta)
                 found.append(_misfit(moved[part], expected, carries, own, dtype, delta))
         return found if len(found) == len(shifted) else []
 

@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
-from blendrag.errors import UnsupportedModelError
+from blendrag.errors import BlendragError, UnsupportedModelError, is_out_of_memory
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
 from blendrag.store.tensor_bytes import DTYPES
+from blendrag.wording import condensed
 
 # -- decoder layers ---------------------------------------------------------------------------------
 
@@ -109,7 +110,8 @@ def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLay
     """
     if not 0 < len(cache.layers) <= layers:
         raise UnsupportedModelError(
-            f"{name} keeps KV for {len(cache.layers)} of {layers} layers, which cannot be blended; use mode full"
+            f"{name} keeps KV for {len(cache.layers)} of {layers} layers, which cannot be blended; "
+            "use mode full"
         )
     shapes = []
     for i, layer in enumerate(cache.layers):
@@ -128,6 +130,25 @@ def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLay
             f"KV of dtype {dtype} is not one of {sorted(DTYPES)}; use mode full"
         )
     return KVLayout(tuple(shapes), dtype)
+
+
+@contextmanager
+def unsupported_if_raising(name: str) -> Iterator[None]:
+    """Turn what the forward of a model of that class raises within into :class:`UnsupportedModelError`.
+
+    Our own errors, and those of memory that ran out, stay as they are.
+    """
+    try:
+        yield
+    except BlendragError:
+        raise
+    except Exception as exc:
+        if is_out_of_memory(exc):
+            raise
+        said = condensed(str(exc)) or "no message"
+        raise UnsupportedModelError(
+            f"{name} cannot run with KV of ours ({type(exc).__name__}: {said}); use mode full"
+        ) from exc
 
 
 # -- where the weights are --------------------------------------------------------------------------

@@ -146,7 +146,6 @@ class _Rows(Cache):
             layers=[_RowsLayer(self, [cache.layers[i] for cache in caches]) for i in range(count)]
         )
 
-
     def layer_of(self, module: nn.Module, keys: torch.Tensor) -> int:
         """Whose KV the attention ``module`` was given: its own layer's, or that of an earlier layer
         (Gemma 3n and 4). Raises :class:`NotServedError`."""
