@@ -87,6 +87,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron": ("NemotronForCausalLM", "NemotronConfig", {}),
     "seed_oss": ("SeedOssForCausalLM", "SeedOssConfig", {"head_dim": 16}),
     "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {}),
+    "afmoe": (
+        "AfmoeForCausalLM", "AfmoeConfig",
+        {**EXPERTS, "head_dim": 16, "num_dense_layers": 1, "global_attn_every_n_layers": 2, **SLIDES},
+    ),
+    "falcon": (
+        "FalconForCausalLM", "FalconConfig",
+        {"ffn_hidden_size": 64, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
     "gemma3n": (
         "Gemma3nForCausalLM", "Gemma3nTextConfig",
         {
@@ -113,6 +121,13 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "bart": (
+        "BartForCausalLM", "BartConfig",
+        {
+            "d_model": 32, "decoder_layers": 4, "encoder_layers": 4, "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 48, "is_decoder": True, "is_encoder_decoder": False,
+        },
+    ),
     "mpt": ("MptForCausalLM", "MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
     "lfm2": (
         "Lfm2ForCausalLM", "Lfm2Config",

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tiny
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import attention
 from blendrag.fusor.attention import ROWS_KEYWORD, NotServedError, blend_attention
-from blendrag.fusor.hooks import slice_kwargs
+from blendrag.fusor.hooks import slice_kwargs, token_arguments
 from blendrag.fusor.rows import ALIGNED, Rows
 
 
@@ -206,6 +207,16 @@ def test_arguments_of_all_rows_are_passed_on_and_of_some_are_gathered_once():
     other = {**kwargs, "position_embeddings": TABLES[::-1]}
     cut = slice_kwargs(other, rows, masked=True)["position_embeddings"]
     assert torch.equal(cut[0], first["position_embeddings"][1])
+
+
+def test_arguments_with_an_entry_per_token_are_known_from_two_lengths_and_gathered():
+    """At the length of a prompt alone, a vector of that width would look like one of them."""
+    found = token_arguments(tiny.adapter(tiny.family("gemma4")).stack)
+    assert found["per_layer_input"] == -2
+    assert token_arguments(tiny.adapter(tiny.llama()).stack) == {"position_ids": -1}
+    inputs = torch.randn(1, 12, 3)
+    cut = slice_kwargs({"inputs": inputs}, Rows(SOME, 12), masked=False, by_token={"inputs": -2})
+    assert torch.equal(cut["inputs"], inputs[:, SOME])
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def expected_kinds(config: Any) -> list[str]:
     """From the config alone: which layers have no rotary embedding."""
     if config.model_type == "smollm3":
         return ["rotary" if rope else "position-free" for rope in config.no_rope_layers]
-    if config.model_type in ("cohere2", "exaone4"):
+    if config.model_type in ("cohere2", "exaone4", "afmoe"):
         names = {"sliding_attention": "rotary", "full_attention": "position-free"}
         return [names[kind] for kind in config.layer_types]
     return ["rotary"] * (config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0))
@@ -215,6 +215,43 @@ def test_family_is_refused_with_one_sentence(name):
     assert "use mode full" in result.reason
     with pytest.raises(UnsupportedModelError, match="use mode full"):
         adapter.require_blendable()
+
+
+def test_a_model_that_places_tokens_by_their_order_is_refused_for_that():
+    """BART takes position_ids and ignores them, so its KV would seem free of positions."""
+    assert "by their order" in (tiny.adapter(tiny.family("bart")).refusal or "")
+
+
+@pytest.mark.parametrize(
+    ("seed", "error"),
+    enumerate([KeyError("rope"), TypeError("takes 3 arguments"), ValueError()], 40),
+)
+def test_whatever_a_forward_raises_is_a_refusal_and_mode_full_remains(
+    seed, error, tmp_path, monkeypatch
+):
+    model = tiny.llama(seed)  # verdicts are kept
+    own = type(model.model.layers[1]).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if attention.ROWS_KEYWORD in kwargs or kwargs.get("attention_mask") is not None:
+            raise error
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.model.layers[1]), "forward", forward)
+    with tiny.engine(model, tmp_path) as engine:
+        result = engine.verify()
+        assert result.verdict == "refused"
+        assert tiny.one_sentence(result.reason)
+        assert type(error).__name__ in result.reason
+        answer = engine.generate("hello there", Options(mode="full", max_new_tokens=4))
+        assert answer.metrics.new_tokens
+
+
+def test_memory_that_runs_out_is_no_refusal(monkeypatch):
+    adapter = tiny.adapter(tiny.llama())
+    monkeypatch.setattr(gate, "_measure", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        verify(adapter)
 
 
 def test_refused_model_answers_in_mode_full_only(tmp_path):

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from blendrag.errors import is_out_of_memory
 from blendrag.fusor.rows import AnyRows, Rows
 from blendrag.model.kv_compare import NOISE, content, magnitude, misfit
 from blendrag.model.sharing import only_here
@@ -260,7 +261,9 @@ def serves(stack: DecoderStack) -> bool:
     try:
         with implementation(stack, PROBE_NAME):
             got = stack.base(input_ids=ids, use_cache=False).last_hidden_state
-    except (NotServedError, TypeError):
+    except Exception as exc:  # layers of any model, given what they may not know
+        if is_out_of_memory(exc):
+            raise
         return False
     finally:
         for handle in handles:

@@ -15,7 +15,7 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import serves
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.fusion import Fusion
-from blendrag.fusor.hooks import hooked
+from blendrag.fusor.hooks import hooked, token_arguments
 from blendrag.fusor.pack import NoRowsLeft, Pack, PackedPrompt, Prefilled, replayed
 from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.scout import observes
@@ -43,6 +43,7 @@ class Fusor:
         self.fast_attention = fast_attention
         with adapter.uncompiled():
             self._observes = fast_attention or observes(adapter.stack)
+            self._by_token = token_arguments(adapter.stack)
         self._force_masks = force_masks
         if adapter.device.type == "cpu":
             keep_freed_blocks()
@@ -166,8 +167,8 @@ class Fusor:
 
     @contextmanager
     def _blended(self, pack: Pack) -> Iterator[None]:
-        attention = self.fast_attention, self._observes
-        with self.adapter.uncompiled(), hooked(self.adapter.stack, pack, *attention):
+        found = self.fast_attention, self._observes, self._by_token
+        with self.adapter.uncompiled(), hooked(self.adapter.stack, pack, *found):
             yield
 
 

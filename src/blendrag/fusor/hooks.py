@@ -8,10 +8,11 @@ They serve exactly one forward, and are removed after it, whatever happens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
 from blendrag.fusor.fusion import Phase
 from blendrag.fusor.pack import Pack
 from blendrag.fusor.rows import AnyRows, take
+from blendrag.model.sharing import only_here
 from blendrag.model.structure import DecoderStack
 
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
@@ -35,11 +37,16 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @contextmanager
 def hooked(
-    stack: DecoderStack, pack: Pack, fast_attention: bool, observes: bool = True
+    stack: DecoderStack,
+    pack: Pack,
+    fast_attention: bool,
+    observes: bool,
+    by_token: Mapping[str, int],
 ) -> Iterator[None]:
     """Within this context the first forward of ``stack`` with the pack's cache is blended.
 
-    ``observes``: scouts see the model's attention, and mask their rows themselves.
+    ``observes``: scouts see the model's attention, and mask their rows themselves. ``by_token``: see
+    :func:`token_arguments`.
     """
     cache, timeline = pack.cache, pack.timeline
     names = _parameters(stack.layers[0])
@@ -75,7 +82,7 @@ def hooked(
                 timeline.leave(index)
 
         for index, layer in enumerate(stack.layers):
-            slicing = _slicing(pack, index, names, not fast_attention, observes)
+            slicing = _slicing(pack, index, names, by_token, not fast_attention, observes)
             hooks.callback(layer.register_forward_pre_hook(slicing, with_kwargs=True).remove)
             if timeline is not None:
                 hooks.callback(layer.register_forward_hook(partial(leave, index)).remove)
@@ -87,12 +94,60 @@ def hooked(
 
 
 def _parameters(layer: nn.Module) -> list[str]:
-    """Names of the parameters of a decoder layer's forward, in order."""
-    return list(inspect.signature(type(layer).forward).parameters)[1:]
+    """Names of the positional parameters of a decoder layer's forward after the hidden states."""
+    parameters = list(inspect.signature(type(layer).forward).parameters.values())[2:]
+    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
+def _named(args: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    """The positional arguments after the hidden states, by name, or number if it has none."""
+    more = args[1:]
+    numbers = (f"#{number}" for number in range(len(names) + 1, len(more) + 1))
+    return dict(zip((*names[: len(more)], *numbers), more, strict=True))
+
+
+class _Seen(Exception):
+    """Ends a forward whose layer arguments are known."""
+
+
+@torch.inference_mode()
+def token_arguments(stack: DecoderStack) -> dict[str, int]:
+    """Other arguments of decoder layers with an entry per token, and in which dimension, -1 or -2: Gemma's
+    inputs per layer, scales by position. Found from two forwards that end before the first layer."""
+    names = _parameters(stack.layers[0])
+    seen: list[dict[str, torch.Size]] = []
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given = {**_named(args, names), **kwargs}
+        seen.append({k: v.shape for k, v in given.items() if isinstance(v, torch.Tensor)})
+        raise _Seen
+
+    device = next(stack.base.parameters()).device
+    handle = stack.layers[0].register_forward_pre_hook(only_here(note), with_kwargs=True)
+    counts = 5, 7
+    try:
+        for count in counts:
+            ids = torch.zeros((1, count), dtype=torch.long, device=device)
+            with suppress(_Seen):
+                stack.base(input_ids=ids, use_cache=False)
+    finally:
+        handle.remove()
+    found = {}
+    for name, shape in seen[0].items() if len(seen) == 2 else ():
+        both = zip(shape, seen[1].get(name, ()), strict=False)
+        dims = [dim - len(shape) for dim, sizes in enumerate(both) if sizes == counts]
+        if name not in UNTOUCHED and dims in ([-1], [-2]):
+            found[name] = dims[0]
+    return found
 
 
 def _slicing(
-    pack: Pack, index: int, names: Sequence[str], masked: bool, observes: bool
+    pack: Pack,
+    index: int,
+    names: Sequence[str],
+    by_token: Mapping[str, int],
+    masked: bool,
+    observes: bool,
 ) -> Callable[..., Arguments | None]:
     """Forward pre-hook of layer ``index``: runs it on the pack's rows only.
 
@@ -109,7 +164,8 @@ def _slicing(
         pack.check(index)
         if pack.timeline is not None:
             pack.timeline.enter(index)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        positional = _named(args, names)
+        given = {**positional, **kwargs}
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[-3] != 1:  # [1, n, D], or more of them at once (Gemma 3n)
             raise UnsupportedModelError(
@@ -119,20 +175,18 @@ def _slicing(
 
         def arguments(rows: AnyRows, indices: torch.Tensor | None) -> Arguments:
             with_mask = masked and (pack.phase is not Phase.SCOUT or not observes)
-            sliced = slice_kwargs(given, rows, with_mask)
+            sliced = slice_kwargs(given, rows, with_mask, by_token)
             if not masked:
                 sliced[ROWS_KEYWORD] = rows
             states = hidden if indices is None else hidden[..., indices, :]
-            positional = [states, *(sliced.pop(name) for name in names[1 : len(args)])]
             if args:
-                sliced.pop(names[0])
-                return tuple(positional), sliced
+                return (states, *(sliced.pop(name) for name in positional)), sliced
             sliced["hidden_states"] = states
             return (), sliced
 
         def run(rows: AnyRows, indices: torch.Tensor | None) -> None:
-            positional, named = arguments(rows, indices)
-            module.forward(*positional, **named)
+            some, named = arguments(rows, indices)
+            module.forward(*some, **named)
 
         return arguments(*pack.enter_layer(index, run))
 
@@ -164,7 +218,12 @@ def _carries(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return not traced and any(value is cache for value in (*args, *kwargs.values()))
 
 
-def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[str, Any]:
+def slice_kwargs(
+    kwargs: dict[str, Any],
+    rows: AnyRows,
+    masked: bool,
+    by_token: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Keyword arguments of a layer for ``rows`` only.
 
     ``masked``: the attention needs a mask. Its rows are gathered, or built if the model relied on plain
@@ -180,8 +239,10 @@ def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[st
             out[name] = rows.gather(value, -2) if fewer else value  # [1, N, D] each
         elif name in BY_TOKEN and isinstance(value, torch.Tensor):
             out[name] = rows.gather(value, -1) if fewer else value
-        elif fewer and (dim := _token_dim(name, value, rows.prompt_tokens)):
-            out[name] = take(value, rows.positions, dim)
+        elif name in by_token and isinstance(value, torch.Tensor):
+            out[name] = take(value, rows.positions, by_token[name]) if fewer else value
+        elif name not in UNTOUCHED:
+            _refuse_token_length(name, value, rows.prompt_tokens)
     if masked and "attention_mask" not in kwargs:
         out["attention_mask"] = rows.mask
     return out
@@ -199,17 +260,9 @@ def _mask_of(mask: torch.Tensor | None, rows: AnyRows) -> Any:
     return rows.gather(mask, -2, alone=True) if fewer else mask  # [1, 1, N, N]
 
 
-def _token_dim(name: str, value: Any, prompt_tokens: int) -> int:
-    """Which dimension of another argument, -1 or -2, has an entry per token (Gemma's per-layer inputs, scales
-    by position); 0: none. Whether that is what it means, the gate measures."""
-    if name in UNTOUCHED or not isinstance(value, torch.Tensor):
-        return 0
-    found = [dim - value.ndim for dim, size in enumerate(value.shape) if size == prompt_tokens]
-    if prompt_tokens == 1 or not found:
-        return 0
-    if found in ([-1], [-2]):
-        return found[0]
-    raise UnsupportedModelError(
-        f"layer argument {name} of shape {tuple(value.shape)} depends on the prompt's tokens in a "
-        "way blending does not know; use mode full"
-    )
+def _refuse_token_length(name: str, value: Any, prompt_tokens: int) -> None:
+    if isinstance(value, torch.Tensor) and prompt_tokens > 1 and prompt_tokens in value.shape:
+        raise UnsupportedModelError(
+            f"layer argument {name} of shape {tuple(value.shape)} depends on the prompt's tokens in a "
+            "way blending does not know; use mode full"
+        )

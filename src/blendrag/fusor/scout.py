@@ -8,7 +8,7 @@ discarded: the blended forward computes the fresh tokens again, over recomputed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from blendrag.errors import is_out_of_memory
 from blendrag.fusor.attention import implementation
 from blendrag.fusor.rows import Rows
 from blendrag.model.structure import DecoderStack
@@ -94,8 +95,13 @@ def observes(stack: DecoderStack) -> bool:
     device = next(stack.base.parameters()).device
     ids = torch.tensor([[3, 1, 4]], device=device)
     scout = Scout(1, rows=Rows(torch.arange(3, device=device), 3))
-    with suppress(Exception), scouting(stack, lambda: [Observed(scout)]):
-        stack.base(input_ids=ids, use_cache=False)
+    try:
+        with scouting(stack, lambda: [Observed(scout)]):
+            stack.base(input_ids=ids, use_cache=False)
+    except Exception as exc:  # attention of any model, without the mask that it expects
+        if is_out_of_memory(exc):
+            raise
+        return False
     return scout.layers > 0
 
 
