@@ -191,14 +191,14 @@ def test_stored_modules_are_not_computed_again(tmp_path):
         with watched(model) as seen:
             answer = made.generate(pml=pml(), max_new_tokens=3)
         fresh = answer.metrics.fresh_tokens
-        assert seen.rows == [6, 6, fresh, 1, 1]  # attention is probed before
+        assert seen.rows == [6, 6, 5, 7, fresh, 1, 1]  # attention and arguments are probed before
         assert answer.metrics.prompt_tokens == answer.metrics.reused_tokens + fresh > 3 * fresh
         assert made.encode_schema("trip").encoded == 0
     with engine(model, tmp_path) as made, watched(model) as seen:  # another process
         made.generate(pml=pml(), max_new_tokens=1)
         assert seen.rows[-1] == fresh
         # how tokens are placed and attended, and a probe of 32
-        assert sum(seen.rows[:-1]) == 4 + 2 * 6 + 32
+        assert sum(seen.rows[:-1]) == 4 + 2 * 6 + 5 + 7 + 32
 
 
 def test_a_prompt_that_ends_in_a_module_computes_its_last_token(tmp_path):

@@ -222,10 +222,7 @@ def test_a_model_that_places_tokens_by_their_order_is_refused_for_that():
     assert "by their order" in (tiny.adapter(tiny.family("bart")).refusal or "")
 
 
-@pytest.mark.parametrize(
-    ("seed", "error"),
-    enumerate([KeyError("rope"), TypeError("takes 3 arguments"), ValueError()], 40),
-)
+@pytest.mark.parametrize(("seed", "error"), enumerate([KeyError, TypeError, ValueError], 40))
 def test_whatever_a_forward_raises_is_a_refusal_and_mode_full_remains(
     seed, error, tmp_path, monkeypatch
 ):
@@ -234,7 +231,7 @@ def test_whatever_a_forward_raises_is_a_refusal_and_mode_full_remains(
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if attention.ROWS_KEYWORD in kwargs or kwargs.get("attention_mask") is not None:
-            raise error
+            raise error()
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model.model.layers[1]), "forward", forward)
@@ -242,7 +239,7 @@ def test_whatever_a_forward_raises_is_a_refusal_and_mode_full_remains(
         result = engine.verify()
         assert result.verdict == "refused"
         assert tiny.one_sentence(result.reason)
-        assert type(error).__name__ in result.reason
+        assert error.__name__ in result.reason
         answer = engine.generate("hello there", Options(mode="full", max_new_tokens=4))
         assert answer.metrics.new_tokens
 
