@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 from llama_index.core.agent.workflow import ReActAgent
-from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
 from llama_index.core.chat_engine import (
     CondensePlusContextChatEngine,
     CondenseQuestionChatEngine,
@@ -133,3 +138,24 @@ def test_an_error_keeps_its_class_fields_and_cause_but_is_no_value_error(built: 
     assert isinstance(error.__cause__, ContextOverflowError)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.over_tokens) == (str(error), error.over_tokens)
+
+
+FOREIGN = "chatcmpl-tool-0123456789abcdef"
+
+
+@pytest.mark.parametrize("arguments", ['{"town": "Öre', {"town": "Öre"}])
+def test_a_history_of_another_model_is_answered(built: Any, arguments: Any) -> None:
+    call = ToolCallBlock(tool_call_id=FOREIGN, tool_name="find", tool_kwargs=arguments)
+    thought = ThinkingBlock(content="I look.")
+    history = [
+        ChatMessage("Be brief.", role="developer"),
+        ChatMessage("Where?"),
+        ChatMessage(role="assistant", blocks=[thought, TextBlock(text="So."), call]),
+        ChatMessage("Hill", role="tool", additional_kwargs={"tool_call_id": FOREIGN}),
+        ChatMessage("And?"),
+    ]
+    assert BlendLLM(engine=built).chat(history).message.content == "It built ships."
+    prompt = built.adapter.model.prompts[-1]
+    assert 'So.\n<tool_call>\n{"name": "find", "arguments": {"town": "Öre"}}' in prompt
+    assert "Hill\n</tool_response>\n\nAnd?<|end|>" in prompt
+    assert "I look." not in prompt
