@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import pathlib
 import re
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, SecretStr
 
 import scripted
 import tiny
@@ -143,6 +146,21 @@ def test_objects_have_the_keys_that_their_schema_names(engine, schema, is_open):
     form = answer_form(given, engine.resources.tokens)
     for text, fits in (('{"a":1', True), ('{"b":1', is_open)):
         matcher = library().LLMatcher(vocabulary(engine.resources.tokens), form.lark)
+        assert matcher.consume_tokens(engine.resources.tokens.encode_text(text)) is fits
+
+
+def test_formats_that_are_only_remarks_are_no_error(engine):
+    class Settings(BaseModel):
+        path: pathlib.Path
+        key: SecretStr
+        day: datetime.date
+        other: list[Settings] = []
+
+    form = {"type": "json_schema", "json_schema": {"schema": Settings.model_json_schema()}}
+    made = answer_form(form, engine.resources.tokens)
+    for day, fits in (("2024-02-01", True), ("1.2.2024", False)):
+        text = json.dumps({"path": "/x", "key": "k", "day": day})
+        matcher = library().LLMatcher(vocabulary(engine.resources.tokens), made.lark)
         assert matcher.consume_tokens(engine.resources.tokens.encode_text(text)) is fits
 
 

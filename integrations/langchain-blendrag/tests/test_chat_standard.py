@@ -10,6 +10,7 @@ import pytest
 from langchain_core.messages import AIMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
+from langchain_tests.unit_tests.chat_models import ChatModelTests
 from samples import whole
 
 import scripted
@@ -28,6 +29,8 @@ class OfBlendrag:
 
     chat_model_class = ChatBlend
     standard_chat_model_params = STANDARD
+    has_tool_choice = True
+    has_structured_output = True
     supports_json_mode = True
     supports_anthropic_inputs = True
     supports_model_override = False  # a call cannot change its engine's model
@@ -95,6 +98,19 @@ class TestUnitOfTheEmbeddedModel(OfBlendrag, ChatModelUnitTests):
 
 class TestIntegrationWithTools(OfBlendrag, ChatModelIntegrationTests):
     """Answers, tools and structured output of a scripted model."""
+
+    @pytest.fixture(autouse=True)
+    def _engine(self, talkative: BlendEngine) -> None:
+        self.chat_model_params = {"engine": talkative}
+
+
+class TestStructuredAnswers(OfBlendrag, ChatModelTests):
+    """Structured output as an answer instead of a call."""
+
+    structured_output_kwargs: ClassVar = {"method": "json_schema"}
+    test_structured_output = ChatModelIntegrationTests.test_structured_output
+    test_structured_output_async = ChatModelIntegrationTests.test_structured_output_async
+    test_optional = ChatModelIntegrationTests.test_structured_output_optional_param
 
     @pytest.fixture(autouse=True)
     def _engine(self, talkative: BlendEngine) -> None:

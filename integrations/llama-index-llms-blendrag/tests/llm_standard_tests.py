@@ -649,7 +649,7 @@ class LLMStructuredTests(LLMTests):
 
 
 class LLMStructuredStreamTests(LLMTests):
-    """LlamaIndex streams structured output of models that call tools."""
+    """Structured output grows; the last object is whole."""
 
     async def test_stream_structured_predict(self) -> None:
         *_, last = self.made().stream_structured_predict(Place, ABOUT, thing="harbour")
@@ -657,3 +657,11 @@ class LLMStructuredStreamTests(LLMTests):
         stream = self.made().astream_structured_predict(Place, ABOUT, thing="harbour")
         last = (await gathered(stream))[-1]
         assert Place.model_validate(last.model_dump()) == EXPECTED
+
+    async def test_a_structured_llm_streams(self) -> None:
+        structured = self.made().as_structured_llm(Place)
+        messages = [ChatMessage(role="user", content=ABOUT_HARBOUR)]
+        *_, last = structured.stream_chat(messages)
+        assert Place.model_validate(last.raw.model_dump()) == EXPECTED
+        last = (await gathered(structured.astream_chat(messages)))[-1]
+        assert Place.model_validate_json(last.message.content or "") == EXPECTED

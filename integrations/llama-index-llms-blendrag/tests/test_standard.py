@@ -25,6 +25,7 @@ from pydantic import BaseModel
 import scripted
 import tiny
 from blendrag.engine import BlendEngine
+from chat_forms import ODD
 from llama_index.llms.blendrag import BlendLLM, close_shared_engines
 
 PLACE = {"name": "harbour", "year": 1874, "builders": ["the company"]}
@@ -134,7 +135,21 @@ class TestWithTools(
         self.engine = capable
 
 
-class TestWithoutTools(OverAnEngine, LLMWithoutToolsTests, StructuredTests):
+class TestWithoutTools(
+    OverAnEngine, LLMWithoutToolsTests, StructuredTests, LLMStructuredStreamTests
+):
     @pytest.fixture(autouse=True)
     def _engine(self, plain: BlendEngine) -> None:
         self.engine = plain
+
+
+@pytest.mark.parametrize("template", [ODD, "{{ tools }}" + tiny.CHAT_TEMPLATE])
+class TestWithToolsThatCannotBeCalled(OverAnEngine, StructuredTests, LLMStructuredStreamTests):
+    """The template writes calls that cannot be read, or none: JSON is asked for instead."""
+
+    @pytest.fixture(autouse=True)
+    def _engine(self, plain: BlendEngine, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = plain
+        monkeypatch.setattr(plain.resources.tokens.tokenizer, "chat_template", template)
+        assert plain.resources.tokens.has_tools
+        assert not self.made().metadata.is_function_calling_model

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from blendrag.errors import InvalidOptionError
@@ -66,8 +67,8 @@ def dumped(schema: Mapping[str, Any], guidance: Mapping[str, Any] | None = None)
     inventing more."""
     try:
         more = {"x-guidance": {**_WHITE_SPACE, **(guidance or {})}}
-        closed = schema if _has_conjunction(schema) else _closed(schema)
-        return json.dumps({**closed, **more}, allow_nan=False)
+        adapted = _adapted(schema, closes=not _has_conjunction(schema))
+        return json.dumps({**adapted, **more}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidOptionError(
             "response_format", f"has a schema that cannot be written as JSON ({exc}); change it"
@@ -88,6 +89,10 @@ _INNER = (
     "then",
     "else",
 )
+#: Formats that llguidance enforces.
+_FORMATS = (
+    "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+)  # fmt: skip
 #: Keywords by which an object must have the form of several schemas at once.
 _CONJUNCTIONS = {
     "allOf",
@@ -117,22 +122,27 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
         yield from found if isinstance(found, list | tuple) else (found,)
 
 
-def _closed(schema: Any) -> Any:
+def _adapted(schema: Any, closes: bool) -> Any:
+    """``schema`` without formats that are only remarks (pydantic's ``path``, ``password``), as the standard
+    says of those that are not known. ``closes``: objects get no other keys."""
+    adapted = partial(_adapted, closes=closes)
     if isinstance(schema, list | tuple):
-        return [_closed(each) for each in schema]
+        return [adapted(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     made = dict(schema)
     for name in _NAMED:
         if isinstance(found := schema.get(name), Mapping):
-            made[name] = {key: _closed(value) for key, value in found.items()}
+            made[name] = {key: adapted(value) for key, value in found.items()}
     for name in _INNER:
         if name in schema:
-            made[name] = _closed(schema[name])
-    if isinstance(named := schema.get("properties"), Mapping) and "patternProperties" not in schema:
-        required = schema.get("required")
-        if isinstance(required, list | tuple | None) and set(required or ()) <= set(named):
-            made.setdefault("additionalProperties", False)
+            made[name] = adapted(schema[name])
+    if made.get("format") not in _FORMATS:
+        made.pop("format", None)
+    named, required = schema.get("properties"), schema.get("required") or ()
+    is_known = isinstance(named, Mapping) and isinstance(required, list | tuple)
+    if closes and is_known and set(required) <= set(named) and "patternProperties" not in schema:
+        made.setdefault("additionalProperties", False)
     return made
 
 
