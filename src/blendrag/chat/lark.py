@@ -139,7 +139,8 @@ def _adapted(schema: Any, closes: bool) -> Any:
             made[name] = adapted(schema[name])
     if made.get("format") not in _FORMATS:
         made.pop("format", None)
-    named, required = schema.get("properties"), schema.get("required") or ()
+    named: Any = schema.get("properties")
+    required: Any = schema.get("required") or ()
     is_known = isinstance(named, Mapping) and isinstance(required, list | tuple)
     if closes and is_known and set(required) <= set(named) and "patternProperties" not in schema:
         made.setdefault("additionalProperties", False)
