@@ -259,9 +259,9 @@ def test_langchain_openai_sends_nothing_that_is_refused(server: Live) -> None:
         assert llm.invoke("Hello").id
         assert list(llm.stream("Hello"))
     llm = ChatOpenAI(**where)
-    assert llm.bind_tools([search]).invoke("Hello").content
+    assert llm.bind_tools([search]).invoke("Hello").id
     for choice in ("auto", "none"):
-        assert llm.bind_tools([search], tool_choice=choice, strict=True).invoke("Hello").content
+        assert llm.bind_tools([search], tool_choice=choice, strict=True).invoke("Hello").id
     for given in ({}, SAMPLING, PENALTIES, {"best_of": 1, "n": 1, "logprobs": 1}):
         assert OpenAI(**where, **given).invoke("Hello") is not None
 
