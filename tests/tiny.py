@@ -47,6 +47,17 @@ PER_LAYER_INPUTS = {
     "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 640,
     **SLIDES,
 }  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 32, "patch_size": 16,
+}  # fmt: skip
+QWEN_VISION = {
+    "depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32,
+}  # fmt: skip
+QWEN_IMAGES = {
+    "image_token_id": 600, "video_token_id": 601, "vision_start_token_id": 602, "vision_end_token_id": 603,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 #: Families that must pass the gate: model and config class, and config fields besides COMMON.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -106,7 +117,45 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma4ForCausalLM", "Gemma4TextConfig",
         {"head_dim": 16, "global_head_dim": 32, **PER_LAYER_INPUTS},
     ),
+    # they read images, too; changes are those of their text part
+    "gemma3": (
+        "Gemma3ForConditionalGeneration", "Gemma3Config",
+        {
+            "text_config": {
+                "head_dim": 16, **SLIDES, "layer_types": ["sliding_attention", "full_attention"] * 2
+            },
+            "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 600,
+            "boi_token_index": 601, "eoi_token_index": 602,
+        },
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration", "Mistral3Config",
+        {
+            "text_config": {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+            "vision_config": {"model_type": "pixtral", "head_dim": 8, **VISION},
+            "image_token_index": 600,
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig",
+        {
+            "text_config": {"rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]}},
+            "vision_config": {**QWEN_VISION, "patch_size": 14}, **QWEN_IMAGES,
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration", "Qwen3VLConfig",
+        {
+            "text_config": {
+                "head_dim": 16,
+                "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+            },
+            "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0, 1]}, **QWEN_IMAGES,
+        },
+    ),
 }  # fmt: skip
+#: Families of FAMILIES that are loaded with the part that reads images.
+READ_IMAGES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
 
 #: Families whose KV cannot be reused.
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -140,7 +189,10 @@ def build(classes: tuple[str, str, dict[str, Any]], seed: int = 0, **changes: An
     """A seeded random model of that class."""
     torch.manual_seed(seed)
     name, config, extra = classes
-    made = getattr(transformers, config)(**{**COMMON, **extra, **changes})
+    given = {**COMMON, **extra, **changes}
+    if "text_config" in extra:
+        given = {**extra, "text_config": {**COMMON, **extra["text_config"], **changes}}
+    made = getattr(transformers, config)(**given)
     return getattr(transformers, name)(made).eval()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,87 @@ def test_another_kind_of_cpu_is_another_signature(
         with BlendEngine(half, store=Path(half, "store"), device="cpu") as engine:
             signatures.add(engine.resources.signature())
     assert len(signatures) == 2
+
+
+# -- models that read images ------------------------------------------------------------------------
+
+
+def saved(model: Any, root: Path, **template: Any) -> str:
+    """A directory with ``model``, and a tokenizer without a template."""
+    words = tiny.tokenizer()
+    words.chat_template = None
+    for part in (model, words):
+        part.save_pretrained(root)
+    for name, text in template.items():
+        (root / f"{name}.json").write_text(json.dumps({name: text}))
+    return str(root)
+
+
+@pytest.mark.parametrize("name", tiny.READ_IMAGES)
+def test_a_model_that_reads_images_answers_text_over_stored_kv(name: str, tmp_path: Path) -> None:
+    model = tiny.family(name, initializer_range=0.2)
+    path = saved(model, tmp_path / name, chat_template=tiny.CHAT_TEMPLATE)
+    made = load_adapter(path, dtype="float32")
+    assert type(made.model) is type(model)
+    assert (made.refusal, made.context_tokens) == (None, 4096)
+    given = {"chunk_tokens": 128, "max_new_tokens": 6, "learn": False, "dtype": "float32"}
+    with BlendEngine(path, tmp_path / "store", **given) as engine:
+        engine.resources.__dict__["embedder"] = tiny.WordEmbedder()
+        engine.ingest([tiny.document(0)]).whole()
+        asked = [{"role": "user", "content": tiny.prompt(engine, 0)}]
+        blended = engine.generate(asked, ratio=1.0)
+        assert blended.metrics.reused_tokens > 50
+        ids = torch.tensor([engine.segments(asked).ids])
+        stock = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        words = engine.resources.tokens.tokenizer
+        said = words.decode(stock, skip_special_tokens=True)
+        assert blended.text.rstrip("\ufffd") == said.rstrip("\ufffd")  # half a character
+
+
+def test_a_model_that_reads_images_and_cannot_be_blended_says_why(tmp_path: Path) -> None:
+    text = {
+        **tiny.COMMON, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2,
+        "num_experts_per_tok": 1, "attention_chunk_size": 64, "interleave_moe_layer_step": 1,
+    }  # fmt: skip
+    config = transformers.Llama4Config(text_config=text)
+    torch.manual_seed(0)
+    made = load_adapter(saved(transformers.Llama4ForCausalLM(config.text_config), tmp_path))
+    assert "'chunked_attention'; only full and sliding-window attention" in str(made.refusal)
+
+
+def test_what_is_wrong_with_a_checkpoint_is_not_cut_at_a_colon(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {
+        "error for validator 'x':\n\n  ValueError: layers are 3": "'x': ValueError: layers are 3",
+        "it is broken:": "it is broken",
+        "first\nsecond": "first",
+    }
+    for text, expected in texts.items():
+        failing(monkeypatch, ValueError(text))
+        with pytest.raises(ModelLoadError) as raised:
+            load_adapter(checkpoint)
+        assert str(raised.value).endswith(expected)
+
+
+#: As those of SmolVLM and LLaVA: contents are lists of parts, and a text shows nothing.
+PARTS = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}"
+    "{% endfor %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_shows_only_parts_shows_texts(tmp_path: Path) -> None:
+    tokens = load_tokens(saved(tiny.llama(), tmp_path, chat_template=PARTS))
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert tokens.render(messages) == (
+        "<|start|>user\nHi<|end|>\n<|start|>assistant\nHello<|end|>\n<|start|>assistant\n"
+    )
+    tokens.tokenizer.chat_template = tiny.CHAT_TEMPLATE
+    assert "user\nHi<|end|>" in tokens.render(messages)
+
+
+@pytest.mark.parametrize("template", [["x"], None, 7])
+def test_a_file_that_holds_no_template_is_left_aside(tmp_path: Path, template: Any) -> None:
+    assert not load_tokens(saved(tiny.llama(), tmp_path, chat_template=template)).has_template

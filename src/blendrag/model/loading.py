@@ -5,11 +5,12 @@ Errors of the libraries underneath are mapped here, once.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from io import StringIO
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from transformers.utils import cached_file
 
 from blendrag.config import DEMO_MODEL
 from blendrag.errors import (
@@ -35,7 +37,9 @@ from blendrag.model.adapter import ModelAdapter, context_tokens_of
 from blendrag.model.checked_files import check_adapter_files, check_model_files
 from blendrag.model.gguf_files import is_gguf, unpacked_directory
 from blendrag.model.tokens import Tokens
+from blendrag.store import regular_files
 from blendrag.store.kv import dtype_name
+from blendrag.store.regular_files import MIB
 from blendrag.store.tensor_bytes import DTYPES
 from blendrag.wording import quoted
 
@@ -106,14 +110,13 @@ def load_adapter(
     given = dict(model_kwargs or {})
     files = {"trust_remote_code": trust_remote_code, **hub_kwargs(given)}
     _check_files(name, **files)
-    tokenizer = _pretrained("AutoTokenizer", name, **files)
-    quantised = given.get("quantization_config") or getattr(
-        _pretrained("AutoConfig", name, **files), "quantization_config", None
-    )
+    tokenizer = _tokenizer(name, **files)
+    config = _pretrained("AutoConfig", name, **files)
+    quantised = given.get("quantization_config") or getattr(config, "quantization_config", None)
     method = _quantization_method(quantised)
     given = {"dtype": DTYPES.get(dtype, "auto"), **files, **given}
     with _quantised(name, method, target) if method else nullcontext():
-        model = _complete_model(name, method, target, given)
+        model = _complete_model(_class_for(config), name, method, target, given)
         with _mapped(lambda exc: f"model {name!r} cannot be moved to {target}: {_first_line(exc)}"):
             model = model if "device_map" in given else model.to(target)
             is_chosen = dtype != "auto" or "dtype" in (model_kwargs or {})
@@ -127,7 +130,7 @@ def load_adapter(
 def load_tokens(name: str, trust_remote_code: bool = False, **hub: Any) -> Tokens:
     """Only the tokenizers of ``name``, as :func:`load_adapter` loads them; raises :class:`ModelLoadError`."""
     _check_files(name, trust_remote_code, **hub)
-    tokenizer = _pretrained("AutoTokenizer", name, trust_remote_code=trust_remote_code, **hub)
+    tokenizer = _tokenizer(name, trust_remote_code=trust_remote_code, **hub)
     with _mapped(lambda exc: _load_message(name, exc)):
         return Tokens(tokenizer)
 
@@ -164,15 +167,49 @@ def _from_pretrained(kind: str, name: str, **options: Any) -> Any:
     return getattr(transformers, kind).from_pretrained(_resolve_model(name), **options)
 
 
-def _complete_model(name: str, method: str, target: torch.device, options: dict[str, Any]) -> Any:
-    """The causal LM. Raises :class:`ModelLoadError` if weights are missing: transformers would make them up.
+def _tokenizer(name: str, **options: Any) -> Any:
+    """The tokenizer, with the processor's chat template if it has none itself.
 
+    Models that read images may keep it in ``chat_template.json``, which transformers reads only with their
+    processor.
+    """
+    made = _pretrained("AutoTokenizer", name, **options)
+    if not getattr(made, "chat_template", None):
+        where = {key: value for key, value in options.items() if key != "trust_remote_code"}
+        with suppress(OSError, ValueError, TypeError):  # no such file, or not a template
+            file = cached_file(_resolve_model(name), "chat_template.json", **where)
+            given = json.loads(regular_files.read_text(Path(file), MIB, follow=True))
+            if isinstance(template := given["chat_template"], str):
+                made.chat_template = template
+    return made
+
+
+def _class_for(config: Any) -> str:
+    """The class of transformers that loads a model with this ``config``.
+
+    A model that reads images is loaded whole and answers text, unless its text part is known as a causal LM.
+    """
+    import transformers
+
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    reads_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if is_causal or not reads_images or getattr(config, "is_encoder_decoder", False):
+        return "AutoModelForCausalLM"
+    return "AutoModelForImageTextToText"
+
+
+def _complete_model(
+    kind: str, name: str, method: str, target: torch.device, options: dict[str, Any]
+) -> Any:
+    """The model, loaded by the class ``kind``.
+
+    Raises :class:`ModelLoadError` if weights are missing: transformers would make them up.
     Errors of a quantised model are mapped by :func:`_quantised`.
     """
     load = _from_pretrained if method else _pretrained
     if method and target.type != "cpu":
         options.setdefault("device_map", {"": target})  # quantizers choose kernels for this device
-    model, report = load("AutoModelForCausalLM", name, output_loading_info=True, **options)
+    model, report = load(kind, name, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
         readable = f" in a quantisation that transformers reads, not {method!r}" if method else ""
         raise ModelLoadError(
@@ -401,4 +438,7 @@ def _first_line(exc: BaseException) -> str:
             return meant
     if not text or isinstance(exc, unclear):
         text = f"{type(exc).__name__} {text}".strip()
-    return text.splitlines()[0][:200]
+    first, *more = filter(None, map(str.strip, text.splitlines()))
+    if first.endswith(":") and more:  # what is wrong stands below
+        first = f"{first} {more[0]}"
+    return first[:300].removesuffix(":")

@@ -102,6 +102,7 @@ class Tokens:
         self._without_tools = lru_cache(maxsize=1)(self._find_without_tools)
         self._turn_ends = lru_cache(maxsize=1)(self._find_turn_ends)
         self._names = lru_cache(maxsize=1)(names_in)
+        self._needs_parts = lru_cache(maxsize=1)(self._find_parts)
 
     # -- encoding -----------------------------------------------------------------------------
 
@@ -280,6 +281,11 @@ class Tokens:
         options.setdefault("add_generation_prompt", True)
         if not options.get("tools") and (template := self._without_tools(self.template_text)):
             options["chat_template"] = template
+        if self._needs_parts(self.template_text):
+            messages = [_in_parts(message) for message in messages]
+        return self._render(messages, **options)
+
+    def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         with bounded():
             if any(message.get("content", "") is None for message in messages):
                 return self._render_none(list(messages), **options)
@@ -312,6 +318,15 @@ class Tokens:
                 return "" if source == template else source
         return ""
 
+    def _find_parts(self, template: str) -> bool:
+        """Whether the template shows contents only as lists of parts, as some of vision models do."""
+        said = f"x{secrets.token_hex(8)}x"
+        message = {"role": "user", "content": said}
+        with suppress(Exception):  # jinja errors of many kinds, from templates that need no parts
+            as_parts = [_in_parts(message)]
+            return said not in self._render([message]) and said in self._render(as_parts)
+        return False
+
     def default_prefix_ids(self) -> tuple[int, ...]:
         """The default prefix of chunks: BOS, else the template's first token."""
         if self.bos_id is not None:
@@ -319,6 +334,13 @@ class Tokens:
         with bounded(FIXED_MOMENT):
             first = self.render([{"role": "user", "content": "a"}]) if self.has_template else "\n"
         return tuple(self.encode_template(first)[:1])
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text as a list of one part."""
+    if not isinstance(text := message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": text}]}
 
 
 #: Largest id of a token; every id up to it is looked at.
