@@ -27,6 +27,7 @@ from blendrag.cluster.ingest_stages import EmbedChunks, EncodeChunks, Plan, Row,
 from blendrag.cluster.nodes import on_every_node
 from blendrag.cluster.ray_session import ray_session
 from blendrag.corpus.corpus import Corpus, files_of
+from blendrag.corpus.languages import Languages
 from blendrag.engine import BlendEngine
 from blendrag.engine.ingest import (
     DocumentRows,
@@ -229,6 +230,7 @@ class DistributedIngest:
         self._compute, self._workers = compute, workers
         self._watch = watch or (lambda report: None)
         self._rows = DocumentRows(resources, corpus)
+        self._languages = Languages()
         self._report = IngestReport()
         self._computed_tokens = 0
         self._began = time.perf_counter()
@@ -262,6 +264,7 @@ class DistributedIngest:
             report.interrupted = True
         finally:
             claim_at_end(self._claim, is_whole)
+        report.warnings += filter(None, [self._languages.warning(self._corpus.manifest.embedder)])
         self._count()
         return report
 
@@ -356,6 +359,7 @@ class DistributedIngest:
                 return
         self._rows.remove_other_spellings(first["source"])
         report.documents += 1
+        self._languages.add("\n".join(row["text"] for row in rows))
         report.documents_unchanged += is_unchanged and not any(row["computed"] for row in rows)
 
     def _refuse_changed(self) -> None:

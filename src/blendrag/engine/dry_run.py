@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from blendrag.corpus.languages import Languages
 from blendrag.engine.ingest import IngestReport, Inputs, documents_of
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
@@ -41,7 +42,7 @@ def dry_run(
     corpus, chunker = resources.corpus, resources.chunker()
     if corpus is not None and corpus.has_manifest:
         resources.check_corpus(corpus)
-    report, unchanged = IngestReport(), 0
+    report, unchanged, languages = IngestReport(), 0, Languages()
     chunks: dict[str, Chunk] = {}
     unembedded: dict[str, Chunk] = {}
     for document, _ in documents_of(inputs, report, patterns):
@@ -49,11 +50,13 @@ def dry_run(
         of_document = known or chunker.split(document.text, document.source)
         unchanged += bool(known)
         report.documents += 1
+        languages.add(document.text)
         report.chunks += len(of_document)
         report.tokens += sum(chunk.tokens for chunk in of_document)
         chunks |= {chunk.chunk_id: chunk for chunk in of_document}
         unembedded |= {} if known else {chunk.chunk_id: chunk for chunk in of_document}
     new = _without_kv(resources, [*chunks.values()]) if corpus is not None else [*chunks.values()]
+    report.warnings += filter(None, [languages.warning(resources.manifest.embedder)])
     seconds = _ingest_s(resources, worker, new, [*unembedded.values()])
     return DryRun(
         documents=report.documents,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus, files_of, is_at, resolved
+from blendrag.corpus.languages import Languages
 from blendrag.engine.kv_writer import (
     KVWriter,
     computed_among_requests,
@@ -76,7 +77,8 @@ class IngestReport:
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """What was stored but needs attention: damaged characters of a file."""
+    """What was stored but needs attention: damaged characters of a file, texts in a language that the
+    embedder does not know."""
     skipped: dict[str, list[str]] = field(default_factory=dict)
     """Files of directories that were not read, by reason."""
     gone: list[str] = field(default_factory=list)
@@ -153,6 +155,7 @@ class IngestRun:
         self._watch = watch or (lambda report: None)
         self._writer = KVWriter(resources, worker)
         self._rows = DocumentRows(resources, corpus)
+        self._languages = Languages()
         self._announced = False
         self._report = IngestReport()
         self._began = time.perf_counter()
@@ -174,6 +177,7 @@ class IngestRun:
             report.interrupted = True
         finally:
             claim_at_end(self._writer.claim, is_whole)
+        report.warnings += filter(None, [self._languages.warning(self._corpus.manifest.embedder)])
         self._count()
         return report
 
@@ -209,6 +213,7 @@ class IngestRun:
             self._report.failures.append(named_failure(document.source, bad))
             return
         self._report.documents += 1
+        self._languages.add(document.text)
         self._tell()
 
     def _write_kv(self, document: Document, chunks: Sequence[Chunk], size_bytes: float) -> int:

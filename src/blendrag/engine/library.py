@@ -21,6 +21,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import ADDING, REMOVED, Entry, Hit, NewEntry
 from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
+from blendrag.corpus.languages import Languages
 from blendrag.engine.kv_writer import (
     KVWriter,
     Written,
@@ -71,6 +72,8 @@ class Library:
         self._worker = worker
         self._changing = threading.Lock()
         self._warned = False
+        self._languages: Languages | None = Languages()
+        """Of the texts that were embedded here; ``None`` after its warning."""
 
     # -- changing -------------------------------------------------------------------------------
 
@@ -280,6 +283,12 @@ class Library:
     def _embedded(self, corpus: Corpus, rows: Sequence[NewEntry]) -> list[NewEntry]:
         """With vectors of the corpus's embedder."""
         refuse_given(corpus.manifest.embedder)
+        if self._languages is not None:
+            for row in rows:
+                self._languages.add(row.chunk.text)
+            if warning := self._languages.warning(corpus.manifest.embedder):
+                log.warning("%s", warning)
+                self._languages = None
         titled = [(row.entry.title, row.chunk) for row in rows]
         vectors = self._resources.vectors_of(corpus, titled)
         return [row._replace(vector=v) for row, v in zip(rows, vectors, strict=True)]
