@@ -114,8 +114,7 @@ ASKS: tuple[dict[str, Any], ...] = (
 CHAT_ASKS: tuple[dict[str, Any], ...] = (
     {"modalities": ["text", "audio"]}, {"audio": {"voice": "x"}}, {"functions": [{"name": "f"}]},
     {"function_call": {"name": "f"}}, {"web_search_options": {"user_location": "x"}}, {"best_of": 2},
-    {"add_generation_prompt": False}, {"continue_final_message": True}, {"chat_template": "{{ 1 }}"},
-    {"echo": True},
+    {"chat_template": "{{ 1 }}"}, {"echo": True},
 )  # fmt: skip
 
 
@@ -186,6 +185,17 @@ def test_an_answer_that_ignores_its_end_has_the_length_that_was_asked_for(server
     assert 35 <= least["usage"]["completion_tokens"] <= 40
 
 
+def test_an_unknown_path_is_told_the_known_ones(server: Live) -> None:
+    with server.client() as client:
+        reply = client.post("/v1/responses", json={"input": "Hi"})
+    assert reply.status_code == 404
+    message = reply.json()["error"]["message"]
+    assert message.startswith(
+        "there is nothing at /v1/responses; the server has /v1/chat/completions,"
+    )
+    assert tiny.one_sentence(message)
+
+
 def test_reasoning_is_left_out_if_nobody_wants_it(server: Live) -> None:
     shown, hidden = answer(server), answer(server, include_reasoning=False)
     assert shown["message"]["content"] == hidden["message"]["content"] == ANSWER
@@ -201,6 +211,25 @@ def test_thinking_is_switched_as_at_other_servers(server: Live) -> None:
         for fields in ({"thinking": {"type": "disabled"}}, {"thinking": {"type": "enabled"}}, {}):
             assert post(server, fields).status_code == 200
     assert [options.enable_thinking for _, options, _ in requests] == [False, True, None]
+
+
+def test_an_answer_continues_the_last_message_if_asked(server: Live) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "It built"}]
+    prompts = server.engine.adapter.model.prompts
+    for fields, end in (
+        ({"continue_final_message": True, "add_generation_prompt": False}, "assistant\nIt built"),
+        ({"continue_final_message": True}, "assistant\nIt built"),
+        ({"add_generation_prompt": False}, "It built<|end|>\n"),
+        ({"add_generation_prompt": True}, "It built<|end|>\n<|start|>assistant\n"),
+        ({}, "It built<|end|>\n<|start|>assistant\n"),
+    ):
+        assert post(server, {"messages": begun, **fields}).status_code == 200
+        assert prompts[-1].endswith(end)
+    forced = {"tools": [TOOL], "tool_choice": "required", "messages": begun}
+    for fields in ({}, {"messages": begun, "add_generation_prompt": True}, forced):
+        refused = post(server, {**fields, "continue_final_message": True})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "continue_final_message"
 
 
 # -- stock clients ----------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ def asked_chat(
             f"chat_template_kwargs has {quoted(reserved[0])}, no argument of a template; leave it out",
             param="chat_template_kwargs",
         )
+    template |= _prompt_end(body, messages, forced=choice not in (None, "auto", "none"))
     options = _options(
         engine,
         body,
@@ -114,6 +115,27 @@ def asked_chat(
         options = replace(options, stop=(*options.stop, NEXT_QUESTION))
     parallel = body.parallel_tool_calls is not False
     return ServedRequest(engine, prompt, options, sources, parallel, body.shows_reasoning)
+
+
+def _prompt_end(body: ChatBody, messages: Sequence[Message], forced: bool) -> Mapping[str, bool]:
+    """Arguments of the template for how the prompt ends. ``forced``: whether the answer must be a call."""
+    if not body.continue_final_message:
+        return (
+            {} if body.add_generation_prompt in (None, True) else {"add_generation_prompt": False}
+        )
+    last = messages[-1] if messages else {}
+    wrong = ""
+    if last.get("role") != "assistant" or last.get("tool_calls") or not last.get("content"):
+        wrong = "a last message that is no text of the assistant"
+    elif body.add_generation_prompt or forced:
+        wrong = "a tool that must be called" if forced else "add_generation_prompt"
+    if wrong:
+        raise Refusal(
+            400,
+            f"continue_final_message with {wrong}; leave it out",
+            param="continue_final_message",
+        )
+    return {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def prompts_of(body: CompletionBody) -> list[str]:

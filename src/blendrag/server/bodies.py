@@ -41,9 +41,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "function_call": ("auto", "none"), "functions": (), "modalities": (["text"],),
     "moderation": (), "web_search_options": (),
     # vLLM
-    "add_generation_prompt": (True,), "add_special_tokens": (False, True), "allowed_token_ids": (),
+    "add_special_tokens": (False, True), "allowed_token_ids": (),
     "bad_words": (), "best_of": (1,), "chat_template": (), "chat_template_content_format": ("auto", "string"),
-    "continue_final_message": (False,), "early_stopping": (False,), "echo": (False,),
+    "early_stopping": (False,), "echo": (False,),
     "guided_whitespace_pattern": (), "include_stop_str_in_output": (False,), "kv_transfer_params": (),
     "length_penalty": (1,), "logits_processors": (), "media_io_kwargs": (), "mm_processor_kwargs": (),
     "prompt_embeds": (), "prompt_logprobs": (False,), "return_token_ids": (False,),
@@ -267,6 +267,9 @@ class ChatBody(Generating):
     reasoning_effort: str | None = None
     """For the chat template; ``none`` turns thinking off."""
     thinking: Thinking | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message, which is the assistant's, as at vLLM."""
     include_reasoning: bool | None = None
     """Whether the reasoning is part of the answer, as at vLLM."""
     documents: Items[str | dict[str, Any]] | None = None

@@ -40,6 +40,11 @@ OPTION_FIELDS = {
     "template": "chat_template_kwargs",
     **{name: f"blendrag.{name}" for name in ("mode", "ratio", "min_ratio", "timeout_s")},
 }
+#: What an unknown path is answered with.
+PATHS = (
+    "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /v1/documents, /v1/ingest, "
+    "/health and /metrics"
+)
 #: Status of a client that has gone, as nginx writes it to its log; nobody receives it.
 CLIENT_GONE = 499
 
@@ -151,7 +156,7 @@ def of_http(request: Request, error: HTTPException) -> Refusal:
     status, path = error.status_code, request.url.path
     message = str(error.detail)
     if status == 404:
-        message = f"there is nothing at {shortened(path)}; the paths begin with /v1"
+        message = f"there is nothing at {shortened(path)}; the server has {PATHS}"
     elif status == 405:
         message = f"{shortened(request.method)} is not allowed at {shortened(path)}"
         if "access-control-request-method" in request.headers:
