@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+import tiny
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine import BlendEngine
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import CorpusError
 from blendrag.frameworks.engines import shared_engine
-from cli.commands import QUESTION, ask, ingest_args, invoke, printed, refused, said
+from cli.commands import QUESTION, ask, ingest_args, invoke, printed, refused, said, save_model
 
 
 def without_model(args: list[str]) -> list[str]:
@@ -66,8 +67,38 @@ def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(refused_dir,
 def test_a_store_that_was_ingested_in_another_dtype_says_why_nothing_is_reused(store):
     (note,) = ask(store, "--dtype", "bfloat16")["metrics"]["notes"]
     assert "as the ingest loaded it, not as " in note
-    assert "is loaded here (bfloat16); leave out dtype" in note
+    assert "is loaded here (bfloat16); leave out dtype or give float32, or ingest again" in note
     assert ask(store)["metrics"]["notes"] == []
+
+
+def test_a_note_names_the_weights_only_if_they_were_replaced_in_place(docs, tmp_path):
+    model, store = save_model(tmp_path / "model"), tmp_path / "store"
+    assert invoke(*ingest_args(docs, model, store)).exit_code == 0
+    assert ask(store)["metrics"]["notes"] == []
+    tiny.llama(
+        seed=5, num_hidden_layers=3, max_position_embeddings=1024, eos_token_id=639
+    ).save_pretrained(model)
+    (note,) = ask(store)["metrics"]["notes"]
+    assert note.endswith("is loaded here (its weights have changed); ingest again")
+    assert invoke(*ingest_args(docs, model, store)).exit_code == 0
+    assert ask(store)["metrics"]["notes"] == []
+
+
+def test_a_note_names_the_tokenizer_if_it_was_replaced_in_place(docs, tmp_path):
+    model, store = save_model(tmp_path / "model"), tmp_path / "store"
+    assert invoke(*ingest_args(docs, model, store)).exit_code == 0
+    save_model(model, None, "windmill")
+    sentence = said(invoke("ask", QUESTION, "--store", store))
+    assert (
+        f"was ingested with model {str(model)!r} and another tokenizer than it has now" in sentence
+    )
+
+
+def test_a_store_without_a_record_of_its_model_names_what_may_differ(store):
+    (record,) = (store / "verified").glob("*.loaded.json")
+    record.unlink()
+    (note,) = ask(store, "--dtype", "bfloat16")["metrics"]["notes"]
+    assert "(bfloat16: its weights, dtype, attention or adapter differ); load it as then" in note
 
 
 def test_a_model_that_is_a_file_is_not_called_a_directory(tmp_path, monkeypatch):

@@ -205,7 +205,8 @@ def _controller(resources: Resources, planner: Planner) -> Controller:
     with adapter.lock:
         namespace = resources.kv_validity.namespace
         if not resources.kv_validity.is_valid(namespace):
-            raise CorpusError(UNTRUSTED.text)
+            why = resources.kv_validity.why_invalid(namespace)
+            raise CorpusError(f"{UNTRUSTED.text}: {why}")
         return planner.controller(namespace)
 
 

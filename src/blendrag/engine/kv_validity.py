@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from blendrag.corpus.manifest import Manifest
+from blendrag.engine.loaded_as import LoadedAs, difference, recorded, records_of
 from blendrag.errors import (
     CorruptKVError,
     IdentityChangedError,
@@ -91,6 +92,8 @@ class KVValidity:
         self._root = root
         self._manifest = manifest
         self._valid: dict[str, bool] = {}
+        self._why_not: dict[str, str] = {}
+        self._recorded: set[str] = set()
 
     @property
     def namespace(self) -> str:
@@ -145,9 +148,22 @@ class KVValidity:
             if self._is_valid_here(namespace):
                 self._store.agrees(namespace, partial(self._remote_probe, namespace))
                 return True
-        except ForeignKVError:
-            pass
+        except ForeignKVError as error:
+            self._why_not[namespace] = str(error)
         return False
+
+    def why_invalid(self, namespace: str) -> str:
+        """Why :meth:`is_valid` was ``False``."""
+        return self._why_not.get(namespace, "it cannot be checked")
+
+    def difference(self, namespace: str) -> tuple[str, str] | None:
+        """How the loaded model differs from the one whose KV that other namespace holds, and the remedy;
+        ``None`` if it is not known, as in stores of earlier versions."""
+        then = recorded(self._root, namespace)
+        if then is None:
+            return None
+        now = self._adapter.identity.encoded(self._manifest().encoding)
+        return difference(then.identity, now)
 
     def _is_valid_here(self, namespace: str) -> bool:
         if namespace not in self._valid:
@@ -157,6 +173,7 @@ class KVValidity:
             wrong = self._wrong_with_probe(namespace)
             self._valid[namespace] = not wrong
             if wrong:
+                self._why_not[namespace] = f"{wrong}; ingest again to renew it"
                 log.warning(
                     "store %s: KV of model %s is not used because %s; ingest again to renew it",
                     *(self._root, self._adapter.model_id, wrong),
@@ -191,7 +208,10 @@ class KVValidity:
                         return ""
                 except (CorruptKVError, StoreUnavailableError):
                     return "its probe entry is damaged"
-            return "this machine computes different KV (another library version or kernel?)"
+            then, now = recorded(self._root, namespace), LoadedAs.now(self._adapter.identity)
+            versions = then.versions(now) if then is not None else ""
+            computed = "this machine computes different KV than the ingest"
+            return f"{computed} ({versions or 'another library version or kernel?'})"
         return "its probe entry is missing or damaged"
 
     def _is_alike(self, namespace: str, prefix: tuple[int, ...], reader: KVReader) -> bool:
@@ -269,6 +289,17 @@ class KVValidity:
             self._store.put(namespace, key, kv)
         self._store.pin(namespace, key)
         self._valid.setdefault(namespace, True)
+        self._record(namespace)
+
+    def _record(self, namespace: str) -> None:
+        """Keep how the model was loaded, once."""
+        if namespace in self._recorded:
+            return
+        self._recorded.add(namespace)
+        now = LoadedAs.now(self._adapter.identity.encoded(self._manifest().encoding))
+        if now.identity.namespace == namespace and recorded(self._root, namespace) != now:
+            with suppress(OSError):  # it only explains
+                records_of(self._root, namespace).keep(now)
 
 
 def _alike(now: ChunkKV, reader: KVReader, tolerance: float) -> bool:

@@ -21,14 +21,14 @@ from blendrag.planning.profile import Profile
 from blendrag.store.kv import dtype_name
 from blendrag.text.prompt import SegmentedPrompt
 
-UNTRUSTED = Reason(
-    ReasonCode.UNTRUSTED,
-    "stored KV is not used: its probe entry is damaged, or this machine computes different KV than the one "
-    "that ingested the corpus; ingest again to renew it",
-)
 OLD_CALIBRATION = (
     "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
     "calibrate"
+)
+
+
+UNTRUSTED = Reason(
+    ReasonCode.UNTRUSTED, "stored KV is not used, because a check of it failed on this machine"
 )
 
 
@@ -168,7 +168,8 @@ class Planner:
         namespace = resources.kv_validity.namespace
         if not resources.kv_validity.is_valid(namespace):
             resources.forget_signature()
-            return KVAccess(request, adapter, why_not=UNTRUSTED, notes=(UNTRUSTED.text,))
+            why = resources.kv_validity.why_invalid(namespace)
+            return KVAccess(request, adapter, why_not=UNTRUSTED, notes=(UNTRUSTED.text, why))
         is_long = adapter.is_long(len(request.prompt.ids))
         if is_long and not (adapter.has_long_table and request.sequences == 1):
             why = _other_table(adapter, request)
@@ -238,11 +239,15 @@ class Planner:
             self._holds[manifest.namespace] = is_shared or first is not None
         if not self._holds[manifest.namespace]:
             return ""
+        known = resources.kv_validity.difference(manifest.namespace)
         dtype = dtype_name(resources.adapter.model.dtype)
+        cause, remedy = known or (
+            f"{dtype}: its weights, dtype, attention or adapter differ",
+            "load it as then, or ingest again",
+        )
         return (
             f"chunks were computed because store {resources.root} holds the KV of {manifest.model!r} as the "
-            f"ingest loaded it, not as {resources.model_name!r} is loaded here ({dtype}); leave out dtype, "
-            "device and lora, or ingest again with them"
+            f"ingest loaded it, not as {resources.model_name!r} is loaded here ({cause}); {remedy}"
         )
 
     def _calibrated(self, request: Request, namespace: str) -> tuple[Request, tuple[str, ...]]:

@@ -373,9 +373,14 @@ class Resources:
         if not corpus.has_documents:
             return None, ""
         return None, (
-            f"store {self.root} was ingested with model {manifest.model!r}, so nothing of it is "
-            f"reused with {self.model_name!r}"
+            f"store {self.root} was ingested with {self._model_of(manifest)}, so nothing of it is reused "
+            f"with {self.model_name!r}"
         )
+
+    def _model_of(self, manifest: Manifest) -> str:
+        """The model of ``manifest``, whose tokenizer is not this one's."""
+        of = "" if manifest.model != self.model_name else " and another tokenizer than it has now"
+        return f"model {manifest.model!r}{of}"
 
     def require_corpus(self) -> Corpus:
         """The corpus of this model. Raises :class:`CorpusError` or :class:`InvalidInputError`."""
@@ -426,8 +431,8 @@ class Resources:
         manifest = corpus.manifest
         if manifest.tokenizer_fingerprint != self.tokens.fingerprint:
             raise InvalidInputError(
-                f"store {self.root} was ingested with model {manifest.model!r}, not "
-                f"{self.model_name!r}; use that model, or ingest into another store"
+                f"store {self.root} was ingested with {self._model_of(manifest)}, not {self.model_name!r}; "
+                "use that model, or ingest into another store"
             )
 
     @property
