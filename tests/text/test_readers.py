@@ -183,7 +183,7 @@ def test_pdf_and_docx_are_read(tmp_path: Path) -> None:
     letter.add_paragraph("Signed.")
     letter.save(tmp_path / "a.docx")
     (document,) = read_documents(tmp_path / "a.docx")
-    assert (document.title, document.text) == ("A letter", "Terms\n\n | 30 days\n\nSigned.")
+    assert (document.title, document.text) == ("A letter", "Terms\n\n| 30 days\n\nSigned.")
     with pytest.raises(UnreadableDocumentError, match="file without text, such as a scan"):
         list(read_documents(write(tmp_path / "scan.pdf", pdf())))
 

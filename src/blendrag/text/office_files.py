@@ -11,6 +11,7 @@ from pathlib import Path
 from blendrag.errors import UnreadableDocumentError, is_out_of_memory
 from blendrag.store.durable import readable_size
 from blendrag.store.regular_files import MIB
+from blendrag.text import docx_files
 
 INSTALL = "pip install 'blendrag[files]'"
 #: Module that reads each kind.
@@ -33,8 +34,6 @@ def lacks_reader(kind: str) -> bool:
 MAX_PARTS, MAX_UNPACKED_BYTES, MAX_XML_BYTES = 10_000, 1024 * MIB, 256 * MIB
 #: Parts of more than so many bytes are packed at most so well: text reaches 20 to 50.
 RATIO_FROM_BYTES, MAX_RATIO = 8 * MIB, 100
-#: Columns that a cell of a table may span. Its text is repeated in each.
-MAX_COLUMNS = 1000
 #: A page of a PDF is an object that its list of pages should name once.
 MAX_PAGE_REPEATS = 100
 
@@ -78,7 +77,7 @@ def read(path: Path, kind: str, data: bytes) -> tuple[str, str]:
             path, f"is a {kind} file, read only with the extra: {INSTALL}"
         )
     try:
-        text, title = _pdf(path, data) if kind == "PDF" else _docx(data)
+        text, title = _pdf(path, data) if kind == "PDF" else docx_files.read(data)
     except UnreadableDocumentError:
         raise
     except Exception as exc:  # both libraries raise many types for damaged files
@@ -118,22 +117,3 @@ def _open_pdf(path: Path, data: bytes) -> tuple[str, str]:
     pages = [page.extract_text().strip() for page in reader.pages]
     title = reader.metadata.title if reader.metadata else None
     return "\n\n".join(filter(None, pages)), str(title or "")
-
-
-def _docx(data: bytes) -> tuple[str, str]:
-    from docx import Document
-    from docx.oxml.ns import qn
-    from docx.table import Table
-
-    document = Document(BytesIO(data))
-    for span in document.element.body.iter(qn("w:gridSpan")):
-        if (columns := span.val) > MAX_COLUMNS:
-            raise ValueError(f"a cell spans {columns:,} columns")
-    blocks = []
-    for block in document.iter_inner_content():
-        if isinstance(block, Table):
-            rows = ([cell.text.strip() for cell in row.cells] for row in block.rows)
-            blocks.append("\n".join(" | ".join(row) for row in rows))
-        else:
-            blocks.append(block.text.strip())
-    return "\n\n".join(filter(None, blocks)), document.core_properties.title or ""
