@@ -565,6 +565,12 @@ def test_arguments_are_cast_by_the_schema_of_the_tool(given, expected):
         ("<tool_call>", '<tool_call>{"name": "f" "x"}</tool_call>\n' + hermes(Q), "", [Q]),
         ("<tool_call>", '<tool_call>{"name": "f, "arguments": {}}</tool_call>\n' + hermes(Q), "", [Q]),
         ("<tool_call>", "<tool_call>\nsearch\n</tool_call>", "", [{}]),
+        (
+            "<tool_call>",
+            "".join(f"<function=search><parameter=q>{q}</parameter></function>" for q in "xy"),
+            "",
+            [Q, R],
+        ),
     ],
 )  # fmt: skip
 def test_what_stands_around_calls_is_kept(markup, answer, text, calls):

@@ -153,7 +153,14 @@ def format_of(tokens: Tokens) -> Format:
     own = getattr(tokens.tokenizer, "response_template", None)
     if isinstance(own, Mapping):
         return Format("tokenizer", {}, own=own)
-    return _format_in(tokens.template_text)
+    return _learned(tokens, tokens.template_text)
+
+
+@lru_cache(maxsize=8)  # needed several times per request
+def _learned(tokens: Tokens, template: str) -> Format:
+    from blendrag.chat.learned import learned_form  # which needs this module
+
+    return learned_form(tokens, _format_in(template))
 
 
 @cache

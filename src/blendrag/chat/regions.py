@@ -18,7 +18,7 @@ Check = Callable[[str, Any], bool]
 #: Where a text in quotes begins and ends; escaped characters do neither.
 _QUOTES = regex.compile(r'\\.|"', regex.DOTALL)
 #: The beginning of an argument in XML.
-_VALUE = regex.compile(r"<([^\s<>/=]*(?:param|arg_value|argument)[^\s<>/=]*)")
+_VALUE = regex.compile(r"<([^\s<>/=]*(?:param|arg_value|arg(?:ument)?\b)[^\s<>/=]*)")
 
 
 class _Checked:
@@ -31,7 +31,7 @@ class _Checked:
     def search(self, text: str, at: int = 0, partial: bool = False) -> Any:
         found = self._pattern.search(text, at, partial=partial)
         while found is not None and not found.partial and not self._check(text, found):
-            found = self._pattern.search(text, max(found.end(), at + 1), partial=partial)
+            found = self._pattern.search(text, max(found.end(), found.start() + 1), partial=partial)
         return found
 
 

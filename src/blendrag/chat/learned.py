@@ -1,0 +1,179 @@
+"""Learns the form of reasoning and calls from what a chat template writes, for templates whose markup is in
+no file of ``formats/``.
+
+The template renders an answer with a known thought, text and calls; what it puts around them are the tags. A
+form counts only if by it the rendered answer is taken apart again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import regex
+
+from blendrag.chat.calls import ToolCall, read_calls
+from blendrag.chat.formats import Format
+from blendrag.chat.reply import take_apart
+from blendrag.text.matches import common_prefix
+
+if TYPE_CHECKING:
+    from blendrag.model.tokens import Tokens
+
+_NAME, _KEY, _VALUE, _OTHER = "name_of_the_tool", "key_of_the_probe", "first value", "second value"
+_TEXT, _THOUGHT = "The text of the answer.", "The thought before it."
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "x",
+        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
+    },
+}
+_USER = {"role": "user", "content": "x"}
+_NAMED, _BODY = r"(?P<name>[^\s<>\"'{}|]+)", {"transform": {"name": "{name}", "body": "{content}"}}
+#: Ids of calls are nine letters, as Mistral's template requires.
+_IDS, _ID, _SOME_ID = "a1b2c3d4{}", regex.compile(r"a1b2c3d4\d"), "someidofacall"
+
+
+def learned_form(tokens: Tokens, known: Format) -> Format:
+    """``known``, which was chosen by the template's markup, or the form that the template writes."""
+    header, end = _frame(tokens)
+    if not header:
+        return known
+    one, two = (_said(tokens, header, end, count) for count in (1, 2))
+    if _NAME not in one or _reads(known, one, 1):
+        return _with_reasoning(tokens, known, header)
+    for found in _call_regions(one, two):
+        # the template's tokens count as markup, without matching anything
+        kept = {"open_pattern": f"(?!){regex.escape(two or one)}", "close_pattern": ""}
+        made = Format("template", {**known.regions, **found, "kept": kept}, begun=known.begun)
+        if _reads(made, one, 1) and (_OTHER not in two or _reads(made, two, 2)):
+            return _with_reasoning(tokens, made, header)
+    return _with_reasoning(tokens, known, header)
+
+
+def _render(tokens: Tokens, answer: Mapping[str, Any]) -> str:
+    """The first rendering that the template does not refuse, or empty."""
+    for as_text in (False, True):
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            if as_text
+            else call
+            for call in answer.get("tool_calls", ())
+        ]  # fmt: skip
+        for tools in ([_TOOL], None):
+            with suppress(Exception):  # jinja errors of many kinds
+                given = {**answer, "tool_calls": calls} if calls else dict(answer)
+                return tokens.render([_USER, given], tools=tools, add_generation_prompt=False)
+    return ""
+
+
+def _frame(tokens: Tokens) -> tuple[str, str]:
+    """What the template writes before and after an answer's text."""
+    before, found, after = _render(tokens, {"role": "assistant", "content": _TEXT}).partition(_TEXT)
+    return (before, after) if found else ("", "")
+
+
+def _said(tokens: Tokens, header: str, end: str, count: int) -> str:
+    """An answer with its text and calls, as the model would have said it."""
+    calls = [
+        {"type": "function", "id": _IDS.format(i), "function": {"name": _NAME, "arguments": {_KEY: value}}}
+        for i, value in enumerate((_VALUE, _OTHER)[:count])
+    ]  # fmt: skip
+    whole = _render(tokens, {"role": "assistant", "content": _TEXT, "tool_calls": calls})
+    return whole[common_prefix(whole, header) :].removesuffix(end)
+
+
+def _reads(form: Format, said: str, count: int) -> bool:
+    """Whether ``said`` is taken apart into its text and that many calls."""
+    found = take_apart(said, form, [_TOOL])
+    expected = [{_KEY: value} for value in (_VALUE, _OTHER)[:count]]
+    arguments = [call.arguments for call in found.calls if call.name == _NAME]
+    return arguments == expected and not found.invalid and _NAME not in found.text
+
+
+def _call_regions(one: str, two: str) -> Iterator[dict[str, Any]]:
+    """Regions that may hold the call in ``one`` and both in ``two``."""
+    name_at, value_at = one.find(_NAME), one.find(_VALUE)
+    if not 0 <= name_at < value_at:
+        return
+    begins = one.find(_TEXT) + len(_TEXT) if _TEXT in one[:name_at] else 0
+    before, rest = one[begins:name_at], one[name_at:]
+    least = value_at - name_at + len(_VALUE)
+    for cut in range(len(before)):
+        if before[cut] in "]})>" or before[cut].isspace():
+            continue
+        end = next(
+            (e for e in range(least, len(rest) + 1) if _is_call(before[cut:] + rest[:e])), None
+        )
+        if end is None:
+            continue
+        if before[:cut].strip():
+            close = regex.sub(r"\A[\s\]})\"',;]+", "", rest[end:])
+            yield {"tool_calls": _region(_loosely(before[:cut]), _loosely(close))}
+        elif tag := regex.search(r"</[^<>]+>\Z", rest[:end]):  # a call without a tag around it
+            opens = f'{_loosely(before[cut:])}{_NAMED}"?[^<>]*>'
+            yield {"tool_calls": _region(opens, regex.escape(tag[0])) | _BODY}
+    yield from _named_regions(before, rest, two)
+
+
+def _is_call(text: str) -> bool:
+    calls, after = read_calls(text, [_TOOL])
+    found = [(c.name, c.arguments) for c in calls if isinstance(c, ToolCall)]
+    return found == [(_NAME, {_KEY: _VALUE})] and len(calls) == 1 and not after
+
+
+def _region(opens: str, closes: str) -> dict[str, Any]:
+    return {"open_pattern": opens, **({"close_pattern": closes} if closes else {})}
+
+
+def _named_regions(before: str, rest: str, two: str) -> Iterator[dict[str, Any]]:
+    """A region for each call, whose name is in the tag and whose arguments are JSON."""
+    json_at = rest.find("{")
+    try:
+        given, end = json.JSONDecoder().raw_decode(rest, max(0, json_at))
+    except ValueError:
+        return
+    if given != {_KEY: _VALUE}:
+        return
+    between = rest[len(_NAME) : json_at]
+    opens, closes = before, rest[end:]
+    inner = _ID.sub(_SOME_ID, two.partition(_VALUE)[2].partition(_NAME)[0].partition("}")[2])
+    before = _ID.sub(_SOME_ID, before)
+    shared = before[len(before) - common_prefix(before[::-1], inner[::-1]) :]
+    begins = regex.search(r"[<\[{(]", shared)
+    if shared := shared[begins.start() :] if begins else shared.strip():
+        opens, closes = shared, inner.removesuffix(shared)  # of each call, without the tags of all
+    region = _region(f"{_loosely(opens)}{_NAMED}{_loosely(between)}", _loosely(closes))
+    around = (before.removesuffix(opens), rest[end:].removeprefix(closes))
+    outer = "|".join(_loosely(text) for text in around if text.strip())
+    unshown = {"unshown": _region(outer, "") | {"close_pattern": ""}} if outer else {}
+    yield {"tool_calls": region | _BODY, **unshown}
+
+
+def _loosely(text: str) -> str:
+    """A pattern for ``text`` with any white space and any id."""
+    text = _ID.sub(_SOME_ID, text.strip())
+    words = (regex.escape(part) for part in regex.split(r"\s+", text))
+    return r"\s*".join(words).replace(_SOME_ID, r"[^\s<>\"]*")
+
+
+def _with_reasoning(tokens: Tokens, form: Format, header: str) -> Format:
+    """With the tags that the template puts around reasoning, if ``form`` does not know them."""
+    thinks = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
+    whole = _render(tokens, {"role": "assistant", "content": _TEXT, **thinks})
+    said = whole[common_prefix(whole, header) :]
+    opens, _, after = said.partition(_THOUGHT)
+    closes = after.partition(_TEXT)[0]
+    if not (header and opens.strip() and closes.strip() and _TEXT in after):
+        return form
+    read = take_apart(said[: said.find(_TEXT) + len(_TEXT)], form)
+    if read.reasoning == _THOUGHT and read.text == _TEXT:
+        return form
+    region = {"open": opens.strip(), "close": closes.strip()}
+    begun = (region["open"], *form.begun)
+    return replace(form, regions={**form.regions, "reasoning": region}, begun=begun)
