@@ -85,7 +85,14 @@ def _said(tokens: Tokens, header: str, end: str, count: int) -> str:
         for i, value in enumerate((_VALUE, _OTHER)[:count])
     ]  # fmt: skip
     whole = _render(tokens, {"role": "assistant", "content": _TEXT, "tool_calls": calls})
-    return whole[common_prefix(whole, header) :].removesuffix(end)
+    begins = common_prefix(whole, header)
+    for asks in (True, False):
+        with suppress(Exception):
+            asked = tokens.render([_USER], tools=[_TOOL], add_generation_prompt=asks)
+            if whole.startswith(asked):
+                begins = len(asked)
+                break
+    return whole[begins:].removesuffix(end)
 
 
 def _reads(form: Format, said: str, count: int) -> bool:
@@ -169,7 +176,7 @@ def _with_reasoning(tokens: Tokens, form: Format, header: str) -> Format:
     said = whole[common_prefix(whole, header) :]
     opens, _, after = said.partition(_THOUGHT)
     closes = after.partition(_TEXT)[0]
-    if not (header and opens.strip() and closes.strip() and _TEXT in after):
+    if not (opens.strip() and closes.strip() and said.count(_THOUGHT) == said.count(_TEXT) == 1):
         return form
     read = take_apart(said[: said.find(_TEXT) + len(_TEXT)], form)
     if read.reasoning == _THOUGHT and read.text == _TEXT:
