@@ -265,3 +265,14 @@ def test_a_conversation_of_a_known_shape_is_probed_once(monkeypatch: pytest.Monk
     again = [{**m, "content": f"{m['content']}, again"} for m in HISTORIES["two users"]]
     assert "U3, again" in render(again, tokens, Options()).text
     assert len(count) == 2  # the prompt, and the same with marks
+
+
+def test_a_conversation_that_grows_is_probed_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, count = scripted.tokens(NINE), []
+    messages = HISTORIES["call next to text"]
+    render(messages, tokens, Options())
+    stock = tokens.render
+    monkeypatch.setattr(tokens, "render", lambda *a, **k: count.append(1) or stock(*a, **k))
+    grown = render([*messages, said("A3"), user("U3")], tokens, Options())
+    assert {"A3", "U3"} <= set(words(grown.text))
+    assert len(count) == 4  # as it is, as before; the prompt, and the same with marks

@@ -10,6 +10,7 @@ is needed for all words to appear.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -270,6 +271,12 @@ def _shape(messages: Sequence[Message]) -> Iterator[Turn]:
         yield Turn(message["role"], has_text, calls, REASONING in message)
 
 
+@lru_cache(maxsize=16)
+def _recent(tokens: Tokens, template: str, given: Given) -> deque[tuple[tuple[Turn, ...], Order]]:
+    """Shapes that were fitted, and their orders, newest last."""
+    return deque(maxlen=32)
+
+
 @lru_cache(maxsize=256)
 def _arrangement(
     tokens: Tokens, template: str, given: Given, shape: tuple[Turn, ...]
@@ -289,9 +296,13 @@ def _arrangement(
         range(3),
         range(2 if style.reasoning else 1),
     )
+    recent = _recent(tokens, template, given)
+    # a conversation that has grown probably takes the order that it had before
+    likely = [found for known, found in tuple(recent) if known == shape[: len(known)]]
+    others = sorted((Order(*each) for each in orders), key=lambda order: order.cost)
     best: tuple[int, Order, frozenset[int]] | None = None
     with bounded():  # all of them share one allowance
-        for order in sorted((Order(*each) for each in orders), key=lambda order: order.cost):
+        for order in dict.fromkeys([Order(), *likely[::-1], *others]):
             text = render(Fitted(messages, style, order).arranged(messages))
             if text is None:
                 continue
@@ -302,6 +313,8 @@ def _arrangement(
                 break
     if best is None:
         return style, Order(), frozenset(number for number, _ in words)
+    if best[0] == 0 and len(shape) > 2:
+        recent.append((shape, best[1]))
     return style, best[1], best[2]
 
 

@@ -210,7 +210,7 @@ class CalledFunction(Tolerant):
 
 
 class MadeCall(Tolerant):
-    id: str | None = None
+    id: str | int | None = None
     function: CalledFunction
 
 
