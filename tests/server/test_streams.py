@@ -34,7 +34,7 @@ class Brake:
         self.open.set()
         self.held = 0
         self.fails = False
-        model.register_forward_pre_hook(self._wait)
+        model.model.register_forward_pre_hook(self._wait)  # an ingest runs no more of it
 
     def _wait(self, *_: Any) -> None:
         if self.fails:
