@@ -81,3 +81,19 @@ def test_calls_that_no_reader_understands_stay_text():
     stream.add("I look.<<search>>")
     stream.finish()
     assert stream.reply.text == "I look.<<search>>"
+
+
+def test_a_form_that_knows_its_reasoning_is_not_learned_again():
+    harmony = (
+        "<|bos|>{{ tools }}{% for m in messages %}<|start|>{{ m.role }}"
+        "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+        "<|start|>assistant{% endif %}"
+        "{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    stream = ReplyStream(format_of(scripted.tokens(harmony)), [SEARCH])
+    stream.add(
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    )
+    stream.finish()
+    assert (stream.reply.text, stream.reply.reasoning) == ("Yes.", "Hm.")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import regex
 
 from blendrag.chat.calls import ToolCall, read_calls
-from blendrag.chat.formats import Format
+from blendrag.chat.formats import THINKING, Format
 from blendrag.chat.reply import take_apart
 from blendrag.text.matches import common_prefix
 
@@ -85,14 +85,17 @@ def _said(tokens: Tokens, header: str, end: str, count: int) -> str:
         for i, value in enumerate((_VALUE, _OTHER)[:count])
     ]  # fmt: skip
     whole = _render(tokens, {"role": "assistant", "content": _TEXT, "tool_calls": calls})
-    begins = common_prefix(whole, header)
+    return _answer(tokens, whole, header).removesuffix(end)
+
+
+def _answer(tokens: Tokens, whole: str, header: str) -> str:
+    """``whole`` without the prompt."""
     for asks in (True, False):
         with suppress(Exception):
             asked = tokens.render([_USER], tools=[_TOOL], add_generation_prompt=asks)
             if whole.startswith(asked):
-                begins = len(asked)
-                break
-    return whole[begins:].removesuffix(end)
+                return whole[len(asked) :]
+    return whole[common_prefix(whole, header) :]
 
 
 def _reads(form: Format, said: str, count: int) -> bool:
@@ -171,9 +174,13 @@ def _loosely(text: str) -> str:
 
 def _with_reasoning(tokens: Tokens, form: Format, header: str) -> Format:
     """With the tags that the template puts around reasoning, if ``form`` does not know them."""
+    if form.regions["reasoning"] is not THINKING:
+        return form
     thinks = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
     whole = _render(tokens, {"role": "assistant", "content": _TEXT, **thinks})
-    said = whole[common_prefix(whole, header) :]
+    said = _answer(tokens, whole, header)
+    if said.startswith(_THOUGHT):  # the prompt begins the thought
+        said = whole[common_prefix(whole, header) :]
     opens, _, after = said.partition(_THOUGHT)
     closes = after.partition(_TEXT)[0]
     if not (opens.strip() and closes.strip() and said.count(_THOUGHT) == said.count(_TEXT) == 1):
