@@ -54,6 +54,33 @@ def test_html_keeps_blocks_and_drops_scripts(tmp_path: Path) -> None:
     )
 
 
+def test_html_tables_become_markdown_and_those_that_place_text_do_not(tmp_path: Path) -> None:
+    html = (
+        "<p>Before.<table><thead><tr><th>sku<th>price</thead></table>"
+        "<table><tr><th>sku</th><th colspan=2>price</th></tr>\n<tr><td>P<br>1</td><td><p>1|2</p></td>"
+        "<td>3</td></tr><tr></tr></table>After."
+        "<table><tr><td>Menu</td><td><table><tr><td>a</td><td>b</td></tr><tr><td>1</td><td>2</td></tr>"
+        "</table></td></tr><tr><td>Foot</td></tr></table>"
+    )
+    (document,) = read_documents(write(tmp_path / "a.html", html))
+    assert document.text == (
+        "Before.\n\nsku price\n\n| sku | price | price |\n| --- | --- | --- |\n| P 1 | 1\\|2 | 3 |\n\n"
+        "After.\n\nMenu\n\n| a | b |\n| --- | --- |\n| 1 | 2 |\n\nFoot"
+    )
+
+
+def test_captions_and_cells_without_ends_lose_no_text(tmp_path: Path) -> None:
+    rows = "<tr><td>a</td><td>b</td></tr>" * 2
+    table = ["Prices", "", "| a | b |", "| --- | --- |", "| a | b |"]
+    for html in (
+        f"<table><caption>Prices</caption>{rows}</table>",
+        "<table><tr><td>a<td>b<tr><td>c",
+    ):
+        (document,) = read_documents(write(tmp_path / "a.html", html))
+        expected = table if "caption" in html else ["a b", "", "c"]
+        assert [line.strip() for line in document.text.split("\n")] == expected
+
+
 def test_deeply_nested_html_is_read(tmp_path: Path) -> None:
     html = "<div>" * 1100 + "deep" + "</div>" * 1100
     (document,) = read_documents(write(tmp_path / "a.html", html))

@@ -22,6 +22,7 @@ from blendrag.store.identity import digest_fields
 from blendrag.text import office_files
 from blendrag.text.decoding import BEGINNING_BYTES, decoded, is_text
 from blendrag.text.names import MAX_ID_CHARS, MAX_TITLE_CHARS, check_metadata, check_name, cut_title
+from blendrag.text.tables import markdown_table
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup
@@ -342,6 +343,11 @@ _BLOCK_NAMES = (
 _BLOCKS = frozenset(_BLOCK_NAMES.split())
 
 
+#: Characters of a cell of a table, and columns that one may span.
+MAX_CELL_CHARS = 500
+_SPANS = frozenset(map(str, range(1, 101)))
+
+
 def _read_html(path: Path, text: str) -> Iterator[Document]:
     from bs4 import BeautifulSoup
 
@@ -377,9 +383,13 @@ def _html_pieces(soup: BeautifulSoup) -> Iterator[str]:
             kind, child = type(node).__name__, getattr(node, "name", None)
             if child == "br":
                 yield "\n"
+            elif child == "table" and (table := _html_table(node)):
+                yield f"\n\n{table}\n\n"
             elif child is not None and child not in _UNREAD_TAGS:
                 if child in _BLOCKS:
                     yield "\n\n"
+                elif child in ("td", "th") and name in ("td", "th"):  # one that is not closed
+                    yield " "
                 in_pre += child == "pre"
                 inside.append((child, iter(node.contents)))
                 break
@@ -394,6 +404,50 @@ def _html_pieces(soup: BeautifulSoup) -> Iterator[str]:
                 yield " "
             elif name in _BLOCKS:
                 yield "\n\n"
+
+
+def _html_table(table: Any) -> str:
+    """A table with its caption as Markdown; empty if it places text on a page: it has one row or column,
+    long cells, tables inside, or cells that are not closed. In linear time, as it ends at a table inside."""
+    rows: list[list[str]] = []
+    caption: list[str] = []
+    inside: list[tuple[Any, Iterator[Any]]] = [(table, iter(table.contents))]
+    cell: list[str] | None = None
+    while inside:
+        element, contents = inside[-1]
+        for node in contents:
+            name = getattr(node, "name", None)
+            if name == "table" or (name in ("td", "th", "tr") and cell is not None):
+                return ""
+            if name == "tr":
+                rows.append([])
+            elif name in ("td", "th", "caption"):
+                cell = caption if name == "caption" else []
+            if name is not None and name not in _UNREAD_TAGS:
+                inside.append((node, iter(node.contents)))
+                break
+            if type(node).__name__ in ("NavigableString", "CData"):
+                if cell is not None:
+                    cell.append(node)
+                elif node.strip():  # which belongs nowhere
+                    return ""
+        else:
+            inside.pop()
+            if element.name == "caption":
+                cell = None
+            elif element.name in ("td", "th") and cell is not None:
+                text = " ".join("".join(cell).split())
+                if not rows or len(text) > MAX_CELL_CHARS:
+                    return ""
+                span = str(element.get("colspan", "1"))
+                rows[-1] += [text] * (int(span) if span in _SPANS else 1)
+                cell = None
+            elif cell is not None and (element.name in _BLOCKS or element.name == "br"):
+                cell.append(" ")
+    rows = [row for row in rows if any(row)]
+    if len(rows) < 2 or max(map(len, rows)) < 2:
+        return ""
+    return f"{' '.join(''.join(caption).split())}\n\n{markdown_table(rows)}".strip()
 
 
 def _read_jsonl(path: Path, text: str) -> Iterator[Document]:
