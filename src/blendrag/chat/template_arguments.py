@@ -98,6 +98,8 @@ def _makes_a_difference(tokens: Tokens, template: str, name: str) -> bool:
 
 
 def _refuse_unknown(tokens: Tokens, given: Mapping[str, Any]) -> None:
+    if not given:
+        return
     of_rendering = inspect.signature(tokens.tokenizer.apply_chat_template).parameters
     for name in sorted(set(given) - COMMON - of_rendering.keys()):
         read = tokens.template_names

@@ -281,7 +281,7 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         raise InvalidInputError(
             f"{', '.join(sorted(unknown))}: not an option of a call; expected stop, "
-            f"{', '.join(CALL_OPTIONS)}; arguments of transformers go into generate_kwargs"
+            f"{', '.join(_FIELDS)}; others go into generate_kwargs"
         )
     return {CALL_OPTIONS[name]: value for name, value in options.items() if value is not None}
 
