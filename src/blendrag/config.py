@@ -87,7 +87,8 @@ class Settings(BaseSettings):
     schedule: str = DEFAULT_SCHEDULE
     """How r is spread over the layers: constant, linear, geometric[:g], first:m or a comma-separated
     vector."""
-    max_new_tokens: int = Field(default=128, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest answer in tokens; ``None``: an answer goes on to its end or that of the model's context."""
     template: Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)] = Field(
         default_factory=dict
     )
@@ -99,7 +100,8 @@ class Settings(BaseSettings):
     put documents into them."""
     batch_bytes: int = Field(default=2 * 1024**3, ge=0)
     """Memory limit for the KV of requests that run at the same time, and for prompts of a batch that are
-    prefilled together, with their activations. 0: one after another."""
+    prefilled together, with their activations. An answer's KV grows with it; if memory runs short, the newest
+    requests wait for the others, and a single one may take more. 0: one after another."""
     max_running: int = Field(default=32, ge=1)
     """Most requests that run at the same time."""
 

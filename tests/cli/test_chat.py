@@ -23,9 +23,10 @@ def test_questions_are_answered_one_after_another_with_their_sources(store: Path
     assert second
     kinds = [line.split(": ")[0] for line in result.stderr.splitlines()]
     assert [kind for kind in kinds if kind != "progress"] == [
-        "note", "source", "metrics", "source", "metrics",
+        "note", *("source", "metrics", "note") * 2
     ]  # fmt: skip
     assert "reused" in result.stderr
+    assert "cut at --max-new-tokens 4; more let it go on" in result.stderr
     quiet = invoke("chat", "--store", store, *MORE, "--no-sources", stdin=questions)
     assert "source: " not in quiet.stderr
 

@@ -18,7 +18,7 @@ from uvicorn.config import LOGGING_CONFIG
 from blendrag import __version__
 from blendrag.cli import progress
 from blendrag.cli.app import app
-from blendrag.cli.options import parse_size
+from blendrag.cli.options import ANSWER_TOKENS, parse_size
 from blendrag.cli.output import Guarded, print_json
 from blendrag.cli.progress import StatusLine
 from blendrag.config import DEFAULT_POLICY, Settings
@@ -48,6 +48,7 @@ def test_help_shows_the_defaults_of_the_settings() -> None:
     command: Any = typer.main.get_command(app)
     helps = {option.name: option.help for option in command.commands["ask"].params}
     defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    defaults["max_new_tokens"] = ANSWER_TOKENS
     options = "store", "top_k", "mode", "schedule", "ratio", "min_ratio", "max_new_tokens"
     for name in options:
         assert f"[default: {defaults[name]}]" in helps[name]

@@ -251,8 +251,7 @@ def test_without_memory_for_all_prompts_are_prefilled_one_by_one(
     if reason == "the prefill fails":
         monkeypatch.setattr(Fusor, "batched_prefill", without_memory)
     else:
-        without = engine.settings.model_copy(update={"batch_bytes": 0})
-        monkeypatch.setattr(engine, "settings", without)
+        monkeypatch.setattr(engine._budget, "limit_bytes", 0)
     with prefills(engine) as rows:
         answers = engine.batch(prompts, REUSE)
     assert len(rows) == 3

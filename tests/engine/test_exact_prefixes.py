@@ -295,7 +295,7 @@ def test_what_nobody_uses_makes_room_for_running_requests(engine):
     together(engine, prompts(engine))
     assert engine._prefixes.size_bytes
     needed = engine.adapter.layout.size_bytes(len(engine.segments(prompts(engine)[0]).ids) + 7)
-    engine.settings = engine.settings.model_copy(update={"batch_bytes": 2 * needed})
+    engine._budget.limit_bytes = 2 * needed
     engine.batch(prompts(engine, 2), Options(mode="full", max_new_tokens=6))
     assert not engine._prefixes.size_bytes
 

@@ -22,6 +22,7 @@ from blendrag.errors import RequestCancelled, RequestTimeout
 from blendrag.metrics import Timeline
 from blendrag.serving import turns
 from blendrag.serving.chunk_pool import ChunkPool
+from blendrag.serving.kv_budget import KVBudget
 from blendrag.serving.turns import Turn, Turns
 
 pytestmark = pytest.mark.timeout(120)
@@ -343,7 +344,7 @@ def test_nobody_draws_from_the_seed_of_a_call_that_could_pause(pauses):
         turns.pause()
         order.append("went on")
 
-    taking = Turns(0)
+    taking = Turns(KVBudget(0))
     taking.start(decoding)
     taking.start(seeded)
     while taking:
@@ -387,7 +388,7 @@ def test_a_prefill_computes_for_a_multiple_of_the_time_of_a_step(monkeypatch):
             now[0] += 1
             order.append("L")
 
-    taking = Turns(0)
+    taking = Turns(KVBudget(0))
     taking.start(decoding)
     for _ in range(2):
         taking.step()

@@ -137,7 +137,7 @@ def test_requests_share_chunks_at_different_positions(engine, monkeypatch, mode)
     gc.collect()
     assert not pools[0]._chunks
     assert pools[0]._overlays is not None
-    assert pools[0]._overlays._free == [(0, pools[0]._overlays.tokens)]
+    assert not pools[0]._overlays._requests
 
 
 def test_a_request_that_fails_or_is_cancelled_does_not_disturb_the_others(engine, sizes):
@@ -239,7 +239,7 @@ def test_requests_wait_for_memory(tmp_path: Path, monkeypatch, sizes):
         sizes.clear()
         tokens = len(engine.segments(prompts[0]).ids) + 31
         limit = 2.5 * engine.adapter.layout.size_bytes(tokens)
-        engine.settings = engine.settings.model_copy(update={"batch_bytes": int(limit)})
+        engine._budget.limit_bytes = int(limit)
         engine.batch(prompts, question)
         assert max(sizes) == 2
 
@@ -248,7 +248,7 @@ def test_requests_that_are_over_leave_the_queue_and_hold_nobody_up(tmp_path: Pat
     with tiny.engine(tiny.llama(), tmp_path) as engine:
         engine.generate("What?", max_new_tokens=1)
         limit = 1.5 * engine.adapter.layout.size_bytes(200)
-        engine.settings = engine.settings.model_copy(update={"batch_bytes": int(limit)})
+        engine._budget.limit_bytes = int(limit)
         running = engine.stream("What happened?", max_new_tokens=150, mode="full")
         next(running)
         large = [engine.stream(f"And in {i}?", max_new_tokens=150, mode="full") for i in range(20)]

@@ -134,19 +134,13 @@ def test_requests_that_come_and_go_get_the_answers_that_each_gets_alone(
 
 
 def kv_bytes(pool: ChunkPool) -> int:
-    """Of all KV on the heap, with the used part of overlays."""
+    """Of all KV on the heap."""
     gc.collect()
-    overlays = pool._overlays
     sizes: dict[int, int] = {}
     for each in gc.get_objects():
         if isinstance(each, torch.Tensor) and each.ndim >= 4 and each.shape[-1] == HEAD:
             storage = each.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
-    if overlays is not None:
-        for layer in overlays.layers:
-            del sizes[layer.untyped_storage().data_ptr()]
-        used = overlays.tokens - sum(length for _, length in overlays._free)
-        sizes[0] = used * pool.adapter.layout.size_bytes(1)
     return sum(sizes.values())
 
 
@@ -170,7 +164,7 @@ def test_modules_are_in_memory_once(shares, tmp_path, steps, monkeypatch):
         own = made.adapter.layout.size_bytes(alone.metrics.fresh_tokens + 24 + 1)
         assert one > 3 * own
         if shares:
-            assert steps.kv_bytes < 1.2 * (one + count * own)
+            assert steps.kv_bytes < 1.3 * (one + count * own)
         else:
             assert steps.kv_bytes > count * one
 

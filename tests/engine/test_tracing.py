@@ -59,7 +59,7 @@ def test_a_question_is_a_tree_of_spans_with_token_counts(engine, exported):
         "gen_ai.request.max_tokens": 3,
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.seed": 7,
-        "gen_ai.request.stop_sequences": ("END", "\nQuestion:"),
+        "gen_ai.request.stop_sequences": ("END",),
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": (answer.finish_reason,),
         "gen_ai.response.time_to_first_chunk": m.ttft_s,

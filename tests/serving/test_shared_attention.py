@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,8 +47,6 @@ class Case:
         self.random = torch.Generator().manual_seed(seed)
         layout = KVLayout((LayerShape(2, WIDTH),) * len(KINDS), dtype_name(dtype))
         self.overlays = Overlays(layout, tokens)
-        for layer in self.overlays.layers:
-            layer.fill_(torch.nan)  # what no request wrote must not be read
         self.requests: list[RunningKV] = []
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -58,7 +57,9 @@ class Case:
 
     def join(self, held: list[HeldChunk], positions: list[int], room: int = 4) -> RunningKV:
         request = self.overlays.join(held, positions, room)
-        for layer in range(len(KINDS)):
+        for layer, buffer in enumerate(self.overlays.layers):
+            # what no request wrote must not be read
+            buffer.narrow(2, request.start, request.room).fill_(torch.nan)
             view = self.overlays.view(layer, request)
             view.copy_(self.normal(*view.shape))
         self.requests.append(request)
@@ -126,6 +127,29 @@ def test_shared_chunks_give_what_private_copies_give(data: st.DataObject) -> Non
         for layer in range(len(KINDS)):
             for window in windows:
                 assert error(case.step(shared, layer, window)) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_that_grow_and_come_and_go_keep_their_kv(seed: int) -> None:
+    """Stretches grow where they are, move to gaps, and move with all others to longer buffers."""
+    case, draw = random_case(seed, 4, torch.float32, 5), random.Random(seed)
+    for _ in range(25):
+        for request in case.requests:
+            if len(request.positions) == request.room:
+                case.overlays.grow(request, request.room + draw.randrange(1, 4))
+        shared = case.shared()
+        shared.advance()
+        for layer in range(len(KINDS)):
+            assert error(case.step(shared, layer)) < CLOSE[torch.float32]
+        if draw.random() < 0.2:
+            case.overlays.leave(case.requests.pop(draw.randrange(5)))
+            case.join([], [draw.randrange(9)])
+    stretches = sorted((each.start, each.start + each.room) for each in case.requests)
+    assert all(end <= start for (_, end), (start, _) in pairwise(stretches))
+    assert stretches[-1][1] <= case.overlays.layers[0].shape[2]
+    for request in case.requests:
+        case.overlays.leave(request)
+    assert not case.overlays.layers[0].numel()
 
 
 def two_requests(at: int = 30, stale: torch.Tensor | None = None) -> Case:

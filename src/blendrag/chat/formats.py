@@ -13,6 +13,7 @@ Fields of a file:
 * ``begun``: beginnings of a region with which a prompt may end.
 * ``bare_calls``: calls also begin a line of the answer, as JSON without tags.
 * ``answer_begins``: what precedes the answer, as a pattern, in forms that announce it.
+* ``ends``: control tokens that end an answer, besides those that the template writes after a text.
 * ``call``: the text before the name, before the arguments (as JSON) and after them, for templates that do
   not show it.
 """
@@ -69,6 +70,7 @@ class Format:
     bare_calls: bool = False
     call: tuple[str, str, str] | None = None
     answer_begins: str = ""
+    ends: tuple[str, ...] = ()
     own: Mapping[str, Any] | None = None
     """The tokenizer's response template, instead of ``regions``."""
 
@@ -189,9 +191,17 @@ def _known(name: str) -> tuple[list[str], Format]:
     if "like" in known:
         regions |= _known(known["like"])[1].regions
     regions |= known["regions"]
-    more: dict[str, Any] = {key: tuple(known[key]) for key in ("begun", "call") if key in known}
+    more: dict[str, Any] = {
+        key: tuple(known[key]) for key in ("begun", "call", "ends") if key in known
+    }
     more |= {key: known[key] for key in ("bare_calls", "answer_begins") if key in known}
     return known["markup"], Format(name, regions, **more)
+
+
+def end_ids(tokens: Tokens, form: Format) -> frozenset[int]:
+    """Tokens that end an answer, whatever a generation config or a GGUF file names."""
+    named = {index for index, text in tokens.control_texts.items() if text in form.ends}
+    return tokens.turn_ends | named
 
 
 @lru_cache(maxsize=8)  # models have thousands of control tokens

@@ -71,6 +71,8 @@ class ReplyStream:
         self._in_reasoning = self._has_reasoned = False
         self._failed = ""
         self._is_cut = False
+        self.ended_thinking = False
+        """Whether the answer ended where :attr:`is_thinking` held."""
         if begun:
             self._take(lambda: self._parser.feed(begun))
 
@@ -84,6 +86,7 @@ class ReplyStream:
     def finish(self) -> list[Part]:
         """What was still held back. Nothing may be added afterwards."""
         self._is_cut = not self._form.ends_in_call(self.raw)
+        self.ended_thinking = self.is_thinking
         parts = [] if self._failed else self._take(lambda: self._parser.finalize()[1])
         if self._failed:
             self._calls = [InvalidCall(self.raw, self._failed)]

@@ -80,7 +80,7 @@ def ask(
         if json:
             print_json(_fields(answer))
         else:
-            say_answer(answer, sources)
+            say_answer(answer, sources, asked.max_new_tokens or engine.settings.max_new_tokens)
         if explain is not None:
             explain.write_text(answer.explain().page(question), encoding="utf-8")
         interrupt.expect("the answer is complete; some chunks are not precomputed yet")
@@ -172,7 +172,7 @@ def _turn(
             turns = "turn is" if pieces.left_out == 1 else f"{pieces.left_out} turns are"
             say("note", f"the model's context is full: the oldest {turns} left out from now on")
         answer = print_answer(pieces, said)
-        say_answer(answer, sources, told)
+        say_answer(answer, sources, asked.max_new_tokens or engine.settings.max_new_tokens, told)
     except KeyboardInterrupt:
         say("note", "the answer was ended")
     except BlendragError as error:
@@ -214,13 +214,18 @@ def print_answer(
     return pieces.answer
 
 
-def say_answer(answer: Answer, sources: bool, told: set[str] | None = None) -> None:
-    """Print the sources, if they are wanted, and the figures on stderr."""
-    if answer.reasoning and not answer.text and answer.finish_reason == "length":
-        say("note", "the model was still thinking; try a larger --max-new-tokens, or --no-thinking")
+def say_answer(
+    answer: Answer, sources: bool, most_tokens: int | None, told: set[str] | None = None
+) -> None:
+    """Print the sources, if they are wanted, and the figures on stderr; also if ``most_tokens`` cut the
+    answer."""
     if sources:
         say_sources(answer.sources)
     say_metrics(answer.metrics, told)
+    if answer.finish_reason == "length" and answer.metrics.new_tokens == most_tokens:
+        cut = f"the answer was cut at --max-new-tokens {most_tokens}; more let it go on"
+        unseen = answer.reasoning and not answer.text
+        say("note", f"{cut}, or --no-thinking makes it shorter" if unseen else cut)
 
 
 def _fields(answer: Answer) -> dict[str, Any]:

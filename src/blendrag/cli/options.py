@@ -23,6 +23,9 @@ from blendrag.wording import quoted
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine, Options
 
+#: Longest answer on a terminal, unless an option or a variable says otherwise.
+ANSWER_TOKENS = 1024
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
@@ -197,7 +200,8 @@ MinRatio = Annotated[
 ]
 TopK = Annotated[int | None, number("Chunks in a prompt. [default: 6]", 1, kind=int)]
 MaxNewTokens = Annotated[
-    int | None, number("Longest answer in tokens. [default: 128]", 1, kind=int)
+    int | None,
+    number(f"Longest answer in tokens. [default: {ANSWER_TOKENS}]", 1, kind=int),
 ]
 Temperature = Annotated[float | None, number("0 decodes greedily.", 0)]
 Template = Annotated[
@@ -252,6 +256,8 @@ def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) ->
     from blendrag.engine import BlendEngine
 
     given = context.params
+    if "max_new_tokens" in given:
+        more.setdefault("max_new_tokens", settings().max_new_tokens or ANSWER_TOKENS)
     store, lora = given["store"] or settings().store, given.get("lora")
     trusts = given.get("trust_remote_code", False)
     return BlendEngine(

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blendrag.cli import interrupt, options
-from blendrag.cli.ask import print_answer, say_metrics
+from blendrag.cli.ask import print_answer, say_answer
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import console, count, duration, echo, print_json, say
 from blendrag.cli.plots import require_place
@@ -221,7 +221,7 @@ def run(
         if json:
             print_json({"answer": answer.text, "metrics": answer.metrics.as_dict()})
         else:
-            say_metrics(answer.metrics)
+            say_answer(answer, False, asked.max_new_tokens or engine.settings.max_new_tokens)
         interrupt.expect("the answer is complete; some modules are not precomputed yet")
         engine.drain()
     return DONE

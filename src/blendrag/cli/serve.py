@@ -85,7 +85,14 @@ def serve(
     top_k: options.TopK = None,
     enable_thinking: options.Thinking = None,
     template: options.Template = None,
-    max_new_tokens: options.MaxNewTokens = None,
+    max_new_tokens: Annotated[
+        int | None,
+        options.number(
+            "Longest answer to requests that ask for none. [default: to its end or the context]",
+            1,
+            kind=int,
+        ),
+    ] = None,
     embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
     remote: options.Remote = None,

@@ -23,8 +23,10 @@ from blendrag.engine.stream import AnswerStream
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import PackedPrompt, Prefilled
 from blendrag.fusor.loader import SpanCorruptError
+from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.plan import Plan
 from blendrag.planning.profile import Profile
+from blendrag.serving.kv_budget import KVBudget, KVShare, first_room
 from blendrag.serving.turns import pausing
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class Ahead:
     """Keys of chunks whose bytes failed verification."""
     batch_size: int = 1
     """Prompts in that forward."""
+    share: KVShare | None = None
+    """The memory that :attr:`prefilled` holds."""
 
     def close(self) -> None:
         """Close every reader. Idempotent."""
@@ -74,13 +78,12 @@ class RequestBatch:
         entries: Sequence[BatchEntry],
         resources: Resources,
         planner: Planner,
-        limit_bytes: int,
+        budget: KVBudget,
     ) -> None:
-        """``limit_bytes``: memory of what the planner keeps and of prompts prefilled together."""
         self.entries = entries
         self._resources = resources
         self._planner = planner
-        self._limit_bytes = limit_bytes
+        self._budget = budget
         self._next = 0
         """The first entry not considered yet."""
         self._ahead: dict[int, Ahead] = {}
@@ -104,7 +107,14 @@ class RequestBatch:
 
     def leave(self, number: int) -> None:
         """That prompt's turn is over."""
-        self._ahead.pop(number, NOTHING_AHEAD).close()
+        ahead = self._ahead.pop(number, NOTHING_AHEAD)
+        ahead.close()
+        if ahead.share is not None:
+            self._budget.release(ahead.share)
+
+    def share_of(self, number: int) -> KVShare | None:
+        """What its KV holds if it was prefilled before its turn."""
+        return self._ahead.get(number, NOTHING_AHEAD).share
 
     def close(self) -> None:
         """Release what no turn took; the worker must be done with it. Idempotent."""
@@ -132,7 +142,9 @@ class RequestBatch:
                 if number == first:
                     return
                 continue  # answered alone in its turn
-            limit_bytes = self._limit_bytes - self._planner.kept_bytes
+            limit_bytes = (
+                self._budget.limit_bytes - self._budget.size_bytes - self._planner.kept_bytes
+            )
             rule = PackingRule(self._resources.adapter.device, limit_bytes)
             loads = [each.load for each in chosen.values()]
             if chosen and not rule.admits(loads, planned.load, planned.profile):
@@ -156,8 +168,12 @@ class RequestBatch:
             return
         for (number, planned), outcome in zip(chosen.items(), outcomes, strict=True):
             if isinstance(outcome, Prefilled):
+                share = share_of(
+                    planned.request, self._resources.adapter, self.entries[number].stream
+                )
+                self._budget.hold(share)
                 self._ahead[number] = Ahead(
-                    namespace, planned.plan, outcome, batch_size=len(chosen)
+                    namespace, planned.plan, outcome, batch_size=len(chosen), share=share
                 )
                 continue
             planned.plan.close()  # planned again in its turn, where it raises its error
@@ -180,7 +196,7 @@ class RequestBatch:
                 access = self._planner.access(request, stream.check)
                 plan = access.plan()
                 try:
-                    load = Load.of(plan, request.max_new_tokens, adapter)
+                    load = Load.of(plan, first_room(request.max_new_tokens), adapter)
                 except Exception:
                     plan.close()
                     raise
@@ -192,4 +208,12 @@ class RequestBatch:
         device = self._resources.adapter.device
         ids = torch.tensor([planned.request.prompt.ids], device=device)  # [1, N]
         request = planned.plan.request(ids.shape[1])
-        return PackedPrompt(ids, request, planned.request.max_new_tokens, pausing(stream.check))
+        room = first_room(planned.request.max_new_tokens)
+        return PackedPrompt(ids, request, room, pausing(stream.check))
+
+
+def share_of(request: Request, adapter: ModelAdapter, stream: AnswerStream) -> KVShare:
+    """The memory that a request needs, whose number of sequences is known."""
+    token_bytes = 0 if adapter.refusal is not None else adapter.layout.size_bytes(1)
+    sizes = len(request.prompt.ids), request.max_new_tokens, request.sequences * token_bytes
+    return KVShare(*sizes, stream.check)

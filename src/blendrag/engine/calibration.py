@@ -137,7 +137,7 @@ def calibrate(
     ]
     adapter = resources.adapter
     for prompt in prompts:
-        check_fits(prompt, ANSWER_TOKENS, adapter.context_tokens)
+        check_fits(len(prompt.ids), ANSWER_TOKENS, adapter.context_tokens)
     controller = worker.run(lambda: _controller(resources, planner))
     race, interrupted = Race(), False
 

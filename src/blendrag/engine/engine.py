@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from blendrag.engine.answers import (
     off_loop,
     wait_all,
 )
-from blendrag.engine.batched_prefill import BatchEntry, RequestBatch
+from blendrag.engine.batched_prefill import BatchEntry, RequestBatch, share_of
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.dry_run import DryRun, dry_run
@@ -60,7 +60,7 @@ from blendrag.engine.ingest import IngestReport, Inputs, Watch
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.learning import Learner
 from blendrag.engine.library import Library
-from blendrag.engine.planner import KVAccess, Planner, check_fits, checked
+from blendrag.engine.planner import KVAccess, Planner, check_fits, checked, sequences_of
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.rendering import (
     NEXT_QUESTION,
@@ -72,6 +72,7 @@ from blendrag.engine.rendering import (
     render,
 )
 from blendrag.engine.request import (
+    TO_THE_END,
     Answer,
     OptionFields,
     Options,
@@ -97,6 +98,7 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.plan import Plan, Reason, ReasonCode
+from blendrag.serving.kv_budget import KVBudget
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
 from blendrag.text.matches import merged
@@ -214,13 +216,14 @@ class BlendEngine:
                 model_kwargs, device_map, self.settings.dtype, self.settings.device
             ),
         )
-        self._worker = Worker(self.settings.batch_bytes, self.resources.embedding_turns)
+        self._budget = KVBudget(self.settings.batch_bytes, self._kept_bytes)
+        self._worker = Worker(self._budget, self.resources.embedding_turns)
         self.library = Library(self.resources, self._worker)
         self._background = BackgroundWriter(self.resources, self._worker)
         self._waiting: dict[AnswerStream, Request] = {}
         """Requests that have not begun."""
-        self._running: dict[AnswerStream, int] = {}
-        """Bytes of the KV of each request that has begun and not ended."""
+        self._running: set[AnswerStream] = set()
+        """Requests that have begun and not ended."""
         self._prefixes = ExactPrefixes(
             self.resources,
             self.settings.batch_bytes // 2,
@@ -416,13 +419,14 @@ class BlendEngine:
         history: Sequence[tuple[str, str]],
         options: Options,
     ) -> tuple[tuple[RetrievedChunk, ...], RagPrompt, Options]:
-        """Chunks and prompt of :meth:`ask`, and the options, with a stop string for models that go on."""
+        """Chunks and prompt of :meth:`ask`, and options: a stop string where no template ends the answer."""
         _check_history(history)
         earlier = history[-1][0] if history else ""
         began = time.perf_counter()
         chunks = tuple(self.retrieve(question, top_k, earlier=earlier))
         retrieval_s = time.perf_counter() - began
-        options = replace(options, stop=(*options.stop, NEXT_QUESTION))
+        if not (options.apply_chat_template and self.resources.tokens.has_template):
+            options = replace(options, stop=(*options.stop, NEXT_QUESTION))
         return chunks, self._prompt_over(question, chunks, history, options, retrieval_s), options
 
     def _prompt_over(
@@ -502,10 +506,9 @@ class BlendEngine:
             notes += argued
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
-        new_tokens = options.max_new_tokens or s.max_new_tokens
         # otherwise checked on the worker, once the model is loaded
         if self.resources.is_loaded and placed is None:
-            check_fits(segments, new_tokens, self.resources.adapter.context_tokens)
+            check_fits(len(segments.ids), 1, self.resources.adapter.context_tokens)
         ratio = s.ratio if options.ratio is None else options.ratio
         min_ratio = s.min_ratio if options.min_ratio is None else options.min_ratio
         if options.min_ratio is not None and ratio != AUTO:
@@ -521,7 +524,7 @@ class BlendEngine:
             schedule=schedule,
             ratio=min_ratio if ratio == AUTO else ratio,
             is_auto=ratio == AUTO,
-            max_new_tokens=new_tokens,
+            max_new_tokens=options.max_new_tokens or s.max_new_tokens or TO_THE_END,
             asked_at=asked_at,
             source_of=source_of,
             notes=notes + (() if made_form is None else made_form.notes),
@@ -646,28 +649,33 @@ class BlendEngine:
                     exc.__traceback__ = None  # its frames hold the KV cache
                 raise
             finally:
-                self._running.pop(stream, None)
+                self._running.discard(stream)
                 batch.leave(number)
                 stream.finish()
             log_answer(answer.metrics)
             return answer
 
-        joins = partial(self._joins, request)
+        joins = partial(self._joins, batch, number)
         future = self._worker.submit(work, joins=joins, is_over=lambda: stream.done)
         return Started(stream, future)
 
-    def _joins(self, request: Request) -> bool:
+    def _joins(self, batch: RequestBatch, number: int) -> bool:
         """Whether the request may begin while others run: there is memory for its KV, and no other engine
         waits for the model."""
         adapter = self.resources.adapter
         if adapter.refusal is not None or adapter.lock.is_wanted:
             return False
-        size_bytes = _kv_bytes(request, adapter)
-        left = self.settings.batch_bytes - sum(self._running.values()) - size_bytes
-        if left < 0 or len(self._running) >= self.settings.max_running:
+        if len(self._running) >= self.settings.max_running:
             return False
-        self._prefixes.shrink(left)
-        return self._prefixes.size_bytes <= left
+        request, stream = batch.entries[number]
+        with suppress(ValueError, TypeError):  # refused once it begins
+            request = replace(request, sequences=sequences_of(request, adapter))
+        return self._budget.admits(batch.share_of(number) or share_of(request, adapter, stream))
+
+    def _kept_bytes(self, most_bytes: int) -> int:
+        """Memory of exact prefixes, of which what no request uses is dropped down to ``most_bytes``."""
+        self._prefixes.shrink(most_bytes)
+        return self._prefixes.size_bytes
 
     def _span(
         self, options: Options, parent: Any, asked_at: float
@@ -690,20 +698,24 @@ class BlendEngine:
         stream.opening_s = request.opening_s + time.perf_counter() - began
         # forwards that may blend run uncompiled
         compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
-        self._running[stream] = _kv_bytes(request, adapter)
-        self._prefixes.shrink(self.settings.batch_bytes - sum(self._running.values()))
+        self._running.add(stream)
         with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
             if request.placed is not None:
                 stream.opening_s += self._schemas.open()
             elif request.mode != "full" and request.prompt.chunks:
                 stream.opening_s += self._planner.open()
-            with closing(batch.take(number)) as ahead:  # also if it is over before it is run
-                request = checked(request, adapter)
+            # closed also if it is over before it is run
+            with closing(batch.take(number)) as ahead, ExitStack() as held:
+                limit = self._schemas.model.limit if request.placed is not None else None
+                request = checked(request, adapter, limit)
+                share = ahead.share or share_of(request, adapter, stream)
+                held.callback(self._budget.release, share)
+                self._budget.hold(share)
                 request = replace(request, asked_at=request.asked_at + stream.opening_s)
                 access: KVAccess | None = None
                 keep = partial(self._prefixes.keep, request)
                 generation = Generation(
-                    adapter, lambda: self.resources.fusor, request, stream, keep
+                    adapter, lambda: self.resources.fusor, request, stream, keep, share
                 )
                 if request.placed is not None:
                     return self._schemas.answer(request, stream, generation)
@@ -767,7 +779,7 @@ class BlendEngine:
             [BatchEntry(one, self._answer_stream(one)) for one in requests],
             self.resources,
             self._planner,
-            self.settings.batch_bytes,
+            self._budget,
         )
         submitted: list[Started] = []
         self._waiting.update({entry.stream: entry.request for entry in batch.entries})
@@ -969,14 +981,6 @@ def _asked(prompt: Prompt | None, pml: str | None) -> Prompt:
         given = "neither a prompt nor pml" if prompt is None else "a prompt and pml"
         raise InvalidInputError(f"{given} given, expected one of them; leave out the other")
     return SchemaPrompt(pml) if pml is not None else prompt  # type: ignore[return-value]
-
-
-def _kv_bytes(request: Request, adapter: ModelAdapter) -> int:
-    """KV of the prompt and the longest answer; 0 for a model that cannot share a forward."""
-    if adapter.refusal is not None:
-        return 0
-    tokens = len(request.prompt.ids) + request.max_new_tokens + 1
-    return request.sequences * adapter.layout.size_bytes(tokens)
 
 
 def check_defaults(defaults: Settings) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from blendrag.chat.formats import end_ids
 from blendrag.chat.grammar import Constraint
 from blendrag.chat.reply import Reply
 from blendrag.engine.decoding import Penalties, SeededDraws, sampling
@@ -33,6 +34,7 @@ from blendrag.model.placement import PlacedModel
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan
 from blendrag.schema.concatenation import ConcatenatedPrompt, ModuleCache
+from blendrag.serving.kv_budget import KVShare, first_room
 from blendrag.serving.turns import loaded, pausing, taking_turns
 from blendrag.wording import quoted
 
@@ -56,22 +58,24 @@ class Generation:
         request: Request,
         stream: AnswerStream,
         keep: Callable[[Plan, BlendCache], None] = lambda plan, cache: None,
+        share: KVShare | None = None,
     ) -> None:
         """``fusor`` makes the fusor when it is first needed. ``keep`` gets the KV of the prompt once it is
-        complete."""
+        complete. ``share``: the request's part of the memory for KV."""
         self._adapter = adapter
         self._fusor = fusor
         self._request = request
         self._stream = stream
         self._keep = keep
+        self._share = share
+        self._first_room = first_room(request.max_new_tokens)
         self._check = pausing(stream.check)
         self._timeline = Timeline() if request.options.explain else None
         given = request.options.generate.get("eos_token_id")
         configured = adapter.model.generation_config.eos_token_id
         self._ends = _ids(configured if given is None else given)
         if given is None and request.form is not None:
-            # a GGUF file or a config may name another end
-            self._ends |= adapter.tokens.turn_ends
+            self._ends |= end_ids(adapter.tokens, request.form)
 
     def run(self, plan: Plan, prefilled: Prefilled | None = None, batch_size: int = 1) -> Answer:
         """Generate by ``plan``; ``prefilled`` if the prompt was prefilled with others of its batch.
@@ -82,7 +86,8 @@ class Generation:
         stream, request = self._stream, self._request
         stream.check()
         if stream.hidden is not None:
-            stream.hidden = {*stream.hidden, *self._adapter.tokens.special_among(self._ends)}
+            tokens = self._adapter.tokens
+            stream.hidden = {*stream.hidden, *tokens.special_among(self._ends), *tokens.turn_ends}
         ids = torch.tensor([request.prompt.ids], device=self._adapter.device)
         fusion: Fusion | None = None
         adapter = self._adapter
@@ -92,7 +97,7 @@ class Generation:
             if adapter.refusal is None:
                 around.enter_context(fast_decoding(adapter.stack))
             if self._takes_turns:
-                around.enter_context(taking_turns(adapter))
+                around.enter_context(taking_turns(adapter, self._share))
             if prefilled is not None:  # the first forward in generate has already run, in a batch
                 fusion = prefilled.fusion
                 loaded(fusion)
@@ -102,7 +107,7 @@ class Generation:
                 cache = None
                 own = adapter.model.generation_config.cache_implementation is None
                 if self._takes_turns and request.sequences == 1 and own:
-                    cache = self._fusor().new_cache(ids.shape[1], request.max_new_tokens)
+                    cache = self._fusor().new_cache(ids.shape[1], self._first_room)
                 with before_layers(adapter.decoder_layers, self._check):
                     output = self._generate(ids, cache, plan)
             elif request.sequences == 1:
@@ -119,14 +124,14 @@ class Generation:
         stream, request, adapter = self._stream, self._request, self._adapter
         stream.check()
         ids = torch.tensor([prompt.ids], device=adapter.device)
-        cache = ModuleCache(model.layout, prompt, request.max_new_tokens, adapter.device)
+        cache = ModuleCache(model.layout, prompt, self._first_room, adapter.device)
         with ExitStack() as around:
             around.callback(cache.close)
             cache.start_loading()
             if adapter.refusal is None:
                 around.enter_context(fast_decoding(adapter.stack))
             if self._takes_turns:
-                around.enter_context(taking_turns(adapter))
+                around.enter_context(taking_turns(adapter, self._share))
                 loaded(prompt)
             around.enter_context(model.uncompiled())
             around.enter_context(model.placed(cache, prompt.positions))
@@ -150,7 +155,7 @@ class Generation:
     def _blended(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:
         """The first forward in ``generate`` is the fusion."""
         fusor, tokens = self._fusor(), ids.shape[1]
-        cache = fusor.new_cache(tokens, self._request.max_new_tokens)
+        cache = fusor.new_cache(tokens, self._first_room)
         request, line = plan.request(tokens), self._timeline
         with fusor.fuse(cache, request, self._check, line, last_row_only=True) as fusion:
             loaded(fusion)
@@ -257,8 +262,8 @@ class Generation:
         if stream.likely is not None:
             logprobs = stream.likely.of(stream.length, stream.tokens, decode)
         metrics = self._metrics(plan, fusion, sum(len(row) for row in rows), batch_size)
-        if request.answer_form is not None and not ended[0]:
-            metrics = replace(metrics, notes=(*metrics.notes, _CUT.format(len(rows[0]))))
+        if not all(ended):
+            metrics = replace(metrics, notes=(*metrics.notes, *self._why_cut(rows, ended[0])))
         reasons = tuple("stop" if end else "length" for end in ended)
         trace = None
         if self._timeline is not None:
@@ -266,6 +271,18 @@ class Generation:
             prompt_texts = [steps.add(token) for token in request.prompt.ids]
             trace = Trace.of(plan, fusion, self._timeline, prompt_texts)
         return Answer(texts[0], tuple(texts), reasons, metrics, (), logprobs, trace, tuple(replies))
+
+    def _why_cut(self, rows: Sequence[Sequence[int]], has_ended: bool) -> tuple[str, ...]:
+        """A note if the answer has not the length that was asked for, or lacks its main part."""
+        request, reply = self._request, self._stream.reply
+        new_tokens = max(map(len, rows))
+        thinks = reply is not None and reply.ended_thinking and not has_ended
+        is_full = request.fills_context and new_tokens == request.max_new_tokens
+        if not (thinks or is_full):
+            return () if request.answer_form is None else (_CUT.format(new_tokens),)
+        while_thinking = " while the model was still thinking" * thinks
+        why = "its context is full" if is_full else "raise max_new_tokens to let it go on"
+        return (f"the answer was cut after {new_tokens} tokens{while_thinking}: {why}",)
 
     def _reply(self, row: list[int]) -> Reply:
         """One of several sequences."""

@@ -19,7 +19,6 @@ from blendrag.planning.measure import prefill_token_s
 from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode
 from blendrag.planning.profile import Profile
 from blendrag.store.kv import dtype_name
-from blendrag.text.prompt import SegmentedPrompt
 
 OLD_CALIBRATION = (
     "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
@@ -41,22 +40,22 @@ def _other_table(adapter: ModelAdapter, request: Request) -> Reason:
     )
 
 
-def check_fits(prompt: SegmentedPrompt, max_new_tokens: int, limit: int) -> None:
+def check_fits(prompt_tokens: int, max_new_tokens: int, limit: int) -> None:
     """Raise :class:`ContextOverflowError` for a prompt that leaves no room for its answer."""
-    if len(prompt.ids) + max_new_tokens > limit:
-        raise ContextOverflowError(len(prompt.ids), max_new_tokens, limit)
+    if prompt_tokens + max_new_tokens > limit:
+        raise ContextOverflowError(prompt_tokens, max_new_tokens, limit)
 
 
-def checked(request: Request, adapter: ModelAdapter) -> Request:
-    """``request`` with its number of sequences, once the model is loaded.
+def checked(request: Request, adapter: ModelAdapter, placed_limit: int | None = None) -> Request:
+    """``request`` with its number of sequences and an answer that fits, once the model is loaded.
 
-    Raises :class:`ContextOverflowError`, :class:`InvalidInputError` for a checkpoint that asks for assisted
+    ``placed_limit``: the context for prompts with fixed positions. Raises :class:`ContextOverflowError`,
+    :class:`InvalidInputError` for a checkpoint that asks for assisted
     decoding and for ``logprobs`` of several sequences, :class:`UnsupportedModelError` in any mode but full.
     """
-    if request.placed is None:  # else checked by who places it
-        check_fits(request.prompt, request.max_new_tokens, adapter.context_tokens)
-        if request.mode != "full":
-            adapter.require_blendable()
+    request = _cut_to_room(request, adapter, placed_limit)
+    if request.placed is None and request.mode != "full":
+        adapter.require_blendable()
     config = adapter.model.generation_config
     for name in ASSISTED:  # those of the request's options were checked before
         value = getattr(config, name, None)
@@ -65,14 +64,38 @@ def checked(request: Request, adapter: ModelAdapter) -> Request:
                 f"the generation config of {adapter.model_id} sets {name} to {value!r}: "
                 f"{REFUSED[name]}; set model.generation_config.{name} to None"
             )
-    given = request.options.generate
-    names = ("num_beams", "num_return_sequences")
-    sequences = max(int(given.get(n) or getattr(config, n, None) or 1) for n in names)
+    sequences = sequences_of(request, adapter)
     if sequences > 1 and request.options.logprobs is not None:
         raise InvalidInputError(
             f"logprobs of {sequences} beams or sequences, expected one sequence; leave out one of the two"
         )
     return replace(request, sequences=sequences)
+
+
+def sequences_of(request: Request, adapter: ModelAdapter) -> int:
+    """Sequences that ``generate`` runs for ``request``."""
+    given, config = request.options.generate, adapter.model.generation_config
+    names = ("num_beams", "num_return_sequences")
+    return max(int(given.get(n) or getattr(config, n, None) or 1) for n in names)
+
+
+def _cut_to_room(request: Request, adapter: ModelAdapter, placed_limit: int | None) -> Request:
+    """``request`` with an answer that fits into the model's context; a note if a longer one was asked for."""
+    end, limit = len(request.prompt.ids), adapter.context_tokens
+    if request.placed is not None:
+        assert placed_limit is not None
+        end, limit = request.placed.end, placed_limit
+    check_fits(end, 1, limit)
+    room = limit - end
+    if request.max_new_tokens <= room:
+        return request
+    notes = request.notes
+    if request.options.max_new_tokens is not None:
+        notes += (
+            f"max_new_tokens {request.max_new_tokens} was cut to {room}: the prompt has {end} tokens, and "
+            f"the model's context is {limit}",
+        )
+    return replace(request, max_new_tokens=room, fills_context=True, notes=notes)
 
 
 @dataclass(frozen=True)

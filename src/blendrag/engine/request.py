@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -72,6 +73,9 @@ def prompt_chars(prompt: Prompt) -> int:
 
 
 # -- options --------------------------------------------------------------------------------------
+
+#: The longest answer of a request that names none: it goes on to its end or that of the context.
+TO_THE_END = sys.maxsize
 
 #: Settings of a generation config that turn on assisted decoding.
 ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
@@ -180,6 +184,8 @@ class Options:
     ratio: Ratio | None = None
     """In [0, 1]; with ``auto`` the loading controller chooses it, and what is loaded."""
     max_new_tokens: int | None = None
+    """Longest answer; ``None``, if the engine has no default: to its end or that of the context. More than
+    there is room for is cut to the room, with a note."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; a single string is one text."""
     temperature: float | None = None
@@ -379,6 +385,8 @@ class Request:
     """Whether the loading controller chooses the ratio."""
     opening_s: float = 0.0
     """Seconds of opening the tokenizer for this request."""
+    fills_context: bool = False
+    """Whether ``max_new_tokens`` is what the context has room for, and more was allowed."""
     sequences: int = 1
     """Sequences that ``generate`` runs: beams or returned sequences."""
     placed: PlacedPrompt | None = None

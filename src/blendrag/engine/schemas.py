@@ -25,7 +25,6 @@ from blendrag.engine.resources import SCHEMA_RECORDS, Resources, opened
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
-    ContextOverflowError,
     InvalidInputError,
     SchemaError,
     StoreFullError,
@@ -308,9 +307,6 @@ class Schemas:
     def answer(self, request: Request, stream: AnswerStream, generation: Generation) -> Answer:
         """Answer a request with fixed positions. If bytes fail verification, it starts again without them."""
         assert request.placed is not None
-        end, limit = request.placed.end, self.model.limit
-        if end + request.max_new_tokens > limit:
-            raise ContextOverflowError(end, request.max_new_tokens, limit)
         avoid: set[str] = set()
         while True:
             with tracing.span("plan") as about:

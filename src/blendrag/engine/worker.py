@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.engine.thread_queue import QueueState
 from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
+from blendrag.serving.kv_budget import KVBudget
 from blendrag.serving.turns import Turns
 
 T = TypeVar("T")
@@ -39,10 +40,12 @@ class _Job(NamedTuple):
 class Worker:
     """Begins foreground calls in order, background calls only while there are none."""
 
-    def __init__(self, kv_bytes: int = 0, embedding: EmbeddingTurns | None = None) -> None:
-        """``kv_bytes``: limit of the KV of requests that share chunks (:class:`Turns`). ``embedding``: of an
-        embedder that computes on the same cores."""
-        self._kv_bytes = kv_bytes
+    def __init__(
+        self, budget: KVBudget | None = None, embedding: EmbeddingTurns | None = None
+    ) -> None:
+        """``budget``: of the KV of requests (:class:`Turns`). ``embedding``: of an embedder that computes on
+        the same cores."""
+        self._budget = budget or KVBudget(0)
         self._embedding = embedding or EmbeddingTurns()
         self._foreground: deque[_Job] = deque()
         self._background: deque[_Job] = deque()
@@ -155,7 +158,7 @@ class Worker:
             self._thread.join()
 
     def _run(self) -> None:
-        turns = Turns(self._kv_bytes, self._embedding)
+        turns = Turns(self._budget, self._embedding)
         while True:
             if not turns:
                 self._embedding.rest()

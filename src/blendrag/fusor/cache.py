@@ -61,7 +61,7 @@ class BlendLayer(DynamicLayer):
         start = self.keys.shape[-2]
         end = start + key_states.shape[-2]
         if end > self.buffer.shape[-2]:
-            self._grow(start, end)
+            self.reserve(end + max(64, end // 8))
         self.buffer[0, :, :, start:end] = key_states
         self.buffer[1, :, :, start:end] = value_states
         return self.show(end)
@@ -73,11 +73,14 @@ class BlendLayer(DynamicLayer):
         same = not self.keys.numel() or self.keys.data_ptr() == self.buffer.data_ptr()
         return self.keys.shape[0] == 1 and same
 
-    def _grow(self, used: int, needed: int) -> None:
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens``, in a buffer of its own."""
         *dims, _, width = self.buffer.shape
-        wider = self.buffer.new_empty((*dims, needed + max(64, needed // 8), width))
+        used = self.keys.shape[-2]
+        wider = self.buffer.new_empty((*dims, tokens, width))
         wider[..., :used, :] = self.buffer[..., :used, :]
         self.buffer = wider
+        self.show(used)
 
 
 class BlendCache(DynamicCache):
@@ -86,6 +89,8 @@ class BlendCache(DynamicCache):
     layers: list[BlendLayer]
     start = 0
     """Where its tokens begin in buffers that it shares."""
+    is_part = False
+    """Whether it shares its buffers."""
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
         group_bytes = GROUP_BYTES.get(device.type, GROUP_BYTES["cpu"])
@@ -111,7 +116,7 @@ class BlendCache(DynamicCache):
     def part(self, start: int, capacity: int) -> BlendCache:
         """A cache over a stretch of this one's buffers; if it grows, it gets its own buffers."""
         made = BlendCache.__new__(BlendCache)
-        made.start = start
+        made.start, made.is_part = start, True
         with torch.inference_mode(False):
             made._keep_in([group[..., start : start + capacity, :] for group in self._groups])
         return made
@@ -149,8 +154,15 @@ class BlendCache(DynamicCache):
         layer = self.layers[0]
         return layer.buffer.shape[-2] - layer.keys.shape[-2]
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` in buffers of its own, layer by layer."""
+        self._groups, self.is_part = (), False  # else they would be held
+        for layer in self.layers:
+            layer.reserve(tokens)
+
     def release(self) -> None:
         """Drop all KV; it is kept elsewhere from now on."""
+        self._groups = ()
         for layer in self.layers:
             layer.buffer = layer.buffer.new_empty(
                 (*layer.buffer.shape[:3], 0, layer.buffer.shape[4])

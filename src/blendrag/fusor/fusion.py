@@ -94,7 +94,8 @@ class Fusion:
 
     def close(self) -> None:
         """Stop loading and end the cache's fusion; blocks until the buffers are left alone. Idempotent."""
-        self.loader.close()
+        self._stored.close()
+        self._buffers = []  # the cache may outgrow them
         self.cache.end_fusion()
 
     # -- before the blended pass --------------------------------------------------------------

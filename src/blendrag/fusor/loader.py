@@ -165,8 +165,9 @@ class LayerLoader:
         self._ring.stop()
         if self._thread.is_alive():
             self._thread.join()
-        self._failure = None  # its frames hold this loader, and with it the prompt's buffers
+        self._failure = None  # its frames hold this loader
         self._ring.close()
+        self._work = self._resident = []  # views of the prompt's buffers
 
 
 def _is_resident(span: LoadedSpan) -> bool:
@@ -227,6 +228,11 @@ class StoredKV:
                     keys = group[at : at + end - first, 0, :, self._moved]  # [layers, Hkv, n, D]
                     self._repositioner.rotate_(keys, first, self._tables)
             self._placed = end
+
+    def close(self) -> None:
+        """Stop reading, and hold the prompt's buffers no longer. Idempotent."""
+        self.loader.close()
+        self._where = []
 
     def _skips(self, layer: int) -> bool:
         return layer == 0 and self._all_enter

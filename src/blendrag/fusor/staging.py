@@ -88,7 +88,7 @@ class StagingRing(ABC):
 
     def close(self) -> None:
         """Leave the targets alone and free the slots; the filling thread has ended. Idempotent."""
-        self._slots = []
+        self._slots, self._transfers = [], ()
 
 
 class HostRing(StagingRing):

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache, wraps
-from itertools import pairwise
+from itertools import pairwise, product, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
@@ -41,6 +41,7 @@ _PROBE_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
+_PROBE_TOOLS: dict[str, Any] = {"tools": [_PROBE_TOOL]}
 
 #: What templates ask before they show tools.
 _TOOLS_DEFINED = "tools is defined"
@@ -221,17 +222,26 @@ class Tokens:
 
     @property
     def turn_ends(self) -> frozenset[int]:
-        """Control tokens that end an answer: the tokenizer's, and what the chat template writes after one."""
+        """Tokens that end an answer: the tokenizer's, and those that the chat template writes after one, or
+        else before the next turn. A GGUF file may not mark them as control tokens."""
         return self._turn_ends(self.template_text)
 
     def _find_turn_ends(self, template: str) -> frozenset[int]:
         ends = {self.tokenizer.eos_token_id} - {None}
         said = f"x{secrets.token_hex(8)}x"
-        with suppress(Exception):  # jinja errors of many kinds, from templates that take no answers
-            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
-            after = self.render(messages, add_generation_prompt=False).partition(said)[2]
-            first = self.encode_prompt(after.lstrip(), begins=False).ids[:1]
-            ends |= self._special_ids.intersection(first)
+        user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": said}
+        for messages, tools in product(([user, answer], [user, answer, user]), ({}, _PROBE_TOOLS)):
+            after = ""
+            with suppress(
+                Exception
+            ):  # jinja errors of many kinds, from templates that take no answers
+                after = self.render(messages, add_generation_prompt=False, **tools).partition(said)[
+                    2
+                ]
+            ids = self.encode_prompt(after.lstrip(), begins=False).ids
+            if found := set(takewhile(self._added_ids.__contains__, ids)):
+                # of what begins the next turn, only the first one ends this
+                return frozenset(ends | (found if messages[-1] is answer else {ids[0]}))
         return frozenset(ends)
 
     def special_among(self, ids: Collection[int]) -> frozenset[int]:

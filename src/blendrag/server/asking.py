@@ -17,7 +17,7 @@ from blendrag.chat.reply import Reply
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import Answer, BlendEngine, Message, Options, Prompt, SchemaPrompt
-from blendrag.engine.rendering import NEXT_QUESTION, prompt_over
+from blendrag.engine.rendering import prompt_over
 from blendrag.errors import InvalidInputError, InvalidOptionError, check_unicode
 from blendrag.server.bodies import (
     ChatBody,
@@ -111,8 +111,6 @@ def asked_chat(
         imports = schema_prompt(body, messages)
         return ServedRequest(engine, imports, options, shows_reasoning=body.shows_reasoning)
     prompt, sources = _with_texts(engine, body, messages, check)
-    if prompt is not messages:
-        options = replace(options, stop=(*options.stop, NEXT_QUESTION))
     parallel = body.parallel_tool_calls is not False
     return ServedRequest(engine, prompt, options, sources, parallel, body.shows_reasoning)
 
@@ -225,9 +223,9 @@ def _options(
         raise Refusal(
             400, f"stop has {len(body.stop)} texts, expected at most {MAX_STOPS}", param="stop"
         )
-    if max_new_tokens is None:
-        max_new_tokens = min(engine.settings.max_new_tokens, limit or sys.maxsize)
-    if limit is not None and max_new_tokens > limit:
+    if max_new_tokens is None and limit is not None:
+        max_new_tokens = min(engine.settings.max_new_tokens or limit, limit)
+    if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
         raise Refusal(
             400,
             f"max_tokens is {max_new_tokens}, and this server allows at most {limit} (--max-tokens)",

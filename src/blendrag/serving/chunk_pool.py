@@ -19,6 +19,7 @@ from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.model.adapter import ModelAdapter
 from blendrag.serving.prefix_tree import PrefixReader
+from blendrag.serving.set_aside import SetAside
 from blendrag.serving.shared_attention import (
     HeldChunk,
     Overlays,
@@ -54,6 +55,8 @@ class RequestKV:
     """``None`` if all of the prompt was computed."""
     running: RunningKV | None = None
     """Its place in the pool; then ``cache`` is empty."""
+    aside: SetAside | None = None
+    """What of it was moved away; then neither holds any."""
 
     @property
     def next_position(self) -> int:
@@ -103,6 +106,45 @@ class ChunkPool:
             holders.update({part.key for part in self._parts(one)})
         for one in alone:
             one.running = self._moved(one, holders)
+
+    def reserve(self, request: RequestKV, room: int) -> None:
+        """Make room for ``room`` more tokens."""
+        if request.running is None:
+            request.cache.reserve(request.cache.get_seq_length() + room)
+        else:
+            assert self._overlays is not None
+            self._overlays.grow(request.running, len(request.running.positions) + room)
+
+    def put_aside(self, request: RequestKV) -> None:
+        """Move the request's own KV to where it takes no memory of the others."""
+        request.aside = SetAside(self._own(request))
+        if request.running is None:
+            request.cache.release()
+        else:
+            assert self._overlays is not None
+            self._overlays.leave(request.running)
+            self._attention = None
+
+    def take_back(self, request: RequestKV, room: int) -> None:
+        """Undo :meth:`put_aside`, with room for ``room`` more tokens."""
+        assert request.aside is not None
+        tokens = request.aside.tokens
+        if request.running is None:
+            request.cache.reserve(tokens + room)
+            request.cache.show(tokens)
+        else:
+            assert self._overlays is not None
+            self._overlays.place(request.running, tokens + room)
+        request.aside.restore(self._own(request))
+        request.aside = None
+
+    def _own(self, request: RequestKV) -> list[torch.Tensor]:
+        """The KV that no other request holds, ``[2, Hkv, n, D]`` a layer."""
+        if request.running is None:
+            return request.cache.buffers(request.cache.get_seq_length())
+        assert self._overlays is not None
+        layers = range(len(self.adapter.layout.layers))
+        return [self._overlays.view(layer, request.running) for layer in layers]
 
     def leave(self, request: RequestKV) -> None:
         """The request has ended."""

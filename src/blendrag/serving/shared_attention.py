@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -91,41 +92,96 @@ class RunningKV:
 class Overlays:
     """K and V of the requests' own tokens: one buffer per layer, with a contiguous stretch for each request.
 
-    A stretch has room for the tokens to be generated, so nothing is copied as a request grows.
+    A stretch has room for tokens to be generated, and is copied only when a request outgrows it. If no gap is
+    long enough then, the buffers are replaced by longer ones without gaps.
     """
 
     def __init__(self, layout: KVLayout, tokens: int, device: torch.device | str = "cpu") -> None:
-        """``tokens``: of all requests together."""
+        """``tokens``: most of all requests together when one joins."""
         self.tokens = tokens
-        shapes = [layout.layer_shape(i, tokens) for i in range(len(layout.layers))]
+        self._requests: list[RunningKV] = []
+        """By the start of their stretches."""
+        shapes = [layout.layer_shape(i, 0) for i in range(len(layout.layers))]
         self.layers = [torch.empty(s, dtype=layout.torch_dtype, device=device) for s in shapes]
-        self._free = [(0, tokens)]  # start and length of each free stretch, ascending
 
     def join(self, held: Sequence[HeldChunk], positions: Sequence[int], room: int) -> RunningKV:
         """A stretch for tokens at ``positions``, ascending up to the end of the prompt, and ``room`` more.
 
-        Raises :class:`InvalidInputError` if no free stretch is long enough.
+        Raises :class:`InvalidInputError` if all requests together would need more than :attr:`tokens`.
         """
-        needed = len(positions) + room
-        for i, (start, length) in enumerate(self._free):
-            if length >= needed:
-                self._free[i] = (start + needed, length - needed)
-                return RunningKV(held, start, needed, list(positions))
-        longest = max((length for _, length in self._free), default=0)
-        raise InvalidInputError(
-            f"the request needs KV for {needed} tokens of its own, and there is room for {longest}; wait "
-            "until other requests end"
-        )
+        request = RunningKV(held, 0, 0, list(positions))
+        needed, left = len(positions) + room, self.tokens - self._held
+        if needed > left:
+            raise InvalidInputError(
+                f"the request needs KV for {needed} tokens of its own, and there is room for {left}; wait "
+                "until other requests end"
+            )
+        self.place(request, needed)
+        return request
+
+    def place(self, request: RunningKV, room: int) -> None:
+        """Give ``request``, which has no stretch, one for ``room`` tokens."""
+        start = self._gap(room)
+        if start is None:
+            self._rebuild(self._held + room)
+            start = self._held
+        request.start, request.room = start, room
+        self._requests.append(request)
+        self._requests.sort(key=lambda each: each.start)
+
+    def grow(self, request: RunningKV, room: int) -> None:
+        """Make the stretch of ``request`` longer, where it is or elsewhere."""
+        following = self._requests[self._requests.index(request) + 1 :]
+        end = following[0].start if following else self._length
+        if request.start + room > end:
+            start = self._gap(room)
+            if start is None:
+                self._rebuild(self._held + room)
+                start = self._held
+            for buffer in self.layers:
+                kept = buffer.narrow(2, request.start, request.room)
+                buffer.narrow(2, start, request.room).copy_(kept)
+            request.start = start
+            self._requests.sort(key=lambda each: each.start)
+        request.room = room
 
     def leave(self, request: RunningKV) -> None:
-        """Free the stretch of ``request``."""
-        merged: list[tuple[int, int]] = []
-        for start, length in sorted([*self._free, (request.start, request.room)]):
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self._free = merged
+        """Free the stretch of ``request``, if it has one."""
+        if request in self._requests:
+            self._requests.remove(request)
+            request.room = 0
+        if not self._requests:
+            self.layers = [buffer.new_empty(buffer[:, :, :0].shape) for buffer in self.layers]
+
+    @property
+    def _length(self) -> int:
+        return self.layers[0].shape[2]
+
+    @property
+    def _held(self) -> int:
+        """Tokens of all stretches."""
+        return sum(each.room for each in self._requests)
+
+    def _gap(self, room: int) -> int | None:
+        """Where a free stretch of that length begins."""
+        at = 0
+        for each in self._requests:
+            if each.start - at >= room:
+                return at
+            at = each.start + each.room
+        return at if self._length - at >= room else None
+
+    def _rebuild(self, tokens: int) -> None:
+        """Copy all stretches, without gaps, to buffers of at least ``tokens``, layer by layer."""
+        tokens = max(tokens, min(tokens + tokens // 4, self.tokens))
+        starts = [0, *accumulate(each.room for each in self._requests)]
+        for i, buffer in enumerate(self.layers):
+            made = buffer.new_empty((*buffer.shape[:2], tokens, buffer.shape[3]))
+            for start, each in zip(starts, self._requests, strict=False):
+                made.narrow(2, start, each.room).copy_(buffer.narrow(2, each.start, each.room))
+            self.layers[i] = made
+        for start, each in zip(starts, self._requests, strict=False):
+            each.start = start
 
     def view(self, layer: int, request: RunningKV) -> torch.Tensor:
         """Its K and V, ``[2, Hkv, n, D]``: where a prefill writes them."""

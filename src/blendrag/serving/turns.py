@@ -3,7 +3,8 @@
 A request runs unchanged in a greenlet: ``model.generate`` with its sampling, stop strings, logits processors
 and seed. Where it would decode a token, the other requests run until they would, too; then one forward
 computes the tokens of all (:mod:`blendrag.serving.decode_step`). A prefill pauses between two layers to let
-the others decode (:func:`pause`).
+the others decode (:func:`pause`). A call whose answer has no room for its next token gets more, or waits
+(:mod:`blendrag.serving.kv_budget`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.model.adapter import ModelAdapter
 from blendrag.serving.chunk_pool import ChunkPool, LoadedPrompt, RequestKV
 from blendrag.serving.decode_step import DecodeStep, can_join, decoded_together
+from blendrag.serving.kv_budget import KVBudget, KVShare
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,25 @@ class Turn(greenlet):
         """What it waits for; ``None`` if that must be computed alone."""
         self.is_paused = False
         """Whether it waits between two layers of a prefill."""
+        self.share: KVShare | None = None
+        """What it holds of the memory."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its next token can be decoded at once."""
+        return self.share is None or self.share.has_room
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether its KV is elsewhere while it waits."""
+        return self.share is not None and self.share.is_aside
+
+    @property
+    def may_be_put_aside(self) -> bool:
+        """Whether its KV is all that it needs to go on later, and takes memory of the others."""
+        if self.share is None or self.is_aside or self.is_paused or self.step is None:
+            return False
+        return self.kv is not None and not (self.kv.running is None and self.kv.cache.is_part)
 
     def wait(self, step: DecodeStep | None, is_paused: bool = False) -> Any:
         """Let the other calls run. Returns what the forward of ``step`` would; ``None`` if it has not run."""
@@ -62,10 +83,9 @@ class Turn(greenlet):
 class Turns:
     """Runs calls by turns, all on the thread that uses it."""
 
-    def __init__(self, kv_bytes: int, embedding: EmbeddingTurns | None = None) -> None:
-        """``kv_bytes``: limit of the KV of requests that share chunks, without the chunks. ``embedding``:
-        batches that are let in between layers and tokens."""
-        self._kv_bytes = kv_bytes
+    def __init__(self, budget: KVBudget, embedding: EmbeddingTurns | None = None) -> None:
+        """``embedding``: batches that are let in between layers and tokens."""
+        self._budget = budget
         self.embedding = embedding or EmbeddingTurns()
         self._turns: list[Turn] = []
         """The calls that have begun and not ended."""
@@ -100,7 +120,7 @@ class Turns:
         """Decode a token of every call, and run each until it ends, pauses or has another one to decode."""
         paused = [turn for turn in self._turns if turn.is_paused]
         self._stepped_at = began = time.perf_counter()
-        self._decode([turn for turn in self._turns if not turn.is_paused])
+        self._decode(self._with_room([turn for turn in self._turns if not turn.is_paused]))
         self._stepped_at = time.perf_counter()
         self._steps_s = self._steps_s[1], self._stepped_at - began
         for turn in paused:
@@ -111,6 +131,70 @@ class Turns:
         waits = any(not other.is_paused for other in self._turns if other is not turn)
         due_s = PREFILL_PER_STEP * min(self._steps_s)
         return waits and time.perf_counter() - self._stepped_at >= due_s
+
+    def _with_room(self, turns: Sequence[Turn]) -> Sequence[Turn]:
+        """Those of ``turns``, the oldest first, that have room for their next token or get it now.
+
+        If memory is short, the newest calls wait, and their KV is put aside if older ones need its place. One
+        call always goes on, whatever it takes.
+        """
+        if all(turn.has_room for turn in turns):
+            self._budget.is_short = False
+            return turns
+        ready: list[Turn] = []
+        waiting: list[Turn] = []
+        with torch.inference_mode():
+            for turn in turns:
+                # none comes back before one that is older
+                if turn.has_room or (not (turn.is_aside and waiting) and self._get_room(turn)):
+                    ready.append(turn)
+                else:
+                    waiting.append(turn)
+            if not ready and not self.is_paused:
+                ready.append(waiting.pop(0))
+                self._grow(ready[0])
+        self._budget.is_short = bool(waiting)
+        for turn in waiting:
+            try:
+                assert turn.share is not None
+                turn.share.check()
+            except Exception as over:
+                self._resume(turn, over)
+        return ready
+
+    def _get_room(self, turn: Turn) -> bool:
+        """Make room for the next token of ``turn``, from newer calls if need be; ``False``: there is none."""
+        assert turn.share is not None
+        newer = [*self._turns[self._turns.index(turn) + 1 :]]
+        while not self._budget.fits(turn.share.needed_bytes):
+            while newer and not newer[-1].may_be_put_aside:
+                newer.pop()
+            if not newer:
+                return False
+            self._put_aside(newer.pop())
+        self._grow(turn)
+        return True
+
+    def _grow(self, turn: Turn) -> None:
+        """Allocate the room that ``turn`` needs."""
+        share, kv = turn.share, turn.kv
+        assert share is not None
+        before, share.room = share.room, share.needed_room
+        left = share.room - share.used + 1
+        if share.is_aside:
+            assert kv is not None
+            self._pool_of(turn).take_back(kv, left)
+            share.is_aside = False
+        elif kv is not None and turn.step is not None and share.room > before:
+            if kv.running is None and kv.cache.is_part:
+                share.pinned_tokens = before
+            self._pool_of(turn).reserve(kv, left)
+
+    def _put_aside(self, turn: Turn) -> None:
+        assert turn.kv is not None
+        assert turn.share is not None
+        self._pool_of(turn).put_aside(turn.kv)
+        turn.share.is_aside = True
 
     def _decode(self, turns: Sequence[Turn]) -> None:
         steps = {turn: turn.step for turn in turns if turn.step is not None}
@@ -137,7 +221,8 @@ class Turns:
         pool = self._pool_of(next(iter(steps)))
         together = list(steps.values())
         try:
-            pool.share([step.kv for step in together])
+            with torch.inference_mode():
+                pool.share([step.kv for step in together])
             return dict(zip(steps, decoded_together(together, pool), strict=True))
         except Exception as exc:
             if len(steps) == 1:
@@ -154,7 +239,7 @@ class Turns:
     def _pool_of(self, turn: Turn) -> ChunkPool:
         assert turn.adapter is not None
         if self._pool is None or self._pool.adapter is not turn.adapter:
-            self._pool = ChunkPool(turn.adapter, self._kv_bytes)
+            self._pool = ChunkPool(turn.adapter, self._budget.limit_bytes)
         return self._pool
 
     def leave(self, turn: Turn) -> None:
@@ -192,6 +277,8 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         ids = kwargs.get("input_ids")
         if ids is None or ids.shape[-1] != 1:  # a prefill
             return stock(**kwargs)
+        if turn.share is not None:
+            turn.share.used += 1
         joins = bool(turn.kv and turn.kv.running) or can_join(turn.adapter, kwargs)
         if joins and turn.kv is None:
             turn.kv = RequestKV(kwargs["past_key_values"], turn.loaded)
@@ -239,18 +326,20 @@ def loaded(prompt: LoadedPrompt) -> None:
 
 
 @contextmanager
-def taking_turns(adapter: ModelAdapter) -> Iterator[None]:
+def taking_turns(adapter: ModelAdapter, share: KVShare | None = None) -> Iterator[None]:
     """Within this context, the tokens that ``adapter.model`` decodes for this call are computed with those of
-    the other calls of its :class:`Turns`. Caller holds the adapter's lock."""
+    the other calls of its :class:`Turns`, and ``share`` grows with its answer. Caller holds the adapter's
+    lock."""
     turn = getcurrent()
     if not isinstance(turn, Turn):
         yield
         return
-    around = turn.adapter, turn.loaded, turn.kv  # a processor of a request may ask, too
-    turn.adapter, turn.loaded, turn.kv = adapter, None, None
+    # a processor of a request may ask, too
+    around = turn.adapter, turn.loaded, turn.kv, turn.share
+    turn.adapter, turn.loaded, turn.kv, turn.share = adapter, None, None, share
     with turn.turns.shared(adapter.model):
         try:
             yield
         finally:
             turn.turns.leave(turn)
-            turn.adapter, turn.loaded, turn.kv = around
+            turn.adapter, turn.loaded, turn.kv, turn.share = around

@@ -22,6 +22,7 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     ToolCallBlock,
 )
+from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
@@ -92,9 +93,12 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         """Facts of the model. Loads no weights, because LlamaIndex asks on the event loop."""
         engine = self.engine
         has_template = self.apply_chat_template and engine.resources.tokens.has_template
+        context = engine.resources.context_tokens
+        longest = self.max_new_tokens or engine.settings.max_new_tokens or DEFAULT_NUM_OUTPUTS
         return LLMMetadata(
-            context_window=engine.resources.context_tokens,
-            num_output=self.max_new_tokens or engine.settings.max_new_tokens,
+            context_window=context,
+            # what prompts leave free: an answer is cut to its room, and prompts need some, too
+            num_output=min(longest, context // 2),
             is_chat_model=has_template,
             is_function_calling_model=has_template and self._calls_tools,
             model_name=engine.resources.model_name,

@@ -1,0 +1,224 @@
+"""The KV of an answer grows with it, within the memory for running requests."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.engine import BlendEngine, Options
+from blendrag.engine.stream import AnswerStream
+from blendrag.errors import RequestTimeout
+from blendrag.serving import chunk_pool, kv_budget, turns
+from blendrag.serving.chunk_pool import ChunkPool
+from blendrag.serving.turns import Turn, Turns
+
+pytestmark = pytest.mark.timeout(120)
+
+#: No other tensor of a model has this width.
+HEAD = 20
+FAMILIES = ("llama", "mistral", "gemma3_text")
+"""All but the first have windows of 24 tokens."""
+
+
+def exactly(tokens: int, **more: Any) -> Options:
+    """An answer of so many tokens."""
+    return Options(max_new_tokens=tokens, generate={"min_new_tokens": tokens}, **more)
+
+
+class Watched:
+    """What the turns of all engines did about memory."""
+
+    def __init__(self) -> None:
+        self.joint: list[int] = []
+        """Requests of each joint step."""
+        self.grown = 0
+        self.aside = 0
+        self.back = 0
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """Prefills do not pause, so that requests join in the same order each time."""
+    seen = Watched()
+    decode, grow, put = turns.decoded_together, Turns._grow, Turns._put_aside
+
+    def decoded(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
+        seen.joint.append(len(steps))
+        return decode(steps, pool)
+
+    def grown(self: Turns, turn: Turn) -> None:
+        seen.back += turn.is_aside
+        seen.grown += 1
+        grow(self, turn)
+
+    def put_aside(self: Turns, turn: Turn) -> None:
+        seen.aside += 1
+        put(self, turn)
+
+    monkeypatch.setattr(turns, "PREFILL_PER_STEP", math.inf)
+    monkeypatch.setattr(turns, "decoded_together", decoded)
+    monkeypatch.setattr(Turns, "_grow", grown)
+    monkeypatch.setattr(Turns, "_put_aside", put_aside)
+    return seen
+
+
+def said(made: BlendEngine, prompts: Sequence[Any], options: Options) -> list[Any]:
+    return [(answer.text, answer.logprobs) for answer in made.batch(prompts, options)]
+
+
+@pytest.mark.parametrize("mode", ["full", "blend"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kv_that_grows_gives_the_answers_of_kv_allocated_at_once(
+    family: str, mode: Any, tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit where prefills repeat their bits; blended ones, whose chunks are shared, do not."""
+    monkeypatch.setattr(chunk_pool, "MIN_SHARED_TOKENS", 32)
+    monkeypatch.setattr(kv_budget, "STEP_PART", 1000)
+    model, options, found = tiny.family(family, initializer_range=0.2), exactly(30, logprobs=2), []
+    with tiny.engine(model, tmp_path) as made:
+        made.ingest([tiny.document(i) for i in range(3)])
+        prompts = [tiny.prompt(made, i, (i + 1) % 3) for i in range(3)]
+    for first_tokens in (2, 1000):
+        monkeypatch.setattr(kv_budget, "FIRST_TOKENS", first_tokens)
+        watched.grown, before = 0, len(watched.joint)
+        with tiny.engine(model, tmp_path, ratio=0.2, mode=mode) as made:
+            found.append([*said(made, prompts[:1], options), *said(made, prompts, options)])
+        assert (watched.grown > 9) == (first_tokens == 2)
+        assert max(watched.joint[before:]) == 3
+    assert [text for text, _ in found[0]] == [text for text, _ in found[1]]
+    ours, theirs = ([t.logprob for _, steps in each for t in steps] for each in found)
+    assert ours == (theirs if mode == "full" else pytest.approx(theirs, abs=1e-5))
+
+
+def kv_bytes() -> int:
+    """Of all KV on the heap."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor) and each.ndim >= 4 and each.shape[-1] == HEAD:
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.fixture
+def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlendEngine]:
+    """An engine with memory for the beginnings of three answers of 96 tokens, but not for their ends."""
+    monkeypatch.setattr(kv_budget, "FIRST_TOKENS", 8)
+    with tiny.engine(tiny.llama(head_dim=HEAD), tmp_path, mode="full") as made:
+        made.open()
+        tokens = len(made.segments(question(0)).ids)
+        made._budget.limit_bytes = made.adapter.layout.size_bytes(3 * (tokens + 40))
+        yield made
+
+
+def question(number: int) -> str:
+    return f"What happened in {number}?"
+
+
+def test_memory_of_growing_answers_stays_within_the_limit(
+    crowded: BlendEngine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest wait for older ones, and every answer is the one that it would be alone."""
+    options, prompts = exactly(96, logprobs=0), [question(i) for i in range(4)]
+    alone = [said(crowded, [prompt], options)[0] for prompt in prompts]
+    held: list[tuple[int, int]] = []
+    step = Turns._decode
+
+    def decode(self: Turns, ready: Sequence[Turn]) -> None:
+        held.append((kv_bytes(), self._budget.size_bytes))
+        step(self, ready)
+
+    monkeypatch.setattr(Turns, "_decode", decode)
+    gc.freeze()  # only what is made from now on is looked at
+    try:
+        answers = said(crowded, prompts, options)
+    finally:
+        gc.unfreeze()
+    for (text, ours), (expected, theirs) in zip(answers, alone, strict=True):
+        assert text == expected
+        assert [t.logprob for t in ours] == pytest.approx([t.logprob for t in theirs], abs=1e-5)
+    assert max(watched.joint) > 2
+    assert watched.aside
+    assert watched.aside == watched.back
+    limit = crowded._budget.limit_bytes
+    assert max(counted for _, counted in held) <= limit
+    assert all(real <= counted for real, counted in held)
+    assert max(real for real, _ in held) > 0.9 * limit
+
+
+def test_a_lone_answer_goes_on_to_the_context_whatever_the_limit(
+    crowded: BlendEngine, watched: Watched
+) -> None:
+    crowded._budget.limit_bytes = 1
+    crowded.adapter.model.config.max_position_embeddings = 300
+    never = {"generate": {"min_new_tokens": 300}}
+    answers = [crowded.generate(question(0), max_new_tokens=10_000, **never)]
+    answers += crowded.batch([question(0), question(1)], max_new_tokens=10_000, **never)
+    for answer in answers:
+        assert answer.metrics.prompt_tokens + answer.metrics.new_tokens == 300
+        assert answer.finish_reason == "length"
+        assert answer.metrics.notes[-1].endswith("its context is full")
+    assert not watched.joint
+
+
+def test_unbounded_answers_of_a_long_context_run_together(tmp_path: Path, watched: Watched) -> None:
+    model = tiny.llama(head_dim=HEAD, max_position_embeddings=131_072)
+    limit = 4 * 2**20
+    with tiny.engine(model, tmp_path, mode="full", max_new_tokens=None) as made:
+        made.open()
+        made._budget.limit_bytes = limit
+        assert made.adapter.layout.size_bytes(131_072) > 10 * limit
+        streams = [made.stream(question(i), generate={"min_new_tokens": 100_000}) for i in range(6)]
+        while max(watched.joint, default=0) < 6:
+            next(streams[0])
+        assert kv_bytes() < limit
+        for stream in streams:
+            stream.close()
+        made.drain()
+        assert not made._budget.size_bytes
+
+
+def test_one_that_waits_can_be_abandoned_and_others_go_on(
+    crowded: BlendEngine, watched: Watched
+) -> None:
+    options = exactly(96)
+    alone = crowded.generate(question(0), options).text
+    oldest, *others = [crowded.stream(question(i), options) for i in range(3)]
+    parts = []
+    for part in oldest:
+        parts.append(part)
+        if watched.aside:
+            others[-1].close()
+    assert "".join(parts) == alone
+    assert others[0].answer.metrics.new_tokens == 96
+    crowded.drain()
+    assert watched.back < watched.aside
+    assert not crowded._budget.size_bytes
+    assert not crowded._budget.is_short
+
+
+def test_the_time_limit_of_one_that_waits_ends_it(
+    crowded: BlendEngine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = False
+
+    def waits(stream: Any) -> bool:
+        return late and stream._timeout_s is not None
+
+    monkeypatch.setattr(AnswerStream, "expired", property(waits))
+    first = crowded.stream(question(0), exactly(96))
+    second = crowded.stream(question(1), exactly(96))
+    third = crowded.stream(question(2), exactly(96, timeout_s=1000.0))
+    for _ in first:
+        late = late or watched.aside > 0
+    assert second.answer.metrics.new_tokens == 96
+    with pytest.raises(RequestTimeout):
+        _ = third.answer
