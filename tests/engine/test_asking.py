@@ -103,7 +103,7 @@ def test_a_question_is_asked_in_the_light_of_those_before(
     tmp_path: Path, template: str | None
 ) -> None:
     with scripted.engine([], tmp_path / "store") as engine:
-        engine.resources.tokens.tokenizer.chat_template = None
+        engine.resources.tokens.tokenizer.chat_template = template
         engine.ingest([tiny.document(i, paragraphs=2) for i in range(8)]).whole()
         about = "What did Paragraph 501 tell of Place3507?"
         alone = engine.ask("And when?", top_k=1)
