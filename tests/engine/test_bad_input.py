@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -87,7 +86,6 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     ),
     "remove": (lambda e: e.remove(["never/there.txt"]), "not in the corpus"),
     "too long": (generate("word " * 9000), "shorten"),
-    "too many new tokens": (generate(max_new_tokens=5000), "fewer new tokens"),
 }
 SURROGATES: dict[str, Callable[[BlendEngine], Any]] = {
     "prompt": generate(SURROGATE),
@@ -128,14 +126,16 @@ def test_after_an_error_inside_the_model_the_next_request_works(engine):
 
 
 def test_an_overflow_names_its_size_and_a_prompt_that_just_fits_is_answered(engine):
-    room = 4096 - len(engine.segments("hi").ids)
+    full = Options(mode="full", apply_chat_template=False)
+    one, two = (len(engine.segments(" word" * count, full).ids) for count in (1000, 1001))
+    count = 1000 + (4096 - one) // (two - one)
     with pytest.raises(ContextOverflowError) as raised:
-        engine.generate("hi", Options(max_new_tokens=room + 7))
+        engine.generate(" word" * count, full)
     error = raised.value
-    assert error.over_tokens == error.prompt_tokens + room + 7 - 4096 == 7
-    assert "7" in str(error)
-    with closing(engine.stream("hi", Options(max_new_tokens=room))) as fits:
-        next(fits)
+    assert error.over_tokens == error.prompt_tokens + 1 - 4096 == 1
+    assert str(error.prompt_tokens) in str(error)
+    fits = engine.generate(" word" * (count - 1), full)
+    assert fits.metrics.new_tokens <= two - one
 
 
 def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path):
