@@ -53,6 +53,15 @@ KIMI = (
     + "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
     + _END.replace("assistant", "assistant\n")
 )
+#: Ends a turn in another way after a call than after an answer.
+COMMAND = (
+    _TURNS.replace("{{ m.content }}", "{{ m.content or '' }}")
+    + "{% if m.tool_calls %}<|START_ACTION|>[{% for c in m.tool_calls %}"
+    + """{{ '\n    {"tool_call_id": "' + loop.index0|string + '", "tool_name": "' + c.function.name }}"""
+    + """", "parameters": {{ c.function.arguments | tojson }}}{{ '' if loop.last else ',' }}{% endfor %}"""
+    + "{{ '\n]<|END_ACTION|><|END_OF_TURN|><|NEXT|>' }}{% else %}<|end|>{% endif %}"
+    + _END.replace("<|end|>", "").replace("assistant", "assistant\n")
+)
 R1 = (
     _TURNS.replace("{{ m.content }}", "{{ m.content or '' }}")
     + "{% for c in m.tool_calls or [] %}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"

@@ -10,8 +10,12 @@ import pytest
 
 import scripted
 import tiny
+from blendrag.chat.call_grammar import calls_rule
+from blendrag.chat.forcing import call_form, opening_for
+from blendrag.chat.lark import library, vocabulary
+from blendrag.engine import Options
 from blendrag.errors import InvalidInputError, InvalidOptionError
-from chat_forms import CODER, GLM, GRANITE, HARMONY, KIMI, PHI, QWEN3, QWQ, R1
+from chat_forms import CODER, COMMAND, GLM, GRANITE, HARMONY, KIMI, PHI, QWEN3, QWQ, R1
 
 #: What follows the name in three forms of Mistral's, and a form without a closing tag.
 NAMED_MISTRAL = (
@@ -31,7 +35,8 @@ TAGGED = (
 FORMS = {
     "hermes": scripted.TEMPLATE, "llama": scripted.LLAMA, "mistral": scripted.MISTRAL,
     "mistral named": NAMED_MISTRAL, "functionary": TAGGED, "qwen3": QWEN3, "qwq": QWQ, "coder": CODER,
-    "glm": GLM, "phi": PHI, "granite": GRANITE, "harmony": HARMONY, "kimi": KIMI, "r1": R1,
+    "glm": GLM, "phi": PHI, "granite": GRANITE, "harmony": HARMONY, "kimi": KIMI,
+    "command": COMMAND, "r1": R1,
 }  # fmt: skip
 #: Their control tokens; one that a form has not is in none of its calls.
 SPECIAL = (
@@ -99,10 +104,6 @@ def test_arguments_follow_the_schema_in_every_form(form, tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_what_the_model_says_in_its_form_stays(form, tmp_path):
     """The template's own call, from the opening on, is what the grammar allows."""
-    from blendrag.chat.call_grammar import calls_rule
-    from blendrag.chat.forcing import call_form, opening_for
-    from blendrag.chat.lark import library, vocabulary
-
     with _engine(FORMS[form], tmp_path / "s") as engine:
         tokens = engine.resources.tokens
         found = call_form(tokens)
@@ -119,6 +120,14 @@ def test_what_the_model_says_in_its_form_stays(form, tmp_path):
         matcher = library().LLMatcher(vocabulary(tokens), f"start: {rule}")
         assert matcher.consume_tokens(tokens.encode_prompt(rest, begins=False).ids), rest
         assert matcher.is_accepting()
+
+
+def test_what_ends_the_turn_is_no_part_of_a_call():
+    assert scripted.tokens(COMMAND).has_tools
+    form = call_form(scripted.tokens(COMMAND))
+    assert form is not None
+    assert form.close == "}\n]<|END_ACTION|>"
+    assert form.between == '},\n    {"tool_call_id": "1", "tool_name": "'
 
 
 def test_a_required_call_may_be_followed_by_further_ones(tmp_path):
@@ -191,6 +200,4 @@ def test_choices_of_the_engine(tmp_path):
 
 
 def engine_options(**given: Any) -> Any:
-    from blendrag.engine import Options
-
     return Options(tools=(CANCEL,), **given)

@@ -98,14 +98,13 @@ def _arguments(
             chosen = " | ".join(literal(choice, tokens) for choice in choices)
             rules.append(f"{part}: {tag} ({chosen}) {literal(form.close, tokens)}")
         elif _is_text(value):
-            end = form.close.strip()
-            rest = form.close.partition(end)[2]
+            end = form.close.rstrip()
+            rest = form.close[len(end) :]
             most = value.get("maxLength")
             times = f"{{0,{most}}}" if isinstance(most, int) and 0 <= most <= 10_000 else "*"
             rules += [
                 f"{part}: {tag} {part}_text {literal(rest, tokens)}",
-                # the reader strips line breaks around a value
-                f"{part}_text[lazy]: /(?s:.{times}?)\\n?{_escaped(end)}/",
+                f"{part}_text[lazy]: /(?s:.{times}?){_escaped(end)}/",
             ]
         else:
             value_json = fits({**shared, **value} if isinstance(value, Mapping) else {})
@@ -149,4 +148,4 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\n", "\\n")
+    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")

@@ -150,10 +150,17 @@ def _until_turn_ends(text: str, tokens: Tokens, given: dict[str, Any]) -> str:
     after = ""
     with suppress(Exception):
         after = tokens.render(answered, add_generation_prompt=False, **given).rpartition(_NAME)[2]
-    text = text.removesuffix(after)
+    call = text.removesuffix(after)
     for end in tokens.turn_ends:
-        text = text.partition(tokens.control_texts.get(end, after) or _NAME)[0]
-    return text.rstrip()
+        call = call.partition(tokens.control_texts.get(end) or _NAME)[0]
+    if call == text:  # the turn ends in another way: at the last tag that ends a call
+        form = format_of(tokens)
+        region = (form.own or {}).get("fields", form.regions).get("tool_calls", {})
+        close = region.get("close") or ()
+        tags = [close] if isinstance(close, str) else close
+        ends = [text.rfind(tag) + len(tag) for tag in tags if tag in text]
+        call = text[: max(ends, default=len(text))]
+    return call.rstrip()
 
 
 def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
