@@ -158,7 +158,9 @@ def test_formats_that_are_only_remarks_are_no_error(engine):
 
     form = {"type": "json_schema", "json_schema": {"schema": Settings.model_json_schema()}}
     made = answer_form(form, engine.resources.tokens)
-    for day, fits in (("2024-02-01", True), ("1.2.2024", False)):
+    days = {"2024-02-01": True, "2024-02-29": True, "2000-02-29": True, "1.2.2024": False}
+    days |= dict.fromkeys(("2023-02-29", "1900-02-29", "0000-01-01", "2023-04-31"), False)
+    for day, fits in days.items():
         text = json.dumps({"path": "/x", "key": "k", "day": day})
         matcher = library().LLMatcher(vocabulary(engine.resources.tokens), made.lark)
         assert matcher.consume_tokens(engine.resources.tokens.encode_text(text)) is fits

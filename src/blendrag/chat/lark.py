@@ -93,6 +93,12 @@ _INNER = (
 _FORMATS = (
     "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+#: llguidance's dates have a year 0 and a 29 February in every year, which no parser takes.
+_DATE = (
+    "^(?:(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-(?:(?:0[13-9]|1[0-2])-|02-(?:[01]|2[0-8]))"
+    f"|{_LEAP}-02-29)"
+)
 #: Keywords by which an object must have the form of several schemas at once.
 _CONJUNCTIONS = {
     "allOf",
@@ -139,6 +145,8 @@ def _adapted(schema: Any, closes: bool) -> Any:
             made[name] = adapted(schema[name])
     if made.get("format") not in _FORMATS:
         made.pop("format", None)
+    elif str(made["format"]).startswith("date"):
+        made.setdefault("pattern", _DATE)
     named: Any = schema.get("properties")
     required: Any = schema.get("required") or ()
     is_known = isinstance(named, Mapping) and isinstance(required, list | tuple)
