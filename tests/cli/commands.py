@@ -79,9 +79,9 @@ def invoke(*args: str | Path, stdin: str = "") -> Result:
 
 
 def said(result: Result) -> str:
-    """The one line on stderr, without progress, which a slow machine prints."""
-    lines = result.stderr.strip().splitlines()
-    lines = [line for line in lines if not line.startswith("progress: ")]
+    """The one line on stderr, without progress, which a slow machine prints, and what a cut answer says."""
+    other = "progress: ", "note: the answer was cut at --max-new-tokens "
+    lines = [line for line in result.stderr.strip().splitlines() if not line.startswith(other)]
     assert len(lines) == 1, result.stderr
     return lines[0]
 

@@ -80,7 +80,9 @@ def test_ask_prints_the_answer_and_metrics_on_stderr(ingested: Path) -> None:
     shown = invoke(*args)
     answer = ask(ingested, "--max-new-tokens", "6")["answer"]
     assert shown.stdout == f"{answer}\n"
-    assert shown.stderr.splitlines()[-1].startswith("metrics: first token after ")
+    *_, metrics, cut = shown.stderr.splitlines()
+    assert metrics.startswith("metrics: first token after ")
+    assert cut == "note: the answer was cut at --max-new-tokens 6; more let it go on"
     args += ("--no-sources",)
     chosen = said(invoke(*args, "--policy", "query", "--schedule", "0.4,0.2"))
     assert chosen.endswith("mode blend, query at ratio 0.30, schedule 0.4,0.2")
@@ -99,7 +101,7 @@ def test_ask_shows_file_place_score_and_passage_of_its_sources(ingested: Path) -
     args = ("ask", QUESTION, "--store", ingested, "--max-new-tokens", "2", "--top-k", "2")
     sources = ask(ingested, "--top-k", "2")["sources"]
     first, second = sorted(sources, key=lambda source: -source["score"])
-    *lines, metrics = invoke(*args).stderr.splitlines()
+    *lines, metrics, _ = invoke(*args).stderr.splitlines()
     for line, source in zip(lines, (first, second), strict=True):
         place = f"{source['source']}, characters {source['start']} to {source['end']}"
         assert line.startswith(f"source: {place}, score {source['score']:.2f}: Paragraph ")

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.query_engine import RetrieverQueryEngine
 from llm_standard_tests import LLMTests, gathered
 
 import loops
 from blendrag.engine import BlendEngine, Options
-from llama_index.llms.blendrag import BlendLLM
+from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
 QUESTION = "Where is Place32?"
 ASKED = [ChatMessage(role="user", content=QUESTION)]
@@ -30,6 +31,17 @@ def test_metadata_describes_the_model(llm: BlendLLM) -> None:
     assert about.is_chat_model
     assert not about.is_function_calling_model
     assert not BlendLLM(engine=llm.engine, **RAW).metadata.is_chat_model
+    # prompts must leave room for the answer, and have some
+    assert BlendLLM(engine=llm.engine, max_tokens=4096).metadata.num_output == 2048
+
+
+def test_a_query_engine_answers_with_more_tokens_than_the_context(
+    engine: BlendEngine, retriever: BlendRetriever
+) -> None:
+    llm = BlendLLM(engine=engine, max_tokens=4096, stop=["e"])
+    asked = RetrieverQueryEngine.from_args(retriever, llm=llm)
+    assert str(asked.query("What does document 3 say?"))
+    assert "was cut to" in str(llm.complete("What?").raw)
 
 
 def test_messages_go_through_the_models_template(llm: BlendLLM, engine: BlendEngine) -> None:
