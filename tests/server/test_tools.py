@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 import openai
+import pydantic
 import pytest
 
 import scripted
@@ -177,3 +178,27 @@ def test_tools_without_bounds_are_refused_in_a_sentence(
     assert len(message) < 400
     # only the beginning of what is far over the context is tokenised
     assert sum(encoded) <= 16 * served.engine.resources.context_tokens + 1000
+
+
+def test_the_client_assembles_a_streamed_call_and_parses_its_arguments(served: Live) -> None:
+    class Town(pydantic.BaseModel):
+        town: str
+
+    tool = openai.pydantic_function_tool(Town, name="weather")
+    with openai.OpenAI(base_url=served.v1, api_key="none", max_retries=0) as client:
+        asked = {
+            "model": served.service.model_id,
+            "messages": [{"role": "user", "content": "weather in one"}],
+            "tools": [tool],
+        }
+        with client.chat.completions.stream(**asked) as stream:
+            kinds = {event.type for event in stream}
+            streamed = stream.get_final_completion()
+        parsed = client.chat.completions.parse(**asked)
+    assert "tool_calls.function.arguments.done" in kinds
+    for completion in (streamed, parsed):
+        (choice,) = completion.choices
+        (call,) = choice.message.tool_calls
+        assert (choice.message.content or "").strip() == "I look."
+        assert call.function.parsed_arguments == Town(town="Örebro")
+        assert choice.finish_reason == "tool_calls"
