@@ -154,12 +154,7 @@ def _until_turn_ends(text: str, tokens: Tokens, given: dict[str, Any]) -> str:
     for end in tokens.turn_ends:
         call = call.partition(tokens.control_texts.get(end) or _NAME)[0]
     if call == text:  # the turn ends in another way: at the last tag that ends a call
-        form = format_of(tokens)
-        region = (form.own or {}).get("fields", form.regions).get("tool_calls", {})
-        close = region.get("close") or ()
-        tags = [close] if isinstance(close, str) else close
-        ends = [text.rfind(tag) + len(tag) for tag in tags if tag in text]
-        call = text[: max(ends, default=len(text))]
+        call = text[: format_of(tokens).last_call_ends(text)]
     return call.rstrip()
 
 

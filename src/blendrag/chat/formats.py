@@ -110,13 +110,19 @@ class Format:
         ]
         return max(begins, default=None)
 
-    def ends_in_call(self, text: str) -> bool:
-        """Whether ``text`` ends with a tag that closes a call."""
+    def last_call_ends(self, text: str) -> int | None:
+        """The end of the last tag in ``text`` that closes a call; ``None`` without one."""
         regions = (self.own or {}).get("fields", self.regions)
         ends = [
             _pattern(regions[name], "close") for name in regions if name.startswith(CALL_FIELDS)
         ]
-        return any(end and regex.search(rf"(?:{end})[\s`]*\Z", text[-100:]) for end in ends)
+        found = [each.end() for end in ends if end for each in regex.finditer(end, text)]
+        return max(found, default=None)
+
+    def ends_in_call(self, text: str) -> bool:
+        """Whether ``text`` ends with a tag that closes a call."""
+        tail = text.rstrip("` \n")[-100:]
+        return bool(tail) and self.last_call_ends(tail) == len(tail)
 
     @cached_property
     def markup(self) -> str:
