@@ -41,6 +41,15 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SLIDES = {"sliding_window": WINDOW}
+#: MLA: the cache holds a latent vector as K and the rotated part of the key as V.
+LATENTS = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
 #: Gemma's inputs per layer, and two layers that attend to KV of the two before them.
 PER_LAYER_INPUTS = {
     "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -106,6 +115,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "FalconForCausalLM", "FalconConfig",
         {"ffn_hidden_size": 64, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM", "DeepseekV2Config", {**LATENTS, **ROUTED, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**LATENTS, **ROUTED}),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", {**LATENTS, **ROUTED}),
+    "minicpm3": ("MiniCPM3ForCausalLM", "MiniCPM3Config", LATENTS),
+    "youtu": ("YoutuForCausalLM", "YoutuConfig", LATENTS),
+    "mimo_v2_flash": (
+        "MiMoV2FlashForCausalLM", "MiMoV2FlashConfig",
+        {"head_dim": 16, "v_head_dim": 8, **ROUTED, **SLIDES},
+    ),
     "gemma3n": (
         "Gemma3nForCausalLM", "Gemma3nTextConfig",
         {
@@ -160,15 +180,6 @@ READ_IMAGES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
 #: Families whose KV cannot be reused.
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM", "DeepseekV3Config",
-        {
-            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-            "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-        },
-    ),
     "bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 4}),
     "bart": (
         "BartForCausalLM", "BartConfig",
@@ -314,7 +325,10 @@ class Held:
 def kv_between(made: ModelAdapter, ids: Sequence[int], start: int, end: int) -> ChunkKV:
     """Exact KV of ``ids[start:end]`` after ``ids[:start]``, at positions start…"""
     cache = made.prefill_at(list(ids)[:end])
-    layers = [torch.stack((x.keys[0, :, start:], x.values[0, :, start:])) for x in cache.layers]
+    layers = [
+        shape.joined(layer.keys[0, :, start:], layer.values[0, :, start:])
+        for shape, layer in zip(made.layout.layers, cache.layers, strict=True)
+    ]
     return ChunkKV(made.layout, end - start, layers)
 
 
@@ -344,7 +358,8 @@ def span(
     if stored_at != start:
         tables = made.repositioner.tables(torch.full((end - start,), stored_at - start))
         for i, layer in enumerate(kv.layers):
-            made.repositioner.rotate_(layer[0], i, tables)
+            both = made.layout.layers[i].split(layer)
+            made.repositioner.rotate_(both[made.repositioner.part(i)], i, tables)
     return LoadedSpan(start, end, Held(noisy(kv, noise) if noise else kv), stored_at, exact)
 
 

@@ -144,7 +144,17 @@ WAYS = [
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "qwen2", "gemma3_text", "gemma4", "gpt_neox", "phi3", "cohere2", "qwen3_moe"],
+    [
+        "llama",
+        "qwen2",
+        "gemma3_text",
+        "gemma4",
+        "deepseek_v2",
+        "gpt_neox",
+        "phi3",
+        "cohere2",
+        "qwen3_moe",
+    ],
 )
 def test_answers_are_those_of_each_request_alone(family, tmp_path, pauses):
     model = tiny.family(family, initializer_range=0.2)

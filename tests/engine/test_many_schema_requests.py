@@ -92,7 +92,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 @pytest.mark.parametrize(
     ("family", "shares"),
-    [("llama", True), ("mistral", False), ("gemma3_text", True), ("gemma4", True)],
+    [
+        ("llama", True),
+        ("mistral", False),
+        ("gemma3_text", True),
+        ("gemma4", True),
+        ("minicpm3", False),
+    ],
 )
 def test_requests_that_come_and_go_get_the_answers_that_each_gets_alone(
     family, shares, tmp_path, steps, monkeypatch

@@ -146,7 +146,17 @@ def placed(made: BlendEngine, markup: str) -> PlacedPrompt:
 
 
 #: The last two have windows of 24 tokens.
-FAMILIES = ("llama", "qwen3", "gpt2", "bloom", "mpt", "gemma3_text", "gemma4", "mistral")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gpt2",
+    "bloom",
+    "mpt",
+    "gemma3_text",
+    "gemma4",
+    "minicpm3",
+    "mistral",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -79,7 +79,7 @@ def test_repeating_for_beams_and_reordering_equals_a_dynamic_cache():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gemma3n"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gemma3n", "deepseek_v3"])
 def test_decoding_over_a_blended_cache_equals_stock(name):
     """Beyond the headroom of a cache made for no new token, and beyond sliding windows."""
     adapter = tiny.adapter(tiny.family(name, initializer_range=0.2))

@@ -211,7 +211,9 @@ def test_counts_are_the_rows_the_model_ran_and_what_the_policy_declares(fusor, p
 # -- the last layer -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma4"])  # gpt_oss is not served fast
+@pytest.mark.parametrize(
+    "name", ["mistral", "gpt_oss", "gemma4", "deepseek_v2"]
+)  # gpt_oss is not served fast
 def test_the_last_token_is_as_if_all_rows_went_on(name):
     """Logits, K/V and counts of a forward that ends with one row, against one that keeps all rows."""
     fusor = Fusor(tiny.adapter(tiny.family(name)))

@@ -82,7 +82,14 @@ def assert_as_alone(fusor: Fusor, asked: Asked, got: Prefilled | Exception) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral", "gpt_neox", "gemma4", pytest.param("qwen3_moe", marks=pytest.mark.slow)]
+    "name",
+    [
+        "mistral",
+        "gpt_neox",
+        "gemma4",
+        "deepseek_v2",
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+    ],
 )
 def test_prompts_in_one_forward_get_what_they_get_alone(name):
     fusor = Fusor(tiny.adapter(tiny.family(name)))

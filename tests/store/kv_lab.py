@@ -70,8 +70,7 @@ class Lab:
         """The layers, read into the middle of a prompt in which nothing else may change."""
         layers = []
         for i, shape in enumerate(layout.layers):
-            size = (2, shape.kv_heads, tokens + 20, shape.head_dim)
-            prompt = torch.full(size, 7.0, dtype=layout.torch_dtype)
+            prompt = torch.full(shape.tensor_shape(tokens + 20), 7.0, dtype=layout.torch_dtype)
             layers.append(prompt[:, :, 11 : 11 + tokens])
             reader.read_layer(i, layers[-1])
             assert (prompt[:, :, :11] == 7).all()

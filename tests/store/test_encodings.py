@@ -267,6 +267,29 @@ def test_a_rebuilt_index_finds_layers_that_are_decoded_into_the_middle_of_a_prom
     assert all(map(torch.equal, read, expected(kv)))
 
 
+UNEVEN = (LayerShape(2, 8, 4), LayerShape(2, 8), LayerShape(1, 16, 24))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_of_another_width_than_their_keys_come_back(make_store, root, encoding, dtype):
+    """As if K and V had been stored apart; also after the index was rebuilt from the files alone."""
+    layout = KVLayout(UNEVEN, dtype, encoding)
+    right = []
+    for shape, layer in zip(UNEVEN, Lab.put(make_store(), 1, layout).layers, strict=True):
+        alone = [torch.stack((part, part)) for part in shape.split(layer)]
+        if encoding != "native":
+            alone = [round_trip(part, encoding) for part in alone]
+        right.append(shape.joined(alone[0][0], alone[1][1]))
+    Lab.drop_index(root)
+    store = make_store()
+    assert (store.stats().entries, store.stats().quarantined) == (1, 0)
+    read = Lab.read_into_prompt(Lab.open(store, 1, layout), layout)
+    assert all(map(torch.equal, read, right))
+    other = (LayerShape(2, 4, 8), *UNEVEN[1:])
+    assert Lab.open(store, 1, KVLayout(other, dtype, encoding)) is None
+
+
 @pytest.mark.parametrize("stored", ENCODINGS)
 @pytest.mark.parametrize("asked", ENCODINGS)
 def test_an_entry_is_never_read_in_another_encoding(make_store, stored, asked):

@@ -310,8 +310,8 @@ def _alike(now: ChunkKV, reader: KVReader, tolerance: float) -> bool:
     for i, (layer, encoded) in enumerate(zip(now.layers, _encoded(now), strict=True)):
         stored = torch.empty_like(layer)
         reader.read_layer(i, stored)
-        for kind in range(2):  # K, V
-            fresh, there, kept = layer[kind], encoded[kind], stored[kind]  # [Hkv, T, D]
+        split = now.layout.layers[i].split
+        for fresh, there, kept in zip(split(layer), split(encoded), split(stored), strict=True):
             lost = (there.float() - fresh.float()).square().mean(-2, keepdim=True).sqrt()
             noise = tolerance * content(fresh, fresh.roll(1, -2))
             rounding = torch.finfo(fresh.dtype).eps * magnitude(fresh, kept)

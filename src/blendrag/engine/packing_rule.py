@@ -41,9 +41,8 @@ class Load:
         layout = adapter.layout
         rows = _rows_by_layer(plan, len(layout.layers))
         tokens = len(plan.prompt.ids) + new_tokens + 1
-        kv = tokens * sum(2 * layer.kv_heads * layer.head_dim for layer in layout.layers)
         activations = max(rows) * int(adapter.stack.config.hidden_size) * ROW_STATES
-        size_bytes = int((kv + activations) * layout.torch_dtype.itemsize)
+        size_bytes = layout.size_bytes(tokens) + int(activations * layout.torch_dtype.itemsize)
         return cls(sum(rows) / len(rows), size_bytes, len(plan.spans))
 
 

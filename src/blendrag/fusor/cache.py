@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from blendrag.store.kv import KVLayout
+from blendrag.store.kv import KVLayout, LayerShape
 
 #: Buffers of consecutive layers are allocated together up to this size, and their keys rotated together. On a
 #: CPU they stay in its cache, and below what glibc's malloc keeps; on a GPU each operation costs a launch.
@@ -24,32 +24,39 @@ Merge = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Te
 
 
 class BlendLayer(DynamicLayer):
-    """One layer's K and V as views of a buffer ``[2, 1, Hkv, capacity, D]``."""
+    """One layer's K and V as views of a buffer ``[2, 1, Hkv, capacity, D]``
+    (:class:`~blendrag.store.kv.LayerShape`)."""
 
     is_sliding = False
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, shape: LayerShape) -> None:
         super().__init__()
-        self.buffer = buffer
+        self._shape = shape
         self.dtype, self.device = buffer.dtype, buffer.device
         self.is_initialized = True
+        self._keep_in(buffer)
         self.show(0)
+
+    def _keep_in(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        with torch.inference_mode(False):  # they are written in and outside inference mode
+            self._both = self._shape.split(buffer)
 
     def show(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the first ``length`` tokens the cache's content; returns K and V ``[1, Hkv, n, D]``."""
-        self.keys = self.buffer[0, :, :, :length]
-        self.values = self.buffer[1, :, :, :length]
+        keys, values = self._both
+        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
         return self.keys, self.values
 
     def scatter(
         self, at: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, length: int
     ) -> None:
         """Write K and V ``[Hkv, S, D]`` at tokens ``at`` (``None``: all of ``length``), then :meth:`show`."""
-        for buffer, fresh in zip(self.buffer[:, 0, :, :length], (keys, values), strict=True):
+        for buffer, fresh in zip(self._both, (keys, values), strict=True):
             if at is None:
-                buffer.copy_(fresh)
+                buffer[0, :, :length].copy_(fresh)
             else:
-                buffer.index_copy_(1, at, fresh)
+                buffer[0, :, :length].index_copy_(1, at, fresh)
         self.show(length)
 
     def update(
@@ -62,9 +69,14 @@ class BlendLayer(DynamicLayer):
         end = start + key_states.shape[-2]
         if end > self.buffer.shape[-2]:
             self.reserve(end + max(64, end // 8))
-        self.buffer[0, :, :, start:end] = key_states
-        self.buffer[1, :, :, start:end] = value_states
+        for buffer, fresh in zip(self._both, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = fresh
         return self.show(end)
+
+    def release(self) -> None:
+        """Drop all KV."""
+        self._keep_in(self.buffer.new_empty((*self.buffer.shape[:3], 0, self.buffer.shape[4])))
+        self.show(0)
 
     @property
     def is_view(self) -> bool:
@@ -79,7 +91,7 @@ class BlendLayer(DynamicLayer):
         used = self.keys.shape[-2]
         wider = self.buffer.new_empty((*dims, tokens, width))
         wider[..., :used, :] = self.buffer[..., :used, :]
-        self.buffer = wider
+        self._keep_in(wider)
         self.show(used)
 
 
@@ -98,25 +110,29 @@ class BlendCache(DynamicCache):
         with torch.inference_mode(False):  # the loader's thread writes them outside inference mode
             for shape, same in groupby(layout.layers):
                 layers = len(list(same))
-                kv_shape = (2, 1, shape.kv_heads, capacity, shape.head_dim)
+                kinds, *rest = shape.tensor_shape(capacity)
+                kv_shape = (kinds, 1, *rest)
                 layer_bytes = math.prod(kv_shape) * layout.torch_dtype.itemsize
                 most = max(1, group_bytes // max(layer_bytes, 1))
                 for first in range(0, layers, most):
                     shapes = (min(most, layers - first), *kv_shape)
                     groups.append(torch.empty(shapes, dtype=layout.torch_dtype, device=device))
+        self.shapes = layout.layers
         self._keep_in(groups)
 
     def _keep_in(self, groups: Sequence[torch.Tensor]) -> None:
         self._groups = groups
         """Buffers of consecutive layers, ``[layers, 2, 1, Hkv, capacity, D]`` each."""
-        Cache.__init__(self, layers=[BlendLayer(buffer) for each in groups for buffer in each])
+        buffers = [buffer for each in groups for buffer in each]
+        made = [BlendLayer(*each) for each in zip(buffers, self.shapes, strict=True)]
+        Cache.__init__(self, layers=made)
         self.merge: Merge | None = None
         """Takes new K/V during the blended forward."""
 
     def part(self, start: int, capacity: int) -> BlendCache:
         """A cache over a stretch of this one's buffers; if it grows, it gets its own buffers."""
         made = BlendCache.__new__(BlendCache)
-        made.start, made.is_part = start, True
+        made.start, made.shapes, made.is_part = start, self.shapes, True
         with torch.inference_mode(False):
             made._keep_in([group[..., start : start + capacity, :] for group in self._groups])
         return made
@@ -164,10 +180,7 @@ class BlendCache(DynamicCache):
         """Drop all KV; it is kept elsewhere from now on."""
         self._groups = ()
         for layer in self.layers:
-            layer.buffer = layer.buffer.new_empty(
-                (*layer.buffer.shape[:3], 0, layer.buffer.shape[4])
-            )
-            layer.show(0)
+            layer.release()
 
     def show(self, length: int) -> None:
         """Make the first ``length`` tokens of every layer the cache's content."""

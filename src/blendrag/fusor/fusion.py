@@ -75,7 +75,9 @@ class Fusion:
             self._choose_entry()
         all_enter = self._chosen.numel() == candidates.numel()
         groups = cache.groups(request.prompt_tokens)
-        self._stored = StoredKV(request.spans, groups, repositioner, all_enter, timeline)
+        self._stored = StoredKV(
+            request.spans, groups, cache.shapes, repositioner, all_enter, timeline
+        )
         self.loader = self._stored.loader
 
     @property
@@ -187,7 +189,7 @@ class Fusion:
 
     def _choose(self, layer: int, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
         """Let the policy choose the tokens of ``layer`` by K/V ``[Hkv, S, D]`` of layer ``seen``."""
-        loaded_keys, loaded_values = self._buffers[seen]
+        loaded_keys, loaded_values = self.cache.shapes[seen].split(self._buffers[seen])
         tokens, computed = self._chosen, self.rows
 
         def fetch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -28,6 +28,7 @@ from blendrag.fusor.selection import LayerView, Schedule, SelectionPolicy, make_
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.fingerprint import is_quantised
 from blendrag.model.kv_compare import content
+from blendrag.model.positions import Repositioner
 from blendrag.model.structure import unsupported_if_raising
 from blendrag.store.kv import ChunkKV, dtype_name
 
@@ -124,8 +125,8 @@ def _measure(
     scale = float(stock.float().abs().max()) or 1.0
     fusor = Fusor(adapter)
 
-    def subset_diff(disturbance: float) -> float:
-        request = _request(n, HeldKV(kv, disturbance), FixedRows(rows))
+    def subset_diff(loaded: ChunkKV) -> float:
+        request = _request(n, HeldKV(loaded), FixedRows(rows))
         logits, _, _ = fusor.prefill(ids, request, logits_to_keep=spread)
         return _difference(logits[0], stock)
 
@@ -135,8 +136,8 @@ def _measure(
         logits, _, _ = fusor.prefill(ids, request)
         return _difference(logits[0], stock[-1:])
 
-    subset = max(subset_diff(0.0), policy_diff("hkvd", "geometric"), policy_diff("query", "linear"))
-    perturbed = subset_diff(3.0)
+    subset = max(subset_diff(kv), policy_diff("hkvd", "geometric"), policy_diff("query", "linear"))
+    perturbed = subset_diff(_disturbed(kv, adapter.repositioner, 3.0))
     full, greedy = _full_recompute(adapter, ids, seen, stock, kv)
     tolerance = TOLERANCE[dtype_name(adapter.precision)] * max(scale, 1.0)
     rounds = adapter.precision != torch.float32 or is_quantised(adapter.model)
@@ -233,17 +234,14 @@ class FixedRows(SelectionPolicy):
 
 
 class HeldKV:
-    """A reader over KV in memory, as the store would return it, its values disturbed by ``disturbance``."""
+    """A reader over KV in memory, as the store would return it."""
 
     key = "0" * 64
     tier = "memory"
 
-    def __init__(self, kv: ChunkKV, disturbance: float = 0.0) -> None:
+    def __init__(self, kv: ChunkKV) -> None:
         self.tokens = kv.tokens
         self._layers = kv.layers
-        if disturbance:
-            generator = torch.Generator().manual_seed(1)
-            self._layers = [_disturbed(layer, disturbance, generator) for layer in kv.layers]
 
     @torch.inference_mode()
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
@@ -270,7 +268,10 @@ def _request(
 def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:
     """KV of the whole prompt but its last token, computed at ``OFFSET``."""
     layers = adapter.prefill_at(ids[0].tolist(), OFFSET).layers
-    kv = [torch.stack((layer.keys[0, :, :-1], layer.values[0, :, :-1])).cpu() for layer in layers]
+    kv = [
+        shape.joined(layer.keys[0, :, :-1], layer.values[0, :, :-1]).cpu()
+        for shape, layer in zip(adapter.layout.layers, layers, strict=True)
+    ]
     return ChunkKV(adapter.layout, ids.shape[1] - 1, kv)
 
 
@@ -291,13 +292,19 @@ def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
     return torch.randint(0, vocab, (1, n), generator=generator).to(adapter.device)
 
 
-def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
-    """``layer`` ``[2, Hkv, T, D]`` with noise added to its values, in proportion to how much
-    each channel differs between tokens, so that large biases do not enlarge it."""
-    keys, values = layer
-    noise = torch.randn(values.shape, generator=generator, dtype=torch.float32)
-    noise *= size * content(values, values.roll(1, -2))
-    return torch.stack((keys, (values.float() + noise).to(layer.dtype)))
+def _disturbed(kv: ChunkKV, moves: Repositioner, size: float) -> ChunkKV:
+    """``kv`` with noise added to its values (in latent layers, to the latents that hold them), in proportion
+    to how much each channel differs between tokens, so that large biases do not enlarge it."""
+    generator = torch.Generator().manual_seed(1)
+    layers = []
+    for i, (shape, layer) in enumerate(zip(kv.layout.layers, kv.layers, strict=True)):
+        both = [*shape.split(layer)]  # [Hkv, T, D] each
+        at = 1 - moves.part(i)
+        noise = torch.randn(both[at].shape, generator=generator, dtype=torch.float32)
+        noise *= size * content(both[at], both[at].roll(1, -2))
+        both[at] = (both[at].float() + noise).to(layer.dtype)
+        layers.append(shape.joined(*both))
+    return ChunkKV(kv.layout, kv.tokens, layers)
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -20,6 +20,7 @@ from blendrag.fusor.staging import Transfer, staging_ring
 from blendrag.metrics import LOAD, REPOSITION, WAIT, Timeline, noted
 from blendrag.model.positions import Repositioner
 from blendrag.store.base import KVReader, ResidentReader
+from blendrag.store.kv import LayerShape
 
 
 @dataclass(frozen=True)
@@ -185,13 +186,16 @@ class StoredKV:
         self,
         spans: Sequence[LoadedSpan],
         groups: Sequence[torch.Tensor],
+        shapes: Sequence[LayerShape],
         repositioner: Repositioner,
         all_enter: bool,
         timeline: Timeline | None = None,
     ) -> None:
-        """``groups`` are ``[layers, 2, Hkv, N, D]`` of consecutive layers. ``all_enter``: layer 0 computes
-        every token of blended chunks, so only exact chunks are loaded there."""
+        """``groups`` are ``[layers, 2, Hkv, N, D]`` of consecutive layers, ``shapes`` those of all layers.
+        ``all_enter``: layer 0 computes every token of blended chunks, so only exact chunks are loaded
+        there."""
         self._timeline = timeline
+        self._shapes = shapes
         self._all_enter = all_enter
         self._placed = 0
         """Number of layers in place."""
@@ -225,7 +229,9 @@ class StoredKV:
             with noted(self._timeline, REPOSITION, first):
                 if self._moved is not None and not self._skips(first):
                     group, at = self._where[first]
-                    keys = group[at : at + end - first, 0, :, self._moved]  # [layers, Hkv, n, D]
+                    moved = group[at : at + end - first, :, :, self._moved]
+                    both = self._shapes[first].split(moved, dim=1)  # [layers, Hkv, n, D]
+                    keys = both[self._repositioner.part(first)]
                     self._repositioner.rotate_(keys, first, self._tables)
             self._placed = end
 

@@ -277,7 +277,7 @@ class Pack:
         if self.phase in (Phase.PEEK, Phase.LAST_KV):
             raise KVComplete
         buffer = self.cache.layers[layer].buffer[..., : self._keys_end, :]  # [2, 1, Hkv, C, D]
-        return buffer[0], buffer[1]
+        return self.cache.shapes[layer].split(buffer)
 
 
 @contextmanager

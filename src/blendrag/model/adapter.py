@@ -227,8 +227,8 @@ class ModelAdapter:
         with self._long_table() if is_long else nullcontext():
             cache = self.prefill_at([*prefix_ids, *chunk_ids])
         layers = [
-            torch.stack((layer.keys[0, :, skip:], layer.values[0, :, skip:]))  # [2, Hkv, T, D]
-            for layer in cache.layers
+            shape.joined(layer.keys[0, :, skip:], layer.values[0, :, skip:])
+            for shape, layer in zip(layout.layers, cache.layers, strict=True)
         ]
         return ChunkKV(layout, tokens, [layer.to("cpu", layout.torch_dtype) for layer in layers])
 

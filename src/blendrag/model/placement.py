@@ -159,9 +159,11 @@ class PlacedModel:
             )
         layout = self.layout
         layers = [
-            torch.stack((layer.keys[0], layer.values[0])).to("cpu", layout.torch_dtype)
-            for layer in self.prefill_at(ids, positions).layers
-        ]  # [2, Hkv, T, D]
+            shape.joined(layer.keys[0], layer.values[0]).to("cpu", layout.torch_dtype)
+            for shape, layer in zip(
+                layout.layers, self.prefill_at(ids, positions).layers, strict=True
+            )
+        ]
         return [
             ChunkKV(layout, end - start, [layer[:, :, start:end].contiguous() for layer in layers])
             for start, end in stretches

@@ -62,15 +62,20 @@ class Repositioner:
 
     def tables(self, offsets: torch.Tensor) -> dict[str, RotaryTable]:
         """Tables for ``offsets`` ``[n]`` (int64), one per rotary table in use."""
-        used = {n for n, kind in zip(self.table_names, self.kinds, strict=True) if kind == "rotary"}
+        turning = zip(self.table_names, self.kinds, strict=True)
+        used = {name for name, kind in turning if kind != "position-free"}
         return {name: rotary_table(self.rotary, name, offsets) for name in used}
+
+    def part(self, layer: int) -> int:
+        """What of a layer's KV turns: K (0), or V (1) in latent layers."""
+        return 1 if self.kinds[layer] == "latent" else 0
 
     def rotate_(self, keys: torch.Tensor, layer: int, tables: dict[str, RotaryTable]) -> None:
         """Rotate ``keys`` ``[…, Hkv, n, D]`` in place: in float32, rounded once.
 
         They belong to ``layer``, or to several layers of its kind and table.
         """
-        if self.kinds[layer] == "rotary":
+        if self.kinds[layer] != "position-free":
             keys.copy_(apply_rotary(self.apply, keys, tables[self.table_names[layer]]))
 
 
@@ -140,8 +145,8 @@ def _by_complex(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``heads``: the two dimensions that the function has in the other order."""
     table = torch.complex(cos[..., ::2].contiguous(), sin[..., ::2].contiguous())
-    q, k = function(q.transpose(*heads), k.transpose(*heads), table)
-    return q.transpose(*heads), k.transpose(*heads)
+    k = k.transpose(*heads)
+    return q, function(k, k, table)[1].transpose(*heads)  # it cannot take no queries
 
 
 class Rotation(NamedTuple):

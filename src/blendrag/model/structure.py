@@ -105,7 +105,7 @@ def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLay
     """Layout of ``cache``, which holds a prefill of ``tokens`` by a model of that name and depth.
 
     Layers behind those in the cache attend to KV of an earlier one (Gemma 3n and 4). Raises
-    :class:`UnsupportedModelError` for layers without K and V, for K and V of different shapes, and for a
+    :class:`UnsupportedModelError` for layers without K and V, for K and V of different heads, and for a
     dtype that the store does not support.
     """
     if not 0 < len(cache.layers) <= layers:
@@ -118,12 +118,13 @@ def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLay
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
             raise UnsupportedModelError(f"layer {i} of {name} keeps no KV; use mode full")
-        if keys.shape != values.shape or keys.ndim != 4 or keys.shape[-2] != tokens:
+        if keys.ndim != 4 or keys.shape[-2] != tokens or keys.shape[:3] != values.shape[:3]:
             raise UnsupportedModelError(
                 f"layer {i} of {name} keeps keys {tuple(keys.shape)} and values "
-                f"{tuple(values.shape)}; blending needs the same shape for both; use mode full"
+                f"{tuple(values.shape)}; blending needs {tokens} tokens and as many heads in both; "
+                "use mode full"
             )
-        shapes.append(LayerShape(int(keys.shape[1]), int(keys.shape[3])))
+        shapes.append(LayerShape.of(keys, values))
     dtype = dtype_name(cache.layers[0].keys.dtype)
     if dtype not in DTYPES:
         raise UnsupportedModelError(

@@ -87,6 +87,9 @@ class ChunkPool:
         """``limit_bytes``: of all overlays together, which stay allocated."""
         self.adapter = adapter
         self._limit_tokens = max(1, limit_bytes // adapter.layout.size_bytes(1))
+        moves, shapes = adapter.repositioner, adapter.layout.layers
+        self._keeps_apart = "latent" in moves.kinds or any(shape.value_dim for shape in shapes)
+        """Whether requests share nothing, because the layers' KV is not K and V of one shape."""
         self._overlays: Overlays | None = None
         self._chunks: WeakValueDictionary[str, SharedChunk] = WeakValueDictionary()
         self._considered: set[int | str] = set()
@@ -96,6 +99,8 @@ class ChunkPool:
     def share(self, requests: Sequence[RequestKV]) -> None:
         """Let those of ``requests`` share chunks that have some in common, with each other or with requests
         that share already. Their caches are emptied."""
+        if self._keeps_apart:
+            return
         alone = [one for one in requests if one.loaded is not None and one.running is None]
         state: set[int | str] = {*map(id, alone), *self._chunks.keys()}
         if state == self._considered:

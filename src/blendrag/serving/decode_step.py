@@ -69,7 +69,7 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
     lengths = [one.cache.get_seq_length() for one in requests]
     positions = [one.next_position for one in requests]
     shared = pool.attention(requests)
-    rows = _Rows(requests, shared, pool.adapter.device)
+    rows = _Rows(requests, shared, pool.adapter)
     if shared is not None:
         shared.advance()
     try:
@@ -98,10 +98,12 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
 class _RowsLayer(DynamicLayer):
     """One layer of the KV of several requests."""
 
-    def __init__(self, rows: _Rows, layers: Sequence[BlendLayer]) -> None:
+    def __init__(self, rows: _Rows, layers: Sequence[BlendLayer], is_latent: bool) -> None:
+        """``is_latent``: what it holds is expanded to K and V before it is attended to."""
         super().__init__()
         self._rows = rows
         self._layers = layers
+        self.is_latent = is_latent
         self.newest: torch.Tensor | None = None
         """The newest keys, as :meth:`update` returned them."""
         self.held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
@@ -114,11 +116,14 @@ class _RowsLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows ``[R, Hkv, 1, D]`` to caches; :func:`attend` appends to overlays."""
+        """Append rows ``[R, Hkv, 1, D]`` to caches; :func:`attend` appends to overlays. Returns them or, in
+        latent layers, all that the rows hold, one after another: ``[1, Hkv, ΣN, D]``."""
         self.held = [
             layer.update(key_states[row : row + 1], value_states[row : row + 1])
             for row, layer in zip(self._rows.alone, self._layers, strict=True)
         ]
+        if self.is_latent:
+            key_states, value_states = (torch.cat(each, 2) for each in zip(*self.held, strict=True))
         self.newest = key_states
         return key_states, value_states
 
@@ -129,7 +134,7 @@ class _Rows(Cache):
     layers: list[_RowsLayer]
 
     def __init__(
-        self, requests: Sequence[RequestKV], shared: SharedAttention | None, device: torch.device
+        self, requests: Sequence[RequestKV], shared: SharedAttention | None, adapter: ModelAdapter
     ) -> None:
         self.length = max(one.next_position for one in requests)
         self.alone = [row for row, one in enumerate(requests) if one.running is None]
@@ -139,11 +144,13 @@ class _Rows(Cache):
         """Rows that ``shared`` attends."""
         if self.alone and shared is not None:
             sharing = [row for row, one in enumerate(requests) if one.running is not None]
-            self.sharing = torch.tensor(sharing, device=device)
+            self.sharing = torch.tensor(sharing, device=adapter.device)
         caches = self.caches = [requests[row].cache for row in self.alone]
-        count = len(requests[0].cache.layers)
         super().__init__(
-            layers=[_RowsLayer(self, [cache.layers[i] for cache in caches]) for i in range(count)]
+            layers=[
+                _RowsLayer(self, [cache.layers[i] for cache in caches], kind == "latent")
+                for i, kind in enumerate(adapter.repositioner.kinds)
+            ]
         )
 
     def layer_of(self, module: nn.Module, keys: torch.Tensor) -> int:
@@ -195,8 +202,11 @@ def attend(
     out = query.new_empty((count, heads, value.shape[-1]))
     if rows.alone:
         folded = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [R, Hkv, G, D]
-        held = zip(rows.alone, rows.caches, rows.layers[layer].held, strict=True)
-        for row, cache, (keys, values) in held:
+        held = rows.layers[layer].held
+        if rows.layers[layer].is_latent:  # expanded by now
+            lengths = [latents.shape[2] for latents, _ in held]
+            held = [*zip(key.split(lengths, 2), value.split(lengths, 2), strict=True)]
+        for row, cache, (keys, values) in zip(rows.alone, rows.caches, held, strict=True):
             if sliding_window is not None:
                 seen = cache.visible(sliding_window)
                 keys, values = keys[:, :, seen], values[:, :, seen]

@@ -570,7 +570,7 @@ def private_kv(
         kv = held.chunk.layers[layer].clone()
         tokens = torch.arange(kv.shape[2])
         offsets = torch.full_like(tokens, held.at - held.chunk.start, device=kv.device)
-        repositioner.rotate_(kv[0], layer, repositioner.tables(offsets))
+        repositioner.rotate_(kv[repositioner.part(layer)], layer, repositioner.tables(offsets))
         seen = tokens if held.stale is None else tokens[~held.stale]
         parts.append(kv[:, :, seen.to(kv.device)])
         positions += (held.at + seen).tolist()

@@ -29,10 +29,44 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads and width of one layer's K, which V shares."""
+    """Heads and widths of one layer's K and V.
+
+    Its KV is one tensor ``[2, Hkv, T, D]``, keys first. If the widths differ, as in MLA's layers of latent
+    vectors, it is ``[1, Hkv, T, Dk+Dv]``: the values of each token follow its keys.
+    """
 
     kv_heads: int
     head_dim: int
+    """Width of K."""
+    value_dim: int | None = None
+    """Width of V; ``None``: that of K."""
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> LayerShape:
+        """That of K and V ``[…, Hkv, T, D]``."""
+        width = values.shape[-1] if values.shape[-1] != keys.shape[-1] else None
+        return cls(int(keys.shape[-3]), int(keys.shape[-1]), width)
+
+    def tensor_shape(self, tokens: int) -> tuple[int, int, int, int]:
+        """``[2, Hkv, T, D]``, or ``[1, Hkv, T, Dk+Dv]``."""
+        if self.value_dim is None:
+            return (2, self.kv_heads, tokens, self.head_dim)
+        return (1, self.kv_heads, tokens, self.head_dim + self.value_dim)
+
+    def split(self, kv: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, views of a layer's tensor, of which ``dim`` is the dimension of 2 or 1."""
+        if self.value_dim is None:
+            return kv.select(dim, 0), kv.select(dim, 1)
+        both = kv.select(dim, 0)
+        return both.narrow(-1, 0, self.head_dim), both.narrow(-1, self.head_dim, self.value_dim)
+
+    def joined(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The tensor of a layer from its K and V ``[Hkv, T, D]``; a copy."""
+        import torch
+
+        if self.value_dim is None:
+            return torch.stack((keys, values))
+        return torch.cat((keys, values), dim=-1)[None]
 
 
 @dataclass(frozen=True)
@@ -57,9 +91,8 @@ class KVLayout:
         return dtype
 
     def layer_shape(self, layer: int, tokens: int) -> tuple[int, int, int, int]:
-        """``[2, Hkv, T, D]`` of one layer."""
-        shape = self.layers[layer]
-        return (2, shape.kv_heads, tokens, shape.head_dim)
+        """See :meth:`LayerShape.tensor_shape`."""
+        return self.layers[layer].tensor_shape(tokens)
 
     def size_bytes(self, tokens: int) -> int:
         """Of the KV of so many tokens in all layers."""
@@ -72,7 +105,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """One chunk's KV: per layer a contiguous CPU tensor ``[2, Hkv, T, D]``, keys first."""
+    """One chunk's KV: per layer a contiguous CPU tensor, as in :class:`LayerShape`."""
 
     layout: KVLayout
     tokens: int

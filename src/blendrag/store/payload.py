@@ -1,9 +1,10 @@
 """The payload file of one chunk: a safetensors file whose header can be predicted.
 
-Tensors ``l0000``, ``l0001``, … of shape ``[2, Hkv, T, D]`` follow one another. The header is padded
-with spaces so that data starts at a multiple of 4096. Its ``__metadata__`` holds the format version,
-key, namespace, dtype, number of tokens, and one xxh3-64 checksum per layer, seeded with key and
-layer, over the layer's stored bytes. An encoded layer consists of several tensors, scales first
+Tensors ``l0000``, ``l0001``, … of shape ``[2, Hkv, T, D]`` (or ``[1, Hkv, T, Dk+Dv]``, see
+:class:`~blendrag.store.kv.LayerShape`) follow one another. The header is padded with spaces so that
+data starts at a multiple of 4096. Its ``__metadata__`` holds the format version, key, namespace,
+dtype, number of tokens, and one xxh3-64 checksum per layer, seeded with key and layer, over the
+layer's stored bytes. An encoded layer consists of several tensors, scales first
 (:mod:`blendrag.store.encodings`), and the metadata names the encoding.
 
 To read a file, its header is compared byte by byte with the one that layout, tokens, namespace and key
@@ -145,6 +146,8 @@ def _header_fields(layout: KVLayout, tokens: int, ends: list[int]) -> dict[str, 
     }
     if layout.encoding != NATIVE_ENCODING:
         metadata["encoding"] = layout.encoding
+    if any(shape.value_dim for shape in layout.layers):
+        metadata["value_dims"] = ",".join(str(shape.value_dim or 0) for shape in layout.layers)
     fields: dict[str, Any] = {"__metadata__": metadata}
     for layer, begin in enumerate(ends[:-1]):
         for part in stored_parts(layout, layer, tokens):
@@ -193,8 +196,11 @@ def parse_header(header: bytes) -> PayloadHeader | None:
         tokens = _dimension(int(metadata["tokens"]))
         layers = [name for name in fields if _LAYER.fullmatch(name)]
         shapes = [fields[f"l{layer:04d}"]["shape"] for layer in range(len(layers))]
+        widths = (
+            metadata["value_dims"].split(",") if "value_dims" in metadata else ["0"] * len(shapes)
+        )
         layout = KVLayout(
-            tuple(LayerShape(_dimension(shape[1]), _dimension(shape[3])) for shape in shapes),
+            tuple(_layer_shape(*each) for each in zip(shapes, map(int, widths), strict=True)),
             str(metadata["dtype"]),
             str(metadata.get("encoding", NATIVE_ENCODING)),
         )
@@ -213,6 +219,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) != len(pairs):
         raise ValueError("duplicate names")
     return dict(pairs)
+
+
+def _layer_shape(shape: Sequence[Any], value_dim: int) -> LayerShape:
+    heads, width = _dimension(shape[1]), _dimension(shape[3])
+    return (
+        LayerShape(heads, width - value_dim, value_dim) if value_dim else LayerShape(heads, width)
+    )
 
 
 def _dimension(value: object) -> int:

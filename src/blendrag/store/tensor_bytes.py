@@ -28,7 +28,7 @@ _INFINITY: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[
     "bfloat16": (np.int16, np.uint16, 0x7F80),
 }
 
-#: ``[2, Hkv, T, D]``.
+#: ``[2, Hkv, T, D]``, or ``[1, Hkv, T, Dk+Dv]``.
 Shape = tuple[int, int, int, int]
 
 
@@ -67,7 +67,7 @@ def _all_finite(layer: torch.Tensor, dtype: str) -> bool:
 
 
 def target_buffers(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> list[memoryview]:
-    """The memory of ``out`` ``[2, Hkv, T, D]`` in the order of a native layer's bytes.
+    """The memory of ``out`` (:data:`Shape`) in the order of a native layer's bytes.
 
     One buffer if ``out`` is contiguous, one per K/V if its heads are adjacent, otherwise one per
     head. Raises :class:`InvalidInputError` for a tensor that a layer cannot be read into.
@@ -90,7 +90,7 @@ def _pieces(
 
     Cached for all layers and chunks: computing it takes as long as a small read.
     """
-    _, heads, tokens, width = shape
+    kinds, heads, tokens, width = shape  # K and V, or both in one
     kv_stride, head_stride, token_stride, item_stride = strides
     if (item_stride != 1 and width > 1) or (token_stride != width and tokens > 1):
         raise InvalidInputError(
@@ -100,10 +100,12 @@ def _pieces(
     items = tokens * width
     if heads == 1 or head_stride == items:
         items *= heads
-        begins = [0, kv_stride]
+        begins = [kv * kv_stride for kv in range(kinds)]
         if kv_stride == items:
-            begins, items = [0], 2 * items
+            begins, items = [0], kinds * items
     else:
-        begins = [kv * kv_stride + head * head_stride for kv in (0, 1) for head in range(heads)]
+        begins = [
+            kv * kv_stride + head * head_stride for kv in range(kinds) for head in range(heads)
+        ]
     pieces = tuple((begin * item_bytes, (begin + items) * item_bytes) for begin in begins)
     return pieces, max(end for _, end in pieces)

@@ -43,7 +43,7 @@ class LayerPart(NamedTuple):
 def stored_parts(layout: KVLayout, layer: int, tokens: int) -> tuple[LayerPart, ...]:
     """The parts of one layer in the order of their bytes; the numbers themselves come last."""
     shape = layout.layer_shape(layer, tokens)
-    _, heads, _, width = shape
+    heads, width = layout.layers[layer].kv_heads, layout.layers[layer].head_dim
     key_scales = LayerPart(".key_scales", "F32", (heads, width))
     value_scales = LayerPart(".value_scales", "F32", (heads, tokens))
     if layout.encoding == "int8":

@@ -33,7 +33,7 @@ class CodedBlock(NamedTuple):
     """Some tokens of one head's stored keys or values."""
 
     head: int
-    """Index of this ``[T, D]`` in a layer's ``[2, Hkv, T, D]``, keys first."""
+    """Which ``[T, D]`` of a layer: those of K's heads come first."""
     at: slice | None
     """Its tokens; ``None`` for all."""
     coded: torch.Tensor
@@ -59,16 +59,16 @@ class Codec(ABC):
 
     @torch.inference_mode()
     def encode(self, layer: int, numbers: torch.Tensor) -> torch.Tensor:
-        """The stored bytes of a finite layer ``[2, Hkv, T, D]`` on the CPU: uint8 ``[n]``."""
-        tokens = numbers.shape[2]
+        """The stored bytes of a finite layer (:class:`LayerShape`) on the CPU: uint8 ``[n]``."""
+        tokens, split = numbers.shape[2], self.layout.layers[layer].split
         stored = torch.empty(stored_layer_bytes(self.layout, layer, tokens), dtype=torch.uint8)
         parts = self._parts(layer, tokens, stored)
-        coded = parts.pop("")
-        for kv, name in enumerate(("key", "value")):
+        both = zip(("key", "value"), split(numbers), split(parts.pop("")), strict=True)
+        for name, exact, coded in both:
             scales, middles = parts[f".{name}_scales"], parts.get(f".{name}_middles")
-            for head, (each, scale) in enumerate(zip(numbers[kv], scales, strict=True)):
+            for head, scale in enumerate(scales):
                 middle = None if middles is None else middles[head]
-                self._encode(each, scale, middle, coded[kv, head], per_token=kv == 1)
+                self._encode(exact[head], scale, middle, coded[head], per_token=name == "value")
         return stored
 
     def _parts(self, layer: int, tokens: int, stored: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -83,23 +83,24 @@ class Codec(ABC):
     def blocks(
         self, layer: int, tokens: int, stored: torch.Tensor, scratch: torch.Tensor | None
     ) -> list[CodedBlock]:
-        """The blocks of a stored layer in order, to be decoded through ``scratch``."""
+        """The blocks of a stored layer in order, to be decoded through ``scratch``, float32 ``[n]``."""
         parts = self._parts(layer, tokens, stored)
-        coded, found = parts[""], []
-        _, heads, _, width = coded.shape
-        for number in range(2 * heads):
-            kv, head = divmod(number, heads)
-            name = ("key", "value")[kv]
+        shape, found = self.layout.layers[layer], list[CodedBlock]()
+        both = [each for kv in shape.split(parts[""]) for each in kv.unbind(0)]  # [T, D]
+        for number, coded in enumerate(both):
+            kv, head = divmod(number, shape.kv_heads)
+            name, width = ("key", "value")[kv], coded.shape[1]
             scale, middles = parts[f".{name}_scales"][head], parts.get(f".{name}_middles")
             middle = None if middles is None else middles[head]
             for at in token_slices(tokens, width):
-                exact = None if scratch is None else scratch[: at.stop - at.start]
+                exact = None
+                if scratch is not None:
+                    exact = scratch[: (at.stop - at.start) * width].view(-1, width)
                 whole = at.stop - at.start == tokens
                 each = scale[at, None] if kv else scale
-                block = CodedBlock(
-                    number, None if whole else at, coded[kv, head, at], each, middle, exact
+                found.append(
+                    CodedBlock(number, None if whole else at, coded[at], each, middle, exact)
                 )
-                found.append(block)
         return found
 
     def _encode(
@@ -147,7 +148,7 @@ class Staging:
         self._lock = threading.Lock()
 
     def read(self, layer: int, fill: Callable[[Any], object], out: torch.Tensor) -> None:
-        """Decode ``layer`` into ``out`` ``[2, Hkv, T, D]`` of the compute dtype, rounded once.
+        """Decode ``layer`` into ``out`` (:class:`LayerShape`) of the compute dtype, rounded once.
 
         ``fill`` writes the stored bytes into the buffer it is given. If it raises, ``out`` is
         untouched.
@@ -156,11 +157,11 @@ class Staging:
             if self._stored is None:
                 self._stored = torch.empty(max(self._sizes), dtype=torch.uint8)
             fill(tensor_buffer(self._stored[: self._sizes[layer]]))
-            self._decode(self._blocks_of(layer, self._stored), out)
+            self._decode(layer, self._blocks_of(layer, self._stored), out)
 
-    def _decode(self, blocks: Sequence[CodedBlock], out: torch.Tensor) -> None:
-        decode = self._codec.decode
-        heads = [each for kv in out.unbind(0) for each in kv.unbind(0)]  # [T, D]
+    def _decode(self, layer: int, blocks: Sequence[CodedBlock], out: torch.Tensor) -> None:
+        decode, shape = self._codec.decode, self._codec.layout.layers[layer]
+        heads = [each for kv in shape.split(out) for each in kv.unbind(0)]  # [T, D]
         for block in blocks:
             target = heads[block.head] if block.at is None else heads[block.head][block.at]
             if block.unpack is not None:
@@ -175,9 +176,10 @@ class Staging:
         layout = self._codec.layout
         shape = layout.layers[layer]
         if shape not in self._blocks:
-            rows = next(token_slices(self._tokens, shape.head_dim)).stop
             direct = layout.torch_dtype == torch.float32
-            scratch = None if direct else torch.empty(rows, shape.head_dim)
+            widest = max(shape.head_dim, shape.value_dim or 0)
+            most = max(BLOCK_ITEMS, widest)  # of one block
+            scratch = None if direct else torch.empty(min(most, self._tokens * widest))
             self._blocks[shape] = self._codec.blocks(layer, self._tokens, stored, scratch)
         return self._blocks[shape]
 
