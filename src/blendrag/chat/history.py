@@ -58,8 +58,6 @@ class Style:
     """Ids of calls: any, nine letters and digits (Mistral), or ``functions.NAME:NUMBER`` (Kimi)."""
     names_results: bool = False
     """Whether a result has the name of its call."""
-    content_in_parts: bool = False
-    """Whether contents are lists of parts."""
     reasoning: str = ""
     """The name of the field that reasoning is read from; empty if it is not read."""
 
@@ -110,10 +108,6 @@ def _style_of(tokens: Tokens, template: str, given: Given, has_calls: bool) -> S
     right."""
     render = _Renderer(tokens, given)
     found = Style()
-    if not render.shows([_user("probeuser")], ("probeuser",)):
-        parts = replace(found, content_in_parts=True)
-        if render.shows([_finished(_user("probeuser"), parts)], ("probeuser",)):
-            found = parts
     if not has_calls:
         return found
     call = {"name": "probename", "arguments": {"probekey": "probevalue"}}
@@ -487,6 +481,4 @@ def _finished(message: Message, style: Style) -> Message:
     content = message["content"]
     if style.empty_is_none and message.get("tool_calls") and not content:
         return {**message, "content": None}
-    if style.content_in_parts and isinstance(content, str):
-        return {**message, "content": [{"type": "text", "text": content}]}
     return message

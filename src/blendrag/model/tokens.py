@@ -330,11 +330,13 @@ class Tokens:
 
     def _find_parts(self, template: str) -> bool:
         """Whether the template shows contents only as lists of parts, as some of vision models do."""
-        said = f"x{secrets.token_hex(8)}x"
-        message = {"role": "user", "content": said}
+        said, more = (f"x{secrets.token_hex(8)}x" for _ in range(2))
+        parts = [{"type": "text", "text": said, "more": more}]
         with suppress(Exception):  # jinja errors of many kinds, from templates that need no parts
-            as_parts = [_in_parts(message)]
-            return said not in self._render([message]) and said in self._render(as_parts)
+            if said in self._render([{"role": "user", "content": said}]):
+                return False
+            shown = self._render([{"role": "user", "content": parts}])
+            return said in shown and more not in shown  # the text, not the list as Python writes it
         return False
 
     def default_prefix_ids(self) -> tuple[int, ...]:
