@@ -154,7 +154,7 @@ FAMILIES = (
     "mpt",
     "gemma3_text",
     "gemma4",
-    "minicpm3",
+    "deepseek_v2",
     "mistral",
 )
 
