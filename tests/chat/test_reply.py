@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -396,6 +397,7 @@ CASES["hunyuan answers"] = (
 )
 
 
+@cache
 def form(markup: str) -> Any:
     return format_of(scripted.tokens(f"{{{{ messages }}}}{markup}"))
 
