@@ -25,6 +25,7 @@ SUMMARIES = {
     "remote": "Time to first token from a cold remote of several throughputs against full prefill.",
     "overhead": "Operators, Python time and time per layer of a request.",
     "attention": "Decode attention of many requests over shared chunks and over private copies.",
+    "grammar": "Milliseconds per token with a JSON schema against without.",
     "cluster": "Routing by resident KV against round robin, on replicas on Ray.",
     "ingest": "Ingest rate against stock prefill, and ingest of an unchanged corpus.",
     "store": "Reads, puts, misses and decoding of the store against raw I/O.",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PAGE = "performance.md"
 
 #: Benches whose results the page shows.
-PAGE_BENCHES = [name for name in SUMMARIES if name not in ("ingest", "store", "cluster")]
+PAGE_BENCHES = [name for name in SUMMARIES if name not in ("ingest", "store", "cluster", "grammar")]
 
 
 def write_page(directory: Path, source: Path) -> list[str]:
