@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 import scripted
 import tiny
@@ -80,6 +81,7 @@ def _engine(template: str, root: Any, default: str = "I do not know. " * 9) -> A
     made.add_special_tokens({"extra_special_tokens": ["<|start|>", *SPECIAL]})
     made.chat_template = template
     model = scripted.model((), default)
+    torch.manual_seed(0)  # for the rows of new tokens
     model.resize_token_embeddings(len(made))
     model.words = made
     return tiny.engine(model, root, tokenizer=made, max_new_tokens=500, mode="full")

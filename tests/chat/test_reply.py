@@ -656,6 +656,7 @@ def test_the_text_of_an_answer_of_many_wrong_calls_is_kept_once():
         ("", "<|python_tag|>" + " ;," * 200_000),
         ("", "\n`" * 20_000),
         ("", "[" * 100_000),
+        ("<tool_call>", "<tool_call>" + "[ " * 5_000),
     ],
 )
 def test_a_long_answer_is_read(markup, answer):
@@ -681,3 +682,11 @@ def test_each_piece_of_a_long_answer_is_looked_at_once(markup, word, monkeypatch
 
     if word.strip():  # white space may come before a call, and is held
         assert looked_at(2000) <= 10.5 * looked_at(200) + 200
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_white_space_before_an_answer_is_searched_once(name):
+    stream = ReplyStream(_known(name)[1], [SEARCH])
+    for _ in range(200):
+        stream.add(" ")
+    assert len(stream._held) > 150  # the parser has let go of it

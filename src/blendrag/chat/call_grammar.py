@@ -40,7 +40,6 @@ def calls_rule(
     for number, (name, tool) in enumerate(named.items()):
         rules += _arguments(f"called_{number}", name, tool, form.arguments, tokens)
         rules.append(f"more_{number}: {text(name)} {_next(text, form.after)} called_{number}")
-    before, numbers = form.before, range(len(named))
     before = form.before
     if len(named) == 1:
         (name,) = named
@@ -49,7 +48,7 @@ def calls_rule(
     else:
         names = [f"{text(name + form.after)} called_{n}" for n, name in enumerate(named)]
         first = f"({' | '.join(names)})"
-    more = " | ".join(f"more_{number}" for number in numbers)
+    more = " | ".join(f"more_{number}" for number in range(len(named)))
     again = f" ({text(form.between)} ({more}))*" if choice == "any" and form.between else ""
     begun = text(_left(before) if is_begun else before)
     return "\n".join([f"{begun} {first}{again} {text(form.close)}", *rules, ""])

@@ -72,6 +72,7 @@ _FENCE = re.compile(r"\s*+```\w*+\s*+")
 #: Gemma's quotes, between which nothing is escaped.
 _GEMMA_TEXT = re.compile(r"<\|\"\|>(.*?)<\|\"\|>|<escape>(.*?)<escape>", re.DOTALL)
 _GEMMA_KEY = re.compile(r"([{,]\s*+)([\w.-]++)(\s*+:)")
+_LISTS = re.compile(r"(?:\[\s*+)++")
 _BROKEN_JSON = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:')
 _DECODER = json.JSONDecoder(strict=False)
 
@@ -174,8 +175,8 @@ def _json(text: str) -> Iterator[Call]:
         try:
             found, end = _DECODER.raw_decode(text, named.end() if named else at)
         except (ValueError, RecursionError) as exc:
-            if text[at] == "[":  # a list that was cut off: its complete calls count
-                at += 1
+            if brackets := _LISTS.match(text, at):  # that were cut off: their complete calls count
+                at = brackets.end()
                 continue
             what = "the arguments are" if named else "the call is"
             is_text = not named and text[at] not in '{["'

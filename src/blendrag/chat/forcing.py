@@ -13,7 +13,6 @@ from blendrag.chat.calls import Tools, tool_names
 from blendrag.chat.formats import Format, format_of
 from blendrag.chat.reply import take_apart
 from blendrag.errors import InvalidInputError
-from blendrag.model.bounded_templates import bounded
 from blendrag.text.matches import common_prefix
 from blendrag.wording import quoted, shortened
 
@@ -69,10 +68,16 @@ def call_form(tokens: Tokens, template: Mapping[str, Any] | None = None) -> Call
 
 
 @lru_cache(maxsize=8)  # needed several times per request
-@bounded()  # all renderings see the same moment
 def _rendered_form(
     tokens: Tokens, text: str, given: tuple[tuple[str, Any], ...]
 ) -> CallForm | None:
+    from blendrag.model.bounded_templates import bounded  # wrappers import without it
+
+    with bounded():  # all renderings see the same moment
+        return _found_form(tokens, given)
+
+
+def _found_form(tokens: Tokens, given: tuple[tuple[str, Any], ...]) -> CallForm | None:
     form = format_of(tokens)
     known = None if form.call is None else CallForm(*form.call, arguments="json")
     try:

@@ -46,9 +46,10 @@ CALL_FIELDS = "tool_calls"
 _TAGS = (
     "think", "thinking", "thought", "reasoning", "seed:think", "longcat_think", "think:opensource",
 )  # fmt: skip
-#: Reasoning of forms that name no other: in tags, at the beginning of an answer.
+#: Reasoning of forms that name no other: in tags, at the beginning of an answer. White space before it has a
+#: limit, as all of it is searched again with every token.
 THINKING = {
-    "open_pattern": r"\A\s*(?:" + "|".join(f"<{tag}>" for tag in _TAGS) + ")",
+    "open_pattern": r"\A\s{0,16}(?:" + "|".join(f"<{tag}>" for tag in _TAGS) + ")",
     "close": [f"</{tag}>" for tag in _TAGS],
 }
 #: Tags around an answer, of templates that contain them (Granite, Hunyuan, ERNIE).

@@ -181,14 +181,16 @@ class ReplyStream:
 
     def _certain(self) -> int:
         """Up to where no line of what is held may be a call without tags."""
-        begins_line = not self._text or self._text.endswith("\n")
-        at = 0 if begins_line else self._held.find("\n") + 1
+        blank = len(self._held) - len(self._held.lstrip())
+        at = self._held.rfind("\n", 0, blank) + 1  # of white lines, only the last can become a call
+        begins_line = at > 0 or not self._text or self._text.endswith("\n")
+        if not begins_line:
+            at = self._held.find("\n") + 1
         while at or begins_line:
-            rest = self._held[at:]
-            if _BARE.match(rest):
+            if _BARE.match(self._held, at):
                 self._is_bare = True
                 return at
-            if _MAYBE_BARE.fullmatch(rest):
+            if _MAYBE_BARE.fullmatch(self._held, at):
                 return at
             begins_line = False
             at = self._held.find("\n", at) + 1
