@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import math
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,37 @@ def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlendEn
 
 def question(number: int) -> str:
     return f"What happened in {number}?"
+
+
+def test_a_request_without_memory_to_grow_fails_alone(
+    crowded: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, real, calls = exactly(20), ChunkPool.reserve, count()
+
+    def reserve(self: ChunkPool, *args: Any) -> None:
+        if next(calls) == 0:
+            raise RuntimeError("out of memory")
+        real(self, *args)
+
+    expected = crowded.generate(question(1), options).text
+    monkeypatch.setattr(ChunkPool, "reserve", reserve)
+    streams = [crowded.stream(question(i), options) for i in range(2)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(streams[0])
+    assert "".join(streams[1]) == expected
+
+
+def test_requests_whose_kv_cannot_be_put_aside_go_on(
+    crowded: BlendEngine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(layers: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    options, prompts = exactly(96), [question(i) for i in range(4)]
+    alone = [crowded.generate(prompt, options).text for prompt in prompts]
+    monkeypatch.setattr(chunk_pool, "SetAside", full)
+    assert [answer.text for answer in crowded.batch(prompts, options)] == alone
+    assert watched.aside
 
 
 def test_memory_of_growing_answers_stays_within_the_limit(

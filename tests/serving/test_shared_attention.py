@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from itertools import pairwise
 
@@ -322,3 +323,30 @@ def test_a_step_that_failed_can_be_repeated() -> None:
     assert [request.positions for request in case.requests] == before
     shared.advance()
     assert error(case.step(shared)) < CLOSE[torch.float32]
+
+
+def test_without_memory_to_grow_all_stretches_keep_their_kv(monkeypatch):
+    overlays = Overlays(KVLayout((LayerShape(1, WIDTH),) * 3, "float32"), 100)
+    gone, *rest = requests = [overlays.join([], list(range(5)), 1) for _ in range(3)]
+    held = [[torch.randn(2, 1, 5, WIDTH) for _ in range(3)] for _ in requests]
+    for request, layers in zip(requests, held, strict=True):
+        for layer, kv in enumerate(layers):
+            overlays.view(layer, request).copy_(kv)
+    overlays.leave(gone)
+    made, allocate = itertools.count(), torch.Tensor.new_empty
+
+    def new_empty(self, *args):
+        if next(made) == 1:  # of the second layer
+            raise RuntimeError("out of memory")
+        return allocate(self, *args)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    for again in range(2):
+        if again:
+            overlays.grow(rest[0], 50)
+        else:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                overlays.grow(rest[0], 50)
+        for request, layers in zip(rest, held[1:], strict=True):
+            for layer, kv in enumerate(layers):
+                assert torch.equal(overlays.view(layer, request), kv)

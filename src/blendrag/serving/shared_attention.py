@@ -155,7 +155,7 @@ class Overlays:
 
     @property
     def _length(self) -> int:
-        return self.layers[0].shape[2]
+        return min(buffer.shape[2] for buffer in self.layers)
 
     @property
     def _held(self) -> int:
@@ -172,16 +172,28 @@ class Overlays:
         return at if self._length - at >= room else None
 
     def _rebuild(self, tokens: int) -> None:
-        """Copy all stretches, without gaps, to buffers of at least ``tokens``, layer by layer."""
+        """Copy all stretches, without gaps, to buffers of at least ``tokens``, layer by layer.
+
+        Without memory for them it raises, and the stretches are without gaps in the buffers that there are.
+        """
         tokens = max(tokens, min(tokens + tokens // 4, self.tokens))
         starts = [0, *accumulate(each.room for each in self._requests)]
+        failure: RuntimeError | None = None
         for i, buffer in enumerate(self.layers):
-            made = buffer.new_empty((*buffer.shape[:2], tokens, buffer.shape[3]))
+            made = buffer
+            try:
+                if failure is None:
+                    made = buffer.new_empty((*buffer.shape[:2], tokens, buffer.shape[3]))
+            except RuntimeError as exc:
+                failure = exc
             for start, each in zip(starts, self._requests, strict=False):
-                made.narrow(2, start, each.room).copy_(buffer.narrow(2, each.start, each.room))
+                kept = buffer.narrow(2, each.start, each.room)
+                made.narrow(2, start, each.room).copy_(kept.clone() if made is buffer else kept)
             self.layers[i] = made
         for start, each in zip(starts, self._requests, strict=False):
             each.start = start
+        if failure is not None:
+            raise failure
 
     def view(self, layer: int, request: RunningKV) -> torch.Tensor:
         """Its K and V, ``[2, Hkv, n, D]``: where a prefill writes them."""

@@ -136,24 +136,35 @@ class Turns:
         """Those of ``turns``, the oldest first, that have room for their next token or get it now.
 
         If memory is short, the newest calls wait, and their KV is put aside if older ones need its place. One
-        call always goes on, whatever it takes.
+        call always goes on, whatever it takes. A call whose room cannot be allocated fails alone.
         """
         if all(turn.has_room for turn in turns):
             self._budget.is_short = False
             return turns
         ready: list[Turn] = []
         waiting: list[Turn] = []
+        failed: dict[Turn, Exception] = {}
         with torch.inference_mode():
             for turn in turns:
-                # none comes back before one that is older
-                if turn.has_room or (not (turn.is_aside and waiting) and self._get_room(turn)):
-                    ready.append(turn)
+                try:
+                    # none comes back before one that is older
+                    has_room = turn.has_room or (
+                        not (turn.is_aside and waiting) and self._get_room(turn)
+                    )
+                except Exception as exc:  # memory is shorter than its limit says
+                    failed[turn] = exc
                 else:
-                    waiting.append(turn)
-            if not ready and not self.is_paused:
-                ready.append(waiting.pop(0))
-                self._grow(ready[0])
+                    (ready if has_room else waiting).append(turn)
+            while waiting and not ready and not self.is_paused:
+                oldest = waiting.pop(0)
+                try:
+                    self._grow(oldest)
+                    ready.append(oldest)
+                except Exception as exc:
+                    failed[oldest] = exc
         self._budget.is_short = bool(waiting)
+        for turn, why in failed.items():
+            self._resume(turn, why)
         for turn in waiting:
             try:
                 assert turn.share is not None
@@ -171,7 +182,11 @@ class Turns:
                 newer.pop()
             if not newer:
                 return False
-            self._put_aside(newer.pop())
+            try:
+                self._put_aside(newer[-1])
+            except Exception as exc:  # no place for it, such as a full disk: it stays
+                log.warning("the KV of a request could not be put aside: %s", exc)
+            newer.pop()
         self._grow(turn)
         return True
 
