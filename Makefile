@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-all test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table reference wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -163,6 +163,10 @@ soak-embeddings: $(READY) ## time chats while as many clients embed 1 MB each an
 	@PYTHONPATH=tests $(BIN)/python -m server.soak_embeddings \
 	  $(if $(CLIENTS),--clients $(CLIENTS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
+
+# make sweep MODELS="qwen3 gemma4_text" prints these alone.
+sweep: $(READY) ## meet every causal LM of transformers, tiny and random: docs/families.md
+	@PYTHONPATH=tests $(BIN)/python -m model.sweep $(MODELS) --page docs/families.md
 
 # make soak-remote FLIPS=1000 ROUNDS=1 ORDERS=20 SEED=7
 soak-remote: $(READY) ## attack the remote tier: 10,000 flipped bits, a server that is frozen, slow or down, machines in 500 orders
