@@ -485,6 +485,25 @@ def test_without_tools_calls_are_text_and_reasoning_is_apart():
     assert take_apart(later, form("")).text == later
 
 
+@pytest.mark.parametrize(
+    ("markup", "opens", "closes"),
+    [
+        ("<tool_call>", "<think>", "</think>"),
+        ("<｜tool▁call▁begin｜>", "<think>", "</think>"),
+        ("<|tool_call_begin|>", "<think>", "</think>"),
+        ("[BEGIN FINAL RESPONSE]", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+        ("<|tool_call:begin|>", "<|think|>", "<|end|>"),
+        ("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
+    ],
+)
+def test_reasoning_ends_with_its_closing_tag_and_not_after_the_next_token(markup, opens, closes):
+    stream = ReplyStream(form(markup), [SEARCH], opens)
+    stream.add("Hm.")
+    assert stream.is_thinking
+    stream.add(closes)
+    assert not stream.is_thinking
+
+
 @pytest.mark.parametrize("begun", ["<think>", "<think>\n"])
 def test_reasoning_that_the_prompt_has_begun(begun):
     said = f"Hm.\n</think>\n\n{hermes(Q)}"

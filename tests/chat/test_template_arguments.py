@@ -109,3 +109,10 @@ def test_a_request_goes_before_the_defaults_of_its_engine(tmp_path: Path) -> Non
 def test_a_default_of_an_engine_that_is_no_dictionary_is_refused(tmp_path: Path) -> None:
     with tiny.refuses("^template 5 .*a dictionary"):
         scripted.engine([], tmp_path / "store", template=5)
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize"])
+def test_what_is_no_argument_of_a_template_is_refused(name: str) -> None:
+    tokens = scripted.tokens(FORMS["thinking"])
+    with pytest.raises(InvalidOptionError, match=f"^template has '{name}', no argument of a temp"):
+        template_arguments(tokens, {name: 1}, None, None)

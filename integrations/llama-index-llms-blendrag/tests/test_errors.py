@@ -22,6 +22,7 @@ from llama_index.core.chat_engine import (
 )
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
+from pydantic import BaseModel
 
 import scripted
 import tiny
@@ -121,6 +122,16 @@ async def test_an_agent_raises_the_error(broken: Any) -> None:
     agent = ReActAgent(tools=[look], llm=BlendLLM(engine=broken))
     with pytest.raises(InvalidInputError, match=SENTENCE):
         await agent.run("What?")
+
+
+def test_an_answer_that_was_cut_before_its_call_ended_says_so(tmp_path: Any) -> None:
+    class Town(BaseModel):
+        name: str
+
+    with scripted.engine([], tmp_path / "store", max_new_tokens=5) as engine:
+        llm = BlendLLM(engine=engine).as_structured_llm(Town)
+        with pytest.raises(InvalidInputError, match=r"cut before a call .* larger max_new"):
+            llm.complete("Which town?")
 
 
 def test_a_stream_whose_request_is_wrong_raises_before_its_first_piece(broken: Any) -> None:

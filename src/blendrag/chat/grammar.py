@@ -37,13 +37,18 @@ from blendrag.errors import InvalidOptionError
 from blendrag.model.tokens import Tokens
 from blendrag.wording import quoted, shortened
 
-#: Before the answer may come line breaks, and the beginning of reasoning, after which everything is free.
-_LARK = "start: {thinking}/[ \\n]{{0,2}}/ answer\nanswer: {rule}\n"
+#: Before the answer may come the beginning of reasoning, after which everything is free.
+_LARK = "start: {thinking}{space}answer\nanswer: {rule}\n"
+#: Before JSON and calls, which it does not change, as a choice or a text of a regular expression.
+_SPACE = "/[ \\n]{0,2}/ "
 #: The end of reasoning, which openings of calls bring.
 _THOUGHT = re.compile(r".*(?:</[\w:]++>|\[/THINK\])", re.DOTALL)
 #: Most characters of a form; compiling takes longer than reading.
 MAX_FORM_CHARS = 1_000_000
-_KINDS = "text, json_object, json_schema, regex, choice or grammar"
+_KINDS = (
+    "text, json_object, json_schema, or regex, choice or grammar with its value under that name, like "
+    '{"type": "regex", "regex": "[a-z]+"}'
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,10 @@ def answer_form(
         rule = rule if call is None else f"form | call\nform: {rule}\ncall: {call}"
     begun = " | ".join(literal(text, tokens) for text in form.begun) if form is not None else ""
     thinking = f"({begun})? " if begun else ""
-    lark, with_reasoning = (_LARK.format(thinking=each, rule=rule) for each in ("", thinking))
+    space = _SPACE if kind.startswith("json") or rule.startswith("form | call") else ""
+    lark, with_reasoning = (
+        _LARK.format(thinking=each, space=space, rule=rule) for each in ("", thinking)
+    )
     return AnswerForm(lark, tokens, with_reasoning, notes=notes)
 
 
@@ -149,9 +157,7 @@ def _rule(kind: Any, given: Mapping[str, Any], guidance: Mapping[str, Any] | Non
         return " | ".join(json.dumps(str(each), ensure_ascii=False) for each in choices)
     if kind == "grammar" and isinstance(given.get("grammar"), str):
         return "begin\n" + re.sub(r"(?m)^start\s*:", "begin:", given["grammar"])
-    raise InvalidOptionError(
-        "response_format", f"{quoted(dict(given))} is not one of {_KINDS} with its value"
-    )
+    raise InvalidOptionError("response_format", f"{quoted(dict(given))} is not one of {_KINDS}")
 
 
 class Constraint(LogitsProcessor):

@@ -12,7 +12,7 @@ from typing import Any
 
 import regex
 
-from blendrag.chat.formats import CALL_FIELDS, Format
+from blendrag.chat.formats import CALL_FIELDS, REASONING_FIELDS, Format
 
 Check = Callable[[str, Any], bool]
 #: Where a text in quotes begins and ends; escaped characters do neither.
@@ -137,6 +137,10 @@ def parser_for(form: Format, reads_calls: bool) -> Any:
                 for call in calls
             ),
         )
+    for name in REASONING_FIELDS if form.own is None else ():
+        if name in fields and fields[name].close_literals is None:
+            # no longer text can match: what follows is the answer at once, which may have to have a form
+            fields[name].close_literals = ()
     if "answer" in fields:
         fields["answer"].open_re = _Checked(fields["answer"].open_re, _Answer().owns)
     return ResponseParser(spec, prefix="")

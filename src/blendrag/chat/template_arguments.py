@@ -26,6 +26,14 @@ BUDGET = "thinking_budget"
 EFFORT = "reasoning_effort"
 #: Clients send these to any model, so that it is no error if its template reads none of them.
 COMMON = frozenset((*SWITCHES, BUDGET, EFFORT))
+#: What the prompt is made of, and arguments of ``apply_chat_template`` that are not the template's.
+RESERVED = frozenset(
+    {
+        "conversation", "messages", "tools", "chat_template", "tokenize", "padding", "truncation",
+        "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+        "tokenizer_kwargs", "sanitize_control_tokens",
+    }
+)  # fmt: skip
 #: Two values of each, of which a template that obeys it makes two prompts.
 _PROBES: Mapping[str, tuple[Any, Any]] = {
     **dict.fromkeys(SWITCHES, (True, False)), BUDGET: (0, 512), EFFORT: ("low", "high"),
@@ -100,6 +108,10 @@ def _makes_a_difference(tokens: Tokens, template: str, name: str) -> bool:
 def _refuse_unknown(tokens: Tokens, given: Mapping[str, Any]) -> None:
     if not given:
         return
+    if reserved := sorted(RESERVED.intersection(given)):
+        raise InvalidOptionError(
+            "template", f"has {quoted(reserved[0])}, no argument of a template; leave it out"
+        )
     of_rendering = inspect.signature(tokens.tokenizer.apply_chat_template).parameters
     for name in sorted(set(given) - COMMON - of_rendering.keys()):
         read = tokens.template_names

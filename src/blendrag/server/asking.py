@@ -14,6 +14,7 @@ from blendrag.chat.forcing import chosen_tool, refuse_unreadable
 from blendrag.chat.grammar import answer_form
 from blendrag.chat.messages import REASONING, cleaned
 from blendrag.chat.reply import Reply
+from blendrag.chat.template_arguments import RESERVED
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import Answer, BlendEngine, Message, Options, Prompt, SchemaPrompt
@@ -27,14 +28,8 @@ from blendrag.server.bodies import (
 from blendrag.server.refusals import Refusal
 from blendrag.wording import quoted
 
-#: Arguments of ``apply_chat_template`` that are not the template's, and what has its own field.
-_RESERVED = frozenset(
-    {
-        "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-        "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-        "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens",
-    }
-)  # fmt: skip
+#: Arguments of the template that have their own fields.
+_RESERVED = RESERVED | {"documents", "add_generation_prompt", "continue_final_message"}
 #: Most answers to one request.
 MAX_N = 16
 #: Most stop strings; every token of the answer is compared with all of them.

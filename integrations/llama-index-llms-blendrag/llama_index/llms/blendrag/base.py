@@ -204,6 +204,11 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         if not blocks and error_on_no_tool_call:
             invalid = response.additional_kwargs.get("invalid_tool_calls") or ()
             why = f" ({invalid[0]['error']})" if invalid else ""
+            if (response.raw or {}).get("finish_reason") == "length":
+                raise InvalidInputError(
+                    "the answer was cut before a call of a tool was complete; set a larger max_new_tokens, "
+                    "or bound texts and lists in the schema"
+                )
             raise InvalidInputError(
                 f"the model called no tool{why} but answered {(response.message.content or '')[:80]!r}, "
                 "expected a call; ask with tool_required=True, or pass error_on_no_tool_call=False"
