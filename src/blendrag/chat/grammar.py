@@ -112,7 +112,9 @@ def answer_form(
         rule = rule if call is None else f"form | call\nform: {rule}\ncall: {call}"
     begun = " | ".join(literal(text, tokens) for text in form.begun) if form is not None else ""
     thinking = f"({begun})? " if begun else ""
-    space = _SPACE if kind.startswith("json") or rule.startswith("form | call") else ""
+    space = (
+        _SPACE if kind in ("json_object", "json_schema") or rule.startswith("form | call") else ""
+    )
     lark, with_reasoning = (
         _LARK.format(thinking=each, space=space, rule=rule) for each in ("", thinking)
     )
