@@ -124,6 +124,12 @@ def test_what_the_model_says_in_its_form_stays(form, tmp_path):
         assert matcher.is_accepting()
 
 
+def test_a_call_of_two_tools_of_one_name_is_named_by_the_grammar(tmp_path):
+    with _engine(scripted.TEMPLATE, tmp_path / "s") as engine:
+        answer = engine.generate(MESSAGES, tools=[CANCEL, CANCEL], tool_choice="required")
+        jsonschema.validate(answer.tool_calls[0].arguments, CANCEL["function"]["parameters"])
+
+
 def test_what_ends_the_turn_is_no_part_of_a_call():
     assert scripted.tokens(COMMAND).has_tools
     form = call_form(scripted.tokens(COMMAND))

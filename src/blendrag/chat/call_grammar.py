@@ -41,7 +41,7 @@ def calls_rule(
         rules += _arguments(f"called_{number}", name, tool, form.arguments, tokens)
         rules.append(f"more_{number}: {text(name)} {_next(text, form.after)} called_{number}")
     before = form.before
-    if len(named) == 1:
+    if choice != "any" or len(tools) == 1:  # as opening_for begins it
         (name,) = named
         before += name + form.after
         first = "called_0"

@@ -19,19 +19,19 @@ from blendrag.wording import quoted, shortened
 if TYPE_CHECKING:
     from blendrag.model.tokens import Tokens
 
-#: A name that no template contains, an id that the strictest one (Mistral's, nine characters) takes, and one
-#: that holds the name, as Kimi's must.
-_NAME, ID = "name_of_the_tool", "a1b2c3d4e"
-_IDS = (ID, f"functions.{_NAME}:0")
-_KEY, _VALUE = "key_of_the_probe", "text of the probe"
-_PROBE = {_KEY: _VALUE}
-_USER = {"role": "user", "content": "x"}
-_TOOL = {
+#: Of probes: a name that no template contains, an id that the strictest one (Mistral's, nine characters)
+#: takes, and one that holds the name, as Kimi's must.
+NAME, ID = "name_of_the_tool", "a1b2c3d4e"
+_IDS = (ID, f"functions.{NAME}:0")
+KEY, _VALUE = "key_of_the_probe", "text of the probe"
+_PROBE = {KEY: _VALUE}
+USER = {"role": "user", "content": "x"}
+TOOL = {
     "type": "function",
     "function": {
-        "name": _NAME,
+        "name": NAME,
         "description": "x",
-        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
+        "parameters": {"type": "object", "properties": {KEY: {"type": "string"}}},
     },
 }
 
@@ -81,23 +81,23 @@ def _found_form(tokens: Tokens, given: tuple[tuple[str, Any], ...]) -> CallForm 
     form = format_of(tokens)
     known = None if form.call is None else CallForm(*form.call, arguments="json")
     try:
-        asked = tokens.render([_USER], tools=[_TOOL], **dict(given))
+        asked = tokens.render([USER], tools=[TOOL], **dict(given))
     except Exception:  # jinja errors of many kinds: a template that takes no tools
         return known
     thought = _thought(form, asked)
     for empty, probe, twice in _renderings(tokens, dict(given)):
-        at = empty.rfind(_NAME)
-        if at < 0 or probe[: at + len(_NAME)] != empty[: at + len(_NAME)]:
+        at = empty.rfind(NAME)
+        if at < 0 or probe[: at + len(NAME)] != empty[: at + len(NAME)]:
             continue
         begins = len(asked) if empty.startswith(asked) else form.call_begins(empty, at)
         if begins is None or begins > at:
             continue
-        rest, other = (text[at + len(_NAME) :] for text in (empty, probe))
+        rest, other = (text[at + len(NAME) :] for text in (empty, probe))
         same = common_prefix(rest, other)
         written = _PROBE if same < len(rest) else {}  # some templates write no arguments
         after = rest[:same].rstrip("{<") if written else ""
-        said = take_apart(probe[begins:], form, [_TOOL])
-        is_readable = any(c.name == _NAME and c.arguments == written for c in said.calls)
+        said = take_apart(probe[begins:], form, [TOOL])
+        is_readable = any(c.name == NAME and c.arguments == written for c in said.calls)
         made = CallForm(thought + empty[begins:at], after, is_readable=is_readable)
         rest, other = rest[len(after) :], other[len(after) :]
         return _with_arguments(made, rest, other, twice, tokens, dict(given))
@@ -120,12 +120,12 @@ def _with_arguments(
         read = empty
     else:
         return form
-    _, _, second = twice.rpartition(_NAME)[0].rpartition(_NAME)
+    _, _, second = twice.rpartition(NAME)[0].rpartition(NAME)
     second = second.removeprefix(form.after) if second.startswith(form.after) else ""
     between = _read_json(second)
     if isinstance(form.arguments, TagForm):
         tags = form.arguments
-        first = f"{tags.before_key}{_KEY}{tags.after_key}{_VALUE}{tags.close}"
+        first = f"{tags.before_key}{KEY}{tags.after_key}{_VALUE}{tags.close}"
         between = second.removeprefix(first) if second.startswith(first) else ""
     return form._replace(close=_until_turn_ends(read, tokens, given), between=between or "")
 
@@ -141,7 +141,7 @@ def _read_json(text: str) -> str | None:
 
 def _tags(empty: str, probe: str) -> TagForm | None:
     """The tags around the argument of the probe."""
-    before, key, rest = probe.partition(_KEY)
+    before, key, rest = probe.partition(KEY)
     between, value, after = rest.partition(_VALUE)
     is_tag = ">" in between and between.rstrip()[-1:] not in "\"'"
     if not (key and value and is_tag and after.endswith(empty)):
@@ -151,13 +151,13 @@ def _tags(empty: str, probe: str) -> TagForm | None:
 
 def _until_turn_ends(text: str, tokens: Tokens, given: dict[str, Any]) -> str:
     """``text`` without what the template writes after an answer."""
-    answered = [_USER, {"role": "assistant", "content": _NAME}]
+    answered = [USER, {"role": "assistant", "content": NAME}]
     after = ""
     with suppress(Exception):
-        after = tokens.render(answered, add_generation_prompt=False, **given).rpartition(_NAME)[2]
+        after = tokens.render(answered, add_generation_prompt=False, **given).rpartition(NAME)[2]
     call = text.removesuffix(after)
     for end in tokens.turn_ends:
-        call = call.partition(tokens.control_texts.get(end) or _NAME)[0]
+        call = call.partition(tokens.control_texts.get(end) or NAME)[0]
     if call == text:  # the turn ends in another way: at the last tag that ends a call
         call = text[: format_of(tokens).last_call_ends(text)]
     return call.rstrip()
@@ -173,8 +173,8 @@ def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, st
             "content": None if as_text else "",
             "tool_calls": list(calls),
         }
-        options = {"tools": [_TOOL], "add_generation_prompt": False, **given}
-        return tokens.render([_USER, answer], **options)
+        options = {"tools": [TOOL], "add_generation_prompt": False, **given}
+        return tokens.render([USER, answer], **options)
 
     for call_id in _IDS:
         for as_text in (False, True):
@@ -191,7 +191,7 @@ def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, st
 
 def _call(arguments: Mapping[str, Any], call_id: str, as_text: bool) -> dict[str, Any]:
     given = json.dumps(arguments) if as_text else arguments
-    return {"type": "function", "id": call_id, "function": {"name": _NAME, "arguments": given}}
+    return {"type": "function", "id": call_id, "function": {"name": NAME, "arguments": given}}
 
 
 def _thought(form: Format, prompt: str) -> str:
@@ -238,7 +238,7 @@ def refuse_unreadable(tokens: Tokens, tools: Tools) -> None:
     """Raise :class:`InvalidInputError` if the template writes calls in a form that cannot be read."""
     form = call_form(tokens)
     if tools and form is not None and not form.is_readable:
-        begin = (form.before + _NAME + form.after).strip()
+        begin = (form.before + NAME + form.after).strip()
         raise InvalidInputError(
             f"this model writes tool calls as {quoted(begin)}, which blendrag cannot read; give its "
             "tokenizer a response_template (transformers), or leave the tools out"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import regex
 
 from blendrag.chat.calls import ToolCall, read_calls
+from blendrag.chat.forcing import KEY, NAME, TOOL, USER
 from blendrag.chat.formats import THINKING, Format
 from blendrag.chat.reply import take_apart
 from blendrag.text.matches import common_prefix
@@ -23,17 +24,8 @@ from blendrag.text.matches import common_prefix
 if TYPE_CHECKING:
     from blendrag.model.tokens import Tokens
 
-_NAME, _KEY, _VALUE, _OTHER = "name_of_the_tool", "key_of_the_probe", "first value", "second value"
+_VALUE, _OTHER = "first value", "second value"
 _TEXT, _THOUGHT = "The text of the answer.", "The thought before it."
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _NAME,
-        "description": "x",
-        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
-    },
-}
-_USER = {"role": "user", "content": "x"}
 _NAMED, _BODY = r"(?P<name>[^\s<>\"'{}|]+)", {"transform": {"name": "{name}", "body": "{content}"}}
 #: Ids of calls are nine letters, as Mistral's template requires.
 _IDS, _ID, _SOME_ID = "a1b2c3d4{}", regex.compile(r"a1b2c3d4\d"), "someidofacall"
@@ -45,7 +37,7 @@ def learned_form(tokens: Tokens, known: Format) -> Format:
     if not header:
         return known
     one, two = (_said(tokens, header, end, count) for count in (1, 2))
-    if _NAME not in one or _reads(known, one, 1):
+    if NAME not in one or _reads(known, one, 1):
         return _with_reasoning(tokens, known, header)
     for found in _call_regions(one, two):
         # the template's tokens count as markup, without matching anything
@@ -65,10 +57,10 @@ def _render(tokens: Tokens, answer: Mapping[str, Any]) -> str:
             else call
             for call in answer.get("tool_calls", ())
         ]  # fmt: skip
-        for tools in ([_TOOL], None):
+        for tools in ([TOOL], None):
             with suppress(Exception):  # jinja errors of many kinds
                 given = {**answer, "tool_calls": calls} if calls else dict(answer)
-                return tokens.render([_USER, given], tools=tools, add_generation_prompt=False)
+                return tokens.render([USER, given], tools=tools, add_generation_prompt=False)
     return ""
 
 
@@ -81,7 +73,7 @@ def _frame(tokens: Tokens) -> tuple[str, str]:
 def _said(tokens: Tokens, header: str, end: str, count: int) -> str:
     """An answer with its text and calls, as the model would have said it."""
     calls = [
-        {"type": "function", "id": _IDS.format(i), "function": {"name": _NAME, "arguments": {_KEY: value}}}
+        {"type": "function", "id": _IDS.format(i), "function": {"name": NAME, "arguments": {KEY: value}}}
         for i, value in enumerate((_VALUE, _OTHER)[:count])
     ]  # fmt: skip
     whole = _render(tokens, {"role": "assistant", "content": _TEXT, "tool_calls": calls})
@@ -92,7 +84,7 @@ def _answer(tokens: Tokens, whole: str, header: str) -> str:
     """``whole`` without the prompt."""
     for asks in (True, False):
         with suppress(Exception):
-            asked = tokens.render([_USER], tools=[_TOOL], add_generation_prompt=asks)
+            asked = tokens.render([USER], tools=[TOOL], add_generation_prompt=asks)
             if whole.startswith(asked):
                 return whole[len(asked) :]
     return whole[common_prefix(whole, header) :]
@@ -100,15 +92,15 @@ def _answer(tokens: Tokens, whole: str, header: str) -> str:
 
 def _reads(form: Format, said: str, count: int) -> bool:
     """Whether ``said`` is taken apart into its text and that many calls."""
-    found = take_apart(said, form, [_TOOL])
-    expected = [{_KEY: value} for value in (_VALUE, _OTHER)[:count]]
-    arguments = [call.arguments for call in found.calls if call.name == _NAME]
-    return arguments == expected and not found.invalid and _NAME not in found.text
+    found = take_apart(said, form, [TOOL])
+    expected = [{KEY: value} for value in (_VALUE, _OTHER)[:count]]
+    arguments = [call.arguments for call in found.calls if call.name == NAME]
+    return arguments == expected and not found.invalid and NAME not in found.text
 
 
 def _call_regions(one: str, two: str) -> Iterator[dict[str, Any]]:
     """Regions that may hold the call in ``one`` and both in ``two``."""
-    name_at, value_at = one.find(_NAME), one.find(_VALUE)
+    name_at, value_at = one.find(NAME), one.find(_VALUE)
     if not 0 <= name_at < value_at:
         return
     begins = one.find(_TEXT) + len(_TEXT) if _TEXT in one[:name_at] else 0
@@ -132,9 +124,9 @@ def _call_regions(one: str, two: str) -> Iterator[dict[str, Any]]:
 
 
 def _is_call(text: str) -> bool:
-    calls, after = read_calls(text, [_TOOL])
+    calls, after = read_calls(text, [TOOL])
     found = [(c.name, c.arguments) for c in calls if isinstance(c, ToolCall)]
-    return found == [(_NAME, {_KEY: _VALUE})] and len(calls) == 1 and not after
+    return found == [(NAME, {KEY: _VALUE})] and len(calls) == 1 and not after
 
 
 def _region(opens: str, closes: str) -> dict[str, Any]:
@@ -148,11 +140,11 @@ def _named_regions(before: str, rest: str, two: str) -> Iterator[dict[str, Any]]
         given, end = json.JSONDecoder().raw_decode(rest, max(0, json_at))
     except ValueError:
         return
-    if given != {_KEY: _VALUE}:
+    if given != {KEY: _VALUE}:
         return
-    between = rest[len(_NAME) : json_at]
+    between = rest[len(NAME) : json_at]
     opens, closes = before, rest[end:]
-    inner = _ID.sub(_SOME_ID, two.partition(_VALUE)[2].partition(_NAME)[0].partition("}")[2])
+    inner = _ID.sub(_SOME_ID, two.partition(_VALUE)[2].partition(NAME)[0].partition("}")[2])
     before = _ID.sub(_SOME_ID, before)
     shared = before[len(before) - common_prefix(before[::-1], inner[::-1]) :]
     begins = regex.search(r"[<\[{(]", shared)
