@@ -201,10 +201,8 @@ class Constraint(LogitsProcessor):
             return scores
         allowed = self._allowed(self._matcher, scores.shape[-1])
         if self._reasoning is not None:  # the first token: its likeliest choice tells
-            more, likeliest = (
-                self._allowed(self._reasoning, scores.shape[-1]),
-                int(scores[0].argmax()),
-            )
+            more = self._allowed(self._reasoning, scores.shape[-1])
+            likeliest = int(scores[0].argmax())
             if more[likeliest] and not allowed[likeliest]:
                 self._matcher, allowed = self._reasoning, more
             self._reasoning = None

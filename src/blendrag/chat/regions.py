@@ -55,9 +55,8 @@ class _Call:
             self._ends = len(text) + 1
         found = self._closes.search(text, at, partial=partial)
         while found is not None and not found.partial:
-            if (
-                partial and text[found.end() :] == "<"
-            ):  # of a tag after the call, or of an argument's end
+            # "<" of a tag after the call, or of an argument's end
+            if partial and text[found.end() :] == "<":
                 return self._closes.search(text, found.start(), found.end() - 1, partial=True)
             if self._closes_call(text, found):
                 self._ends = found.end()

@@ -64,9 +64,8 @@ def hooked(
             hooks.enter_context(_under_way(cache))
             if fast_attention:
                 hooks.enter_context(implementation(stack, NAME))
-            if (
-                "logits_to_keep" in kwargs
-            ):  # Gemma 4 would drop rows by itself where layers share KV
+            # Gemma 4 would drop rows by itself where layers share KV
+            if "logits_to_keep" in kwargs:
                 kwargs = {**kwargs, "logits_to_keep": 0}
             if pack.needs_scout:
                 with pack.scout_pass(stack):

@@ -232,12 +232,9 @@ class Tokens:
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": said}
         for messages, tools in product(([user, answer], [user, answer, user]), ({}, _PROBE_TOOLS)):
             after = ""
-            with suppress(
-                Exception
-            ):  # jinja errors of many kinds, from templates that take no answers
-                after = self.render(messages, add_generation_prompt=False, **tools).partition(said)[
-                    2
-                ]
+            with suppress(Exception):  # jinja errors of many kinds: a template without answers
+                rendered = self.render(messages, add_generation_prompt=False, **tools)
+                after = rendered.partition(said)[2]
             ids = self.encode_prompt(after.lstrip(), begins=False).ids
             if found := set(takewhile(self._added_ids.__contains__, ids)):
                 # of what begins the next turn, only the first one ends this

@@ -101,9 +101,8 @@ class EventStream(StreamingResponse):
 async def _ended(task: asyncio.Future[Any]) -> None:
     """Cancel a task that runs and wait for its end."""
     task.cancel()
-    with CancelScope(
-        shield=True
-    ):  # anyio, and so Starlette, cancels whatever a cancelled task awaits
+    # anyio, and so Starlette, cancels whatever a cancelled task awaits
+    with CancelScope(shield=True):
         await asyncio.wait({task})
     if not task.cancelled():
         task.exception()  # else asyncio logs one that nobody read

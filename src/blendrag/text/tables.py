@@ -169,12 +169,9 @@ def _parsed(
     offsets = list(accumulate(lines, initial=0))
     starts: list[int] = []
     firsts: list[tuple[int, list[str]]] = []
-    reader, line = (
-        csv.reader(
-            io.StringIO(text, newline="\n"), delimiter=delimiter, quoting=quoting, strict=True
-        ),
-        0,
-    )
+    source = io.StringIO(text, newline="\n")
+    reader = csv.reader(source, delimiter=delimiter, quoting=quoting, strict=True)
+    line = 0
     for cells in reader:
         if any(cells):
             starts.append(offsets[line])
