@@ -11,7 +11,7 @@ import torch
 
 import scripted
 import tiny
-from blendrag.chat.call_grammar import calls_rule
+from blendrag.chat.call_grammar import MAX_CALLS, calls_rule
 from blendrag.chat.forcing import call_form, opening_for
 from blendrag.chat.lark import library, vocabulary
 from blendrag.engine import Options
@@ -145,6 +145,24 @@ def test_a_required_call_may_be_followed_by_further_ones(tmp_path):
         assert [call.arguments for call in answer.tool_calls] == [{"number": 1}, {"number": 2}]
         answer = engine.generate(MESSAGES, tools=[CANCEL], tool_choice="cancel")
         assert [call.arguments for call in answer.tool_calls] == [{"number": 1}]
+
+
+def test_a_model_that_repeats_a_required_call_comes_to_an_end(tmp_path):
+    with _engine(FORMS["hermes"], tmp_path / "s") as engine:
+        tokens = engine.resources.tokens
+        form = call_form(tokens)
+        rule = calls_rule(form, "any", [CANCEL], tokens, is_begun=True)
+        matcher = library().LLMatcher(vocabulary(tokens), f"start: {rule}")
+        arguments = '{"number": 7}'
+
+        def takes(text: str) -> bool:
+            ids = tokens.encode_prompt(text, begins=False).ids
+            return matcher.try_consume_tokens(ids) == len(ids)
+
+        assert takes(f" {arguments}")
+        further = f"{form.between}cancel{form.after}{arguments}"
+        assert all(takes(further) for _ in range(MAX_CALLS - 1))
+        assert not takes(further)
 
 
 @pytest.mark.parametrize("form", ["hermes", "qwen3", "phi", "kimi", "coder"])

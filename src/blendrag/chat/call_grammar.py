@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Ids that models write themselves; Mistral's have nine characters.
 _ID_PATTERN = "/[a-zA-Z0-9]{9}/"
+#: Most calls of one answer that must call. Small models repeat them without end.
+MAX_CALLS = 16
 
 
 def calls_rule(
@@ -49,7 +51,11 @@ def calls_rule(
         names = [f"{text(name + form.after)} called_{n}" for n, name in enumerate(named)]
         first = f"({' | '.join(names)})"
     more = " | ".join(f"more_{number}" for number in range(len(named)))
-    again = f" ({text(form.between)} ({more}))*" if choice == "any" and form.between else ""
+    again = (
+        f" ({text(form.between)} ({more})){{0,{MAX_CALLS - 1}}}"
+        if choice == "any" and form.between
+        else ""
+    )
     begun = text(_left(before) if is_begun else before)
     return "\n".join([f"{begun} {first}{again} {text(form.close)}", *rules, ""])
 

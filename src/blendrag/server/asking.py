@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
+from blendrag.chat.calls import tool_names
 from blendrag.chat.forcing import chosen_tool, refuse_unreadable
 from blendrag.chat.grammar import answer_form
 from blendrag.chat.messages import REASONING, cleaned
@@ -76,6 +77,9 @@ def asked_chat(
     _check_length(engine, messages, body)  # before anything is rendered or embedded
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     choice = chosen_tool(body.tool_choice, tools)
+    parallel = body.parallel_tool_calls is not False
+    if choice == "any" and not parallel and len(tools) == 1:
+        (choice,) = tool_names(tools)  # which ends with one call
     offered = tools if choice != "none" else []
     if offered and (body.n or 1) > 1:
         raise Refusal(
@@ -106,7 +110,6 @@ def asked_chat(
         imports = schema_prompt(body, messages)
         return ServedRequest(engine, imports, options, shows_reasoning=body.shows_reasoning)
     prompt, sources = _with_texts(engine, body, messages, check)
-    parallel = body.parallel_tool_calls is not False
     return ServedRequest(engine, prompt, options, sources, parallel, body.shows_reasoning)
 
 

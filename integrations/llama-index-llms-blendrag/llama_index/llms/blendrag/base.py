@@ -189,6 +189,8 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         if specs:
             # LlamaIndex requires calls by default: if a template cannot force them, the model chooses
             is_forced = tool_required and self._calls_tools
+            if is_forced and not tool_choice and not allow_parallel_tool_calls and len(tools) == 1:
+                tool_choice = tools[0].metadata.name  # which ends with one call
             kwargs |= {
                 "tools": specs,
                 "tool_choice": tool_choice or ("any" if is_forced else None),
