@@ -134,7 +134,12 @@ def test_ctrl_c_while_the_model_thinks_keeps_the_conversation(
 def test_thoughts_that_were_cut_are_no_answer(engine: BlendEngine) -> None:
     result = invoke("ask", QUESTION, "--max-new-tokens", "8")
     assert result.stdout == ""
-    assert "note: the model was still thinking; try a larger --max-new-tokens" in result.stderr
+    assert result.stderr.count("the answer was cut") == 1
+    assert (
+        "at --max-new-tokens 8 while the model was still thinking; more let it go on"
+        in result.stderr
+    )
+    assert "or --no-thinking makes it shorter" in result.stderr
 
 
 def test_a_full_context_forgets_the_oldest_turns_and_says_so_once_per_trim(

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
@@ -221,11 +222,20 @@ def say_answer(
     answer."""
     if sources:
         say_sources(answer.sources)
-    say_metrics(answer.metrics, told)
-    if answer.finish_reason == "length" and answer.metrics.new_tokens == most_tokens:
-        cut = f"the answer was cut at --max-new-tokens {most_tokens}; more let it go on"
-        unseen = answer.reasoning and not answer.text
-        say("note", f"{cut}, or --no-thinking makes it shorter" if unseen else cut)
+    metrics = answer.metrics
+    if answer.finish_reason != "length" or metrics.new_tokens != most_tokens:
+        say_metrics(metrics, told)
+        return
+    notes = tuple(note for note in metrics.notes if not note.startswith("the answer was cut"))
+    say_metrics(replace(metrics, notes=notes), told)  # what follows names the options
+    if answer.reasoning and not answer.text:
+        wrong, remedy = " while the model was still thinking", ", or --no-thinking makes it shorter"
+    else:
+        wrong = remedy = ""
+    say(
+        "note",
+        f"the answer was cut at --max-new-tokens {most_tokens}{wrong}; more let it go on{remedy}",
+    )
 
 
 def _fields(answer: Answer) -> dict[str, Any]:

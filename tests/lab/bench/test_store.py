@@ -181,7 +181,9 @@ def test_a_get_that_is_no_miss_is_an_error(kv_store, monkeypatch, found):
 def test_decoding_that_skips_data_is_an_error(encoding, monkeypatch):
     decode(CHUNK, encoding)
     real = Staging._decode
-    monkeypatch.setattr(Staging, "_decode", lambda self, blocks, out: real(self, blocks[:-1], out))
+    monkeypatch.setattr(
+        Staging, "_decode", lambda self, layer, blocks, out: real(self, layer, blocks[:-1], out)
+    )
     with pytest.raises(MeasuredNothingError, match=f"decoded from {encoding} is off by"):
         decode(CHUNK, encoding)
 

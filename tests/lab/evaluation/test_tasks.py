@@ -75,14 +75,22 @@ def test_answers_about_tables_are_their_numbers():
         assert case.answers == (expected,)
 
 
+def _without_header(chunk: str, text: str) -> str:
+    """Without the repeated header of a table that began in another chunk."""
+    lines = chunk.split("\n")
+    tails = ("\n".join(lines[i:]) for i in range(len(lines)))
+    return next(tail for tail in tails if tail in text)
+
+
 def test_a_long_document_is_cut_in_order():
     pages = [page.read_text("utf-8").strip() for page in sorted(handbook_path().glob("*.md"))]
     text = "\n\n".join(pages)
     for case in made("long").cases:
-        starts = [text.index(chunk) for chunk in case.chunks]
+        own = [_without_header(chunk, text) for chunk in case.chunks]
+        starts = [text.index(chunk) for chunk in own]
         assert starts == sorted(starts)
         between = text[starts[0] : starts[-1]]
-        assert " ".join(case.chunks[:-1]).split() == between.split()  # nothing is left out
+        assert " ".join(own[:-1]).split() == between.split()  # nothing is left out
         assert case.answers[0].startswith(case.chunks[0].split(". ")[0])
     assert made("long").metric == "rouge_l"
 
