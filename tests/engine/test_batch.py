@@ -19,6 +19,7 @@ import torch
 import scripted
 import tiny
 from blendrag.engine import Answer, BlendEngine, Options, packing_rule, rendering
+from blendrag.engine import engine as engine_module
 from blendrag.engine.batched_prefill import RequestBatch
 from blendrag.engine.packing_rule import ROWS, Load, PackingRule
 from blendrag.errors import (
@@ -337,6 +338,24 @@ def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own):
     assert sizes([first, second]) == [2, 1]
     assert second.metrics.reused_tokens == 0  # nothing is stored for these weights
     assert second.text == own.generate(prompts[1], Options(mode="full")).text
+    own.drain()
+    assert own._budget.size_bytes == 0
+
+
+def test_a_prompt_refused_after_its_prefill_holds_no_memory(engine, monkeypatch):
+    prompts, checked = prompts_of(engine, 3), engine_module.checked
+
+    def refusing(request, *args):
+        if request.prompt.ids == refused.ids and engine._budget.size_bytes:
+            raise InvalidInputError("not now")
+        return checked(request, *args)
+
+    refused = engine.segments(prompts[1], REUSE)
+    monkeypatch.setattr(engine_module, "checked", refusing)
+    with pytest.raises(InvalidInputError, match="not now"):
+        engine.batch(prompts, REUSE)
+    engine.drain()
+    assert engine._budget.size_bytes == 0
 
 
 def test_a_prompt_cancelled_before_its_turn_is_left_out(engine):

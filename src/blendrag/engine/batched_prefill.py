@@ -99,10 +99,10 @@ class RequestBatch:
         if number >= self._next:
             self._next = number + 1  # even if this fails
             self._prefill(number, namespace)
-        ahead = self._ahead.pop(number, NOTHING_AHEAD)
-        if ahead is NOTHING_AHEAD or ahead.namespace == namespace:
-            return ahead
-        ahead.close()  # weights or adapters changed between the prefill and this turn
+        ahead = self._ahead.get(number, NOTHING_AHEAD)
+        if ahead.namespace == namespace:
+            return self._ahead.pop(number, NOTHING_AHEAD)
+        self.leave(number)  # weights or adapters changed between the prefill and this turn
         return NOTHING_AHEAD
 
     def leave(self, number: int) -> None:

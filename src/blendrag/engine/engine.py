@@ -706,6 +706,8 @@ class BlendEngine:
                 stream.opening_s += self._planner.open()
             # closed also if it is over before it is run
             with closing(batch.take(number)) as ahead, ExitStack() as held:
+                if ahead.share is not None:  # also if it is refused now
+                    held.callback(self._budget.release, ahead.share)
                 limit = self._schemas.model.limit if request.placed is not None else None
                 request = checked(request, adapter, limit)
                 share = ahead.share or share_of(request, adapter, stream)
