@@ -25,6 +25,7 @@ HALF = '<tool_call>\n{"name": "wea\\ud83dther", "arguments": {"town": "\\ud83d"}
 SCRIPT = (
     ("half a character", HALF),
     ("tool_response", "It rains."),
+    ("Again and again", f' {{"town": "A"}}}}\n</tool_call>{CALL}{CALL}'),
     ("weather in two", f"I look.\n{CALL}\n{CALL}"),
     ("weather", f"I look.\n{CALL}"),
 )
@@ -73,6 +74,14 @@ def test_parallel_calls_can_be_refused(ask) -> None:
     assert len(ask("weather in two").choices[0].message.tool_calls) == 2
     one = ask("weather in two", parallel_tool_calls=False)
     assert len(one.choices[0].message.tool_calls) == 1
+
+
+def test_a_required_call_that_is_to_be_the_only_one_ends_the_answer(ask) -> None:
+    several = ask("Again and again.", tool_choice="required")
+    assert len(several.choices[0].message.tool_calls) == 3
+    one = ask("Again and again.", tool_choice="required", parallel_tool_calls=False)
+    assert len(one.choices[0].message.tool_calls) == 1
+    assert one.usage.completion_tokens < several.usage.completion_tokens / 2
 
 
 def test_a_call_can_be_required_or_forbidden(served: Live, ask) -> None:

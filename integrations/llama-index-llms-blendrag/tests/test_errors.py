@@ -124,6 +124,18 @@ async def test_an_agent_raises_the_error(broken: Any) -> None:
         await agent.run("What?")
 
 
+def test_structured_output_ends_with_one_call(tmp_path: Any) -> None:
+    class Town(BaseModel):
+        town: str
+
+    said = ' {"town": "Lund"}}\n</tool_call>' + scripted.call("Town", town="Ystad") * 3
+    with scripted.engine([], tmp_path / "store", default=said, mode="full") as engine:
+        llm = BlendLLM(engine=engine).as_structured_llm(Town)
+        assert llm.complete("Which town?").raw == Town(town="Lund")
+        all_said = engine.resources.tokens.encode_prompt(said, begins=False).ids
+        assert engine.adapter.model.forwards < len(all_said) / 2
+
+
 def test_an_answer_that_was_cut_before_its_call_ended_says_so(tmp_path: Any) -> None:
     class Town(BaseModel):
         name: str
