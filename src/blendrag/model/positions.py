@@ -85,7 +85,13 @@ def rotary_table(rotary: Any, name: str, offsets: torch.Tensor) -> RotaryTable:
     The stored keys already include the scaling (YaRN, LongRoPE); applying it twice would be wrong.
     """
     like = torch.empty(1, dtype=torch.float32, device=offsets.device)
-    table = rotary(like, offsets[None], *([name] if name else []))
+    positions, kind = offsets[None], [name] if name else []
+    try:
+        table = rotary(like, positions, *kind)
+    except (
+        IndexError
+    ):  # M-RoPE (Qwen-VL, transformers 5.17) takes three streams, which are equal for text
+        table = rotary(like, positions.expand(3, -1, -1), *kind)
     if isinstance(table, torch.Tensor) and table.is_complex():
         cos, sin = (part.repeat_interleave(2, dim=-1) for part in (table.real, table.imag))
     else:
