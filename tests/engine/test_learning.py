@@ -251,6 +251,8 @@ def test_a_store_without_chunks_is_told_once(tmp_path, caplog):
         (note,) = made.generate(prompt(0)).metrics.notes
     assert "BlendPrecompute" in note
     assert "learn" not in note
-    with BlendEngine(tiny.llama(), tmp_path / "kv", tokenizer=tiny.tokenizer()) as made:
+    with BlendEngine(
+        tiny.llama(), tmp_path / "kv", tokenizer=tiny.tokenizer(), max_new_tokens=6
+    ) as made:
         made.ingest([tiny.document(1)])
         assert "holds no chunks" not in str(made.generate(prompt(0)).metrics.notes)
