@@ -474,6 +474,43 @@ def test_other_answers_are_text(markup, text):
     assert take_apart(text, form(markup), [SEARCH]) == Reply(text)
 
 
+@pytest.mark.parametrize("markup", ["<tool_call>", "[TOOL_CALLS]", "<|channel|>"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        as_json(Q),
+        f"```json\n{as_json(Q)}\n```",
+        f"\n [{as_json(Q)}]\n",
+        f"```\n{as_json(Q)}\n```\n",
+    ],
+)
+def test_an_answer_that_is_nothing_but_a_call_without_tags_is_one(markup, answer):
+    """Qwen2.5-Coder forgets the tags that its template asks for."""
+    for size in (1, 3, len(answer)):
+        stream = ReplyStream(form(markup), [SEARCH])
+        parts = streamed(stream, answer, [size])
+        assert told(stream.reply) == ("", "", [("search", Q)])
+        assert [part.kind for part in parts] == ["call"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"{as_json(Q)}\nThat is how you search.",
+        f"Like this: {as_json(Q)}",
+        as_json(Q).replace("search", "sing"),
+        as_json(Q)[:-6],
+        f'{{"type": "answer", "value": {json.dumps(Q)}}}',
+        '{"year": 1874}',
+    ],
+)
+def test_other_json_without_tags_stays_text(answer):
+    stream = ReplyStream(form("<tool_call>"), [SEARCH])
+    parts = streamed(stream, answer, [2])
+    assert stream.reply.text == "".join(part.text for part in parts) == answer
+    assert not stream.reply.calls
+
+
 def test_without_tools_calls_are_text_and_reasoning_is_apart():
     answer = f"{THINK}Write {hermes(Q)} to search."
     assert told(take_apart(answer, form("<tool_call>"))) == (

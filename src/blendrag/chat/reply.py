@@ -9,7 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from blendrag.chat.calls import Call, InvalidCall, ToolCall, Tools, read_bare, read_calls
+import regex
+
+from blendrag.chat.calls import (
+    Call,
+    InvalidCall,
+    ToolCall,
+    Tools,
+    read_bare,
+    read_calls,
+    tool_names,
+)
 from blendrag.chat.formats import CALL_FIELDS, REASONING_FIELDS, Format
 from blendrag.chat.regions import parser_for
 
@@ -18,6 +28,12 @@ _FENCE = r"```(?:json|tool_code|tool_call|python)?[ \t]*\n\s*"
 _BARE = re.compile(rf"[ \t]*(?:{_FENCE})?(?:\{{|\[\s*(?:\{{|[A-Za-z_][\w.]*\())|[ \t]*```tool_code")
 #: What may become it.
 _MAYBE_BARE = re.compile(rf"[ \t]*(?:`{{1,2}}|```\w{{0,9}}[ \t]*|{_FENCE})?(?:\[\s*[\w.]*)?")
+
+#: The beginning of an answer that may be nothing but a call, by a model that forgets the tags of its form.
+_ONLY_A_CALL = regex.compile(
+    r"\s{0,16}(?:```\w{0,9}[ \t]{0,4}\n\s{0,16})?\[?\s{0,4}\{\s{0,16}"
+    r'"(?:name|function|arguments|parameters|type)"'
+)
 
 
 class Reasoning(str):
@@ -56,7 +72,9 @@ class ReplyStream:
     def __init__(self, form: Format, tools: Tools = (), begun: str = "") -> None:
         self._tools = tools
         self._parser = parser_for(form, bool(tools))
-        self._finds_bare = form.bare_calls and bool(tools)
+        self._finds_bare = bool(tools)
+        self._lines_are_calls = form.bare_calls
+        """Whether any line may begin a call without tags; else only the whole answer can be one."""
         self._text = ""
         self._reasoning = ""
         self._calls: list[Call] = []
@@ -92,8 +110,11 @@ class ReplyStream:
             self._calls = [InvalidCall(self.raw, self._failed)]
             return []
         if self._is_bare:
-            self._held, calls = read_bare(self._held, self._tools)
-            parts += self._called(calls)
+            after, calls = read_bare(self._held, self._tools)
+            is_all = not self._calls and not after.strip("` \n") and self._are_offered(calls)
+            if self._lines_are_calls or is_all:
+                self._held = after
+                parts += self._called(calls)
         if self._held.strip() or not self._calls:
             parts += self._show(self._held.rstrip() if self._calls else self._held)
         return parts
@@ -179,8 +200,17 @@ class ReplyStream:
         self._text += text
         return [Part("text", text)] if text else []
 
+    def _are_offered(self, calls: list[Call]) -> bool:
+        """Whether all ``calls`` can be read, and name tools that were offered."""
+        names = tool_names(self._tools)
+        return all(isinstance(call, ToolCall) and call.name in names for call in calls)
+
     def _certain(self) -> int:
         """Up to where no line of what is held may be a call without tags."""
+        if not self._lines_are_calls:
+            begins = None if self._text else _ONLY_A_CALL.match(self._held, partial=True)
+            self._is_bare = begins is not None and not begins.partial
+            return len(self._held) if begins is None else 0
         blank = len(self._held) - len(self._held.lstrip())
         at = self._held.rfind("\n", 0, blank) + 1  # of white lines, only the last can become a call
         begins_line = at > 0 or not self._text or self._text.endswith("\n")
