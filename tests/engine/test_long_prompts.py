@@ -176,6 +176,29 @@ def test_prompts_beyond_the_length_of_a_dynamic_table_are_computed_with_a_note(s
     assert scaled.generate(tiny.prompt(scaled, 0), BLEND).metrics.reused_tokens > 0
 
 
+def test_prompts_beyond_the_length_where_queries_are_scaled_are_computed_with_a_note(tmp_path):
+    """Ministral 3: the values of chunks that were encoded before it would differ there."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": LIMIT, "llama_4_scaling_beta": 0.5,
+    }  # fmt: skip
+    classes = (
+        "Ministral3ForCausalLM",
+        "Ministral3Config",
+        {"head_dim": 16, "rope_parameters": rope},
+    )
+    model = tiny.build(classes, initializer_range=0.2)
+    with tiny.engine(model, tmp_path) as made:
+        assert (made.adapter.refusal, made.adapter.blend_limit_tokens) == (None, LIMIT)
+        made.ingest([tiny.document(i, 5) for i in range(4)])
+        assert made.generate(tiny.prompt(made, 0), BLEND).metrics.reused_tokens > 0
+        text = long_prompt(made, 0, 1, 2, 3)
+        answer = made.generate(text, BLEND, max_new_tokens=6)
+        assert answer.metrics.reused_tokens == 0
+        assert any("queries are scaled by their position" in n for n in answer.metrics.notes)
+        assert answer.text == made.generate(text, mode="full", max_new_tokens=6).text
+
+
 def test_streams_of_a_dynamic_table_do_not_change_each_others(scaled):
     prompts = [long_prompt(scaled), tiny.prompt(scaled, 0), long_prompt(scaled, 0, 1, 2, 3)]
     alone = [stock_text(dynamic(), scaled, text, 25) for text in prompts]

@@ -36,7 +36,7 @@ def _other_table(adapter: ModelAdapter, request: Request) -> Reason:
     return Reason(
         ReasonCode.OTHER_TABLE,
         f"stored KV is not used: the prompt has {len(request.prompt.ids)} tokens{several}, and beyond "
-        f"{adapter.blend_limit_tokens} this model's rotary table changes with the length",
+        f"{adapter.blend_limit_tokens} this model's {adapter.beyond_blend_limit}",
     )
 
 

@@ -100,17 +100,28 @@ class ModelAdapter:
 
     @property
     def blend_limit_tokens(self) -> int | None:
-        """Longest prompt before the rotary table changes (dynamic, LongRoPE), or ``None``."""
-        if self._stack is None or not fingerprint.depends_on_length(self._stack.rotary):
+        """Longest prompt before the rotary table changes (dynamic, LongRoPE) or queries are scaled by their
+        position (Ministral 3), or ``None``."""
+        if self._stack is None:
             return None
         config, name = self._stack.config, "original_max_position_embeddings"
         parameters = getattr(config, "rope_parameters", None) or {}
+        changes = fingerprint.depends_on_length(self._stack.rotary)
+        if not changes and not parameters.get("llama_4_scaling_beta"):
+            return None
         if parameters.get("rope_type") == "dynamic":
             return int(config.max_position_embeddings)  # transformers looks at nothing else
         return int(parameters.get(name) or getattr(config, name, None) or self.context_tokens)
 
+    @property
+    def beyond_blend_limit(self) -> str:
+        """What changes beyond :attr:`blend_limit_tokens`, after "this model's"."""
+        if fingerprint.depends_on_length(self.stack.rotary):
+            return "rotary table changes with the length"
+        return "queries are scaled by their position"
+
     def is_long(self, tokens: int) -> bool:
-        """Whether a prompt of so many tokens has another rotary table than the chunks of shorter ones."""
+        """Whether a prompt of so many tokens is computed in another way than the chunks of shorter ones."""
         limit = self.blend_limit_tokens
         return limit is not None and tokens > limit
 
