@@ -69,6 +69,10 @@ _PYTHON_CALL = re.compile(r"[\s,\[]*+([A-Za-z_][\w.]*+)\s*+\(")
 _QUOTED = re.compile(r"\s*+(\w++)\s*+=\s*+([\"'])(.*?)\2(?=\s*+(?:,\s*+\w++\s*+=|\)))", re.DOTALL)
 _UNQUOTED = re.compile(r"\s*+(\w++)\s*+=\s*+([^\s\"'(){}\[\],]++)(?=\s*+(?:,|\)))")
 _FENCE = re.compile(r"\s*+```\w*+\s*+")
+_SPACE = re.compile(r"\s*+")
+#: Arguments in JSON inside the tag of a call, and what may close them.
+_JSON_INSIDE = re.compile(r"\s*+(?:<json[^>]*+>\s*+)?(?=\{)")
+_JSON_END = re.compile(r"(?:\s*+</json>)?")
 #: Gemma's quotes, between which nothing is escaped.
 _GEMMA_TEXT = re.compile(r"<\|\"\|>(.*?)<\|\"\|>|<escape>(.*?)<escape>", re.DOTALL)
 _GEMMA_KEY = re.compile(r"([{,]\s*+)([\w.-]++)(\s*+:)")
@@ -170,7 +174,7 @@ def is_call(text: str) -> bool:
 def _json(text: str) -> Iterator[Call]:
     """Objects or lists of calls, or names with arguments, with separators or tags between."""
     at = 0
-    while (at := _skipped(text, at)) < len(text):
+    while (at := _end_of(_BETWEEN, text, at)) < len(text):
         named = _NAMED.match(text, at)
         try:
             found, end = _DECODER.raw_decode(text, named.end() if named else at)
@@ -190,11 +194,6 @@ def _json(text: str) -> Iterator[Call]:
             if isinstance(read, InvalidCall):
                 written = ""  # of a list, once
         at = end
-
-
-def _skipped(text: str, at: int) -> int:
-    found = _BETWEEN.match(text, at)
-    return found.end() if found else at
 
 
 def _object(call: Any, text: str) -> Call:
@@ -282,7 +281,7 @@ def _xml(text: str) -> Iterator[Call]:
 def _xml_call(text: str, tag: str, name: str, at: int) -> tuple[Call, int]:
     """The call whose content begins at ``at``, and where it ends."""
     arguments: dict[str, Any] = {}
-    inner = re.compile(r"\s*+(?:<json[^>]*+>\s*+)?(?=\{)").match(text, at)
+    inner = _JSON_INSIDE.match(text, at)
     if inner is not None:
         try:
             found, at = _DECODER.raw_decode(text, inner.end())
@@ -293,7 +292,7 @@ def _xml_call(text: str, tag: str, name: str, at: int) -> tuple[Call, int]:
         if isinstance(made, InvalidCall):
             return made, at
         arguments = made.arguments
-        at = json_end.end() if (json_end := re.compile(r"\s*+</json>").match(text, at)) else at
+        at = _end_of(_JSON_END, text, at)
     while (child := _OPEN.match(text, _after_space(text, at))) is not None and child[1] != tag:
         end = _closing(text, child[1], child.end())
         if end < 0:
@@ -306,9 +305,14 @@ def _xml_call(text: str, tag: str, name: str, at: int) -> tuple[Call, int]:
     return ToolCall(uuid.uuid4().hex[:9], name, arguments), closing + len(tag) + 3
 
 
-def _after_space(text: str, at: int) -> int:
-    found = re.compile(r"\s*+").match(text, at)
+def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Where a match of ``pattern`` at ``at`` ends; ``at`` without one."""
+    found = pattern.match(text, at)
     return found.end() if found else at
+
+
+def _after_space(text: str, at: int) -> int:
+    return _end_of(_SPACE, text, at)
 
 
 def _closing(text: str, tag: str, at: int) -> int:

@@ -206,19 +206,20 @@ class Constraint(LogitsProcessor):
             if more[likeliest] and not allowed[likeliest]:
                 self._matcher, allowed = self._reasoning, more
             self._reasoning = None
-        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        return scores.masked_fill(allowed.logical_not_().to(scores.device), -torch.inf)
 
     def _allowed(self, matcher: Any, vocabulary_size: int) -> torch.Tensor:
         """Which tokens may come next.  bool [V]"""
-        allowed = torch.zeros(vocabulary_size, dtype=torch.bool)
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():  # a dead end of the form, or its limits
             raise InvalidOptionError(
                 "response_format",
                 "has a form that cannot be continued after this answer; simplify it",
             )
-        found = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()[:vocabulary_size]
-        allowed[: len(found)] = found
+        unpacked = np.unpackbits(
+            bits, count=vocabulary_size, bitorder="little"
+        )  # padded with zeros
+        allowed = torch.from_numpy(unpacked).view(torch.bool)
         is_accepting = matcher.is_accepting()
         allowed[self._ends] = is_accepting
         allowed[self._own_ends] |= is_accepting

@@ -18,6 +18,7 @@ from hashlib import sha256
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from blendrag.chat.forcing import TOOL
 from blendrag.chat.messages import REASONING, Message
 from blendrag.errors import InvalidOptionError
 from blendrag.model.bounded_templates import bounded
@@ -33,14 +34,6 @@ _IDS: tuple[Ids, ...] = ("given", "nine", "named")
 _KNOWN_ROLES = ("system", "user", "assistant", "tool")
 #: Names under which templates read the reasoning of an answer.
 _REASONING_NAMES = (REASONING, "thinking", "reasoning", "thought")
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "x",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
-    },
-}
 
 
 # -- how a template reads one message ---------------------------------------------------------------
@@ -106,14 +99,14 @@ def _styled_id(call_id: str, style: Style, name: str, number: int) -> str:
 def _style_of(tokens: Tokens, template: str, given: Given, has_calls: bool) -> Style:
     """Found by trying, with a call and its result if it must have calls; the plain style if none is read
     right."""
-    render = _Renderer(tokens, given)
     found = Style()
     if not has_calls:
         return found
+    render = _Renderer(tokens, given)
     call = {"name": "probename", "arguments": {"probekey": "probevalue"}}
     words = ("probeuser", "probename", "probekey", "probevalue", "proberesult")
     for ids, as_text, is_none in product(_IDS, (False, True), (False, True)):
-        style = replace(found, ids=ids, arguments_as_text=as_text, empty_is_none=is_none)
+        style = Style(ids=ids, arguments_as_text=as_text, empty_is_none=is_none)
         text = render(_probe(call, style))
         if text is not None and all(word in text for word in words) and _is_right(text, as_text):
             found = style
@@ -351,7 +344,7 @@ class _Renderer:
 
     def __init__(self, tokens: Tokens, given: Given) -> None:
         self._tokens = tokens
-        self._given = dict(given.scalars) | ({"tools": [_TOOL]} if given.has_tools else {})
+        self._given = dict(given.scalars) | ({"tools": [TOOL]} if given.has_tools else {})
 
     def __call__(self, messages: Sequence[Message]) -> str | None:
         """``None`` if the template refuses them."""

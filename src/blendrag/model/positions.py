@@ -215,13 +215,7 @@ def classify(
         kinds: list[LayerKind] = []
         try:
             for i, name in enumerate(names):
-
-                def turn(
-                    keys: torch.Tensor, offset: int, name: str = name, apply: RotaryApply = apply
-                ) -> torch.Tensor:
-                    offsets = torch.full((keys.shape[-2],), offset, device=keys.device)
-                    return apply_rotary(apply, keys, rotary_table(rotary, name, offsets))
-
+                turn = partial(_turned, apply, rotary, name)
                 moved = {delta: layers[i] for delta, layers in shifted.items()}
                 noisy = again[i] if again else None
                 kinds.append(_kind_of(i, base[i], moved, others[i], noisy, turn, dtype))
@@ -231,6 +225,14 @@ def classify(
             return Repositioner(tuple(kinds), names, rotary, apply)
     assert refused is not None
     raise refused
+
+
+def _turned(
+    apply: RotaryApply, rotary: Any, name: str, keys: torch.Tensor, offset: int
+) -> torch.Tensor:
+    """``keys``, all moved by ``offset``."""
+    offsets = torch.full((keys.shape[-2],), offset, device=keys.device)
+    return apply_rotary(apply, keys, rotary_table(rotary, name, offsets))
 
 
 def _no_rotary(*_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
