@@ -165,7 +165,7 @@ soak-embeddings: $(READY) ## time chats while as many clients embed 1 MB each an
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 # make sweep MODELS="qwen3 gemma4_text" prints these alone.
-sweep: $(READY) ## meet every causal LM of transformers, tiny and random: docs/families.md
+sweep: $(READY) ## try every causal LM of transformers, tiny and random: docs/families.md
 	@PYTHONPATH=tests $(BIN)/python -m model.sweep $(MODELS) --page docs/families.md
 
 # make soak-remote FLIPS=1000 ROUNDS=1 ORDERS=20 SEED=7

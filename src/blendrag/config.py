@@ -42,7 +42,7 @@ def _json_object(value: Any) -> Any:
     with suppress(ValueError, RecursionError):
         if isinstance(read := json.loads(value), dict):
             return read
-    raise PydanticCustomError("object", 'a JSON object such as {{"enable_thinking": false}}')
+    raise PydanticCustomError("object", 'a JSON object such as {"enable_thinking": false}')
 
 
 class Settings(BaseSettings):

@@ -196,4 +196,5 @@ def test_an_environment_variable_has_template_arguments(
     monkeypatch.setenv("BLENDRAG_TEMPLATE", "low")
     result = invoke("ask", QUESTION, "--store", store)
     assert result.exit_code == 2
-    assert "BLENDRAG_TEMPLATE=low cannot be used, expected a JSON object" in result.stderr
+    wanted = 'expected a JSON object such as {"enable_thinking": false}'
+    assert f"BLENDRAG_TEMPLATE=low cannot be used, {wanted}; change or unset it" in result.stderr

@@ -1,4 +1,4 @@
-"""Meet every causal LM of the installed transformers, tiny and random: blended, in mode full only, or broken?
+"""Try every causal LM of the installed transformers, tiny and random: blended, in mode full only, or broken?
 
 Prints a line per model type and writes the page. A crash, or an answer in mode full that differs from
 ``generate``, is a failure. Configs are shrunk by the names of their fields; a type whose class they do not
@@ -104,7 +104,7 @@ DROPPED = (
 
 
 @dataclass(frozen=True)
-class Met:
+class Outcome:
     """What became of a model type."""
 
     kind: str
@@ -117,16 +117,16 @@ class _TooLong(BaseException):
     pass
 
 
-def meet(kind: str) -> Met:
+def outcome_of(kind: str) -> Outcome:
     """Build the smallest model of that type and ask an engine what it can do with it."""
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(LIMIT_S)
     try:
         return _judged(kind, *_built(kind))
     except _TooLong:
-        return Met(kind, "not tried", f"took more than {LIMIT_S} s")
+        return Outcome(kind, "not tried", f"took more than {LIMIT_S} s")
     except _Unsuited as exc:
-        return Met(kind, "not tried", str(exc))
+        return Outcome(kind, "not tried", str(exc))
     finally:
         signal.alarm(0)
 
@@ -185,7 +185,7 @@ def _shown(text: str) -> str:
     return text.rstrip("\ufffd").strip()
 
 
-def _judged(kind: str, model: Any, expected: str) -> Met:
+def _judged(kind: str, model: Any, expected: str) -> Outcome:
     given: dict[str, Any] = {"tokenizer": tiny.tokenizer(), "embedder": "minilm-offline"}
     try:
         with (
@@ -194,21 +194,23 @@ def _judged(kind: str, model: Any, expected: str) -> Met:
         ):
             full = engine.generate(PROMPT, Options(mode="full", max_new_tokens=NEW_TOKENS))
             if _shown(full.text) != expected:
-                return Met(kind, "WRONG", f"{full.text!r} in mode full, {expected!r} by generate")
+                return Outcome(
+                    kind, "WRONG", f"{full.text!r} in mode full, {expected!r} by generate"
+                )
             try:
                 found = engine.verify()
             except BlendragError as exc:
-                return Met(kind, "full only", str(exc))
+                return Outcome(kind, "full only", str(exc))
             if not found.blendable:
-                return Met(kind, "full only", found.reason)
+                return Outcome(kind, "full only", found.reason)
             layers = Counter(found.layers)
-            return Met(kind, "blended", ", ".join(f"{n} {name}" for name, n in layers.items()))
+            return Outcome(kind, "blended", ", ".join(f"{n} {name}" for name, n in layers.items()))
     except Exception as exc:
         last = traceback.extract_tb(exc.__traceback__)[-1]
-        return Met(kind, "WRONG", f"{type(exc).__name__}: {exc} ({last.name}:{last.lineno})")
+        return Outcome(kind, "WRONG", f"{type(exc).__name__}: {exc} ({last.name}:{last.lineno})")
 
 
-def page(found: Sequence[Met]) -> str:
+def page(found: Sequence[Outcome]) -> str:
     """The page in Markdown."""
     states = Counter(one.state for one in found)
     day = datetime.datetime.now(datetime.UTC).date()
@@ -250,7 +252,7 @@ def page(found: Sequence[Met]) -> str:
     return "\n".join(lines)
 
 
-def _by_reason(found: Sequence[Met], state: State) -> Iterator[tuple[str, list[str]]]:
+def _by_reason(found: Sequence[Outcome], state: State) -> Iterator[tuple[str, list[str]]]:
     some = sorted((one for one in found if one.state == state), key=_reason)
     groups = [(why, [one.kind for one in each]) for why, each in groupby(some, key=_reason)]
     return iter(sorted(groups, key=lambda group: -len(group[1])))
@@ -260,7 +262,7 @@ def _by_reason(found: Sequence[Met], state: State) -> Iterator[tuple[str, list[s
 _CLASS = re.compile(r"\b[A-Z]\w*(?:For\w+|Model|Decoder)\b|(?<=layer 0 of )\w+")
 
 
-def _reason(one: Met) -> str:
+def _reason(one: Outcome) -> str:
     """Without the names of its classes."""
     without = re.sub(r" \([A-Z]\w+\)", "", one.why.removesuffix("; use mode full"))
     return _CLASS.sub("the model", without)
@@ -275,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("kinds", nargs="*", metavar="MODEL_TYPE", help="all, if none is named")
-    parser.add_argument("--page", type=Path, help="where to write the page, if all are met")
+    parser.add_argument("--page", type=Path, help="where to write the page, if all are tried")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -284,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["BLENDRAG_CACHE"] = cache
         settings.cache_clear()
         for kind in asked.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-            found.append(meet(kind))
+            found.append(outcome_of(kind))
             print(
                 kind, found[-1].state, " ".join(found[-1].why.split())[:200], sep="\t", flush=True
             )
