@@ -1,7 +1,7 @@
 """Tables in texts: CSV and its dialects, and Markdown. Where they are, their header, their rows.
 
 A table that is longer than a chunk is cut between rows, and every chunk carries the header
-(:mod:`blendrag.text.chunking`): without it a model answers 2 of 12 questions about single fields, with it 6.
+(:mod:`blendrag.text.chunking`), because values without the names of their columns say little.
 """
 
 from __future__ import annotations
