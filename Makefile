@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all test-real test-oldest test-newest lint bench bench-all answer-figure arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table reference wheels
+.PHONY: help setup demo check test test-all test-real test-oldest test-newest test-nightly lint bench bench-all answer-figure arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table docs wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,13 @@ test-oldest test-newest: test-%: integrations/%.txt
 	.venv-$*/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
 	.venv-$*/bin/python -m pip install --quiet -c .venv-$*/constraints.txt -r $< -e . $(INTEGRATIONS:%=-e %)
 	.venv-$*/bin/python -m pytest $(INTEGRATIONS:%=%/tests) $(ENDS_ARGS)
+
+# What users get who install today. Not for a release: what breaks here is announced for tomorrow.
+test-nightly: ## everything with the newest releases of all packages
+	$(PYTHON) -m venv .venv-nightly
+	.venv-nightly/bin/python -m pip install --quiet --upgrade torch $(TORCH_ARGS)
+	.venv-nightly/bin/python -m pip install --quiet --upgrade -e '.[dev]' $(INTEGRATIONS:%=-e %)
+	.venv-nightly/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Each bench writes build/bench/NAME.json, completely or not at all; docs/performance.md is made from them.
 # More arguments: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64". Some benches have no
@@ -216,12 +223,8 @@ coverage-store: $(READY) ## branch coverage of the KV store by its tests, at lea
 reuse-table: $(READY) ## what stock chains and query engines reuse: the table of docs/integrations.md
 	$(BIN)/python examples/reuse_table.py --write docs/integrations.md
 
-# Offline: pdoc imports the packages and writes HTML that needs no server. Without -W it warns of each type
-# that is imported for type checkers only.
-REFERENCE := blendrag.engine blendrag.engine.library blendrag.errors blendrag.metrics blendrag.config \
-  blendrag.frameworks.fields blendrag.schema.programs langchain_blendrag llama_index.llms.blendrag
-reference: $(READY) ## the Python reference, from docstrings: build/reference/index.html
-	$(BIN)/python -W ignore -m pdoc --docformat google --no-show-source -o build/reference $(REFERENCE)
+docs: $(READY) ## the documentation with its reference and a search: build/site/index.html
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 wheels: $(READY) ## the three wheels, in dist/
 	rm -rf dist

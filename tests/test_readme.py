@@ -14,7 +14,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
 
+import blendrag
 import tiny
 from blendrag.demo import demo_corpus_path
 from blendrag.frameworks.engines import close_shared_engines
@@ -32,6 +35,7 @@ PAGES = {
         "integrations/llama-index-llms-blendrag/README.md",
     )
 }
+PYPROJECTS = [ROOT / "pyproject.toml", *ROOT.glob("integrations/*/pyproject.toml")]
 #: The benchmark of README.md takes minutes.
 SMALLER = {"qwen2.5-0.5b": "tiny", "--chunk-tokens 512": "--chunk-tokens 32"}
 
@@ -118,14 +122,28 @@ def test_files_that_the_pages_name_exist():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of types that are imported for type checkers only
-def test_the_reference_is_made_from_the_docstrings(tmp_path):
-    """As ``make reference`` does."""
-    pdoc = pytest.importorskip("pdoc")
-    modules = re.search(r"REFERENCE := ((?:.*\\\n)*.*)\n", (ROOT / "Makefile").read_text())
-    pdoc.render.configure(docformat="google", show_source=False)
-    pdoc.pdoc(*modules[1].replace("\\\n", " ").split(), output_directory=tmp_path)
-    made = {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*.html")}
-    assert "Retrieve the nearest chunks" in made["blendrag/engine.html"]
-    assert "max_new_tokens" in made["blendrag/frameworks/fields.html"]
-    assert {"langchain_blendrag.html", "llama_index/llms/blendrag.html"} <= set(made)
+def test_the_site_has_no_broken_link_and_the_reference(tmp_path, monkeypatch):
+    """As ``make docs`` builds it; with ``strict`` a broken link is an error."""
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path))
+    build(config)
+    engine = (tmp_path / "reference/engine.html").read_text(encoding="utf-8")
+    assert "Retrieve the nearest chunks" in engine
+    assert "max_new_tokens" in engine
+    assert ":class:" not in engine
+    assert "ChatBlend" in (tmp_path / "reference/langchain.html").read_text(encoding="utf-8")
+    assert "Try it" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+def test_the_page_of_versions_names_what_the_packages_require():
+    projects = "\n".join(path.read_text() for path in PYPROJECTS)
+    page = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\|[^|]*\| `([^`]+)` \|", page, re.M)
+    assert len(named) > 5
+    assert [requirement for requirement in named if requirement not in projects] == []
+
+
+def test_all_packages_have_one_version():
+    texts = {path: path.read_text() for path in PYPROJECTS}
+    versions = {path: re.search(r'^version = "(.*)"', text, re.M) for path, text in texts.items()}
+    assert {found[1] for found in versions.values() if found} == {blendrag.__version__}
