@@ -15,8 +15,8 @@ from blendrag.cluster import ingest as distributed
 from blendrag.cluster import ingest_stages
 from blendrag.cluster.ingest_stages import EmbedChunks, EncodeChunks, read_file
 from blendrag.errors import StoreFullError
-from blendrag.store import claims
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote import claims
+from blendrag.store.remote.root import RemoteRoot
 from cluster.ingest_crash import digests, engine, payloads, rows, save_model, write_documents
 
 

@@ -23,16 +23,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from blendrag.corpus import sharing, snapshots
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.manifest import Manifest
-from blendrag.corpus.remote_gc import collect_remote
-from blendrag.corpus.sharing import Keys, follow, publish
-from blendrag.corpus.snapshots import PARTS
+from blendrag.corpus.shared import sharing, snapshots
+from blendrag.corpus.shared.collection import collect_remote
+from blendrag.corpus.shared.sharing import Keys, follow, publish
+from blendrag.corpus.shared.snapshots import PARTS
 from blendrag.errors import StoreUnavailableError
-from blendrag.store.claims import claim
-from blendrag.store.objects import Listed
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote.claims import claim
+from blendrag.store.remote.objects import Listed
+from blendrag.store.remote.root import RemoteRoot
 from corpus.corpus_fuzz import MANIFEST, chunk_of, put, text_of
 from store.s3 import Server, environment
 

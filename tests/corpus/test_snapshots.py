@@ -15,17 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from blendrag.corpus import remote_gc, sharing, snapshots
 from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
-from blendrag.corpus.remote_gc import clear_remote, collect_remote
-from blendrag.corpus.sharing import Keys, Published, follow, may_follow, publish
-from blendrag.corpus.snapshots import MANIFESTS, PARTS, POINTER
+from blendrag.corpus.shared import collection, sharing, snapshots
+from blendrag.corpus.shared.collection import clear_remote, collect_remote
+from blendrag.corpus.shared.sharing import Keys, Published, follow, may_follow, publish
+from blendrag.corpus.shared.snapshots import MANIFESTS, PARTS, POINTER
 from blendrag.errors import BlendragError, CorpusError, InvalidInputError, StoreUnavailableError
-from blendrag.store import claims
-from blendrag.store.claims import CLAIMS, MARK
-from blendrag.store.objects import Listed
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote import claims
+from blendrag.store.remote.claims import CLAIMS, MARK
+from blendrag.store.remote.objects import Listed
+from blendrag.store.remote.root import RemoteRoot
 from corpus import interleavings
 from corpus.corpus_fuzz import MANIFEST, chunk_of, put, text_of, vector_of
 from store.s3 import Server, environment
@@ -595,7 +595,7 @@ def test_a_collection_renews_its_mark_while_it_lists_and_stops_without_it(
     share(tmp_path, remote, bucket)
     old = write_kv(bucket, key_of("old"))
     age(bucket, 1000)
-    monkeypatch.setattr(remote_gc, "RENEW_S", 0.0)
+    monkeypatch.setattr(collection, "RENEW_S", 0.0)
     real, renewed = remote.objects.listing, []
 
     def listing(prefix: str) -> Iterator[Listed]:
@@ -622,13 +622,13 @@ def test_a_collection_that_was_stopped_for_too_long_removes_nothing(
     share(tmp_path, remote, bucket)
     old = write_kv(bucket, key_of("old"))
     age(bucket, 1000)
-    batches = remote_gc._batches
+    batches = collection._batches
 
     def stopped(gone: list[Listed]) -> Iterator[list[Listed]]:
         age(bucket / MARK, claims.STALE_MARK_S)
         yield from batches(gone)
 
-    monkeypatch.setattr(remote_gc, "_batches", stopped)
+    monkeypatch.setattr(collection, "_batches", stopped)
     with pytest.raises(StoreUnavailableError, match="was stopped for too long"):
         collect_remote(remote, 500)
     assert old.exists()
@@ -645,7 +645,7 @@ def test_a_manifest_that_a_collection_removes_is_not_pointed_to(
         share(tmp_path, remote, bucket)
         corpus.remove_source("doc2.md")
     age(bucket, 1000)
-    batches, failures = remote_gc._batches, []
+    batches, failures = collection._batches, []
 
     def meanwhile(gone: list[Listed]) -> Iterator[list[Listed]]:
         def durable(keys: Keys) -> frozenset[str]:
@@ -662,7 +662,7 @@ def test_a_manifest_that_a_collection_removes_is_not_pointed_to(
         return iter(())
 
     with monkeypatch.context() as patched:
-        patched.setattr(remote_gc, "_batches", meanwhile)
+        patched.setattr(collection, "_batches", meanwhile)
         collect_remote(remote, 500)
     assert "was collected while this published" in failures[0]
     assert share(tmp_path, remote, bucket).serial == 3
@@ -693,7 +693,7 @@ def test_a_mark_of_a_running_collection_stays_its_own_when_it_is_dated_anew(
     share(tmp_path, remote, bucket)
     old = write_kv(bucket, key_of("old"))
     age(bucket, 1000)
-    batches = remote_gc._batches
+    batches = collection._batches
 
     def set_back(gone: list[Listed]) -> Iterator[list[Listed]]:
         age(bucket / MARK, -7200)
@@ -701,7 +701,7 @@ def test_a_mark_of_a_running_collection_stays_its_own_when_it_is_dated_anew(
             share(tmp_path, remote, bucket)
         yield from batches(gone)
 
-    monkeypatch.setattr(remote_gc, "_batches", set_back)
+    monkeypatch.setattr(collection, "_batches", set_back)
     assert collect_remote(remote, 500).removed == 1
     assert not old.exists()
 
@@ -713,8 +713,8 @@ def test_nothing_is_collected_by_a_clock_that_cannot_be_right(
     fill(tmp_path, [1])
     share(tmp_path, remote, bucket)
     young = write_kv(bucket, key_of("young"))
-    there = remote_gc.time_there
-    monkeypatch.setattr(remote_gc, "time_there", lambda remote: there(remote) + 3600 * hours)
+    there = collection.time_there
+    monkeypatch.setattr(collection, "time_there", lambda remote: there(remote) + 3600 * hours)
     with pytest.raises(StoreUnavailableError, match="set the clocks"):
         collect_remote(remote, 3600)
     assert young.exists()
@@ -728,9 +728,9 @@ def test_a_clock_that_is_set_back_during_a_collection_ends_it(
     fill(tmp_path, [1])
     share(tmp_path, remote, bucket)
     kv = write_kv(bucket, key_of("written by the right clock"))
-    real, ahead = remote_gc.time_there, [1800.0, 0.0]
+    real, ahead = collection.time_there, [1800.0, 0.0]
     clock = lambda remote: real(remote) + (ahead.pop(0) if ahead else 0.0)  # noqa: E731
-    monkeypatch.setattr(remote_gc, "time_there", clock)
+    monkeypatch.setattr(collection, "time_there", clock)
     with pytest.raises(StoreUnavailableError, match="set the clocks"):
         collect_remote(remote, 600)
     assert kv.exists()

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 import tiny
-from blendrag.corpus import sharing, snapshots
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.remote_gc import collect_remote
+from blendrag.corpus.shared import sharing, snapshots
+from blendrag.corpus.shared.collection import collect_remote
 from blendrag.engine import planner, publishing
 from blendrag.engine.publishing import Follower
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.store import claims
+from blendrag.store.remote import claims
 from store.s3 import Process, environment
 
 pytest.importorskip("obstore")

@@ -14,8 +14,8 @@ from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.planning import controller
 from blendrag.planning.controller import blended_s
 from blendrag.planning.measure import prefill_token_s
-from blendrag.store.objects import RemoteObjects
-from blendrag.store.remote import RemoteTier
+from blendrag.store.remote.objects import RemoteObjects
+from blendrag.store.remote.tier import RemoteTier
 
 pytest.importorskip("obstore")
 

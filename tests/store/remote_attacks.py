@@ -28,12 +28,12 @@ from s3 import Process, Server, environment, flipped
 
 import tiny
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.sharing import Keys, follow, publish
+from blendrag.corpus.shared.sharing import Keys, follow, publish
 from blendrag.errors import BlendragError
 from blendrag.store import open_store
 from blendrag.store.kv import KVLayout, LayerShape
-from blendrag.store.remote import Pause, RemoteTier
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote.root import RemoteRoot
+from blendrag.store.remote.tier import Pause, RemoteTier
 from corpus.corpus_fuzz import make_corpus, put
 
 URL, SECRET = "s3://bucket/prefix", "a secret of all machines"

@@ -10,11 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from blendrag.errors import StoreFullError, StoreUnavailableError
-from blendrag.store import agreement, open_store
-from blendrag.store.agreement import ForeignKVError, Probe
+from blendrag.store import open_store
+from blendrag.store.base import ForeignKVError, Probe
 from blendrag.store.identity import probe_key
-from blendrag.store.objects import RemoteObjects
-from blendrag.store.remote import Pause, RemoteTier, name_of
+from blendrag.store.remote import agreement
+from blendrag.store.remote.objects import RemoteObjects
+from blendrag.store.remote.tier import Pause, RemoteTier, name_of
 
 pytest.importorskip("obstore")
 

@@ -22,11 +22,10 @@ from blendrag.store import DiskStore, MemoryStore, TieredStore
 from blendrag.store.encodings import (
     ENCODINGS,
     RELATIVE_ERROR,
-    codec_of,
-    staging_of,
     stored_chunk_bytes,
     stored_layer_bytes,
 )
+from blendrag.store.encodings.stored import codec_of, staging_of
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.payload import frame, parse_header
 from blendrag.store.tensor_bytes import DTYPES
@@ -165,7 +164,7 @@ def test_every_byte_of_fp8_is_read_as_torch_reads_it():
 COUNT_THREADS = """
 import ctypes, os, threading, time, torch
 from blendrag.store.kv import KVLayout, LayerShape
-from blendrag.store.encodings import codec_of, staging_of
+from blendrag.store.encodings.stored import codec_of, staging_of
 torch.set_num_threads(2)
 layer = torch.zeros(2, 4, 1024, 128, dtype=torch.bfloat16)
 def threads():

@@ -13,8 +13,8 @@ import pytest
 
 from blendrag.errors import StoreUnavailableError
 from blendrag.store import durable
-from blendrag.store.object_directory import ObjectDirectory
-from blendrag.store.objects import RemoteObjects
+from blendrag.store.remote.directory import ObjectDirectory
+from blendrag.store.remote.objects import RemoteObjects
 
 pytest.importorskip("obstore")
 

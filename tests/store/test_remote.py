@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
-from blendrag.store import DiskStore, objects, open_store
-from blendrag.store.object_directory import ObjectDirectory
-from blendrag.store.objects import Piece
-from blendrag.store.remote import MAX_WRONG, Pause, RemoteTier, name_of
+from blendrag.store import DiskStore, open_store
+from blendrag.store.remote import objects
+from blendrag.store.remote.directory import ObjectDirectory
+from blendrag.store.remote.objects import Piece
+from blendrag.store.remote.tier import MAX_WRONG, Pause, RemoteTier, name_of
 
 pytest.importorskip("obstore")
 

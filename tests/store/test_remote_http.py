@@ -9,16 +9,17 @@ import pytest
 from remote_attacks import attack, texts
 from s3 import S3, Process, Server, environment
 
-from blendrag.corpus import remote_gc
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.remote_gc import collect_remote
-from blendrag.corpus.sharing import Keys, follow, publish
+from blendrag.corpus.shared import collection
+from blendrag.corpus.shared.collection import collect_remote
+from blendrag.corpus.shared.sharing import Keys, follow, publish
 from blendrag.errors import CorruptKVError, StoreUnavailableError
-from blendrag.store import objects, open_store
-from blendrag.store.claims import MARK
-from blendrag.store.objects import RemoteObjects
-from blendrag.store.remote import RemoteTier, expected_load_s, request_ahead
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store import open_store
+from blendrag.store.remote import objects
+from blendrag.store.remote.claims import MARK
+from blendrag.store.remote.objects import RemoteObjects
+from blendrag.store.remote.root import RemoteRoot
+from blendrag.store.remote.tier import RemoteTier, expected_load_s, request_ahead
 from corpus.corpus_fuzz import make_corpus, put
 
 pytest.importorskip("obstore")
@@ -179,7 +180,7 @@ def test_what_was_copied_or_published_survives_kills_of_the_server(tmp_path):
 def test_a_stopped_server_ends_every_command_with_an_error_and_the_next_one_works(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(remote_gc, "RENEW_S", 0.0)
+    monkeypatch.setattr(collection, "RENEW_S", 0.0)
     root, keys = tmp_path / "one", Keys("", frozenset())
     make_corpus(root)
     with contextlib.closing(Process()) as process:

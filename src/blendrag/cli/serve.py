@@ -209,7 +209,7 @@ def _warn_of_others(address: str, has_keys: bool, origins: Sequence[str]) -> Non
 def _follow(context: typer.Context) -> bool:
     """Follow the corpus that the remote publishes, if the store has none of its own; whether it may."""
     from blendrag.config import settings
-    from blendrag.corpus import sharing, snapshots
+    from blendrag.corpus.shared import sharing, snapshots
 
     root = (context.params["store"] or settings().store).absolute()
     remote = context.params["remote"] or settings().remote

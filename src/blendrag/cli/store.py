@@ -252,7 +252,7 @@ def follow(
     """Make the store's corpus equal to the one published in the remote."""
     root = _begin(store, verbose, "the corpus is as it was")
     given = _with_remote(remote)
-    from blendrag.corpus import sharing, snapshots
+    from blendrag.corpus.shared import sharing, snapshots
 
     with snapshots.remote_root(given) as there:
         done = sharing.follow(root, there)
@@ -314,8 +314,8 @@ def gc(
 
 def _collect_remote(remote: str, grace_hours: float, json: bool, verbose: bool) -> int:
     _begin(None, verbose, "what was removed was not needed; repeat the command to go on")
-    from blendrag.corpus import snapshots
-    from blendrag.corpus.remote_gc import collect_remote
+    from blendrag.corpus.shared import snapshots
+    from blendrag.corpus.shared.collection import collect_remote
 
     with snapshots.remote_root(_with_remote(remote)) as there:
         done = collect_remote(there, 3600 * grace_hours)
@@ -375,8 +375,8 @@ def _clear_remote(remote: str, namespace: str | None, yes: bool, json: bool, ver
             "the tools of the object store"
         )
     _begin(None, verbose, "the rest of the remote is intact; repeat the command to go on")
-    from blendrag.corpus import snapshots
-    from blendrag.corpus.remote_gc import clear_remote
+    from blendrag.corpus.shared import snapshots
+    from blendrag.corpus.shared.collection import clear_remote
 
     def confirm(name: str, objects: int, size_bytes: int) -> bool:
         kv = f"namespace {name[:SHOWN_DIGITS]}, {count(objects, 'chunk')}, {readable_size(size_bytes)}"

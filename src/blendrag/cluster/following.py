@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import filelock
 
 from blendrag.config import Settings
-from blendrag.corpus import sharing, snapshots
-from blendrag.corpus.snapshots import Snapshot
+from blendrag.corpus.shared import sharing, snapshots
+from blendrag.corpus.shared.snapshots import Snapshot
 from blendrag.errors import StoreUnavailableError
 
 if TYPE_CHECKING:

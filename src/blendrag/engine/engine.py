@@ -34,7 +34,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
-from blendrag.corpus.sharing import Followed, Published
+from blendrag.corpus.shared.sharing import Followed, Published
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import ingest as ingesting
 from blendrag.engine import profiling, publishing

@@ -33,8 +33,8 @@ from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.model.sharing import ModelLock, before_layers
 from blendrag.serving.turns import let_texts_in
 from blendrag.store import KVReader, KVStore
-from blendrag.store.agreement import ForeignKVError, Probe
-from blendrag.store.encodings import codec_of, staging_of
+from blendrag.store.base import ForeignKVError, Probe
+from blendrag.store.encodings.stored import codec_of, staging_of
 from blendrag.store.identity import ModelIdentity, chunk_key, probe_key
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
 

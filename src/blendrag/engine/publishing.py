@@ -1,6 +1,6 @@
 """Sharing a corpus through the remote: publish it after an ingest, follow it elsewhere.
 
-How it is written and read is in :mod:`blendrag.corpus.sharing`.
+How it is written and read is in :mod:`blendrag.corpus.shared.sharing`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from blendrag.config import Settings
-from blendrag.corpus import sharing
 from blendrag.corpus.manifest import Manifest
-from blendrag.corpus.sharing import Followed, Keys, Published
-from blendrag.corpus.snapshots import remote_root
+from blendrag.corpus.shared import sharing
+from blendrag.corpus.shared.sharing import Followed, Keys, Published
+from blendrag.corpus.shared.snapshots import remote_root
 from blendrag.engine.kv_writer import drop_orphaned_kv
 from blendrag.engine.resources import Resources
 from blendrag.errors import starting_thread
 from blendrag.store.identity import chunk_key, is_name, probe_key
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote.root import RemoteRoot
 from blendrag.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def follow(root: Path, settings: Settings, keep_settings: bool = False) -> Follo
     """Make the corpus of the store at ``root`` equal to the one that the remote of ``settings`` publishes.
 
     ``None`` if it publishes none. Loads no model. An engine over the store answers from the new corpus as
-    soon as this returns; its running requests go on. See :func:`blendrag.corpus.sharing.follow`.
+    soon as this returns; its running requests go on. See :func:`blendrag.corpus.shared.sharing.follow`.
     """
     with remote_root(settings) as remote:
         return sharing.follow(root, remote, keep_settings)

@@ -43,7 +43,7 @@ from blendrag.planning.profile import ProfileCache, conditions_of
 from blendrag.store import KVStore, open_store
 from blendrag.store.identity import is_name
 from blendrag.store.kv import KVLayout
-from blendrag.store.remote import RemoteTier
+from blendrag.store.remote.tier import RemoteTier
 from blendrag.text.chunking import Chunk, Chunker
 
 logger = logging.getLogger(__name__)

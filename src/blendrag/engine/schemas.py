@@ -51,7 +51,7 @@ from blendrag.schema.markup import did_you_mean, parse_prompt, parse_schema
 from blendrag.schema.nodes import Schema
 from blendrag.serving.turns import pausing
 from blendrag.store import KVReader, regular_files
-from blendrag.store.agreement import ForeignKVError
+from blendrag.store.base import ForeignKVError
 from blendrag.store.identity import NATIVE_ENCODING, module_key
 from blendrag.store.records import Records
 from blendrag.text.prompt import Segment, SegmentedPrompt

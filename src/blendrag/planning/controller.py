@@ -23,7 +23,7 @@ from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key, kv_namespace
 from blendrag.store.kv import KVLayout
-from blendrag.store.remote import RemoteReader, expected_load_s, request_ahead
+from blendrag.store.remote.tier import RemoteReader, expected_load_s, request_ahead
 from blendrag.text.prompt import Segment, SegmentedPrompt
 
 #: Longest part before the first chunk that is stored as an exact prefix, in tokens.

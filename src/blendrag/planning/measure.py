@@ -35,7 +35,7 @@ from blendrag.planning.tier_times import (
 )
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import ChunkKV
-from blendrag.store.remote import RemoteTier
+from blendrag.store.remote.tier import RemoteTier
 
 #: Called before every step: what it is, how many are done, and of how many.
 Watch = Callable[[str, int, int], None]

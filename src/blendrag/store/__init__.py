@@ -17,7 +17,7 @@ from blendrag.store.root import DEFAULT_DISK_BYTES
 if TYPE_CHECKING:
     from blendrag.store.disk import DiskStore
     from blendrag.store.memory import MemoryStore
-    from blendrag.store.remote import RemoteTier
+    from blendrag.store.remote.tier import RemoteTier
     from blendrag.store.tiered import TieredStore
 
 __all__ = [

@@ -13,13 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store.kv import ChunkKV, KVLayout
 
 if TYPE_CHECKING:
     import torch
-
-    from blendrag.store.agreement import Probe
 
 
 @runtime_checkable
@@ -110,6 +108,22 @@ class PinScope:
         self.held.add((namespace, key))
 
 
+class ForeignKVError(StoreUnavailableError):
+    """The remote's KV of this model is not, or cannot be shown to be, what this machine computes."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What is compared with the remote; its key is :func:`blendrag.store.identity.probe_key`."""
+
+    layout: KVLayout
+    tokens: int
+    compute: Callable[[], ChunkKV]
+    """By the loaded model, as it would be put."""
+    is_alike: Callable[[KVReader], bool]
+    """Whether the model computes that KV, up to rounding. Raises :class:`CorruptKVError`."""
+
+
 class KVStore(Protocol):
     """What the engine and the loader need of a store."""
 
@@ -146,7 +160,7 @@ class KVStore(Protocol):
     ) -> bool:
         """Whether a remote holds KV that this machine computes, too; its KV counts as absent until then.
 
-        ``True`` without a remote. See :meth:`blendrag.store.agreement.Agreement.reach`.
+        ``True`` without a remote. See :meth:`blendrag.store.remote.agreement.Agreement.reach`.
         """
 
     def expect(

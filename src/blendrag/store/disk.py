@@ -19,6 +19,7 @@ from blendrag.errors import CorruptKVError, StoreError, StoreUnavailableError
 from blendrag.store.base import PinScope, ProcessBound, StoreStats
 from blendrag.store.disk_writer import DiskWriter
 from blendrag.store.durable import OUT_OF_RESOURCES, named_errors
+from blendrag.store.encodings.stored import stored_layers
 from blendrag.store.identity import require_name
 from blendrag.store.index import IndexCorrupt
 from blendrag.store.kv import ChunkKV, KVLayout
@@ -34,7 +35,7 @@ from blendrag.store.payload import (
 from blendrag.store.payload_files import Name, new_name
 from blendrag.store.reader import DiskReader
 from blendrag.store.root import DEFAULT_DISK_BYTES, prepare, read_only_error, settle_limit
-from blendrag.store.tensor_bytes import stored_layers, tensor_buffer
+from blendrag.store.tensor_bytes import tensor_buffer
 
 logger = logging.getLogger("blendrag.store")
 

@@ -19,9 +19,10 @@ from blendrag.errors import StoreFullError
 from blendrag.store.base import Counters, ProcessBound, StoreStats
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
+from blendrag.store.encodings.stored import stored_layers
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.reader import LayerReader
-from blendrag.store.tensor_bytes import stored_layers, tensor_buffer
+from blendrag.store.tensor_bytes import tensor_buffer
 
 
 @dataclass(frozen=True)

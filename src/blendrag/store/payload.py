@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
@@ -32,9 +32,7 @@ from blendrag.store.durable import OUT_OF_RESOURCES
 from blendrag.store.encodings import ENCODINGS, stored_layer_bytes, stored_parts
 from blendrag.store.identity import FORMAT_VERSION, NATIVE_ENCODING, is_name
 from blendrag.store.kv import ITEM_BYTES, KVLayout, LayerShape
-
-if TYPE_CHECKING:
-    from blendrag.store.payload_files import Name, PayloadFiles
+from blendrag.store.payload_files import Name, PayloadFiles
 
 ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 1 << 20

@@ -7,27 +7,16 @@ its buffer.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from blendrag.errors import InvalidInputError
-from blendrag.store.encodings import codec_of
-from blendrag.store.kv import ITEM_BYTES, ChunkKV
+from blendrag.store.kv import ITEM_BYTES
 
 #: Stored dtypes by their names in keys and headers.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
-#: Dtype → integer types of its width, and the bits of infinity. Infinity and the NaNs are the largest
-#: bit patterns of either sign: signed integers order the positive ones, unsigned the negative ones.
-_INFINITY: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {
-    "float32": (np.int32, np.uint32, 0x7F80_0000),
-    "float16": (np.int16, np.uint16, 0x7C00),
-    "bfloat16": (np.int16, np.uint16, 0x7F80),
-}
-
 #: ``[2, Hkv, T, D]``, or ``[1, Hkv, T, Dk+Dv]``.
 Shape = tuple[int, int, int, int]
 
@@ -40,30 +29,6 @@ def buffer_at(address: int, size_bytes: int) -> Any:
 def tensor_buffer(tensor: torch.Tensor) -> Any:
     """A buffer over a contiguous CPU tensor's bytes."""
     return buffer_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-def stored_layers(key: str, kv: ChunkKV) -> Iterator[torch.Tensor]:
-    """Each layer as it is stored: checked, then encoded. One at a time, while it is in the cache.
-
-    Raises :class:`InvalidInputError` for NaN and infinity.
-    """
-    codec = codec_of(kv.layout)
-    for number, tensor in enumerate(kv.layers):
-        layer = tensor.detach().cpu().contiguous()
-        if not _all_finite(layer, kv.layout.dtype):
-            raise InvalidInputError(
-                f"KV {key[:12]}… has NaN or infinity in layer {number}, expected finite numbers; "
-                "compute it in bfloat16 or float32, or leave this chunk out"
-            )
-        yield codec.encode(number, layer) if codec else layer
-
-
-def _all_finite(layer: torch.Tensor, dtype: str) -> bool:
-    """Whether a contiguous CPU tensor holds neither NaN nor infinity. Makes no copy."""
-    signed, unsigned, infinity = _INFINITY[dtype]
-    bits = np.frombuffer(tensor_buffer(layer), dtype=signed)
-    negative_infinity = infinity | 1 << (8 * bits.itemsize - 1)
-    return bool(bits.max() < infinity and bits.view(unsigned).max() < negative_infinity)
 
 
 def target_buffers(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> list[memoryview]:

@@ -30,7 +30,6 @@ from blendrag.errors import (
     StoreUnavailableError,
     starting_thread,
 )
-from blendrag.store.agreement import Agreement, Probe
 from blendrag.store.base import Counters, KVReader, PinScope, ProcessBound, StoreStats
 from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import stored_chunk_bytes
@@ -38,8 +37,9 @@ from blendrag.store.identity import is_learned
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.memory import MemoryBlock, MemoryStore
 from blendrag.store.reader import DiskReader
-from blendrag.store.remote import RemoteReader, RemoteTier
-from blendrag.store.uploads import Uploads
+from blendrag.store.remote.agreement import Agreement, Probe
+from blendrag.store.remote.tier import RemoteReader, RemoteTier
+from blendrag.store.remote.uploads import Uploads
 
 logger = logging.getLogger("blendrag.store")
 

@@ -13,7 +13,7 @@ from blendrag.lab.simulation.popularity import Demand
 from blendrag.lab.simulation.replicas import Lru
 from blendrag.store import DiskStore, MemoryStore, TieredStore
 from blendrag.store.payload import frame
-from blendrag.store.remote import RemoteTier
+from blendrag.store.remote.tier import RemoteTier
 from store.kv_lab import Lab
 
 pytest.importorskip("obstore")

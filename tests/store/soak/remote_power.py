@@ -19,10 +19,10 @@ from pathlib import Path
 from kv_lab import Lab
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.sharing import Keys, follow, publish
+from blendrag.corpus.shared.sharing import Keys, follow, publish
 from blendrag.store import DiskStore
-from blendrag.store.remote import RemoteTier
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote.root import RemoteRoot
+from blendrag.store.remote.tier import RemoteTier
 from corpus.corpus_fuzz import make_corpus, put
 from soak.audit import Report, Verdict
 from soak.power import Disk, outcomes

@@ -33,8 +33,8 @@ from blendrag.lab.bench.workload import BlendResult, PromptBench, Workload, cond
 from blendrag.lab.tables import NOTHING, ResultTable, table, times
 from blendrag.planning.measure import prefill_token_s
 from blendrag.store import TieredStore, open_store
-from blendrag.store.objects import Piece, RemoteObjects
-from blendrag.store.remote import RemoteTier, name_of
+from blendrag.store.remote.objects import Piece, RemoteObjects
+from blendrag.store.remote.tier import RemoteTier, name_of
 
 FULL, FAST = "full prefill", "fast"
 #: Requests share a line in portions that take so long.

@@ -44,13 +44,14 @@ from blendrag.lab.bench.tiers import AMPLE_BYTES
 from blendrag.lab.tables import NOTHING, ResultTable, table, times
 from blendrag.planning.tier_times import cached_share, drop_cached
 from blendrag.store import KVStore, MemoryStore, TieredStore, open_store
-from blendrag.store.encodings import RELATIVE_ERROR, codec_of, staging_of, stored_chunk_bytes
+from blendrag.store.encodings import RELATIVE_ERROR, stored_chunk_bytes
+from blendrag.store.encodings.stored import codec_of, staging_of
 from blendrag.store.index import Index
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
-from blendrag.store.objects import WRITE_S
 from blendrag.store.payload import frame, layer_checksum
 from blendrag.store.payload_files import new_name
-from blendrag.store.remote import RemoteReader, RemoteTier, name_of, request_ahead, requests_of
+from blendrag.store.remote.objects import WRITE_S
+from blendrag.store.remote.tier import RemoteReader, RemoteTier, name_of, request_ahead, requests_of
 from blendrag.store.tensor_bytes import Shape, target_buffers, tensor_buffer
 
 NAMESPACE = hashlib.sha256(b"blendrag bench store").hexdigest()

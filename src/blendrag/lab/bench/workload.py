@@ -27,7 +27,7 @@ from blendrag.metrics import Timeline
 from blendrag.model import ModelAdapter
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import Plan
-from blendrag.store.agreement import Probe
+from blendrag.store.base import Probe
 from blendrag.store.encodings import ENCODINGS, stored_chunk_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
 from blendrag.store.kv import ChunkKV

@@ -27,7 +27,7 @@ from blendrag.planning.profile import (
     profiles,
 )
 from blendrag.planning.storage import usual_prompt
-from blendrag.store.objects import IN_FLIGHT, IN_FLIGHT_FILES
+from blendrag.store.remote.objects import IN_FLIGHT, IN_FLIGHT_FILES
 
 PROFILES = ".profiles"
 #: Assumed devices.

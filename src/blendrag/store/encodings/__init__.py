@@ -9,13 +9,10 @@ so that they are aligned wherever a layer is read to.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.store.kv import KVLayout
-
-if TYPE_CHECKING:
-    from blendrag.store.encodings.codec import Codec, Staging
 
 #: Encoding → largest error of a decoded number, relative to the largest one with the same scale: half
 #: a step of 127 (int8), half of the last of three mantissa bits (fp8).
@@ -62,26 +59,3 @@ def stored_layer_bytes(layout: KVLayout, layer: int, tokens: int) -> int:
 def stored_chunk_bytes(layout: KVLayout, tokens: int) -> int:
     """Bytes of a chunk's KV at rest over all layers, without the header."""
     return sum(stored_layer_bytes(layout, i, tokens) for i in range(len(layout.layers)))
-
-
-def codec_of(layout: KVLayout) -> Codec | None:
-    """The codec of this layout; ``None`` for the native encoding."""
-    if layout.encoding == "int8":
-        from blendrag.store.encodings.int8 import Int8
-
-        return Int8(layout)
-    if layout.encoding == "fp8":
-        from blendrag.store.encodings.fp8 import Fp8
-
-        return Fp8(layout)
-    return None
-
-
-def staging_of(layout: KVLayout, tokens: int) -> Staging | None:
-    """The buffer that one chunk's layers are decoded from; ``None`` for the native encoding."""
-    codec = codec_of(layout)
-    if codec is None:
-        return None
-    from blendrag.store.encodings.codec import Staging
-
-    return Staging(codec, tokens)

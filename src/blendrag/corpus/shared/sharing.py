@@ -3,7 +3,7 @@
 A document belongs to a part of a snapshot by the hash of its source, so that a small change makes few new
 parts. A machine that follows makes its own corpus equal to the snapshot, in one transaction and by the
 difference: other threads and processes read on meanwhile. Passages that were learned from prompts are neither
-published nor replaced. What is in the object store is described in :mod:`blendrag.corpus.snapshots`.
+published nor replaced. What is in the object store is described in :mod:`blendrag.corpus.shared.snapshots`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from blendrag.corpus.documents import (
     record_of,
 )
 from blendrag.corpus.manifest import Manifest
-from blendrag.corpus.snapshots import (
+from blendrag.corpus.shared.snapshots import (
     MANIFESTS,
     PARTS,
     POINTER,
@@ -47,9 +47,9 @@ from blendrag.corpus.snapshots import (
     read_pointer,
 )
 from blendrag.errors import BlendragError, CorpusError, InvalidInputError, StoreUnavailableError
-from blendrag.store.claims import require_no_collection
 from blendrag.store.identity import digest_fields
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote.claims import require_no_collection
+from blendrag.store.remote.root import RemoteRoot
 
 #: Bytes of a part, about, before compression; and the most that is read of one.
 PART_BYTES, MAX_PART_BYTES = 4 << 20, 1 << 30

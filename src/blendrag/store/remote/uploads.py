@@ -11,11 +11,11 @@ from functools import partial
 from itertools import islice
 
 from blendrag.errors import StoreError, StoreUnavailableError
-from blendrag.store.agreement import Agreement
 from blendrag.store.disk import DiskStore
-from blendrag.store.objects import WRITE_S
 from blendrag.store.payload import PayloadHeader, Read
-from blendrag.store.remote import RemoteTier
+from blendrag.store.remote.agreement import Agreement
+from blendrag.store.remote.objects import WRITE_S
+from blendrag.store.remote.tier import RemoteTier
 
 logger = logging.getLogger("blendrag.store")
 

@@ -1,13 +1,13 @@
 """What a published corpus is in an object store: immutable snapshots, and a pointer to the current one.
 
-Layout below the URL of the remote (:mod:`blendrag.store.remote_root`)::
+Layout below the URL of the remote (:mod:`blendrag.store.remote.root`)::
 
     corpus/pointer              names the current snapshot, with a seal; the only object that changes
     corpus/manifests/<sha256>   a snapshot: settings of the corpus, its parts, and which KV it names
     corpus/parts/<sha256>       some documents with their chunks and vectors, or a list of keys
-    corpus/gc                   there while garbage is collected (:mod:`blendrag.store.claims`)
+    corpus/gc                   there while garbage is collected (:mod:`blendrag.store.remote.claims`)
 
-How they are written and followed is in :mod:`blendrag.corpus.sharing`.
+How they are written and followed is in :mod:`blendrag.corpus.shared.sharing`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pydantic import TypeAdapter, ValidationError
 from blendrag.config import Settings
 from blendrag.corpus.manifest import Manifest
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.store.objects import WRITE_S, Stored
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote.objects import WRITE_S, Stored
+from blendrag.store.remote.root import RemoteRoot
 
 VERSION = 1
 #: Attempts to renew the pointer while others publish.

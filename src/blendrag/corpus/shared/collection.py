@@ -2,8 +2,8 @@
 
 Safe beside machines that publish, ingest and read:
 
-- What was written or claimed (:mod:`blendrag.store.claims`) less than a grace period ago stays, so that an
-  ingest that has not published yet keeps its KV. All times are by the clock of the store.
+- What was written or claimed (:mod:`blendrag.store.remote.claims`) less than a grace period ago stays, so
+  that an ingest that has not published yet keeps its KV. All times are by the clock of the store.
 - A mark tells publishers that a collection runs. A publisher writes its manifest, then looks for the mark,
   then for its KV. So a collection reads that manifest, or the publisher sees the mark and stops, or it sees
   what the collection has removed.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from blendrag.corpus.snapshots import (
+from blendrag.corpus.shared.snapshots import (
     MANIFESTS,
     PARTS,
     Snapshot,
@@ -34,7 +34,8 @@ from blendrag.corpus.snapshots import (
     renew_pointer,
 )
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.store.claims import (
+from blendrag.store.identity import probe_key
+from blendrag.store.remote.claims import (
     AHEAD_S,
     CLAIMS,
     CLOCK,
@@ -45,9 +46,8 @@ from blendrag.store.claims import (
     require_no_collection,
     time_there,
 )
-from blendrag.store.identity import probe_key
-from blendrag.store.objects import Listed
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote.objects import Listed
+from blendrag.store.remote.root import RemoteRoot
 
 T = TypeVar("T")
 

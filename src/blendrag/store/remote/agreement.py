@@ -11,36 +11,18 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 
-from blendrag.errors import CorruptKVError, InvalidInputError, StoreError, StoreUnavailableError
-from blendrag.store.base import KVReader
+from blendrag.errors import CorruptKVError, InvalidInputError, StoreError
+from blendrag.store.base import ForeignKVError, Probe
 from blendrag.store.disk import DiskStore
 from blendrag.store.identity import probe_key
-from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.payload import verified_pieces
-from blendrag.store.remote import RemoteReader, RemoteTier
+from blendrag.store.remote.tier import RemoteReader, RemoteTier
 
 logger = logging.getLogger("blendrag.store")
 
 #: Seconds until a remote that gave no probe is asked for it again.
 AGAIN_S = 10.0
-
-
-class ForeignKVError(StoreUnavailableError):
-    """The remote's KV of this model is not, or cannot be shown to be, what this machine computes."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """The entry that is compared; its key is :func:`probe_key`."""
-
-    layout: KVLayout
-    tokens: int
-    compute: Callable[[], ChunkKV]
-    """By the loaded model, as it would be put."""
-    is_alike: Callable[[KVReader], bool]
-    """Whether the model computes that KV, up to rounding. Raises :class:`CorruptKVError`."""
 
 
 class Agreement:

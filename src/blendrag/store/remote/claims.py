@@ -1,7 +1,8 @@
 """Claims: KV of a remote that an ingest has found or written and that the next snapshot will name.
 
-A collection (:mod:`blendrag.corpus.remote_gc`) removes what is old and named by no snapshot. KV that an
-ingest finds may be both, so the ingest claims it when it ends. A claim keeps KV as long as writing it anew::
+A collection (:mod:`blendrag.corpus.shared.collection`) removes what is old and named by no snapshot. KV that
+an ingest finds may be both, so the ingest claims it when it ends. A claim keeps KV as long as writing it
+anew::
 
     claims/<sha256>-<random>    namespace and keys, 32 bytes each
 
@@ -16,8 +17,8 @@ import secrets
 from collections.abc import Iterable, Sequence
 
 from blendrag.errors import StoreUnavailableError
-from blendrag.store.objects import Listed
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote.objects import Listed
+from blendrag.store.remote.root import RemoteRoot
 
 CLAIMS = "claims/"
 #: There while garbage is collected.

@@ -12,7 +12,7 @@ import struct
 from contextlib import suppress
 
 from blendrag.errors import InvalidInputError
-from blendrag.store.objects import RemoteObjects
+from blendrag.store.remote.objects import RemoteObjects
 
 FORMAT_NAME = "format"
 FORMAT = "blendrag-remote"

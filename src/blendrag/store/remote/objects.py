@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError, starting_thread
 from blendrag.store.base import ProcessBound
-from blendrag.store.object_directory import ObjectDirectory
+from blendrag.store.remote.directory import ObjectDirectory
 from blendrag.wording import quoted
 
 T = TypeVar("T")

@@ -2,9 +2,9 @@
 
 Layout below the URL::
 
-    format                                see :mod:`blendrag.store.remote_root`
-    corpus/…                              published corpora, see :mod:`blendrag.corpus.snapshots`
-    claims/…                              KV that must not be collected, see :mod:`blendrag.store.claims`
+    format                                see :mod:`.root`
+    corpus/…                              published corpora, see :mod:`blendrag.corpus.shared.snapshots`
+    claims/…                              KV that must not be collected, see :mod:`.claims`
     kv/<namespace>/<ab>/<key>.kv          one object per chunk: seals, then the payload file as it is on disk
 
 With a secret (``BLENDRAG_REMOTE_KEY``) each layer has a seal, an HMAC-SHA256 over key, layer and bytes under
@@ -28,11 +28,9 @@ from functools import lru_cache
 import numpy as np
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
-from blendrag.store import claims
 from blendrag.store.base import Counters, ProcessBound, TierStats
 from blendrag.store.identity import is_name, require_name
 from blendrag.store.kv import KVLayout
-from blendrag.store.objects import Piece, RemoteRefusedError
 from blendrag.store.payload import (
     Frame,
     PayloadHeader,
@@ -42,7 +40,9 @@ from blendrag.store.payload import (
     verified_pieces,
 )
 from blendrag.store.reader import LayerReader
-from blendrag.store.remote_root import RemoteRoot
+from blendrag.store.remote import claims
+from blendrag.store.remote.objects import Piece, RemoteRefusedError
+from blendrag.store.remote.root import RemoteRoot
 
 logger = logging.getLogger("blendrag.store")
 

@@ -1,0 +1,1 @@
+"""A corpus that one machine publishes in an object store and others follow."""
