@@ -89,8 +89,8 @@ class Settings(BaseSettings):
     vector."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest answer in tokens; ``None``: an answer goes on to its end or that of the model's context."""
-    template: Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)] = Field(
-        default_factory=dict
+    chat_template_kwargs: Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)] = (
+        Field(default_factory=dict)
     )
     """Further arguments of the chat template, for every request; in the environment as a JSON object."""
     enable_thinking: bool | None = None

@@ -189,7 +189,7 @@ def test_control_tokens_of_calls_and_reasoning_are_read_and_not_shown(tmp_path, 
     model.words = words
     given: dict[str, Any] = {"num_return_sequences": 2, "do_sample": True} if sequences > 1 else {}
     with tiny.engine(model, tmp_path / "s", tokenizer=words, max_new_tokens=100) as engine:
-        answer = engine.generate("find", Options(tools=(SEARCH,), generate=given))
+        answer = engine.generate("find", Options(tools=(SEARCH,), generate_kwargs=given))
         assert [each.text for each in answer.replies] == ["I look."] * sequences
         assert (answer.reasoning, answer.tool_calls[0].name) == ("Hm.", "search")
         plain = engine.generate("find")

@@ -185,9 +185,9 @@ def test_an_answer_that_was_cut_says_so(engine):
 
 def test_the_form_has_the_last_word_over_other_ways_of_choosing(engine):
     given: list[dict[str, Any]] = [
-        {"generate": {"top_k": 1}, "temperature": 1.0},
+        {"generate_kwargs": {"top_k": 1}, "temperature": 1.0},
         {"temperature": 1.0, "top_p": 0.01},
-        {"generate": {"repetition_penalty": 1.5}},
+        {"generate_kwargs": {"repetition_penalty": 1.5}},
         {"presence_penalty": 2.0, "frequency_penalty": 2.0, "logprobs": 3},
         {"logit_bias": {7: 100.0}},
         {"stop": ("zzz",)},
@@ -199,7 +199,7 @@ def test_the_form_has_the_last_word_over_other_ways_of_choosing(engine):
 
 def test_a_form_is_for_one_answer(engine):
     with pytest.raises(InvalidInputError, match="with 2 sequences"):
-        engine.generate("When?", response_format=JSON_YEAR, generate={"num_beams": 2})
+        engine.generate("When?", response_format=JSON_YEAR, generate_kwargs={"num_beams": 2})
 
 
 def test_without_the_library_one_sentence_says_what_to_install(engine, monkeypatch):

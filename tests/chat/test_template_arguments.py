@@ -76,12 +76,14 @@ def test_a_name_that_no_template_knows_is_refused_with_the_one_that_was_meant() 
     assert template_arguments(tokens, {"date_string": "1 May"}, None, None)[0]
     assert template_arguments(tokens, {"continue_final_message": False}, None, None)[0]
     for name, meant in (("dat_string", "did you mean date_string?"), ("flavour", "leave it out")):
-        with pytest.raises(InvalidOptionError, match=f"^template has '{name}', which .*{meant}"):
+        with pytest.raises(
+            InvalidOptionError, match=f"^chat_template_kwargs has '{name}', which .*{meant}"
+        ):
             template_arguments(tokens, {name: 1}, None, None)
 
 
 def test_a_request_goes_before_the_defaults_of_its_engine(tmp_path: Path) -> None:
-    defaults = {"template": {"tone": "dry"}, "enable_thinking": False}
+    defaults = {"chat_template_kwargs": {"tone": "dry"}, "enable_thinking": False}
     with scripted.engine([], tmp_path / "store", mode="full", **defaults) as engine:
         template = FORMS["enable_thinking"] + "{{ tone }}"
         engine.resources.tokens.tokenizer.chat_template = template
@@ -93,26 +95,28 @@ def test_a_request_goes_before_the_defaults_of_its_engine(tmp_path: Path) -> Non
 
         closed = "<think>\n\n</think>"
         assert prompt() == f"{closed}dry"
-        assert prompt(template={"tone": "warm"}) == f"{closed}warm"
+        assert prompt(chat_template_kwargs={"tone": "warm"}) == f"{closed}warm"
         assert prompt(enable_thinking=True) == "dry"
-        assert prompt(template={"enable_thinking": True}) == "dry"
+        assert prompt(chat_template_kwargs={"enable_thinking": True}) == "dry"
         assert prompt(reasoning_effort="none") == f"{closed}dry"
         assert prompt(reasoning_effort="high") == f"{closed}dry"
         answer = engine.generate("Why?", reasoning_effort="high")
         assert "reasoning_effort has no effect: the chat template does not read it" in (
             answer.metrics.notes
         )
-        with tiny.refuses("^template has 'tune', .*did you mean tone"):
-            engine.generate("Why?", template={"tune": 1})
+        with tiny.refuses("^chat_template_kwargs has 'tune', .*did you mean tone"):
+            engine.generate("Why?", chat_template_kwargs={"tune": 1})
 
 
 def test_a_default_of_an_engine_that_is_no_dictionary_is_refused(tmp_path: Path) -> None:
     with tiny.refuses("^template 5 .*a dictionary"):
-        scripted.engine([], tmp_path / "store", template=5)
+        scripted.engine([], tmp_path / "store", chat_template_kwargs=5)
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize"])
 def test_what_is_no_argument_of_a_template_is_refused(name: str) -> None:
     tokens = scripted.tokens(FORMS["thinking"])
-    with pytest.raises(InvalidOptionError, match=f"^template has '{name}', no argument of a temp"):
+    with pytest.raises(
+        InvalidOptionError, match=f"^chat_template_kwargs has '{name}', no argument of "
+    ):
         template_arguments(tokens, {name: 1}, None, None)

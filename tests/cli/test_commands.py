@@ -39,7 +39,7 @@ def test_a_prefix_and_an_encoding_are_those_of_every_chunk(
     prefix, store = tmp_path / "prefix.txt", tmp_path / "store"
     prefix.write_text("<|bos|><|start|>user\nAnswer the question from the context.\n\n")
     args = [*ingest, "--prefix-file", str(prefix)]
-    assert invoke(*args, "--encoding", "int8").exit_code == 0
+    assert invoke(*args, "--kv-encoding", "int8").exit_code == 0
     (chunk,) = ask(store, "--top-k", "1")["metrics"]["chunks"]
     assert chunk["outcome"] == "exact"
     (namespace,) = printed("store", "stats", "--store", store)["namespaces"]

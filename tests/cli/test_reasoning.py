@@ -92,7 +92,10 @@ def test_a_program_gets_the_answer_without_the_reasoning(engine: BlendEngine) ->
 def test_no_thinking_is_the_templates_own_switch(engine: BlendEngine) -> None:
     assert printed("ask", QUESTION)["reasoning"]
     assert printed("ask", QUESTION, "--no-thinking")["reasoning"] == ""
-    assert printed("ask", QUESTION, "--template", "enable_thinking=false")["reasoning"] == ""
+    assert (
+        printed("ask", QUESTION, "--chat-template-kwargs", "enable_thinking=false")["reasoning"]
+        == ""
+    )
     assert [prompt.endswith(CLOSED) for prompt in prompts(engine)] == [False, True, True]
     assert "thinking was" not in invoke("ask", QUESTION, "--no-thinking").stderr
 
@@ -174,12 +177,14 @@ def test_template_arguments_are_json_or_texts(given: list[str], arguments: objec
 
 @pytest.mark.parametrize("given", ["", "low", "=low", "{", '["a"]', "{}}"])
 def test_other_template_arguments_are_refused_in_one_sentence(given: str) -> None:
-    with pytest.raises(InvalidInputError, match=r"^--template .* expected NAME=VALUE or a JSON"):
+    with pytest.raises(
+        InvalidInputError, match=r"^--chat-template-kwargs .* expected NAME=VALUE or a JSON"
+    ):
         template_arguments([given])
 
 
 def test_an_argument_that_the_template_does_not_read_is_refused(engine: BlendEngine) -> None:
-    result = invoke("ask", QUESTION, "--template", "enable_thoughts=false")
+    result = invoke("ask", QUESTION, "--chat-template-kwargs", "enable_thoughts=false")
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "'enable_thoughts', which this model's chat template does not read" in result.stderr
@@ -188,13 +193,16 @@ def test_an_argument_that_the_template_does_not_read_is_refused(engine: BlendEng
 def test_an_environment_variable_has_template_arguments(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BLENDRAG_TEMPLATE", json.dumps({"enable_thinking": False}))
+    monkeypatch.setenv("BLENDRAG_CHAT_TEMPLATE_KWARGS", json.dumps({"enable_thinking": False}))
     monkeypatch.setenv("BLENDRAG_ENABLE_THINKING", "false")
     settings.cache_clear()
-    assert settings().template == {"enable_thinking": False}
+    assert settings().chat_template_kwargs == {"enable_thinking": False}
     assert settings().enable_thinking is False
-    monkeypatch.setenv("BLENDRAG_TEMPLATE", "low")
+    monkeypatch.setenv("BLENDRAG_CHAT_TEMPLATE_KWARGS", "low")
     result = invoke("ask", QUESTION, "--store", store)
     assert result.exit_code == 2
     wanted = 'expected a JSON object such as {"enable_thinking": false}'
-    assert f"BLENDRAG_TEMPLATE=low cannot be used, {wanted}; change or unset it" in result.stderr
+    assert (
+        f"BLENDRAG_CHAT_TEMPLATE_KWARGS=low cannot be used, {wanted}; change or unset it"
+        in result.stderr
+    )

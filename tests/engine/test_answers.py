@@ -85,7 +85,7 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(engine):
     plan = SegmentedPrompt((Segment("", lead, 0), Segment("", chunk, len(lead), "c", chunk)))
 
     def answer(mode: Mode, controller: Controller | None) -> Answer:
-        options = Options(generate={"num_beams": 2})
+        options = Options(generate_kwargs={"num_beams": 2})
         constant = Schedule("constant")
         request = Request(plan, options, mode, "hkvd", constant, 1.0, 6, 0.0, sequences=2)
         stream = AnswerStream(adapter.tokens.tokenizer, (), 0.0)
@@ -123,7 +123,7 @@ def test_the_last_token_of_a_prompt_that_ends_with_a_chunk_is_computed(engine, c
     blended, _, difference = blended_and_full(engine, text, **RAW)
     assert difference < 1e-3
     assert count > 1 or blended.metrics.fresh_tokens == 1
-    beams = {"ratio": 1.0, "generate": {"num_beams": 4, "num_return_sequences": 2}, **RAW}
+    beams = {"ratio": 1.0, "generate_kwargs": {"num_beams": 4, "num_return_sequences": 2}, **RAW}
     full, blended = (engine.generate(text, Options(mode=m, **beams)) for m in ("full", "blend"))
     assert full.texts == blended.texts
     assert len(blended.texts) == 2
@@ -226,7 +226,7 @@ def test_a_leading_part_that_comes_back_is_stored_as_an_exact_prefix(engine):
 )
 def test_metrics_add_up(engine, policy, ratio, charged):
     for generate in ({}, {"num_beams": 2}):
-        options = Options(policy=policy, ratio=0.15, generate=generate)
+        options = Options(policy=policy, ratio=0.15, generate_kwargs=generate)
         answer = engine.generate(tiny.prompt(engine, 1, 2), options)
         assert_adds_up(answer)
         m = answer.metrics
@@ -248,7 +248,9 @@ def test_padding_of_a_sequence_that_ended_early_is_not_counted(tmp_path):
         generate = model.generate
         model.generate = lambda *a, **kw: outputs.append(generate(*a, **kw)) or outputs[-1]
         torch.manual_seed(3)
-        options = Options(temperature=1.0, max_new_tokens=40, generate={"num_return_sequences": 6})
+        options = Options(
+            temperature=1.0, max_new_tokens=40, generate_kwargs={"num_return_sequences": 6}
+        )
         answer = engine.generate("hello there", options)
         (output,) = outputs
         prompt_tokens = len(engine.segments("hello there").ids)

@@ -47,9 +47,9 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "no new tokens": (generate(max_new_tokens=0), "1 or more"),
     "temperature": (generate(temperature=-1.0), "must be 0, or 1e-30 or more"),
     "temperature that makes logits infinite": (generate(temperature=1e-45), "1e-30 or more"),
-    "assisted": (generate(generate={"prompt_lookup_num_tokens": 3}), "leave it out"),
+    "assisted": (generate(generate_kwargs={"prompt_lookup_num_tokens": 3}), "leave it out"),
     "a generation config": (
-        generate(generate={"generation_config": GenerationConfig()}),
+        generate(generate_kwargs={"generation_config": GenerationConfig()}),
         "leave it out",
     ),
     "no time": (generate(timeout_s=0), "timeout_s"),
@@ -57,7 +57,7 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "seed": (generate(seed=2**64), "64-bit"),
     "logprobs": (generate(logprobs=21), r"in \[0, 20\]"),
     "negative logprobs": (generate(logprobs=-1), r"in \[0, 20\]"),
-    "logprobs of beams": (generate(logprobs=0, generate={"num_beams": 2}), "one sequence"),
+    "logprobs of beams": (generate(logprobs=0, generate_kwargs={"num_beams": 2}), "one sequence"),
     "a number as prompt": (generate(5), "a text or a list of messages"),
     "a number as message": (generate(["hi", 5]), "a text or a list"),
     "no question": (lambda e: e.retrieve(None), "expected a text"),  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path):
         ({"schedule": "cubic"}, "schedule"),
         ({"max_new_tokens": 0}, "1 or more"),
         ({"top_k": 0}, "1 or more"),
-        ({"encoding": "int4"}, "'int4' is not one of native, int8, fp8"),
+        ({"kv_encoding": "int4"}, "'int4' is not one of native, int8, fp8"),
         ({"encode_prefix": False, "prefix_text": "Read:\n"}, "encode_prefix=False"),
     ],
 )

@@ -200,7 +200,7 @@ OPTIONS = {
     "sampling": Options(mode="reuse", temperature=1.0, seed=7, max_new_tokens=12),
     "logprobs": Options(mode="reuse", logprobs=2),
     "stop": Options(mode="reuse", stop=("e", "t"), max_new_tokens=30),
-    "beams": Options(mode="reuse", generate={"num_beams": 2}),
+    "beams": Options(mode="reuse", generate_kwargs={"num_beams": 2}),
 }
 
 

@@ -244,7 +244,9 @@ def test_a_timeout_stops_decoding(engine):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "reuse"}, {"mode": "reuse", "generate": {"num_beams": 2}}], ids=str
+    "options",
+    [{}, {"mode": "reuse"}, {"mode": "reuse", "generate_kwargs": {"num_beams": 2}}],
+    ids=str,
 )
 def test_a_late_or_abandoned_request_stops_its_prefill_at_the_next_layer(engine, options):
     engine.ingest([tiny.document(0, 2)])

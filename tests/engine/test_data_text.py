@@ -176,7 +176,7 @@ def conversation(text: Callable[[], str], tokens: Tokens) -> tuple[Any, Options]
     tool = {"name": f"find{text()}", "description": text(), "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": tool}] if tokens.has_tools else []
     documents = [{"title": text(), "text": text()} for _ in range(2)]
-    return messages, Options(tools=tuple(tools), template={"documents": documents})
+    return messages, Options(tools=tuple(tools), chat_template_kwargs={"documents": documents})
 
 
 def attack(rng: random.Random, tokens: Tokens) -> str:
@@ -237,8 +237,10 @@ def test_ordinary_data_is_tokenised_as_stock(form, kind):
         messages, options = conversation(lambda: "The town", tokens)
         messages[2]["content"] = messages[6]["content"] = text
         if "think" not in text:
-            messages[5]["content"] = options.template["documents"][0]["text"] = text
-        given = dict(options.template) | ({"tools": list(options.tools)} if options.tools else {})
+            messages[5]["content"] = options.chat_template_kwargs["documents"][0]["text"] = text
+        given = dict(options.chat_template_kwargs) | (
+            {"tools": list(options.tools)} if options.tools else {}
+        )
         stock = tokens.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, **given
         )

@@ -92,7 +92,7 @@ def test_an_answer_ends_before_its_first_stop_string(
     heard = list(pieces)
     assert "".join(heard) == pieces.answer.text == expected
     assert all(heard)
-    beams = says.generate("?", Options(stop=stop, generate={"num_beams": 2}))
+    beams = says.generate("?", Options(stop=stop, generate_kwargs={"num_beams": 2}))
     assert (beams.text, beams.finish_reason) == (expected, "stop")
 
 
@@ -173,7 +173,7 @@ def test_sampling_uses_the_defaults_of_the_checkpoint(tmp_path: Path) -> None:
     with tiny.engine(model, tmp_path / "s", max_new_tokens=12) as engine:
         greedy = engine.generate("hello there").text
         torch.manual_seed(3)
-        sampled = Options(generate={"do_sample": True})
+        sampled = Options(generate_kwargs={"do_sample": True})
         assert engine.generate("hello there", sampled).text != greedy
         model.generation_config.top_k = 1  # always the likeliest token
         assert engine.generate("hello there", sampled).text == greedy
@@ -191,13 +191,13 @@ def test_a_seed_repeats_an_answer_and_leaves_torchs_generator_alone(
 ) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = ask(engine, 7, generate=generate)
+    first = ask(engine, 7, generate_kwargs=generate)
     assert len(first) == generate.get("num_return_sequences", 1)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert ask(engine, 7, generate=generate) == first
-    assert ask(engine, 7, generate=generate, mode="blend", ratio=1.0) == first
-    assert ask(engine, 8, generate=generate) != first
+    assert ask(engine, 7, generate_kwargs=generate) == first
+    assert ask(engine, 7, generate_kwargs=generate, mode="blend", ratio=1.0) == first
+    assert ask(engine, 8, generate_kwargs=generate) != first
 
 
 def test_without_a_seed_sampling_uses_torchs_generator(engine: BlendEngine) -> None:

@@ -31,7 +31,7 @@ FAMILIES = ("llama", "mistral", "gemma3_text")
 
 def exactly(tokens: int, **more: Any) -> Options:
     """An answer of so many tokens."""
-    return Options(max_new_tokens=tokens, generate={"min_new_tokens": tokens}, **more)
+    return Options(max_new_tokens=tokens, generate_kwargs={"min_new_tokens": tokens}, **more)
 
 
 class Watched:
@@ -192,7 +192,7 @@ def test_a_lone_answer_goes_on_to_the_context_whatever_the_limit(
 ) -> None:
     crowded._budget.limit_bytes = 1
     crowded.adapter.model.config.max_position_embeddings = 300
-    never = {"generate": {"min_new_tokens": 300}}
+    never = {"generate_kwargs": {"min_new_tokens": 300}}
     answers = [crowded.generate(question(0), max_new_tokens=10_000, **never)]
     answers += crowded.batch([question(0), question(1)], max_new_tokens=10_000, **never)
     for answer in answers:
@@ -209,7 +209,9 @@ def test_unbounded_answers_of_a_long_context_run_together(tmp_path: Path, watche
         made.open()
         made._budget.limit_bytes = limit
         assert made.adapter.layout.size_bytes(131_072) > 10 * limit
-        streams = [made.stream(question(i), generate={"min_new_tokens": 100_000}) for i in range(6)]
+        streams = [
+            made.stream(question(i), generate_kwargs={"min_new_tokens": 100_000}) for i in range(6)
+        ]
         while max(watched.joint, default=0) < 6:
             next(streams[0])
         assert kv_bytes() < limit

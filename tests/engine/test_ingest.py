@@ -300,8 +300,8 @@ def before_first_document(engine: BlendEngine, action: Any) -> None:
     [
         ({"chunk_tokens": 64}, {"chunk_tokens": 128}, "chunk_tokens 128 instead of 64"),
         ({"encode_prefix": False}, {}, "prefix_ids"),
-        ({}, {"encoding": "int8"}, "encoding 'int8' instead of 'native'"),
-        ({"encoding": "int8"}, {"encoding": "int8"}, None),
+        ({}, {"kv_encoding": "int8"}, "encoding 'int8' instead of 'native'"),
+        ({"kv_encoding": "int8"}, {"kv_encoding": "int8"}, None),
     ],
 )
 def test_of_two_first_ingests_with_other_settings_one_is_refused(tmp_path, one, other, error):
@@ -318,7 +318,7 @@ def test_of_two_first_ingests_with_other_settings_one_is_refused(tmp_path, one, 
                 slow.ingest(DOCUMENTS)
         else:
             assert slow.ingest(DOCUMENTS).whole().chunks > 0
-            assert slow.resources.manifest.encoding == other["encoding"]
+            assert slow.resources.manifest.encoding == other["kv_encoding"]
             assert reused_share(slow) == 1
         fast.ingest(DOCUMENTS).whole()
         assert fast.ingest(DOCUMENTS).chunks_computed == 0
@@ -329,9 +329,9 @@ def test_of_two_first_ingests_with_other_settings_one_is_refused(tmp_path, one, 
 def test_settings_that_another_ingest_decides_meanwhile_are_not_taken_for_a_changed_model(
     tmp_path, monkeypatch
 ):
-    with made(tmp_path, encoding="fp8") as gave_up:
+    with made(tmp_path, kv_encoding="fp8") as gave_up:
         gave_up.resources.create_corpus()  # the settings of an empty store can change
-    with made(tmp_path) as slow, made(tmp_path, encoding="int8") as fast:
+    with made(tmp_path) as slow, made(tmp_path, kv_encoding="int8") as fast:
         assert slow.adapter.layout
         real = slow.resources.store.contains
 

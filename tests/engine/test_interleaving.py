@@ -92,7 +92,9 @@ def asked(engine: BlendEngine, number: int) -> str:
 def running(engine: BlendEngine, number: int, queued: int = 1, fails_at: int = 0) -> Started:
     """A request that decodes for long, once ``queued`` others wait."""
     processors = LogitsProcessorList([GoesOn(engine, queued, fails_at)])
-    options = Options(max_new_tokens=40, ratio=0.2, generate={"logits_processor": processors})
+    options = Options(
+        max_new_tokens=40, ratio=0.2, generate_kwargs={"logits_processor": processors}
+    )
     return engine._start(asked(engine, number), options)
 
 
@@ -137,7 +139,7 @@ WAYS = [
     Options(max_new_tokens=5, mode="full"),
     Options(max_new_tokens=9, policy="hkvd", ratio=0.3, temperature=1.0, seed=7),
     Options(max_new_tokens=5, mode="reuse", logprobs=1),
-    Options(max_new_tokens=5, generate={"num_beams": 2}),
+    Options(max_new_tokens=5, generate_kwargs={"num_beams": 2}),
     Options(max_new_tokens=9, mode="full", temperature=1.0, seed=8),
 ]
 
@@ -326,7 +328,7 @@ def test_prefills_of_requests_within_requests_pause(engine, pauses, mode):
     asking = [Asks(engine, asked(engine, 3), inner) for _ in seeded]
     ways = [
         Options(
-            **{**vars(way), "generate": {"logits_processor": LogitsProcessorList([asks])}},
+            **{**vars(way), "generate_kwargs": {"logits_processor": LogitsProcessorList([asks])}},
         )
         for way, asks in zip(seeded, asking, strict=True)
     ]

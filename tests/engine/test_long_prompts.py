@@ -215,10 +215,10 @@ def test_streams_of_a_dynamic_table_do_not_change_each_others(scaled):
 
 def test_several_sequences_of_a_long_prompt_are_computed_with_a_note(engine):
     text = long_prompt(engine)
-    answer = engine.generate(text, Options(mode="blend", generate={"num_beams": 2}))
+    answer = engine.generate(text, Options(mode="blend", generate_kwargs={"num_beams": 2}))
     assert answer.metrics.reused_tokens == 0
     assert any("several sequences" in note for note in answer.metrics.notes)
-    plain = engine.generate(text, Options(mode="full", generate={"num_beams": 2}))
+    plain = engine.generate(text, Options(mode="full", generate_kwargs={"num_beams": 2}))
     assert answer.text == plain.text
 
 

@@ -54,8 +54,8 @@ def options(number: int) -> Options:
         {"mode": "reuse"},
         {"temperature": 0.9, "seed": number},
         {"logprobs": 2},
-        {"generate": {"repetition_penalty": 1.3}},
-        {"generate": {"num_beams": 2}},
+        {"generate_kwargs": {"repetition_penalty": 1.3}},
+        {"generate_kwargs": {"num_beams": 2}},
         {"stop": ("e",)},
     ]
     return Options(max_new_tokens=3 + 5 * number % 17, **ways[number % len(ways)])
@@ -148,7 +148,7 @@ def test_a_request_that_fails_or_is_cancelled_does_not_disturb_the_others(engine
     with ThreadPoolExecutor(8) as pool:
         with engine.adapter.lock:  # none begins before all are there
             good = [pool.submit(engine.generate, prompt, long) for prompt in prompts]
-            bad = pool.submit(engine.generate, prompts[0], Options(generate=failing))
+            bad = pool.submit(engine.generate, prompts[0], Options(generate_kwargs=failing))
             late = pool.submit(engine.generate, prompts[1], Options(timeout_s=0.05))
             left = engine.stream(prompts[2], long)
             while len(engine._waiting) < 6:  # the first of seven waits for the lock
@@ -210,7 +210,9 @@ def test_a_request_may_ask_within_a_request(engine):
             pool.map(
                 lambda prompt, asks: (
                     engine.generate(
-                        prompt, long, generate={"logits_processor": LogitsProcessorList([asks])}
+                        prompt,
+                        long,
+                        generate_kwargs={"logits_processor": LogitsProcessorList([asks])},
                     ).text
                 ),
                 prompts,

@@ -186,7 +186,7 @@ def test_models_that_cannot_be_blended_decode_alone(family, tmp_path, steps):
         assert not steps.placed
 
 
-@pytest.mark.parametrize("given", [{"encoding": "int8"}, {"disk_bytes": 40_000}])
+@pytest.mark.parametrize("given", [{"kv_encoding": "int8"}, {"disk_bytes": 40_000}])
 def test_modules_encoded_for_a_request_are_shared_as_what_they_are(
     given, tmp_path, steps, monkeypatch
 ):

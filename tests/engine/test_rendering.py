@@ -146,7 +146,9 @@ def test_documents_given_to_the_template_are_contents():
         )
     )
     documents = [{"title": "a", "text": text} for text in CHUNKS.values()]
-    rendered = render(messages("Who built it?"), tokens, Options(template={"documents": documents}))
+    rendered = render(
+        messages("Who built it?"), tokens, Options(chat_template_kwargs={"documents": documents})
+    )
     assert rendered.contents is not None
     assert [rendered.text[slice(*s)] for s in rendered.contents] == [
         *CHUNKS.values(),

@@ -263,14 +263,14 @@ def test_a_prompt_streams_stops_and_samples_like_any_other(positions, tmp_path):
             made.generate(pml=pml(), max_new_tokens=8, temperature=1.0, seed=3) for _ in "ab"
         ]
         assert sampled[0].text == sampled[1].text
-        several = made.generate(pml=pml(), max_new_tokens=4, generate={"num_beams": 2})
+        several = made.generate(pml=pml(), max_new_tokens=4, generate_kwargs={"num_beams": 2})
         assert several.metrics.reused_tokens
 
 
 @pytest.mark.parametrize("encoding", ["int8", "fp8"])
 def test_modules_are_kept_in_the_encoding_of_the_store(encoding, tmp_path):
     model = tiny.llama(max_position_embeddings=512)
-    with engine(model, tmp_path, encoding=encoding) as made:
+    with engine(model, tmp_path, kv_encoding=encoding) as made:
         made.encode_schema("trip")
         with watched(model) as seen:
             assert made.generate(pml=pml(), max_new_tokens=1).metrics.reused_tokens
@@ -320,7 +320,7 @@ def test_a_store_that_cannot_be_written_is_read(tmp_path):
 def test_beams_over_modules_are_those_of_one_sequence(tmp_path):
     model = tiny.llama()
     options = Options(
-        max_new_tokens=4, generate={"num_return_sequences": 2, "do_sample": True, "top_k": 1}
+        max_new_tokens=4, generate_kwargs={"num_return_sequences": 2, "do_sample": True, "top_k": 1}
     )
     with engine(model, tmp_path) as made:
         whole = made.generate(pml=pml(), max_new_tokens=4)

@@ -131,7 +131,7 @@ def test_logprobs_in_the_form_of_openai() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"timeout": 0}, "timeout 0"),
+        ({"timeout_s": 0}, "timeout_s 0"),
         ({"min_ratio": 1.5}, r"min_ratio 1.5 must be a number in"),
         ({"seed": 2**64}, "seed"),
         ({"top_logprobs": 3}, "add logprobs=True"),
@@ -156,12 +156,12 @@ def test_a_value_out_of_range_is_refused_in_fields_and_calls(
         ({"stop": 5}, "a text or a list of texts"),
         ({"stop": ["x", ""]}, "stop holds an empty text"),
         ({"generate_kwargs": 5}, "^generate_kwargs 5 .*a dictionary"),
-        ({"template_kwargs": 5}, "^template_kwargs 5 .*a dictionary"),
+        ({"chat_template_kwargs": 5}, "^chat_template_kwargs 5 .*a dictionary"),
         ({"max_tokens": 0}, "^max_tokens 0 is not 1 or more"),
         ({"max_new_tokens": 0}, "^max_new_tokens 0 is not 1 or more"),
         ({"logprobs": 30}, "^logprobs 30 must be a number"),
         ({"logprobs": True, "top_logprobs": 30}, "^top_logprobs 30 must be a number"),
-        ({"length_penalty": 1}, "length_penalty: not an option .* timeout"),
+        ({"length_penalty": 1}, "length_penalty: not an option .* timeout_s"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused_by_the_name_the_caller_used(

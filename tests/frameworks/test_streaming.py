@@ -47,7 +47,7 @@ def test_the_last_piece_has_the_answer_and_beams_come_as_one_piece(engine, strea
     assert last.answer.text == "".join(piece.text for piece in pieces) == REPLY
     assert last.text == ""
     assert last.answer.logprobs is not None
-    (only,) = stream(engine, Options(generate={"num_beams": 2}))  # beams are not streamed
+    (only,) = stream(engine, Options(generate_kwargs={"num_beams": 2}))  # beams are not streamed
     assert only.answer is not None
     assert only.text == only.answer.text == REPLY
 
@@ -78,5 +78,5 @@ def test_reasoning_comes_apart_from_the_text(tmp_path, stream):
         assert "".join(piece.reasoning for piece in pieces).strip() == "Hm, ships."
         assert last.answer.reasoning == "Hm, ships."
         assert not any(piece.text and piece.reasoning for piece in pieces)
-        (only,) = stream(made, Options(generate={"num_beams": 2}))
+        (only,) = stream(made, Options(generate_kwargs={"num_beams": 2}))
         assert (only.text, only.reasoning) == (REPLY, "Hm, ships.")

@@ -274,7 +274,7 @@ def test_a_prefix_must_leave_room_for_a_prompt():
 
 
 def test_an_encoded_store_is_measured_as_it_is_kept(tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "int8", encoding="int8") as made:
+    with tiny.engine(tiny.llama(), tmp_path / "int8", kv_encoding="int8") as made:
         found, native = made.profile().profile, made.adapter.layout.encoded("native")
     kept = [native.layer_bytes(i, found.chunk_tokens) for i in range(LAYERS)]
     assert sum(found.layer_bytes) < sum(kept) / 2

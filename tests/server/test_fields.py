@@ -148,7 +148,7 @@ def test_what_transformers_can_do_is_passed_on(server: Live, path: str, fields, 
         reply = post(server, fields, path)
         assert reply.status_code == 200, reply.text
     ((_, options, _),) = requests
-    assert dict(options.generate) == given
+    assert dict(options.generate_kwargs) == given
 
 
 @pytest.mark.parametrize(

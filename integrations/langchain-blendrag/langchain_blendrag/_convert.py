@@ -164,9 +164,9 @@ def identifying_params(fields: RequestFields) -> dict[str, Any]:
         "plain_messages": defaults.plain_messages
         if options.plain_messages is None
         else options.plain_messages,
-        "template_kwargs": options.template_arguments,
+        "chat_template_kwargs": options.template_arguments,
         "presence_penalty": options.presence_penalty,
         "frequency_penalty": options.frequency_penalty,
         "logit_bias": dict(options.logit_bias or {}),
-        "generate_kwargs": dict(options.generate),
+        "generate_kwargs": dict(options.generate_kwargs),
     }

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from blendrag.engine import Answer, Options, Prompt
 
 #: Call options that decide how messages become text.
-_RENDERING = ("apply_chat_template", "template_kwargs")
+_RENDERING = ("apply_chat_template", "chat_template_kwargs")
 
 
 class RenderedPrompt(str):

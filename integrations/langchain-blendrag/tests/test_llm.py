@@ -33,7 +33,7 @@ def llm(engine: BlendEngine) -> BlendLLM:
         (False, {"apply_chat_template": True}, RENDERED),
         (
             True,
-            {"template_kwargs": {"add_generation_prompt": False}},
+            {"chat_template_kwargs": {"add_generation_prompt": False}},
             RENDERED.removesuffix("<|start|>assistant\n"),
         ),
     ],

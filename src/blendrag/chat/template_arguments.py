@@ -110,7 +110,8 @@ def _refuse_unknown(tokens: Tokens, given: Mapping[str, Any]) -> None:
         return
     if reserved := sorted(RESERVED.intersection(given)):
         raise InvalidOptionError(
-            "template", f"has {quoted(reserved[0])}, no argument of a template; leave it out"
+            "chat_template_kwargs",
+            f"has {quoted(reserved[0])}, no argument of a template; leave it out",
         )
     of_rendering = inspect.signature(tokens.tokenizer.apply_chat_template).parameters
     for name in sorted(set(given) - COMMON - of_rendering.keys()):
@@ -119,6 +120,6 @@ def _refuse_unknown(tokens: Tokens, given: Mapping[str, Any]) -> None:
             close = get_close_matches(name, [*COMMON, *read], n=1)
             meant = f"did you mean {close[0]}? " if close else ""
             raise InvalidOptionError(
-                "template",
+                "chat_template_kwargs",
                 f"has {quoted(name)}, which this model's chat template does not read; {meant}leave it out",
             )

@@ -49,7 +49,7 @@ def ask(
     max_new_tokens: options.MaxNewTokens = None,
     temperature: options.Temperature = None,
     enable_thinking: options.Thinking = None,
-    template: options.Template = None,
+    chat_template_kwargs: options.Template = None,
     stop: Annotated[
         list[str] | None, options.optional("End the answer before this text; repeatable.")
     ] = None,
@@ -101,7 +101,7 @@ def chat(
     max_new_tokens: options.MaxNewTokens = None,
     temperature: options.Temperature = None,
     enable_thinking: options.Thinking = None,
-    template: options.Template = None,
+    chat_template_kwargs: options.Template = None,
     embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
     remote: options.Remote = None,

@@ -57,7 +57,7 @@ def ingest(
     ram_bytes: options.RamBytes = None,
     remote: options.Remote = None,
     disk_bytes: options.DiskBytes = None,
-    encoding: options.Encoding = None,
+    kv_encoding: options.Encoding = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     lora: options.Lora = None,

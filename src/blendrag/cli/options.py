@@ -62,8 +62,8 @@ def template_arguments(given: Sequence[str] | None) -> dict[str, Any]:
                 made[name.strip()] = json.loads(value)
             continue
         raise InvalidInputError(
-            f"--template {quoted(text)}, expected NAME=VALUE or a JSON object; write reasoning_effort=low or "
-            "enable_thinking=false"
+            f"--chat-template-kwargs {quoted(text)}, expected NAME=VALUE or a JSON object; write "
+            "reasoning_effort=low or enable_thinking=false"
         )
     return made
 
@@ -208,7 +208,6 @@ Template = Annotated[
     list[str] | None,
     optional(
         "An argument of the model's chat template: reasoning_effort=low, or a JSON object; repeatable.",
-        "--template",
         "--chat-template-kwargs",
         metavar="NAME=VALUE",
     ),
@@ -229,7 +228,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show library log
 
 #: Options that go to the engine's constructor as they are given.
 ENGINE_OPTIONS = (
-    "chunk_tokens", "embedder", "ram_bytes", "disk_bytes", "remote", "encoding", "dtype", "device",
+    "chunk_tokens", "embedder", "ram_bytes", "disk_bytes", "remote", "kv_encoding", "dtype", "device",
     "trust_remote_code",
 )  # fmt: skip
 
@@ -245,7 +244,7 @@ def request_options(context: typer.Context, **more: Any) -> Options:
     from blendrag.engine import Options
 
     given = context.params
-    more["template"] = template_arguments(given.get("template"))
+    more["chat_template_kwargs"] = template_arguments(given.get("chat_template_kwargs"))
     return Options(**{name: given[name] for name in REQUEST_OPTIONS if name in given}, **more)
 
 

@@ -169,7 +169,7 @@ def encode(
     file: File,
     model: options.Model = None,
     store: options.Store = None,
-    encoding: options.Encoding = None,
+    kv_encoding: options.Encoding = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     lora: options.Lora = None,

@@ -84,7 +84,7 @@ def serve(
     ratio: options.AutoRatio = None,
     top_k: options.TopK = None,
     enable_thinking: options.Thinking = None,
-    template: options.Template = None,
+    chat_template_kwargs: options.Template = None,
     max_new_tokens: Annotated[
         int | None,
         options.number(
@@ -152,14 +152,14 @@ def serve(
     from blendrag.server.running import serve as serve_until_signal
     from blendrag.server.service import Limits, Service
 
-    arguments = options.template_arguments(template) or None
+    arguments = options.template_arguments(chat_template_kwargs) or None
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     follows = _follow(context)
     at = bound_socket(host, port)
     defaults: dict[str, Any] = {
         "mode": mode, "policy": policy, "ratio": ratio, "top_k": top_k,
         "max_new_tokens": max_new_tokens, "plain_messages": plain_messages,
-        "enable_thinking": enable_thinking, "template": arguments,
+        "enable_thinking": enable_thinking, "chat_template_kwargs": arguments,
     }  # fmt: skip
     with at, options.engine_for(context, **defaults) as engine, ExitStack() as following:
         named: dict[str, Path] = {}
@@ -249,7 +249,7 @@ def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
         "lora": given["lora"] and absolute_model(given["lora"]),
         "schemas": tuple(map(os.path.abspath, given["schema"] or ())),
         "api_key_file": None,  # its text is among the limits
-        "template": options.template_arguments(given["template"]) or None,
+        "chat_template_kwargs": options.template_arguments(given["chat_template_kwargs"]) or None,
     }
     named = {name: given[name] for name in ServedCluster.model_fields if name in given}
     counts = {"min_replicas": least, "max_replicas": most}

@@ -46,7 +46,7 @@ class ServedCluster(BaseModel):
     lora: str | None = None
     trust_remote_code: bool = False
     plain_messages: bool | None = None
-    template: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template for every request, unless it has its own."""
     enable_thinking: bool | None = None
     schemas: tuple[str, ...] = ()
@@ -166,6 +166,7 @@ class ServedCluster(BaseModel):
 
 _ENGINE_OPTIONS = {
     "remote", "mode", "policy", "ratio", "top_k", "max_new_tokens", "embedder", "ram_bytes", "disk_bytes",
-    "dtype", "device", "lora", "trust_remote_code", "plain_messages", "template", "enable_thinking",
+    "dtype", "device", "lora", "trust_remote_code", "plain_messages", "chat_template_kwargs",
+    "enable_thinking",
 }  # fmt: skip
 _LIMITS = {"max_requests", "max_body_bytes", "max_tokens"}

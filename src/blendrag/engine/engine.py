@@ -133,8 +133,8 @@ class BlendEngine:
             loaded model and take turns.
         tokenizer: that of a loaded ``model``; a model given by name has its own.
         store: directory of the KV store and the corpus; created by the first ingest.
-        mode, policy, schedule, ratio, max_new_tokens, top_k, template, enable_thinking: defaults of every
-            request; its own arguments of the chat template are added to those of ``template``.
+        mode, policy, schedule, ratio, max_new_tokens, top_k, chat_template_kwargs, enable_thinking: defaults
+            of every request, whose own arguments of the chat template are added.
         min_ratio: the smallest ratio that ``auto`` may choose.
         chunk_tokens, prefix_text, embedder: settings of a corpus created by this engine.
         encode_prefix: ``False`` encodes the chunks of a new corpus without any prefix, not even BOS, to
@@ -142,7 +142,7 @@ class BlendEngine:
         ram_bytes, disk_bytes: limits of the store's tiers.
         remote: object store that several machines share: ``s3://bucket/prefix``, ``gs://``, ``az://`` or
             ``file:///directory``. Needs ``blendrag[remote]``.
-        encoding: how a new store keeps KV: native, int8 or fp8.
+        kv_encoding: how a new store keeps KV: native, int8 or fp8.
         learn: ``False`` learns no passages from prompts (:mod:`blendrag.engine.learning`).
         plain_messages: ``True`` tokenises what looks like a control token in system and user messages as
             text.
@@ -183,10 +183,10 @@ class BlendEngine:
         ram_bytes: int | None = None,
         disk_bytes: int | None = None,
         remote: str | None = None,
-        encoding: KVEncoding | None = None,
+        kv_encoding: KVEncoding | None = None,
         learn: bool | None = None,
         plain_messages: bool | None = None,
-        template: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         enable_thinking: bool | None = None,
         read_only: bool = False,
         trust_remote_code: bool = False,
@@ -195,8 +195,9 @@ class BlendEngine:
             "dtype": dtype, "device": device, "mode": mode, "policy": policy,
             "schedule": schedule, "ratio": ratio, "min_ratio": min_ratio, "max_new_tokens": max_new_tokens,
             "top_k": top_k, "embedder": embedder, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes,
-            "remote": remote, "kv_encoding": encoding, "learn": learn,
-            "plain_messages": plain_messages, "template": template, "enable_thinking": enable_thinking,
+            "remote": remote, "kv_encoding": kv_encoding, "learn": learn,
+            "plain_messages": plain_messages, "chat_template_kwargs": chat_template_kwargs,
+            "enable_thinking": enable_thinking,
         }  # fmt: skip
         changes = {name: value for name, value in given.items() if value is not None}
         self.settings = settings().model_copy(update=changes)
@@ -208,7 +209,7 @@ class BlendEngine:
             tokenizer,
             root,
             self.settings,
-            CorpusSettings(prefix_text, encode_prefix, chunk_tokens, embedder, encoding),
+            CorpusSettings(prefix_text, encode_prefix, chunk_tokens, embedder, kv_encoding),
             lora,
             read_only,
             trust_remote_code,
@@ -559,22 +560,26 @@ class BlendEngine:
         return answer_form(options.response_format, tokens, form, calls, options.tools)
 
     def _templated(self, options: Options) -> tuple[Options, tuple[str, ...]]:
-        """``options`` with all arguments of the chat template in ``template``, and notes on those without
-        effect. The request's go before this engine's."""
+        """``options`` with all of ``chat_template_kwargs``, and notes on those without effect.
+        The request's go before this engine's."""
         tokens, s = self.resources.tokens, self.settings
         if not (options.apply_chat_template and tokens.has_template):
             return options, ()
         thinks, effort = options.enable_thinking, options.reasoning_effort
         is_switched = thinks is not None or effort == "none"
         replaced = {*(SWITCHES if is_switched else ()), *({EFFORT} if effort else ())}
-        defaults = {name: value for name, value in s.template.items() if name not in replaced}
+        defaults = {
+            name: value for name, value in s.chat_template_kwargs.items() if name not in replaced
+        }
         given, notes = template_arguments(
             tokens,
-            {**defaults, **options.template},
+            {**defaults, **options.chat_template_kwargs},
             thinks if is_switched else s.enable_thinking,
             effort,
         )
-        return replace(options, template=given, enable_thinking=None, reasoning_effort=None), notes
+        return replace(
+            options, chat_template_kwargs=given, enable_thinking=None, reasoning_effort=None
+        ), notes
 
     def _rendered(self, prompt: Prompt, options: Options) -> Rendered:
         if options.plain_messages is None:
@@ -989,10 +994,11 @@ def check_defaults(defaults: Settings) -> None:
     """Raise :class:`InvalidInputError` for settings that no request or ingest could be made with."""
     if defaults.kv_encoding not in ENCODINGS:
         raise InvalidInputError(
-            f"encoding {defaults.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
+            f"kv_encoding {defaults.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
         )
     names = (
-        "mode", "ratio", "min_ratio", "max_new_tokens", "plain_messages", "template", "enable_thinking",
+        "mode", "ratio", "min_ratio", "max_new_tokens", "plain_messages", "chat_template_kwargs",
+        "enable_thinking",
     )  # fmt: skip
     Options(**{name: getattr(defaults, name) for name in names})
     make_policy(defaults.policy)

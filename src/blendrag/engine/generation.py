@@ -71,7 +71,7 @@ class Generation:
         self._first_room = first_room(request.max_new_tokens)
         self._check = pausing(stream.check)
         self._timeline = Timeline() if request.options.explain else None
-        given = request.options.generate.get("eos_token_id")
+        given = request.options.generate_kwargs.get("eos_token_id")
         configured = adapter.model.generation_config.eos_token_id
         self._ends = _ids(configured if given is None else given)
         if given is None and request.form is not None:
@@ -182,7 +182,7 @@ class Generation:
         request, stream, model = self._request, self._stream, self._adapter.model
         options = request.options
         kwargs: dict[str, Any] = {"max_new_tokens": request.max_new_tokens}
-        kwargs |= sampling(options) | dict(options.generate)
+        kwargs |= sampling(options) | dict(options.generate_kwargs)
         if all(isinstance(end, int) for end in self._ends):  # else transformers says what is wrong
             kwargs["eos_token_id"] = sorted(self._ends) or None
         if processors := self._processors(ids.shape[1]):
@@ -209,14 +209,14 @@ class Generation:
                     **kwargs,
                 )
         except (ValueError, TypeError, IndexError) as exc:
-            if isinstance(exc, BlendragError) or not (options.generate or _is_refusal(exc)):
+            if isinstance(exc, BlendragError) or not (options.generate_kwargs or _is_refusal(exc)):
                 raise
-            if not options.generate:
+            if not options.generate_kwargs:
                 raise ModelLoadError(
                     f"transformers refuses the generation config of {self._adapter.model_id}: "
                     f"{str(exc).strip()[:200]}; correct its generation_config.json"
                 ) from exc
-            given = ", ".join(f"{k}={quoted(v)}" for k, v in options.generate.items())
+            given = ", ".join(f"{k}={quoted(v)}" for k, v in options.generate_kwargs.items())
             first = str(exc).strip().splitlines()[0]
             raise InvalidInputError(f"transformers refuses {given}: {first}") from exc
         stream.check()

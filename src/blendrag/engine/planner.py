@@ -74,7 +74,7 @@ def checked(request: Request, adapter: ModelAdapter, placed_limit: int | None = 
 
 def sequences_of(request: Request, adapter: ModelAdapter) -> int:
     """Sequences that ``generate`` runs for ``request``."""
-    given, config = request.options.generate, adapter.model.generation_config
+    given, config = request.options.generate_kwargs, adapter.model.generation_config
     names = ("num_beams", "num_return_sequences")
     return max(int(given.get(n) or getattr(config, n, None) or 1) for n in names)
 

@@ -112,8 +112,8 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "seed": (Integral, "a whole number"),
     "logprobs": (Integral, "a whole number"),
     "stop": ((str, list, tuple, set, frozenset), "a text or a list of texts"),
-    "template": (Mapping, "a dictionary"),
-    "generate": (Mapping, "a dictionary"),
+    "chat_template_kwargs": (Mapping, "a dictionary"),
+    "generate_kwargs": (Mapping, "a dictionary"),
     "apply_chat_template": (bool, "True or False"),
     "plain_messages": (bool, "True or False"),
     "explain": (bool, "True or False"),
@@ -170,9 +170,9 @@ def _shown(value: Any) -> str:
 class Options:
     """How to answer one request; ``None`` takes the engine's default.
 
-    ``temperature`` 0 or ``None`` decodes greedily; ``top_p`` needs a temperature. ``generate`` holds further
-    arguments of ``model.generate`` (``num_beams``, ``num_return_sequences``, ``repetition_penalty``, …);
-    with ``do_sample`` there, sampling follows the checkpoint's generation config.
+    ``temperature`` 0 or ``None`` decodes greedily; ``top_p`` needs a temperature. ``generate_kwargs`` holds
+    more arguments of ``model.generate`` (``num_beams``, ``repetition_penalty``, …); with ``do_sample`` there,
+    sampling follows the checkpoint's generation config.
 
     Raises :class:`InvalidOptionError` (an :class:`InvalidInputError`) for a value of the wrong type or out of
     range.
@@ -191,7 +191,7 @@ class Options:
     temperature: float | None = None
     top_p: float | None = None
     apply_chat_template: bool = True
-    template: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, by the names that it reads."""
     enable_thinking: bool | None = None
     """Whether the model thinks before it answers, under whatever name its chat template has a switch for it;
@@ -199,7 +199,7 @@ class Options:
     reasoning_effort: str | None = None
     """How much the model thinks, for templates that read it (``low``, ``medium``, ``high``); ``none`` is
     ``enable_thinking=False``."""
-    generate: Mapping[str, Any] = field(default_factory=dict)
+    generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
     """Seconds for the whole answer, including the time spent waiting for other requests."""
     min_ratio: float | None = None
@@ -255,7 +255,7 @@ class Options:
             )
         object.__setattr__(self, "tools", tuple(self.tools or ()))
         object.__setattr__(self, "stop", self._stop_texts())
-        for name in self.generate:
+        for name in self.generate_kwargs:
             if name in REFUSED:
                 raise InvalidInputError(f"generate argument {name}: {REFUSED[name]}; leave it out")
 
@@ -291,12 +291,12 @@ class Options:
             switch = dict.fromkeys(SWITCHES, self.enable_thinking)
         if self.reasoning_effort is not None:
             switch[EFFORT] = self.reasoning_effort
-        return switch | dict(self.template)
+        return switch | dict(self.chat_template_kwargs)
 
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled."""
-        return bool(self.generate.get("do_sample", self.temperature))
+        return bool(self.generate_kwargs.get("do_sample", self.temperature))
 
 
 class OptionFields(TypedDict, total=False):
@@ -311,10 +311,10 @@ class OptionFields(TypedDict, total=False):
     temperature: float | None
     top_p: float | None
     apply_chat_template: bool
-    template: Mapping[str, Any]
+    chat_template_kwargs: Mapping[str, Any]
     enable_thinking: bool | None
     reasoning_effort: str | None
-    generate: Mapping[str, Any]
+    generate_kwargs: Mapping[str, Any]
     timeout_s: float | None
     min_ratio: float | None
     seed: int | None

@@ -21,7 +21,7 @@ def operation(options: Options, resources: Resources) -> str:
 
 def asked(kind: str, options: Options, model: str, defaults: Settings) -> dict[str, Any]:
     """Of the span of a request: what was asked for."""
-    sequences = options.generate.get("num_return_sequences", 1)
+    sequences = options.generate_kwargs.get("num_return_sequences", 1)
     return {
         **PROVIDER,
         "gen_ai.operation.name": kind,

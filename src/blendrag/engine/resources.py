@@ -73,7 +73,7 @@ class CorpusSettings:
     encode_prefix: bool = True
     chunk_tokens: int | None = None
     embedder: str | None = None
-    encoding: str | None = None
+    kv_encoding: str | None = None
 
     def __post_init__(self) -> None:
         if self.prefix_text and not self.encode_prefix:
@@ -110,8 +110,10 @@ class CorpusSettings:
             wrong["chunk_tokens"] = f"holds chunks of {tokens} tokens, not {self.chunk_tokens}"
         if self.prefix_text not in (None, manifest.prefix_text):
             wrong["prefix"] = "was ingested with another prefix"
-        if self.encoding not in (None, manifest.encoding):
-            wrong["encoding"] = f"keeps KV in encoding {manifest.encoding}, not {self.encoding}"
+        if self.kv_encoding not in (None, manifest.encoding):
+            wrong["kv_encoding"] = (
+                f"keeps KV in encoding {manifest.encoding}, not {self.kv_encoding}"
+            )
         if manifest.prefix_ids and not self.encode_prefix:
             tokens = len(manifest.prefix_ids)
             wrong["encode_prefix=False"] = f"was ingested with a prefix of {tokens} tokens"

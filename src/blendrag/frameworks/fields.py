@@ -199,7 +199,7 @@ class RequestFields(EngineFields):
     plain_messages: bool | None = None
     """``True``: what looks like a control token in system and user messages is text. Turn it on where
     chains put documents into them."""
-    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More arguments of the chat template."""
     enable_thinking: bool | None = None
     """Whether the model thinks before it answers; ``None`` leaves it to the chat template."""
@@ -207,8 +207,9 @@ class RequestFields(EngineFields):
     """How much the model thinks, for templates that read it; ``none`` turns thinking off."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More arguments of transformers' ``generate`` (``num_beams``, ``repetition_penalty``, …)."""
-    timeout: float | None = None
-    """Seconds until the whole answer, including the wait for other requests; ``None`` waits forever."""
+    timeout_s: float | None = None
+    """Seconds until the whole answer, including the wait for other requests; ``None`` waits forever.
+    ``timeout``, the frameworks' name for it, is accepted too."""
     seed: int | None = None
     """Random seed of sampling."""
     presence_penalty: float | None = None
@@ -221,13 +222,11 @@ class RequestFields(EngineFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename_max_tokens(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "max_tokens" in given:
-            given = dict(given)
-            longest = given.pop("max_tokens")
-            if longest is not None:
-                given["max_new_tokens"] = longest
-        return given
+    def _rename_standard(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not _STANDARD.keys() & given.keys():
+            return given
+        renamed = {_STANDARD[n]: given[n] for n in _STANDARD if given.get(n) is not None}
+        return {n: value for n, value in given.items() if n not in _STANDARD} | renamed
 
     @property
     def max_tokens(self) -> int | None:
@@ -264,16 +263,12 @@ class RequestFields(EngineFields):
 
 #: The fields above that are options, without ``stop``, which the frameworks pass by itself.
 _FIELDS = [n for n in RequestFields.model_fields if n not in (*EngineFields.model_fields, "stop")]
-_RENAMED = {
-    "max_tokens": "max_new_tokens",
-    "template_kwargs": "template",
-    "generate_kwargs": "generate",
-    "timeout": "timeout_s",
-}
+#: LangChain's and LlamaIndex's own names of options, and ours.
+_STANDARD = {"max_tokens": "max_new_tokens", "timeout": "timeout_s"}
 #: Options that only a call has.
-_OF_CALLS = ("max_tokens", "tools", "tool_choice", "response_format")
+_OF_CALLS = (*_STANDARD, "tools", "tool_choice", "response_format")
 #: Names of call options, as the frameworks or blendrag spell them, and the names of the options.
-CALL_OPTIONS = {name: _RENAMED.get(name, name) for name in (*_FIELDS, *_OF_CALLS)}
+CALL_OPTIONS = {name: _STANDARD.get(name, name) for name in (*_FIELDS, *_OF_CALLS)}
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def asked_chat(
         logprobs=_chat_logprobs(body),
         tools=tuple(offered),
         tool_choice=choice if offered else None,
-        template=template,
+        chat_template_kwargs=template,
         enable_thinking=body.thinks,
         reasoning_effort=body.reasoning_effort,
     )
@@ -244,7 +244,7 @@ def _options(
         frequency_penalty=body.frequency_penalty,
         logit_bias=_biases(body),
         response_format=_form(body, engine),
-        generate=_generate(body),
+        generate_kwargs=_generate(body),
         **blend,
         **more,
     )

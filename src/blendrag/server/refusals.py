@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 OPTION_FIELDS = {
     "max_new_tokens": "max_tokens",
     "logprobs": "top_logprobs",
-    "template": "chat_template_kwargs",
     **{name: f"blendrag.{name}" for name in ("mode", "ratio", "min_ratio", "timeout_s")},
 }
 #: What an unknown path is answered with.

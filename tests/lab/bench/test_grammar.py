@@ -37,7 +37,7 @@ def test_answers_that_end_early_are_no_measurement(monkeypatch: pytest.MonkeyPat
     stock = BlendEngine.batch
 
     def shorter(engine: BlendEngine, prompts: list[str], options: Options) -> list[Answer]:
-        return stock(engine, prompts, replace(options, max_new_tokens=4, generate={}))
+        return stock(engine, prompts, replace(options, max_new_tokens=4, generate_kwargs={}))
 
     monkeypatch.setattr(BlendEngine, "batch", shorter)
     found = invoke("bench", *SMALL, "1")

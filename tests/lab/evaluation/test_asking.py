@@ -129,7 +129,7 @@ def test_one_forward_over_an_answer_equals_teacher_forcing_step_by_step(tmp_path
         reply = ask(engine, prompt, options, chunks, said)
         forced = Forced(said)
         watched = {"logits_processor": LogitsProcessorList([forced])}
-        engine.generate(prompt, replace(options, generate=watched))
+        engine.generate(prompt, replace(options, generate_kwargs=watched))
         assert reply.text == engine.generate(prompt, options).text
     assert reply.logits is not None
     assert tiny.difference(reply.logits, torch.stack(forced.rows)) < 1e-4

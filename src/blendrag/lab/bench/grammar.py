@@ -81,7 +81,9 @@ def grammar(
     things = {"type": "array", "items": _THING, "minItems": tokens}
     form = {"type": "json_schema", "json_schema": {"schema": things}}
     asked: dict[bool, Options] = {
-        False: Options(mode="full", max_new_tokens=tokens, generate={"min_new_tokens": tokens}),
+        False: Options(
+            mode="full", max_new_tokens=tokens, generate_kwargs={"min_new_tokens": tokens}
+        ),
         True: Options(mode="full", max_new_tokens=tokens, response_format=form),
     }
     with scratch() as root, BlendEngine(adapter, root / "store", learn=False) as engine:

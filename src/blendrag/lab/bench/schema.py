@@ -119,7 +119,7 @@ def schema(
     with (
         scratch() as directory,
         BlendEngine(
-            adapter, directory / "store", encoding=workload.encoding,  # type: ignore[arg-type]
+            adapter, directory / "store", kv_encoding=workload.encoding,  # type: ignore[arg-type]
             ram_bytes=RAM_BYTES.get(kept, 0), learn=False,
         ) as engine,
     ):  # fmt: skip

@@ -230,7 +230,7 @@ class Asking:
     def options(self, mode: Mode) -> Options:
         return Options(
             mode=mode, max_new_tokens=self.new_tokens, apply_chat_template=False,
-            generate={"min_new_tokens": self.new_tokens},
+            generate_kwargs={"min_new_tokens": self.new_tokens},
         )  # fmt: skip
 
     def one_by_one(self, mode: Mode, arrivals: Sequence[float] = ()) -> Served:

@@ -146,7 +146,7 @@ def open_engines(
                 chunk_tokens=min(max(largest_chunk, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS),
                 prefix_text=head if is_ideal else None,
                 encode_prefix=kind is not False,
-                encoding="native" if is_ideal else kv_encoding,
+                kv_encoding="native" if is_ideal else kv_encoding,
                 ram_bytes=IDEAL_RAM_BYTES if is_ideal else 0,
                 learn=False,
             )

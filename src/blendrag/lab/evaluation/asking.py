@@ -148,10 +148,10 @@ def ask(
     under another name. Idealised prefix caching loads the first chunk only.
     """
     witness, adapter = Witness(), engine.adapter
-    watched = {**options.generate, "logits_processor": LogitsProcessorList([witness])}
+    watched = {**options.generate_kwargs, "logits_processor": LogitsProcessorList([witness])}
     hook = adapter.model.register_forward_hook(witness.see)
     try:
-        given = engine.generate(prompt, replace(options, generate=watched))
+        given = engine.generate(prompt, replace(options, generate_kwargs=watched))
     finally:
         hook.remove()
     engine.drain()

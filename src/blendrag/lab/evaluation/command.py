@@ -107,7 +107,7 @@ def evaluate(
     embedder: Annotated[
         str | None, options.optional("sentence-transformers model, or minilm-offline.")
     ] = None,
-    encoding: options.Encoding = None,
+    kv_encoding: options.Encoding = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -155,7 +155,7 @@ def evaluate(
         trust_remote_code=trust_remote_code,
     )
     adapter.require_blendable()
-    kept_as = cast("KVEncoding", encoding or settings().kv_encoding)
+    kept_as = cast("KVEncoding", kv_encoding or settings().kv_encoding)
     namespace = adapter.identity.encoded(kept_as).namespace
     ways = look_up(ways, store or settings().store, namespace)
     arena = Arena(adapter, made, ways, seed, max_new_tokens, kept_as, schema)
