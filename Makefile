@@ -8,7 +8,9 @@ READY  := $(VENV)/.ready
 TORCH_ARGS ?=
 
 INTEGRATIONS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
-PROJECTS     := . $(INTEGRATIONS)
+# The two whose frameworks' versions vary; the others' tests need the development tools of this checkout.
+FRAMEWORKS   := $(filter-out %-ray,$(INTEGRATIONS))
+PROJECTS     := . lab $(INTEGRATIONS)
 
 # Tests and the demo use models from the packages, never from a hub.
 export HF_HUB_OFFLINE = 1
@@ -26,14 +28,14 @@ setup: $(READY) ## make .venv with everything the other targets need
 # torch is installed first, at the version of the constraints, because later packages would install another
 # build. On Linux the default index has the CUDA build; TORCH_ARGS names another index. pip would compile all
 # modules on one core, and build each package in an environment of its own, so what builds them comes before.
-$(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
+$(READY): constraints.txt $(PROJECTS:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is older than Python 3.11; name another one: make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables setuptools
 	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt \
-	  -e '.[dev]' $(INTEGRATIONS:%=-e %)
+	  -e '.[dev]' -e lab $(INTEGRATIONS:%=-e %)
 	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
 	@touch $@
 
@@ -74,8 +76,8 @@ test-oldest test-newest: test-%: integrations/%.txt
 	sed -n 's/==.*//p' $< | sed 's/.*/^&==/' > .venv-$*/named
 	grep -vif .venv-$*/named constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
-	.venv-$*/bin/python -m pip install --quiet -c .venv-$*/constraints.txt -r $< -e . $(INTEGRATIONS:%=-e %)
-	.venv-$*/bin/python -m pytest $(INTEGRATIONS:%=%/tests) $(ENDS_ARGS)
+	.venv-$*/bin/python -m pip install --quiet -c .venv-$*/constraints.txt -r $< -e . $(FRAMEWORKS:%=-e %)
+	.venv-$*/bin/python -m pytest $(FRAMEWORKS:%=%/tests) $(ENDS_ARGS)
 
 # What users get who install today. Not for a release: what breaks here is announced for tomorrow.
 test-nightly: ## everything with the newest releases of all packages
@@ -100,7 +102,7 @@ REMOTE_ARGS ?=
 SHARES := 0,0.5,0.75,1
 measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) --json > build/bench/$(1).part \
   && mv build/bench/$(1).part build/bench/$(1).json
-page = $(BIN)/python -m blendrag.lab.bench.page --from build/bench --out docs
+page = $(BIN)/python -m lab.pages.bench_page --from build/bench --out docs
 
 bench: $(READY) ## measure time to first token: docs/performance.md
 	$(call measure,ttft,ttft --geometry $(GEOMETRY) --chunks 6 --chunk-tokens 512 \
@@ -133,41 +135,41 @@ bench-all: bench ## measure everything else in docs/performance.md, with its plo
 	$(page)
 
 answer-figure: $(READY) ## measure one answer and draw it: the figure of README.md
-	$(BIN)/python -m blendrag.lab.answer_figure docs/answer.png
+	$(BIN)/python -m lab.pages.answer_figure docs/answer.png
 
 # An hour on two cores. After an interruption: make arena ARENA_ARGS=--keep
 arena: $(READY) ## compare the policies: docs/quality.md, its figures and numbers
-	$(BIN)/python -m blendrag.lab.evaluation.quality_page --out docs $(ARENA_ARGS)
+	$(BIN)/python -m lab.pages.quality_page --out docs $(ARENA_ARGS)
 
 # make arena-real MODELS="DIR/one DIR/two" QUESTIONS="a.json b.json" ARENA_ARGS="--keep --contexts 20"
 # Prompt schemas in place of policies (docs/quality/schemas.md): ARENA_ARGS=--schemas, also of make arena.
 arena-real: $(READY) ## compare the policies on pretrained models
-	$(BIN)/python -m blendrag.lab.evaluation.quality_page --out docs $(MODELS:%=--model %) \
+	$(BIN)/python -m lab.pages.quality_page --out docs $(MODELS:%=--model %) \
 	  $(QUESTIONS:%=--questions %) $(ARENA_ARGS)
 
 # Hours. Ctrl-C prints the counts so far.
 # make soak KILLS=1000 MUTATIONS=100000 FAULTS=10 CUTS=1 SEED=7 DIR=/tmp JSON=soak.json
 soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 mutations
-	@PYTHONPATH=tests/store:tests $(BIN)/python -m soak \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.store \
 	  $(if $(KILLS),--kills $(KILLS)) $(if $(MUTATIONS),--mutations $(MUTATIONS)) \
 	  $(if $(FAULTS),--faults $(FAULTS)) $(if $(CUTS),--cuts $(CUTS)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DIR),--dir $(DIR)) $(if $(JSON),--json $(JSON))
 
 # make soak-server REQUESTS=1000 CLIENTS=64 SEED=7
 soak-server: $(READY) ## send 10,000 random requests to blendrag serve: whole, streamed, abandoned, wrong
-	@PYTHONPATH=tests $(BIN)/python -m server.soak \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.server \
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \
 	  $(if $(SEED),--seed $(SEED))
 
 # make soak-requests REQUESTS=200 CLIENTS=8 SEED=7
 soak-requests: $(READY) ## compare the answers to 2,000 random requests during churn with each request alone
-	@PYTHONPATH=tests $(BIN)/python -m server.soak_requests \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.requests \
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \
 	  $(if $(SEED),--seed $(SEED))
 
 # make soak-embeddings CLIENTS=64 ROUNDS=3 SECONDS=30
 soak-embeddings: $(READY) ## time chats while as many clients embed 1 MB each and leave: at most twice as long
-	@PYTHONPATH=tests $(BIN)/python -m server.soak_embeddings \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.embeddings \
 	  $(if $(CLIENTS),--clients $(CLIENTS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
@@ -177,40 +179,40 @@ sweep: $(READY) ## try every causal LM of transformers, tiny and random: docs/fa
 
 # make soak-remote FLIPS=1000 ROUNDS=1 ORDERS=20 SEED=7
 soak-remote: $(READY) ## attack the remote tier: 10,000 flipped bits, a server that is frozen, slow or down, machines in 500 orders
-	@PYTHONPATH=tests/store:tests $(BIN)/python -m remote_attacks \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.remote_attacks \
 	  $(if $(FLIPS),--flips $(FLIPS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(SEED),--seed $(SEED))
-	@PYTHONPATH=tests $(BIN)/python -m corpus.interleavings \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.interleavings \
 	  $(if $(ORDERS),--rounds $(ORDERS)) $(if $(SEED),--seed $(SEED))
 
 # make soak-ray STREAMS=20 REPLICAS=3
 soak-ray: $(READY) ## kill one of three replicas on Ray while they stream; add and remove replicas under load
-	@PYTHONPATH=tests $(BIN)/python -m cluster.soak \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.ray_replicas \
 	  $(if $(STREAMS),--streams $(STREAMS)) $(if $(REPLICAS),--replicas $(REPLICAS))
 
 # make fuzz-corpus COPIES=1000 SEED=7
 fuzz-corpus: $(READY) ## damage copies of a corpus: never a wrong text, never a traceback
-	@$(BIN)/python tests/corpus/corpus_fuzz.py \
+	@$(BIN)/python -m lab.soak.corpus_fuzz \
 	  $(if $(COPIES),--copies $(COPIES)) $(if $(SEED),--seed $(SEED))
 
 # make fuzz-schema TEXTS=1000 SEED=7
 fuzz-schema: $(READY) ## change 100,000 prompt schemas and prompts: parsed, or refused with one sentence
-	@PYTHONPATH=tests $(BIN)/python -m schema.markup_fuzz \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.markup_fuzz \
 	  $(if $(TEXTS),--texts $(TEXTS)) $(if $(SEED),--seed $(SEED))
 
 # make fuzz-files FILES=1000 GOOD=10 SEED=7
 fuzz-files: $(READY) ## change 20,000 files and ingest hostile ones: read, or refused with one sentence within 5 s
-	@PYTHONPATH=tests $(BIN)/python -m text.files_fuzz \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.files_fuzz \
 	  $(if $(FILES),--files $(FILES)) $(if $(GOOD),--good $(GOOD)) $(if $(SEED),--seed $(SEED))
 
 # make fuzz-server REQUESTS=1000 SEED=7
 fuzz-server: $(READY) ## send 20,000 hostile requests to every endpoint: a status below 500 within 5 s, under 1 GB
-	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m server.fields_fuzz \
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m lab.soak.fields_fuzz \
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
 
 # make crash-ray KILLS=20 SEED=7
 crash-ray: $(READY) ## kill workers of ingests on Ray at 100 random moments: nothing lost, nothing computed twice
-	@PYTHONPATH=tests:src $(BIN)/python -m cluster.ingest_crash \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.ray_ingest \
 	  $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 
 # Killed child processes leave incomplete data files; coverage reports each and ignores it.
@@ -226,7 +228,7 @@ reuse-table: $(READY) ## what stock chains and query engines reuse: the table of
 docs: $(READY) ## the documentation with its reference and a search: build/site/index.html
 	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-wheels: $(READY) ## the three wheels, in dist/
+wheels: $(READY) ## all wheels, in dist/
 	rm -rf dist
 	for project in $(PROJECTS); do \
 	  $(BIN)/python -m build --wheel --no-isolation --outdir dist $$project || exit 1; \

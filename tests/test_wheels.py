@@ -13,7 +13,11 @@ from blendrag.chat.formats import ORDER
 from blendrag.demo import demo_corpus_path, demo_questions, handbook_path
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECTS = [ROOT, *sorted(p.parent for p in ROOT.glob("integrations/*/pyproject.toml"))]
+PROJECTS = [
+    ROOT,
+    ROOT / "lab",
+    *sorted(p.parent for p in ROOT.glob("integrations/*/pyproject.toml")),
+]
 LARGEST_WEIGHTS_BYTES = 8 * 10**6
 pytestmark = pytest.mark.slow
 

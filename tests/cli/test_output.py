@@ -16,13 +16,12 @@ from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
 
 from blendrag import __version__
-from blendrag.cli import progress
+from blendrag.cli import extras, progress
 from blendrag.cli.app import app
 from blendrag.cli.options import ANSWER_TOKENS, parse_size
 from blendrag.cli.output import Guarded, print_json
 from blendrag.cli.progress import StatusLine
 from blendrag.config import DEFAULT_POLICY, Settings
-from blendrag.lab import commands
 from blendrag.server.running import server_of
 from cli.commands import invoke, said
 
@@ -111,19 +110,19 @@ def test_time_left_is_estimated_from_the_mean_after_the_first_step(
 
 
 @pytest.mark.parametrize(
-    "command", [["bench", "ttft", "--rounds", "1"], ["eval", "-h"], ["lab", "simulate"]]
+    "command", [["bench", "ttft", "--rounds", "1"], ["eval", "-h"]], ids=lambda typed: typed[0]
 )
-def test_without_the_extra_its_commands_say_how_to_install_it(
+def test_without_the_lab_its_commands_say_how_to_install_it(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = typer.Typer()
     app.command()(lambda: None)
-    monkeypatch.setattr(commands, "REQUIREMENTS", ("not_installed",))
-    commands.register(app)
+    monkeypatch.setattr(extras, "entry_points", lambda **group: ())
+    extras.add_commands(app)
     monkeypatch.setattr("cli.commands.app", app)
     result = invoke(*command)
     assert result.exit_code == 2
-    assert said(result).endswith("not_installed; pip install 'blendrag[lab]'")
+    assert said(result).endswith("is not installed; pip install 'blendrag[lab]'")
 
 
 def test_a_verbose_server_writes_no_escape_sequences_on_a_terminal(

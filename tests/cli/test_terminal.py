@@ -23,7 +23,7 @@ from blendrag.cli.progress import IngestProgress, StatusLine
 from blendrag.config import settings
 from blendrag.engine import Document
 from blendrag.errors import InvalidInputError
-from blendrag.lab.tables import ResultTable
+from blendrag_lab.tables import ResultTable
 from cli.commands import ingest_args, invoke, save_model
 
 #: Title of the window, clear screen, bell, backspace, a C1 introducer, reversed text, invisible text.

@@ -13,11 +13,11 @@ import tiny
 from blendrag.config import Settings
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.fusor.selection import Schedule, make_policy
-from blendrag.lab.bench.tiers import Throttle, ThrottledStore
 from blendrag.planning.controller import PlanOptions
 from blendrag.planning.plan import Plan, ReasonCode
 from blendrag.planning.profile import Tier, conditions_of, profiles
 from blendrag.text.prompt import SegmentedPrompt
+from blendrag_lab.bench.tiers import Throttle, ThrottledStore
 from planning.invented import LAYERS, line, profile
 
 AUTO = Options(ratio="auto", policy="random", max_new_tokens=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schema.markup_fuzz import PROMPTS, SCHEMAS, Report, fuzz, use
+from lab.soak.markup_fuzz import PROMPTS, SCHEMAS, Report, fuzz, use
 
 
 def test_changed_markup_is_parsed_or_refused():

@@ -22,7 +22,7 @@ from blendrag.server import app, embeddings, service
 from blendrag.server.access import ApiKeys
 from blendrag.server.app import create_app
 from blendrag.server.service import STUCK_S, Service
-from server import soak_embeddings
+from lab.soak import embeddings as embeddings_soak
 from server.live import CHAT, HELLO, Live, live, until
 
 #: Of one batch and of several.
@@ -294,8 +294,8 @@ async def test_health_names_a_queue_that_does_not_move(engine: BlendEngine, held
 
 async def test_chats_beside_clients_that_embed_and_leave(served: Live, capsys, monkeypatch) -> None:
     """A small run of ``make soak-embeddings``, which also looks at the times."""
-    monkeypatch.setattr(soak_embeddings, "LEAVES_S", 0.02)
-    ratio = await soak_embeddings.run(
+    monkeypatch.setattr(embeddings_soak, "LEAVES_S", 0.02)
+    ratio = await embeddings_soak.run(
         served.url, clients=8, rounds=1, seconds=0.0, size_bytes=50_000, seed=1
     )
     assert ratio > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from server.fields_fuzz import fuzz, fuzzed_server, routes
+from lab.soak.fields_fuzz import fuzz, fuzzed_server, routes
 
 
 def test_hostile_fields_get_a_status_below_500_and_one_sentence(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from blendrag.engine import BlendEngine
 from blendrag.engine.ingest import remove_sources
 from blendrag.serving import chunk_pool
 from blendrag.store.identity import chunk_key
-from server.soak_requests import DOCUMENTS, run
+from lab.soak.requests import DOCUMENTS, run
 
 
 @pytest.fixture(autouse=True)

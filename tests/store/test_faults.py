@@ -5,13 +5,13 @@ import errno
 import os
 
 import pytest
-from soak.audit import Report
-from soak.corpus_faults import CORPUS_OPERATIONS, CorpusBench, fail_corpus
-from soak.faults import OPERATIONS, Bench, cut_everywhere, fail_everything, faults_of
-from soak.tracer import unavailable
 
 from blendrag.errors import StoreError
 from blendrag.store import DiskStore
+from lab.soak.store.audit import Report
+from lab.soak.store.corpus_faults import CORPUS_OPERATIONS, CorpusBench, fail_corpus
+from lab.soak.store.faults import OPERATIONS, Bench, cut_everywhere, fail_everything, faults_of
+from lab.soak.store.tracer import unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 

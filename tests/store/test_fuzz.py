@@ -2,10 +2,10 @@
 
 import pytest
 import xxhash
-from soak.audit import Report
-from soak.fuzz import Fuzzing
 
 from blendrag.store.reader import DiskReader
+from lab.soak.store.audit import Report
+from lab.soak.store.fuzz import Fuzzing
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ import os
 import signal
 
 import pytest
-from soak.audit import PLENTY, Report, audit
-from soak.children import PATIENCE_S, Child
-from soak.kills import Killing
+
+from lab.soak.store.audit import PLENTY, Report, audit
+from lab.soak.store.children import PATIENCE_S, Child
+from lab.soak.store.kills import Killing
 
 
 @pytest.mark.slow

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from soak import remote_power
-from soak.audit import Report, audit, make_chunks
-from soak.power import Disk
 
 from blendrag.store import DiskStore
 from blendrag.store.payload_files import PayloadFiles
+from lab.soak.store import remote_power
+from lab.soak.store.audit import Report, audit, make_chunks
+from lab.soak.store.power import Disk
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.datasets import read_records
 from blendrag.store import regular_files
+from blendrag_lab.evaluation.datasets import read_records
 
 
 def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import math
 
 import pytest
-from remote_attacks import attack, texts
 from s3 import S3, Process, Server, environment
 
 from blendrag.corpus.corpus import Corpus
@@ -20,7 +19,8 @@ from blendrag.store.remote.claims import MARK
 from blendrag.store.remote.objects import RemoteObjects
 from blendrag.store.remote.root import RemoteRoot
 from blendrag.store.remote.tier import RemoteTier, expected_load_s, request_ahead
-from corpus.corpus_fuzz import make_corpus, put
+from lab.soak.corpus_fuzz import make_corpus, put
+from lab.soak.remote_attacks import attack, texts
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.slow

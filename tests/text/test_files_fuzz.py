@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from . import files_fuzz
+from lab.soak import files_fuzz
 
 
 def test_changed_files_are_read_or_refused_with_one_sentence(tmp_path: Path) -> None:

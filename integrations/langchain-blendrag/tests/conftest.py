@@ -15,7 +15,6 @@ from langchain_core.outputs import LLMResult
 from blendrag.engine import BlendEngine
 from langchain_blendrag import BlendLLM, ChatBlend
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import scripted

@@ -13,7 +13,6 @@ from blendrag.engine import BlendEngine
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
 #: This directory, and the models of blendrag's own tests.
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from llm_standard_tests import Events, events

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +12,7 @@ from blendrag.cli import options, output
 from blendrag.cli.ask import ask, chat
 from blendrag.cli.calibrate import calibrate
 from blendrag.cli.demo import demo
+from blendrag.cli.extras import add_commands
 from blendrag.cli.ingest import ingest, list_documents, remove
 from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
 from blendrag.cli.output import count, duration, echo
@@ -117,7 +117,4 @@ for command in (ingest, remove, ask, chat, serve, verify, demo, calibrate, profi
 app.command("list")(list_documents)
 app.add_typer(schema_commands)
 app.add_typer(store_commands)
-
-# Commands of extras: each entry point is a function that adds its commands to this app.
-for extra in entry_points(group="blendrag.commands"):
-    extra.load()(app)
+add_commands(app)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from blendrag.cli import interrupt, options
+from blendrag.cli.extras import ray_function
 from blendrag.cli.lifecycle import DONE, FAILED, begin, interrupted, reporting
 from blendrag.cli.output import count, duration, echo, print_json, say, show
 from blendrag.cli.progress import IngestProgress
@@ -123,12 +123,8 @@ def _runner(ray: bool, workers: int | None, gpus_per_worker: float | None) -> Ru
         from blendrag.engine import BlendEngine
 
         return BlendEngine.ingest
-    from blendrag.cluster.ray_session import require_ray
-
-    require_ray()
-    from blendrag.cluster.ingest import ingest_on_ray
-
-    return partial(ingest_on_ray, workers=workers, gpus_per_worker=gpus_per_worker)
+    runner: Runner = ray_function("ingest")(workers, gpus_per_worker)
+    return runner
 
 
 def _require_documents(paths: list[Path], patterns: Patterns) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import os
-import re
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,20 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blendrag.cli import interrupt, options
+from blendrag.cli.extras import ray_function
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import count, say
+from blendrag.cli.output import say
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.regular_files import MIB
-from blendrag.wording import quoted
 
 if TYPE_CHECKING:
-    from blendrag.cluster.settings import ServedCluster
     from blendrag.engine import BlendEngine
 
 #: Modules that the extra installs.
 REQUIREMENTS = ("fastapi", "uvicorn")
-_COUNT = re.compile(r"[0-9]{1,6}", re.ASCII)
 #: Size limit of ``--api-key-file``.
 MAX_KEY_FILE_BYTES = MIB
 
@@ -138,9 +132,9 @@ def serve(
         keys = ApiKeys.parse(text, f"--api-key-file {api_key_file}")
     given = {"max_requests": max_requests, "max_body_bytes": max_body, "max_tokens": max_tokens}
     if ray:
-        return _serve_on_ray(
-            context, given | {"api_keys": text, "allow_hosts": hosts, "cors_origins": origins}
-        )
+        access = {"api_keys": text, "allow_hosts": hosts, "cors_origins": origins}
+        serve_on_ray: Callable[..., int] = ray_function("serve")
+        return serve_on_ray(context.params, given | access)
     of_ray = {
         "--replicas": replicas, "--cpus-per-replica": cpus_per_replica,
         "--gpus-per-replica": gpus_per_replica,
@@ -180,13 +174,13 @@ def serve(
         url = f"http://{shown}:{at.getsockname()[1]}"
         say("serving", f"{service.model_id} at {url}/v1")
         say("page", f"{url}/")
-        _warn_of_others(at.getsockname()[0], bool(keys.may_write), origins)
+        warn_of_others(at.getsockname()[0], bool(keys.may_write), origins)
         interrupt.expect("the server has stopped")
         serve_until_signal(create_app(service), at, verbose)
     return DONE
 
 
-def _warn_of_others(address: str, has_keys: bool, origins: Sequence[str]) -> None:
+def warn_of_others(address: str, has_keys: bool, origins: Sequence[str]) -> None:
     """Say who else may ask a server without keys."""
     from blendrag.server.access import is_loopback
     from blendrag.server.cross_origin import ANY
@@ -230,83 +224,6 @@ def _follow(context: typer.Context) -> bool:
             "ingest, or publish on the machine that has ingested (blendrag store publish)"
         )
     return True
-
-
-def _serve_on_ray(context: typer.Context, limits: dict[str, Any]) -> int:
-    from blendrag.cluster.ray_session import ray_session, require_ray
-
-    require_ray()
-    from blendrag.cluster.deployment import check_nodes, deployed, sigterm_exits
-    from blendrag.cluster.settings import ServedCluster
-    from blendrag.config import absolute_model, settings
-    from blendrag.server.running import DRAIN_S, bound_socket
-
-    given = context.params
-    least, most = _range_of(given["replicas"] or "1")
-    paths = {
-        "store": os.path.abspath(given["store"] or settings().store),
-        "model": given["model"] and absolute_model(given["model"]),
-        "lora": given["lora"] and absolute_model(given["lora"]),
-        "schemas": tuple(map(os.path.abspath, given["schema"] or ())),
-        "api_key_file": None,  # its text is among the limits
-        "chat_template_kwargs": options.template_arguments(given["chat_template_kwargs"]) or None,
-    }
-    named = {name: given[name] for name in ServedCluster.model_fields if name in given}
-    counts = {"min_replicas": least, "max_replicas": most}
-    is_here, cores = not os.environ.get("RAY_ADDRESS"), os.cpu_count() or 1
-    if is_here and given["cpus_per_replica"] is None:
-        counts["cpus_per_replica"] = max(1, cores // most)
-    every = named | limits | paths | counts
-    served = ServedCluster.of({name: value for name, value in every.items() if value is not None})
-    host, port = given["host"], given["port"]
-    if is_here:
-        with bound_socket(host, port) as at:  # a proxy that cannot listen says so only in its log
-            port = at.getsockname()[1]
-    with ExitStack() as stack:
-        with StatusLine("starting Ray"):
-            logical = math.ceil(most * served.cpus_per_replica)
-            stack.enter_context(ray_session(max(logical, cores), given["verbose"]))
-            stack.enter_context(sigterm_exits())
-        if is_here:
-            require_room(served, cores)
-        with StatusLine("checking the nodes"):
-            check_nodes(served)
-        with StatusLine(f"starting {count(least, 'replica')}"):
-            stack.enter_context(deployed(served, host, port, given["verbose"]))
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        say("serving", f"{url}/v1 with {count(least, 'replica')}")
-        say("page", f"{url}/")
-        _warn_of_others(host, limits["api_keys"] is not None, served.cors_origins)
-        interrupt.expect("the server has stopped", DRAIN_S)
-        threading.Event().wait()
-    return DONE
-
-
-def require_room(served: ServedCluster, cores: int) -> None:
-    """Raise :class:`InvalidInputError` for replicas that this machine can never start."""
-    import ray
-
-    gpus = ray.cluster_resources().get("GPU", 0)
-    has = {"--cpus-per-replica": (served.cpus_per_replica, cores, "cores"),
-           "--gpus-per-replica": (served.gpus_per_replica * served.min_replicas, gpus, "GPUs")}  # fmt: skip
-    for name, (wanted, there, what) in has.items():
-        if wanted > there:
-            raise InvalidInputError(
-                f"{name} asks for {wanted:g} {what}, and this machine has {there:g}; ask for fewer, or name "
-                "a cluster with RAY_ADDRESS"
-            )
-
-
-def _range_of(replicas: str) -> tuple[int, int]:
-    """``3`` → 3 to 3, ``1-3`` → 1 to 3."""
-    low, _, high = replicas.partition("-")
-    high = high or low
-    is_range = _COUNT.fullmatch(low) and _COUNT.fullmatch(high)
-    if not (is_range and 1 <= int(low) <= int(high)):
-        raise InvalidInputError(
-            f"--replicas {quoted(replicas)} must be a number of at least 1, or a range such as 1-3"
-        )
-    return int(low), int(high)
 
 
 def _open(engine: BlendEngine, needs_blending: bool) -> None:

@@ -1,0 +1,139 @@
+"""Shared by all tests: no network, quiet libraries, one thread, nothing unpickled, helpers importable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blendrag.config import settings
+
+if TYPE_CHECKING:
+    from blendrag.fusor import Fusor
+    from blendrag.model import ModelAdapter
+
+# torch and transformers are imported only where tests run: the process that deals them to workers starts
+# at once.
+ROOT = Path(__file__).resolve().parent
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+if not IS_WORKER:  # the workers and every command of the tests share it
+    os.environ["BLENDRAG_CACHE"] = tempfile.mkdtemp(prefix="blendrag-cache-")
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    """Faster than two for models this small."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def adapter() -> ModelAdapter:
+    """A Llama of four layers, two KV heads for four heads."""
+    import tiny
+
+    return tiny.adapter(tiny.llama())
+
+
+@pytest.fixture(scope="module")
+def fusor(adapter: ModelAdapter) -> Fusor:
+    from blendrag.fusor import Fusor
+
+    made = Fusor(adapter)
+    assert made.fast_attention
+    return made
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    """Directory of that model, for loading by name."""
+    import tiny
+
+    directory = tmp_path / "model"
+    tiny.llama().save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache directory of this test, in which no model has a verdict."""
+    folder = tmp_path / "cache"
+    changed = settings().model_copy(update={"cache": folder})
+    monkeypatch.setattr("blendrag.fusor.verdicts.settings", lambda: changed)
+    return folder
+
+
+@pytest.fixture
+def ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``query``'s scout pass ends before the last layer, as that of ``query(33-67)`` does."""
+    monkeypatch.setattr("blendrag.fusor.selection.base.DEEP_LAYERS", 1)
+    monkeypatch.setattr(
+        "blendrag.fusor.selection.query.QueryPolicy.deep_attention_depth", (1 / 3, 2 / 3)
+    )
+
+
+#: Tests of pickling itself: a wrapper or an error can be pickled by its user.
+MAY_UNPICKLE = (
+    "test_a_model_is_loaded_with_the_arguments_of_from_pretrained",
+    "test_a_rendered_prompt_survives_pickling",
+    "test_a_wrapper_is_pickled_by_its_names_or_not_at_all",
+    "test_it_survives_pickling",
+    "test_an_error_that_was_pickled_is_the_same",
+    "test_an_error_keeps_its_class_fields_and_cause_but_is_no_value_error",
+)
+
+
+class NothingIsUnpickled:
+    """Fails every test in which something was unpickled, even if the exception was swallowed."""
+
+    def __init__(self) -> None:
+        import unpickling
+
+        self.trap = unpickling
+        self.trap.arm()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Ray pickles between its processes, also while it starts and ends."""
+        uses_ray = item.get_closest_marker("ray") is not None
+        with self.trap.allowed() if uses_ray else contextlib.nullcontext():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        name = getattr(item, "originalname", item.name)
+        with self.trap.allowed() if name in MAY_UNPICKLE else contextlib.nullcontext():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Iterator[None]:
+        yield
+        self.trap.check()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported."""
+    if IS_WORKER or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(NothingIsUnpickled())
+
+
+def pytest_unconfigure() -> None:
+    if not IS_WORKER:
+        shutil.rmtree(os.environ["BLENDRAG_CACHE"], ignore_errors=True)

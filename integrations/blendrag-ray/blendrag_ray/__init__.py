@@ -1,0 +1,1 @@
+"""Ingest on Ray Data, replicas of the server on Ray Serve."""

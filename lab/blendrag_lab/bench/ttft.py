@@ -1,0 +1,170 @@
+"""``blendrag bench ttft``: time to first token of stock prefill, prefix caching, full reuse and blend.
+
+Inside the time: looking up, opening, reading and verifying the chunks in the store, re-positioning,
+selecting, recomputing, the last logits and the choice of the token. Outside: retrieval, the chat template,
+finding the chunks in the prompt, tokenising, and the way to the engine's thread and back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+import typer
+from transformers import DynamicCache
+
+from blendrag.fusor.gate import HeldKV
+from blendrag.fusor.loader import LoadedSpan
+from blendrag_lab.bench import options
+from blendrag_lab.bench.geometry import TimedModel
+from blendrag_lab.bench.rounds import Tick, Timing, peak_bytes, silent, time_ways
+from blendrag_lab.bench.tiers import parse_tier
+from blendrag_lab.bench.workload import (
+    BlendResult,
+    PromptBench,
+    Workload,
+    conditions,
+    exact_request,
+    prompt_bench,
+    stock_prefill,
+)
+from blendrag_lab.tables import NOTHING, ResultTable, times
+
+
+@dataclass(frozen=True, kw_only=True)
+class TtftResult(BlendResult):
+    """One run; speedups are against stock prefill."""
+
+    prompt_tokens: int
+    charged_ratio: float
+    ms: dict[str, Timing]
+    """By mode. ``full_compiled`` (stock prefill through ``torch.compile``) is missing if it was not requested
+    or is not possible."""
+    speedup: float
+    """Of blend."""
+    floor_speedup: float
+    kv_bytes: int
+    peak_bytes: dict[str, int | None]
+    """By mode, over the memory at its start; ``None`` if the system does not report it."""
+    notes: tuple[str, ...] = ()
+
+
+def ttft_table(result: TtftResult) -> ResultTable:
+    modes = {
+        "full": "full: stock prefill",
+        "full_compiled": "full, compiled",
+        "prefix_stock": "prefix: first chunk cached, stock cache",
+        "prefix_fused": "prefix, through the fusor",
+        "blend": f"blend, r = {result.ratio:.3g} (charged {result.charged_ratio:.3f})",
+        "reuse": "reuse",
+    }
+    rows = []
+    for mode, name in modes.items():
+        if mode not in result.ms:
+            continue
+        peak = result.peak_bytes.get(mode)
+        speedup = result.ms["full"].median / result.ms[mode].median
+        floor = f" (floor {times(result.floor_speedup)})" if mode == "blend" else ""
+        memory = NOTHING if peak is None else f"{peak / 1e6:,.0f}"
+        rows.append((name, str(result.ms[mode]), times(speedup) + floor, memory))
+    return ResultTable(
+        ("mode", "TTFT ms (lowest to highest)", "speedup", "peak memory, MB"),
+        rows,
+        f"{result.prompt_tokens:,} tokens, {result.kv_bytes / 1e6:,.1f} MB of KV: {result.about}",
+        result.notes,
+    )
+
+
+class CachedPrefix:
+    """Idealised prefix caching: the KV of the first chunk is in memory when the time starts."""
+
+    def __init__(self, bench: PromptBench) -> None:
+        self._bench = bench
+        self._tokens = bench.workload.chunk_tokens
+        first = bench.prompt.ids[: self._tokens]
+        self._kv = bench.adapter.encode((), first)  # exact: nothing precedes it
+        device = bench.adapter.device
+        self._layers = [layer[:, None].to(device) for layer in self._kv.layers]  # [2, 1, Hkv, T, D]
+
+    def stock(self) -> int:
+        """Stock prefill of the rest over a stock cache."""
+        cache = DynamicCache()
+        for i, layer in enumerate(self._layers):
+            cache.update(*layer, i)
+        rest = self._bench.ids[:, self._tokens :]
+        return stock_prefill(self._bench.adapter, rest, past_key_values=cache)
+
+    def fused(self) -> int:
+        """The rest through the fusor, whose attention does not repeat KV heads."""
+        bench = self._bench
+        span = LoadedSpan(0, self._tokens, HeldKV(self._kv), 0, exact=True)
+        request = exact_request(bench.prompt_tokens, (span,))
+        return bench.prefill(bench.ids, request)[0]
+
+
+def compile_prefill(bench: PromptBench) -> tuple[Callable[[], int] | None, str]:
+    """A stock prefill compiled for this length of prompt, or ``None``; and a sentence about it."""
+    forward = torch.compile(bench.adapter.model.forward, dynamic=False)
+
+    def way() -> int:
+        out = forward(input_ids=bench.ids, use_cache=True, logits_to_keep=1)
+        return int(out.logits[0, -1].argmax())
+
+    began = time.perf_counter()
+    try:
+        way()
+    except Exception as exc:  # a compiler may raise anything
+        first = str(exc).strip().splitlines() or [type(exc).__name__]
+        return None, (
+            f"The stock prefill could not be compiled here ({type(exc).__name__}: {first[0]}), so its row "
+            "is missing; install a C++ compiler for the CPU, or Triton for a GPU."
+        )
+    return way, f"Compiled in {time.perf_counter() - began:,.0f} s, before the measurement."
+
+
+@options.bench(ttft_table)
+@torch.inference_mode()
+def ttft(
+    timed: TimedModel,
+    workload: Workload,
+    tier: options.Tier = "disk",
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also time stock prefill through torch.compile.")
+    ] = False,
+    tick: Tick = silent,
+) -> TtftResult:
+    with prompt_bench(timed, workload, parse_tier(tier), tick) as bench:
+        adapter, prefix = bench.adapter, CachedPrefix(bench)
+        ways: dict[str, Callable[[], object]] = {
+            "full": bench.full,
+            "prefix_stock": prefix.stock,
+            "prefix_fused": prefix.fused,
+            "reuse": bench.reuse,
+            "blend": bench.blend,
+        }
+        notes = []
+        if compiled:
+            tick("compiling the stock prefill")
+            way, note = compile_prefill(bench)
+            notes.append(note)
+            if way is not None:
+                ways["full_compiled"] = way
+        timers = {name: bench.timer(way) for name, way in ways.items()}
+        timings = time_ways(timers, workload.rounds, tick)
+        tick("measuring memory")
+        peaks = {name: peak_bytes(way, adapter.device) for name, way in ways.items()}
+        counts = bench.blend()[1].counts()
+    return TtftResult(
+        **conditions(adapter, replace(workload, ratio=counts.ratio), bench.there.tier.name),
+        prompt_tokens=bench.prompt_tokens,
+        charged_ratio=counts.charged_ratio,
+        ms=timings,
+        speedup=timings["full"].median / timings["blend"].median,
+        floor_speedup=bench.floor_speedup(counts),
+        kv_bytes=bench.kv_bytes,
+        peak_bytes=peaks,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,278 @@
+"""What benches measure: a prompt of random chunks and a question, and the ways to its first token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from blendrag.cli.output import count
+from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE, Mode
+from blendrag.errors import InvalidInputError
+from blendrag.fusor import BlendRequest, Fusor
+from blendrag.fusor.fusion import Fusion
+from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.request import FusionCounts
+from blendrag.fusor.selection import Schedule, make_policy, policy_names
+from blendrag.metrics import Timeline
+from blendrag.model import ModelAdapter
+from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.plan import Plan
+from blendrag.store.base import Probe
+from blendrag.store.encodings import ENCODINGS, stored_chunk_bytes
+from blendrag.store.identity import NATIVE_ENCODING, chunk_key
+from blendrag.store.kv import ChunkKV
+from blendrag.text.prompt import Segment, SegmentedPrompt
+from blendrag_lab.bench.geometry import TimedModel
+from blendrag_lab.bench.options import Count, Ratio, Rounds, machine_of
+from blendrag_lab.bench.rounds import Tick, milliseconds
+from blendrag_lab.bench.tiers import BenchTier, TierStore, tier_store
+
+#: The prefix that chunks are encoded after. The prompt starts with a chunk, so no chunk is exact.
+PREFIX_IDS = (1,)
+#: Room for the answer in a blended cache, in tokens.
+NEW_TOKENS = 32
+#: Options of a prefill that computes only the question.
+REUSE: dict[str, Any] = {"mode": "reuse", "policy": "reuse", "ratio": 0.0}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A prompt of chunks and a question, how it is blended, and how its KV is stored."""
+
+    chunks: Count = 6
+    chunk_tokens: Count = 512
+    question_tokens: Count = 32
+    ratio: Ratio = 0.15
+    policy: Annotated[str, typer.Option(help=f"{policy_names()}.")] = DEFAULT_POLICY
+    schedule: Annotated[
+        str, typer.Option(help="constant, linear, geometric[:g], first:m or one per layer.")
+    ] = DEFAULT_SCHEDULE
+    rounds: Rounds = 5
+    encoding: Annotated[str, typer.Option(help="How KV is stored: native, int8 or fp8.")] = (
+        NATIVE_ENCODING
+    )
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.chunks * self.chunk_tokens + self.question_tokens
+
+    def check(self, adapter: ModelAdapter) -> None:
+        """Raise :class:`InvalidInputError` if this cannot be measured on the model."""
+        if self.encoding not in ENCODINGS:
+            raise InvalidInputError(
+                f"encoding {self.encoding!r} is not one of {', '.join(ENCODINGS)}; choose one of them"
+            )
+        if self.prompt_tokens > adapter.context_tokens:
+            raise InvalidInputError(
+                f"a prompt of {self.prompt_tokens} tokens exceeds the context of "
+                f"{adapter.context_tokens}; take fewer or shorter chunks"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendResult:
+    """What results of benches that blend say about their run."""
+
+    machine: str
+    model: str
+    policy: str
+    schedule: str
+    ratio: float
+    tier: str
+    encoding: str
+    rounds: int
+
+    @property
+    def about(self) -> str:
+        """The run in words."""
+        return (
+            f"{self.model}, policy {self.policy} at r = {self.ratio:.3g}, schedule {self.schedule}, "
+            f"{self.encoding} KV from {self.tier}, {count(self.rounds, 'round')}"
+        )
+
+
+def conditions(adapter: ModelAdapter, workload: Workload, tier: str) -> dict[str, Any]:
+    return {
+        "machine": machine_of(adapter),
+        "model": adapter.model_id,
+        "policy": workload.policy,
+        "schedule": str(Schedule.parse(workload.schedule)),
+        "ratio": workload.ratio,
+        "tier": tier,
+        "encoding": workload.encoding,
+        "rounds": workload.rounds,
+    }
+
+
+def whole_numbers(text: str, what: str, example: str) -> list[int]:
+    """``"1,2,4"`` → numbers; raises :class:`InvalidInputError`, which calls them ``what``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InvalidInputError(
+            f"{what} {text!r}: expected comma-separated whole numbers of 1 or more, such as {example}"
+        )
+    return [int(part) for part in parts]
+
+
+def parse_ratios(text: str) -> list[float]:
+    """``"0.1,0.5"`` → numbers in [0, 1]; raises :class:`InvalidInputError`."""
+    try:
+        ratios = [float(part) for part in text.split(",")]
+    except ValueError:
+        ratios = []
+    if not ratios or not all(0.0 <= ratio <= 1.0 for ratio in ratios):
+        raise InvalidInputError(f"ratio {text!r}: expected comma-separated numbers in [0, 1]")
+    return ratios
+
+
+def random_ids(adapter: ModelAdapter, seed: int = 0) -> Callable[[int], tuple[int, ...]]:
+    """A function that returns so many further random ids."""
+    vocab = adapter.model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(seed)
+    return lambda n: tuple(torch.randint(2, vocab, (n,), generator=generator).tolist())
+
+
+def prompt_of(
+    chunks: Iterable[tuple[str, tuple[int, ...]]], question: tuple[int, ...]
+) -> SegmentedPrompt:
+    segments: list[Segment] = []
+    position = 0
+    for name, ids in chunks:
+        segments.append(Segment("", ids, position, name, ids))
+        position += len(ids)
+    return SegmentedPrompt((*segments, Segment("", question, position)))
+
+
+def random_prompt(adapter: ModelAdapter, workload: Workload) -> SegmentedPrompt:
+    workload.check(adapter)
+    ids = random_ids(adapter)
+    chunks = [(f"chunk-{i}", ids(workload.chunk_tokens)) for i in range(workload.chunks)]
+    return prompt_of(chunks, ids(workload.question_tokens))
+
+
+def stock_prefill(adapter: ModelAdapter, ids: torch.Tensor, **more: Any) -> int:
+    """First token after a stock forward over ``ids`` ``[1, N]`` that computes only the last logits."""
+    out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
+    return int(out.logits[0, -1].argmax())
+
+
+def exact_request(tokens: int, spans: tuple[LoadedSpan, ...]) -> BlendRequest:
+    """Compute everything after exact spans, as the engine's mode ``prefix`` does."""
+    return BlendRequest(tokens, spans, make_policy("full"), Schedule("constant"), 1.0)
+
+
+class StoredChunks:
+    """Chunks in a store, and what it takes to blend prompts over them."""
+
+    def __init__(self, adapter: ModelAdapter, workload: Workload, there: TierStore) -> None:
+        adapter.require_blendable()
+        self.adapter, self.workload, self.there = adapter, workload, there
+        self.fusor = Fusor(adapter)
+        self._namespace = adapter.identity.encoded(workload.encoding).namespace
+        self.controller = Controller(
+            adapter, there.store, self._namespace, PREFIX_IDS, 1, workload.encoding
+        )
+        there.store.agrees(self._namespace, self._probe, create=True)
+
+    def _probe(self) -> Probe:
+        """What a remote needs before it takes KV. It is not compared: a bench reads only its own KV."""
+        kv = self._encoded((), PREFIX_IDS)
+        return Probe(kv.layout, kv.tokens, lambda: kv, lambda reader: True)
+
+    def _encoded(self, prefix: Sequence[int], ids: Sequence[int]) -> ChunkKV:
+        kv = self.adapter.encode(prefix, ids)
+        return replace(kv, layout=kv.layout.encoded(self.workload.encoding))
+
+    def put(self, chunks: Iterable[Sequence[int]]) -> None:
+        for ids in chunks:
+            key = chunk_key(self._namespace, PREFIX_IDS, ids)
+            self.there.store.put(self._namespace, key, self._encoded(PREFIX_IDS, ids))
+
+    @contextmanager
+    def opened(
+        self, prompt: SegmentedPrompt, controller: Controller | None = None, **options: Any
+    ) -> Iterator[Plan]:
+        """Open every chunk of the prompt in the store; ``options`` as in :meth:`plan_options`."""
+        planned = (controller or self.controller).plan(prompt, self.plan_options(**options))
+        with closing(planned) as plan:
+            if plan.missing:
+                raise InvalidInputError("a bench chunk is no longer in the store; run again")
+            yield plan
+
+    def plan_options(
+        self,
+        mode: Mode = "blend",
+        policy: str | None = None,
+        ratio: float | None = None,
+        schedule: str | None = None,
+        is_auto: bool = False,
+    ) -> PlanOptions:
+        """What a request asks for; by default what the workload says."""
+        workload = self.workload
+        parsed = Schedule.parse(schedule or workload.schedule)
+        least = workload.ratio if ratio is None else ratio
+        chosen = make_policy(policy or workload.policy)
+        return PlanOptions(mode, chosen, parsed, least, is_auto)
+
+    def prefill(
+        self, ids: torch.Tensor, request: BlendRequest, timeline: Timeline | None = None
+    ) -> tuple[int, Fusion]:
+        """The first token of a blended prefill of ``ids`` ``[1, N]``."""
+        logits, _, fusion = self.fusor.prefill(ids, request, NEW_TOKENS, timeline=timeline)
+        return int(logits[0, -1].argmax()), fusion
+
+    def timer(self, way: Callable[..., object], *args: Any, **options: Any) -> Callable[[], float]:
+        """Times one call of ``way`` with the KV in its tier, in milliseconds."""
+
+        def timed() -> float:
+            self.there.prepare()
+            return milliseconds(partial(way, *args, **options), self.adapter.device)
+
+        return timed
+
+
+class PromptBench(StoredChunks):
+    """One random prompt over stored chunks, and the ways to its first token."""
+
+    def __init__(self, adapter: ModelAdapter, workload: Workload, there: TierStore) -> None:
+        super().__init__(adapter, workload, there)
+        self.prompt = random_prompt(adapter, workload)
+        self.prompt_tokens = workload.prompt_tokens
+        self.ids = torch.tensor([self.prompt.ids], device=adapter.device)  # [1, N]
+        self.put(segment.stored_ids for segment in self.prompt.chunks)
+        layout = adapter.layout.encoded(workload.encoding)
+        self.kv_bytes = workload.chunks * stored_chunk_bytes(layout, workload.chunk_tokens)
+        """Size of all chunks as stored."""
+
+    def full(self) -> int:
+        return stock_prefill(self.adapter, self.ids)
+
+    def reuse(self) -> int:
+        """Load all chunks and compute only the question."""
+        return self.blend(**REUSE)[0]
+
+    def blend(self, timeline: Timeline | None = None, **options: Any) -> tuple[int, Fusion]:
+        """Load all chunks and recompute as the workload says; ``options`` as in :meth:`opened`."""
+        with self.opened(self.prompt, **options) as plan:
+            return self.prefill(self.ids, plan.request(self.prompt_tokens), timeline)
+
+    def floor_speedup(self, counts: FusionCounts) -> float:
+        """L·N over the rows computed in all layers: the speedup that the row counts alone allow."""
+        return len(counts.rows) * self.prompt_tokens / sum(counts.rows)
+
+
+@contextmanager
+def prompt_bench(
+    timed: TimedModel, workload: Workload, tier: BenchTier, tick: Tick
+) -> Iterator[PromptBench]:
+    """A prompt whose chunks are in a temporary store of ``tier``."""
+    adapter = timed.adapter
+    with tier_store(tier) as there:
+        tick("encoding the chunks")
+        yield PromptBench(adapter, workload, there)

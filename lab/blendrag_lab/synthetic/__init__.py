@@ -1,0 +1,1 @@
+"""Invented documents and questions about them, by seed."""

@@ -1,0 +1,1 @@
+"""Writers of docs/quality.md, docs/performance.md and their figures."""

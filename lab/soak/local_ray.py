@@ -1,0 +1,44 @@
+"""A small Ray cluster of this process, for tests with the marker ``ray``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unpickling
+
+
+@contextmanager
+def local_ray(cpus: int = 2, folder: str = "") -> Iterator[Any]:
+    """Its workers can import the modules of the tests. Ray binds functions of pickle when it is imported."""
+    with unpickling.allowed():
+        ray = pytest.importorskip("ray.data") and sys.modules["ray"]
+
+        path = os.environ.get("PYTHONPATH", "")
+        root = Path(__file__).resolve().parents[2]
+        os.environ["PYTHONPATH"] = f"{root}:{root / 'tests'}:{path}"
+        folder = folder or tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets have short names
+        ray.init(
+            "local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            _temp_dir=folder,
+            log_to_driver=False,
+            logging_level="error",
+        )
+    try:
+        yield ray
+    finally:
+        with unpickling.allowed():
+            ray.shutdown()
+        os.environ["PYTHONPATH"] = path
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,182 @@
+"""The command line of benches: shared options, rounds, what is printed, and bad input."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from blendrag.config import DEFAULT_POLICY
+from blendrag.fusor.selection import POLICIES
+from blendrag_lab.bench import load_bench, options
+from blendrag_lab.bench.options import OMIT, bench
+from blendrag_lab.bench.rounds import (
+    Tick,
+    Timing,
+    measure_part,
+    peak_bytes,
+    silent,
+)
+from blendrag_lab.tables import ResultTable
+from cli.commands import invoke, refused
+from lab.tests.bench.small import COMMANDS, SMALL
+
+
+@dataclass(frozen=True)
+class Size:
+    rows: Annotated[int, typer.Option(min=1, help="How many.")] = 3
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    size: str
+    name: str
+
+
+def test_a_function_that_measures_becomes_a_command(monkeypatch):
+    monkeypatch.setattr(options, "BENCHES", {})
+
+    def shown(result: Measured) -> ResultTable:
+        return ResultTable(("size", "name"), [(result.size, result.name)])
+
+    def run(*args: str, of: str = "one") -> tuple[int, str]:
+        app = typer.Typer()
+        app.command()(options.BENCHES[of].command)
+        result = CliRunner().invoke(app, args)
+        return result.exit_code, result.output
+
+    @bench(shown)
+    def one(size: Size, name: str = "a", tick: Tick = silent) -> Measured:
+        return Measured(str(size), name)
+
+    @bench(shown, rows=30, wide=OMIT)
+    def other(size: Size, tick: Tick = silent) -> Measured:
+        return Measured(str(size), "")
+
+    assert json.loads(run("--json")[1])["size"] == str(Size())
+    given = ("--rows", "7", "--wide", "--name", "b(4)")
+    assert str(Size(7, True)) in run(*given)[1]
+    command = json.loads(run(*given, "--json")[1])["command"]
+    assert shlex.split(command)[3:] == list(given)
+    status, text = run("--rows", "0")
+    assert status == 2
+    assert "--rows" in text
+    helped = run("--help")[1]
+    assert "How many." in helped
+    for absent in ("--size", "--tick", "--plot"):
+        assert absent not in helped
+    assert json.loads(run("--json", of="other")[1])["size"] == str(Size(30))
+    assert run("--wide", of="other")[0] == 2
+    assert one(Size(1)) == Measured(str(Size(1)), "a")
+
+
+def test_the_help_of_policy_names_every_policy():
+    helped = invoke("bench", "ttft", "--help").stdout.replace("│", " ")
+    listed = " ".join(helped.split()).partition("--policy")[2].partition("--schedule")[0]
+    for name in POLICIES:
+        counted = POLICIES[name].k is not None
+        assert f"{name}(k)" in listed if counted else f"{name}," in listed, name
+
+
+@pytest.mark.parametrize("name", ["ttft", "sweep", "throughput", "trace", "load", "auto"])
+def test_benches_share_their_options(name):
+    parameters = inspect.signature(load_bench(name).command).parameters
+    shared = {"geometry", "model", "dtype", "device", "chunks", "chunk_tokens", "question_tokens",
+              "policy", "schedule", "encoding", "as_json"}  # fmt: skip
+    assert shared <= set(parameters)
+    assert parameters["policy"].default == ("random" if name == "trace" else DEFAULT_POLICY)
+    assert ("rounds" in parameters) == (name != "load")
+    assert ("ratio" in parameters) == (name != "auto")
+    assert ("plot" in parameters) == (name in ("sweep", "trace", "load"))
+
+
+def test_each_round_starts_with_another_way_and_the_first_does_not_count():
+    calls: list[str] = []
+    seconds = {"slow": iter([9.0, 4, 8, 6]), "fast": iter([9.0, 2, 1, 3])}
+
+    def once(name: str) -> float:
+        calls.append(name)
+        return next(seconds[name])
+
+    rows = measure_part("part", {name: partial(once, name) for name in seconds}, 3, silent, "slow")
+    assert calls == ["slow", "fast", "fast", "slow", "slow", "fast", "fast", "slow"]
+    assert [row.ms for row in rows] == [Timing(6000, 4000, 8000), Timing(2000, 1000, 3000)]
+    assert [row.speed for row in rows] == [1.0, 2.0]  # of 2, 8 and 2
+
+
+def test_peak_memory_is_measured_from_the_start_of_the_work():
+    peak = peak_bytes(lambda: torch.ones(16 << 20, dtype=torch.uint8).sum(), torch.device("cpu"))
+    assert peak is None or peak >= 15 << 20
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [("ttft", "--rounds", "0"), ("ttft", "--ratio", "1.5"), ("load", "--warm-requests", "-1"),
+     ("auto", "--min-ratio", "nan"), ("ingest", "--reingest-chunk-tokens", "5000")],
+)  # fmt: skip
+def test_a_number_out_of_range_names_its_option(command, option, value):
+    result = invoke("bench", command, "--geometry", "tiny", option, value, "--json")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith(f"Error: Invalid value for '{option}'")
+    assert result.stdout == ""
+
+
+TTFT = ("ttft", "--chunk-tokens", "16", "--geometry", "tiny")
+SWEEP = ("sweep", *SMALL, "--factor")
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [(("ttft",), "give either --geometry or --model"),
+     ((*TTFT, "--model", "demo"), "give either --geometry or --model"),
+     (("ttft", "--geometry", "huge"), "geometry 'huge' is not one of"),
+     ((*TTFT, "--chunks", "5000"), "exceeds the context of 32768"),
+     ((*TTFT, "--policy", "magic"), "magic"),
+     ((*TTFT, "--encoding", "int3"), "encoding 'int3' is not one of"),
+     ((*TTFT, "--device", "abacus"), "device 'abacus'"),
+     ((*TTFT, "--dtype", "int8"), "dtype 'int8' is not one of auto, float32"),
+     (("ttft", "--model", "demo", "--dtype", "int8"), "dtype 'int8' is not one of auto, float32"),
+     ((*SWEEP, "weather"), "factor 'weather' is none of"),
+     ((*SWEEP, "chunks", "--values", "0"), "chunks '0'"),
+     ((*SWEEP, "context", "--values", "20"), "no room for a chunk of 32"),
+     ((*SWEEP, "tier", "--values", "floppy"), "tier 'floppy'"),
+     ((*SWEEP, "encoding", "--values", "int3"), "encoding 'int3'"),
+     ((*SWEEP, "geometry"), "name geometries with --values"),
+     *(((*SWEEP, "ratio", "--values", x), f"ratio {x!r}") for x in ("", "2", "nan")),
+     *((("throughput", *SMALL, "--batch-size", x), f"batch sizes {x!r}: expected") for x in ("", "1,x")),
+     ((*COMMANDS["load"], "--corpus-chunks", "1"), "corpus of 1 chunks"),
+     ((*COMMANDS["load"], "--store-chunks", "2"), "room for 2 chunks"),
+     ((*COMMANDS["auto"], "--ratios", "0.05,0.1"), "ratios 0.05,0.1 include none of 0.15 or more"),
+     (("overhead", "--chunks", "6,x"), "numbers of chunks '6,x'"),
+     (("overhead", "--chunks", "1", "--policies", "magic"), "magic"),
+     (("store", "--geometry", "huge"), "geometry 'huge' is not one of"),
+     (("store", "--dir", "/proc/version"), "--dir /proc/version is not a writable directory")],
+)  # fmt: skip
+def test_bad_input_is_refused_in_one_sentence(command, sentence):
+    assert sentence in refused("bench", *command, "--json")
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [(("sweep", "--plot", "no/such/place/p.png"), "--plot no/such/place/p.png cannot be written"),
+     *(((name, "--tier", "1B/s"), "tier '1B/s' is none of")
+       for name in ("ttft", "sweep", "throughput", "trace", "load"))],
+)  # fmt: skip
+def test_bad_tiers_and_destinations_are_refused_before_anything_is_loaded(command, sentence):
+    assert sentence in refused("bench", *command, "--geometry", "none such")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plot = ("--plot", str(tmp_path / "p.png"))
+    assert "blendrag[plots]" in refused("bench", "load", "--geometry", "none such", *plot)

@@ -1,0 +1,78 @@
+"""Time to first token: the figures, the baselines and the compiled prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from blendrag_lab.bench.geometry import TimedModel
+from blendrag_lab.bench.ttft import CachedPrefix, ttft, ttft_table
+from blendrag_lab.bench.workload import PromptBench, Workload
+from lab.tests.bench.small import LAYERS, no_peak_bytes, printed, timed, tiny_bench
+
+MODES = {"full", "prefix_stock", "prefix_fused", "reuse", "blend"}
+CHUNK_TOKENS, PROMPT_TOKENS = 64, 72
+WORKLOAD = Workload(2, 32, 8, 0.15, rounds=1)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[PromptBench]:
+    with tiny_bench(WORKLOAD) as bench:
+        yield bench
+
+
+def test_figures_follow_from_the_times_and_rows_of_all_modes():
+    figures = printed("ttft")
+    assert figures["peak_bytes"].keys() == figures["ms"].keys() == MODES
+    assert all(timing["low"] > 0 for timing in figures["ms"].values())
+    assert (figures["rounds"], figures["prompt_tokens"]) == (1, PROMPT_TOKENS)
+    speedup = figures["ms"]["full"]["median"] / figures["ms"]["blend"]["median"]
+    assert figures["speedup"] == pytest.approx(speedup)
+    assert (
+        figures["kv_bytes"] == 2 * LAYERS * 2 * CHUNK_TOKENS * 16 * 2
+    )  # KV heads, width, bfloat16
+    assert figures["charged_ratio"] == pytest.approx(0.15, abs=1 / CHUNK_TOKENS)
+    fresh = 2 * (PROMPT_TOKENS - CHUNK_TOKENS)  # the scout pass computes the question too
+    rows = LAYERS * (figures["charged_ratio"] * CHUNK_TOKENS + fresh)
+    assert figures["floor_speedup"] == pytest.approx(LAYERS * PROMPT_TOKENS / rows)
+
+
+def test_ways_that_compute_everything_choose_the_token_of_stock_prefill(bench):
+    prefix = CachedPrefix(bench)
+    assert prefix.stock() == prefix.fused() == bench.full()
+    token, fusion = bench.blend(policy="hkvd", ratio=1.0)
+    assert token == bench.full()
+    assert fusion.counts().rows == (PROMPT_TOKENS,) * LAYERS
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_compiled_stock_prefill_has_its_own_row_if_a_compiler_works(works, monkeypatch):
+    def compiled(forward: Any, **how: Any) -> Any:
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("no C++ compiler found\nwith a long trace")
+
+        assert how == {"dynamic": False}
+        return forward if works else broken
+
+    monkeypatch.setattr("blendrag_lab.bench.ttft.peak_bytes", no_peak_bytes)
+    monkeypatch.setattr(torch, "compile", compiled)
+    found = ttft(timed(), WORKLOAD, compiled=True)
+    (note,) = found.notes
+    assert (
+        note.startswith("Compiled in ")
+        if works
+        else "(RuntimeError: no C++ compiler found)" in note
+    )
+    assert "\n" not in note
+    shown = [row[0] for row in ttft_table(found).rows]
+    assert ("full, compiled" in shown) == works
+
+
+@torch.inference_mode()
+def test_models_loaded_in_inference_mode_have_ordinary_parameters():
+    """Prefill over parameters made in inference mode is a third slower, which would favour blending."""
+    made = (TimedModel("tiny").adapter, TimedModel(model="demo").adapter)
+    assert not any(p.is_inference() for adapter in made for p in adapter.model.parameters())
