@@ -123,7 +123,6 @@ def flip_kv(server: Server, flips: int, outcome: Outcome, chance: random.Random)
             else:
                 server.fault = chance.choice(["flip", "flip once"])
             with outcome.watching("KV"):
-                remote.begin_prompt()
                 reader = Lab.open(remote, number)
                 if reader is None:
                     outcome.add("KV refused")

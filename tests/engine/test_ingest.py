@@ -333,14 +333,14 @@ def test_settings_that_another_ingest_decides_meanwhile_are_not_taken_for_a_chan
         gave_up.resources.create_corpus()  # the settings of an empty store can change
     with made(tmp_path) as slow, made(tmp_path, kv_encoding="int8") as fast:
         assert slow.adapter.layout
-        real = slow.resources.store.contains
+        real = slow.resources.store.pin
 
-        def contains(namespace: str, key: str) -> bool:
+        def pin(namespace: str, key: str) -> None:
             monkeypatch.undo()
             fast.ingest(DOCUMENTS).whole()
-            return real(namespace, key)
+            real(namespace, key)
 
-        monkeypatch.setattr(slow.resources.store, "contains", contains)
+        monkeypatch.setattr(slow.resources.store, "pin", pin)
         with pytest.raises(CorpusError, match="encoding 'int8' instead of 'native'"):
             slow.ingest(DOCUMENTS)
         assert reused_share(fast) == 1
@@ -446,7 +446,7 @@ def test_an_ingest_does_not_wait_for_answers_that_run(tmp_path: Path) -> None:
         engine.adapter.model.pause_s = 0.02
         engine.ingest([tiny.document(2)]).whole()
         assert engine.generate("Hello", max_new_tokens=1).metrics.new_tokens == 1
-        assert not answering.pending.future.done()
+        assert not answering._started.future.done()
         answering.close()
         meanwhile = stored_layers(engine, 2)
     with scripted.engine((), tmp_path / "alone") as engine:

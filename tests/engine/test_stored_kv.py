@@ -150,7 +150,7 @@ def test_a_store_remembers_its_encoding(tmp_path):
         tiny.lose_kv(engine, key)
         assert engine.generate(tiny.prompt(engine, 0), REUSE).metrics.reused_tokens > 0
         engine.drain()  # chunks that a query missed are stored in the same encoding
-        assert engine.resources.store.contains(engine.resources.kv_validity.namespace, key)
+        assert engine.resources.store.where(engine.resources.kv_validity.namespace, [key])
         assert not set(engine.resources.store.keys(engine.adapter.identity.namespace))
 
 

@@ -106,10 +106,10 @@ def test_readers_already_open_are_closed_if_a_later_chunk_cannot_be_opened(engin
     def opened(*given: Any) -> tiny.Held:
         if len(readers) == 2:
             raise OSError("too many open files")
-        readers.append(tiny.Held(SimpleNamespace(tokens=given[-1]), given[1]))  # type: ignore[arg-type]
+        readers.append(tiny.Held(SimpleNamespace(tokens=given[2]), given[1]))  # type: ignore[arg-type]
         return readers[-1]
 
-    monkeypatch.setattr(engine.resources.store, "open", opened)
+    monkeypatch.setattr(engine.resources.store, "_open_here", opened)
     with pytest.raises(OSError, match="too many open files"):
         planned(engine, "blend", asked)
     assert [reader.closed for reader in readers] == [True, True]
@@ -124,9 +124,9 @@ def test_behind_a_throttled_store_the_larger_ratio_that_hides_is_taken(engine, m
     bytes_per_s = token_bytes(engine) / (2 * row_s)
     profiled(engine, bytes_per_s, row_s)
     store = engine.resources.store
-    unthrottled: Any = SimpleNamespace(open=store.open)
+    unthrottled: Any = SimpleNamespace(open=store.disk.open)
     slow = ThrottledStore(unthrottled, Throttle(bytes_per_s), "disk")
-    monkeypatch.setattr(store, "open", slow.open)
+    monkeypatch.setattr(store, "open_all", slow.open_all)
     monkeypatch.setattr("blendrag.planning.choice.WORTH", 1.0)  # load everything
     metrics = ask(engine, replace(AUTO, min_ratio=0.05)).metrics
     assert metrics.ratio > 0.055

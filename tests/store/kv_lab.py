@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from blendrag.store import DiskStore
+from blendrag.store import DiskStore, KVStore
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.payload import frame
+from blendrag.store.remote.tier import RemoteTier
 
 TOKENS = 24
 
@@ -49,12 +50,18 @@ class Lab:
     @staticmethod
     def agree(store):
         """``store``, as if the probe of its remote had been compared."""
-        store._agreement._agreed.add(Lab.namespace)
+        store._shared.agreement._agreed.add(Lab.namespace)
         return store
 
     @staticmethod
     def has(store, number: int) -> bool:
-        return store.contains(Lab.namespace, Lab.key(number))
+        """Whether a store, or one of its tiers, has that entry durably."""
+        namespace, key = Lab.namespace, Lab.key(number)
+        if isinstance(store, KVStore):
+            return key in store.where(namespace, [key], durable=True)
+        if isinstance(store, RemoteTier):
+            return key in store.found(namespace, [key], durable=True)
+        return store.contains(namespace, key)
 
     @staticmethod
     def read(reader, layout: KVLayout = layout, tokens: int = TOKENS) -> list[torch.Tensor]:
@@ -125,7 +132,6 @@ class Lab:
     def descriptors() -> int:
         """Open descriptors, those of forgotten objects excluded."""
         gc.collect()
-        gc.collect()  # what an earlier test has dropped
         return len(os.listdir("/proc/self/fd"))
 
     @staticmethod

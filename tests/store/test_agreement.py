@@ -84,7 +84,7 @@ def test_kv_of_a_remote_is_used_once_its_probe_was_compared(lab, machine, agree)
     other = machine("other")
     assert lab.open(other, 1) is None
     assert not lab.has(other, 1)
-    assert not other.found(lab.namespace, [lab.key(1)])
+    assert not other.where(lab.namespace, [lab.key(1)])
     assert agree(other)
     assert lab.has(other, 1)
     assert lab.is_right(other, 1)
@@ -288,7 +288,7 @@ def test_what_failed_is_copied_once_the_remote_takes_chunks_again(
     one.remote._write_pause = Pause()
     with ThreadPoolExecutor(1) as thread:  # which owes nothing of what failed
         thread.submit(lab.put, one, 8).result()
-    for _ in wait_until(lambda: not one._uploads._failed):
+    for _ in wait_until(lambda: not one._shared._uploads._failed):
         pass
     assert all(lab.is_right(one.remote, number) for number in range(2, 9))
 

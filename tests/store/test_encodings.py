@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from blendrag.config import KVEncoding
 from blendrag.errors import CorruptKVError, InvalidInputError
-from blendrag.store import DiskStore, MemoryStore, TieredStore
+from blendrag.store import DiskStore, KVStore, MemoryStore
 from blendrag.store.encodings import (
     ENCODINGS,
     RELATIVE_ERROR,
@@ -320,7 +320,7 @@ def test_headers_with_another_encoding_than_their_own_are_refused(encoding):
 def test_memory_keeps_encoded_bytes_and_gives_back_what_disk_does(root: Path, encoding):
     layout = layout_of(encoding)
     size = stored_chunk_bytes(layout, Lab.tokens)
-    store = TieredStore(MemoryStore(2 * size), DiskStore(root, 1 << 30))
+    store = KVStore(MemoryStore(2 * size), DiskStore(root, 1 << 30))
     for number in range(3):
         right = expected(Lab.put(store, number, layout))
         for tier in ("disk", "memory"):

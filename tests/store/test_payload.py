@@ -16,7 +16,7 @@ from kv_lab import Lab
 from safetensors.torch import load_file
 
 from blendrag.errors import CorruptKVError, InvalidInputError
-from blendrag.store import MemoryStore, TieredStore
+from blendrag.store import KVStore, MemoryStore
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.payload import (
     ALIGNMENT_BYTES,
@@ -345,7 +345,7 @@ def test_portions_keep_the_order_and_the_maximum_size(sizes):
 def test_a_file_counts_as_cached_unless_the_kernel_would_wait(
     lab, store, monkeypatch, code, is_cached, in_tiers
 ):
-    reader = lab.open(TieredStore(MemoryStore(1 << 24), store) if in_tiers else store, 1)
+    reader = lab.open(KVStore(MemoryStore(1 << 24), store) if in_tiers else store, 1)
     assert reader.is_cached()  # just written
 
     def answer(fd, buffers, offset, flags):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.store import DiskStore, MemoryStore, TieredStore, maintenance
+from blendrag.store import DiskStore, KVStore, MemoryStore, maintenance
 from blendrag.store.index import IndexLocked
 from blendrag.store.payload_files import PayloadFiles
 
@@ -108,14 +108,14 @@ def test_two_spawned_ingests_and_a_server_share_a_store(lab, root):
 @pytest.mark.parametrize("send", [pickle.dumps, copy.deepcopy, copy.copy])
 def test_an_open_store_is_neither_pickled_nor_copied(make_store, send):
     disk, memory = make_store(), MemoryStore(1 << 20)
-    for store in (disk, memory, TieredStore(memory, disk)):
+    for store in (disk, memory, KVStore(memory, disk)):
         with pytest.raises(InvalidInputError, match="send its path and open it there"):
             send(store)
 
 
 def test_a_store_is_refused_in_a_forked_child_which_opens_its_own(lab, root, fork):
     """Even if a thread of the parent, which the child does not have, holds a lock at the fork."""
-    store = TieredStore(MemoryStore(1 << 20), DiskStore(root, 1 << 30))
+    store = KVStore(MemoryStore(1 << 20), DiskStore(root, 1 << 30))
     kvs = [lab.kv(number) for number in range(3)]
     lab.put(store, 0)
     assert lab.is_right(store, 0)
@@ -128,7 +128,7 @@ def test_a_store_is_refused_in_a_forked_child_which_opens_its_own(lab, root, for
             lambda: lab.open(store, 0),
             lambda: lab.open(store.disk, 0),
             lambda: store.put(*entry, kvs[0]),
-            lambda: store.contains(*entry),
+            lambda: store.where(lab.namespace, [lab.key(0)]),
             lambda: store.delete(*entry),
             lambda: list(store.keys(lab.namespace)),
             lambda: store.pin(*entry),

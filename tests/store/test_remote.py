@@ -14,6 +14,7 @@ import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
 from blendrag.store import DiskStore, open_store
+from blendrag.store.base import WantedKV
 from blendrag.store.remote import objects
 from blendrag.store.remote.directory import ObjectDirectory
 from blendrag.store.remote.objects import Piece
@@ -249,15 +250,20 @@ def test_a_missing_obstore_is_said_in_one_sentence(bucket, monkeypatch):
         RemoteTier(f"file://{bucket}", None, 1.0)
 
 
-def test_headers_that_are_expected_are_requested_at_once(lab, make_remote, tmp_path, monkeypatch):
+def test_the_headers_of_a_prompt_are_requested_at_once(lab, make_remote, tmp_path, monkeypatch):
     tier, begun = make_remote(), []
     upload(lab, tier, tmp_path, 1, 2, 3)
     real = tier.objects.read
     monkeypatch.setattr(tier.objects, "read", lambda *args: begun.append(args) or real(*args))
-    for number in (1, 2, 3):
-        tier.expect(lab.namespace, lab.key(number), lab.layout, lab.tokens)
-    assert len(begun) == 3
-    readers = [lab.open(tier, number) for number in (1, 2, 3)]
+    wait = tier.objects.wait
+
+    def waiting(result, timeout_s):
+        assert len(begun) == 3
+        return wait(result, timeout_s)
+
+    monkeypatch.setattr(tier.objects, "wait", waiting)
+    wanted = [WantedKV(lab.namespace, lab.key(number), lab.tokens) for number in (1, 2, 3)]
+    readers = tier.open_all(wanted, lab.layout)
     assert len(begun) == 3
     assert all(lab.gives(reader, lab.kv(n)) for n, reader in enumerate(readers, 1))
 
@@ -356,17 +362,6 @@ def test_an_object_damaged_after_it_was_put_is_put_again(lab, machine, bucket):
     assert lab.is_right(machine("other"), 1)
 
 
-def test_every_prompt_has_its_own_time_to_wait(lab, machine):
-    one, other = machine("one"), machine("other")
-    for number in (1, 2):
-        lab.put(one, number)
-    one.flush()
-    for number in (1, 2):
-        other.expect(lab.namespace, lab.layout, [(lab.key(number), lab.tokens)])
-        assert lab.is_right(other, number)
-        other.remote._waiting.left_s = 0.0  # as after many prompts, one right after another
-
-
 def test_the_local_disk_has_a_limit_of_its_own(lab, machine):
     one = machine("one", disk_bytes=2 * lab.entry_bytes)
     with one.pin_scope():
@@ -416,7 +411,10 @@ def test_what_only_this_machine_has_is_copied_when_it_is_asked_for(lab, machine,
     one.flush()
     other = machine("other")
     assert lab.has(other, 1)
-    assert other.found(lab.namespace, [lab.key(1), lab.key(2)]) == {lab.key(1)}
+    keys = [lab.key(1), lab.key(2)]
+    assert other.where(lab.namespace, keys) == {lab.key(1): "remote"}
+    assert one.where(lab.namespace, keys) == {lab.key(1): "disk"}
+    assert not other.where(lab.namespace, keys, ask_remote=False)
     assert not one.delete(lab.namespace, lab.key(2))
     assert one.delete(lab.namespace, lab.key(1))
     assert lab.is_right(one, 1)  # other machines may use it

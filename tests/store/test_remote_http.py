@@ -14,6 +14,7 @@ from blendrag.corpus.shared.collection import collect_remote
 from blendrag.corpus.shared.sharing import Keys, follow, publish
 from blendrag.errors import CorruptKVError, StoreUnavailableError
 from blendrag.store import open_store
+from blendrag.store.base import WantedKV
 from blendrag.store.remote import objects
 from blendrag.store.remote.claims import MARK
 from blendrag.store.remote.objects import RemoteObjects
@@ -127,8 +128,8 @@ def test_how_long_loading_takes_is_told_by_the_first_requests(lab, server, machi
 def test_a_first_request_that_takes_too_long_is_not_waited_for_but_kept(lab, server, machine):
     two = filled(lab, machine)
     server.fault = "hang"
-    two.expect(lab.namespace, lab.layout, [(lab.key(1), lab.tokens)], lambda: 0.01)
-    reader = lab.open(two, 1)
+    wanted = [WantedKV(lab.namespace, lab.key(1), lab.tokens)]
+    (reader,) = two.open_all(wanted, lab.layout, lambda: 0.01)
     assert not server.go_on.is_set()
     assert expected_load_s([reader]) == math.inf
     server.fault = ""
@@ -138,7 +139,7 @@ def test_a_first_request_that_takes_too_long_is_not_waited_for_but_kept(lab, ser
     two.drain()
     assert lab.is_right(two.disk, 1)
     assert two.trouble == ""
-    assert lab.open(two, 3) is None  # was not expected, so it is waited for
+    assert lab.open(two, 3) is None
 
 
 def test_a_pointer_is_replaced_by_one_of_those_who_have_seen_it(server):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blendrag.errors import CorruptKVError, StoreFullError
-from blendrag.store import DiskStore, MemoryStore, TieredStore, tiered
+from blendrag.store import DiskStore, KVStore, MemoryStore, promotion
 from blendrag.store.kv import KVLayout
 
 CHUNK_BYTES = 3 * 2 * 16 * 24 * 4
@@ -21,7 +21,7 @@ def make_tiers(root):
     with contextlib.ExitStack() as opened:
 
         def make(ram_bytes=1 << 20, disk_bytes=1 << 30):
-            store = TieredStore(MemoryStore(ram_bytes), DiskStore(root, disk_bytes))
+            store = KVStore(MemoryStore(ram_bytes), DiskStore(root, disk_bytes))
             return opened.enter_context(contextlib.closing(store))
 
         yield make
@@ -134,7 +134,7 @@ def test_a_chunk_larger_than_memory_is_served_from_disk(lab, make_tiers):
 
 
 def test_a_reader_closed_after_its_store_promotes_nothing(lab, filled):
-    tiers = TieredStore(MemoryStore(1 << 20), filled)
+    tiers = KVStore(MemoryStore(1 << 20), filled)
     before = lab.descriptors()
     reader = lab.open(tiers, 1)
     lab.read(reader)
@@ -147,17 +147,17 @@ def test_a_reader_closed_after_its_store_promotes_nothing(lab, filled):
 
 
 def test_a_full_queue_leaves_chunks_on_disk_and_counts_them(lab, make_tiers, monkeypatch):
-    monkeypatch.setattr(tiered, "QUEUE_CHUNKS", 4)
+    monkeypatch.setattr(promotion, "QUEUE_CHUNKS", 4)
     store = make_tiers()
     at_work, go_on = threading.Event(), threading.Event()
-    real = tiered.Promotion._promote
+    real = promotion.Promotion._promote
 
     def slow(*args):
         at_work.set()
         assert go_on.wait(60)
         real(*args)
 
-    monkeypatch.setattr(tiered.Promotion, "_promote", slow)
+    monkeypatch.setattr(promotion.Promotion, "_promote", slow)
     for number in range(8):
         lab.put(store, number)
     assert lab.is_right(store, 0)
@@ -175,7 +175,7 @@ def test_a_full_queue_leaves_chunks_on_disk_and_counts_them(lab, make_tiers, mon
 
 
 def test_uses_that_cannot_be_noted_do_not_end_the_promotions(lab, make_tiers, monkeypatch):
-    monkeypatch.setattr(tiered, "RECENCY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(promotion, "RECENCY_INTERVAL_S", 0.01)
     store, failures = make_tiers(), threading.Semaphore(0)
 
     def fail():

@@ -57,10 +57,7 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, bytes]:
         """Whose KV is here, for :class:`blendrag_ray.resident_router.ResidentRouter`."""
-        from blendrag.store.tiered import TieredStore
-
         store = self._engine.resources.store
-        assert isinstance(store, TieredStore)
         memory, disk = (
             [self._routing_keys.get(key, key) for key in keys]
             for keys in store.resident(REPORTED_KEYS)

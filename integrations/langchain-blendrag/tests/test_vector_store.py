@@ -35,7 +35,7 @@ def has_kv(engine: BlendEngine, text: str) -> bool:
     resources = engine.resources
     namespace = resources.namespace()
     key = chunk_key(namespace, resources.prefix_ids, resources.text_ids(text))
-    return bool(resources.store.contains(namespace, key))
+    return bool(resources.store.where(namespace, [key]))
 
 
 def test_kv_is_added_with_a_document_and_deleted_with_the_last_of_its_text(

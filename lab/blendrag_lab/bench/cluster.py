@@ -27,7 +27,6 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 from blendrag.engine import BlendEngine
 from blendrag.engine.library import Entry
 from blendrag.server.running import bound_socket
-from blendrag.store.tiered import TieredStore
 from blendrag_lab.bench import options
 from blendrag_lab.bench.rounds import Tick, silent
 from blendrag_lab.tables import ResultTable, table, times
@@ -95,7 +94,6 @@ class OwnStoreReplica(Replica):
     def reset(self) -> int:
         """Remove the KV; the bytes that were read from the remote so far."""
         store = self._engine.resources.store
-        assert isinstance(store, TieredStore)
         assert store.remote is not None
         store.drain()
         namespace = self._engine.adapter.identity.namespace

@@ -25,7 +25,7 @@ from blendrag.cli.options import Remote
 from blendrag.config import settings
 from blendrag.errors import InvalidInputError
 from blendrag.planning.measure import prefill_token_s
-from blendrag.store import TieredStore, open_store
+from blendrag.store import KVStore, open_store
 from blendrag.store.remote.objects import Piece, RemoteObjects
 from blendrag.store.remote.tier import RemoteTier, name_of
 from blendrag_lab.bench import options
@@ -114,9 +114,9 @@ class LineObjects(RemoteObjects):
 class ColdRemote(TierStore):
     """A store whose KV is only in the remote when a measurement begins."""
 
-    store: TieredStore
+    store: KVStore
 
-    def __init__(self, store: TieredStore, root: Path, line: Line) -> None:
+    def __init__(self, store: KVStore, root: Path, line: Line) -> None:
         super().__init__(BenchTier("a cold remote"), store, root)
         self.line = line
 
@@ -154,7 +154,6 @@ def cold_remote(url: str | None, line: Line) -> Iterator[ColdRemote]:
 
         root = directory / "store"
         store = opened.enter_context(closing(open_store(root, 0, AMPLE_BYTES, remote=remote)))
-        assert isinstance(store, TieredStore)
         there = ColdRemote(store, root, line)
         try:
             yield there

@@ -29,7 +29,8 @@ from blendrag.cli.options import Remote
 from blendrag.config import settings
 from blendrag.errors import InvalidInputError
 from blendrag.planning.tier_times import cached_share, drop_cached
-from blendrag.store import KVStore, MemoryStore, TieredStore, open_store
+from blendrag.store import KVStore, MemoryStore, open_store
+from blendrag.store.base import WantedKV
 from blendrag.store.encodings import RELATIVE_ERROR, stored_chunk_bytes
 from blendrag.store.encodings.stored import codec_of, staging_of
 from blendrag.store.index import Index
@@ -314,11 +315,8 @@ def remote_reads(prompt: PromptBuffers, remote: RemoteTier) -> float:
 
 
 def _opened(prompt: PromptBuffers, remote: RemoteTier) -> list[RemoteReader]:
-    chunks = prompt.chunks.items()
-    remote.begin_prompt()
-    for key, chunk in chunks:
-        remote.expect(NAMESPACE, key, chunk.layout, chunk.tokens)
-    readers = [remote.open(NAMESPACE, key, chunk.layout, chunk.tokens) for key, chunk in chunks]
+    wanted = [WantedKV(NAMESPACE, key, chunk.tokens) for key, chunk in prompt.chunks.items()]
+    readers = remote.open_all(wanted, prompt.first.layout)
     found = [reader for reader in readers if reader is not None]
     if len(found) < len(readers):
         raise MeasuredNothingError(
@@ -376,7 +374,7 @@ def measure_remote_reads(
             with contextlib.closing(open_store(root, 0, AMPLE_BYTES)) as local:
                 for name, chunk in prompt.chunks.items():
                     local.put(NAMESPACE, name, chunk)
-                    with cast(TieredStore, local).disk.payload(NAMESPACE, name) or _gone() as found:
+                    with local.disk.payload(NAMESPACE, name) or _gone() as found:
                         remote.put(*found)
             ways = {
                 "remote tier": partial(remote_reads, prompt, remote),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from blendrag.cli.options import parse_size
 from blendrag.errors import InvalidInputError
 from blendrag.planning.tier_times import cached_share, drop_cached
 from blendrag.store import KVReader, KVStore, open_store
+from blendrag.store.base import WantedKV
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import KVLayout
 from blendrag_lab.bench.scratch import scratch
@@ -102,6 +103,9 @@ class ThrottledStore:
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> Any:
         reader = self._store.open(namespace, key, layout, tokens)
         return reader and ThrottledReader(reader, layout, self._device, self._tier)
+
+    def open_all(self, wanted: Sequence[WantedKV], layout: KVLayout, *first_s: Any) -> list[Any]:
+        return [self.open(namespace, key, layout, tokens) for namespace, key, tokens in wanted]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)

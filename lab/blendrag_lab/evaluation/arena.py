@@ -31,7 +31,6 @@ from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store.identity import chunk_key, digest_fields
-from blendrag.store.tiered import TieredStore
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from blendrag.text.readers import Document
 from blendrag_lab.evaluation.asking import ObservedAnswer, Wording, ask, prompt_of, wording_for
@@ -111,7 +110,6 @@ class Engines:
 def _promote(engine: BlendEngine, chunk: str) -> None:
     """Read the chunk's KV once, which brings it to the memory tier."""
     resources = engine.resources
-    assert isinstance(resources.store, TieredStore)
     ids, layout = resources.text_ids(chunk), resources.adapter.layout
     namespace = resources.adapter.identity.namespace
     key = chunk_key(namespace, resources.prefix_ids, ids)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from blendrag.store import DiskStore, MemoryStore, TieredStore
+from blendrag.store import DiskStore, KVStore, MemoryStore
 from blendrag.store.payload import frame
 from blendrag.store.remote.tier import RemoteTier
 from lab.simulation.popularity import Demand
@@ -33,7 +33,7 @@ def real_tiers(folder: Path, requests: list[list[int]]) -> list[str]:
     memory = MemoryStore(IN_MEMORY * Lab.kv(0).size_bytes)
     disk = DiskStore(folder / "store", ON_DISK * frame(Lab.layout, Lab.tokens).file_bytes)
     tiers = []
-    with contextlib.closing(Lab.agree(TieredStore(memory, disk, remote))) as store:
+    with contextlib.closing(Lab.agree(KVStore(memory, disk, remote))) as store:
         for chunks in requests:
             readers = [Lab.open(store, number) for number in chunks]
             tiers += [reader.tier for reader in readers]

@@ -31,12 +31,12 @@ from blendrag.fusor import verdicts
 from blendrag.fusor.gate import Verification, verify
 from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.model.sharing import ModelLock, before_layers
-from blendrag.serving.coroutine import let_texts_in
-from blendrag.store import KVReader, KVStore
-from blendrag.store.base import ForeignKVError, Probe
+from blendrag.serving.turns import let_texts_in
+from blendrag.store.base import ForeignKVError, KVReader, Probe
 from blendrag.store.encodings.stored import codec_of, staging_of
 from blendrag.store.identity import ModelIdentity, chunk_key, probe_key
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
+from blendrag.store.tiered import KVStore
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class KVValidity:
             )
         self._store.agrees(namespace, partial(self._remote_probe, namespace), create=True)
         key = self.probe_key(namespace)
-        if not self._store.contains(namespace, key):
+        if key not in self._store.where(namespace, [key], durable=True):
             kv = self.encode(namespace, self._probe_ids(), self._manifest().prefix_ids)
             self._store.put(namespace, key, kv)
         self._store.pin(namespace, key)

@@ -16,11 +16,11 @@ from typing import NamedTuple, TypeVar
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine.resources import Resources
+from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError, IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import MissingKV, Plan
-from blendrag.serving.coroutine import pause
-from blendrag.serving.scheduler import Pending, Scheduler
+from blendrag.serving.turns import pause
 from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import chunk_key, kv_namespace
@@ -58,9 +58,9 @@ class KVWriter:
     is left to evict, :meth:`write` raises :class:`StoreFullError`.
     """
 
-    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
+    def __init__(self, resources: Resources, worker: Worker) -> None:
         self._resources = resources
-        self._scheduler = scheduler
+        self._worker = worker
         self._admitted = False
         self._pins: PinScope
         self.stored: set[str] = set()
@@ -77,7 +77,7 @@ class KVWriter:
     def namespace(self) -> str:
         """Where this run stores; does not change during the run."""
         resources = self._resources
-        # reading the model's identity waits for requests that run, unless its own thread does it
+        # reading the model's identity waits for requests that run, unless the worker does it
         namespace = (
             self._computed(resources.namespace) if resources.is_loaded else resources.namespace()
         )
@@ -89,7 +89,7 @@ class KVWriter:
     def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Those of ``chunks`` without stored KV; the others are pinned."""
         keys = [self.key_of(chunk) for chunk in chunks]
-        found = self._resources.store.contained(self.namespace, keys)
+        found = self._resources.store.where(self.namespace, keys, durable=True).keys()
         for key in found:
             self._pins.protect(self.namespace, key)
         self.stored |= found
@@ -129,7 +129,7 @@ class KVWriter:
             self.stored.clear()
 
     def _computed(self, call: Callable[[], T]) -> T:
-        return computed_among_requests(self._resources, self._scheduler, call)
+        return computed_among_requests(self._resources, self._worker, call)
 
     def _encode(self, ids: Ids) -> ChunkKV:
         resources = self._resources
@@ -140,7 +140,7 @@ class KVWriter:
         """Store the KV of the prefix up to today's date."""
         resources, ids = self._resources, self._resources.undated_ids
         key = chunk_key(self.namespace, (), ids)
-        if ids and not resources.store.contains(self.namespace, key):
+        if ids and key not in resources.store.where(self.namespace, [key], durable=True):
             kv = resources.kv_validity.encode(self.namespace, ids, ())
             resources.store.put(self.namespace, key, kv)
             self.stored.add(key)
@@ -151,15 +151,15 @@ class KVWriter:
         return chunk_key(self.namespace, self._resources.prefix_ids, ids)
 
 
-def computed_among_requests(resources: Resources, scheduler: Scheduler, call: Callable[[], T]) -> T:
-    """``call()`` beside requests that run, unless the model is yet to be loaded or checked."""
+def computed_among_requests(resources: Resources, worker: Worker, call: Callable[[], T]) -> T:
+    """``call()`` on the worker, while requests run, unless the model is yet to be loaded or checked."""
 
     def joins() -> bool:
         if not resources.is_loaded or resources.adapter.lock.is_wanted:
             return False
         return resources.kv_validity.is_admitted(resources.kv_validity.namespace)
 
-    return scheduler.run(call, joins)
+    return worker.submit(call, joins=joins).result()
 
 
 def with_loaded_identity(resources: Resources, run: Callable[[], T]) -> T:
@@ -242,9 +242,9 @@ class Job(NamedTuple):
 class BackgroundWriter:
     """Encodes chunks that queries missed: between requests, or before a request if others wait."""
 
-    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
+    def __init__(self, resources: Resources, worker: Worker) -> None:
         self._resources = resources
-        self._scheduler = scheduler
+        self._worker = worker
         self._queued: set[Job] = set()
         self._seen: dict[tuple[str, Ids], None] = {}
         self._full = False
@@ -277,14 +277,14 @@ class BackgroundWriter:
                 return
             if job not in self._queued:
                 self._queued.add(job)
-                self._scheduler.submit(Pending(partial(self._encode, job)), background=True)
+                self._worker.submit(partial(self._encode, job), background=True)
 
-    def due_now(
+    def going_first(
         self, prompt: SegmentedPrompt, missing: Callable[[], Sequence[MissingKV]]
     ) -> tuple[list[Job], str]:
         """Which of a prompt's missing chunks are encoded before it runs, and why: all if other requests
         wait, else those that an earlier request missed and that have waited since."""
-        waits = self._scheduler.is_waited_for
+        waits = self._worker.is_waited_for
         if not (waits or self._queued) or self._full or not self._resources.is_writable:
             return [], ""
         jobs = self._jobs(missing(), self._is_long(prompt))
@@ -294,7 +294,7 @@ class BackgroundWriter:
         return due, "background encoding was not finished"
 
     def encode_first(self, jobs: Sequence[Job], check: Callable[[], None]) -> int:
-        """Encode these chunks now, on the scheduler's thread; returns how many are stored.
+        """Encode these chunks now, on the worker; returns how many are stored.
 
         ``check`` is called before each and raises for a request that is over.
         """
@@ -319,10 +319,10 @@ class BackgroundWriter:
         try:
             with resources.adapter.lock:  # one identity from look-up to put
                 namespace = resources.kv_validity.namespace
-                place = job.place(namespace)
-                if not resources.store.contains_here(*place):
+                place, key = job.place(namespace)
+                if key not in resources.store.where(place, [key], ask_remote=False):
                     if not job.is_learned and resources.store.is_behind:
-                        return False  # requests do not wait for a slow remote
+                        return False  # the worker does not wait for a slow remote
                     resources.kv_validity.admit(namespace)
                     with before_layers(resources.adapter.decoder_layers, pause):
                         encode = resources.kv_validity.encode
@@ -330,7 +330,7 @@ class BackgroundWriter:
                             encoder = partial(resources.adapter.encode, is_long=True)
                             encode = partial(encode, encoder=encoder)
                         kv = encode(namespace, job.ids, job.prefix)
-                    resources.store.put(*place, kv)
+                    resources.store.put(place, key, kv)
             return True
         except StoreFullError as full:
             if not job.is_learned:

@@ -1,7 +1,6 @@
 """Profiles an engine's model on this machine (``blendrag profile``): measured once, then remembered.
 
-Reading is timed in the caller's thread, so that Ctrl-C ends it at once; the scheduler runs every
-prefill.
+Reading is timed in the caller's thread, so that Ctrl-C ends it at once; every prefill runs on the worker.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blendrag.engine.resources import Resources
+from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError, StoreError
 from blendrag.planning.measure import Measure, Watch
 from blendrag.planning.profile import (
@@ -22,7 +22,6 @@ from blendrag.planning.profile import (
     profiles,
     recall_profile,
 )
-from blendrag.serving.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class ProfileReport:
 
 def profile(
     resources: Resources,
-    scheduler: Scheduler,
+    worker: Worker,
     directories: Sequence[str | Path] = (),
     again: bool = False,
     watch: Watch = lambda what, done, steps: None,
@@ -52,19 +51,19 @@ def profile(
     root, store = resources.root, resources.store  # makes the root, with its checks
     if resources.corpus is not None and len(resources.corpus):
         resources.require_corpus()  # refuses a corpus of another model: its prefix holds that model's ids
-    conditions = scheduler.run(lambda: _conditions(resources))
+    conditions = worker.run(lambda: _conditions(resources))
     known, differs = recall_profile(root, conditions)
-    remote = getattr(store, "remote", None)
+    remote = store.remote
     times_remote = remote is not None and (again or known is None or known.tier(REMOTE) is None)
     if known is not None and not to_time and not again and not times_remote:
         return ProfileReport(known, is_new=False, kept=True)
     measure = Measure(
         resources.adapter,
-        scheduler.run(lambda: resources.fusor),
+        worker.run(lambda: resources.fusor),
         resources.manifest.encoding,
         resources.prefix_ids,
         resources.manifest.chunk_tokens,
-        scheduler.run,
+        worker.run,
         watch,
     )
     if known is None or again:
@@ -90,7 +89,7 @@ def profile(
 
 
 def _conditions(resources: Resources) -> Conditions:
-    """On the thread that computes: torch counts threads per thread. Raises :class:`UnsupportedModelError`."""
+    """On the worker: torch counts threads per thread. Raises :class:`UnsupportedModelError`."""
     resources.adapter.require_blendable()
     return conditions_of(resources.adapter, resources.kv_validity.namespace)
 

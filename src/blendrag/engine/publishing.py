@@ -20,7 +20,6 @@ from blendrag.engine.resources import Resources
 from blendrag.errors import starting_thread
 from blendrag.store.identity import chunk_key, is_name, probe_key
 from blendrag.store.remote.root import RemoteRoot
-from blendrag.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ def publish(resources: Resources, again: bool = False) -> Published:
     with remote_root(resources.settings) as remote:
         named = resources.require_corpus().manifest.namespace
         store = resources.store
-        assert isinstance(store, TieredStore)
         is_compared = not is_name(named) or store.read_only or store.agrees(named) or store.trouble
         if not is_compared and resources.kv_validity.namespace == named:
             resources.kv_validity.admit(named)

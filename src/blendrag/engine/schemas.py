@@ -23,6 +23,7 @@ from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.request import Answer, Options, Request, SchemaPrompt
 from blendrag.engine.resources import SCHEMA_RECORDS, Resources, opened
 from blendrag.engine.stream import AnswerStream
+from blendrag.engine.worker import Worker
 from blendrag.errors import (
     InvalidInputError,
     SchemaError,
@@ -48,8 +49,7 @@ from blendrag.schema.encoding import TokenizedSchema
 from blendrag.schema.gate import verify_placement
 from blendrag.schema.markup import did_you_mean, parse_prompt, parse_schema
 from blendrag.schema.nodes import Schema
-from blendrag.serving.coroutine import pausing
-from blendrag.serving.scheduler import Pending, Scheduler
+from blendrag.serving.turns import pausing
 from blendrag.store import KVReader, regular_files
 from blendrag.store.base import ForeignKVError
 from blendrag.store.identity import NATIVE_ENCODING, module_key
@@ -98,12 +98,11 @@ class _Added:
 
 
 class Schemas:
-    """The schemas of one engine. Methods with ``check`` or a request run on the scheduler's thread, under the
-    lock."""
+    """The schemas of one engine. Methods with ``check`` or a request run on the worker, under the lock."""
 
-    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
+    def __init__(self, resources: Resources, worker: Worker) -> None:
         self._resources = resources
-        self._scheduler = scheduler
+        self._worker = worker
         self._added: dict[str, _Added] = {}
         self._recorded: dict[str, TokenizedSchema] = {}
         """What :class:`_Stored` was written for, by name."""
@@ -235,7 +234,7 @@ class Schemas:
             notes = (schema.placeholder.note,) if schema.placeholder.note else ()
             return SchemaReport(len(schema.blocks), len(missing), tokens, collected, seconds, notes)
 
-        return self._scheduler.run(work)
+        return self._worker.run(work)
 
     def open(self) -> float:
         """Find out how tokens of the model are placed and attended, and check stored modules; returns the
@@ -256,10 +255,8 @@ class Schemas:
         return namespace
 
     def _missing(self, namespace: str, block: Block) -> bool:
-        contains = self._resources.store.contains
-        return not all(
-            contains(namespace, _key(namespace, block, *each)) for each in block.stretches
-        )
+        keys = {_key(namespace, block, *each) for each in block.stretches}
+        return keys > self._resources.store.where(namespace, keys, durable=True).keys()
 
     def _encode(self, namespace: str, block: Block) -> dict[tuple[int, int], HeldKV]:
         """Encode ``block`` and store it, if the store can take it; readers of its stretches."""
@@ -330,8 +327,7 @@ class Schemas:
         """While no request waits, read the other members of the unions of ``placed`` into memory."""
         if placed.schema not in self._added:
             return
-        namespace, store = self.validity.namespace, self._resources.store
-        scheduler = self._scheduler
+        namespace, store, worker = self.validity.namespace, self._resources.store, self._worker
         layout = self.model.layout.encoded(self._resources.manifest.encoding)
         left = [
             (_key(namespace, block, start, end), end - start)
@@ -343,15 +339,15 @@ class Schemas:
             while left:
                 key, tokens = left[0]
                 if not store.prefetch(namespace, key, layout, tokens, waited_for):
-                    scheduler.submit(Pending(work), background=True)  # after the requests
+                    worker.submit(work, background=True)  # after the requests
                     return
                 del left[0]
 
         def waited_for() -> bool:
-            return scheduler.is_waited_for
+            return worker.is_waited_for
 
         if left:
-            scheduler.submit(Pending(work), background=True)
+            worker.submit(work, background=True)
 
     def _plan(
         self,

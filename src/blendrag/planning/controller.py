@@ -6,7 +6,7 @@ ratio.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,18 +18,19 @@ from blendrag.planning.choice import Choice, choose
 from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate, PromptParts, StoredPart
 from blendrag.planning.plan import MODE_FULL, MissingKV, Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.planning.profile import COLD, DISK, Profile
-from blendrag.store.base import KVReader, KVStore, ResidentReader
+from blendrag.store.base import KVReader, ResidentReader, WantedKV
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key, kv_namespace
 from blendrag.store.kv import KVLayout
 from blendrag.store.remote.tier import RemoteReader, expected_load_s, request_ahead
+from blendrag.store.tiered import KVStore
 from blendrag.text.prompt import Segment, SegmentedPrompt
 
 #: Longest part before the first chunk that is stored as an exact prefix, in tokens.
 LEADING_MAX_TOKENS = 4096
 
-#: Share of a full prefill that a prompt waits for the first bytes from the remote, and at least how long.
+#: Share of a full prefill that a prompt waits for the first bytes from the remote, and the shortest wait.
 #: Where loading is faster than computing, the first layers take less.
 WAITED_SHARE = 0.05
 LEAST_WAIT_S = 0.02
@@ -120,38 +121,32 @@ class Controller:
         if options.mode == "full":
             return Plan.computed(prompt, MODE_FULL)
         last = len(prompt.ids) - reserve
-        self.store.expect(
-            self.namespace,
-            self.adapter.layout.encoded(self.encoding),
-            (each for each in self._wanted(prompt, options.mode, last) if each[0] not in avoid),
-            partial(self._first_s, prompt) if self.token_s is not None else None,
-        )
         span, leading = self._leading(prompt, avoid, last)
-        span = span or self._undated(prompt, avoid, last)
         span = self._in_memory(prompt, span, last) or span
         plan = Plan(prompt, (), options.policy, options.schedule, options.ratio, span, leading)
-        chunks: list[PlannedChunk] = []
+        readers: dict[int, KVReader] = {}
         try:
+            readers = self._open_all(prompt, options.mode, avoid, last, span.end if span else 0)
+            if span is None and self._begins_undated(prompt) and 0 in readers:
+                end = min(len(self.undated_ids), last)
+                span = LoadedSpan(0, end, readers[0], 0, exact=True)
+            chunks = []
             for segment in prompt.chunks:
                 if span is not None and segment.position < span.end:
                     chunks.append(PlannedChunk(segment, IN_MEMORY))
                 else:
-                    chunks.append(self._chunk(segment, prompt, options.mode, avoid, last))
+                    reader = readers.get(segment.position)
+                    chunks.append(self._chunk(segment, prompt, options.mode, avoid, last, reader))
             is_short = any(chunk.reason == NOT_ASKED for chunk in chunks)
             notes = (self.store.trouble,) if is_short else ()
-            plan = replace(plan, chunks=tuple(chunks), notes=notes)
+            plan = replace(plan, chunks=tuple(chunks), leading_span=span, notes=notes)
             plan = self._without_slow_remote(plan)
             return self._estimated(plan, options) if self.profile and chunks else plan
         except BaseException:
-            replace(plan, chunks=tuple(chunks)).close()
+            plan.close()
+            for reader in readers.values():
+                reader.close()
             raise
-
-    def _wanted(self, prompt: SegmentedPrompt, mode: Mode, last: int) -> Iterator[tuple[str, int]]:
-        """Key and tokens of each chunk of a document that may be loaded. What was learned from prompts is not
-        in a remote."""
-        for segment in prompt.chunks if not self.is_long else ():
-            if segment.scope is None and (mode != "prefix" or self._is_exact(segment, prompt)):
-                yield self._place(segment)[1], len(segment.stored_ids)
 
     def missing(self, prompt: SegmentedPrompt, start: int = 0) -> list[MissingKV]:
         """The whole chunks in ``prompt`` from ``start`` on that no tier has, each once. Opens nothing."""
@@ -192,7 +187,7 @@ class Controller:
         for namespace in {namespace for namespace, _ in places}:
             keys = {key for within, key in places if within == namespace}
             if new := keys - self._asked.keys():
-                there = self.store.found(namespace, new)
+                there = self.store.where(namespace, new)
                 self._asked.update((key, key in there) for key in new)
         return {key for _, key in places if self._asked[key]}
 
@@ -225,18 +220,6 @@ class Controller:
             return None, ids
         return LoadedSpan(0, end, reader, 0, exact=True), ()
 
-    def _undated(
-        self, prompt: SegmentedPrompt, avoid: frozenset[str], last: int
-    ) -> LoadedSpan | None:
-        """The part before today's date as an exact prefix."""
-        ids = self.undated_ids
-        end = min(len(ids), last)
-        if not (end and prompt.chunks) or prompt.leading_ids[: len(ids)] != ids:
-            return None
-        namespace = self._within(None)
-        reader = self._open(namespace, chunk_key(namespace, (), ids), len(ids), avoid)
-        return None if reader is None else LoadedSpan(0, end, reader, 0, exact=True)
-
     def _may_store_leading(self, prompt: SegmentedPrompt, last: int) -> bool:
         fits = self.prefix_min_tokens <= len(prompt.leading_ids) <= LEADING_MAX_TOKENS
         may = self.scope is not None
@@ -259,6 +242,38 @@ class Controller:
             stored.reader.close()
         return LoadedSpan(0, end, reader, 0, exact=True)
 
+    def _begins_undated(self, prompt: SegmentedPrompt) -> bool:
+        """Whether the prompt begins with what precedes today's date in the prefix, an exact prefix."""
+        ids = self.undated_ids
+        return bool(ids and prompt.chunks and prompt.leading_ids[: len(ids)] == ids)
+
+    def _open_all(
+        self, prompt: SegmentedPrompt, mode: Mode, avoid: frozenset[str], last: int, start: int
+    ) -> dict[int, KVReader]:
+        """What is stored of the prompt from token ``start`` on, by its position: chunks, and at 0 the part
+        before today's date."""
+        wanted: dict[int, WantedKV] = {}
+        if not start and self._begins_undated(prompt):
+            namespace, ids = self._within(None), self.undated_ids
+            wanted[0] = WantedKV(namespace, chunk_key(namespace, (), ids), len(ids))
+        for segment in prompt.chunks:
+            if segment.position >= start and not self._why_not(segment, prompt, mode, last):
+                wanted[segment.position] = WantedKV(*self._place(segment), len(segment.stored_ids))
+        wanted = {at: each for at, each in wanted.items() if last and each.key not in avoid}
+        first_s = partial(self._first_s, prompt) if self.token_s is not None else None
+        layout = self.adapter.layout.encoded(self.encoding)
+        readers = self.store.open_all([*wanted.values()], layout, first_s)
+        found = zip(wanted, readers, strict=True)
+        return {at: reader for at, reader in found if reader is not None}
+
+    def _why_not(
+        self, segment: Segment, prompt: SegmentedPrompt, mode: Mode, last: int
+    ) -> Reason | None:
+        """Why a chunk may not be loaded, wherever its KV is; ``None`` if it may."""
+        if mode == "prefix" and not self._is_exact(segment, prompt):
+            return NOT_LEADING
+        return PROMPT_END if min(segment.end, last) <= segment.position else None
+
     def _chunk(
         self,
         segment: Segment,
@@ -266,20 +281,17 @@ class Controller:
         mode: Mode,
         avoid: frozenset[str],
         last: int,
+        reader: KVReader | None,
     ) -> PlannedChunk:
-        at, end = segment.position, min(segment.end, last)
-        exact = self._is_exact(segment, prompt)
-        if mode == "prefix" and not exact:
-            return PlannedChunk(segment, NOT_LEADING)
-        if end <= at:
-            return PlannedChunk(segment, PROMPT_END)
-        namespace, key = self._place(segment)
-        reader = self._open(namespace, key, len(segment.stored_ids), avoid)
+        if why := self._why_not(segment, prompt, mode, last):
+            return PlannedChunk(segment, why)
         if reader is None:
             if self.store.trouble:
                 return PlannedChunk(segment, NOT_ASKED)
-            return PlannedChunk(segment, CORRUPT if key in avoid else NO_KV)
-        span = LoadedSpan(at, end, reader, len(self.prefix_ids), exact)
+            is_corrupt = self._place(segment)[1] in avoid
+            return PlannedChunk(segment, CORRUPT if is_corrupt else NO_KV)
+        end, exact = min(segment.end, last), self._is_exact(segment, prompt)
+        span = LoadedSpan(segment.position, end, reader, len(self.prefix_ids), exact)
         return PlannedChunk(segment, _why_loaded(segment, span), span)
 
     def _open(

@@ -24,7 +24,8 @@ import torch
 
 from blendrag.errors import InvalidInputError, StoreError
 from blendrag.planning.profile import MEMORY, REMOTE, Tier
-from blendrag.store import DiskStore, MemoryStore
+from blendrag.store import DiskStore, KVReader, MemoryStore
+from blendrag.store.base import WantedKV
 from blendrag.store.durable import DIRECTORY
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
@@ -183,15 +184,17 @@ def _read(
     with contextlib.ExitStack() as opened:
         readers = []
         began, worked = time.perf_counter(), time.thread_time()
-        if isinstance(store, RemoteTier):  # opening a chunk reads its first layers
-            for key in KEYS[:count]:
-                store.expect(namespace, key, kv.layout, kv.tokens)
-        for key in KEYS[:count]:
-            reader = store.open(namespace, key, kv.layout, kv.tokens)
+        found: Sequence[KVReader | None]
+        if isinstance(store, RemoteTier):
+            wanted = [WantedKV(namespace, key, kv.tokens) for key in KEYS[:count]]
+            found = store.open_all(wanted, kv.layout)
+        else:
+            found = [store.open(namespace, key, kv.layout, kv.tokens) for key in KEYS[:count]]
+        for reader in found:
             if reader is None:
                 raise StoreError("a chunk written a moment ago cannot be read; profile again")
             readers.append(opened.enter_context(contextlib.closing(reader)))
-        if not isinstance(store, RemoteTier):
+        if not isinstance(store, RemoteTier):  # there, opening a chunk reads its first layers
             began, worked = time.perf_counter(), time.thread_time()
         for layer, row in enumerate(targets):
             for reader, target in zip(readers, row, strict=True):

@@ -11,14 +11,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blendrag.store.base import KVReader, KVStore, PinScope, StoreStats
+from blendrag.store.base import KVReader, PinScope, StoreStats
 from blendrag.store.root import DEFAULT_DISK_BYTES
 
 if TYPE_CHECKING:
     from blendrag.store.disk import DiskStore
     from blendrag.store.memory import MemoryStore
     from blendrag.store.remote.tier import RemoteTier
-    from blendrag.store.tiered import TieredStore
+    from blendrag.store.tiered import KVStore
 
 __all__ = [
     "DEFAULT_DISK_BYTES",
@@ -28,11 +28,10 @@ __all__ = [
     "MemoryStore",
     "PinScope",
     "StoreStats",
-    "TieredStore",
     "open_store",
 ]
 
-_LAZY = {"DiskStore": "disk", "MemoryStore": "memory", "TieredStore": "tiered"}
+_LAZY = {"DiskStore": "disk", "MemoryStore": "memory", "KVStore": "tiered"}
 
 
 def __getattr__(name: str) -> Any:
@@ -58,11 +57,11 @@ def open_store(
     """
     from blendrag.store.disk import DiskStore
     from blendrag.store.memory import MemoryStore
-    from blendrag.store.tiered import TieredStore
+    from blendrag.store.tiered import KVStore
 
     disk = DiskStore(Path(root), disk_bytes, read_only, default_disk_bytes)
     try:
-        return TieredStore(MemoryStore(ram_bytes), disk, remote() if remote is not None else None)
+        return KVStore(MemoryStore(ram_bytes), disk, remote() if remote is not None else None)
     except BaseException:
         disk.close()
         raise

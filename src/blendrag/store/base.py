@@ -1,4 +1,4 @@
-"""The contract of a KV store: exactly the bytes that were put, or a miss; and what the tiers share.
+"""What the tiers of a store and its readers share.
 
 Keys and namespaces are 64 lowercase hex digits (:mod:`blendrag.store.identity`).
 """
@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store.kv import ChunkKV, KVLayout
 
 if TYPE_CHECKING:
     import torch
+
+
+#: Where KV is.
+Place = Literal["memory", "disk", "remote"]
 
 
 @runtime_checkable
@@ -104,7 +107,7 @@ class PinScope:
         self.held: set[tuple[str, str]] = set()
 
     def protect(self, namespace: str, key: str) -> None:
-        """Also keep an entry that ``contains`` found and that is therefore not put again."""
+        """Also keep an entry that is there and therefore not put again."""
         self.held.add((namespace, key))
 
 
@@ -124,127 +127,12 @@ class Probe:
     """Whether the model computes that KV, up to rounding. Raises :class:`CorruptKVError`."""
 
 
-class KVStore(Protocol):
-    """What the engine and the loader need of a store."""
+class WantedKV(NamedTuple):
+    """An entry that is to be opened, and how many tokens it must have."""
 
-    @property
-    def read_only(self) -> bool:
-        """Whether nothing can be stored: as requested, or because the directory is not writable."""
-
-    def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
-        """Store ``kv`` in its layout's encoding. When this returns, the entry survives a crash.
-
-        Putting a key again is a no-op. KV learned from prompts makes room for all other KV, and takes the
-        place of none. Raises :class:`StoreFullError` when there is no room, :class:`InvalidInputError` for
-        NaN or infinity.
-        """
-
-    def flush(self) -> None:
-        """Block until everything that this thread put is in the remote tier too, if there is one.
-
-        Raises :class:`StoreUnavailableError` if that fails.
-        """
-
-    def claim(self, namespace: str, keys: Iterable[str]) -> None:
-        """Keep entries from being collected in a remote until they are published.
-
-        Raises :class:`StoreUnavailableError`, also if one was collected meanwhile.
-        """
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether :meth:`put` would wait for earlier copies to a remote."""
-
-    def agrees(
-        self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
-    ) -> bool:
-        """Whether a remote holds KV that this machine computes, too; its KV counts as absent until then.
-
-        ``True`` without a remote. See :meth:`blendrag.store.remote.agreement.Agreement.reach`.
-        """
-
-    def expect(
-        self,
-        namespace: str,
-        layout: KVLayout,
-        wanted: Iterable[tuple[str, int]],
-        first_s: Callable[[], float] | None = None,
-    ) -> None:
-        """Say which keys a prompt will open now, with their tokens, so that a remote is asked for all at once
-        and the prompt gets its own time to wait for it: ``first_s()`` seconds for the first bytes of all."""
-
-    def prefetch(
-        self,
-        namespace: str,
-        key: str,
-        layout: KVLayout,
-        tokens: int,
-        stop: Callable[[], bool],
-    ) -> bool:
-        """Copy an entry from disk to memory, unless that would evict another.
-
-        Gives up and returns ``False`` if ``stop()``, called before each layer, returns ``True``.
-        """
-
-    @property
-    def trouble(self) -> str:
-        """Why a part of the store is not asked at the moment; empty if all of it is."""
-
-    def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
-        """Reader of that entry, or ``None`` if it is absent or anything about it is in doubt.
-
-        ``layout`` and ``tokens`` come from the model and the prompt and are compared with the
-        file. Numbers found in a file are never computed with.
-        """
-
-    def contains(self, namespace: str, key: str) -> bool:
-        """Whether there is a durable entry. Its bytes are verified when they are read."""
-
-    def contains_here(self, namespace: str, key: str) -> bool:
-        """Whether the entry is on this machine. Does not wait for a remote."""
-
-    def contained(self, namespace: str, keys: Iterable[str]) -> set[str]:
-        """:meth:`contains` for several keys, for which a remote is asked at once."""
-
-    def found(self, namespace: str, keys: Iterable[str]) -> set[str]:
-        """Those of ``keys`` that can probably be opened, for a request that waits: a remote is asked for all
-        at once."""
-
-    def delete(self, namespace: str, key: str) -> bool:
-        """Remove an entry; whether there was one."""
-
-    def keys(self, namespace: str) -> Iterator[str]:
-        """Keys of one namespace in the store's directory, in no particular order.
-
-        Raises :class:`StoreUnavailableError` if any of them cannot be listed.
-        """
-
-    def pin_scope(self) -> AbstractContextManager[PinScope]:
-        """Entries that this thread puts while the scope lasts are not evicted to make room for others.
-
-        Ingest runs in a scope: when only its own entries are left to evict, ``put`` raises
-        :class:`StoreFullError`. Readers need no pin, because an open file survives eviction.
-        """
-
-    def pin(self, namespace: str, key: str) -> None:
-        """Never evict this entry, whether it is there or put later, until it is deleted.
-
-        Survives reopening. Its bytes count against the limit, so pin only a few small entries.
-        """
-
-    def learned_limit_bytes(self) -> int:
-        """Bytes that KV learned from prompts may take on disk.
-
-        A share of what the limit, and the space that the disk really has, allow; never the place of other KV.
-        """
-
-    def give_up_learned(self, size_bytes: int) -> bool:
-        """Remove KV learned from prompts, as much as frees ``size_bytes``; whether there was any."""
-
-    def stats(self) -> StoreStats: ...
-
-    def close(self) -> None:
-        """Finish background work and release the store. Idempotent."""
+    namespace: str
+    key: str
+    tokens: int
 
 
 class Counters:

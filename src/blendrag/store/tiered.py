@@ -1,228 +1,41 @@
-"""Memory over disk, and optionally a remote tier below them that other machines share.
+"""The KV store: memory over disk, and optionally a remote that other machines share.
 
-Chunks are read from memory if they are there, and promoted to it from disk. What is read from the remote tier
-is kept on the local disk afterwards; what is put on the local disk is copied to the remote in the background.
-
-Promotion happens in one background thread, after the query has closed its reader. It reads the whole
-chunk once more, verified, through the query's open file, of which the query may have read only some layers.
-From the remote it requests only the layers that the query did not read.
+Chunks are read from memory if they are there, and promoted to it from disk (:mod:`.promotion`). All that
+concerns other machines is in :mod:`.remote`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-import numpy as np
-import torch
-
-from blendrag.errors import (
-    NoThreadError,
-    StoreError,
-    StoreFullError,
-    StoreUnavailableError,
-    starting_thread,
+from blendrag.errors import StoreUnavailableError
+from blendrag.store.base import (
+    KVReader,
+    PinScope,
+    Place,
+    Probe,
+    ProcessBound,
+    StoreStats,
+    WantedKV,
 )
-from blendrag.store.base import Counters, KVReader, PinScope, ProcessBound, StoreStats
 from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import is_learned
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.memory import MemoryBlock, MemoryStore
-from blendrag.store.reader import DiskReader
-from blendrag.store.remote.agreement import Agreement, Probe
-from blendrag.store.remote.tier import RemoteReader, RemoteTier
-from blendrag.store.remote.uploads import Uploads
-
-logger = logging.getLogger("blendrag.store")
-
-#: Chunks that may wait for promotion, each with an open file.
-QUEUE_CHUNKS = 64
-#: How often uses are written to the index, and failed copies tried again, while nothing else happens.
-RECENCY_INTERVAL_S = 30.0
-#: Bytes of chunks from the remote tier that may wait to be kept on the local disk.
-KEPT_BYTES = 512 << 20
-#: Longest wait for the layers that a query did not read; when the store is closed, for those of all chunks.
-REST_S = 30.0
+from blendrag.store.promotion import PromotingReader, Promotion, best_effort
+from blendrag.store.remote.shared_kv import SharedKV
+from blendrag.store.remote.tier import RemoteTier
 
 
-class PromotingReader:
-    """A disk reader that leaves its open file to the promotion if a layer was read."""
+class KVStore(ProcessBound):
+    """Chunk key → KV: exactly the bytes that were put, or a miss. Thread-safe.
 
-    tier = "disk"
-
-    def __init__(self, namespace: str, reader: DiskReader, promotion: Promotion) -> None:
-        self.key = reader.key
-        self.tokens = reader.tokens
-        self._namespace = namespace
-        self._reader = reader
-        self._promotion = promotion
-        self._was_read = self._failed = self._closed = False
-
-    def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        if self._closed:
-            raise ValueError(f"reader of {self.key[:12]}… is closed")
-        try:
-            self._reader.read_layer(layer, out)
-        except BaseException:
-            self._failed = True
-            raise
-        self._was_read = True
-
-    def is_cached(self) -> bool:
-        return self._reader.is_cached()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        is_offered = self._was_read and not self._failed
-        if not (is_offered and self._promotion.offer(self._namespace, self._reader)):
-            self._reader.close()
-
-
-class Promotion:
-    """The background thread: promotes chunks, and now and then writes uses to the index."""
-
-    def __init__(
-        self, memory: MemoryStore, disk: DiskStore, uploads: Uploads | None = None
-    ) -> None:
-        """``uploads``: what is told of chunks that are in the remote."""
-        self.counters = Counters()
-        self._uploads = uploads
-        self._memory = memory
-        self._disk = disk
-        self._jobs: queue.Queue[tuple[str, DiskReader | RemoteReader] | threading.Event | None]
-        self._jobs = queue.Queue(QUEUE_CHUNKS)
-        self._end_at = math.inf
-        self._kept_bytes = 0
-        self._thread: threading.Thread | None = None
-        self._start_lock = threading.Lock()
-        self._closed = False
-
-    def keep(self, reader: RemoteReader) -> None:
-        """Queue a chunk that was read from the remote tier, to be kept on the local disk."""
-        size_bytes = reader.frame.file_bytes
-        with self._start_lock:
-            fits = self._kept_bytes + size_bytes <= KEPT_BYTES
-            self._kept_bytes += size_bytes * fits
-        if not fits:
-            self.counters.add("drops")
-        elif self.offer(reader.namespace, reader):
-            return
-        else:
-            self._kept_bytes -= size_bytes
-        reader.release()
-
-    def offer(self, namespace: str, reader: DiskReader | RemoteReader) -> bool:
-        """Queue a chunk, whose reader then belongs to the thread.
-
-        ``False`` if that is not possible: the queue is full, or no thread can be started.
-        """
-        if self._disk.is_inherited or self._memory.contains(namespace, reader.key):
-            return False
-        with self._start_lock:
-            if self._closed:
-                return False
-            try:
-                if self._thread is None:
-                    name = "blendrag-promotion"
-                    thread = threading.Thread(target=self._run, name=name, daemon=True)
-                    with starting_thread():
-                        thread.start()
-                    self._thread = thread
-                self._jobs.put_nowait((namespace, reader))
-            except (queue.Full, NoThreadError):
-                self.counters.add("drops")
-                return False
-        return True
-
-    def drain(self) -> None:
-        """Block until every job queued so far is done."""
-        thread, is_done = self._thread, threading.Event()
-        if thread is not None:
-            self._jobs.put(is_done)
-            while thread.is_alive() and not is_done.wait(0.5):
-                pass
-
-    def close(self) -> None:
-        """Finish the queue, as far as the remote gives chunks in time, and end the thread. Idempotent."""
-        with self._start_lock:
-            self._closed = True
-            self._end_at = time.monotonic() + REST_S
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                job = self._jobs.get(timeout=RECENCY_INTERVAL_S)
-            except queue.Empty:
-                with _best_effort("uses were not noted"):
-                    self._disk.flush_recency()
-                if self._uploads is not None:
-                    self._uploads.try_again()
-                continue
-            if job is None:
-                return
-            if isinstance(job, threading.Event):
-                job.set()
-                continue
-            namespace, reader = job
-            if isinstance(reader, RemoteReader):
-                with _best_effort("a chunk from the remote was not kept on the local disk"):
-                    self._keep(reader)
-            else:
-                with _best_effort("a chunk was not promoted to memory"):
-                    self._promote(namespace, reader)
-
-    def _promote(self, namespace: str, reader: DiskReader) -> None:
-        with contextlib.closing(reader):
-            if self._memory.contains(namespace, reader.key) or reader.is_unlinked():
-                return  # promoted, deleted or evicted meanwhile
-            block = MemoryBlock.empty(reader.layout, reader.tokens)
-            for number, layer in enumerate(block.layers):
-                reader.read_stored(number, [layer.data])
-            if self._memory.insert(namespace, reader.key, block):
-                self.counters.add("promotions")
-
-    def _keep(self, reader: RemoteReader) -> None:
-        try:
-            layers = reader.whole(min(REST_S, self._end_at - time.monotonic()))
-            if self._uploads is not None:
-                self._uploads.note_known(reader.namespace, reader.key)
-            place, checksums = (reader.namespace, reader.key), reader.checksums
-            if not self._disk.read_only:
-                self._disk.put_stored(*place, reader.frame, checksums, layers)
-            arrays = [np.frombuffer(layer, dtype=np.uint8) for layer in layers]
-            if self._memory.insert(*place, MemoryBlock(reader.layout, reader.tokens, arrays)):
-                self.counters.add("promotions")
-        finally:
-            self._kept_bytes -= reader.frame.file_bytes
-            reader.release()
-
-
-@contextlib.contextmanager
-def _best_effort(failure: str) -> Iterator[None]:
-    """Log any failure: chunks are still served from disk, and the thread goes on."""
-    try:
-        yield
-    except Exception as exc:
-        level = logging.INFO if isinstance(exc, StoreError) else logging.WARNING
-        logger.log(level, "%s: %s", failure, exc)
-
-
-class TieredStore(ProcessBound):
-    """The :class:`KVStore` that the engine uses. Thread-safe."""
+    Keys and namespaces are 64 lowercase hex digits (:mod:`blendrag.store.identity`).
+    """
 
     def __init__(
         self, memory: MemoryStore, disk: DiskStore, remote: RemoteTier | None = None
@@ -231,85 +44,93 @@ class TieredStore(ProcessBound):
         self.memory = memory
         self.disk = disk
         self.remote = remote
-        self._agreement = Agreement(disk, remote) if remote is not None else None
-        self._uploads: Uploads | None = None
-        if remote is not None and self._agreement is not None and not disk.read_only:
-            self._uploads = Uploads(disk, remote, self._agreement)
-        self._promotion = Promotion(memory, disk, self._uploads)
+        self._promotion = Promotion(memory, disk)
+        self._shared = SharedKV(remote, disk, self._promotion) if remote is not None else None
         self._closed = False
 
     @property
     def read_only(self) -> bool:
+        """Whether nothing can be stored: as requested, or because the directory is not writable."""
         return self.disk.read_only
 
-    def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
-        """See :meth:`KVStore.put`. Only to disk: an ingest would flush the memory tier.
+    # -- reading ---------------------------------------------------------------------------------
 
-        What was learned from prompts stays on this machine.
-        """
-        self.disk.put(namespace, key, kv)
-        if is_learned(namespace):
-            return
-        if self._uploads is not None and not self._uploads.offer(namespace, key):
-            raise StoreFullError(
-                f"a chunk was evicted from store {self.disk.root} before it was copied to the remote; allow "
-                "more with --disk-bytes"
-            )
-
-    @property
-    def is_behind(self) -> bool:
-        """See :attr:`KVStore.is_behind`."""
-        return self._uploads is not None and self._uploads.are_behind
-
-    def agrees(
-        self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
-    ) -> bool:
-        """See :meth:`KVStore.agrees`."""
-        return self._agreement is None or self._agreement.reach(namespace, probe, create)
-
-    def _shares(self, namespace: str) -> RemoteTier | None:
-        """The remote, if its KV of that namespace may be used."""
-        agreed = self._agreement is not None and namespace in self._agreement
-        return self.remote if agreed else None
-
-    def flush(self) -> None:
-        """See :meth:`KVStore.flush`."""
-        if self._uploads is not None:
-            self._uploads.flush()
-
-    def claim(self, namespace: str, keys: Iterable[str]) -> None:
-        """See :meth:`KVStore.claim`."""
-        listed = sorted(set(keys))
-        if self.remote is None or self._uploads is None or not listed:
-            return
-        gone = self.remote.claim(namespace, listed)
-        if gone:
-            self._uploads.forget_known(namespace, gone)
-            raise StoreUnavailableError(
-                f"{len(gone)} chunks are no longer in remote {self.remote.url} (blendrag store gc --remote?) "
-                "or are damaged; run this again, which copies or computes them"
-            )
-
-    def expect(
+    def where(
         self,
         namespace: str,
+        keys: Iterable[str],
+        durable: bool = False,
+        ask_remote: bool = True,
+    ) -> dict[str, Place]:
+        """Where the KV of each key is; a key that is nowhere is left out.
+
+        A remote is asked at once for all keys that are not on this machine. Bytes are verified when they are
+        read. ``durable``: only KV that would survive a crash now. What is only on the local disk is then
+        copied to the remote in the background.
+        """
+        self.check_process()
+        shared = None if is_learned(namespace) else self._shared
+        places: dict[str, Place] = {}
+        missing = []
+        for key in dict.fromkeys(keys):
+            if not durable and self.memory.contains(namespace, key):
+                places[key] = "memory"
+            elif self.disk.contains(namespace, key) and not (
+                durable and shared is not None and not shared.copy_later(namespace, key)
+            ):
+                places[key] = "disk"
+            else:
+                missing.append(key)
+        if missing and ask_remote and shared is not None:
+            places |= dict.fromkeys(shared.found(namespace, missing, durable), "remote")
+        return places
+
+    def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
+        """Reader of an entry, or ``None`` if it is absent or anything about it is in doubt.
+
+        ``layout`` and ``tokens`` come from the model and the prompt and are compared with the file. Numbers
+        found in a file are never computed with.
+        """
+        return self.open_all([WantedKV(namespace, key, tokens)], layout)[0]
+
+    def open_all(
+        self,
+        wanted: Sequence[WantedKV],
         layout: KVLayout,
-        wanted: Iterable[tuple[str, int]],
         first_s: Callable[[], float] | None = None,
-    ) -> None:
-        """See :meth:`KVStore.expect`. Calls and looks at nothing without a remote."""
-        if self.remote is None:
-            return
-        self.remote.begin_prompt()
-        if self._shares(namespace) is None:
-            return
-        is_asked = False
-        for key, tokens in wanted:
-            if not self.contains_here(namespace, key):
-                self.remote.expect(namespace, key, layout, tokens)
-                is_asked = True
-        if is_asked and first_s is not None:
-            self.remote.limit_first(first_s())
+    ) -> list[KVReader | None]:
+        """:meth:`open` for the entries of one prompt, for which a remote is asked at once.
+
+        ``first_s()``: the seconds that the prompt waits for the first bytes from the remote; it is called
+        only if the remote is asked.
+        """
+        self.check_process()
+        readers: list[KVReader | None] = []
+        try:
+            readers += (self._open_here(*each, layout) for each in wanted)
+            missing = [at for at, reader in enumerate(readers) if reader is None]
+            if missing and self._shared is not None:
+                found = self._shared.open_all([wanted[at] for at in missing], layout, first_s)
+                for at, remote_reader in zip(missing, found, strict=True):
+                    readers[at] = remote_reader
+        except BaseException:
+            for reader in readers:
+                if reader is not None:
+                    reader.close()
+            raise
+        return readers
+
+    def _open_here(
+        self, namespace: str, key: str, tokens: int, layout: KVLayout
+    ) -> KVReader | None:
+        reader = self.memory.open(namespace, key, layout, tokens)
+        if reader is not None:
+            self.disk.note_use(namespace, key)
+            return reader
+        on_disk = self.disk.open(namespace, key, layout, tokens)
+        if on_disk is None or stored_chunk_bytes(layout, tokens) > self.memory.limit_bytes:
+            return on_disk
+        return PromotingReader(namespace, on_disk, self._promotion)
 
     def prefetch(
         self,
@@ -319,14 +140,17 @@ class TieredStore(ProcessBound):
         tokens: int,
         stop: Callable[[], bool],
     ) -> bool:
-        """See :meth:`KVStore.prefetch`."""
+        """Copy an entry from disk to memory, unless that would evict another.
+
+        Gives up and returns ``False`` if ``stop()``, called before each layer, returns ``True``.
+        """
         size_bytes = stored_chunk_bytes(layout, tokens)
         if self.memory.contains(namespace, key) or not self.memory.has_room(size_bytes):
             return True
         reader = self.disk.peek(namespace, key, layout, tokens)
         if reader is None:
             return True
-        with contextlib.closing(reader), _best_effort("a chunk was not read ahead"):
+        with contextlib.closing(reader), best_effort("a chunk was not read ahead"):
             block = MemoryBlock.empty(layout, tokens)
             for number, layer in enumerate(block.layers):
                 if stop():
@@ -336,115 +160,19 @@ class TieredStore(ProcessBound):
                 self.memory.insert(namespace, key, block)
         return True
 
-    @property
-    def trouble(self) -> str:
-        """See :attr:`KVStore.trouble`."""
-        return self.remote.trouble if self.remote is not None else ""
-
-    def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
-        self.check_process()
-        reader = self.memory.open(namespace, key, layout, tokens)
-        if reader is not None:
-            self.disk.note_use(namespace, key)
-            return reader
-        on_disk = self.disk.open(namespace, key, layout, tokens)
-        remote = self._shares(namespace)
-        if on_disk is None and remote is not None:
-            from_remote = remote.open(namespace, key, layout, tokens)
-            if from_remote is not None:
-                from_remote.on_close = self._promotion.keep
-            return from_remote
-        if on_disk is None or stored_chunk_bytes(layout, tokens) > self.memory.limit_bytes:
-            return on_disk
-        return PromotingReader(namespace, on_disk, self._promotion)
-
-    def contains(self, namespace: str, key: str) -> bool:
-        return bool(self.contained(namespace, [key]))
-
-    def contained(self, namespace: str, keys: Iterable[str]) -> set[str]:
-        """See :meth:`KVStore.contained`: on disk or in the remote, as memory does not survive a restart.
-
-        What is on disk only is copied to the remote in the background.
-        """
-        wanted = set(keys)
-        here = {
-            key
-            for key in wanted
-            if self.disk.contains(namespace, key)
-            and (self._uploads is None or self._uploads.offer(namespace, key, waits=False))
-        }
-        if self.remote is None or here == wanted or not self.agrees(namespace):
-            return here
-        return here | self.remote.contained(namespace, wanted - here)
-
-    def contains_here(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.contains_here`."""
-        return self.memory.contains(namespace, key) or self.disk.contains(namespace, key)
-
-    def found(self, namespace: str, keys: Iterable[str]) -> set[str]:
-        """See :meth:`KVStore.found`."""
-        wanted = set(keys)
-        here = {key for key in wanted if self.contains_here(namespace, key)}
-        remote = self._shares(namespace)
-        return here if remote is None else here | remote.found(namespace, wanted - here)
-
-    def delete(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.delete`. A reader that is open now promotes nothing any more.
-
-        The remote keeps the entry, because other machines may use it.
-        """
-        on_disk = self.disk.delete(namespace, key)
-        self._promotion.drain()
-        return self.memory.delete(namespace, key) or on_disk
-
     def keys(self, namespace: str) -> Iterator[str]:
-        """See :meth:`KVStore.keys`: those on disk."""
-        return self.disk.keys(namespace)
+        """Keys of one namespace on the local disk, in no particular order.
 
-    def ensure_remote(self, namespace: str, keys: frozenset[str]) -> frozenset[str]:
-        """Those of ``keys`` that are durable in the remote, after copying what only this machine has.
-
-        Raises :class:`StoreUnavailableError`, also without a remote.
+        Raises :class:`StoreUnavailableError` if any of them cannot be listed.
         """
-        if self.remote is None or self._uploads is None:
-            raise StoreUnavailableError(
-                f"store {self.disk.root} is read-only or has no remote, expected one that copies its KV; "
-                "open it with a remote"
-            )
-        if not self.agrees(namespace):
-            raise StoreUnavailableError(
-                self.remote.trouble
-                or f"KV of remote {self.remote.url} was not compared with what this machine computes; ingest "
-                "again with this remote"
-            )
-        there = self.remote.durable(namespace, keys)
-        copied = {key for key in keys - there if self.disk.contains(namespace, key)}
-        for key in sorted(copied):
-            self._uploads.offer(namespace, key, is_missing=True)
-        self._uploads.flush()
-        return frozenset(there | copied)
+        return self.disk.keys(namespace)
 
     def resident(self, most: int) -> tuple[list[str], list[str]]:
         """Keys in memory and keys on disk, at most that many of each, most recently used first."""
         return self.memory.recent_keys(most), self.disk.recent_keys(most)
 
-    def pin_scope(self) -> AbstractContextManager[PinScope]:
-        """See :meth:`KVStore.pin_scope`. What the remote keeps may be evicted here."""
-        return self.disk.pin_scope() if self.remote is None else nullcontext(PinScope())
-
-    def pin(self, namespace: str, key: str) -> None:
-        self.disk.pin(namespace, key)
-
-    def learned_limit_bytes(self) -> int:
-        """See :meth:`KVStore.learned_limit_bytes`."""
-        return self.disk.learned_limit_bytes()
-
-    def give_up_learned(self, size_bytes: int) -> bool:
-        """See :meth:`KVStore.give_up_learned`."""
-        return self.disk.give_up_learned(size_bytes)
-
     def stats(self) -> StoreStats:
-        """What is on disk. A hit in either tier is a hit, a miss in both is a miss.
+        """What is on disk. A hit in any tier is a hit, a miss in all is a miss.
 
         Evictions are those from disk: after one from memory nothing has to be computed again.
         """
@@ -468,6 +196,56 @@ class TieredStore(ProcessBound):
             tiers=(*found.tiers, tier),
         )
 
+    # -- writing ---------------------------------------------------------------------------------
+
+    def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
+        """Store ``kv`` in its layout's encoding. When this returns, the entry survives a crash.
+
+        Putting a key again is a no-op. KV goes to disk only: an ingest would flush the memory tier. KV
+        learned from prompts stays on this machine, makes room for all other KV, and takes the place of none.
+        Raises :class:`StoreFullError` when there is no room, :class:`InvalidInputError` for NaN or infinity.
+        """
+        self.disk.put(namespace, key, kv)
+        if self._shared is not None and not is_learned(namespace):
+            self._shared.copy(namespace, key)
+
+    def delete(self, namespace: str, key: str) -> bool:
+        """Remove an entry from this machine; whether there was one. A reader that is open now promotes
+        nothing any more.
+
+        The remote keeps the entry, because other machines may use it.
+        """
+        on_disk = self.disk.delete(namespace, key)
+        self._promotion.drain()
+        return self.memory.delete(namespace, key) or on_disk
+
+    def pin_scope(self) -> AbstractContextManager[PinScope]:
+        """Entries that this thread puts while the scope lasts are not evicted to make room for others.
+
+        Ingest runs in a scope: when only its own entries are left to evict, ``put`` raises
+        :class:`StoreFullError`. With a remote, which keeps them, they may be evicted here. Readers need no
+        pin, because an open file survives eviction.
+        """
+        return self.disk.pin_scope() if self.remote is None else nullcontext(PinScope())
+
+    def pin(self, namespace: str, key: str) -> None:
+        """Never evict this entry, whether it is there or put later, until it is deleted.
+
+        Survives reopening. Its bytes count against the limit, so pin only a few small entries.
+        """
+        self.disk.pin(namespace, key)
+
+    def learned_limit_bytes(self) -> int:
+        """Bytes that KV learned from prompts may take on disk.
+
+        A share of what the limit, and the space that the disk really has, allow; never the place of other KV.
+        """
+        return self.disk.learned_limit_bytes()
+
+    def give_up_learned(self, size_bytes: int) -> bool:
+        """Remove KV learned from prompts, as much as frees ``size_bytes``; whether there was any."""
+        return self.disk.give_up_learned(size_bytes)
+
     def drain(self) -> None:
         """Block until every promotion queued so far is done."""
         self.check_process()
@@ -479,9 +257,55 @@ class TieredStore(ProcessBound):
             return
         self._closed = True
         self._promotion.close()
-        if self._uploads is not None:
-            self._uploads.close()
-        if self.remote is not None:
-            self.remote.close()
+        if self._shared is not None:
+            self._shared.close()
         self.memory.close()
         self.disk.close()
+
+    # -- shared with other machines; without a remote there is nothing to do -----------------------
+
+    @property
+    def trouble(self) -> str:
+        """Why the remote is not asked at the moment; empty if it is, or there is none."""
+        return self.remote.trouble if self.remote is not None else ""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether :meth:`put` would wait for earlier copies to a remote."""
+        return self._shared is not None and self._shared.is_behind
+
+    def agrees(
+        self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
+    ) -> bool:
+        """Whether a remote holds KV that this machine computes, too; its KV counts as absent until then.
+
+        ``True`` without a remote. See :meth:`blendrag.store.remote.agreement.Agreement.reach`.
+        """
+        return self._shared is None or self._shared.agrees(namespace, probe, create)
+
+    def flush(self) -> None:
+        """Block until everything that this thread put is in the remote tier too.
+
+        Raises :class:`StoreUnavailableError` if that fails.
+        """
+        if self._shared is not None:
+            self._shared.flush()
+
+    def claim(self, namespace: str, keys: Iterable[str]) -> None:
+        """Keep entries from being collected in a remote until they are published.
+
+        Raises :class:`StoreUnavailableError`, also if one was collected meanwhile.
+        """
+        if self._shared is not None:
+            self._shared.claim(namespace, keys)
+
+    def ensure_remote(self, namespace: str, keys: frozenset[str]) -> frozenset[str]:
+        """Those of ``keys`` that are durable in the remote, after copying what only this machine has.
+
+        Raises :class:`StoreUnavailableError`, also without a remote.
+        """
+        if self._shared is None:
+            raise StoreUnavailableError(
+                f"store {self.disk.root} has no remote, expected one to copy its KV to; open it with a remote"
+            )
+        return self._shared.ensure(namespace, keys)

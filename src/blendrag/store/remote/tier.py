@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
-from blendrag.store.base import Counters, ProcessBound, TierStats
+from blendrag.store.base import Counters, ProcessBound, TierStats, WantedKV
 from blendrag.store.identity import is_name, require_name
 from blendrag.store.kv import KVLayout
 from blendrag.store.payload import (
@@ -58,18 +58,18 @@ PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 MAX_WRONG = 3
 #: Chunks that are looked for at a time.
 ASKED_TOGETHER = 256
-#: Chunks opened within this time belong to one prompt, and share its time to wait.
-TOGETHER_S = 0.5
 
 
 class Waiting:
     """The seconds that one prompt may still wait for the remote."""
 
-    def __init__(self, seconds: float, first_s: float = math.inf) -> None:
-        """``first_s``: for the first requests of its chunks; then it goes on without them."""
+    def __init__(self, seconds: float) -> None:
         self.left_s = seconds
-        self.last_open = time.monotonic()
-        self._first_until = self.last_open + first_s
+        self._first_until = math.inf
+
+    def limit_first(self, seconds: float) -> None:
+        """The prompt waits so long for the first requests of its chunks; then it goes on without them."""
+        self._first_until = time.monotonic() + seconds
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -143,11 +143,9 @@ class RemoteReader(LayerReader):
         key: str,
         layout: KVLayout,
         tokens: int,
-        first: Future[Piece | None],
-        requested_at: float,
         waiting: Waiting,
     ) -> None:
-        """``first``: the first request, made at ``requested_at``."""
+        """Makes the first request."""
         super().__init__(key, layout, tokens)
         self.tier = "remote"
         self.namespace, self.frame = namespace, frame(layout, tokens)
@@ -155,15 +153,14 @@ class RemoteReader(LayerReader):
         """Of the layers; empty until the header is here and right."""
         self.on_close: Callable[[RemoteReader], None] | None = None
         self.first_piece = Piece(memoryview(b""))
-        self.requested_at = requested_at
+        self.requested_at = time.monotonic()
         self.requests = requests_of(self.frame)
-        self._entry = namespace, key, layout, tokens
         self._remote = tier
         self._seal_bytes = tier.seals.size_bytes(len(layout.layers))
         self._seals = b""
         self._waiting = waiting
         self._requested = {0}
-        self._under_way: dict[int, Future[Piece | None]] = {0: first}
+        self._under_way: dict[int, Future[Piece | None]] = {0: self._request_first()}
         """By number of the request."""
         self._unverified: dict[int, memoryview] = {}
         self._verified: dict[int, memoryview] = {}
@@ -191,6 +188,10 @@ class RemoteReader(LayerReader):
             target = np.frombuffer(buffer, dtype=np.uint8)
             target[:] = stored[copied : copied + len(target)]  # releases the GIL
             copied += len(target)
+
+    def is_late(self) -> bool:
+        """Whether the first request takes longer than its prompt waits for it; waits until then."""
+        return self._waiting.is_over_for(self._under_way[0])
 
     def allow(self, seconds: float) -> None:
         """Let its prompt wait so long for the remote, if it may not anyway."""
@@ -221,7 +222,7 @@ class RemoteReader(LayerReader):
         seals, header_end = self._seal_bytes, self._seal_bytes + self.frame.header_bytes
         for _ in range(2):  # what was damaged on the way is right the second time
             if 0 not in self._under_way:
-                self._under_way[0], _ = self._remote.request_first(*self._entry)
+                self._under_way[0] = self._request_first()
             piece = self._remote.finish_read(self._under_way.pop(0), self._waiting)
             if piece is None:
                 raise CorruptKVError(
@@ -282,6 +283,10 @@ class RemoteReader(LayerReader):
         if number not in self._requested:
             self._requested.add(number)
             self._under_way[number] = self._read(self.requests[number])
+
+    def _request_first(self) -> Future[Piece | None]:
+        end = self._seal_bytes + self.frame.offsets[self.requests[0].stop]
+        return self._remote.objects.read(name_of(self.namespace, self.key), 0, end)
 
     def _read(self, layers: range) -> Future[Piece | None]:
         begin, end = self.frame.offsets[layers.start], self.frame.offsets[layers.stop]
@@ -366,8 +371,6 @@ class RemoteTier(ProcessBound):
         self.url = self._root.url
         self.counters = Counters()
         self._pause, self._write_pause = Pause(), Pause()
-        self._expected: dict[tuple[str, str], tuple[Future[Piece | None], float]] = {}
-        self._waiting = Waiting(timeout_s)
         self._doubtful: set[tuple[str, str]] = set()
         self._wrong_in_a_row = 0
         self._is_checked = False
@@ -400,70 +403,60 @@ class RemoteTier(ProcessBound):
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> RemoteReader | None:
-        """Reader of that entry, or ``None`` if it is absent, in doubt, or the remote does not answer.
+    def open_all(
+        self,
+        wanted: Sequence[WantedKV],
+        layout: KVLayout,
+        first_s: Callable[[], float] | None = None,
+    ) -> list[RemoteReader | None]:
+        """Readers of the chunks of one prompt, which are requested at once and share its time to wait.
 
-        If it was expected and its prompt waits no longer for the first request, the reader has no checksums
-        yet, and the object may turn out to be absent or wrong.
+        ``None`` for what is absent or in doubt, and if the remote does not answer. ``first_s()`` are the
+        seconds that the prompt waits for the first requests. A reader whose first request takes longer has no
+        checksums yet, and its object may turn out to be absent or wrong.
         """
-        reader = self.peek(namespace, key, layout, tokens)
-        self.counters.add("hits", reader is not None and bool(reader.checksums))
-        return reader
+        readers = self._opened(wanted, layout, first_s)
+        self.counters.add("hits", sum(bool(reader and reader.checksums) for reader in readers))
+        return readers
+
+    def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> RemoteReader | None:
+        """:meth:`open_all` of one entry."""
+        return self.open_all([WantedKV(namespace, key, tokens)], layout)[0]
 
     def peek(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> RemoteReader | None:
         """:meth:`open`, not counted as a hit."""
+        return self._opened([WantedKV(namespace, key, tokens)], layout)[0]
+
+    def _opened(
+        self,
+        wanted: Sequence[WantedKV],
+        layout: KVLayout,
+        first_s: Callable[[], float] | None = None,
+    ) -> list[RemoteReader | None]:
         self.check_process()
-        require_name(namespace)
-        require_name(key)
-        if self._pause.why or self.is_doubtful(namespace, key):
-            return None
-        waiting = self._shared_waiting()
-        expected = self._expected.pop((namespace, key), None)
-        first, requested_at = expected or self.request_first(namespace, key, layout, tokens)
-        reader = RemoteReader(self, namespace, key, layout, tokens, first, requested_at, waiting)
+        waiting = Waiting(self.timeout_s)
+        readers: list[RemoteReader | None] = []
         try:
-            if expected is None or not waiting.is_over_for(first):
-                reader.read_header()
-        except (StoreUnavailableError, CorruptKVError):
-            return None
-        finally:
-            waiting.last_open = time.monotonic()
-        return reader
-
-    def request_first(
-        self, namespace: str, key: str, layout: KVLayout, tokens: int
-    ) -> tuple[Future[Piece | None], float]:
-        """A chunk's first request, and when it was made."""
-        expected = frame(layout, tokens)
-        end = (
-            self.seals.size_bytes(len(layout.layers))
-            + expected.offsets[requests_of(expected)[0].stop]
-        )
-        return self.objects.read(name_of(namespace, key), 0, end), time.monotonic()
-
-    def expect(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> None:
-        """Begin the first request for an entry that :meth:`open` will be called for."""
-        entry = namespace, key
-        if self._pause.why or entry in self._doubtful or entry in self._expected:
-            return
-        self._expected[entry] = self.request_first(namespace, key, layout, tokens)
-
-    def begin_prompt(self) -> None:
-        """Forget what an earlier prompt expected and did not open, and give the next one its time to wait."""
-        while self._expected:
-            with suppress(KeyError):
-                self._expected.popitem()[1][0].cancel()
-        self.limit_first(math.inf)
-
-    def limit_first(self, seconds: float) -> None:
-        """Chunks opened from now on share a new time to wait, ``seconds`` of it for first requests."""
-        self._waiting = Waiting(self.timeout_s, seconds)
-
-    def _shared_waiting(self) -> Waiting:
-        """One for the chunks of a prompt; where none was begun, of those opened one right after another."""
-        if time.monotonic() - self._waiting.last_open > TOGETHER_S:
-            self.limit_first(math.inf)
-        return self._waiting
+            for namespace, key, tokens in wanted:
+                require_name(namespace)
+                require_name(key)
+                is_asked = not (self._pause.why or self.is_doubtful(namespace, key))
+                entry = namespace, key, layout, tokens
+                readers.append(RemoteReader(self, *entry, waiting) if is_asked else None)
+            if first_s is not None and any(readers):
+                waiting.limit_first(first_s())
+            for at, reader in enumerate(readers):
+                if reader is not None and not reader.is_late():
+                    try:
+                        reader.read_header()
+                    except (StoreUnavailableError, CorruptKVError):
+                        readers[at] = None
+        except BaseException:
+            for reader in readers:
+                if reader is not None:
+                    reader.release()
+            raise
+        return readers
 
     def finish_read(self, begun: Future[Piece | None], waiting: Waiting) -> Piece | None:
         """Raises :class:`StoreUnavailableError`; the remote is then not asked for a while."""
@@ -506,10 +499,10 @@ class RemoteTier(ProcessBound):
         """Read an object again that was wrong."""
         self._doubtful.discard((namespace, key))
 
-    def found(self, namespace: str, keys: Iterable[str]) -> set[str]:
+    def found(self, namespace: str, keys: Iterable[str], durable: bool = False) -> set[str]:
         """Those of ``keys`` that have an object, asked for many at once; fewer if it does not answer.
 
-        Their bytes are verified when they are read.
+        Their bytes are verified when they are read. ``durable``: they survive a power cut now.
         """
         wanted = [key for key in keys if not self.is_doubtful(namespace, key)]
         there: set[str] = set()
@@ -517,6 +510,12 @@ class RemoteTier(ProcessBound):
             if self._pause.why:
                 break
             there |= self._found_together(namespace, wanted[at : at + ASKED_TOGETHER])
+        try:
+            for key in there if durable else ():  # another machine may just have written it
+                self.objects.sync(name_of(namespace, key))
+        except StoreUnavailableError as exc:
+            self._pause.begin(str(exc))
+            return set()
         return there
 
     def _found_together(self, namespace: str, keys: Sequence[str]) -> set[str]:
@@ -530,20 +529,6 @@ class RemoteTier(ProcessBound):
         except StoreUnavailableError:
             for request in begun.values():
                 request.cancel()
-        return there
-
-    def contains(self, namespace: str, key: str) -> bool:
-        return bool(self.contained(namespace, [key]))
-
-    def contained(self, namespace: str, keys: Iterable[str]) -> set[str]:
-        """:meth:`found`, once they are durable."""
-        there = self.found(namespace, keys)
-        try:
-            for key in there:  # another machine may just have written it
-                self.objects.sync(name_of(namespace, key))
-        except StoreUnavailableError as exc:
-            self._pause.begin(str(exc))
-            return set()
         return there
 
     def keys(self, namespace: str) -> Iterator[str]:

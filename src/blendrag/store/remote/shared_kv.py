@@ -1,0 +1,159 @@
+"""What a store on this machine shares with others through a remote.
+
+KV that is put here is copied there in the background. KV that was read from there is kept on the local disk
+and in memory afterwards; only the layers that the query did not read are requested once more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import numpy as np
+
+from blendrag.errors import StoreFullError, StoreUnavailableError
+from blendrag.store.base import Probe, WantedKV
+from blendrag.store.disk import DiskStore
+from blendrag.store.kv import KVLayout
+from blendrag.store.memory import MemoryBlock
+from blendrag.store.promotion import Promotion, best_effort
+from blendrag.store.remote.agreement import Agreement
+from blendrag.store.remote.tier import RemoteReader, RemoteTier
+from blendrag.store.remote.uploads import Uploads
+
+#: Bytes of chunks that may wait to be kept on the local disk.
+KEPT_BYTES = 512 << 20
+
+
+class SharedKV:
+    """A remote tier as one store uses it. Thread-safe. See :class:`blendrag.store.tiered.KVStore`."""
+
+    def __init__(self, tier: RemoteTier, disk: DiskStore, promotion: Promotion) -> None:
+        self.tier = tier
+        self.agreement = Agreement(disk, tier)
+        self._disk = disk
+        self._promotion = promotion
+        self._uploads = None if disk.read_only else Uploads(disk, tier, self.agreement)
+        if self._uploads is not None:
+            promotion.when_idle = self._uploads.try_again
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def agrees(
+        self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
+    ) -> bool:
+        return self.agreement.reach(namespace, probe, create)
+
+    def open_all(
+        self,
+        wanted: Sequence[WantedKV],
+        layout: KVLayout,
+        first_s: Callable[[], float] | None = None,
+    ) -> list[RemoteReader | None]:
+        """See :meth:`RemoteTier.open_all`; leaves out what was not compared with this machine's own KV."""
+        readers: list[RemoteReader | None] = [None] * len(wanted)
+        usable = [at for at, each in enumerate(wanted) if each.namespace in self.agreement]
+        found = self.tier.open_all([wanted[at] for at in usable], layout, first_s)
+        for at, reader in zip(usable, found, strict=True):
+            if reader is not None:
+                reader.on_close = self._keep_later
+                readers[at] = reader
+        return readers
+
+    def found(self, namespace: str, keys: Iterable[str], durable: bool) -> set[str]:
+        """See :meth:`RemoteTier.found`; none if they were not compared with what this machine computes."""
+        return self.tier.found(namespace, keys, durable) if self.agrees(namespace) else set()
+
+    def _keep_later(self, reader: RemoteReader) -> None:
+        """Queue a chunk that was read, to be kept on the local disk and in memory."""
+        size_bytes = reader.frame.file_bytes
+        with self._lock:
+            fits = self._kept_bytes + size_bytes <= KEPT_BYTES
+            self._kept_bytes += size_bytes * fits
+        if not fits:
+            self._promotion.counters.add("drops")
+        elif self._promotion.submit(reader.namespace, reader.key, partial(self._keep, reader)):
+            return
+        else:
+            self._kept_bytes -= size_bytes
+        reader.release()
+
+    def _keep(self, reader: RemoteReader) -> None:
+        entry = reader.namespace, reader.key
+        try:
+            with best_effort("a chunk from the remote was not kept on the local disk"):
+                layers = reader.whole(self._promotion.left_s)
+                if self._uploads is not None:
+                    self._uploads.note_known(*entry)
+                    self._disk.put_stored(*entry, reader.frame, reader.checksums, layers)
+                arrays = [np.frombuffer(layer, dtype=np.uint8) for layer in layers]
+                block = MemoryBlock(reader.layout, reader.tokens, arrays)
+                self._promotion.insert(*entry, block)
+        finally:
+            self._kept_bytes -= reader.frame.file_bytes
+            reader.release()
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def copy(self, namespace: str, key: str) -> None:
+        """Begin to copy an entry that was just put. Raises :class:`StoreFullError` if it is gone already."""
+        if self._uploads is not None and not self._uploads.offer(namespace, key):
+            raise StoreFullError(
+                f"a chunk was evicted from store {self._disk.root} before it was copied to the remote; allow "
+                "more with --disk-bytes"
+            )
+
+    def copy_later(self, namespace: str, key: str) -> bool:
+        """Copy an entry unless it is known to be there; ``False`` if it is not on the local disk."""
+        return self._uploads is None or self._uploads.offer(namespace, key, waits=False)
+
+    @property
+    def is_behind(self) -> bool:
+        return self._uploads is not None and self._uploads.are_behind
+
+    def flush(self) -> None:
+        if self._uploads is not None:
+            self._uploads.flush()
+
+    def claim(self, namespace: str, keys: Iterable[str]) -> None:
+        listed = sorted(set(keys))
+        if self._uploads is None or not listed:
+            return
+        gone = self.tier.claim(namespace, listed)
+        if gone:
+            self._uploads.forget_known(namespace, gone)
+            raise StoreUnavailableError(
+                f"{len(gone)} chunks are no longer in remote {self.tier.url} (blendrag store gc --remote?) "
+                "or are damaged; run this again, which copies or computes them"
+            )
+
+    def ensure(self, namespace: str, keys: frozenset[str]) -> frozenset[str]:
+        """Those of ``keys`` that are durable there, after copying what only this machine has.
+
+        Raises :class:`StoreUnavailableError`.
+        """
+        if self._uploads is None:
+            raise StoreUnavailableError(
+                f"store {self._disk.root} is read-only, expected one that copies its KV; open it for writing"
+            )
+        if not self.agrees(namespace):
+            raise StoreUnavailableError(
+                self.tier.trouble
+                or f"KV of remote {self.tier.url} was not compared with what this machine computes; ingest "
+                "again with this remote"
+            )
+        there = self.tier.durable(namespace, keys)
+        copied = {key for key in keys - there if self._disk.contains(namespace, key)}
+        for key in sorted(copied):
+            self._uploads.offer(namespace, key, is_missing=True)
+        self._uploads.flush()
+        return frozenset(there | copied)
+
+    def close(self) -> None:
+        """Finish copies, end all requests. Idempotent."""
+        if self._uploads is not None:
+            self._uploads.close()
+        self.tier.close()
