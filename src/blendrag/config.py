@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 Mode = Literal["blend", "full", "prefix", "reuse"]
-KVEncoding = Literal["native", "int8", "fp8"]
+KVEncoding = Literal["native", "int8"]
 #: A ratio in [0, 1], or ``auto``: chosen by the loading controller from a profile (``blendrag profile``).
 Ratio = float | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
@@ -117,7 +117,7 @@ class Settings(BaseSettings):
     remote_timeout_s: float = Field(default=5.0, gt=0, le=86_400)
     """Longest time that a prompt waits for ``remote``; then its KV is computed."""
     kv_encoding: KVEncoding = "native"
-    """How a new store encodes KV: as computed, or in int8 or fp8, half as large with a small error. A store
+    """How a new store encodes KV: as computed, or in int8, half as large with a small error. A store
     that is not empty keeps its own encoding."""
     learn: bool = True
     """Learn passages that return in prompts, and reuse them from their third appearance on."""

@@ -158,7 +158,7 @@ def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path):
         ({"schedule": "cubic"}, "schedule"),
         ({"max_new_tokens": 0}, "1 or more"),
         ({"top_k": 0}, "1 or more"),
-        ({"kv_encoding": "int4"}, "'int4' is not one of native, int8, fp8"),
+        ({"kv_encoding": "int4"}, "'int4' is not one of native, int8"),
         ({"encode_prefix": False, "prefix_text": "Read:\n"}, "encode_prefix=False"),
     ],
 )

@@ -329,7 +329,7 @@ def test_of_two_first_ingests_with_other_settings_one_is_refused(tmp_path, one, 
 def test_settings_that_another_ingest_decides_meanwhile_are_not_taken_for_a_changed_model(
     tmp_path, monkeypatch
 ):
-    with made(tmp_path, kv_encoding="fp8") as gave_up:
+    with made(tmp_path, kv_encoding="int8") as gave_up:
         gave_up.resources.create_corpus()  # the settings of an empty store can change
     with made(tmp_path) as slow, made(tmp_path, kv_encoding="int8") as fast:
         assert slow.adapter.layout

@@ -267,10 +267,9 @@ def test_a_prompt_streams_stops_and_samples_like_any_other(positions, tmp_path):
         assert several.metrics.reused_tokens
 
 
-@pytest.mark.parametrize("encoding", ["int8", "fp8"])
-def test_modules_are_kept_in_the_encoding_of_the_store(encoding, tmp_path):
+def test_modules_are_kept_in_the_encoding_of_the_store(tmp_path):
     model = tiny.llama(max_position_embeddings=512)
-    with engine(model, tmp_path, kv_encoding=encoding) as made:
+    with engine(model, tmp_path, kv_encoding="int8") as made:
         made.encode_schema("trip")
         with watched(model) as seen:
             assert made.generate(pml=pml(), max_new_tokens=1).metrics.reused_tokens

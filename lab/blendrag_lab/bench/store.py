@@ -61,7 +61,6 @@ GETS = 2000
 BATCH_ROWS = 100_000
 #: Decoding is compared with reading from a common NVMe disk.
 DISK_BYTES_PER_S = 2e9
-ENCODINGS = ("int8", "fp8")
 #: Relative rounding error of bfloat16, which decoded numbers have too.
 BF16_ERROR = 2**-8
 OTHER_BYTES = (
@@ -452,9 +451,9 @@ def measure_puts(root: Path, chunk: ChunkKV, rounds: int, tick: Tick) -> list[Wa
         return measure_part("put", ways, rounds, tick, "write+fsync+rename")
 
 
-def decode(chunk: ChunkKV, encoding: str) -> float:
-    """Decode every layer of a chunk through the buffer of a reader. Only decoding is timed."""
-    layout = chunk.layout.encoded(encoding)
+def decode(chunk: ChunkKV) -> float:
+    """Decode every layer of a chunk from int8 through the buffer of a reader. Only decoding is timed."""
+    layout = chunk.layout.encoded("int8")
     codec, staging = codec_of(layout), staging_of(layout, chunk.tokens)
     assert codec is not None
     assert staging is not None
@@ -471,27 +470,25 @@ def decode(chunk: ChunkKV, encoding: str) -> float:
         staging.read(layer, partial(fill, stored), out)
         seconds += time.perf_counter() - began
     for layer, (expected, out) in enumerate(zip(chunk.layers, decoded, strict=True)):
-        bound = expected.float().abs().max().item() * (2 * RELATIVE_ERROR[encoding] + BF16_ERROR)
+        bound = expected.float().abs().max().item() * (2 * RELATIVE_ERROR["int8"] + BF16_ERROR)
         error = (out.float() - expected.float()).abs().max().item()
         if not error <= bound:
             raise MeasuredNothingError(
-                f"layer {layer} decoded from {encoding} is off by {error:.3g}, expected at most "
+                f"layer {layer} decoded from int8 is off by {error:.3g}, expected at most "
                 f"{bound:.3g}; this installation cannot be trusted"
             )
     return seconds
 
 
 def measure_decoding(chunk: ChunkKV, rounds: int, tick: Tick) -> list[WayRow]:
-    """For every encoding its row, and a row of the read that its smaller payload saves (computed)."""
-    ways = {name: partial(decode, chunk, name) for name in ENCODINGS}
-    rows = []
-    for decoded in measure_part("decode", ways, rounds, tick):
-        layout = chunk.layout.encoded(decoded.way)
-        saved = chunk.size_bytes - stored_chunk_bytes(layout, chunk.tokens)
-        ms = saved / DISK_BYTES_PER_S * 1e3
-        rows.append(replace(decoded, speed=ms / decoded.ms.median))
-        rows.append(WayRow("decode", f"read saved by {decoded.way}", Timing(ms, ms, ms), 1.0))
-    return rows
+    """Decoding int8, and the read that its smaller payload saves (computed)."""
+    (decoded,) = measure_part("decode", {"int8": partial(decode, chunk)}, rounds, tick)
+    saved = chunk.size_bytes - stored_chunk_bytes(chunk.layout.encoded("int8"), chunk.tokens)
+    ms = saved / DISK_BYTES_PER_S * 1e3
+    return [
+        replace(decoded, speed=ms / decoded.ms.median),
+        WayRow("decode", "read saved by int8", Timing(ms, ms, ms), 1.0),
+    ]
 
 
 def miss(kv_store: KVStore, layout: KVLayout, tokens: int) -> float:

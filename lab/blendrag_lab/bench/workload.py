@@ -54,7 +54,7 @@ class Workload:
         str, typer.Option(help="constant, linear, geometric[:g], first:m or one per layer.")
     ] = DEFAULT_SCHEDULE
     rounds: Rounds = 5
-    encoding: Annotated[str, typer.Option(help="How KV is stored: native, int8 or fp8.")] = (
+    encoding: Annotated[str, typer.Option(help="How KV is stored: native or int8.")] = (
         NATIVE_ENCODING
     )
 

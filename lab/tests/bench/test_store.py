@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from blendrag.store import KVStore, open_store
-from blendrag.store.encodings.codec import Staging
+from blendrag.store.encodings.int8 import Staging
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.payload import frame
 from blendrag.store.payload_files import PayloadFiles
@@ -75,7 +75,7 @@ def test_every_part_has_rows_for_the_store_and_its_baselines(result):
         *(("warm read", way) for way in (*READS, "memory tier")),
         *(("cold read", way) for way in READS),
         *(("put", way) for way in ("store", "write+fsync+rename")),
-        *(("decode", way) for way in ("int8", "read saved by int8", "fp8", "read saved by fp8")),
+        *(("decode", way) for way in ("int8", "read saved by int8")),
         ("miss", "store"),
     }
     assert all(row.ms.low > 0 for row in result.rows)
@@ -85,11 +85,10 @@ def test_every_part_has_rows_for_the_store_and_its_baselines(result):
     ):  # fmt: skip
         slower = rows[part, "store"].ms.median / rows[part, baseline].ms.median
         assert rows[part, "store"].speed == pytest.approx(1 / slower)
-    for name in ("int8", "fp8"):
-        saved_ms = rows["decode", f"read saved by {name}"].ms.median
-        assert rows["decode", name].speed == pytest.approx(
-            saved_ms / rows["decode", name].ms.median
-        )
+    saved_ms = rows["decode", "read saved by int8"].ms.median
+    assert rows["decode", "int8"].speed == pytest.approx(
+        saved_ms / rows["decode", "int8"].ms.median
+    )
     shown = store_table(result).rows
     assert [row[:2] for row in shown] == [[row.part, row.way] for row in result.rows]
 
@@ -177,15 +176,14 @@ def test_a_get_that_is_no_miss_is_an_error(kv_store, monkeypatch, found):
         miss(kv_store, LAYOUT, TOKENS)
 
 
-@pytest.mark.parametrize("encoding", ["int8", "fp8"])
-def test_decoding_that_skips_data_is_an_error(encoding, monkeypatch):
-    decode(CHUNK, encoding)
+def test_decoding_that_skips_data_is_an_error(monkeypatch):
+    decode(CHUNK)
     real = Staging._decode
     monkeypatch.setattr(
         Staging, "_decode", lambda self, layer, blocks, out: real(self, layer, blocks[:-1], out)
     )
-    with pytest.raises(MeasuredNothingError, match=f"decoded from {encoding} is off by"):
-        decode(CHUNK, encoding)
+    with pytest.raises(MeasuredNothingError, match="decoded from int8 is off by"):
+        decode(CHUNK)
 
 
 def test_reads_of_a_remote_are_compared_with_obstore_alone(tmp_path: Path) -> None:

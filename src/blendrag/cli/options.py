@@ -162,7 +162,7 @@ Remote = Annotated[
 MaxBytes = Annotated[int | None, size("Size to reach: 2GiB, 500MB, … [default: the store's limit]")]
 Encoding = Annotated[
     str | None,
-    optional("How a new store keeps KV: native, int8 or fp8.", callback=_one_of("KVEncoding")),
+    optional("How a new store keeps KV: native or int8.", callback=_one_of("KVEncoding")),
 ]
 Embedder = Annotated[
     str | None,

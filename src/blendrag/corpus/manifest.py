@@ -9,14 +9,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from blendrag.config import KVEncoding
-from blendrag.errors import InvalidInputError
+from blendrag.errors import CorpusError, InvalidInputError
 
 #: Fields that chunks and their KV depend on. The model may change.
 _BINDING = ("encoding", "chunk_tokens", "prefix_ids", "tokenizer_fingerprint")
 _Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+
+
+def _not_fp8(encoding: object) -> object:
+    """Raise :class:`CorpusError` for an encoding that earlier versions had."""
+    if encoding == "fp8":
+        raise CorpusError(
+            "the corpus keeps its KV in encoding fp8, which blendrag does not read any more; ingest the "
+            "documents again, into another store"
+        )
+    return encoding
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Manifest:
     prefix_ids: tuple[_Number, ...]
     prefix_text: str
     embedder: str
-    encoding: KVEncoding = "native"
+    encoding: Annotated[KVEncoding, BeforeValidator(_not_fp8)] = "native"
     """How the chunks' KV is stored."""
 
     def differences(self, other: Manifest) -> dict[str, tuple[object, object]]:

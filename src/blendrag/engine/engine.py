@@ -142,7 +142,7 @@ class BlendEngine:
         ram_bytes, disk_bytes: limits of the store's tiers.
         remote: object store that several machines share: ``s3://bucket/prefix``, ``gs://``, ``az://`` or
             ``file:///directory``. Needs ``blendrag[remote]``.
-        kv_encoding: how a new store keeps KV: native, int8 or fp8.
+        kv_encoding: how a new store keeps KV: native or int8.
         learn: ``False`` learns no passages from prompts (:mod:`blendrag.engine.learning`).
         plain_messages: ``True`` tokenises what looks like a control token in system and user messages as
             text.

@@ -15,12 +15,12 @@ from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.store.kv import KVLayout
 
 #: Encoding → largest error of a decoded number, relative to the largest one with the same scale: half
-#: a step of 127 (int8), half of the last of three mantissa bits (fp8).
-RELATIVE_ERROR = {NATIVE_ENCODING: 0.0, "int8": 1 / 254, "fp8": 1 / 16}
+#: a step of 127 (int8).
+RELATIVE_ERROR = {NATIVE_ENCODING: 0.0, "int8": 1 / 254}
 ENCODINGS = tuple(RELATIVE_ERROR)
 
 _NATIVE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "F8_E4M3": 1}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
 
 
 class LayerPart(NamedTuple):
@@ -46,8 +46,6 @@ def stored_parts(layout: KVLayout, layer: int, tokens: int) -> tuple[LayerPart, 
     if layout.encoding == "int8":
         key_middles = LayerPart(".key_middles", "F32", (heads, width))
         return key_scales, key_middles, value_scales, LayerPart("", "I8", shape)
-    if layout.encoding == "fp8":
-        return key_scales, value_scales, LayerPart("", "F8_E4M3", shape)
     return (LayerPart("", _NATIVE[layout.dtype], shape),)
 
 

@@ -9,13 +9,11 @@ import numpy as np
 import torch
 
 from blendrag.errors import InvalidInputError
-from blendrag.store.encodings.codec import Codec, Staging
-from blendrag.store.encodings.fp8 import Fp8
-from blendrag.store.encodings.int8 import Int8
+from blendrag.store.encodings.int8 import Int8, Staging
+from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.tensor_bytes import tensor_buffer
 
-_CODECS: dict[str, type[Codec]] = {"int8": Int8, "fp8": Fp8}
 #: Dtype → integer types of its width, and the bits of infinity. Infinity and the NaNs are the largest
 #: bit patterns of either sign: signed integers order the positive ones, unsigned the negative ones.
 _INFINITY: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {
@@ -25,10 +23,9 @@ _INFINITY: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[
 }
 
 
-def codec_of(layout: KVLayout) -> Codec | None:
+def codec_of(layout: KVLayout) -> Int8 | None:
     """The codec of this layout; ``None`` for the native encoding."""
-    codec = _CODECS.get(layout.encoding)
-    return codec(layout) if codec else None
+    return None if layout.encoding == NATIVE_ENCODING else Int8(layout)
 
 
 def staging_of(layout: KVLayout, tokens: int) -> Staging | None:
