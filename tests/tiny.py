@@ -6,11 +6,13 @@ Everything is random but seeded: no download, no training, milliseconds to build
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -27,9 +29,12 @@ from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.model import ModelAdapter
+from blendrag.serving.scheduler import Pending
 from blendrag.store.identity import chunk_key, learned_namespace
 from blendrag.store.kv import ChunkKV
 from blendrag.text.readers import Document
+
+T = TypeVar("T")
 
 WINDOW = 24
 #: A prefix that no prompt of an engine begins with directly before a chunk, so that no chunk is exact.
@@ -593,3 +598,17 @@ def counted(target: Any, name: str) -> Iterator[list[tuple]]:
             setattr(target, name, real)
         else:  # what is inherited shows again
             delattr(target, name)
+
+
+def submitted(
+    made: BlendEngine, call: Callable[[], T], count: int = 1
+) -> tuple[Future[T], Sequence[Pending[Any]]]:
+    """The result of ``call``, on a thread of its own, and the ``count`` requests that it submits. Use while
+    the scheduler of ``made`` is held."""
+    before = len(made.scheduler.waiting)
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(call)
+    pool.shutdown(wait=False)
+    while len(made.scheduler.waiting) < before + count and not future.done():
+        time.sleep(0.001)
+    return future, made.scheduler.waiting[before:]

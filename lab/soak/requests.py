@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import logging
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -492,18 +491,17 @@ class Soak(RandomClient):
             )
             tokens = self.random.choice((8, 16, 24))
             bodies.append({**asked, "max_tokens": tokens, "blendrag": blending, "logprobs": True})
-        go_on = threading.Event()
-        self.engine._worker.submit(go_on.wait)
-        asking = [
-            asyncio.ensure_future(self.ask(body, CHAT, reader=READERS["retrieve" in body]))
-            for body in bodies
-        ]
-        while len(self.engine._waiting) < count and not any(each.done() for each in asking):
-            await asyncio.sleep(0.01)
-        changing, begun = asyncio.ensure_future(self.put()), len(self.changes)
-        while len(self.changes) == begun:
-            await asyncio.sleep(0.01)
-        go_on.set()
+        scheduler = self.engine.scheduler
+        with scheduler.held():
+            asking = [
+                asyncio.ensure_future(self.ask(body, CHAT, reader=READERS["retrieve" in body]))
+                for body in bodies
+            ]
+            while len(scheduler.waiting) < count and not any(each.done() for each in asking):
+                await asyncio.sleep(0.01)
+            changing, begun = asyncio.ensure_future(self.put()), len(self.changes)
+            while len(self.changes) == begun:
+                await asyncio.sleep(0.01)
         await asyncio.gather(changing, *asking)
 
 

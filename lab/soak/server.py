@@ -34,7 +34,7 @@ from blendrag.fusor.cache import BlendCache
 from blendrag.planning.controller import IN_MEMORY
 from blendrag.server import events
 from blendrag.serving.chunk_pool import RequestKV
-from blendrag.serving.turns import Turn
+from blendrag.serving.coroutine import Coroutine
 from server.conftest import FILES
 from server.live import Live, live
 from server.random_client import CHAT, WRONG, RandomClient, Reply
@@ -64,7 +64,7 @@ STUCK_S = 1800
 #: Growth of memory in the second half that counts as a leak.
 LEAK = 0.1
 #: What must not outlive its request.
-TRANSIENT = (AnswerStream, Turn, RequestKV, BlendCache)
+TRANSIENT = (AnswerStream, Coroutine, RequestKV, BlendCache)
 
 
 class Soak(RandomClient):
@@ -138,7 +138,7 @@ class Soak(RandomClient):
         asked = [LONG] * SLOW + self.random.choices(self.greedy(), k=HELD - SLOW)
         held = [await self.asking(body) for body in asked]
         await work()
-        while self.server.engine._waiting or self.server.engine._running:
+        while self.server.engine.scheduler.waiting or self.server.engine.scheduler.running:
             await asyncio.sleep(0.1)
         # these are computed, and their connections are full
         assert self.server.service.admission.running >= SLOW
@@ -209,8 +209,8 @@ def check_nothing_left(engine: BlendEngine) -> None:
         type(one).__name__ for one in gc.get_objects() if issubclass(type(one), TRANSIENT)
     )
     assert not left, f"left in memory: {dict(left)}"
-    assert not engine._running
-    assert not engine._waiting
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
     tree = engine._prefixes._tree
     assert tree is not None
     tree.check_integrity()

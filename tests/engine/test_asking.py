@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -81,15 +80,16 @@ def test_opening_the_model_is_no_part_of_the_time_to_first_token(
     assert second.opening_s < 1000.0
 
 
-def test_waiting_for_earlier_requests_is_part_of_the_time_to_first_token(tmp_path: Path) -> None:
-    held = threading.Event()
+def test_waiting_for_earlier_requests_is_part_of_the_time_to_first_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
         engine.open()
-        engine._worker.submit(held.wait)
-        waiting = engine.stream("What?", max_new_tokens=1)
-        waiting._started.stream._queued_at -= 1000.0
-        waiting._started.stream._started -= 1000.0
-        held.set()
+        with engine.scheduler.held(), monkeypatch.context() as patch:
+            waiting = engine.stream("What?", max_new_tokens=1)
+            real = time.perf_counter
+            patch.setattr(time, "perf_counter", lambda: real() + 1000.0)
+            engine.scheduler.step()
         list(waiting)
         metrics = waiting.answer.metrics
     assert 1000.0 <= metrics.queued_s < metrics.ttft_s

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_an_error_ends_the_batch_or_is_returned_in_place(says, way, monkeypatch)
     assert [a.text if isinstance(a, Answer) else type(a) for a in found] == [
         "two", InvalidInputError, MemoryError, "one",
     ]  # fmt: skip
-    says.settings = says.settings.model_copy(update={"max_running": 1})
+    says.scheduler.max_running = 1
     model.prompts.clear()
     go_on.clear()
     with pytest.raises(MemoryError) as raised:
@@ -115,8 +116,8 @@ def test_an_error_ends_the_batch_or_is_returned_in_place(says, way, monkeypatch)
 @WAYS
 def test_the_timeout_applies_to_the_whole_batch(says, way, monkeypatch):
     def all_are_late(_: Any) -> None:
-        for stream in (*says._waiting, *says._running):
-            stream._timeout_s = 1e-9
+        for pending in (*says.scheduler.waiting, *says.scheduler.running):
+            pending.stream.timeout_s = 0.0
 
     monkeypatch.setattr("blendrag.engine.engine.log_answer", all_are_late)
     found = run(says, way, PROMPTS * 10, Options(timeout_s=600), return_exceptions=True)
@@ -252,7 +253,7 @@ def test_without_memory_for_all_prompts_are_prefilled_one_by_one(
     if reason == "the prefill fails":
         monkeypatch.setattr(Fusor, "batched_prefill", without_memory)
     else:
-        monkeypatch.setattr(engine._budget, "limit_bytes", 0)
+        monkeypatch.setattr(engine.scheduler.budget, "limit_bytes", 0)
     with prefills(engine) as rows:
         answers = engine.batch(prompts, REUSE)
     assert len(rows) == 3
@@ -320,33 +321,33 @@ def test_a_corrupt_chunk_affects_only_its_own_prompt(own):
 
 
 def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own):
-    own.settings = own.settings.model_copy(update={"max_running": 1})
+    own.scheduler.max_running = 1
     prompts = prompts_of(own, 2)
     model = own.adapter.model
-    with own.adapter.lock:
-        started: list[Any] = own._start_batch(prompts, Options(), False, 0.0)
-        done: list[Any] = []
+    done: list[Any] = []
 
-        def change(future: Any) -> None:  # on the worker, between the first answer and the second
-            with torch.no_grad():
-                model.lm_head.weight.mul_(-1.0)
-            done.append(future)
+    def change(future: Any) -> None:  # between the first answer and the second
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1.0)
+        done.append(future)
 
-        started[0].future.add_done_callback(change)
-    first, second = (one.wait() for one in started)
+    with own.scheduler.held():
+        batch, pending = tiny.submitted(own, lambda: own.batch(prompts), 2)
+        pending[0].future.add_done_callback(change)
+    first, second = batch.result()
     assert done
     assert sizes([first, second]) == [2, 1]
     assert second.metrics.reused_tokens == 0  # nothing is stored for these weights
     assert second.text == own.generate(prompts[1], Options(mode="full")).text
     own.drain()
-    assert own._budget.size_bytes == 0
+    assert own.scheduler.budget.size_bytes == 0
 
 
 def test_a_prompt_refused_after_its_prefill_holds_no_memory(engine, monkeypatch):
     prompts, checked = prompts_of(engine, 3), engine_module.checked
 
     def refusing(request, *args):
-        if request.prompt.ids == refused.ids and engine._budget.size_bytes:
+        if request.prompt.ids == refused.ids and engine.scheduler.budget.size_bytes:
             raise InvalidInputError("not now")
         return checked(request, *args)
 
@@ -355,14 +356,17 @@ def test_a_prompt_refused_after_its_prefill_holds_no_memory(engine, monkeypatch)
     with pytest.raises(InvalidInputError, match="not now"):
         engine.batch(prompts, REUSE)
     engine.drain()
-    assert engine._budget.size_bytes == 0
+    assert engine.scheduler.budget.size_bytes == 0
 
 
 def test_a_prompt_cancelled_before_its_turn_is_left_out(engine):
-    with engine.adapter.lock:  # nothing has begun
-        started: list[Any] = engine._start_batch(prompts_of(engine, 3), REUSE, False, 0.0)
-        started[1].stream.cancel()
-    assert sizes([started[i].wait() for i in (0, 2)]) == [2, 2]
+    asked = partial(engine.batch, prompts_of(engine, 3), REUSE, return_exceptions=True)
+    with engine.scheduler.held():  # nothing has begun
+        batch, pending = tiny.submitted(engine, asked, 3)
+        pending[1].stream.cancel()
+    first, cancelled, last = batch.result()
+    assert sizes([first, last]) == [2, 2]
+    assert isinstance(cancelled, RequestCancelled)
 
 
 @pytest.fixture
@@ -391,10 +395,12 @@ def test_every_reader_is_closed(engine, opened):
     prompts = prompts_of(engine, 4)
     engine.batch(prompts, REUSE)
     engine.batch([*prompts[:2], prompts[2] + "What do you know of the harbour? " * 40], REUSE)
-    with engine.adapter.lock:
-        started: list[Any] = engine._start_batch(prompts, REUSE, False, 0.0)
-        started[0].future.add_done_callback(lambda _: started[1].stream.cancel())
-    assert sizes([started[i].wait() for i in (0, 2, 3)]) == [4] * 3
+    with engine.scheduler.held():
+        asked = partial(engine.batch, prompts, REUSE, return_exceptions=True)
+        batch, pending = tiny.submitted(engine, asked, 4)
+        pending[0].future.add_done_callback(lambda _: pending[1].stream.cancel())
+    found = batch.result()
+    assert sizes([found[i] for i in (0, 2, 3)]) == [4] * 3
     engine.drain()
     assert len(opened) > 10
 
@@ -409,35 +415,27 @@ def test_a_request_that_is_cancelled_as_its_turn_begins_closes_its_readers(
 
     take = RequestBatch.take
     monkeypatch.setattr(RequestBatch, "take", taken)
-    started: list[Any] = engine._start_batch(prompts_of(engine, 2), REUSE, False, 0.0)
-    for one in started:
-        assert isinstance(one.future.exception(BLOCKED_S), RequestCancelled)
+    for error in engine.batch(prompts_of(engine, 2), REUSE, return_exceptions=True):
+        assert isinstance(error, RequestCancelled)
     assert len(opened) == 2
 
 
-def test_an_interrupt_while_submitting_cancels_the_batch_and_closes_all_readers(
-    engine, opened, monkeypatch
-):
-    submit, answered = engine._worker.submit, []
-    submitted: list[Any] = []
+def test_an_interrupt_while_submitting_cancels_the_batch(engine, opened, monkeypatch):
+    submit, submitted = engine.scheduler.submit, []
 
-    def failing(call: Any, **given: Any) -> Any:
-        if len(submitted) == 2:
-            answering.wait(60)  # the first is answered, and all four are prefilled
-            raise KeyboardInterrupt
-        submitted.append(submit(call, **given))
-        return submitted[-1]
+    def interrupted(*pending: Any) -> None:
+        submitted.extend(pending)
+        submit(*pending)
+        raise KeyboardInterrupt
 
-    answering = threading.Event()
-    hook = engine.adapter.model.lm_head.register_forward_pre_hook(lambda *_: answering.set())
-    monkeypatch.setattr(engine._worker, "submit", failing)
-    monkeypatch.setattr("blendrag.engine.engine.log_answer", answered.append)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(engine.scheduler, "submit", interrupted)
+    with engine.scheduler.held(), pytest.raises(KeyboardInterrupt):
         engine.batch(prompts_of(engine, 4), REUSE)
-    hook.remove()
     monkeypatch.undo()
-    assert len(opened) == 4
-    assert len(answered) < 2
+    engine.drain()
+    for pending in submitted:
+        assert isinstance(pending.future.exception(), RequestCancelled)
+    assert not opened
     assert engine.generate(tiny.prompt(engine, 0), REUSE).text
 
 

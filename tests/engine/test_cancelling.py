@@ -65,7 +65,7 @@ def held(engine: BlendEngine) -> Iterator[threading.Event]:
 
 def make_late(pieces: AnswerIterator) -> None:
     """As if the time of this request were over."""
-    pieces._started.stream._timeout_s = 1e-9
+    pieces.pending.stream.timeout_s = 0.0
 
 
 # -- abandoned requests ---------------------------------------------------------------------------
@@ -117,12 +117,12 @@ async def test_cancelling_a_task_stops_its_stream_before_the_first_piece(engine)
 
 
 async def test_a_request_cancelled_in_the_queue_never_starts(engine):
-    engine.settings = engine.settings.model_copy(update={"max_running": 1})
+    engine.scheduler.max_running = 1
     talking = engine.stream("talk")
     next(talking)
     prompts = len(engine.adapter.model.prompts)
     waiting = asyncio.create_task(engine.agenerate("short"))
-    while not engine._waiting:
+    while not engine.scheduler.waiting:
         await asyncio.sleep(0.005)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -213,7 +213,7 @@ async def test_waiting_streams_take_no_threads_of_the_event_loop(engine):
     with held(engine):
         streams = [engine.astream("short") for _ in range(4)]
         waiting = [asyncio.ensure_future(anext(pieces)) for pieces in streams]
-        while len(engine._waiting) < 3:
+        while len(engine.scheduler.waiting) < 3:
             await asyncio.sleep(0.005)
         await asyncio.wait_for(asyncio.to_thread(lambda: None), BLOCKED_S)
     assert await asyncio.gather(*waiting) == ["Y"] * 4
@@ -277,7 +277,7 @@ def test_a_late_or_abandoned_request_stops_its_prefill_at_the_next_layer(engine,
 
 
 def test_time_in_the_queue_counts(engine):
-    engine.settings = engine.settings.model_copy(update={"max_running": 1})
+    engine.scheduler.max_running = 1
     talking = engine.stream("talk")
     next(talking)
     prompts = len(engine.adapter.model.prompts)

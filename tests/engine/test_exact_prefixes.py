@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 import tiny
 from blendrag.corpus.documents import LEARNED
-from blendrag.engine import Answer, BlendEngine, Options, exact_prefixes
+from blendrag.engine import Answer, AnswerIterator, BlendEngine, Options, exact_prefixes
 from blendrag.errors import BlendragError, RequestCancelled
 from blendrag.fusor import Fusor
 from blendrag.planning.controller import IN_MEMORY
@@ -51,18 +50,15 @@ def prompts(engine: BlendEngine, count: int = MANY, *documents: int) -> list[str
     return [tiny.prompt(engine, *numbers, ask=f"What is {i}?") for i in range(count)]
 
 
-def queued(engine: BlendEngine, asked: list[str], *options: Options) -> list[Any]:
-    """Their futures; all are queued before the first begins, each as a call of its own."""
-    held = threading.Event()
-    engine._worker.submit(held.wait)
+def queued(engine: BlendEngine, asked: list[str], *options: Options) -> list[AnswerIterator]:
+    """Their answers; all are queued before the first begins, each as a call of its own."""
     ways = options * len(asked) if len(options) < 2 else options
-    started = [engine._start(text, way) for text, way in zip(asked, ways, strict=False)]
-    held.set()
-    return started
+    with engine.scheduler.held():
+        return [engine.stream(text, way) for text, way in zip(asked, ways, strict=False)]
 
 
 def together(engine: BlendEngine, asked: list[str], options: Options = BLEND) -> list[Answer]:
-    return [one.wait() for one in queued(engine, asked, options)]
+    return [pieces.answer for pieces in queued(engine, asked, options)]
 
 
 def notes(answer: Answer) -> list[str]:
@@ -158,7 +154,7 @@ def test_requests_of_other_salts_share_nothing(engine):
         assert {bool(in_memory(answer)) for answer in answers} == {options is BLEND}
     mixed = [salted] * 4 + [Options(mode="blend", ratio=0.3, cache_salt="other")] * 4
     started = queued(engine, prompts(engine, 8), *mixed)
-    assert not any(notes(one.wait()) for one in started)
+    assert not any(notes(pieces.answer) for pieces in started)
     assert any(notes(answer) for answer in together(engine, prompts(engine), salted))
 
 
@@ -226,17 +222,11 @@ def during_the_prefill(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
 def test_a_request_cancelled_during_the_prefill_leaves_its_kv_to_the_others(engine, monkeypatch):
     asked = prompts(engine)
     exact = [full(engine, text) for text in asked]
-    started: list[Any] = []
-    during_the_prefill(
-        monkeypatch, lambda layer: started[0].stream.cancel() if layer == 2 else None
-    )
-    held = threading.Event()
-    engine._worker.submit(held.wait)
-    started += [engine._start(text, BLEND) for text in asked]
-    held.set()
-    with pytest.raises(RequestCancelled):
-        started[0].future.result(60)
-    answers = [one.wait() for one in started[1:]]
+    during_the_prefill(monkeypatch, lambda layer: started[0].close() if layer == 2 else None)
+    with engine.scheduler.held():
+        started = [engine.stream(text, BLEND) for text in asked]
+    assert isinstance(started[0].pending.future.exception(60), RequestCancelled)
+    answers = [pieces.answer for pieces in started[1:]]
     assert [answer.text for answer in answers] == exact[1:]
     assert all(in_memory(answer) for answer in answers)
     assert not any(notes(answer) for answer in answers)  # it was not computed again
@@ -247,18 +237,14 @@ def test_the_prefill_ends_when_nobody_waits_for_it(engine, monkeypatch):
 
     def cancel(layer: int) -> None:
         reached.append(layer)
-        for one in started if layer == 1 else ():
-            one.stream.cancel()
+        for pieces in started if layer == 1 else ():
+            pieces.close()
 
     during_the_prefill(monkeypatch, cancel)
-    started: list[Any] = []
-    held = threading.Event()
-    engine._worker.submit(held.wait)
-    started += [engine._start(text, BLEND) for text in prompts(engine)]
-    held.set()
-    for one in started:
-        with pytest.raises(BlendragError):
-            one.future.result(60)
+    with engine.scheduler.held():
+        started = [engine.stream(text, BLEND) for text in prompts(engine)]
+    for pieces in started:
+        assert isinstance(pieces.pending.future.exception(60), BlendragError)
     assert reached == [0, 1]
     assert not engine._prefixes.size_bytes
 
@@ -295,7 +281,7 @@ def test_what_nobody_uses_makes_room_for_running_requests(engine):
     together(engine, prompts(engine))
     assert engine._prefixes.size_bytes
     needed = engine.adapter.layout.size_bytes(len(engine.segments(prompts(engine)[0]).ids) + 7)
-    engine._budget.limit_bytes = 2 * needed
+    engine.scheduler.budget.limit_bytes = 2 * needed
     engine.batch(prompts(engine, 2), Options(mode="full", max_new_tokens=6))
     assert not engine._prefixes.size_bytes
 

@@ -17,9 +17,9 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestTimeout
-from blendrag.serving import chunk_pool, kv_budget, turns
+from blendrag.serving import chunk_pool, kv_budget, scheduler
 from blendrag.serving.chunk_pool import ChunkPool
-from blendrag.serving.turns import Turn, Turns
+from blendrag.serving.kv_room import KVRoom
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -49,25 +49,29 @@ class Watched:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """Prefills do not pause, so that requests join in the same order each time."""
     seen = Watched()
-    decode, grow, put = turns.decoded_together, Turns._grow, Turns._put_aside
+    decode, grow = scheduler.decoded_together, ChunkPool.reserve
+    put, take = ChunkPool.put_aside, ChunkPool.take_back
 
     def decoded(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
         seen.joint.append(len(steps))
         return decode(steps, pool)
 
-    def grown(self: Turns, turn: Turn) -> None:
-        seen.back += turn.is_aside
+    def reserve(self: ChunkPool, *args: Any) -> None:
         seen.grown += 1
-        grow(self, turn)
+        grow(self, *args)
 
-    def put_aside(self: Turns, turn: Turn) -> None:
+    def put_aside(self: ChunkPool, *args: Any) -> None:
         seen.aside += 1
-        put(self, turn)
+        put(self, *args)
 
-    monkeypatch.setattr(turns, "PREFILL_PER_STEP", math.inf)
-    monkeypatch.setattr(turns, "decoded_together", decoded)
-    monkeypatch.setattr(Turns, "_grow", grown)
-    monkeypatch.setattr(Turns, "_put_aside", put_aside)
+    def take_back(self: ChunkPool, *args: Any) -> None:
+        seen.back += 1
+        take(self, *args)
+
+    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
+    monkeypatch.setattr(scheduler, "decoded_together", decoded)
+    for watched in (reserve, put_aside, take_back):
+        monkeypatch.setattr(ChunkPool, watched.__name__, watched)
     return seen
 
 
@@ -117,7 +121,7 @@ def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlendEn
     with tiny.engine(tiny.llama(head_dim=HEAD), tmp_path, mode="full") as made:
         made.open()
         tokens = len(made.segments(question(0)).ids)
-        made._budget.limit_bytes = made.adapter.layout.size_bytes(3 * (tokens + 40))
+        made.scheduler.budget.limit_bytes = made.adapter.layout.size_bytes(3 * (tokens + 40))
         yield made
 
 
@@ -163,13 +167,14 @@ def test_memory_of_growing_answers_stays_within_the_limit(
     options, prompts = exactly(96, logprobs=0), [question(i) for i in range(4)]
     alone = [said(crowded, [prompt], options)[0] for prompt in prompts]
     held: list[tuple[int, int]] = []
-    step = Turns._decode
+    ready = KVRoom.ready
 
-    def decode(self: Turns, ready: Sequence[Turn]) -> None:
-        held.append((kv_bytes(), self._budget.size_bytes))
-        step(self, ready)
+    def decode(self: KVRoom, running: Any) -> Any:
+        found = ready(self, running)
+        held.append((kv_bytes(), self.budget.size_bytes))
+        return found
 
-    monkeypatch.setattr(Turns, "_decode", decode)
+    monkeypatch.setattr(KVRoom, "ready", decode)
     gc.freeze()  # only what is made from now on is looked at
     try:
         answers = said(crowded, prompts, options)
@@ -181,7 +186,7 @@ def test_memory_of_growing_answers_stays_within_the_limit(
     assert max(watched.joint) > 2
     assert watched.aside
     assert watched.aside == watched.back
-    limit = crowded._budget.limit_bytes
+    limit = crowded.scheduler.budget.limit_bytes
     assert max(counted for _, counted in held) <= limit
     assert all(real <= counted for real, counted in held)
     assert max(real for real, _ in held) > 0.9 * limit
@@ -190,7 +195,7 @@ def test_memory_of_growing_answers_stays_within_the_limit(
 def test_a_lone_answer_goes_on_to_the_context_whatever_the_limit(
     crowded: BlendEngine, watched: Watched
 ) -> None:
-    crowded._budget.limit_bytes = 1
+    crowded.scheduler.budget.limit_bytes = 1
     crowded.adapter.model.config.max_position_embeddings = 300
     never = {"generate_kwargs": {"min_new_tokens": 300}}
     answers = [crowded.generate(question(0), max_new_tokens=10_000, **never)]
@@ -207,7 +212,7 @@ def test_unbounded_answers_of_a_long_context_run_together(tmp_path: Path, watche
     limit = 4 * 2**20
     with tiny.engine(model, tmp_path, mode="full", max_new_tokens=None) as made:
         made.open()
-        made._budget.limit_bytes = limit
+        made.scheduler.budget.limit_bytes = limit
         assert made.adapter.layout.size_bytes(131_072) > 10 * limit
         streams = [
             made.stream(question(i), generate_kwargs={"min_new_tokens": 100_000}) for i in range(6)
@@ -218,7 +223,7 @@ def test_unbounded_answers_of_a_long_context_run_together(tmp_path: Path, watche
         for stream in streams:
             stream.close()
         made.drain()
-        assert not made._budget.size_bytes
+        assert not made.scheduler.budget.size_bytes
 
 
 def test_one_that_waits_can_be_abandoned_and_others_go_on(
@@ -236,8 +241,8 @@ def test_one_that_waits_can_be_abandoned_and_others_go_on(
     assert others[0].answer.metrics.new_tokens == 96
     crowded.drain()
     assert watched.back < watched.aside
-    assert not crowded._budget.size_bytes
-    assert not crowded._budget.is_short
+    assert not crowded.scheduler.budget.size_bytes
+    assert not crowded.scheduler.budget.is_short
 
 
 def test_the_time_limit_of_one_that_waits_ends_it(
@@ -246,7 +251,7 @@ def test_the_time_limit_of_one_that_waits_ends_it(
     late = False
 
     def waits(stream: Any) -> bool:
-        return late and stream._timeout_s is not None
+        return late and stream.timeout_s is not None
 
     monkeypatch.setattr(AnswerStream, "expired", property(waits))
     first = crowded.stream(question(0), exactly(96))

@@ -446,7 +446,7 @@ def test_an_ingest_does_not_wait_for_answers_that_run(tmp_path: Path) -> None:
         engine.adapter.model.pause_s = 0.02
         engine.ingest([tiny.document(2)]).whole()
         assert engine.generate("Hello", max_new_tokens=1).metrics.new_tokens == 1
-        assert not answering._started.future.done()
+        assert not answering.pending.future.done()
         answering.close()
         meanwhile = stored_layers(engine, 2)
     with scripted.engine((), tmp_path / "alone") as engine:

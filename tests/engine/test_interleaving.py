@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from greenlet import getcurrent
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny
 from blendrag.engine import BlendEngine, Options, exact_prefixes, generation, packing_rule
-from blendrag.engine.answers import Started
-from blendrag.engine.decoding import SeededDraws
+from blendrag.engine.answers import AnswerIterator
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestCancelled, RequestTimeout
 from blendrag.metrics import Timeline
-from blendrag.serving import turns
+from blendrag.serving import scheduler
 from blendrag.serving.chunk_pool import ChunkPool
-from blendrag.serving.kv_budget import KVBudget
-from blendrag.serving.turns import Turn, Turns
+from blendrag.serving.coroutine import Coroutine
 
 pytestmark = pytest.mark.timeout(120)
 LAYERS = tiny.COMMON["num_hidden_layers"]
@@ -47,40 +42,27 @@ class Pauses:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
-    pauses, wait, start = Pauses(), Turn.wait, Turns.start
+    pauses, wait = Pauses(), Coroutine.wait
 
-    def watched(turn: Turn, step: Any, is_paused: bool = False) -> Any:
+    def watched(call: Coroutine, step: Any, is_paused: bool = False) -> Any:
         if is_paused:
             pauses.count += 1
             pauses.then()
-        return wait(turn, step, is_paused)
+        return wait(call, step, is_paused)
 
-    def checked(turns: Turns, call: Callable[[], None]) -> None:
-        assert not turns.is_paused, "a request began while another one's prefill was paused"
-        start(turns, call)
-
-    monkeypatch.setattr(turns, "PREFILL_PER_STEP", 0)
-    monkeypatch.setattr(Turn, "wait", watched)
-    monkeypatch.setattr(Turns, "start", checked)
+    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", 0)
+    monkeypatch.setattr(Coroutine, "wait", watched)
     return pauses
 
 
-class GoesOn(LogitsProcessor):
-    """Chooses its first token once that many requests are queued, and fails at its token ``fails_at``."""
+class Fails(LogitsProcessor):
+    """Fails at its fourth token."""
 
-    def __init__(self, engine: BlendEngine, queued: int, fails_at: int) -> None:
-        self._worker = engine._worker
-        self._queued = queued
-        self._fails_at = fails_at
-        self._calls = 0
-        self._until = time.perf_counter() + 60
+    calls = 0
 
     def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        self._calls += 1
-        while self._calls == 1 and len(self._worker._foreground) < self._queued:
-            assert time.perf_counter() < self._until
-            time.sleep(0.001)
-        if self._calls == self._fails_at:
+        self.calls += 1
+        if self.calls == 4:
             raise RuntimeError("a processor failed")
         return scores
 
@@ -89,17 +71,12 @@ def asked(engine: BlendEngine, number: int) -> str:
     return tiny.prompt(engine, number % 4, (number + 1) % 4, ask=f"What happened in {number}?")
 
 
-def running(engine: BlendEngine, number: int, queued: int = 1, fails_at: int = 0) -> Started:
-    """A request that decodes for long, once ``queued`` others wait."""
-    processors = LogitsProcessorList([GoesOn(engine, queued, fails_at)])
-    options = Options(
-        max_new_tokens=40, ratio=0.2, generate_kwargs={"logits_processor": processors}
-    )
-    return engine._start(asked(engine, number), options)
+def stream(engine: BlendEngine, number: int, options: Options = LONG) -> AnswerIterator:
+    return engine.stream(asked(engine, number), options)
 
 
-def newcomers(engine: BlendEngine, ways: Sequence[Options]) -> list[Started]:
-    return [engine._start(asked(engine, 1 + i), options) for i, options in enumerate(ways)]
+def newcomers(engine: BlendEngine, ways: Sequence[Options]) -> list[AnswerIterator]:
+    return [stream(engine, 1 + i, options) for i, options in enumerate(ways)]
 
 
 @pytest.fixture
@@ -122,14 +99,15 @@ def test_a_running_request_decodes_while_others_are_prefilled(
     engine, tokens, pauses, monkeypatch, mode, per_step
 ):
     """With infinity, prefills do not pause."""
-    monkeypatch.setattr(turns, "PREFILL_PER_STEP", per_step)
-    first = running(engine, 0, queued=2)
-    others = newcomers(engine, [Options(mode=mode, max_new_tokens=2)] * 2)
-    for started in (first, *others):
-        started.wait()
-    starts = [tokens.index(started.stream) for started in others]
+    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", per_step)
+    with engine.scheduler.held():
+        first = stream(engine, 0)
+        others = newcomers(engine, [Options(mode=mode, max_new_tokens=2)] * 2)
+    for pieces in (first, *others):
+        list(pieces)
+    starts = [tokens.index(pieces.pending.stream) for pieces in others]
     assert starts[0] < starts[1]  # in order
-    meanwhile = tokens[: starts[0]].count(first.stream)
+    meanwhile = tokens[: starts[0]].count(first.pending.stream)
     assert meanwhile > LAYERS if per_step == 0 else meanwhile <= 2
     assert (pauses.count > 0) == (per_step == 0)
 
@@ -165,10 +143,11 @@ def test_answers_are_those_of_each_request_alone(family, tmp_path, pauses):
         expected = [engine.generate(asked(engine, 1 + i), way).text for i, way in enumerate(WAYS)]
         long = engine.generate(asked(engine, 0), LONG).text
         assert not pauses.count
-        first = running(engine, 0, queued=len(WAYS))
-        others = newcomers(engine, WAYS)
-        assert [started.wait().text for started in others] == expected
-        assert first.wait().text == long
+        with engine.scheduler.held():
+            first = stream(engine, 0)
+            others = newcomers(engine, WAYS)
+        assert [pieces.answer.text for pieces in others] == expected
+        assert first.answer.text == long
         assert pauses.count >= 3 * LAYERS
         assert "forward" not in vars(engine.adapter.model)
         assert not any(layer._forward_pre_hooks for layer in engine.adapter.stack.layers)
@@ -178,12 +157,14 @@ def test_prompts_that_are_prefilled_together_pause(engine, pauses, monkeypatch):
     monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
     prompts, short = [asked(engine, 1 + i) for i in range(3)], Options(max_new_tokens=4)
     expected = [engine.generate(prompt, short).text for prompt in prompts]
-    first = running(engine, 0, queued=3)
-    answers = engine.batch(prompts, short)
+    with engine.scheduler.held():
+        first = stream(engine, 0)
+        batch, _ = tiny.submitted(engine, lambda: engine.batch(prompts, short), 3)
+    answers = batch.result()
     assert [answer.text for answer in answers] == expected
     assert {answer.metrics.batch_size for answer in answers} == {3}
     assert pauses.count >= LAYERS
-    first.wait()
+    list(first)
 
 
 def test_a_prompt_of_a_schema_lets_others_decode(engine, pauses, monkeypatch):
@@ -197,16 +178,20 @@ def test_a_prompt_of_a_schema_lets_others_decode(engine, pauses, monkeypatch):
     )
     long = engine.generate(asked(engine, 0), LONG).text
     expected = engine.generate(pml=prompt, options=short).text
-    first = running(engine, 0)
-    assert engine.generate(pml=prompt, options=short).text == expected
+    with engine.scheduler.held():
+        first = stream(engine, 0)
+        pieces = engine.stream(pml=prompt, options=short)
+    assert pieces.answer.text == expected
     assert pauses.count >= LAYERS
-    assert first.wait().text == long
-    first = running(engine, 0)
-    paused = within(monkeypatch, pauses, engine._schemas.model, "encode_at")
-    answer = engine.generate(pml=prompt.replace("<m/>", "<n/>"), options=short)
+    assert first.answer.text == long
+    paused = within(monkeypatch, pauses, engine.schemas.model, "encode_at")
+    with engine.scheduler.held():
+        first = stream(engine, 0)
+        pieces = engine.stream(pml=prompt.replace("<m/>", "<n/>"), options=short)
+    encoded = pieces.answer.text
     assert len(paused) >= LAYERS
-    assert engine.generate(pml=prompt.replace("<m/>", "<n/>"), options=short).text == answer.text
-    assert first.wait().text == long
+    assert engine.generate(pml=prompt.replace("<m/>", "<n/>"), options=short).text == encoded
+    assert first.answer.text == long
 
 
 def within(monkeypatch: pytest.MonkeyPatch, pauses: Pauses, target: Any, name: str) -> list[bool]:
@@ -230,11 +215,12 @@ def test_encoding_of_missing_chunks_pauses(engine, pauses, monkeypatch):
     expected = engine.generate(asked(engine, 2), short).text
     paused = within(monkeypatch, pauses, engine.resources.kv_validity, "encode")
     tiny.lose_kv(engine, *tiny.chunk_keys(engine, 2))
-    first = running(engine, 0, queued=2)
-    others = [engine._start(asked(engine, 2), short) for _ in range(2)]
-    assert [started.wait().text for started in others] == [expected] * 2
+    with engine.scheduler.held():
+        first = stream(engine, 0)
+        others = [stream(engine, 2, short) for _ in range(2)]
+    assert [pieces.answer.text for pieces in others] == [expected] * 2
     assert len(paused) >= LAYERS
-    first.wait()
+    list(first)
 
 
 def test_the_common_prefill_of_waiting_prompts_pauses(tmp_path, pauses, monkeypatch):
@@ -242,12 +228,13 @@ def test_the_common_prefill_of_waiting_prompts_pauses(tmp_path, pauses, monkeypa
     with tiny.engine(tiny.llama(), tmp_path) as engine:
         engine.ingest([tiny.document(number) for number in range(2)])
         paused = within(monkeypatch, pauses, engine._prefixes, "_compute")
-        first = running(engine, 0, queued=6)
         asks = [f"What happened in {number}?" for number in range(6)]
-        others = [engine._start(tiny.prompt(engine, 1, ask=ask), LONG) for ask in asks]
-        assert any("once for 6" in note for note in others[0].wait().metrics.notes)
+        with engine.scheduler.held():
+            first = stream(engine, 0)
+            others = [engine.stream(tiny.prompt(engine, 1, ask=ask), LONG) for ask in asks]
+        assert any("once for 6" in note for note in others[0].answer.metrics.notes)
         assert len(paused) >= LAYERS
-        first.wait()
+        list(first)
 
 
 @pytest.mark.parametrize("mode", ["blend", "full"])
@@ -256,27 +243,29 @@ def test_a_paused_request_that_is_over_stops_at_once(engine, pauses, mode, error
     long = engine.generate(asked(engine, 0), LONG).text
     short = Options(max_new_tokens=4, mode=mode)
     expected = engine.generate(asked(engine, 2), short).text
-    first = running(engine, 0, queued=2)
-    over, after = newcomers(engine, [Options(max_new_tokens=4, mode=mode), short])
+    counts: list[int] = []
+    began = pauses.count
 
     def end() -> None:
         if error is RequestCancelled:
-            over.stream.cancel()
+            over.close()
         else:
-            over.stream._timeout_s = 1e-9
+            over.pending.stream.timeout_s = 0.0
         counts.append(pauses.count)
         pauses.then = lambda: None
 
-    counts: list[int] = []
-    began = pauses.count
     pauses.then = end
-    with pytest.raises(error):
-        over.wait()
-    over.future.exception()
+    with engine.scheduler.held():
+        first = stream(engine, 0)
+        over, after = newcomers(
+            engine, [Options(max_new_tokens=4, mode=mode, timeout_s=600), short]
+        )
+    assert isinstance(over.pending.future.exception(), error)
     assert counts == [began + 1]
-    assert after.wait().text == expected
-    assert first.wait().text == long
-    assert not engine._running
+    assert after.answer.text == expected
+    assert first.answer.text == long
+    engine.drain()
+    assert not engine.scheduler.running
 
 
 def test_a_step_that_fails_does_not_disturb_the_paused_prefill(engine, pauses, monkeypatch):
@@ -284,7 +273,7 @@ def test_a_step_that_fails_does_not_disturb_the_paused_prefill(engine, pauses, m
     long = engine.generate(asked(engine, 3), LONG).text
     short = Options(max_new_tokens=4, ratio=0.2)
     expected = engine.generate(asked(engine, 1), short).text
-    stock, failures = turns.decoded_together, []
+    stock, failures = scheduler.decoded_together, []
 
     def fail(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
         if len(steps) > 1 and pauses.count:
@@ -292,15 +281,18 @@ def test_a_step_that_fails_does_not_disturb_the_paused_prefill(engine, pauses, m
             raise RuntimeError("no memory for all")
         return stock(steps, pool)
 
-    monkeypatch.setattr(turns, "decoded_together", fail)
-    with engine.adapter.lock:
-        going = engine._start(asked(engine, 3), LONG)
-        failing = running(engine, 0, queued=0, fails_at=4)
-        newcomer = engine._start(asked(engine, 1), short)
-    assert newcomer.wait().text == expected
-    assert going.wait().text == long
+    monkeypatch.setattr(scheduler, "decoded_together", fail)
+    fails = Options(
+        max_new_tokens=40, generate_kwargs={"logits_processor": LogitsProcessorList([Fails()])}
+    )
+    with engine.scheduler.held():
+        going = stream(engine, 3)
+        failing = stream(engine, 0, fails)
+        newcomer = stream(engine, 1, short)
+    assert newcomer.answer.text == expected
+    assert going.answer.text == long
     with pytest.raises(RuntimeError, match="a processor failed"):
-        failing.wait()
+        _ = failing.answer
     assert failures
 
 
@@ -332,36 +324,13 @@ def test_prefills_of_requests_within_requests_pause(engine, pauses, mode):
         )
         for way, asks in zip(seeded, asking, strict=True)
     ]
-    first = running(engine, 0, queued=len(ways))
-    others = newcomers(engine, ways)
-    assert [started.wait().text for started in others] == alone
+    with engine.scheduler.held():
+        first = stream(engine, 0)
+        others = newcomers(engine, ways)
+    assert [pieces.answer.text for pieces in others] == alone
     assert {asks.answer for asks in asking} == {expected}
     assert pauses.count > LAYERS * len(ways)
-    first.wait()
-
-
-def test_nobody_draws_from_the_seed_of_a_call_that_could_pause(pauses):
-    """Function modes of torch are the thread's, so a call that has one does not pause."""
-    order: list[str] = []
-
-    def decoding() -> None:
-        for _ in range(2):
-            getcurrent().wait(None)
-            order.append("decoded")
-
-    def seeded() -> None:
-        with SeededDraws(3, torch.device("cpu")):
-            turns.pause()
-            order.append("drew")
-        turns.pause()
-        order.append("went on")
-
-    taking = Turns(KVBudget(0))
-    taking.start(decoding)
-    taking.start(seeded)
-    while taking:
-        taking.step()
-    assert order == ["drew", "decoded", "went on", "decoded"]
+    list(first)
 
 
 def test_the_timeline_of_a_layer_does_not_contain_pauses(engine, pauses, monkeypatch):
@@ -374,37 +343,10 @@ def test_the_timeline_of_a_layer_does_not_contain_pauses(engine, pauses, monkeyp
 
     monkeypatch.setattr(generation, "Timeline", made)
     pauses.then = lambda: entered.extend(line._open for line in lines if line._open)
-    first = running(engine, 0)
-    engine.generate(asked(engine, 1), Options(max_new_tokens=2, explain=True))
+    with engine.scheduler.held():
+        first = stream(engine, 0)
+        explained = stream(engine, 1, Options(max_new_tokens=2, explain=True))
+    assert explained.answer.explain()
     assert pauses.count
     assert not entered
-    first.wait()
-
-
-def test_a_prefill_computes_for_a_multiple_of_the_time_of_a_step(monkeypatch):
-    """By a clock that ticks once a layer and twice a step; a single step that takes longer does not count."""
-    now = [100.0]
-    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(turns, "PREFILL_PER_STEP", 5)
-    order: list[str] = []
-
-    def decoding() -> None:
-        while order.count("L") < 40:
-            getcurrent().wait(None)
-            now[0] += 30 if order.count("t") == 3 else 2
-            order.append("t")
-
-    def prefill() -> None:
-        for _ in range(40):
-            turns.pause()
-            now[0] += 1
-            order.append("L")
-
-    taking = Turns(KVBudget(0))
-    taking.start(decoding)
-    for _ in range(2):
-        taking.step()
-    taking.start(prefill)
-    while taking:
-        taking.step()
-    assert "".join(order) == "tt" + ("L" * 10 + "t") * 4
+    list(first)

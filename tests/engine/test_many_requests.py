@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import RequestCancelled, RequestTimeout
-from blendrag.serving import turns
+from blendrag.serving import scheduler
 from blendrag.serving.chunk_pool import ChunkPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,14 +34,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many requests each joint step had. Prefills do not pause, so that many join."""
     sizes: list[int] = []
-    stock = turns.decoded_together
+    stock = scheduler.decoded_together
 
     def counted(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
         sizes.append(len(steps))
         return stock(steps, pool)
 
-    monkeypatch.setattr(turns, "decoded_together", counted)
-    monkeypatch.setattr(turns, "PREFILL_PER_STEP", math.inf)
+    monkeypatch.setattr(scheduler, "decoded_together", counted)
+    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
     return sizes
 
 
@@ -69,16 +68,9 @@ def test_32_requests_that_come_and_go_get_the_answers_that_each_gets_alone(engin
     alone = [engine.generate(asked(engine, i), options(i)) for i in range(32)]
     assert not sizes
 
-    def later(i: int) -> Any:
-        time.sleep(0.01 * (i % 5))
-        return engine.generate(asked(engine, i), options(i))
-
-    with ThreadPoolExecutor(32) as pool:
-        with engine.adapter.lock:  # none ends before all others are there
-            asking = [pool.submit(later, i) for i in range(32)]
-            while len(engine._waiting) < 31:
-                time.sleep(0.005)
-        together = [one.result() for one in asking]
+    with engine.scheduler.held():  # none ends before all others are there
+        asking = [engine.stream(asked(engine, i), options(i)) for i in range(32)]
+    together = [pieces.answer for pieces in asking]
     assert max(sizes) > 4
     assert len(set(sizes)) > 2  # requests joined and left
     for ours, theirs in zip(together, alone, strict=True):
@@ -145,22 +137,19 @@ def test_a_request_that_fails_or_is_cancelled_does_not_disturb_the_others(engine
     long = Options(max_new_tokens=24)
     alone = [engine.generate(prompt, long).text for prompt in prompts]
     failing = {"logits_processor": LogitsProcessorList([Fails()])}
-    with ThreadPoolExecutor(8) as pool:
-        with engine.adapter.lock:  # none begins before all are there
-            good = [pool.submit(engine.generate, prompt, long) for prompt in prompts]
-            bad = pool.submit(engine.generate, prompts[0], Options(generate_kwargs=failing))
-            late = pool.submit(engine.generate, prompts[1], Options(timeout_s=0.05))
-            left = engine.stream(prompts[2], long)
-            while len(engine._waiting) < 6:  # the first of seven waits for the lock
-                time.sleep(0.005)
-            time.sleep(0.1)
-        next(left)
-        left.close()
-    assert [one.result().text for one in good] == alone
+    with engine.scheduler.held():  # none begins before all are there
+        good = [engine.stream(prompt, long) for prompt in prompts]
+        bad = engine.stream(prompts[0], Options(generate_kwargs=failing))
+        late = engine.stream(prompts[1], Options(timeout_s=600))
+        left = engine.stream(prompts[2], long)
+        late.pending.stream.timeout_s = 0.0
+    next(left)
+    left.close()
+    assert [pieces.answer.text for pieces in good] == alone
     with pytest.raises(RuntimeError, match="a processor failed"):
-        bad.result()
+        _ = bad.answer
     with pytest.raises(RequestTimeout):
-        late.result()
+        _ = late.answer
     with pytest.raises(RequestCancelled):
         _ = left.answer
     assert max(sizes) >= 4
@@ -177,8 +166,8 @@ def test_a_joint_step_that_fails_is_decoded_one_by_one(engine, monkeypatch):
         tries.append(len(steps))
         raise RuntimeError("no memory for all")
 
-    stock = turns.decoded_together
-    monkeypatch.setattr(turns, "decoded_together", fail)
+    stock = scheduler.decoded_together
+    monkeypatch.setattr(scheduler, "decoded_together", fail)
     together = engine.batch(prompts, Options(max_new_tokens=9))
     assert [one.text for one in together] == alone
     assert tries
@@ -224,11 +213,9 @@ def test_a_request_may_ask_within_a_request(engine):
 
 
 def test_other_work_waits_until_no_request_runs(engine, tmp_path):
-    running: list[int] = []
     pieces = engine.stream(asked(engine, 0), Options(max_new_tokens=200, mode="full"))
     next(pieces)
-    engine._worker.run(lambda: running.append(len(engine._running)))
-    assert running == [0]
+    assert engine.scheduler.run(lambda: len(engine.scheduler.running)) == 1  # itself
     assert pieces.answer.metrics.new_tokens == 200
 
 
@@ -241,7 +228,7 @@ def test_requests_wait_for_memory(tmp_path: Path, monkeypatch, sizes):
         sizes.clear()
         tokens = len(engine.segments(prompts[0]).ids) + 31
         limit = 2.5 * engine.adapter.layout.size_bytes(tokens)
-        engine._budget.limit_bytes = int(limit)
+        engine.scheduler.budget.limit_bytes = int(limit)
         engine.batch(prompts, question)
         assert max(sizes) == 2
 
@@ -250,15 +237,15 @@ def test_requests_that_are_over_leave_the_queue_and_hold_nobody_up(tmp_path: Pat
     with tiny.engine(tiny.llama(), tmp_path) as engine:
         engine.generate("What?", max_new_tokens=1)
         limit = 1.5 * engine.adapter.layout.size_bytes(200)
-        engine._budget.limit_bytes = int(limit)
+        engine.scheduler.budget.limit_bytes = int(limit)
         running = engine.stream("What happened?", max_new_tokens=150, mode="full")
         next(running)
         large = [engine.stream(f"And in {i}?", max_new_tokens=150, mode="full") for i in range(20)]
         small = engine.stream("And then?", max_new_tokens=1, mode="full")
         for waiting in large[1:]:
             waiting.close()
-        while len(engine._waiting) > 2:  # the first that is large, and the small one
+        while len(engine.scheduler.waiting) > 2:  # the first that is large, and the small one
             next(running)
         large[0].close()
         assert small.answer.metrics.new_tokens == 1
-        assert not running._started.future.done()
+        assert not running.pending.future.done()

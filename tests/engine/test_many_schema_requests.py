@@ -6,9 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ import torch
 import tiny
 from blendrag.engine import BlendEngine, Options, SchemaPrompt
 from blendrag.schema.concatenation import ModuleCache
-from blendrag.serving import chunk_pool, turns
+from blendrag.serving import chunk_pool, scheduler
 from blendrag.serving.chunk_pool import ChunkPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -74,7 +72,7 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """Prefills do not pause, so that many join."""
-    seen, stock = Steps(), turns.decoded_together
+    seen, stock = Steps(), scheduler.decoded_together
 
     def watched(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
         placed = sum(isinstance(step.kv.cache, ModuleCache) for step in steps)
@@ -85,8 +83,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
             seen.kv_bytes, seen.measured = kv_bytes(pool), 0
         return output
 
-    monkeypatch.setattr(turns, "decoded_together", watched)
-    monkeypatch.setattr(turns, "PREFILL_PER_STEP", math.inf)
+    monkeypatch.setattr(scheduler, "decoded_together", watched)
+    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
     return seen
 
 
@@ -125,15 +123,9 @@ def test_requests_that_come_and_go_get_the_answers_that_each_gets_alone(
         alone = [made.generate(*each).text for each in asked]
         assert not steps.placed
 
-        def ask(each: tuple[Any, Options]) -> str:
-            return made.generate(*each).text
-
-        with ThreadPoolExecutor(len(asked)) as threads:
-            with made.adapter.lock:  # none ends before all others are there
-                asking = [threads.submit(ask, each) for each in asked]
-                while len(made._waiting) < len(asked) - 1:
-                    time.sleep(0.005)
-            assert [one.result() for one in asking] == alone
+        with made.scheduler.held():  # none ends before all others are there
+            asking = [made.stream(*each) for each in asked]
+        assert [pieces.answer.text for pieces in asking] == alone
         assert max(steps.placed) > 2
         assert max(steps.others) > 1
         assert len({*zip(steps.placed, steps.others, strict=True)}) > 2  # joined and left

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +35,10 @@ def lose(engine: BlendEngine) -> list[str]:
 
 def answers(engine: BlendEngine, count: int, options: Options = BLEND) -> list[Answer]:
     """Answers to ``count`` requests that are all queued before the first begins."""
-    held = threading.Event()
-    engine._worker.submit(held.wait)
     text = tiny.prompt(engine, 0, 1)
-    found: list[Future[Answer]] = [engine._start(text, options).future for _ in range(count)]
-    held.set()
-    return [future.result(60) for future in found]
+    with engine.scheduler.held():
+        found = [engine.stream(text, options) for _ in range(count)]
+    return [pieces.answer for pieces in found]
 
 
 def computed(answer: Answer) -> int:
@@ -139,9 +135,7 @@ def test_missing_chunks_of_a_batch_are_looked_up_and_encoded_once(engine, encodi
     monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
     prompts = [tiny.prompt(engine, 0, 1)] * 3
     with tiny.counted(engine._background, "encode_first") as asked:
-        with engine.adapter.lock:
-            started: list[Any] = engine._start_batch(prompts, BLEND, False, 0.0)
-        found = [one.wait() for one in started]
+        found = engine.batch(prompts, BLEND)
     assert [computed(answer) for answer in found] == [0, 0, 0]
     assert {answer.metrics.batch_size for answer in found} == {3}
     assert [len(missing) for missing, _ in asked] == [len(keys), 0, 0]
@@ -175,7 +169,7 @@ def test_a_cancelled_request_stops_encoding_first(engine):
             raise error
 
     with pytest.raises(RequestCancelled):
-        engine._worker.run(lambda: background.encode_first(missing, check))
+        engine.scheduler.run(lambda: background.encode_first(missing, check))
     store, namespace = engine.resources.store, engine.adapter.identity.namespace
     assert len(store.where(namespace, keys)) == 1
 

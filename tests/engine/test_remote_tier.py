@@ -186,7 +186,7 @@ def test_what_is_encoded_before_an_answer_is_not_looked_for_in_the_remote(machin
         for ids in (range(5, 25), range(30, 50)):  # with the first, the probe is looked for
             asked.clear()
             todo = [Job(tuple(ids), one.resources.prefix_ids, None)]
-            assert one._worker.run(lambda todo=todo: background.encode_first(todo, int)) == 1
+            assert one.scheduler.run(lambda todo=todo: background.encode_first(todo, int)) == 1
         assert not asked
 
 

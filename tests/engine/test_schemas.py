@@ -13,10 +13,10 @@ from transformers.cache_utils import DynamicCache
 
 import tiny
 from blendrag.engine import BlendEngine, Options, SchemaPrompt
-from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError, SchemaError
 from blendrag.schema.concatenation import CachedStretch, ModuleCache, PlacedPrompt
 from blendrag.schema.markup import parse_prompt
+from blendrag.serving.scheduler import Scheduler
 from blendrag.store.identity import module_key
 
 SCHEMA = """
@@ -487,12 +487,12 @@ def test_reading_ahead_gives_way(reason, tmp_path, monkeypatch):
             monkeypatch.setattr(memory, "has_room", lambda size_bytes: False)
         else:
 
-            def waits(worker: Worker) -> bool:
+            def waits(scheduler: Scheduler) -> bool:
                 calls.append(1)
                 assert len(calls) < 10 or not in_memory(made, "hill")
                 return len(calls) < 10
 
-            monkeypatch.setattr(Worker, "is_waited_for", property(waits))
+            monkeypatch.setattr(Scheduler, "is_waited_for", property(waits))
         made.generate(pml=pml("<sea/>" + ASK), max_new_tokens=1)
         for _ in range(12):
             made.drain()

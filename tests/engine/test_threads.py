@@ -1,13 +1,11 @@
-"""Threads: the worker, many callers of one engine, several engines over one model, and no more threads."""
+"""Threads: many callers of one engine, several engines over one model, and no more threads."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,110 +19,10 @@ import torch
 import tiny
 from blendrag.engine import BlendEngine, Options, resources
 from blendrag.engine.stream import AnswerStream
-from blendrag.engine.worker import Worker
-from blendrag.errors import BlendragError, InvalidInputError, NoThreadError, RequestTimeout
+from blendrag.errors import InvalidInputError, NoThreadError, RequestTimeout
 from blendrag.frameworks.streaming import to_thread
 from blendrag.model.tokens import Tokens
 from loops import BLOCKED_S, turns_while
-
-# -- the worker ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    made = Worker()
-    yield made
-    made.close()
-
-
-def test_requests_run_before_background_work(worker):
-    order: list[str] = []
-    gate = threading.Event()
-    worker.submit(gate.wait)
-    worker.submit(lambda: order.append("back0"), background=True)
-
-    def request() -> None:
-        worker.submit(lambda: order.append("back1"), background=True)
-        order.append("front")
-
-    worker.submit(request)
-    gate.set()
-    worker.drain()
-    assert order == ["front", "back0", "back1"]
-
-
-def test_work_may_call_work_and_errors_are_raised(worker):
-    assert worker.run(lambda: worker.run(lambda: 7)) == 7
-    with pytest.raises(ZeroDivisionError):
-        worker.run(lambda: 1 // 0)
-    assert worker.run(lambda: 8) == 8
-
-
-def test_closing_finishes_the_running_request_and_drops_background_work(worker):
-    gate, started = threading.Event(), threading.Event()
-
-    def request() -> tuple[str, bool]:
-        started.set()
-        assert gate.wait(BLOCKED_S)
-        return "answered", worker.submit(lambda: None, background=True).cancelled()
-
-    running = worker.submit(request)
-    assert started.wait(BLOCKED_S)
-    queued = worker.submit(lambda: None, background=True)
-    with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(worker.close)
-        while not worker.closed:
-            time.sleep(0.001)
-        gate.set()
-        assert running.result(BLOCKED_S) == ("answered", True)
-        closing.result(BLOCKED_S)
-    assert queued.cancelled()
-    worker.close()
-    with pytest.raises(BlendragError, match="closed"):
-        worker.submit(lambda: None)
-
-
-def test_draining_ignores_a_cancelled_request(worker):
-    gate, started = threading.Event(), threading.Event()
-    worker.submit(lambda: (started.set(), gate.wait(BLOCKED_S)))
-    assert started.wait(BLOCKED_S)
-    queued = worker.submit(lambda: None)
-    threading.Timer(0.1, lambda: (queued.cancel(), gate.set())).start()
-    worker.drain()
-
-
-def test_an_idle_worker_keeps_nothing_of_a_failed_call(worker):
-    made: list[weakref.ref[Any]] = []
-
-    def fail() -> None:
-        computed = torch.zeros(1)
-        made.append(weakref.ref(computed))
-        raise MemoryError("none left")
-
-    with pytest.raises(MemoryError):
-        worker.run(fail)
-    worker.drain()
-    gc.collect()
-    assert made[0]() is None
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_forked_child_is_refused(worker):
-    worker.run(lambda: None)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            worker.run(lambda: None)
-        except InvalidInputError as exc:
-            code = 0 if tiny.one_sentence(str(exc)) and "spawn" in str(exc) else 2
-        finally:
-            worker.close()
-            sys.stdout.flush()
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert worker.run(lambda: 7) == 7
-
 
 # -- callers on threads and event loops ---------------------------------------------------------
 

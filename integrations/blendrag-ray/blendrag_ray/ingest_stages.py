@@ -34,7 +34,6 @@ from blendrag.corpus.embedder import Embedder
 from blendrag.engine.ingest import damage_of, documents_in, named_failure
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.engine.resources import Resources
-from blendrag.engine.worker import Worker
 from blendrag.errors import (
     BlendragError,
     InvalidInputError,
@@ -42,6 +41,7 @@ from blendrag.errors import (
     UnreadableDocumentError,
     UnsupportedModelError,
 )
+from blendrag.serving.scheduler import Scheduler
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import KVLayout
@@ -211,7 +211,7 @@ class EncodeChunks:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._open = ExitStack()
-        self._worker = Worker()
+        self._scheduler = Scheduler()
         self._refused = ""
         self._is_admitted = False
         self._seconds = 0.0
@@ -264,7 +264,7 @@ class EncodeChunks:
         # One worker at a time runs the gate and renews KV that is no longer valid.
         with nullcontext() if self._is_admitted else FileLock(self._resources.root / "ingest.lock"):
             if not self._is_admitted:
-                self._writer = self._open.enter_context(_pinned(self._resources, self._worker))
+                self._writer = self._open.enter_context(_pinned(self._resources, self._scheduler))
                 self._seconds = 0.0
                 if not self._writer.missing([chunk]):
                     return {}
@@ -292,12 +292,12 @@ class EncodeChunks:
 
     @cached_property
     def _writer(self) -> KVWriter:
-        return self._open.enter_context(_pinned(self._resources, self._worker))
+        return self._open.enter_context(_pinned(self._resources, self._scheduler))
 
 
 @contextmanager
-def _pinned(resources: Resources, worker: Worker) -> Iterator[KVWriter]:
-    writer = KVWriter(resources, worker)
+def _pinned(resources: Resources, scheduler: Scheduler) -> Iterator[KVWriter]:
+    writer = KVWriter(resources, scheduler)
     with writer.pinned():
         yield writer
 

@@ -224,7 +224,7 @@ class Asking:
             self.adapter, self.store, policy=workload.policy, schedule=workload.schedule,
             ratio=workload.ratio, chunk_tokens=max(64, workload.chunk_tokens), learn=False,
         ) as engine:  # fmt: skip
-            engine.settings = engine.settings.model_copy(update={"max_running": running})
+            engine.scheduler.max_running = running
             yield engine
 
     def options(self, mode: Mode) -> Options:

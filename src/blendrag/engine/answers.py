@@ -8,27 +8,28 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from blendrag.chat.reply import Reasoning
 from blendrag.corpus.retriever import RetrievedChunk
-from blendrag.engine.request import Answer
+from blendrag.engine.request import Answer, Request
 from blendrag.engine.stream import AnswerStream
-from blendrag.engine.thread_queue import ThreadQueue
 from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout, starting_thread
+from blendrag.serving.scheduler import Pending
+from blendrag.serving.thread_queue import ThreadQueue
 
 T = TypeVar("T")
 
 
-class Started(NamedTuple):
-    """A request that was submitted to the worker."""
+@dataclass(eq=False, kw_only=True)
+class PendingAnswer(Pending[Answer]):
+    """A request that was submitted."""
 
+    request: Request
     stream: AnswerStream
-    future: Future[Answer]
 
     def wait(self) -> Answer:
         """Block until it is answered. Raises the worker's error, or :class:`RequestTimeout`."""
@@ -69,14 +70,14 @@ class Pieces:
 
     with_reasoning = False
     """Whether pieces of reasoning (:class:`Reasoning`) are among them."""
-    _started: Started | None = None
+    pending: PendingAnswer | None = None
     _over = False
 
     def abandon(self) -> None:
         """Stop generation and return at once; the model is free within one layer or token."""
         self._over = True
-        if self._started is not None:
-            self._started.stream.cancel()
+        if self.pending is not None:
+            self.pending.stream.cancel()
 
     def __del__(self) -> None:
         self.abandon()
@@ -85,10 +86,10 @@ class Pieces:
 class AnswerIterator(Pieces):
     """Text pieces of one answer; :attr:`answer` once exhausted."""
 
-    _started: Started
+    pending: PendingAnswer
 
-    def __init__(self, started: Started) -> None:
-        self._started = started
+    def __init__(self, started: PendingAnswer) -> None:
+        self.pending = started
         self.sources: tuple[RetrievedChunk, ...] = ()
         self.left_out = 0
         """How many of the oldest questions and answers the prompt is without (``trim_history``)."""
@@ -100,25 +101,25 @@ class AnswerIterator(Pieces):
         if self._over:
             raise StopIteration
         try:
-            piece = self._started.stream.take()
+            piece = self.pending.stream.take()
             while not self.with_reasoning and isinstance(piece, Reasoning):
-                piece = self._started.stream.take()
+                piece = self.pending.stream.take()
         except BaseException:
             self.abandon()
             raise
         if piece is not None:
             return piece
         self._over = True
-        if not self._started.stream.cancelled:
-            self._started.wait()  # an error of the worker surfaces here
+        if not self.pending.stream.cancelled:
+            self.pending.wait()  # an error of the worker surfaces here
         raise StopIteration
 
     @property
     def answer(self) -> Answer:
         """The whole answer; blocks until it is complete. Raises :class:`RequestCancelled` once closed."""
-        if self._over and not self._started.future.done():
-            self._started.stream.check()
-        return replace(self._started.wait(), sources=self.sources)
+        if self._over and not self.pending.future.done():
+            self.pending.stream.check()
+        return replace(self.pending.wait(), sources=self.sources)
 
     def close(self) -> None:
         """:meth:`abandon`, under the name that ``contextlib.closing`` calls."""
@@ -128,7 +129,7 @@ class AnswerIterator(Pieces):
 class AsyncAnswerIterator(Pieces):
     """:class:`AnswerIterator` for event loops: no thread waits for a piece. Starts when iterated."""
 
-    def __init__(self, start: Callable[[], Awaitable[Started]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[PendingAnswer]]) -> None:
         self._start = start
         self._new = asyncio.Event()
 
@@ -139,7 +140,7 @@ class AsyncAnswerIterator(Pieces):
         if self._over:
             raise StopAsyncIteration
         try:
-            started = self._started or await self._begin()
+            started = self.pending or await self._begin()
             piece = await self._take(started.stream)
             while not self.with_reasoning and isinstance(piece, Reasoning):
                 piece = await self._take(started.stream)
@@ -156,18 +157,18 @@ class AsyncAnswerIterator(Pieces):
     async def submitted(self) -> None:
         """Wait until the request was checked and is in the queue. Raises what is wrong with it."""
         try:
-            self._started or await self._begin()
+            self.pending or await self._begin()
         except BaseException:
             self.abandon()
             raise
 
-    async def _begin(self) -> Started:
-        self._started = await self._start()
+    async def _begin(self) -> PendingAnswer:
+        self.pending = await self._start()
         # no reference to this iterator: dropping it must end the request
-        self._started.stream.listen(_setter_of(self._new))
+        self.pending.stream.listen(_setter_of(self._new))
         if self._over:  # closed during planning
-            self._started.stream.cancel()
-        return self._started
+            self.pending.stream.cancel()
+        return self.pending
 
     async def _take(self, stream: AnswerStream) -> str | None:
         while True:
@@ -183,11 +184,11 @@ class AsyncAnswerIterator(Pieces):
     @property
     def answer(self) -> Answer:
         """The whole answer, once exhausted. Raises :class:`RequestCancelled` before, and once closed."""
-        if self._started is None or not self._started.future.done():
+        if self.pending is None or not self.pending.future.done():
             raise RequestCancelled(
                 "there is no answer yet; iterate to the end before asking for it"
             )
-        return self._started.future.result()
+        return self.pending.future.result()
 
     async def aclose(self) -> None:
         """:meth:`abandon`, under the name that ``contextlib.aclosing`` calls."""
@@ -249,7 +250,9 @@ def _abandon(starting: asyncio.Future[Any]) -> None:
         abandon_all(starting.result())
 
 
-def wait_all(started: Sequence[Started | Exception], keep_errors: bool) -> list[Answer | Exception]:
+def wait_all(
+    started: Sequence[PendingAnswer | Exception], keep_errors: bool
+) -> list[Answer | Exception]:
     """Answers in order. The first error abandons the rest and is raised; with ``keep_errors`` errors are
     returned in place."""
     answers: list[Answer | Exception] = []
@@ -270,12 +273,12 @@ def wait_all(started: Sequence[Started | Exception], keep_errors: bool) -> list[
 
 
 async def all_awaited(
-    started: Sequence[Started | Exception], keep_errors: bool
+    started: Sequence[PendingAnswer | Exception], keep_errors: bool
 ) -> list[Answer | Exception]:
     """:func:`wait_all` without blocking the event loop."""
     try:
         for one in started:
-            if isinstance(one, Started):
+            if isinstance(one, PendingAnswer):
                 try:
                     await one.awaited()
                 except Exception:
@@ -287,10 +290,10 @@ async def all_awaited(
     return wait_all(started, keep_errors)
 
 
-def abandon_all(started: Sequence[Started | Exception]) -> None:
+def abandon_all(started: Sequence[PendingAnswer | Exception]) -> None:
     """Stop the computation of all that are not answered."""
     for one in started:
-        if isinstance(one, Started):
+        if isinstance(one, PendingAnswer):
             one.stream.cancel()
 
 

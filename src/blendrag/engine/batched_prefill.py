@@ -26,8 +26,8 @@ from blendrag.fusor.loader import SpanCorruptError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.plan import Plan
 from blendrag.planning.profile import Profile
+from blendrag.serving.coroutine import pausing
 from blendrag.serving.kv_budget import KVBudget, KVShare, first_room
-from blendrag.serving.turns import pausing
 
 log = logging.getLogger(__name__)
 
@@ -115,11 +115,6 @@ class RequestBatch:
     def share_of(self, number: int) -> KVShare | None:
         """What its KV holds if it was prefilled before its turn."""
         return self._ahead.get(number, NOTHING_AHEAD).share
-
-    def close(self) -> None:
-        """Release what no turn took; the worker must be done with it. Idempotent."""
-        for number in list(self._ahead):
-            self.leave(number)
 
     @property
     def _may_pack(self) -> bool:

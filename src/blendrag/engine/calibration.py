@@ -1,6 +1,6 @@
 """Finds the selection policy for an engine's model on its own corpus (``blendrag calibrate``).
 
-Prompts are drawn in the caller's thread, so that Ctrl-C ends it at once; every prefill runs on the worker.
+Prompts are drawn in the caller's thread, so that Ctrl-C ends it at once; the scheduler runs every prefill.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from blendrag.engine.planner import UNTRUSTED, Planner, check_fits
 from blendrag.engine.rendering import prompt_over
 from blendrag.engine.request import RagPrompt
 from blendrag.engine.resources import Resources
-from blendrag.engine.worker import Worker
 from blendrag.errors import (
     CorpusError,
     CorruptKVError,
@@ -38,6 +37,7 @@ from blendrag.planning.calibrate import (
 )
 from blendrag.planning.calibration import SURE, Calibration, calibrations
 from blendrag.planning.controller import Controller
+from blendrag.serving.scheduler import Scheduler
 from blendrag.store.durable import named_errors
 from blendrag.text.prompt import SegmentedPrompt
 
@@ -120,7 +120,7 @@ def calibrate(
     resources: Resources,
     planner: Planner,
     segments: Callable[[RagPrompt], SegmentedPrompt],
-    worker: Worker,
+    scheduler: Scheduler,
     options: CalibrationOptions,
     watch: Watch = lambda race, done: None,
 ) -> CalibrationReport:
@@ -138,7 +138,7 @@ def calibrate(
     adapter = resources.adapter
     for prompt in prompts:
         check_fits(len(prompt.ids), ANSWER_TOKENS, adapter.context_tokens)
-    controller = worker.run(lambda: _controller(resources, planner))
+    controller = scheduler.run(lambda: _controller(resources, planner))
     race, interrupted = Race(), False
 
     def done(measured: int) -> float:
@@ -149,7 +149,9 @@ def calibrate(
             if measured and (time.monotonic() - began) * (measured + 1) / measured > limit_s:
                 break  # the next one would take longer
             race.narrow(done(measured))
-            row = _deviations(resources, worker, controller, prompt, race.policies, options.ratio)
+            row = _deviations(
+                resources, scheduler, controller, prompt, race.policies, options.ratio
+            )
             if row:
                 race.rows.append(row)
                 watch(race, min(1.0, done(measured + 1)))
@@ -199,7 +201,7 @@ def _asked(resources: Resources, options: CalibrationOptions) -> list[SampledQue
 
 
 def _controller(resources: Resources, planner: Planner) -> Controller:
-    """On the worker. Raises :class:`CorpusError` if stored KV must not be used."""
+    """On the thread that computes. Raises :class:`CorpusError` if stored KV must not be used."""
     adapter = resources.adapter
     adapter.require_blendable()
     with adapter.lock:
@@ -212,7 +214,7 @@ def _controller(resources: Resources, planner: Planner) -> Controller:
 
 def _deviations(
     resources: Resources,
-    worker: Worker,
+    scheduler: Scheduler,
     controller: Controller,
     prompt: SegmentedPrompt,
     policies: Sequence[str],
@@ -220,7 +222,7 @@ def _deviations(
 ) -> dict[str, float]:
     """Deviation of each policy; empty if ``prompt`` holds nothing to blend.
 
-    One prefill at a time on the worker. Between two of them somebody may change the model, so each checks
+    One prefill at a time. Between two of them somebody may change the model, so each checks
     that it is still the one whose KV the controller reads. Raises :class:`IdentityChangedError`,
     :class:`CorruptKVError`.
     """
@@ -236,7 +238,7 @@ def _deviations(
                     )
                 return call()
 
-        return worker.run(locked)
+        return scheduler.run(locked)
 
     expected = run(lambda: reference(adapter, prompt))
     found = {}

@@ -10,9 +10,9 @@ from typing import Any
 from blendrag.corpus.languages import Languages
 from blendrag.engine.ingest import IngestReport, Inputs, documents_of
 from blendrag.engine.resources import Resources
-from blendrag.engine.worker import Worker
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import gate, verdicts
+from blendrag.serving.scheduler import Scheduler
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import chunk_key
 from blendrag.text.chunking import Chunk
@@ -36,7 +36,7 @@ class DryRun:
 
 
 def dry_run(
-    resources: Resources, worker: Worker, inputs: Inputs, patterns: Patterns = ALL
+    resources: Resources, scheduler: Scheduler, inputs: Inputs, patterns: Patterns = ALL
 ) -> DryRun:
     """See :meth:`BlendEngine.dry_run`."""
     corpus, chunker = resources.corpus, resources.chunker()
@@ -57,7 +57,7 @@ def dry_run(
         unembedded |= {} if known else {chunk.chunk_id: chunk for chunk in of_document}
     new = _without_kv(resources, [*chunks.values()]) if corpus is not None else [*chunks.values()]
     report.warnings += filter(None, [languages.warning(resources.manifest.embedder)])
-    seconds = _ingest_s(resources, worker, new, [*unembedded.values()])
+    seconds = _ingest_s(resources, scheduler, new, [*unembedded.values()])
     return DryRun(
         documents=report.documents,
         documents_unchanged=unchanged,
@@ -80,7 +80,7 @@ def _without_kv(resources: Resources, chunks: list[Chunk]) -> list[Chunk]:
 
 
 def _ingest_s(
-    resources: Resources, worker: Worker, new: list[Chunk], unembedded: list[Chunk]
+    resources: Resources, scheduler: Scheduler, new: list[Chunk], unembedded: list[Chunk]
 ) -> float:
     """Seconds to compute the KV of ``new`` and the vectors of ``unembedded``."""
     total_s = 0.0
@@ -93,13 +93,13 @@ def _ingest_s(
             with adapter.lock:
                 return _timed(lambda: adapter.encode((), sample[:tokens]))[0]
 
-        worker.run(lambda: encode_s(len(sample)))  # warm up
-        token_s = worker.run(lambda: encode_s(len(sample))) / len(sample)
-        verdict = worker.run(lambda: verdicts.recall(adapter.identity.namespace, adapter.device))
+        scheduler.run(lambda: encode_s(len(sample)))  # warm up
+        token_s = scheduler.run(lambda: encode_s(len(sample))) / len(sample)
+        verdict = scheduler.run(lambda: verdicts.recall(adapter.identity.namespace, adapter.device))
         if verdict is not None and not verdict.blendable:
             raise UnsupportedModelError(f"{adapter.model_id}: {verdict.reason}")
         if verdict is None:
-            total_s += gate.expected_s(adapter, token_s, worker.run(lambda: encode_s(1)))
+            total_s += gate.expected_s(adapter, token_s, scheduler.run(lambda: encode_s(1)))
         total_s += opening_s + token_s * sum(chunk.tokens for chunk in new)
     if unembedded:
         first_s, _ = _timed(lambda: resources.embedder.embed([unembedded[0].text]))

@@ -7,7 +7,7 @@ The road of a request, from :meth:`BlendEngine._request` to :meth:`BlendEngine._
     Fusion    state of the blended forward inside ``model.generate``         worker
     Answer    text, metrics
 
-All model work runs on one worker thread.
+A :class:`~blendrag.serving.scheduler.Scheduler` keeps what waits and runs, and computes on one thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -42,7 +41,7 @@ from blendrag.engine import request_spans as spans
 from blendrag.engine.answers import (
     AnswerIterator,
     AsyncAnswerIterator,
-    Started,
+    PendingAnswer,
     abandon_all,
     all_awaited,
     name_prompt,
@@ -89,8 +88,6 @@ from blendrag.engine.resources import CorpusSettings, Resources
 from blendrag.engine.schemas import Positions, SchemaReport, Schemas
 from blendrag.engine.schemas import Source as SchemaSource
 from blendrag.engine.stream import AnswerStream
-from blendrag.engine.thread_queue import QueueState, ThreadQueue
-from blendrag.engine.worker import CLOSED, Worker
 from blendrag.errors import CorpusError, InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
@@ -98,7 +95,9 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.plan import Plan, Reason, ReasonCode
-from blendrag.serving.kv_budget import KVBudget
+from blendrag.serving.kv_budget import KVBudget, KVShare
+from blendrag.serving.scheduler import CLOSED, Scheduler
+from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
 from blendrag.text.matches import merged
@@ -217,22 +216,26 @@ class BlendEngine:
                 model_kwargs, device_map, self.settings.dtype, self.settings.device
             ),
         )
-        self._budget = KVBudget(self.settings.batch_bytes, self._kept_bytes)
-        self._worker = Worker(self._budget, self.resources.embedding_turns)
-        self.library = Library(self.resources, self._worker)
-        self._background = BackgroundWriter(self.resources, self._worker)
-        self._waiting: dict[AnswerStream, Request] = {}
-        """Requests that have not begun."""
-        self._running: set[AnswerStream] = set()
-        """Requests that have begun and not ended."""
+        #: What waits and runs on the model.
+        self.scheduler = Scheduler(
+            KVBudget(self.settings.batch_bytes, self._kept_bytes),
+            self.resources.embedding_turns,
+            self.settings.max_running,
+        )
+        self.library = Library(self.resources, self.scheduler)
+        self._background = BackgroundWriter(self.resources, self.scheduler)
         self._prefixes = ExactPrefixes(
             self.resources,
             self.settings.batch_bytes // 2,
-            lambda: [(request, stream) for stream, request in self._waiting.copy().items()],
+            lambda: [
+                (pending.request, pending.stream)
+                for pending in self.scheduler.waiting
+                if isinstance(pending, PendingAnswer)
+            ],
         )
         self._planner = Planner(self.resources, self.settings, self._background, self._prefixes)
         self._learner = Learner(self.resources, self._background, self.settings.learn)
-        self._schemas = Schemas(self.resources, self._worker)
+        self._schemas = Schemas(self.resources, self.scheduler)
         self._prompts = ThreadQueue("prompts", PROMPT_THREADS)
         self._long_prompts = ThreadQueue("long prompts", LONG_PROMPT_THREADS)
 
@@ -472,10 +475,10 @@ class BlendEngine:
 
     # -- the road of a request ------------------------------------------------------------------
 
-    def _start(self, prompt: Prompt, options: Options) -> Started:
-        """Check the request here, answer it on the worker."""
+    def _start(self, prompt: Prompt, options: Options) -> PendingAnswer:
+        """Check the request here, and submit it."""
         (started,) = self._start_batch([prompt], options, False, time.perf_counter())
-        assert isinstance(started, Started)
+        assert isinstance(started, PendingAnswer)
         return started
 
     def _request(self, prompt: Prompt, options: Options, asked_at: float) -> Request:
@@ -507,7 +510,7 @@ class BlendEngine:
             notes += argued
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
-        # otherwise checked on the worker, once the model is loaded
+        # otherwise checked once the model is loaded
         if self.resources.is_loaded and placed is None:
             check_fits(len(segments.ids), 1, self.resources.adapter.context_tokens)
         ratio = s.ratio if options.ratio is None else options.ratio
@@ -636,12 +639,11 @@ class BlendEngine:
             reply=request.new_reply(),
         )
 
-    def _submit(self, batch: RequestBatch, number: int) -> Started:
-        """Have the worker answer that prompt after everything submitted before."""
+    def _pending(self, batch: RequestBatch, number: int) -> PendingAnswer:
+        """The answer to that prompt, for the scheduler."""
         request, stream = batch.entries[number]
 
         def work() -> Answer:
-            self._waiting.pop(stream, None)
             stream.begin()
             try:
                 with self._span(request.options, request.trace_context, request.asked_at) as about:
@@ -654,28 +656,24 @@ class BlendEngine:
                     exc.__traceback__ = None  # its frames hold the KV cache
                 raise
             finally:
-                self._running.discard(stream)
                 batch.leave(number)
                 stream.finish()
             log_answer(answer.metrics)
             return answer
 
-        joins = partial(self._joins, batch, number)
-        future = self._worker.submit(work, joins=joins, is_over=lambda: stream.done)
-        return Started(stream, future)
+        def share() -> KVShare:
+            adapter, counted = self.resources.adapter, request
+            with suppress(ValueError, TypeError):  # refused once it begins
+                counted = replace(request, sequences=sequences_of(request, adapter))
+            return batch.share_of(number) or share_of(counted, adapter, stream)
 
-    def _joins(self, batch: RequestBatch, number: int) -> bool:
-        """Whether the request may begin while others run: there is memory for its KV, and no other engine
-        waits for the model."""
-        adapter = self.resources.adapter
-        if adapter.refusal is not None or adapter.lock.is_wanted:
-            return False
-        if len(self._running) >= self.settings.max_running:
-            return False
-        request, stream = batch.entries[number]
-        with suppress(ValueError, TypeError):  # refused once it begins
-            request = replace(request, sequences=sequences_of(request, adapter))
-        return self._budget.admits(batch.share_of(number) or share_of(request, adapter, stream))
+        def joins() -> bool:
+            adapter = self.resources.adapter
+            return adapter.refusal is None and not adapter.lock.is_wanted  # by another engine
+
+        return PendingAnswer(
+            work, joins, lambda: stream.done, share, request=request, stream=stream
+        )
 
     def _kept_bytes(self, most_bytes: int) -> int:
         """Memory of exact prefixes, of which what no request uses is dropped down to ``most_bytes``."""
@@ -703,7 +701,6 @@ class BlendEngine:
         stream.opening_s = request.opening_s + time.perf_counter() - began
         # forwards that may blend run uncompiled
         compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
-        self._running.add(stream)
         with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
             if request.placed is not None:
                 stream.opening_s += self._schemas.open()
@@ -712,12 +709,12 @@ class BlendEngine:
             # closed also if it is over before it is run
             with closing(batch.take(number)) as ahead, ExitStack() as held:
                 if ahead.share is not None:  # also if it is refused now
-                    held.callback(self._budget.release, ahead.share)
+                    held.callback(self.scheduler.budget.release, ahead.share)
                 limit = self._schemas.model.limit if request.placed is not None else None
                 request = checked(request, adapter, limit)
                 share = ahead.share or share_of(request, adapter, stream)
-                held.callback(self._budget.release, share)
-                self._budget.hold(share)
+                held.callback(self.scheduler.budget.release, share)
+                self.scheduler.budget.hold(share)
                 request = replace(request, asked_at=request.asked_at + stream.opening_s)
                 access: KVAccess | None = None
                 keep = partial(self._prefixes.keep, request)
@@ -756,23 +753,23 @@ class BlendEngine:
                         plan = prefilled = None
         raise AssertionError("the last attempt loads nothing")
 
-    async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
+    async def _start_off_loop(self, prompt: Prompt, options: Options) -> PendingAnswer:
         begin = partial(self._start_batch, [prompt], options, False, time.perf_counter())
         threads = self.threads_for(prompt_chars(prompt))
         (started,) = await off_loop(begin, options.timeout_s, threads)
-        assert isinstance(started, Started)
+        assert isinstance(started, PendingAnswer)
         return started
 
     def _start_batch(
         self, prompts: Sequence[Prompt], options: Options, keep_errors: bool, asked_at: float
-    ) -> list[Started | Exception]:
-        """Check all requests here, answer them on the worker. Errors are raised, or kept in place."""
+    ) -> list[PendingAnswer | Exception]:
+        """Check all requests here, and submit them. Errors are raised, or kept in place."""
         made: list[Request | Exception] = []
         for i, prompt in enumerate(prompts):
             try:
                 request = self._request(prompt, options, asked_at)
                 if self.resources.is_loaded and request.placed is None:
-                    checked(request, self.resources.adapter)  # else on the worker
+                    checked(request, self.resources.adapter)  # else once they begin
                 made.append(request)
             except Exception as exc:
                 with suppress(Exception), self._span(options, None, asked_at):
@@ -786,21 +783,15 @@ class BlendEngine:
             [BatchEntry(one, self._answer_stream(one)) for one in requests],
             self.resources,
             self._planner,
-            self._budget,
+            self.scheduler.budget,
         )
-        submitted: list[Started] = []
-        self._waiting.update({entry.stream: entry.request for entry in batch.entries})
+        pending = [self._pending(batch, number) for number in range(len(requests))]
         try:
-            for number in range(len(requests)):
-                submitted.append(self._submit(batch, number))
-        except BaseException:  # closed or interrupted: cancel those that were submitted
-            for entry in batch.entries:
-                self._waiting.pop(entry.stream, None)
-            abandon_all(submitted)
-            wait([one.future for one in submitted])
-            batch.close()
+            self.scheduler.submit(*pending)
+        except BaseException:  # interrupted: they may be in the queue
+            abandon_all(pending)
             raise
-        answering = iter(submitted)
+        answering = iter(pending)
         return [one if isinstance(one, Exception) else next(answering) for one in made]
 
     # -- prompt schemas -------------------------------------------------------------------------
@@ -845,7 +836,7 @@ class BlendEngine:
         Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused, after the texts were
         stored without it, for mode ``full``.
         """
-        return ingesting.ingest(self.resources, self._worker, inputs, watch, prune, patterns)
+        return ingesting.ingest(self.resources, self.scheduler, inputs, watch, prune, patterns)
 
     def remove(self, paths: Sequence[Path | str]) -> int:
         """Remove documents by path or directory, in any spelling: texts, vectors and KV. Returns how many.
@@ -875,7 +866,7 @@ class BlendEngine:
 
     def dry_run(self, inputs: Inputs, patterns: Patterns = ALL) -> DryRun:
         """What :meth:`ingest` would do: chunks, bytes, and seconds estimated from timed samples."""
-        return dry_run(self.resources, self._worker, inputs, patterns)
+        return dry_run(self.resources, self.scheduler, inputs, patterns)
 
     # -- the rest -------------------------------------------------------------------------------
 
@@ -887,11 +878,11 @@ class BlendEngine:
     def open(self) -> None:
         """Load the model and check that stored KV is its own, which the first request does otherwise."""
         _ = self.resources.adapter
-        self._worker.run(self._planner.open)
+        self.scheduler.run(self._planner.open)
 
     def verify(self) -> Verification:
         """The correctness gate for the loaded model, remembered in the store."""
-        return self._worker.run(lambda: self.resources.kv_validity.verification())
+        return self.scheduler.run(lambda: self.resources.kv_validity.verification())
 
     def calibrate(
         self,
@@ -909,7 +900,7 @@ class BlendEngine:
         s = self.settings
         options = options or CalibrationOptions(s.fixed_ratio, top_k=s.top_k)
         return calibrating.calibrate(
-            self.resources, self._planner, self.segments, self._worker, options, watch
+            self.resources, self._planner, self.segments, self.scheduler, options, watch
         )
 
     def calibration_offer(self, report: IngestReport) -> str:
@@ -929,7 +920,7 @@ class BlendEngine:
         interrupted measurement keeps nothing. Raises :class:`InvalidInputError`,
         :class:`UnsupportedModelError`, :class:`StoreFullError`.
         """
-        return profiling.profile(self.resources, self._worker, directories, again, watch)
+        return profiling.profile(self.resources, self.scheduler, directories, again, watch)
 
     def stats(self) -> StoreStats:
         """What the store holds, and how this engine has used it. Opens the store."""
@@ -945,7 +936,7 @@ class BlendEngine:
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called; a closed engine answers nothing more."""
-        return self._worker.closed
+        return self.scheduler.closed
 
     def threads_for(self, characters: int) -> ThreadQueue:
         """Where a prompt with so many characters is prepared."""
@@ -956,7 +947,7 @@ class BlendEngine:
         """What waits in this engine: prompts, the model, batches of the embedder."""
         embedding = self.resources.embedding_turns
         states = [queue.state for queue in (self._prompts, self._long_prompts)]
-        return [*states, self._worker.state, QueueState("batches of texts", *embedding.counts)]
+        return [*states, self.scheduler.state, QueueState("batches of texts", *embedding.counts)]
 
     def progress_at(self) -> float:
         """``time.monotonic()`` when the model or the embedder last did something."""
@@ -965,13 +956,13 @@ class BlendEngine:
 
     def drain(self) -> None:
         """Block until background encoding is done."""
-        self._worker.drain()
+        self.scheduler.drain()
 
     def close(self) -> None:
         """Finish running requests, drop queued background work, close the store, and free a model that was
         loaded by name unless another open engine uses it. Idempotent.
         """
-        self._worker.close()
+        self.scheduler.close()
         self._prefixes.close()
         self.resources.close()
 

@@ -27,8 +27,8 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.controller import Controller, PlanOptions, Prefixes
 from blendrag.planning.plan import Plan
 from blendrag.serving.block_pool import BlockPool
+from blendrag.serving.coroutine import pausing
 from blendrag.serving.prefix_tree import PrefixTree
-from blendrag.serving.turns import pausing
 from blendrag.store.base import ResidentReader
 from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.text.matches import common_prefix

@@ -34,8 +34,8 @@ from blendrag.model.placement import PlacedModel
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan
 from blendrag.schema.concatenation import ConcatenatedPrompt, ModuleCache
+from blendrag.serving.coroutine import decoding_jointly, note_loaded, pausing
 from blendrag.serving.kv_budget import KVShare, first_room
-from blendrag.serving.turns import loaded, pausing, taking_turns
 from blendrag.wording import quoted
 
 _CUT = (
@@ -96,17 +96,17 @@ class Generation:
             around.enter_context(adapter.own_tables())
             if adapter.refusal is None:
                 around.enter_context(fast_decoding(adapter.stack))
-            if self._takes_turns:
-                around.enter_context(taking_turns(adapter, self._share))
+            if self._decodes_jointly:
+                around.enter_context(decoding_jointly(adapter, self._share))
             if prefilled is not None:  # the first forward in generate has already run, in a batch
                 fusion = prefilled.fusion
-                loaded(fusion)
+                note_loaded(fusion)
                 with prefilled.replayed(adapter.stack.base) as cache:
                     output = self._generate(ids, cache, plan)
             elif not plan.spans:  # can still be abandoned before each layer
                 cache = None
                 own = adapter.model.generation_config.cache_implementation is None
-                if self._takes_turns and request.sequences == 1 and own:
+                if self._decodes_jointly and request.sequences == 1 and own:
                     cache = self._fusor().new_cache(ids.shape[1], self._first_room)
                 with before_layers(adapter.decoder_layers, self._check):
                     output = self._generate(ids, cache, plan)
@@ -130,9 +130,9 @@ class Generation:
             cache.start_loading()
             if adapter.refusal is None:
                 around.enter_context(fast_decoding(adapter.stack))
-            if self._takes_turns:
-                around.enter_context(taking_turns(adapter, self._share))
-                loaded(prompt)
+            if self._decodes_jointly:
+                around.enter_context(decoding_jointly(adapter, self._share))
+                note_loaded(prompt)
             around.enter_context(model.uncompiled())
             around.enter_context(model.placed(cache, prompt.positions))
             around.enter_context(before_layers(model.decoder.layers, self._check))
@@ -143,7 +143,7 @@ class Generation:
         return self._answer(plan, None, output[:, ids.shape[1] :].tolist(), 1)
 
     @property
-    def _takes_turns(self) -> bool:
+    def _decodes_jointly(self) -> bool:
         """Whether tokens may be decoded together with those of other requests."""
         adapter = self._adapter
         if adapter.refusal is not None or adapter.is_compiled:
@@ -158,7 +158,7 @@ class Generation:
         cache = fusor.new_cache(tokens, self._first_room)
         request, line = plan.request(tokens), self._timeline
         with fusor.fuse(cache, request, self._check, line, last_row_only=True) as fusion:
-            loaded(fusion)
+            note_loaded(fusion)
             return self._generate(ids, cache, plan), fusion
 
     def _two_step(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:

@@ -27,7 +27,6 @@ from blendrag.engine.kv_writer import (
     with_room,
 )
 from blendrag.engine.resources import Resources
-from blendrag.engine.worker import Worker
 from blendrag.errors import (
     BlendragError,
     IdentityChangedError,
@@ -36,6 +35,7 @@ from blendrag.errors import (
     UnreadableDocumentError,
     UnsupportedModelError,
 )
+from blendrag.serving.scheduler import Scheduler
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import NATIVE_ENCODING
@@ -112,7 +112,7 @@ Inputs = Sequence[Path | str] | Iterable[Document]
 
 def ingest(
     resources: Resources,
-    worker: Worker,
+    scheduler: Scheduler,
     inputs: Inputs,
     watch: Watch | None = None,
     prune: bool = False,
@@ -124,14 +124,14 @@ def ingest(
 
     def run() -> IngestReport:
         try:
-            return IngestRun(resources, worker, corpus, watch).run(listed, prune, patterns)
+            return IngestRun(resources, scheduler, corpus, watch).run(listed, prune, patterns)
         except IdentityChangedError:
             corpus.require_begun()  # another process began this corpus in another encoding
             raise
 
     report = with_loaded_identity(resources, run)
     if not report.refused and resources.is_loaded:
-        computed_among_requests(resources, worker, resources.remember_namespace)
+        computed_among_requests(resources, scheduler, resources.remember_namespace)
     return ended(resources, corpus, report)
 
 
@@ -148,12 +148,12 @@ def ended(resources: Resources, corpus: Corpus, report: IngestReport) -> IngestR
 
 class IngestRun:
     def __init__(
-        self, resources: Resources, worker: Worker, corpus: Corpus, watch: Watch | None = None
+        self, resources: Resources, scheduler: Scheduler, corpus: Corpus, watch: Watch | None = None
     ) -> None:
         self._resources = resources
         self._corpus = corpus
         self._watch = watch or (lambda report: None)
-        self._writer = KVWriter(resources, worker)
+        self._writer = KVWriter(resources, scheduler)
         self._rows = DocumentRows(resources, corpus)
         self._languages = Languages()
         self._announced = False

@@ -16,11 +16,11 @@ from typing import NamedTuple, TypeVar
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine.resources import Resources
-from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError, IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import MissingKV, Plan
-from blendrag.serving.turns import pause
+from blendrag.serving.coroutine import pause
+from blendrag.serving.scheduler import Pending, Scheduler
 from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import chunk_key, kv_namespace
@@ -58,9 +58,9 @@ class KVWriter:
     is left to evict, :meth:`write` raises :class:`StoreFullError`.
     """
 
-    def __init__(self, resources: Resources, worker: Worker) -> None:
+    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
         self._resources = resources
-        self._worker = worker
+        self._scheduler = scheduler
         self._admitted = False
         self._pins: PinScope
         self.stored: set[str] = set()
@@ -77,7 +77,7 @@ class KVWriter:
     def namespace(self) -> str:
         """Where this run stores; does not change during the run."""
         resources = self._resources
-        # reading the model's identity waits for requests that run, unless the worker does it
+        # reading the model's identity waits for requests that run, unless its own thread does it
         namespace = (
             self._computed(resources.namespace) if resources.is_loaded else resources.namespace()
         )
@@ -129,7 +129,7 @@ class KVWriter:
             self.stored.clear()
 
     def _computed(self, call: Callable[[], T]) -> T:
-        return computed_among_requests(self._resources, self._worker, call)
+        return computed_among_requests(self._resources, self._scheduler, call)
 
     def _encode(self, ids: Ids) -> ChunkKV:
         resources = self._resources
@@ -151,15 +151,15 @@ class KVWriter:
         return chunk_key(self.namespace, self._resources.prefix_ids, ids)
 
 
-def computed_among_requests(resources: Resources, worker: Worker, call: Callable[[], T]) -> T:
-    """``call()`` on the worker, while requests run, unless the model is yet to be loaded or checked."""
+def computed_among_requests(resources: Resources, scheduler: Scheduler, call: Callable[[], T]) -> T:
+    """``call()`` beside requests that run, unless the model is yet to be loaded or checked."""
 
     def joins() -> bool:
         if not resources.is_loaded or resources.adapter.lock.is_wanted:
             return False
         return resources.kv_validity.is_admitted(resources.kv_validity.namespace)
 
-    return worker.submit(call, joins=joins).result()
+    return scheduler.run(call, joins)
 
 
 def with_loaded_identity(resources: Resources, run: Callable[[], T]) -> T:
@@ -242,9 +242,9 @@ class Job(NamedTuple):
 class BackgroundWriter:
     """Encodes chunks that queries missed: between requests, or before a request if others wait."""
 
-    def __init__(self, resources: Resources, worker: Worker) -> None:
+    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
         self._resources = resources
-        self._worker = worker
+        self._scheduler = scheduler
         self._queued: set[Job] = set()
         self._seen: dict[tuple[str, Ids], None] = {}
         self._full = False
@@ -277,14 +277,14 @@ class BackgroundWriter:
                 return
             if job not in self._queued:
                 self._queued.add(job)
-                self._worker.submit(partial(self._encode, job), background=True)
+                self._scheduler.submit(Pending(partial(self._encode, job)), background=True)
 
-    def going_first(
+    def due_now(
         self, prompt: SegmentedPrompt, missing: Callable[[], Sequence[MissingKV]]
     ) -> tuple[list[Job], str]:
         """Which of a prompt's missing chunks are encoded before it runs, and why: all if other requests
         wait, else those that an earlier request missed and that have waited since."""
-        waits = self._worker.is_waited_for
+        waits = self._scheduler.is_waited_for
         if not (waits or self._queued) or self._full or not self._resources.is_writable:
             return [], ""
         jobs = self._jobs(missing(), self._is_long(prompt))
@@ -294,7 +294,7 @@ class BackgroundWriter:
         return due, "background encoding was not finished"
 
     def encode_first(self, jobs: Sequence[Job], check: Callable[[], None]) -> int:
-        """Encode these chunks now, on the worker; returns how many are stored.
+        """Encode these chunks now, on the scheduler's thread; returns how many are stored.
 
         ``check`` is called before each and raises for a request that is over.
         """
@@ -322,7 +322,7 @@ class BackgroundWriter:
                 place, key = job.place(namespace)
                 if key not in resources.store.where(place, [key], ask_remote=False):
                     if not job.is_learned and resources.store.is_behind:
-                        return False  # the worker does not wait for a slow remote
+                        return False  # requests do not wait for a slow remote
                     resources.kv_validity.admit(namespace)
                     with before_layers(resources.adapter.decoder_layers, pause):
                         encode = resources.kv_validity.encode

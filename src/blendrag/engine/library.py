@@ -33,8 +33,8 @@ from blendrag.engine.kv_writer import (
 )
 from blendrag.engine.request_spans import retrieval
 from blendrag.engine.resources import Resources
-from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError, InvalidInputError, check_unicode
+from blendrag.serving.scheduler import Scheduler
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import Chunk, canonical, chunk_id_of
 from blendrag.text.matches import is_recognisable
@@ -67,9 +67,9 @@ Where = Callable[[Entry], bool]
 class Library:
     """The entries of one engine's corpus. Thread-safe; reads do not wait for changes."""
 
-    def __init__(self, resources: Resources, worker: Worker) -> None:
+    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
         self._resources = resources
-        self._worker = worker
+        self._scheduler = scheduler
         self._changing = threading.Lock()
         self._warned = False
         self._languages: Languages | None = Languages()
@@ -297,7 +297,7 @@ class Library:
         """Record whose KV the corpus has, without waiting for requests that run."""
         resources = self._resources
         if resources.is_loaded:
-            computed_among_requests(resources, self._worker, resources.remember_namespace)
+            computed_among_requests(resources, self._scheduler, resources.remember_namespace)
 
     def _write_kv(self, corpus: Corpus, chunks: Sequence[Chunk]) -> Written:
         """Store the KV of chunks that have none and are long enough to be recognised in a prompt."""
@@ -306,7 +306,7 @@ class Library:
             return Written()
 
         def run() -> Written:
-            writer = KVWriter(self._resources, self._worker)
+            writer = KVWriter(self._resources, self._scheduler)
             with writer.pinned():
                 missing = writer.missing(wanted)
                 if missing:

@@ -211,7 +211,7 @@ class Planner:
             notes += self._prefixes.share(request, controller, check)
         if check is not None and request.mode != "prefix":
             there = self._prefixes.length(request, controller)
-            first, because = self._background.going_first(
+            first, because = self._background.due_now(
                 request.prompt, lambda: controller.missing(request.prompt, there)
             )
             if encoded := self._background.encode_first(first, check):

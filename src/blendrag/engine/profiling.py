@@ -1,6 +1,7 @@
 """Profiles an engine's model on this machine (``blendrag profile``): measured once, then remembered.
 
-Reading is timed in the caller's thread, so that Ctrl-C ends it at once; every prefill runs on the worker.
+Reading is timed in the caller's thread, so that Ctrl-C ends it at once; the scheduler runs every
+prefill.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blendrag.engine.resources import Resources
-from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError, StoreError
 from blendrag.planning.measure import Measure, Watch
 from blendrag.planning.profile import (
@@ -22,6 +22,7 @@ from blendrag.planning.profile import (
     profiles,
     recall_profile,
 )
+from blendrag.serving.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class ProfileReport:
 
 def profile(
     resources: Resources,
-    worker: Worker,
+    scheduler: Scheduler,
     directories: Sequence[str | Path] = (),
     again: bool = False,
     watch: Watch = lambda what, done, steps: None,
@@ -51,7 +52,7 @@ def profile(
     root, store = resources.root, resources.store  # makes the root, with its checks
     if resources.corpus is not None and len(resources.corpus):
         resources.require_corpus()  # refuses a corpus of another model: its prefix holds that model's ids
-    conditions = worker.run(lambda: _conditions(resources))
+    conditions = scheduler.run(lambda: _conditions(resources))
     known, differs = recall_profile(root, conditions)
     remote = store.remote
     times_remote = remote is not None and (again or known is None or known.tier(REMOTE) is None)
@@ -59,11 +60,11 @@ def profile(
         return ProfileReport(known, is_new=False, kept=True)
     measure = Measure(
         resources.adapter,
-        worker.run(lambda: resources.fusor),
+        scheduler.run(lambda: resources.fusor),
         resources.manifest.encoding,
         resources.prefix_ids,
         resources.manifest.chunk_tokens,
-        worker.run,
+        scheduler.run,
         watch,
     )
     if known is None or again:
@@ -89,7 +90,7 @@ def profile(
 
 
 def _conditions(resources: Resources) -> Conditions:
-    """On the worker: torch counts threads per thread. Raises :class:`UnsupportedModelError`."""
+    """On the thread that computes: torch counts threads per thread. Raises :class:`UnsupportedModelError`."""
     resources.adapter.require_blendable()
     return conditions_of(resources.adapter, resources.kv_validity.namespace)
 

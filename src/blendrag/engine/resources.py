@@ -24,7 +24,6 @@ from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.retriever import Retriever
 from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.rendering import daily_part, head_ids
-from blendrag.engine.worker import CLOSED
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.model.adapter import ModelAdapter
@@ -40,6 +39,7 @@ from blendrag.model.loading import (
 from blendrag.model.sharing import loaded_once
 from blendrag.model.tokens import Tokens
 from blendrag.planning.profile import ProfileCache, conditions_of
+from blendrag.serving.scheduler import CLOSED
 from blendrag.store import KVStore, open_store
 from blendrag.store.identity import is_name
 from blendrag.store.kv import KVLayout

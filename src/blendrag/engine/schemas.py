@@ -23,7 +23,6 @@ from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.request import Answer, Options, Request, SchemaPrompt
 from blendrag.engine.resources import SCHEMA_RECORDS, Resources, opened
 from blendrag.engine.stream import AnswerStream
-from blendrag.engine.worker import Worker
 from blendrag.errors import (
     InvalidInputError,
     SchemaError,
@@ -49,7 +48,8 @@ from blendrag.schema.encoding import TokenizedSchema
 from blendrag.schema.gate import verify_placement
 from blendrag.schema.markup import did_you_mean, parse_prompt, parse_schema
 from blendrag.schema.nodes import Schema
-from blendrag.serving.turns import pausing
+from blendrag.serving.coroutine import pausing
+from blendrag.serving.scheduler import Pending, Scheduler
 from blendrag.store import KVReader, regular_files
 from blendrag.store.base import ForeignKVError
 from blendrag.store.identity import NATIVE_ENCODING, module_key
@@ -98,11 +98,12 @@ class _Added:
 
 
 class Schemas:
-    """The schemas of one engine. Methods with ``check`` or a request run on the worker, under the lock."""
+    """The schemas of one engine. Methods with ``check`` or a request run on the scheduler's thread, under the
+    lock."""
 
-    def __init__(self, resources: Resources, worker: Worker) -> None:
+    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
         self._resources = resources
-        self._worker = worker
+        self._scheduler = scheduler
         self._added: dict[str, _Added] = {}
         self._recorded: dict[str, TokenizedSchema] = {}
         """What :class:`_Stored` was written for, by name."""
@@ -234,7 +235,7 @@ class Schemas:
             notes = (schema.placeholder.note,) if schema.placeholder.note else ()
             return SchemaReport(len(schema.blocks), len(missing), tokens, collected, seconds, notes)
 
-        return self._worker.run(work)
+        return self._scheduler.run(work)
 
     def open(self) -> float:
         """Find out how tokens of the model are placed and attended, and check stored modules; returns the
@@ -327,7 +328,8 @@ class Schemas:
         """While no request waits, read the other members of the unions of ``placed`` into memory."""
         if placed.schema not in self._added:
             return
-        namespace, store, worker = self.validity.namespace, self._resources.store, self._worker
+        namespace, store = self.validity.namespace, self._resources.store
+        scheduler = self._scheduler
         layout = self.model.layout.encoded(self._resources.manifest.encoding)
         left = [
             (_key(namespace, block, start, end), end - start)
@@ -339,15 +341,15 @@ class Schemas:
             while left:
                 key, tokens = left[0]
                 if not store.prefetch(namespace, key, layout, tokens, waited_for):
-                    worker.submit(work, background=True)  # after the requests
+                    scheduler.submit(Pending(work), background=True)  # after the requests
                     return
                 del left[0]
 
         def waited_for() -> bool:
-            return worker.is_waited_for
+            return scheduler.is_waited_for
 
         if left:
-            worker.submit(work, background=True)
+            scheduler.submit(Pending(work), background=True)
 
     def _plan(
         self,

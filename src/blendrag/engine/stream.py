@@ -66,7 +66,7 @@ class AnswerStream:
         self.likely = likely
         self._started = started
         self._queued_at = time.perf_counter()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wake: Callable[[], None] | None = None
         self.cancelled = False
@@ -179,17 +179,17 @@ class AnswerStream:
     @property
     def remaining_s(self) -> float | None:
         """Seconds until the timeout, at least 0; ``None`` without a timeout."""
-        if self._timeout_s is None:
+        if self.timeout_s is None:
             return None
-        return max(0.0, self._started + self._timeout_s - time.perf_counter())
+        return max(0.0, self._started + self.timeout_s - time.perf_counter())
 
     @property
     def expired(self) -> bool:
         return self.remaining_s == 0.0
 
     def too_late(self) -> RequestTimeout:
-        assert self._timeout_s is not None
-        return RequestTimeout(self._timeout_s)
+        assert self.timeout_s is not None
+        return RequestTimeout(self.timeout_s)
 
     def check(self) -> None:
         """Raise :class:`RequestCancelled` if it was abandoned, :class:`RequestTimeout` if it is late."""

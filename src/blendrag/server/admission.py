@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from blendrag.engine.thread_queue import QueueState
 from blendrag.metrics import RequestMetrics
 from blendrag.server.refusals import ClientGoneError, Refusal, refusal_of
+from blendrag.serving.thread_queue import QueueState
 
 #: Seconds after which a client that was turned away should ask again.
 RETRY_AFTER_S = 2

@@ -7,7 +7,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from blendrag.engine.thread_queue import ThreadQueue
 from blendrag.server.asking import asked_chat
 from blendrag.server.bodies import ChatBody
 from blendrag.server.replies import (
@@ -22,6 +21,7 @@ from blendrag.server.replies import (
     usage,
 )
 from blendrag.server.service import Service, Told
+from blendrag.serving.thread_queue import ThreadQueue
 
 
 def _envelope(service: Service) -> Envelope:

@@ -25,7 +25,6 @@ from typing import NamedTuple, TypeVar
 from blendrag.corpus.embedding_turns import Check
 from blendrag.engine import Answer, BlendEngine
 from blendrag.engine.request import RagPrompt
-from blendrag.engine.thread_queue import QueueState, ThreadQueue
 from blendrag.errors import RequestTimeout
 from blendrag.frameworks.streaming import Piece, astream_pieces
 from blendrag.server.access import ApiKeys
@@ -33,6 +32,7 @@ from blendrag.server.admission import Admission, queues_exposition
 from blendrag.server.asking import ServedRequest
 from blendrag.server.limits import Limits
 from blendrag.server.refusals import Refusal
+from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from blendrag.wording import quoted
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 
-from blendrag.engine.thread_queue import QueueState, ThreadQueue
 from blendrag.errors import NoThreadError, RequestCancelled
+from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from server.live import until
 
 

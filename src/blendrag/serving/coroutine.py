@@ -1,0 +1,189 @@
+"""A call that runs until it would decode a token, and goes on when that was decoded for all.
+
+A request runs unchanged in a greenlet: ``model.generate`` with its sampling, stop strings, logits processors
+and seed. Where it would decode a token, it waits; the scheduler computes the tokens of all in one forward
+(:mod:`blendrag.serving.decode_step`). A prefill pauses between two layers to let the others decode
+(:func:`pause`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import nn
+from torch.overrides import _len_torch_function_stack
+
+from blendrag.model.adapter import ModelAdapter
+from blendrag.serving.chunk_pool import LoadedPrompt, RequestKV
+from blendrag.serving.decode_step import DecodeStep, can_join
+from blendrag.serving.kv_budget import KVShare
+
+if TYPE_CHECKING:
+    from blendrag.serving.scheduler import Pending, Scheduler
+
+
+class Coroutine(greenlet):
+    """One running call. Its context is its own, as a thread's is."""
+
+    def __init__(self, scheduler: Scheduler, pending: Pending[Any]) -> None:
+        # tracebacks of the call keep frames, which must not keep this object and its KV
+        super().__init__(lambda _: pending.settle())
+        self.gr_context = copy_context()
+        self.scheduler = scheduler
+        self.pending = pending
+        self.adapter: ModelAdapter | None = None
+        """The model that decodes its tokens jointly."""
+        self.loaded: LoadedPrompt | None = None
+        """Its prompt, if parts of it were loaded."""
+        self.kv: RequestKV | None = None
+        """Its KV, from the first token that can be decoded with others."""
+        self.step: DecodeStep | None = None
+        """What it waits for; ``None`` if that must be computed alone."""
+        self.is_paused = False
+        """Whether it waits between two layers of a prefill."""
+        self.share: KVShare | None = None
+        """What it holds of the memory."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its next token can be decoded at once."""
+        return self.share is None or self.share.has_room
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether its KV is elsewhere while it waits."""
+        return self.share is not None and self.share.is_aside
+
+    @property
+    def may_be_put_aside(self) -> bool:
+        """Whether its KV is all that it needs to go on later, and takes memory of the others."""
+        if self.share is None or self.is_aside or self.is_paused or self.step is None:
+            return False
+        return self.kv is not None and not (self.kv.running is None and self.kv.cache.is_part)
+
+    def wait(self, step: DecodeStep | None, is_paused: bool = False) -> Any:
+        """Let the other calls run. Returns what the forward of ``step`` would; ``None`` if it has not run."""
+        self.step, self.is_paused = step, is_paused
+        assert self.parent is not None
+        with torch.inference_mode(False):  # modes are the thread's: others begin without this one's
+            return self.parent.switch()
+
+    def resume(self, output: Any = None) -> None:
+        """Go on with ``output``, or with an error, until it waits again or ends."""
+        self.is_paused = False
+        if isinstance(output, Exception):
+            self.throw(output)
+        else:
+            self.switch(output)
+
+
+class JointForward:
+    """Replaces the forward of a model while calls decode jointly on it."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._own: Any = None
+        """What the model's instance had for ``forward`` before."""
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Within this context, forwards of ``model`` that decode a token wait for those of other calls."""
+        if not self._users:
+            self._own = vars(model).get("forward")
+            model.forward = _waiting_forward(model.forward)
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                if self._own is None:
+                    with suppress(AttributeError):
+                        del model.forward
+                else:
+                    model.forward = self._own
+
+
+def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``stock``, which is computed jointly where it decodes a token."""
+
+    @functools.wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call = None if torch.compiler.is_dynamo_compiling() else getcurrent()
+        if not isinstance(call, Coroutine) or call.adapter is None or args:
+            return stock(*args, **kwargs)
+        ids = kwargs.get("input_ids")
+        if ids is None or ids.shape[-1] != 1:  # a prefill
+            return stock(**kwargs)
+        if call.share is not None:
+            call.share.used += 1
+        joins = bool(call.kv and call.kv.running) or can_join(call.adapter, kwargs)
+        if joins and call.kv is None:
+            call.kv = RequestKV(kwargs["past_key_values"], call.loaded)
+        output = call.wait(DecodeStep(stock, ids, call.kv) if joins and call.kv else None)
+        return stock(**kwargs) if output is None else output
+
+    return forward
+
+
+def let_texts_in() -> None:
+    """Let a batch of texts be embedded if one is due. Called before each layer of what nothing may pause."""
+    call = getcurrent()
+    if isinstance(call, Coroutine):
+        call.scheduler.embedding.before_step()
+
+
+def pause() -> None:
+    """Let the other calls decode a token if that is due. Called before each layer of a prefill."""
+    call = getcurrent()
+    if not isinstance(call, Coroutine):
+        return
+    let_texts_in()
+    if not call.scheduler.is_step_due(call):
+        return
+    # function modes are the thread's, too: the others would draw from this call's seed
+    if not _len_torch_function_stack():
+        call.wait(None, is_paused=True)
+
+
+def pausing(check: Callable[[], None]) -> Callable[[], None]:
+    """``check`` after :func:`pause`."""
+
+    def checked() -> None:
+        pause()
+        check()
+
+    return checked
+
+
+def note_loaded(prompt: LoadedPrompt) -> None:
+    """Say what of the prompt of this call was loaded, so that it may share that with others."""
+    call = getcurrent()
+    if isinstance(call, Coroutine):
+        call.loaded = prompt
+
+
+@contextmanager
+def decoding_jointly(adapter: ModelAdapter, share: KVShare | None = None) -> Iterator[None]:
+    """Within this context, the tokens that ``adapter.model`` decodes for this call are computed with those of
+    the other calls of its scheduler, and ``share`` grows with its answer. Caller holds the adapter's
+    lock."""
+    call = getcurrent()
+    if not isinstance(call, Coroutine):
+        yield
+        return
+    # a processor of a request may ask, too
+    around = call.adapter, call.loaded, call.kv, call.share
+    call.adapter, call.loaded, call.kv, call.share = adapter, None, None, share
+    with call.scheduler.joint_forward.of(adapter.model):
+        try:
+            yield
+        finally:
+            call.scheduler.room.leave(call)
+            call.adapter, call.loaded, call.kv, call.share = around

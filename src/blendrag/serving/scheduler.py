@@ -1,0 +1,352 @@
+"""Every call on the model, from :meth:`Scheduler.submit` to its end.
+
+One thread computes. It repeats :meth:`Scheduler.step`:
+
+- admit: the next call that waits begins, if it may run beside those that run;
+- make room: each that runs gets room for its next token, or waits (:mod:`blendrag.serving.kv_room`);
+- decode: one forward computes a token of each (:mod:`blendrag.serving.decode_step`);
+- resume: each goes on to its next token or its end, and a paused prefill to its next pause.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from blendrag.corpus.embedding_turns import EmbeddingTurns
+from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
+from blendrag.serving.coroutine import Coroutine, JointForward
+from blendrag.serving.decode_step import DecodeStep, decoded_together
+from blendrag.serving.kv_budget import KVBudget, KVShare
+from blendrag.serving.kv_room import KVRoom
+from blendrag.serving.thread_queue import QueueState
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+CLOSED = "this engine is closed; make a new BlendEngine"
+#: A prefill computes this many times as long as the others decoded before it lets them decode again, so they
+#: delay its first token by a sixth, and by the step that runs when it arrives.
+PREFILL_PER_STEP = 6
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(eq=False)
+class Pending(Generic[T]):
+    """A call that was submitted. Its result or its error arrives in ``future``."""
+
+    call: Callable[[], T]
+    joins: Callable[[], bool] = _never
+    """Whether it may begin while others run, asked on the thread that computes."""
+    is_over: Callable[[], bool] = _never
+    """Whether it would end at once; then it waits for none of those before it."""
+    share: Callable[[], KVShare] | None = None
+    """The memory that a request needs; ``None`` for work that keeps no KV."""
+    future: Future[T] = field(default_factory=Future)
+
+    def settle(self) -> None:
+        """Run the call. Raises nothing."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.call())
+        except BaseException as exc:
+            self.future.set_exception(exc)
+
+
+class Scheduler:
+    """Begins calls in order, background calls only while there are no others, and decodes for all that run.
+
+    Its thread starts with the first call. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        budget: KVBudget | None = None,
+        embedding: EmbeddingTurns | None = None,
+        max_running: int = 32,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``embedding``: batches of an embedder that computes on the same cores, let in between layers and
+        tokens. ``max_running``: requests that decode together at most."""
+        self.budget = budget or KVBudget(0)
+        self.room = KVRoom(self.budget)
+        self.embedding = embedding or EmbeddingTurns()
+        self.max_running = max_running
+        self.joint_forward = JointForward()
+        self.closed = False
+        self._clock = clock
+        self._waiting: deque[Pending[Any]] = deque()
+        self._background: deque[Pending[Any]] = deque()
+        self._running: list[Coroutine] = []
+        """The oldest first."""
+        self._changed = threading.Condition()
+        self._one_step = threading.Lock()
+        self._stepping: int | None = None
+        """The thread that computes a step now."""
+        self._is_held = False
+        self._submitted_at = 0.0
+        """When there was something to do after there was nothing."""
+        self._steps_s = 0.0, 0.0
+        """How long the last two steps took; one that begins to share chunks takes far longer than others."""
+        self._stepped_at = 0.0
+        """When the last step began or, once it has ended, ended."""
+        self._warned = False
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    # -- any thread -----------------------------------------------------------------------------
+
+    def submit(self, *calls: Pending[Any], background: bool = False) -> None:
+        """Queue ``calls``, all before the first begins.
+
+        Those from within a call begin at once, and have ended when this returns. Background calls are
+        cancelled once the scheduler is closed. Raises :class:`NoThreadError` if its thread cannot be started.
+        """
+        self._check_process()
+        if self._stepping == threading.get_ident() and not background:
+            for pending in calls:
+                pending.settle()
+            return
+        with self._changed:
+            if self.closed and not background:
+                raise InvalidInputError(CLOSED)
+            if self.closed:  # from a request that is being finished
+                for pending in calls:
+                    pending.future.cancel()
+                return
+            self._start()
+            if not (self._waiting or self._running):
+                self._submitted_at = self._clock()
+            (self._background if background else self._waiting).extend(calls)
+            self._changed.notify_all()
+
+    def run(self, call: Callable[[], T], joins: Callable[[], bool] = _never) -> T:
+        """Submit ``call`` and wait for its result."""
+        pending = Pending(call, joins)
+        self.submit(pending)
+        return pending.future.result()
+
+    @property
+    def waiting(self) -> Sequence[Pending[Any]]:
+        """What has not begun, without background calls."""
+        with self._changed:
+            return tuple(self._waiting)
+
+    @property
+    def running(self) -> Sequence[Pending[Any]]:
+        """What has begun and not ended, the oldest first."""
+        with self._changed:
+            return tuple(call.pending for call in self._running)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a call waits that is not in the background."""
+        return bool(self._waiting)
+
+    @property
+    def state(self) -> QueueState:
+        """How many wait and run, and since when nothing has moved."""
+        with self._changed:
+            waiting, running = len(self._waiting), len(self._running)
+            moved_at = max(self._submitted_at, self.embedding.stepped_at)
+        still_s = max(0.0, self._clock() - moved_at) if waiting or running else 0.0
+        return QueueState("model", waiting, running, still_s)
+
+    def drain(self) -> None:
+        """Block until everything queued so far is done, background calls included."""
+        self._check_process()
+        with self._changed:
+            running = (call.pending for call in self._running)
+            queued = [*running, *self._waiting, *self._background]
+        for pending in queued:
+            with suppress(CancelledError):
+                pending.future.exception()
+        self.run(lambda: None)
+
+    def close(self) -> None:
+        """Finish what waits and runs, drop background calls, end the thread. Idempotent."""
+        if self._is_elsewhere:
+            self.closed = True
+            return
+        with self._changed:
+            self.closed = True
+            for pending in self._background:
+                pending.future.cancel()
+            self._background.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within this context the scheduler's thread does nothing, and the caller may :meth:`step`, unless
+        calls run that began on that thread. What begins here also ends here."""
+        self._is_held = True
+        with self._one_step:  # the one that is computed now ends first
+            began = self._running.copy()
+        try:
+            yield
+        finally:
+            while not began and self._running:
+                self.step()
+            with self._changed:
+                self._is_held = False
+                self._changed.notify_all()
+
+    # -- the thread that computes ---------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._work, name="blendrag-engine", daemon=True)
+        self._pid = os.getpid()
+        try:
+            with starting_thread():
+                self._thread.start()
+        except NoThreadError:
+            self._thread = None
+            raise
+
+    def _check_process(self) -> None:
+        """Refuse to work in a fork: it has no such thread and may hold a lock that is never released."""
+        if self._is_elsewhere:
+            raise InvalidInputError(
+                f"this engine belongs to process {self._pid}, and this is its fork {os.getpid()}; make a new "
+                "BlendEngine here, or start processes by spawn"
+            )
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._thread is not None and self._pid != os.getpid()
+
+    def _work(self) -> None:
+        while self._wait():
+            self.step()
+
+    def _wait(self) -> bool:
+        """Until there is something to do; ``False`` once nothing will be."""
+        if not self._running:
+            self.embedding.rest()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_held and (self._has_work or self.closed))
+            return self._has_work
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._background or self._running)
+
+    def step(self) -> None:
+        """Begin a call, decode a token of each that runs, and run each until its next one."""
+        with self._one_step:
+            self._stepping = threading.get_ident()
+            try:
+                self._step()
+            finally:
+                self._stepping = None
+
+    def _step(self) -> None:
+        begun = self._admit()
+        if begun is None and not self._running:
+            return
+        self.embedding.before_step()
+        if begun is not None:
+            was_over = begun.pending.is_over()
+            self._resume(begun)
+            if was_over:
+                return
+        paused = [call for call in self._running if call.is_paused]
+        self._stepped_at = began = self._clock()
+        ready, failed = self.room.ready(self._running)
+        for call, why in failed.items():
+            self._resume(call, why)
+        outputs = self._decode(ready)
+        for call in ready:
+            self._resume(call, outputs.get(call))
+        self._stepped_at = self._clock()
+        self._steps_s = self._steps_s[1], self._stepped_at - began
+        for call in paused:
+            self._resume(call)
+
+    def is_step_due(self, prefill: Coroutine) -> bool:
+        """Whether other calls should decode before ``prefill`` computes its next layer."""
+        waits = any(not call.is_paused for call in self._running if call is not prefill)
+        due_s = PREFILL_PER_STEP * min(self._steps_s)
+        return waits and self._clock() - self._stepped_at >= due_s
+
+    def _admit(self) -> Coroutine | None:
+        """The next call, about to begin; ``None`` if those that run must go on first.
+
+        Calls begin in order, but one that is over makes no other wait. None begins while a prefill is paused.
+        """
+        with self._changed:
+            queue = self._waiting or self._background
+            candidates = list(queue)
+        if self._running and (queue is self._background or any(c.is_paused for c in self._running)):
+            return None
+        chosen: Iterable[Pending[Any]] = candidates[:1]
+        if self._running and candidates and not self._may_join(candidates[0]):
+            chosen = (pending for pending in candidates if pending.is_over())
+        for pending in chosen:
+            with self._changed:
+                if pending in queue:  # closing clears background calls; no other thread takes any
+                    queue.remove(pending)
+                    self._running.append(Coroutine(self, pending))
+                    return self._running[-1]
+        return None
+
+    def _may_join(self, pending: Pending[Any]) -> bool:
+        """Whether it may begin while others run: a request also needs memory for its KV."""
+        if not pending.joins():
+            return False
+        if pending.share is None:
+            return True
+        requests = sum(call.pending.share is not None for call in self._running)
+        return requests < self.max_running and self.budget.admits(pending.share())
+
+    def _resume(self, call: Coroutine, output: Any = None) -> None:
+        call.resume(output)
+        if call.dead:
+            with self._changed:
+                self._running.remove(call)
+
+    def _decode(self, calls: Sequence[Coroutine]) -> dict[Coroutine, Any]:
+        """The next output of each of ``calls`` that is computed jointly."""
+        steps = {call: call.step for call in calls if call.step is not None}
+        if len(steps) > 1 or any(step.kv.running for step in steps.values()):
+            return self._decoded(steps)
+        return {}
+
+    def _decoded(self, steps: dict[Coroutine, DecodeStep]) -> dict[Coroutine, Any]:
+        """The output of each step that was computed, or its error if it cannot be computed alone."""
+        pool = self.room.pool_of(next(iter(steps)))
+        together = list(steps.values())
+        try:
+            with torch.inference_mode():
+                pool.share([step.kv for step in together])
+            return dict(zip(steps, decoded_together(together, pool), strict=True))
+        except Exception as exc:
+            if len(steps) == 1:
+                return dict.fromkeys(steps, exc)
+            if not self._warned:
+                self._warned = True
+                log.warning("%d requests decode one after another: %s", len(steps), exc)
+        outputs: dict[Coroutine, Any] = {}
+        for call, step in steps.items():
+            if step.kv.running:
+                outputs |= self._decoded({call: step})
+        return outputs

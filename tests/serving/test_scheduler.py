@@ -1,0 +1,357 @@
+"""The scheduler: which call begins when, and how calls share one thread. Tests drive its steps."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from greenlet import getcurrent
+
+import tiny
+from blendrag.engine.decoding import SeededDraws
+from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.serving import scheduler as scheduling
+from blendrag.serving.coroutine import pause
+from blendrag.serving.kv_budget import KVBudget, KVShare
+from blendrag.serving.scheduler import Pending, Scheduler
+from loops import BLOCKED_S
+
+
+class Clock:
+    """Time that passes only when a test says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def scheduler(clock: Clock) -> Iterator[Scheduler]:
+    """Its own thread does nothing until the test ends."""
+    made = Scheduler(KVBudget(1000), clock=clock)
+    with made.held():
+        yield made
+    made.close()
+
+
+@pytest.fixture
+def order() -> list[str]:
+    """What happened, in order."""
+    return []
+
+
+def noted(order: list[str], name: str, **given: Any) -> Pending[None]:
+    """A call that does nothing else."""
+    return Pending(lambda: order.append(name), **given)
+
+
+def decoding(
+    order: list[str], name: str, tokens: int, size: int = 0, over: Callable[[], bool] | None = None
+) -> Pending[None]:
+    """A request that decodes so many tokens and needs ``size`` bytes for its KV."""
+
+    def call() -> None:
+        for _ in range(tokens):
+            getcurrent().wait(None)
+            order.append(name)
+
+    share = KVShare(size, 0, 1)
+    return Pending(call, lambda: True, over or (lambda: False), lambda: share)
+
+
+def prefilling(
+    order: list[str], name: str, layers: int, tick: Callable[[], object]
+) -> Pending[None]:
+    """A request that computes a prefill of so many layers and decodes nothing."""
+
+    def call() -> None:
+        for _ in range(layers):
+            pause()
+            tick()
+            order.append(name)
+
+    return Pending(call, lambda: True)
+
+
+def stepped(scheduler: Scheduler) -> None:
+    """Step until nothing waits or runs."""
+    while scheduler.waiting or scheduler.running:
+        scheduler.step()
+
+
+# -- which call begins ----------------------------------------------------------------------------
+
+
+def test_calls_run_in_order_each_to_its_end(scheduler, order):
+    scheduler.submit(*(noted(order, name) for name in "abc"))
+    for expected in ("a", "ab", "abc"):
+        scheduler.step()
+        assert "".join(order) == expected
+
+
+def test_one_request_begins_between_two_steps(scheduler, order):
+    scheduler.submit(*(decoding(order, name, 3) for name in "abc"))
+    steps = []
+    while scheduler.waiting or scheduler.running:
+        scheduler.step()
+        steps.append("".join(order))
+        order.clear()
+    assert steps == ["a", "ab", "abc", "bc", "c"]
+
+
+def test_other_work_waits_until_no_request_runs(scheduler, order):
+    scheduler.submit(decoding(order, "a", 3), noted(order, "alone"), decoding(order, "b", 1))
+    stepped(scheduler)
+    assert order == ["a", "a", "a", "alone", "b"]
+
+
+def test_work_that_joins_runs_beside_requests(scheduler, order):
+    scheduler.submit(decoding(order, "a", 2), noted(order, "beside", joins=lambda: True))
+    stepped(scheduler)
+    assert order == ["a", "beside", "a"]
+
+
+def test_background_calls_run_when_nothing_else_waits_or_runs(scheduler, order):
+    def request() -> None:
+        scheduler.submit(noted(order, "later"), background=True)
+        getcurrent().wait(None)
+        order.append("request")
+
+    scheduler.submit(noted(order, "background"), background=True)
+    scheduler.submit(Pending(request), noted(order, "next"))
+    for _ in range(5):
+        scheduler.step()
+    assert order == ["request", "next", "background", "later"]
+
+
+def test_all_calls_of_one_submission_wait_before_the_first_begins(scheduler):
+    waiting: list[int] = []
+    scheduler.submit(*(Pending(lambda: waiting.append(len(scheduler.waiting))) for _ in range(3)))
+    stepped(scheduler)
+    assert waiting == [2, 1, 0]
+
+
+def test_at_most_max_running_requests_run(scheduler, order):
+    scheduler.max_running = 2
+    scheduler.submit(*(decoding(order, name, 3) for name in "abc"))
+    scheduler.step()
+    scheduler.step()
+    assert (len(scheduler.running), len(scheduler.waiting)) == (2, 1)
+    stepped(scheduler)
+    assert "".join(order) == "a" + "ab" + "ab" + "bc" + "c" + "c"
+
+
+def test_a_request_waits_until_its_kv_fits_and_those_after_it_wait_too(scheduler, order):
+    small, large = decoding(order, "s", 1, 10), decoding(order, "l", 1, 800)
+    running = decoding(order, "r", 3, 300)
+    scheduler.budget.hold(running.share())
+    running.future.add_done_callback(lambda _: scheduler.budget.release(running.share()))
+    scheduler.submit(running, large, small)
+    stepped(scheduler)
+    assert order == ["r", "r", "r", "l", "s"]
+
+
+def test_a_request_that_is_over_leaves_the_queue_and_holds_nobody_up(scheduler, order):
+    over: list[str] = []
+    scheduler.max_running = 1
+    left, first = decoding(order, "left", 0, over=lambda: "left" in over), decoding(order, "a", 4)
+    scheduler.submit(first, decoding(order, "b", 1), left)
+    scheduler.step()
+    over.append("left")
+    scheduler.step()  # the one that is over takes no turn from the others
+    assert left.future.done()
+    assert not first.future.done()
+    stepped(scheduler)
+    assert order == ["a"] * 4 + ["b"]
+
+
+def test_a_call_within_a_call_begins_at_once(scheduler):
+    outer = Pending(lambda: scheduler.run(lambda: scheduler.run(lambda: 7)))
+    scheduler.submit(outer)
+    scheduler.step()
+    assert outer.future.result(0) == 7
+
+
+# -- prefills that pause --------------------------------------------------------------------------
+
+
+def test_a_prefill_computes_for_a_multiple_of_the_time_of_a_step(
+    scheduler, clock, order, monkeypatch
+):
+    """By a clock that ticks once a layer and twice a step; a single step that takes longer does not count."""
+    monkeypatch.setattr(scheduling, "PREFILL_PER_STEP", 5)
+
+    def decode() -> None:
+        while order.count("L") < 40:
+            getcurrent().wait(None)
+            clock.now += 30 if order.count("t") == 3 else 2
+            order.append("t")
+
+    def tick() -> None:
+        clock.now += 1
+
+    scheduler.submit(Pending(decode, lambda: True))
+    for _ in range(2):
+        scheduler.step()
+    scheduler.submit(prefilling(order, "L", 40, tick))
+    stepped(scheduler)
+    assert "".join(order) == "tt" + ("L" * 10 + "t") * 4
+
+
+def test_no_request_begins_while_a_prefill_is_paused(scheduler, order, monkeypatch):
+    monkeypatch.setattr(scheduling, "PREFILL_PER_STEP", 0)
+    scheduler.submit(decoding(order, "t", 9), prefilling(order, "L", 3, int))
+    scheduler.submit(decoding(order, "n", 1))
+    stepped(scheduler)
+    assert "".join(order) == "t" + "tL" * 3 + "tn" + "t" * 4
+
+
+def test_nobody_draws_from_the_seed_of_a_call_that_could_pause(scheduler, order, monkeypatch):
+    """Function modes of torch are the thread's, so a call that has one does not pause."""
+    monkeypatch.setattr(scheduling, "PREFILL_PER_STEP", 0)
+
+    def seeded() -> None:
+        with SeededDraws(3, torch.device("cpu")):
+            pause()
+            order.append("drew")
+        pause()
+        order.append("went on")
+
+    scheduler.submit(decoding(order, "decoded", 3), Pending(seeded, lambda: True))
+    stepped(scheduler)
+    assert order == ["decoded", "drew", "decoded", "went on", "decoded"]
+
+
+def test_texts_may_be_embedded_between_layers_and_tokens(scheduler, order, monkeypatch):
+    monkeypatch.setattr(scheduler.embedding, "before_step", lambda: order.append("let in"))
+    scheduler.submit(decoding(order, "t", 2), prefilling(order, "L", 2, int))
+    stepped(scheduler)
+    assert order == ["let in", "t", "let in", "let in", "t", "L", "let in", "L"]
+
+
+# -- how calls end --------------------------------------------------------------------------------
+
+
+def test_an_error_arrives_in_its_future_and_disturbs_nobody(scheduler, order):
+    def fails() -> None:
+        getcurrent().wait(None)
+        raise ZeroDivisionError
+
+    failing = Pending(fails, lambda: True)
+    scheduler.submit(decoding(order, "a", 3), failing, decoding(order, "b", 2))
+    stepped(scheduler)
+    assert isinstance(failing.future.exception(0), ZeroDivisionError)
+    assert sorted(order) == ["a"] * 3 + ["b"] * 2
+
+
+def test_nothing_is_kept_of_a_failed_call(scheduler):
+    made: list[weakref.ref[Any]] = []
+
+    def fail() -> None:
+        computed = torch.zeros(1)
+        made.append(weakref.ref(computed))
+        raise MemoryError("none left")
+
+    scheduler.submit(Pending(fail))
+    scheduler.step()
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_a_call_whose_future_was_cancelled_is_not_run(scheduler, order):
+    cancelled = noted(order, "cancelled")
+    scheduler.submit(cancelled, noted(order, "a"))
+    cancelled.future.cancel()
+    stepped(scheduler)
+    assert order == ["a"]
+
+
+def test_the_state_tells_what_waits_and_runs_and_since_when_nothing_moved(scheduler, clock, order):
+    scheduler.embedding.stepped_at = clock.now
+    scheduler.submit(decoding(order, "a", 2), noted(order, "b"))
+    monitored = Pending(lambda: None)
+    scheduler.submit(monitored)
+    clock.now += 30
+    state = scheduler.state
+    assert (state.waiting, state.running, state.still_s) == (3, 0, 30.0)
+    stepped(scheduler)
+    clock.now += 30
+    assert scheduler.state.still_s == 0.0
+
+
+# -- its thread -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threaded() -> Iterator[Scheduler]:
+    made = Scheduler()
+    yield made
+    made.close()
+
+
+def test_one_thread_computes_and_errors_are_raised(threaded):
+    assert len({threaded.run(threading.get_ident) for _ in range(3)} - {threading.get_ident()}) == 1
+    with pytest.raises(ZeroDivisionError):
+        threaded.run(lambda: 1 // 0)
+    assert threaded.run(lambda: 8) == 8
+
+
+def test_draining_waits_for_background_calls_and_ignores_cancelled_ones(threaded, order):
+    cancelled = noted(order, "cancelled")
+    with threaded.held():
+        threaded.submit(noted(order, "background"), background=True)
+        threaded.submit(noted(order, "a"), cancelled)
+        cancelled.future.cancel()
+    threaded.drain()
+    assert order == ["a", "background"]
+
+
+def test_closing_finishes_what_waits_and_drops_background_calls(threaded, order):
+    dropped, late = noted(order, "background"), noted(order, "late")
+    request = Pending(partial(threaded.submit, late, background=True))
+    with ThreadPoolExecutor(1) as pool, threaded.held():
+        threaded.submit(dropped, background=True)
+        threaded.submit(noted(order, "a"), request)
+        closing = pool.submit(threaded.close)
+        while not dropped.future.cancelled():
+            pass
+    closing.result(BLOCKED_S)
+    assert order == ["a"]
+    assert request.future.done()
+    assert late.future.cancelled()
+    threaded.close()
+    with pytest.raises(BlendragError, match="closed"):
+        threaded.run(lambda: None)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_is_refused(threaded):
+    threaded.run(lambda: None)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            threaded.run(lambda: None)
+        except InvalidInputError as exc:
+            code = 0 if tiny.one_sentence(str(exc)) and "spawn" in str(exc) else 2
+        finally:
+            threaded.close()
+            sys.stdout.flush()
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert threaded.run(lambda: 7) == 7
