@@ -61,6 +61,11 @@ PER_LAYER_INPUTS = {
     "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 640,
     **SLIDES,
 }  # fmt: skip
+#: Llama 4: two layers with chunked attention and two that see everything and have no positions.
+RUNS = {
+    "head_dim": 16, "intermediate_size_mlp": 48, "num_local_experts": 4, "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2, "attention_chunk_size": WINDOW,
+}  # fmt: skip
 VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "image_size": 32, "patch_size": 16,
@@ -142,6 +147,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma4ForCausalLM", "Gemma4TextConfig",
         {"head_dim": 16, "global_head_dim": 32, **PER_LAYER_INPUTS},
     ),
+    "llama4_text": ("Llama4ForCausalLM", "Llama4TextConfig", RUNS),
     # they read images, too; changes are those of their text part
     "gemma3": (
         "Gemma3ForConditionalGeneration", "Gemma3Config",
@@ -168,6 +174,16 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "vision_config": {**QWEN_VISION, "patch_size": 14}, **QWEN_IMAGES,
         },
     ),
+    "llama4": (
+        "Llama4ForConditionalGeneration", "Llama4Config",
+        {
+            "text_config": RUNS,
+            "vision_config": {
+                **VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+            },
+            "image_token_index": 600, "boi_token_index": 601, "eoi_token_index": 602,
+        },
+    ),
     "qwen3_vl": (
         "Qwen3VLForConditionalGeneration", "Qwen3VLConfig",
         {
@@ -180,7 +196,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 #: Families of FAMILIES that are loaded with the part that reads images.
-READ_IMAGES = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
+READ_IMAGES = ("gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl")
 
 #: Families whose KV cannot be reused.
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {

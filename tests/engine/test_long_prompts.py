@@ -176,17 +176,21 @@ def test_prompts_beyond_the_length_of_a_dynamic_table_are_computed_with_a_note(s
     assert scaled.generate(tiny.prompt(scaled, 0), BLEND).metrics.reused_tokens > 0
 
 
-def test_prompts_beyond_the_length_where_queries_are_scaled_are_computed_with_a_note(tmp_path):
-    """Ministral 3: the values of chunks that were encoded before it would differ there."""
-    rope = {
-        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": LIMIT, "llama_4_scaling_beta": 0.5,
-    }  # fmt: skip
-    classes = (
-        "Ministral3ForCausalLM",
-        "Ministral3Config",
-        {"head_dim": 16, "rope_parameters": rope},
-    )
+ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": LIMIT, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+SCALING = [
+    ("Ministral3ForCausalLM", "Ministral3Config", {"head_dim": 16, "rope_parameters": ROPE}),
+    ("Llama4ForCausalLM", "Llama4TextConfig", {**tiny.RUNS, "floor_scale": LIMIT + 2}),
+]
+
+
+@pytest.mark.parametrize("classes", SCALING, ids=("ministral3", "llama4"))
+def test_prompts_beyond_the_length_where_queries_are_scaled_are_computed_with_a_note(
+    classes, tmp_path
+):
+    """The values of chunks that were encoded before it would differ there."""
     model = tiny.build(classes, initializer_range=0.2)
     with tiny.engine(model, tmp_path) as made:
         assert (made.adapter.refusal, made.adapter.blend_limit_tokens) == (None, LIMIT)

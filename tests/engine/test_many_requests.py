@@ -132,6 +132,37 @@ def test_requests_share_chunks_at_different_positions(engine, monkeypatch, mode)
     assert not pools[0]._overlays._requests
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama4_text", {}),
+        # queries are scaled from position 869 on, which one of the answers reaches
+        ("llama4_text", {"floor_scale": 870, "attn_scale": 2.0}),
+    ],
+)
+def test_requests_over_special_layers_share_chunks(family, changes, tmp_path, monkeypatch):
+    shared: list[int] = []
+    attention = ChunkPool.attention
+
+    def watched(pool: ChunkPool, requests: Sequence[Any]) -> Any:
+        shared.append(sum(one.running is not None for one in requests))
+        return attention(pool, requests)
+
+    monkeypatch.setattr(ChunkPool, "attention", watched)
+    model = tiny.family(family, initializer_range=0.2, **changes)
+    asked = Options(mode="reuse", max_new_tokens=20, logprobs=1)
+    with tiny.engine(model, tmp_path) as made:
+        made.ingest([tiny.document(number) for number in range(4)])
+        prompts = [tiny.prompt(made, i, (i + 1) % 4, (i + 2) % 4) for i in range(4)]
+        alone = [made.generate(prompt, asked) for prompt in prompts]
+        together = made.batch(prompts, asked)
+    assert max(shared) == 4
+    for one, other in zip(alone, together, strict=True):
+        assert one.text == other.text
+        expected = [token.logprob for token in one.logprobs]
+        assert [token.logprob for token in other.logprobs] == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_request_that_fails_or_is_cancelled_does_not_disturb_the_others(engine, sizes):
     prompts = [asked(engine, i) for i in range(4)]
     long = Options(max_new_tokens=24)

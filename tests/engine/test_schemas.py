@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 import tiny
 from blendrag.engine import BlendEngine, Options, SchemaPrompt
 from blendrag.errors import InvalidInputError, SchemaError
+from blendrag.model.structure import find_decoder
 from blendrag.schema.concatenation import CachedStretch, ModuleCache, PlacedPrompt
 from blendrag.schema.markup import parse_prompt
 from blendrag.serving.scheduler import Scheduler
@@ -62,7 +63,7 @@ class Seen(NamedTuple):
 def watched(model: Any) -> Iterator[Seen]:
     """Forwards over a cache of modules, and the rows of all forwards of the decoder."""
     seen = Seen([], [], [])
-    base = getattr(model, model.base_model_prefix)
+    base = find_decoder(model).base
 
     def look(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         if isinstance(kwargs.get("past_key_values"), ModuleCache):
@@ -114,13 +115,15 @@ def block_masked(model: Any, prompt: PlacedPrompt, answer: list[int]) -> torch.T
     fresh = of == -1
     visible = torch.where(fresh[:, None], held | fresh, of == of[:, None]) & before
     near = at[:, None] - at < (getattr(model.config, "sliding_window", None) or 1 << 20)
+    if run := getattr(model.config, "attention_chunk_size", None):
+        near = at[:, None] // run == at // run
     full, windowed = (
         torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
         for seen in (visible, visible & near)
     )
     mask: Any = windowed
     if len(set(getattr(model.config, "layer_types", None) or [""])) > 1:
-        mask = {"full_attention": full, "sliding_attention": windowed}
+        mask = dict.fromkeys(model.config.layer_types, windowed) | {"full_attention": full}
     given: dict[str, Any] = {"attention_mask": mask, "past_key_values": DynamicCache()}
     base = model.transformer if hasattr(model, "transformer") else None
     if hasattr(base, "build_alibi_tensor"):
@@ -145,7 +148,7 @@ def placed(made: BlendEngine, markup: str) -> PlacedPrompt:
     return made._schemas["trip"].schema.place(parse_prompt(markup))
 
 
-#: The last two have windows of 24 tokens.
+#: The last three have windows of 24 tokens.
 FAMILIES = (
     "llama",
     "qwen3",
@@ -155,6 +158,7 @@ FAMILIES = (
     "gemma3_text",
     "gemma4",
     "deepseek_v2",
+    "llama4_text",
     "mistral",
 )
 

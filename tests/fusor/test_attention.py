@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,13 +18,29 @@ from blendrag.fusor import attention
 from blendrag.fusor.attention import ROWS_KEYWORD, NotServedError, blend_attention
 from blendrag.fusor.hooks import slice_kwargs, token_arguments
 from blendrag.fusor.rows import ALIGNED, Rows
+from blendrag.model.windows import Window
 
 
-def visible(positions: torch.Tensor, n: int, window: int | None) -> torch.Tensor:
-    """``[S, N]``: row s sees key j iff j <= pos_s and, within a window, pos_s - j < window."""
+class Runs(torch.nn.Module):
+    """Chunked attention of Llama 4, which is known from the layer alone."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.layer_idx = 1
+        kinds = ["full_attention", "chunked_attention"]
+        self.config = SimpleNamespace(layer_types=kinds, attention_chunk_size=tokens)
+
+
+def visible(positions: torch.Tensor, n: int, window: Window | None) -> torch.Tensor:
+    """``[S, N]``: row s sees key j iff j <= pos_s and, within a window, pos_s - j < window, or both are in
+    the same run."""
     out = torch.zeros(len(positions), n, dtype=torch.bool)
     for i, position in enumerate(positions.tolist()):
-        first = 0 if window is None else max(0, position - window + 1)
+        first = 0
+        if window is not None and window.is_run:
+            first = position - position % window.tokens
+        elif window is not None:
+            first = max(0, position - window.tokens + 1)
         out[i, first : position + 1] = True
     return out
 
@@ -51,9 +68,14 @@ def inputs(
     return random(1, 4, s, 16), random(1, kv_heads, n, 16), random(1, kv_heads, n, 16)
 
 
-def attend(rows: Rows, qkv: tuple[torch.Tensor, ...], **kwargs: Any) -> torch.Tensor:
-    given_rows = {ROWS_KEYWORD: rows}
-    return blend_attention(torch.nn.Identity(), *qkv, None, 0.3, **kwargs, **given_rows)[0]  # type: ignore[arg-type]
+def attend(rows: Rows, qkv: tuple[torch.Tensor, ...], window: Window | None = None) -> torch.Tensor:
+    module: torch.nn.Module = torch.nn.Identity()
+    given: dict[str, Any] = {ROWS_KEYWORD: rows}
+    if window is not None and window.is_run:
+        module = Runs(window.tokens)
+    elif window is not None:
+        given["sliding_window"] = window.tokens
+    return blend_attention(module, *qkv, None, 0.3, **given)[0]  # type: ignore[arg-type]
 
 
 def random_rows(n: int, s: int, seed: int = 1) -> torch.Tensor:
@@ -64,20 +86,20 @@ def random_rows(n: int, s: int, seed: int = 1) -> torch.Tensor:
 def error(
     positions: torch.Tensor,
     n: int,
-    window: int | None = None,
+    window: Window | None = None,
     dtype: torch.dtype = torch.float32,
     kv_heads: int = 2,
 ) -> float:
     """Largest difference from the reference."""
     qkv = inputs(len(positions), n, kv_heads, dtype)
-    out = attend(Rows(positions, n), qkv, sliding_window=window)
+    out = attend(Rows(positions, n), qkv, window)
     expected = reference(*qkv, visible(positions, n, window), 0.3)
     assert out.shape == expected.shape
     assert not out.isnan().any()
     return float((out.double() - expected).abs().max())
 
 
-@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("window", [None, Window(24), Window(24, is_run=True)])
 @pytest.mark.parametrize(("n", "s"), [(40, 40), (700, 300), (640, 600)])
 def test_fast_attention_equals_the_explicit_mask(n, s, window):
     assert error(random_rows(n, s), n, window) < 1e-5
@@ -88,7 +110,7 @@ def test_fast_attention_equals_the_explicit_mask(n, s, window):
 def test_fast_attention_equals_the_explicit_mask_for_any_rows(data):
     n = data.draw(st.integers(1, 260))
     rows = data.draw(st.sets(st.integers(0, n - 1), min_size=1))
-    window = data.draw(st.none() | st.integers(1, n + 3))
+    window = data.draw(st.none() | st.builds(Window, st.integers(1, n + 3), st.booleans()))
     kv_heads = data.draw(st.sampled_from([1, 2, 4]))
     positions = torch.tensor(sorted(rows))
     assert error(positions, n, window, kv_heads=kv_heads) < 1e-5
@@ -155,7 +177,7 @@ def test_forced_masks_take_the_explicit_path_and_change_nothing():
     assert float((outs[0] - outs[1]).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("window", [None, Window(24), Window(24, is_run=True)])
 def test_blocks_together_are_the_mask(window):
     n, positions = 400, random_rows(400, 230, seed=3)
     rows = Rows(positions, n)

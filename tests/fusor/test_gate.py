@@ -16,6 +16,7 @@ from blendrag.fusor import attention, gate
 from blendrag.fusor.gate import verify
 from blendrag.fusor.rows import AttentionBlock, Rows
 from blendrag.model.positions import Repositioner
+from blendrag.model.windows import Window
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,7 @@ def _few_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def expected_kinds(config: Any) -> list[str]:
     """From the config alone: which layers have no rotary embedding."""
-    if config.model_type == "smollm3":
+    if config.model_type in ("smollm3", "llama4_text"):
         return ["rotary" if rope else "position-free" for rope in config.no_rope_layers]
     if config.model_type in ("cohere2", "exaone4", "afmoe"):
         names = {"sliding_attention": "rotary", "full_attention": "position-free"}
@@ -54,6 +55,7 @@ ALIKE = {
     "deepseek_v3",
     "glm4_moe_lite",
     "youtu",
+    "llama4",
 }
 
 
@@ -73,6 +75,21 @@ def test_family_passes_the_gate(name):
     assert result.greedy_equal is True
     assert result.prompt_tokens >= 2 * tiny.WINDOW
     assert list(result.layers) == expected_kinds(model.config.get_text_config(decoder=True))
+
+
+#: Shared KV, inputs per layer, latent vectors, chunked attention.
+SPECIAL = (
+    "gemma3n", "gemma4", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mimo_v2_flash",
+    "llama4_text",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_families_with_special_layers_pass_the_gate_in_bfloat16(name):
+    model = tiny.family(name).to(torch.bfloat16)
+    result = verify(tiny.adapter(model))
+    assert result.verdict == "blendable", result.reason
+    assert list(result.layers) == expected_kinds(model.config)
 
 
 def test_a_rounded_model_may_differ_as_much_as_from_itself(monkeypatch):
@@ -146,7 +163,7 @@ def test_sliding_window_ignored_is_refused(monkeypatch):
 
 def test_triangular_mask_aligned_bottom_right_is_refused(monkeypatch):
     def triangular(
-        self: Rows, window: int | None, dtype: torch.dtype, sharing: int
+        self: Rows, window: Window | None, dtype: torch.dtype, sharing: int
     ) -> list[AttentionBlock]:
         n, s = self.prompt_tokens, self.count
         hidden = ~torch.ones(s, n).tril(n - s).bool()

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from blendrag.errors import InvalidInputError
 from blendrag.model.positions import Repositioner
+from blendrag.model.windows import Window
 from blendrag.serving import shared_attention
 from blendrag.serving.shared_attention import (
     HeldChunk,
@@ -70,7 +71,7 @@ class Case:
         return SharedAttention(self.requests, self.overlays, REPOSITIONER)
 
     def step(
-        self, shared: SharedAttention, layer: int = 0, window: int | None = None
+        self, shared: SharedAttention, layer: int = 0, window: Window | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A new token of every request: what it gets, and the reference.  [R, H, D]"""
         count = len(self.requests)
@@ -78,12 +79,13 @@ class Case:
         got = shared.attend(layer, query, key, value, SCALING, window)
         return got, self.reference(query, layer, window)
 
-    def reference(self, query: torch.Tensor, layer: int, window: int | None) -> torch.Tensor:
+    def reference(self, query: torch.Tensor, layer: int, window: Window | None) -> torch.Tensor:
         rows = []
         for request, q in zip(self.requests, query, strict=True):
             kv, positions = private_kv(request, layer, self.overlays, REPOSITIONER)
             newest = request.positions[-1]
-            seen = [i for i, at in enumerate(positions) if window is None or newest - at < window]
+            first = 0 if window is None else window.first_seen(newest)
+            seen = [i for i, at in enumerate(positions) if at >= first]
             keys, values = kv[:, :, seen].float().repeat_interleave(self.heads // 2, 1)  # [H, n, D]
             weights = (torch.einsum("hd,hnd->hn", q.float(), keys) * SCALING).softmax(-1)
             rows.append(torch.einsum("hn,hnd->hd", weights, values))
@@ -121,7 +123,7 @@ def test_shared_chunks_give_what_private_copies_give(data: st.DataObject) -> Non
     heads = 2 * data.draw(st.integers(1, 8))
     rows = data.draw(st.sampled_from([1, 2, 5, 32]))
     case = random_case(data.draw(st.integers(0, 1000)), heads, dtype, rows)
-    windows = [None, data.draw(st.integers(1, 120))]
+    windows = [None, Window(data.draw(st.integers(1, 120)), is_run=data.draw(st.booleans()))]
     shared = case.shared()
     for _ in range(2):
         shared.advance()
@@ -191,8 +193,8 @@ def test_parts_are_weighted_by_their_scores() -> None:
     assert got.min() > 0.99  # scores 16 and 0, values 1 and 0
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_chunk_hidden_from_all_rows_or_one_is_left_out(window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, Window(5)])
+def test_a_chunk_hidden_from_all_rows_or_one_is_left_out(window: Window | None) -> None:
     case = Case()
     chunk = case.chunk(20)
     nothing = torch.ones(20, dtype=torch.bool)
@@ -218,7 +220,7 @@ def test_products_and_the_kernel_are_equal(
     case = random_case(1, 8, dtype, 5)
     shared = case.shared()
     shared.advance()
-    for window in (None, 30):
+    for window in (None, Window(30), Window(30, is_run=True)):
         assert error(case.step(shared, window=window)) < CLOSE[dtype]
 
 
@@ -265,7 +267,7 @@ def test_short_and_long_overlays_are_attended_alike(
     shared = case.shared()
     for _ in range(2):
         shared.advance()
-        for window in (None, 9):
+        for window in (None, Window(9)):
             assert error(case.step(shared, window=window)) < CLOSE[torch.float32]
 
 
@@ -275,7 +277,7 @@ def test_masks_and_tables_are_made_once_for_all_layers_and_steps(
     made: list[int | None] = []
 
     class Counted(shared_attention._ChunkCalls):
-        def __init__(self, requests: object, window: int | None, *args: object) -> None:
+        def __init__(self, requests: object, window: Window | None, *args: object) -> None:
             made.append(window)
             super().__init__(requests, window, *args)  # type: ignore[arg-type]
 
@@ -284,9 +286,9 @@ def test_masks_and_tables_are_made_once_for_all_layers_and_steps(
     shared = case.shared()
     for _ in range(3):
         shared.advance()
-        for window in (None, None, 9, 9):
+        for window in (None, None, Window(9), Window(9)):
             case.step(shared, 0, window)
-    assert made == [None, 9, 9, 9]  # what a window shows changes with every step
+    assert made == [None, *[Window(9)] * 3]  # what a window shows changes with every step
 
 
 def test_a_request_that_leaves_makes_room_for_another() -> None:

@@ -25,6 +25,7 @@ from blendrag.fusor.rows import AnyRows, Rows
 from blendrag.model.kv_compare import NOISE, content, magnitude, misfit
 from blendrag.model.sharing import only_here
 from blendrag.model.structure import DecoderStack
+from blendrag.model.windows import Window, window_of
 
 NAME = "blendrag"
 #: The name of :func:`blend_attention` while :func:`serves` watches it.
@@ -59,10 +60,11 @@ def blend_attention(
     if any(kwargs.get(name) is not None for name in UNSERVED):
         raise NotServedError("the attention needs more than scaled dot products")
     rows.attended = True
+    window = window_of(module, sliding_window)
     outs = []
     for _, own, a, b, lo, hi in rows.parts:
         qkv = query[:, :, a:b], key[:, :, lo:hi], value[:, :, lo:hi]
-        outs.append(_attend(own, *qkv, scaling, sliding_window))
+        outs.append(_attend(own, *qkv, scaling, window))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), None
 
 
@@ -72,11 +74,11 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float | None,
-    window: int | None,
+    window: Window | None,
 ) -> torch.Tensor:
     """``[1, S, H, D]`` of one prompt's rows."""
     heads, kv_heads = query.shape[1], key.shape[1]
-    window = None if window is not None and window >= rows.prompt_tokens else window
+    window = None if window is not None and window.tokens >= rows.prompt_tokens else window
     if rows.covers_prompt and window is None:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads

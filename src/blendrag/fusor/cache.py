@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from blendrag.model.windows import Window
 from blendrag.store.kv import KVLayout, LayerShape
 
 #: Buffers of consecutive layers are allocated together up to this size, and their keys rotated together. On a
@@ -160,9 +161,9 @@ class BlendCache(DynamicCache):
         """Of the token after its newest one."""
         return self.get_seq_length()
 
-    def visible(self, window: int) -> slice | torch.Tensor:
-        """Its tokens within a sliding window of the newest one: a slice, or their indices."""
-        return slice(-window, None)
+    def visible(self, window: Window) -> slice | torch.Tensor:
+        """Its tokens that the newest one sees: a slice, or their indices."""
+        return slice(max(0, window.first_seen(self.next_position - 1)), None)
 
     @property
     def room(self) -> int:

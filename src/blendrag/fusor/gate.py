@@ -7,7 +7,7 @@ a. KV of a prompt is computed at an offset and re-positioned to 0. A random non-
    policies ``hkvd`` and ``query``;
 b. the same with disturbed values must differ from a stock prefill, which shows that a. can fail. Keys are not
    disturbed: under nearly even attention they hardly matter;
-c. both on a prompt at least twice the smallest sliding window;
+c. both on a prompt at least twice the largest window;
 d. r = 1.0 through the scatter and explicit-mask path, and greedy decoding over it, equal stock.
 """
 
@@ -30,6 +30,7 @@ from blendrag.model.fingerprint import is_quantised
 from blendrag.model.kv_compare import content
 from blendrag.model.positions import Repositioner
 from blendrag.model.structure import unsupported_if_raising
+from blendrag.model.windows import window_of_type
 from blendrag.store.kv import ChunkKV, dtype_name
 
 Verdict = Literal["blendable", "refused"]
@@ -276,13 +277,12 @@ def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:
 
 
 def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
-    """Random ids ``[1, N]``, more than twice the smallest sliding window."""
-    config = adapter.stack.config
-    window = getattr(config, "sliding_window", None)
-    sliding = "sliding_attention" in adapter.stack.layer_types or not hasattr(config, "layer_types")
-    n = PROMPT_TOKENS
-    if window and sliding:
-        n = max(n, 2 * int(window) + 8)
+    """Random ids ``[1, N]``, more than twice the smallest window."""
+    config, kinds = adapter.stack.config, adapter.stack.layer_types
+    if not hasattr(config, "layer_types"):
+        kinds = ["sliding_attention"]
+    windows = filter(None, (window_of_type(config, kind) for kind in kinds))
+    n = max([PROMPT_TOKENS, *(2 * window.tokens + 8 for window in windows)])
     limit = adapter.blend_limit_tokens or adapter.context_tokens
     n = min(n, MAX_PROMPT_TOKENS, limit - OFFSET - GREEDY_TOKENS - 1)
     if n < 8:

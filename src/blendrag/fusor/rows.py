@@ -1,8 +1,9 @@
 """Which rows a layer computes, and what each of them may see.
 
-Row *s* sees key *j* iff ``pos_j <= pos_s`` and, in a sliding-window layer, ``pos_s - pos_j < window``. A
-triangular mask aligned bottom-right would let selected rows see their future. :class:`Rows` are built once
-per selection and shared by every layer that keeps it. Rows of one prompt never see another's keys.
+Row *s* sees key *j* iff ``pos_j <= pos_s`` and *j* is within the layer's
+:class:`~blendrag.model.windows.Window`. A triangular mask aligned bottom-right would let selected rows see
+their future. :class:`Rows` are built once per selection and shared by every layer that keeps it. Rows of one
+prompt never see another's keys.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from blendrag.model.windows import Window
 
 #: Rows per attention call on a CPU: with fewer, fewer keys are masked by all of them, but calls cost time.
 BLOCK_ROWS = 96
@@ -145,8 +148,8 @@ class Rows:
         self._is_last = is_last
         self._host = host
         self._stretch = stretch
-        self._blocks: dict[tuple[int | None, torch.dtype, int], list[AttentionBlock]] = {}
-        self._biases: dict[tuple[int, int, int | None, torch.dtype, int], torch.Tensor] = {}
+        self._blocks: dict[tuple[Window | None, torch.dtype, int], list[AttentionBlock]] = {}
+        self._biases: dict[tuple[int, int, Window | None, torch.dtype, int], torch.Tensor] = {}
 
     @property
     def parts(self) -> list[PackPart]:
@@ -168,7 +171,7 @@ class Rows:
         return self._hidden(slice(None), slice(None), None).logical_not_()[None, None]
 
     def bias(
-        self, a: int, b: int, window: int | None, dtype: torch.dtype, sharing: int = 1
+        self, a: int, b: int, window: Window | None, dtype: torch.dtype, sharing: int = 1
     ) -> torch.Tensor:
         """Rows ``[a, b)`` as one block over all keys, ``[sharing·(b-a), N]``: 0 or -inf."""
         key = (a, b, window, dtype, sharing)
@@ -178,22 +181,22 @@ class Rows:
         return self._biases[key]
 
     def blocks(
-        self, window: int | None, dtype: torch.dtype, sharing: int = 1
+        self, window: Window | None, dtype: torch.dtype, sharing: int = 1
     ) -> list[AttentionBlock]:
-        """The attention calls of a layer with that sliding window, the first ones folded for ``sharing``
+        """The attention calls of a layer with that window, the first ones folded for ``sharing``
         query heads per KV head, as many as fit :data:`FOLDED_BYTES`."""
         key = (window, dtype, sharing)
         if key not in self._blocks:
             self._blocks[key] = self._cut(*key)
         return self._blocks[key]
 
-    def _cut(self, window: int | None, dtype: torch.dtype, sharing: int) -> list[AttentionBlock]:
+    def _cut(self, window: Window | None, dtype: torch.dtype, sharing: int) -> list[AttentionBlock]:
         """On a CPU, rows go in small blocks and keys hidden from a whole block are not multiplied. On a GPU
         masking is as fast as multiplying and each call costs a launch: blocks are as large as their biases
         may be, over all keys if the positions are only on the device."""
         n = self.prompt_tokens
         if self._is_last:  # sees every key in its window
-            lo = max(0, n - (window or n))
+            lo = 0 if window is None else max(0, window.first_seen(n - 1))
             seen = torch.zeros((sharing, n - lo), dtype=dtype, device=self.positions.device)
             return [AttentionBlock(0, 1, lo, n, seen)]
         on_cpu = self.positions.device.type == "cpu"
@@ -206,19 +209,19 @@ class Rows:
             b, lo, hi = min(a + step, self.count), 0, n
             if host is not None:
                 hi = int(host[b - 1]) + 1
-                lo = 0 if window is None else max(0, int(host[a]) - window + 1)
+                lo = 0 if window is None else max(0, window.first_seen(int(host[a])))
             left -= sharing * (b - a) * (hi - lo) * dtype.itemsize
             hidden = self._hidden(slice(a, b), slice(lo, hi), window)
             bias = self._bias(hidden, dtype, sharing if left >= 0 else 1)
             blocks.append(AttentionBlock(a, b, lo, hi, bias))
         return blocks
 
-    def _hidden(self, rows: slice, keys: slice, window: int | None) -> torch.Tensor:
+    def _hidden(self, rows: slice, keys: slice, window: Window | None) -> torch.Tensor:
         """``[s, k]``: True where a row must not see a key."""
         at, keys_at = self.positions[rows, None], self._prompt.keys[None, keys]
         hidden = keys_at > at
         if window is not None:
-            hidden |= at - keys_at >= window
+            hidden |= keys_at < window.first_seen(at)
         return hidden
 
     def _bias(self, hidden: torch.Tensor, dtype: torch.dtype, sharing: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from blendrag.errors import is_out_of_memory
 from blendrag.fusor.attention import implementation
 from blendrag.fusor.rows import Rows
 from blendrag.model.structure import DecoderStack
+from blendrag.model.windows import window_of
 
 NAME = "blendrag_scout"
 #: Attention weights held at a time, in elements: rows are attended in blocks of about this size.
@@ -126,6 +127,7 @@ def scout_attention(
     heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[-1]
     sharing = heads // kv_heads  # KV heads are shared by groups of query heads, never repeated
     scale = width**-0.5 if scaling is None else scaling
+    window = window_of(module, sliding_window)
     parts = []
     for scout, own, own_keys in _observed.get()():
         rows, keys, values = query[0, :, own], key[0, :, own_keys], value[0, :, own_keys]
@@ -139,7 +141,7 @@ def scout_attention(
                 bias = bias.expand(heads, n, tokens).reshape(-1, sharing * n, tokens)
             else:
                 assert scout.rows is not None, "a scout without rows needs masks"
-                bias = scout.rows.bias(a, a + n, sliding_window, query.dtype, sharing)
+                bias = scout.rows.bias(a, a + n, window, query.dtype, sharing)
             grouped = block.reshape(kv_heads, -1, width)  # [Hkv, G·s, D]
             if softcap is None:
                 logits = torch.baddbmm(bias, grouped, keys.mT, alpha=scale)

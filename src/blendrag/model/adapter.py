@@ -101,10 +101,13 @@ class ModelAdapter:
     @property
     def blend_limit_tokens(self) -> int | None:
         """Longest prompt before the rotary table changes (dynamic, LongRoPE) or queries are scaled by their
-        position (Ministral 3), or ``None``."""
+        position (Llama 4, Ministral 3), or ``None``."""
         if self._stack is None:
             return None
         config, name = self._stack.config, "original_max_position_embeddings"
+        if getattr(config, "attn_temperature_tuning", False):
+            # Llama 4 counts the position from the cache, which has the prompt before its last row
+            return min(int(config.floor_scale) - 2, self.context_tokens)
         parameters = getattr(config, "rope_parameters", None) or {}
         changes = fingerprint.depends_on_length(self._stack.rotary)
         if not changes and not parameters.get("llama_4_scaling_beta"):

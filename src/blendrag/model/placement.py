@@ -6,7 +6,7 @@ help in three places:
 
 * gapped ``position_ids`` without a mask or a cache are read as packed sequences, so a mask is always given;
 * BLOOM and MPT take no ``position_ids`` and count the keys in the cache, so their ALiBi tensor is replaced;
-* sliding windows count keys, too, so their masks are made from positions.
+* sliding windows and chunked attention count keys, too, so their masks are made from positions.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from blendrag.model.structure import (
     layout_of,
     unsupported_if_raising,
 )
+from blendrag.model.windows import window_of_type
 from blendrag.store.identity import ModelIdentity, digest_fields
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
 
@@ -223,22 +224,28 @@ class PlacedModel:
         among all ``keys`` ``[k]``."""
         assert self._decoder is not None
         config, kinds = self._decoder.config, set(self._decoder.layer_types)
-        if not self._builder and len(rows) == len(keys) and bool((keys.diff() == 1).all()):
+        if not getattr(config, "layer_types", None):
+            kinds = {"sliding_attention"}  # by its window, if it has one
+        has_runs = "chunked_attention" in kinds  # counted from position 0
+        if (
+            not self._builder
+            and len(rows) == len(keys)
+            and bool((keys.diff() == 1).all())
+            and not (has_runs and keys[0] > 0)
+        ):
             return None  # in an empty cache and without gaps, transformers' own masks are right, and free
         slots = torch.arange(len(keys), device=keys.device)
         own = slots[len(keys) - len(rows) :, None]
         # of two tokens at one position, the later one in the cache sees the other
         hidden = (keys > rows[:, None]) | ((keys == rows[:, None]) & (slots > own))
-        window = getattr(config, "sliding_window", None)
-        slides = "sliding_attention" in kinds or not getattr(config, "layer_types", None)
-        windowed = hidden
-        if window and slides:
-            windowed = hidden | (rows[:, None] - keys >= window)
-        everywhere = kinds == {"sliding_attention"} or not getattr(config, "layer_types", None)
-        full = self._additive(windowed if everywhere else hidden)
-        if len(kinds) == 1:
-            return full
-        return {"full_attention": full, "sliding_attention": self._additive(windowed)}
+        masks = {}
+        for kind in kinds:
+            window = window_of_type(config, kind)
+            unseen = (
+                hidden if window is None else hidden | (keys < window.first_seen(rows[:, None]))
+            )
+            masks[kind] = self._additive(unseen)
+        return masks if len(kinds) > 1 else masks.popitem()[1]
 
     def _additive(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """``hidden`` ``[s, k]`` as ``[1, 1, s, k]``, 0 or the smallest number of the model's dtype."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from blendrag.errors import BlendragError, UnsupportedModelError, is_out_of_memory
+from blendrag.model.windows import LAYER_TYPES
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
 from blendrag.store.tensor_bytes import DTYPES
 from blendrag.wording import condensed
@@ -56,19 +57,28 @@ def find_decoder(model: Any) -> Decoder:
     decoder = getattr(model, "get_decoder", lambda: None)()
     base = unwrapped(decoder or getattr(model, model.base_model_prefix, model))
     count = config.num_hidden_layers
-    lists = (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-    layers = [unwrapped(layer) for layer in next(lists, ())]
+    lists = (
+        (owner, child)
+        for owner in base.modules()
+        for child in owner.children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    )
+    owner, layers = next(lists, (base, ()))
     if not layers:
         raise UnsupportedModelError(
             f"{name} has no list of {count} decoder layers to hook; use mode full"
         )
+    if (
+        getattr(base, "lm_head", None) is not None
+    ):  # Llama 4 says it is its own decoder (transformers 5.23)
+        base = owner
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
-    if others := set(types) - {"full_attention", "sliding_attention"}:
+    if others := set(types) - {*LAYER_TYPES}:
         raise UnsupportedModelError(
-            f"{name} has layers of type {min(others)!r}; only full and sliding-window attention can be "
-            "blended; use mode full"
+            f"{name} has layers of type {min(others)!r}; only full, sliding-window and chunked attention can "
+            "be blended; use mode full"
         )
-    return Decoder(base, layers, config, types)
+    return Decoder(base, [unwrapped(layer) for layer in layers], config, types)
 
 
 def find_stack(model: Any) -> DecoderStack:

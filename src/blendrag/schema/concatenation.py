@@ -15,6 +15,7 @@ import torch
 
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LayerLoader, LoadedSpan
+from blendrag.model.windows import Window
 from blendrag.store.base import KVReader
 from blendrag.store.kv import KVLayout
 
@@ -124,7 +125,7 @@ class ModuleCache(BlendCache):
         super().__init__(layout, len(prompt.ids) + new_tokens + 1, device)
         self._prompt = prompt.positions
         self._end = 1 + max(prompt.positions)
-        self._visible: tuple[int, int, torch.Tensor] | None = None
+        self._visible: tuple[int, Window, torch.Tensor] | None = None
         """Indices of what the newest token sees, after its position and the window."""
         loaded = len(prompt.ids) - prompt.fresh
         self._loader: LayerLoader | None = LayerLoader(
@@ -163,10 +164,10 @@ class ModuleCache(BlendCache):
     def next_position(self) -> int:
         return self._end + self.get_seq_length() - len(self._prompt)
 
-    def visible(self, window: int) -> torch.Tensor:
+    def visible(self, window: Window) -> torch.Tensor:
         newest = self.next_position - 1
         if self._visible is None or self._visible[:2] != (newest, window):
-            seen = torch.tensor(self.positions) > newest - window
+            seen = torch.tensor(self.positions) >= window.first_seen(newest)
             self._visible = newest, window, seen.nonzero().flatten().to(self.layers[0].device)
         return self._visible[2]
 

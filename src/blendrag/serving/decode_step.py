@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blendrag.fusor.attention import UNSERVED, NotServedError, implementation
 from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.windows import window_of
 from blendrag.serving.chunk_pool import ChunkPool, RequestKV
 from blendrag.serving.shared_attention import SharedAttention
 
@@ -136,7 +137,8 @@ class _Rows(Cache):
     def __init__(
         self, requests: Sequence[RequestKV], shared: SharedAttention | None, adapter: ModelAdapter
     ) -> None:
-        self.length = max(one.next_position for one in requests)
+        self._positions = [one.next_position for one in requests]
+        self.length = max(self._positions)
         self.alone = [row for row, one in enumerate(requests) if one.running is None]
         """Rows with a cache of their own."""
         self.shared = shared
@@ -152,6 +154,17 @@ class _Rows(Cache):
                 for i, kind in enumerate(adapter.repositioner.kinds)
             ]
         )
+
+    def rescaled(self, module: nn.Module, query: torch.Tensor) -> torch.Tensor:
+        """``query`` ``[R, H, 1, D]``, which Llama 4 scaled by the position of the longest row in some layers,
+        scaled by each row's own."""
+        if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+            return query
+        at = torch.tensor([self.length, *self._positions], device=query.device)
+        steps = ((at + 1.0) / module.floor_scale).floor()  # type: ignore[operator]
+        longest, *own = torch.log1p(steps).mul(module.attn_scale).add(1.0)  # type: ignore[arg-type]
+        scales = torch.stack(own) / longest
+        return (query * scales[:, None, None, None]).to(query.dtype)
 
     def layer_of(self, module: nn.Module, keys: torch.Tensor) -> int:
         """Whose KV the attention ``module`` was given: its own layer's, or that of an earlier layer
@@ -196,7 +209,8 @@ def attend(
         raise NotServedError("the layer does not attend to what its cache holds")
     if any(kwargs.get(name) is not None for name in UNSERVED):
         raise NotServedError("the attention needs more than scaled dot products")
-    layer = rows.layer_of(module, key)
+    layer, window = rows.layer_of(module, key), window_of(module, sliding_window)
+    query = rows.rescaled(module, query)
     count, heads, _, width = query.shape
     scaling = width**-0.5 if scaling is None else scaling
     out = query.new_empty((count, heads, value.shape[-1]))
@@ -207,13 +221,13 @@ def attend(
             lengths = [latents.shape[2] for latents, _ in held]
             held = [*zip(key.split(lengths, 2), value.split(lengths, 2), strict=True)]
         for row, cache, (keys, values) in zip(rows.alone, rows.caches, held, strict=True):
-            if sliding_window is not None:
-                seen = cache.visible(sliding_window)
+            if window is not None:
+                seen = cache.visible(window)
                 keys, values = keys[:, :, seen], values[:, :, seen]
             own = F.scaled_dot_product_attention(folded[row : row + 1], keys, values, scale=scaling)
             out[row] = own.flatten(0, 2)
     if rows.shared is not None:
         mine = rows.sharing
         qkv = query[mine, :, 0], key[mine, :, 0], value[mine, :, 0]
-        out[mine] = rows.shared.attend(layer, *qkv, scaling, sliding_window)
+        out[mine] = rows.shared.attend(layer, *qkv, scaling, window)
     return out[:, None], None

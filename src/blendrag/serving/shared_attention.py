@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from blendrag.errors import InvalidInputError
 from blendrag.model.positions import Repositioner, Rotation, rotary_table
+from blendrag.model.windows import Window
 from blendrag.store.kv import KVLayout
 
 #: Query rows from which products and a softmax are faster on a CPU than torch's flash attention (2.13), which
@@ -84,9 +85,9 @@ class RunningKV:
     positions: list[int]
     """Prompt positions of the tokens in its overlay, ascending up to the newest token."""
 
-    def first_visible(self, window: int | None) -> int:
+    def first_visible(self, window: Window | None) -> int:
         """The first position that the newest token sees."""
-        return 0 if window is None else max(0, self.positions[-1] - window + 1)
+        return 0 if window is None else max(0, window.first_seen(self.positions[-1]))
 
 
 class Overlays:
@@ -212,8 +213,8 @@ class SharedAttention:
         self._requests = requests
         self._overlays = overlays
         self._repositioner = repositioner
-        self._chunk_calls: dict[tuple[str | None, int | None, int, float], _ChunkCalls] = {}
-        self._overlay_calls: dict[int | None, _OverlayCalls] = {}
+        self._chunk_calls: dict[tuple[str | None, Window | None, int, float], _ChunkCalls] = {}
+        self._overlay_calls: dict[Window | None, _OverlayCalls] = {}
 
     def advance(self) -> None:
         """Give every request a place for its next token.
@@ -246,7 +247,7 @@ class SharedAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         scaling: float,
-        window: int | None = None,
+        window: Window | None = None,
     ) -> torch.Tensor:
         """``query`` ``[R, H, D]`` of the newest tokens over all that their requests see → ``[R, H, D]``.
 
@@ -269,7 +270,7 @@ class SharedAttention:
         return chunks.merge(outs, lses, rows).transpose(0, 1).to(query.dtype).flatten(1, 2)
 
     def _chunk_calls_of(
-        self, layer: int, window: int | None, rows: torch.Tensor, scaling: float
+        self, layer: int, window: Window | None, rows: torch.Tensor, scaling: float
     ) -> _ChunkCalls:
         moves = self._repositioner
         table = moves.table_names[layer] if moves.kinds[layer] == "rotary" else None
@@ -288,7 +289,7 @@ class _OverlayCalls:
     """
 
     def __init__(
-        self, requests: Sequence[RunningKV], window: int | None, like: torch.Tensor
+        self, requests: Sequence[RunningKV], window: Window | None, like: torch.Tensor
     ) -> None:
         """``like``: queries ``[Hkv, R, G, D]``."""
         short: list[tuple[int, int, int]] = []
@@ -365,7 +366,7 @@ class _ChunkCalls:
     def __init__(
         self,
         requests: Sequence[RunningKV],
-        window: int | None,
+        window: Window | None,
         repositioner: Repositioner,
         table: str | None,
         like: torch.Tensor,
@@ -486,7 +487,7 @@ def _parts_of_rows(rows: list[int], device: torch.device) -> tuple[torch.Tensor,
     return padded.clamp_min(0), absent[:, None]
 
 
-def _hidden(held: HeldChunk, request: RunningKV, window: int | None) -> torch.Tensor:
+def _hidden(held: HeldChunk, request: RunningKV, window: Window | None) -> torch.Tensor:
     """``[T]``: entries of a chunk that the request's newest token does not see."""
     tokens = held.chunk.tokens
     hidden = torch.zeros(tokens, dtype=torch.bool) if held.stale is None else held.stale
