@@ -11,7 +11,8 @@ import pytest
 import scripted
 import tiny
 from blendrag.engine import Options
-from blendrag.engine.rendering import Rendered, render
+from blendrag.engine.rendering import render
+from blendrag.engine.request import Rendered
 
 TURN = "<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
 END = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"

@@ -11,7 +11,8 @@ import pytest
 import scripted
 import tiny
 from blendrag.demo import demo_model_path
-from blendrag.engine import BlendEngine
+from blendrag.engine import BlendEngine, Options
+from blendrag.engine import prompts as asking
 from blendrag.engine.rendering import LEADING
 from blendrag.model.loading import load_tokens
 
@@ -95,6 +96,22 @@ def test_waiting_for_earlier_requests_is_part_of_the_time_to_first_token(
     assert 1000.0 <= metrics.queued_s < metrics.ttft_s
 
 
+def test_what_was_retrieved_is_not_searched_for_in_the_prompt(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        engine.ingest([tiny.document(i, paragraphs=2) for i in range(2)]).whole()
+        corpus = engine.resources.corpus
+        with tiny.counted(corpus, "known_to") as searched:
+            answer = engine.ask(QUESTION, top_k=2)
+            list(engine.ask_stream(QUESTION, top_k=2))
+        assert not searched
+        assert len(answer.metrics.chunks) == 2
+        removed = answer.sources[0].source
+        chunks = engine.retrieve(QUESTION, 2)
+        engine.remove([removed])
+        prompt = engine._prompts.over(QUESTION, chunks, (), Options())
+        assert len(engine.segments(prompt).chunks) == sum(c.source != removed for c in chunks)
+
+
 # -- conversations ----------------------------------------------------------------------------------
 
 
@@ -127,3 +144,26 @@ def test_an_empty_question_in_a_conversation_is_refused(tmp_path: Path) -> None:
         for bad in (" ", 5):
             with tiny.refuses("^the question "):
                 engine.ask(bad, history=[("Who?", "They.")])  # type: ignore[arg-type]
+
+
+def test_a_full_conversation_is_rendered_once_for_each_turn_that_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scripted.engine([], tmp_path / "store") as engine:
+        engine.ingest([tiny.document(0)]).whole()
+        turn = ("And when?", "Of ships. " * 40)
+        sizes = [
+            len(engine.segments(engine._prompts.over(QUESTION, (), [turn] * n, Options())).ids)
+            for n in (2, 3)
+        ]
+        chunk = len(engine.resources.text_ids(engine.retrieve(QUESTION, 1)[0].text))
+        # two turns fit beside the chunk and a short answer, three do not
+        context = (sum(sizes) // 2 + chunk) * 4 // 3
+        monkeypatch.setattr(type(engine.resources), "context_tokens", context)
+        with tiny.counted(asking, "render") as rendered:
+            pieces = engine.ask_stream(QUESTION, 1, history=[turn] * 5, trim_history=True)
+        list(pieces)
+        assert len(rendered) == pieces.left_out + 1 > 2
+        with tiny.counted(asking, "render") as rendered:
+            engine.ask(QUESTION, 1)
+        assert len(rendered) == 1

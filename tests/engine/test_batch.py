@@ -131,7 +131,7 @@ def test_a_timeout_while_rendering_is_returned_for_every_prompt(says, way, monke
         time.sleep(0.06)
         return rendering.render(*args)
 
-    monkeypatch.setattr("blendrag.engine.engine.render", slow)
+    monkeypatch.setattr("blendrag.engine.prompts.render", slow)
     found = run(says, way, PROMPTS, Options(timeout_s=0.1), return_exceptions=True)
     assert [type(one) for one in found] == [RequestTimeout] * 4
     notes = [[f"prompt {i} of 4 of this batch"] for i in (1, 2, 3, 4)]

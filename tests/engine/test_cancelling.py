@@ -18,7 +18,7 @@ import pytest
 import scripted
 import tiny
 from blendrag.engine import AnswerIterator, BlendEngine, Options
-from blendrag.engine.rendering import Rendered
+from blendrag.engine.request import Rendered
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.frameworks.streaming import astream_pieces, stream_pieces
 from loops import BLOCKED_S
@@ -340,7 +340,7 @@ async def test_a_timeout_while_rendering_frees_the_caller_and_starts_nothing(eng
         assert go_on.wait(BLOCKED_S)
         return Rendered("talk")
 
-    monkeypatch.setattr("blendrag.engine.engine.render", render_slowly)
+    monkeypatch.setattr("blendrag.engine.prompts.render", render_slowly)
     prompts = len(engine.adapter.model.prompts)
     with pytest.raises(RequestTimeout):
         await engine.agenerate("talk", Options(timeout_s=0.1))

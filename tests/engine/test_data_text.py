@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 import tiny
 from blendrag.engine import BlendEngine, Options, SchemaPrompt
 from blendrag.engine.library import Entry
-from blendrag.engine.rendering import prompt_over, recognise, render
+from blendrag.engine.rendering import build_rag_prompt, recognise, render
 from blendrag.frameworks.schema_prompts import filled
 from blendrag.model.tokens import Tokens
 from blendrag.server.asking import asked_chat
@@ -364,7 +364,7 @@ def test_the_question_over_documents_is_the_users(engine):
 
 def test_names_of_sources_are_data(engine):
     tokens = engine.resources.tokens
-    few, many = (prompt_over("What?", ["The town"], [name]) for name in (GOOD, EVIL))
+    few, many = (build_rag_prompt("What?", ["The town"], [name]) for name in (GOOD, EVIL))
     for options in (Options(), Options(apply_chat_template=False)):
         assert control_of(engine.segments(many, options).ids, tokens) == control_of(
             engine.segments(few, options).ids, tokens

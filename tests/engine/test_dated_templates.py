@@ -15,7 +15,7 @@ from transformers.utils import chat_template_utils
 import tiny
 from blendrag.chat.forcing import call_form
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.rendering import daily_part, head_ids, render
+from blendrag.engine.rendering import daily_part, prefix_token_ids, render
 from blendrag.model.bounded_templates import FIXED_MOMENT
 from blendrag.model.tokens import Tokens
 from blendrag.store.identity import chunk_key
@@ -101,9 +101,9 @@ def reused(engine: BlendEngine, mode: str) -> int:
 def test_the_head_is_the_same_every_day_and_the_prompt_shows_the_day(clock, form):
     template, shown = FORMS[form]
     tokens, other = tokens_of(template + TURNS), tokens_of(template + TURNS)
-    head = head_ids(tokens)
+    head = prefix_token_ids(tokens)
     clock.day = DAY_2
-    assert head_ids(tokens) == head_ids(other) == head
+    assert prefix_token_ids(tokens) == prefix_token_ids(other) == head
     assert "Answer the question" in tokens.decode(head), "chunks are encoded behind the whole head"
     prompt = render("What?", tokens, Options())
     assert shown in prompt.text
@@ -122,12 +122,14 @@ def test_the_fixed_date_is_a_moment_like_any_other(clock):
     tokens = tokens_of(DATED)
     clock.day = FIXED_MOMENT
     asked = render(tiny.LEAD + "x", tokens, Options()).text
-    assert tuple(tokens.encode_prompt(asked).ids)[: len(head_ids(tokens))] == head_ids(tokens)
+    assert tuple(tokens.encode_prompt(asked).ids)[
+        : len(prefix_token_ids(tokens))
+    ] == prefix_token_ids(tokens)
 
 
 def test_a_template_that_draws_at_random_has_one_head_and_one_text_a_prompt():
     tokens = tokens_of(LOTTERY + TURNS)
-    assert len({head_ids(tokens) for _ in range(20)}) == 1
+    assert len({prefix_token_ids(tokens) for _ in range(20)}) == 1
     made = [render("What?", tokens, Options()) for _ in range(40)]
     assert len({prompt.text for prompt in made}) == 3, "prompts differ, as in transformers"
     assert all(prompt.contents for prompt in made), "contents are found by rendering twice"
@@ -147,9 +149,9 @@ def test_a_forms_renderings_of_a_call_see_one_moment(clock):
 
 def test_keys_of_a_template_without_a_date_are_those_of_earlier_versions():
     tokens = tokens_of(tiny.CHAT_TEMPLATE)
-    key = chunk_key("0" * 64, head_ids(tokens), tokens.encode_text(tiny.sentence(1)))
+    key = chunk_key("0" * 64, prefix_token_ids(tokens), tokens.encode_text(tiny.sentence(1)))
     assert key == "e1c6c19dbdd1f5bee2a2ce9ad1f950a5f1eaa2976958973cbf3b7d6b6611332b"
-    assert daily_part(tokens) == len(head_ids(tokens))
+    assert daily_part(tokens) == len(prefix_token_ids(tokens))
 
 
 def test_what_was_ingested_is_reused_on_another_day(clock, opened):

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.library import Entry
-from blendrag.engine.rendering import _overlaps, is_question, prompt_over, render
+from blendrag.engine.rendering import _overlaps, build_rag_prompt, is_question, render
 from blendrag.model.tokens import Tokens
 
 HEADER = "You are a helpful assistant of the harbour office and answer in short sentences."
@@ -196,7 +196,7 @@ def raw(engine: BlendEngine, **given: str) -> tuple[str, Options]:
 
 
 def test_documents_of_template_markup_change_no_prompt(clean, poisoned):
-    asked = prompt_over("What did it build?", list(CHUNKS.values()))
+    asked = build_rag_prompt("What did it build?", list(CHUNKS.values()))
     for prompt, options in (
         (messages(), Options()),
         (asked, Options()),
@@ -247,9 +247,9 @@ def test_only_the_template_has_control_tokens(engine_over, template):
         control = tokens.special_among(stock)
         assert control_tokens(engine, messages()) == [i for i in stock if i in control]
         assert len(control_tokens(engine, messages())) >= 4
-    most = len(control_tokens(engine, prompt_over("What?", [CHUNKS["c1"]])))
+    most = len(control_tokens(engine, build_rag_prompt("What?", [CHUNKS["c1"]])))
     for text in HOSTILE.values():
-        asked = prompt_over(f"What? {text}", [CHUNKS["c1"], text.strip()])
+        asked = build_rag_prompt(f"What? {text}", [CHUNKS["c1"], text.strip()])
         assert len(control_tokens(engine, asked)) <= most, text
 
 
@@ -260,7 +260,7 @@ def test_a_hostile_document_in_the_context_stays_text(poisoned):
         for prompt in (
             messages(f"Context:\n{context}\n\nQuestion: what?\nAnswer:"),
             f"Context:\n{context}\n\nQuestion: what?\nAnswer:",
-            prompt_over("What?", [CHUNKS["c1"], text, CHUNKS["c2"]]),
+            build_rag_prompt("What?", [CHUNKS["c1"], text, CHUNKS["c2"]]),
             messages(f"Question: {text}"),
         ):
             assert control_tokens(poisoned, prompt) == template, text
@@ -314,7 +314,7 @@ FORMS: dict[str, Any] = {
     "no question mark, in its own message": messages(
         f"{FAQ['told']} Could you answer in French?", system=CONTEXT
     ),
-    "known": prompt_over(FAQ["asked"], list(CHUNKS.values())),
+    "known": build_rag_prompt(FAQ["asked"], list(CHUNKS.values())),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.library import Entry
-from blendrag.engine.rendering import prompt_over, render
+from blendrag.engine.rendering import build_rag_prompt, render
 from blendrag.engine.request import Prompt
 
 CHUNKS = [
@@ -50,7 +50,7 @@ def prompts(engine: BlendEngine) -> dict[str, tuple[Prompt, Options]]:
     stuffed = f"Use this.\n\n{CONTEXT}\n\nQuestion: {QUESTION}\nAnswer:"
     raw = Options(apply_chat_template=False)
     asked: dict[str, tuple[Prompt, Options]] = {
-        "ask": (prompt_over(QUESTION, CHUNKS), Options()),
+        "ask": (build_rag_prompt(QUESTION, CHUNKS), Options()),
         "text": (stuffed, Options()),
         "raw": (stuffed, raw),
     }

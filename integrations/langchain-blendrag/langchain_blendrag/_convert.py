@@ -41,11 +41,11 @@ def to_dicts(messages: Sequence[BaseMessage], may_be_empty: bool = False) -> lis
 
     Raises :class:`InvalidInputError` for content that is not text, and if all messages are empty.
     """
-    from blendrag.engine.rendering import refuse_silence
+    from blendrag.engine.rendering import require_text
 
     converted = cleaned([_to_dict(message) for message in messages])
     if not may_be_empty:
-        refuse_silence(converted)
+        require_text(converted)
     return converted
 
 

@@ -3,7 +3,7 @@
 Chunks are recognised in the prompt by their content, so stock chains need no change.
 
 ``BaseLLM`` passes prompts on as plain strings and would flatten messages to "Human: …". Here they become
-a :class:`RenderedPrompt`, which remembers its messages, so that the engine applies the template once.
+a :class:`RenderedPrompt`, which holds what the engine has rendered, so that it renders a prompt once.
 """
 
 from __future__ import annotations
@@ -36,43 +36,47 @@ from langchain_blendrag.prompts import SchemaPromptValue
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer, Options, Prompt
+    from blendrag.engine.request import Rendered
 
 #: Call options that decide how messages become text.
-_RENDERING = ("apply_chat_template", "chat_template_kwargs")
+_RENDERING = (
+    "apply_chat_template", "chat_template_kwargs", "enable_thinking", "reasoning_effort", "plain_messages",
+    "tools", "tool_choice",
+)  # fmt: skip
 
 
 class RenderedPrompt(str):
-    """A chat prompt rendered by the model's template, with its messages."""
+    """A chat prompt that the engine has rendered with the model's template."""
 
-    messages: tuple[Message, ...]
+    rendered: Rendered
 
-    def __new__(cls, text: str, messages: Sequence[Message]) -> RenderedPrompt:
-        prompt = super().__new__(cls, text)
-        prompt.messages = tuple(messages)
+    def __new__(cls, rendered: Rendered) -> RenderedPrompt:
+        prompt = super().__new__(cls, rendered.text)
+        prompt.rendered = rendered
         return prompt
 
-    def __getnewargs__(self) -> tuple[str, tuple[Message, ...]]:  # type: ignore[override]
-        return str(self), self.messages
+    def __getnewargs__(self) -> tuple[Rendered]:  # type: ignore[override]
+        return (self.rendered,)
 
 
 class TemplatedPromptValue(PromptValue):
     """Messages that ``render``, the model's chat template, makes a string of."""
 
     messages: list[BaseMessage]
-    render: Callable[[Sequence[Message]], str]
+    render: Callable[[Sequence[Message]], Any]
+    """Makes what :class:`RenderedPrompt` holds."""
 
     def to_string(self) -> str:
-        messages = to_dicts(self.messages)
-        return RenderedPrompt(self.render(messages), messages)
+        return RenderedPrompt(self.render(to_dicts(self.messages)))
 
     def to_messages(self) -> list[BaseMessage]:
         return list(self.messages)
 
 
 def engine_prompt(prompt: str) -> Prompt:
-    """What the engine renders: the messages of ``prompt``, its modules, or ``prompt`` itself."""
+    """What the engine is asked: what it has rendered, the modules of ``prompt``, or ``prompt`` itself."""
     if isinstance(prompt, RenderedPrompt):
-        return prompt.messages
+        return prompt.rendered
     return schema_prompts.from_text(prompt) or prompt
 
 
@@ -197,10 +201,8 @@ class BlendLLM(RequestFields, BaseLLM):
         flat = ChatPromptValue(messages=messages)
         return StringPromptValue(text=flat.to_string())
 
-    def _render(self, messages: Sequence[Message], options: Options) -> str:
-        from blendrag.engine.rendering import render
-
-        return render(messages, self.engine.resources.tokens, options).text
+    def _render(self, messages: Sequence[Message], options: Options) -> Rendered:
+        return self.engine.render(messages, options)
 
     def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
         """Like ``BaseLLM``; overridden because some chains call it with messages directly."""

@@ -9,8 +9,11 @@ import pytest
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompt_values import ChatPromptValue
 
+import tiny
 from blendrag.engine import BlendEngine, Options
+from blendrag.engine.request import Rendered
 from langchain_blendrag import BlendLLM
+from langchain_blendrag._convert import to_dicts
 from langchain_blendrag.llms import RenderedPrompt
 
 MESSAGES = [SystemMessage("Be brief."), HumanMessage("Where is Place32?")]
@@ -56,9 +59,34 @@ async def test_callbacks_get_the_prompt_as_the_call_renders_it(
 
 
 def test_a_rendered_prompt_survives_pickling() -> None:
-    prompt = RenderedPrompt("text", [{"role": "user", "content": "x"}])
+    prompt = RenderedPrompt(Rendered("text", ((0, 4),)))
     copy = pickle.loads(pickle.dumps(prompt))
-    assert (copy, copy.messages) == (prompt, prompt.messages)
+    assert (copy, copy.rendered) == (prompt, prompt.rendered)
+
+
+def test_a_prompt_is_rendered_once(engine: BlendEngine) -> None:
+    llm = BlendLLM(engine=engine)
+    llm.invoke(MESSAGES)  # the template is looked at
+    with tiny.counted(engine.resources.tokens, "render") as directly:
+        engine.segments(to_dicts(MESSAGES))
+    with tiny.counted(engine.resources.tokens, "render") as rendered:
+        llm.invoke(MESSAGES)
+    assert len(rendered) == len(directly)
+    with tiny.counted(engine.resources.tokens, "render") as rendered:
+        assert list(llm.stream(MESSAGES))
+    assert len(rendered) == len(directly)
+
+
+def test_thinking_is_rendered_as_the_call_wants_it(engine: BlendEngine, seen: Any) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ '[think]' if enable_thinking }}"
+    )
+    llm = BlendLLM(engine=engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.resources.tokens.tokenizer, "chat_template", template)
+        for thinks in (True, False):
+            llm.invoke([HumanMessage("Where?")], {"callbacks": [seen]}, enable_thinking=thinks)
+    assert seen.prompts == ["Where?[think]", "Where?"]
 
 
 def test_an_answer_reports_its_usage_and_its_metrics(llm: BlendLLM) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from blendrag.config import DEFAULT_POLICY
 from blendrag.engine.ingest import IngestReport
 from blendrag.engine.planner import UNTRUSTED, Planner, check_fits
-from blendrag.engine.rendering import prompt_over
+from blendrag.engine.rendering import build_rag_prompt
 from blendrag.engine.request import RagPrompt
 from blendrag.engine.resources import Resources
 from blendrag.errors import (
@@ -133,7 +133,8 @@ def calibrate(
             "copy of it"
         )
     prompts = [
-        segments(prompt_over(each.question, each.chunks)) for each in _asked(resources, options)
+        segments(build_rag_prompt(each.question, each.chunks))
+        for each in _asked(resources, options)
     ]
     adapter = resources.adapter
     for prompt in prompts:

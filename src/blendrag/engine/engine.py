@@ -1,6 +1,6 @@
 """``BlendEngine``: ingest documents, answer questions over them.
 
-The road of a request, from :meth:`BlendEngine._request` to :meth:`BlendEngine._answer`::
+The road of a request, from :meth:`Prompts.request` to :meth:`BlendEngine._answer`::
 
     Request   what was asked, rendered, tokenised, its chunks recognised     caller's thread
     Plan      per chunk: exact, blend or compute, and why; ratio, schedule   worker
@@ -24,12 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 
 from blendrag import tracing
-from blendrag.chat.forcing import call_form, chosen_tool, opening_for
-from blendrag.chat.formats import Format, format_of, hidden_ids
-from blendrag.chat.grammar import AnswerForm, answer_form, begun_call_form
-from blendrag.chat.template_arguments import EFFORT, SWITCHES, template_arguments
-from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
-from blendrag.corpus.corpus import Corpus
+from blendrag.chat.formats import hidden_ids
+from blendrag.config import KVEncoding, Mode, Ratio, Settings, settings
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
@@ -59,19 +55,13 @@ from blendrag.engine.ingest import IngestReport, Inputs, Watch
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.learning import Learner
 from blendrag.engine.library import Library
-from blendrag.engine.planner import KVAccess, Planner, check_fits, checked, sequences_of
+from blendrag.engine.planner import KVAccess, Planner, checked, sequences_of
 from blendrag.engine.profiling import ProfileReport
+from blendrag.engine.prompts import Prompts, check_history
 from blendrag.engine.rendering import (
-    NEXT_QUESTION,
     Rendered,
-    lookalikes,
-    prompt_over,
-    recognise,
-    refuse_silence,
-    render,
 )
 from blendrag.engine.request import (
-    TO_THE_END,
     Answer,
     OptionFields,
     Options,
@@ -88,7 +78,7 @@ from blendrag.engine.resources import CorpusSettings, Resources
 from blendrag.engine.schemas import Positions, SchemaReport, Schemas
 from blendrag.engine.schemas import Source as SchemaSource
 from blendrag.engine.stream import AnswerStream
-from blendrag.errors import CorpusError, InvalidInputError, RequestCancelled, RequestTimeout
+from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
@@ -100,9 +90,7 @@ from blendrag.serving.scheduler import CLOSED, Scheduler
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
-from blendrag.text.matches import merged
-from blendrag.text.passages import FreshText
-from blendrag.text.prompt import SegmentedPrompt, segment_prompt
+from blendrag.text.prompt import SegmentedPrompt
 from blendrag.text.readers import ALL, Patterns
 
 if TYPE_CHECKING:
@@ -114,8 +102,6 @@ MAX_RESTARTS = 8
 #: short prompts do not wait for them.
 PROMPT_THREADS, LONG_PROMPT_THREADS = 4, 2
 LONG_PROMPT_CHARS = 1 << 16
-#: Room that a conversation leaves for an answer without a limit, as a share of the context.
-ANSWER_SHARE = 0.25
 STILL_CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification again and again")
 
 
@@ -236,8 +222,9 @@ class BlendEngine:
         self._planner = Planner(self.resources, self.settings, self._background, self._prefixes)
         self._learner = Learner(self.resources, self._background, self.settings.learn)
         self._schemas = Schemas(self.resources, self.scheduler)
-        self._prompts = ThreadQueue("prompts", PROMPT_THREADS)
-        self._long_prompts = ThreadQueue("long prompts", LONG_PROMPT_THREADS)
+        self._prompts = Prompts(self.resources, self._schemas)
+        self._threads = ThreadQueue("prompts", PROMPT_THREADS)
+        self._long_threads = ThreadQueue("long prompts", LONG_PROMPT_THREADS)
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -378,8 +365,8 @@ class BlendEngine:
         """
         options = with_keywords(options, given)
         with tracing.span("ask"):
-            chunks, prompt, options = self._asked(question, top_k, history, options)
-            return replace(self.generate(prompt, options), sources=chunks)
+            prompt, options = self._rag_prompt(question, top_k, history, options)
+            return replace(self.generate(prompt, options), sources=prompt.retrieved)
 
     @takes_options
     def ask_stream(
@@ -399,59 +386,31 @@ class BlendEngine:
         """
         options = with_keywords(options, given)
         with tracing.span("ask"):  # ends before the answer does
-            chunks, prompt, options = self._asked(question, top_k, history, options)
-            left_out, since = 0, prompt.retrieval_s
-            while trim_history and left_out < len(history) and self._is_full(prompt, options):
-                left_out += 1
-                prompt = self._prompt_over(question, chunks, history[left_out:], options, since)
-            pieces = self.stream(prompt, options)
-        pieces.sources, pieces.left_out = chunks, left_out
+            prompt, options = self._rag_prompt(question, top_k, history, options)
+            if not trim_history:
+                pieces = AnswerIterator(self._start(prompt, options))
+            else:
+                request, left_out = self._prompts.trimmed(prompt, question, history, options)
+                pieces = AnswerIterator(self._start(request, options))
+                pieces.left_out = left_out
+        pieces.sources = prompt.retrieved
         return pieces
 
-    def _is_full(self, prompt: RagPrompt, options: Options) -> bool:
-        """Whether ``prompt`` leaves its answer neither the longest that was asked for nor a share of the
-        context."""
-        context = self.resources.context_tokens
-        longest = options.max_new_tokens or self.settings.max_new_tokens or context
-        most = context - min(longest, round(ANSWER_SHARE * context))
-        return len(self.segments(prompt, options).ids) > most
-
-    def _asked(
+    def _rag_prompt(
         self,
         question: str,
         top_k: int | None,
         history: Sequence[tuple[str, str]],
         options: Options,
-    ) -> tuple[tuple[RetrievedChunk, ...], RagPrompt, Options]:
-        """Chunks and prompt of :meth:`ask`, and options: a stop string where no template ends the answer."""
-        _check_history(history)
+    ) -> tuple[RagPrompt, Options]:
+        """The prompt of :meth:`ask` over what is retrieved, and options that end its answer."""
+        check_history(history)
         earlier = history[-1][0] if history else ""
         began = time.perf_counter()
-        chunks = tuple(self.retrieve(question, top_k, earlier=earlier))
+        chunks = self.retrieve(question, top_k, earlier=earlier)
         retrieval_s = time.perf_counter() - began
-        if not (options.apply_chat_template and self.resources.tokens.has_template):
-            options = replace(options, stop=(*options.stop, NEXT_QUESTION))
-        return chunks, self._prompt_over(question, chunks, history, options, retrieval_s), options
-
-    def _prompt_over(
-        self,
-        question: str,
-        chunks: Sequence[RetrievedChunk],
-        history: Sequence[tuple[str, str]],
-        options: Options,
-        retrieval_s: float,
-    ) -> RagPrompt:
-        """The prompt of :meth:`ask` over the texts of ``chunks``."""
-        tokens = self.resources.tokens
-        texts = [chunk.text for chunk in chunks]
-        names = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
-        if not (options.apply_chat_template and tokens.has_template):
-            over = prompt_over(question, texts, names, history)
-            return replace(over, retrieval_s=retrieval_s)
-        said = ((("user", asked), ("assistant", answer)) for asked, answer in history)
-        messages = tuple({"role": role, "content": text} for turn in said for role, text in turn)
-        over = prompt_over(question, texts, names)
-        return replace(over, history=messages, retrieval_s=retrieval_s)
+        prompt = self._prompts.over(question, chunks, history, options)
+        return replace(prompt, retrieval_s=retrieval_s), self._prompts.ending(options)
 
     def retrieve(
         self, question: str, top_k: int | None = None, *, earlier: str = "", check: Check = proceed
@@ -466,166 +425,37 @@ class BlendEngine:
         with spans.retrieval(self.resources.root, k):
             return self.resources.retriever().retrieve(question, k, check, earlier)
 
+    def render(self, prompt: Prompt, options: Options | None = None) -> Rendered:
+        """``prompt`` as the model reads it (``.text``). It can be asked in place of ``prompt``, with the same
+        options, and is not rendered again."""
+        return self._prompts.render(prompt, options or Options())
+
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
-        options = self._with_opening(self._templated(options or Options())[0])
-        if isinstance(prompt, SchemaPrompt):
-            return self._schemas.read(prompt, options, is_full=True)[0]
-        return self._segments(self._rendered(prompt, options), options.scope)[0]
+        return self._prompts.segments(prompt, options or Options())
 
     # -- the road of a request ------------------------------------------------------------------
 
-    def _start(self, prompt: Prompt, options: Options) -> PendingAnswer:
+    def _start(self, prompt: Prompt | Request, options: Options) -> PendingAnswer:
         """Check the request here, and submit it."""
         (started,) = self._start_batch([prompt], options, False, time.perf_counter())
         assert isinstance(started, PendingAnswer)
         return started
 
-    def _request(self, prompt: Prompt, options: Options, asked_at: float) -> Request:
-        """Render, recognise chunks and tokenise, in the caller's thread. Nothing is computed."""
-        if options.timeout_s is not None and time.perf_counter() - asked_at > options.timeout_s:
-            raise RequestTimeout(options.timeout_s)  # earlier prompts took all the time
-        began = time.perf_counter()
-        s, tokens = self.settings, self.resources.tokens
-        opening_s = time.perf_counter() - began
-        policy = options.policy or s.policy
-        make_policy(policy)  # fail before any work
-        schedule = Schedule.parse(options.schedule or s.schedule)
-        mode = options.mode or s.mode
-        placed, fresh = None, None
-        options, argued = self._templated(options)
-        form = format_of(tokens) if options.apply_chat_template and tokens.has_template else None
-        options = self._with_opening(options)
-        begun = options.opening
-        if isinstance(prompt, SchemaPrompt):
-            segments, source_of, placed = self._schemas.read(prompt, options, mode == "full")
-            notes: tuple[str, ...] = ()
-        else:
-            rendered = self._rendered(prompt, options)
-            if form is not None:
-                begun = form.begun_by(rendered.text.removesuffix(options.opening)) + begun
-            if not isinstance(prompt, str | RagPrompt):
-                refuse_silence(prompt)
-            segments, source_of, notes, fresh = self._segments(rendered, options.scope)
-            notes += argued
-        if not segments.ids:
-            raise InvalidInputError("the prompt is empty; ask something")
-        # otherwise checked once the model is loaded
-        if self.resources.is_loaded and placed is None:
-            check_fits(len(segments.ids), 1, self.resources.adapter.context_tokens)
-        ratio = s.ratio if options.ratio is None else options.ratio
-        min_ratio = s.min_ratio if options.min_ratio is None else options.min_ratio
-        if options.min_ratio is not None and ratio != AUTO:
-            notes += ("min_ratio ignored: it applies only to ratio=auto",)
-        if fresh is not None and mode != "full":
-            notes += self._learner.advice(self.resources.corpus, fresh, options.scope)
-        made_form = self._answer_form(options, form)
-        return Request(
-            prompt=segments,
-            options=options,
-            mode=mode,
-            policy=policy,
-            schedule=schedule,
-            ratio=min_ratio if ratio == AUTO else ratio,
-            is_auto=ratio == AUTO,
-            max_new_tokens=options.max_new_tokens or s.max_new_tokens or TO_THE_END,
-            asked_at=asked_at,
-            source_of=source_of,
-            notes=notes + (() if made_form is None else made_form.notes),
-            opening_s=opening_s,
-            fresh=fresh,
-            placed=placed,
-            retrieval_s=prompt.retrieval_s if isinstance(prompt, RagPrompt) else 0.0,
-            form=form,
-            begun=begun,
-            answer_form=made_form,
-        )
-
-    def _with_opening(self, options: Options) -> Options:
-        """``options`` with the beginning of a call that must be made."""
-        choice = chosen_tool(options.tool_choice, options.tools)
-        if choice == "none":
-            return replace(options, tools=(), tool_choice=None)
-        if choice in (None, "auto"):
-            return options
-        tokens, template = self.resources.tokens, options.template_arguments
-        opening = opening_for(tokens, choice, options.tools, template)
-        return replace(options, tool_choice=choice, opening=opening)
-
-    def _answer_form(self, options: Options, form: Format | None) -> AnswerForm | None:
-        tokens = self.resources.tokens
-        if not options.tools or form is None:
-            return answer_form(options.response_format, tokens, form)
-        calls = call_form(tokens, options.template_arguments)
-        choice = options.tool_choice
-        if isinstance(choice, str) and choice != "auto":
-            return begun_call_form(tokens, calls, choice, options.tools)
-        return answer_form(options.response_format, tokens, form, calls, options.tools)
-
-    def _templated(self, options: Options) -> tuple[Options, tuple[str, ...]]:
-        """``options`` with all of ``chat_template_kwargs``, and notes on those without effect.
-        The request's go before this engine's."""
-        tokens, s = self.resources.tokens, self.settings
-        if not (options.apply_chat_template and tokens.has_template):
-            return options, ()
-        thinks, effort = options.enable_thinking, options.reasoning_effort
-        is_switched = thinks is not None or effort == "none"
-        replaced = {*(SWITCHES if is_switched else ()), *({EFFORT} if effort else ())}
-        defaults = {
-            name: value for name, value in s.chat_template_kwargs.items() if name not in replaced
-        }
-        given, notes = template_arguments(
-            tokens,
-            {**defaults, **options.chat_template_kwargs},
-            thinks if is_switched else s.enable_thinking,
-            effort,
-        )
-        return replace(
-            options, chat_template_kwargs=given, enable_thinking=None, reasoning_effort=None
-        ), notes
-
-    def _rendered(self, prompt: Prompt, options: Options) -> Rendered:
-        if options.plain_messages is None:
-            options = replace(options, plain_messages=self.settings.plain_messages)
-        return render(prompt, self.resources.tokens, options)
-
-    def _segments(
-        self, rendered: Rendered, scope: str | None
-    ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
-        """A rendered prompt cut at its chunks, the source of each chunk, notes for the metrics, and what may
-        be learned. ``scope``: whose passages are learned and used; ``None``: none are.
-
-        A corpus that cannot be read is not used."""
+    def _checked(self, prompt: Prompt | Request, options: Options, asked_at: float) -> Request:
+        """The request for ``prompt``, checked as far as it can be without loading the model."""
         try:
-            return self._segments_of(*self.resources.own_corpus(), rendered, scope)
-        except CorpusError as error:
-            log.warning("no chunk is recognised: %s", error)
-            note = f"the corpus was not used, and the prompt was prefilled normally: {error}"
-            return self._segments_of(None, note, rendered, None)
-
-    def _segments_of(
-        self, corpus: Corpus | None, foreign: str, rendered: Rendered, scope: str | None
-    ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
-        """``foreign``: why the store's corpus is not used; empty if it is."""
-        resources = self.resources
-        found = recognise(corpus, rendered, resources.tokens, scope)
-        chunks, removed = {}, []
-        for match in found.chunks:
-            assert corpus is not None
-            try:
-                chunks[match.chunk_id] = corpus.chunk(match.chunk_id)
-            except KeyError:  # another process has removed it meanwhile
-                removed.append((match.start, match.end))
-        segments = segment_prompt(
-            rendered.text,
-            [match for match in found.chunks if match.chunk_id in chunks],
-            resources.tokens,
-            lambda chunk_id: resources.text_ids(chunks[chunk_id].text),
-            merged([*found.plain, *lookalikes(rendered.text, removed, resources.tokens)]),
-        )
-        notes = (*((foreign,) if foreign else found.notes), *rendered.notes)
-        fresh = None if foreign or scope is None else found.fresh
-        return segments, {c.chunk_id: c.source for c in chunks.values()}, notes, fresh
+            request = prompt
+            if not isinstance(request, Request):
+                request = self._prompts.request(request, options, asked_at)
+            request = self._learner.advised(request)
+            if self.resources.is_loaded and request.placed is None:
+                checked(request, self.resources.adapter)  # else once it begins
+        except Exception:
+            with suppress(Exception), self._span(options, None, asked_at):
+                raise
+            raise
+        return request
 
     def _answer_stream(self, request: Request) -> AnswerStream:
         options, tokens = request.options, self.resources.tokens
@@ -761,19 +591,18 @@ class BlendEngine:
         return started
 
     def _start_batch(
-        self, prompts: Sequence[Prompt], options: Options, keep_errors: bool, asked_at: float
+        self,
+        prompts: Sequence[Prompt | Request],
+        options: Options,
+        keep_errors: bool,
+        asked_at: float,
     ) -> list[PendingAnswer | Exception]:
         """Check all requests here, and submit them. Errors are raised, or kept in place."""
         made: list[Request | Exception] = []
         for i, prompt in enumerate(prompts):
             try:
-                request = self._request(prompt, options, asked_at)
-                if self.resources.is_loaded and request.placed is None:
-                    checked(request, self.resources.adapter)  # else once they begin
-                made.append(request)
+                made.append(self._checked(prompt, options, asked_at))
             except Exception as exc:
-                with suppress(Exception), self._span(options, None, asked_at):
-                    raise
                 if not keep_errors:
                     name_prompt(exc, i, len(prompts))
                     raise
@@ -940,13 +769,13 @@ class BlendEngine:
 
     def threads_for(self, characters: int) -> ThreadQueue:
         """Where a prompt with so many characters is prepared."""
-        return self._prompts if characters <= LONG_PROMPT_CHARS else self._long_prompts
+        return self._threads if characters <= LONG_PROMPT_CHARS else self._long_threads
 
     @property
     def queues(self) -> list[QueueState]:
         """What waits in this engine: prompts, the model, batches of the embedder."""
         embedding = self.resources.embedding_turns
-        states = [queue.state for queue in (self._prompts, self._long_prompts)]
+        states = [queue.state for queue in (self._threads, self._long_threads)]
         return [*states, self.scheduler.state, QueueState("batches of texts", *embedding.counts)]
 
     def progress_at(self) -> float:
@@ -996,13 +825,3 @@ def check_defaults(defaults: Settings) -> None:
     Schedule.parse(defaults.schedule)
     if defaults.top_k < 1:
         raise InvalidInputError(f"top_k is {defaults.top_k}, expected 1 or more")
-
-
-def _check_history(history: Sequence[tuple[str, str]]) -> None:
-    for at, turn in enumerate(history):
-        pair = isinstance(turn, Sequence) and not isinstance(turn, str) and len(turn) == 2
-        if not pair or not all(isinstance(text, str) for text in turn):
-            types = ", ".join(type(x).__name__ for x in turn) if pair else type(turn).__name__
-            raise InvalidInputError(
-                f"history[{at}] is {types}, expected a pair of texts: (question, answer.text)"
-            )

@@ -51,14 +51,17 @@ class Learner:
         """Learned since the engine was made."""
         self.tokens = 0
 
-    def advice(self, corpus: Corpus | None, fresh: FreshText, scope: str | None) -> tuple[str, ...]:
-        """A note once per scope, and one warning per engine, if a prompt meets a store without chunks."""
+    def advised(self, request: Request) -> Request:
+        """``request`` with a note, once per scope, if it meets a store without chunks; one warning per
+        engine."""
+        fresh, scope = request.fresh, request.options.scope
+        if fresh is None or request.mode == "full" or scope in self._told:
+            return request
+        corpus = self._resources.corpus
         known = corpus.known_to(scope) if corpus else ()
-        if scope in self._told or letters_in(fresh.text) < MIN_LETTERS or len(known):
-            return ()
+        if letters_in(fresh.text) < MIN_LETTERS or len(known) or len(self._told) >= TOLD_SCOPES:
+            return request
         is_first = not self._told
-        if len(self._told) >= TOLD_SCOPES:
-            return ()
         self._told[scope] = None
         advice = (
             f"store {self._resources.root} holds no chunks, so nothing is reused; add them with "
@@ -72,7 +75,7 @@ class Learner:
             )
         if is_first:
             log.warning("%s", advice)
-        return (advice,)
+        return replace(request, notes=(*request.notes, advice))
 
     def learn(self, request: Request, answer: Answer) -> Answer:
         """Learn what the request's prompt has in common with earlier ones; the answer with a note on it."""

@@ -20,17 +20,18 @@ import re
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 from blendrag.chat.history import Fitted, fitted
 from blendrag.chat.messages import cleaned
-from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.corpus import Corpus, StoredChunk
 from blendrag.engine.data_text import Arrange, DataPrompt
 from blendrag.engine.nested import check_nested
-from blendrag.engine.request import Options, Prompt, RagPrompt
+from blendrag.engine.request import Options, Prompt, RagPrompt, Rendered
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.model.bounded_templates import FIXED_MOMENT, bounded
 from blendrag.model.tokens import Tokens
@@ -79,25 +80,7 @@ MAX_COMPARED = 100
 _BEGIN, _END, _CLOSE = "\ue0f0", "\ue0f1", "\ue0f2"
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A rendered prompt. Spans are in characters of ``text``."""
-
-    text: str
-    contents: tuple[Span, ...] | None = None
-    """Contents of messages, ascending and disjoint; ``None`` if unknown."""
-    turn: Span | None = None
-    """Content of the last user message, if known."""
-    chunks: tuple[Match, ...] | None = None
-    """The chunks, if they are known. Then all other text in ``contents`` is tokenised as plain text."""
-    plain: tuple[Span, ...] = ()
-    """Data that looks like control tokens; ascending and disjoint."""
-    replies: tuple[Span, ...] = ()
-    """Contents that the model wrote."""
-    notes: tuple[str, ...] = ()
-
-
-def prompt_over(
+def build_rag_prompt(
     question: str,
     texts: Sequence[str],
     names: Sequence[str] | None = None,
@@ -128,8 +111,8 @@ def prompt_over(
     return RagPrompt(f"{asked}\nAnswer:", tuple(matches), (end - len(question), end))
 
 
-def head_ids(tokens: Tokens) -> tuple[int, ...]:
-    """Ids of what precedes the first chunk in :func:`prompt_over`'s prompt: BOS, the chat template's
+def prefix_token_ids(tokens: Tokens) -> tuple[int, ...]:
+    """Ids of what precedes the first chunk in :func:`build_rag_prompt`'s prompt: BOS, the chat template's
     beginning, the instruction.
 
     Chunks are encoded after them by default, because KV that was computed after an instruction is nearer to
@@ -140,15 +123,17 @@ def head_ids(tokens: Tokens) -> tuple[int, ...]:
 
 
 def daily_part(tokens: Tokens) -> int:
-    """How many tokens of :func:`head_ids` precede what the template changes from day to day; all if it
-    changes nothing."""
-    head = head_ids(tokens)
+    """How many tokens of :func:`prefix_token_ids` precede what the template changes from day to day; all
+    if it changes nothing."""
+    head = prefix_token_ids(tokens)
     return min(common_prefix(head, _head_at(moment, tokens)) for moment in _OTHER_MOMENTS)
 
 
 def _head_at(moment: datetime, tokens: Tokens) -> tuple[int, ...]:
     with bounded(moment):
-        rendered = [render(prompt_over("?", [text]), tokens, Options()).text for text in ("A", "1")]
+        rendered = [
+            render(build_rag_prompt("?", [text]), tokens, Options()).text for text in ("A", "1")
+        ]
     first, second = (tuple(tokens.encode_prompt(text, begins=True).ids) for text in rendered)
     return first[: common_prefix(first, second)]
 
@@ -158,6 +143,8 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
 
     Messages are fitted to what the chat template accepts (:mod:`blendrag.chat.history`).
     """
+    if isinstance(prompt, Rendered):
+        return prompt
     _check_tools(tokens, options)
     if isinstance(prompt, str | RagPrompt):
         text = prompt if isinstance(prompt, str) else prompt.text
@@ -404,7 +391,7 @@ def _known(made: Rendered, asked: str, chunks: Sequence[Match]) -> Rendered:
     return replace(made, chunks=tuple(there))
 
 
-def refuse_silence(messages: Sequence[Mapping[str, Any]]) -> None:
+def require_text(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise :class:`InvalidInputError` if no message has text or a tool call."""
     said = [m["content"].strip() or m.get("tool_calls") for m in cleaned(messages)]
     if messages and not any(said):
@@ -436,6 +423,8 @@ def _check_tools(tokens: Tokens, options: Options) -> None:
 class Recognised:
     chunks: tuple[Match, ...] = ()
     """Document chunks, ascending and disjoint."""
+    stored: Mapping[str, StoredChunk] = field(default_factory=dict)
+    """The chunks as the corpus has them, by id."""
     plain: tuple[Span, ...] = ()
     """Other text to tokenise as plain text; ascending, outside chunks."""
     notes: tuple[str, ...] = ()
@@ -447,13 +436,13 @@ def recognise(
     corpus: Corpus | None, rendered: Rendered, tokens: Tokens, scope: str | None
 ) -> Recognised:
     """The chunks of ``corpus`` in ``rendered``; of what was learned from prompts, only that of ``scope``."""
-    index = corpus.known_to(scope) if corpus is not None else None
     control = tokens.control_spans(rendered.text)
-    if rendered.chunks is not None:
-        known = index if index is not None else ()
-        there = tuple(m for m in rendered.chunks if m.chunk_id in known)
+    if rendered.chunks is not None:  # looked up, but not searched for
+        stored = _stored(corpus, rendered.chunks)
+        there = tuple(m for m in rendered.chunks if m.chunk_id in stored)
         rest = [*_without(rendered.contents or (), there), *_outside(rendered.plain, there)]
-        return Recognised(there, _text_spans(rest, control))
+        return Recognised(there, stored, _text_spans(rest, control))
+    index = corpus.known_to(scope) if corpus is not None else None
     text, contents = rendered.text, rendered.contents
     within = _between(control, len(text)) if contents is None else contents
     turn = rendered.turn or _last_turn(text, within)
@@ -472,7 +461,22 @@ def recognise(
         maybe += [_rest(m, text, left) for m in found if not m.complete]
     computed = [m for m in found if m not in chunks]
     notes = _why_missed(index, text, found) + _why_computed(text, computed)
-    return Recognised(tuple(chunks), _text_spans(maybe, control), notes, fresh)
+    stored = _stored(corpus, chunks)
+    there = tuple(match for match in chunks if match.chunk_id in stored)
+    removed = [(m.start, m.end) for m in chunks if m.chunk_id not in stored]  # by another process
+    plain = [*_text_spans(maybe, control), *lookalikes(text, removed, tokens)]
+    return Recognised(there, stored, tuple(merged(plain)), notes, fresh)
+
+
+def _stored(corpus: Corpus | None, matches: Sequence[Match]) -> dict[str, StoredChunk]:
+    """The chunks of ``matches`` that ``corpus`` has, by id."""
+    stored: dict[str, StoredChunk] = {}
+    if corpus is None:
+        return stored
+    for match in matches:
+        with suppress(KeyError):
+            stored[match.chunk_id] = corpus.chunk(match.chunk_id)
+    return stored
 
 
 def _text_spans(spans: Sequence[Span], control: Sequence[Span]) -> tuple[Span, ...]:

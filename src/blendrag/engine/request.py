@@ -30,6 +30,7 @@ from blendrag.text.prompt import SegmentedPrompt
 from blendrag.wording import quoted
 
 Message = Mapping[str, Any]
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class RagPrompt:
     """Messages before this one."""
     retrieval_s: float = 0.0
     """Seconds that finding the chunks took, waiting included; a part of ``ttft_s``."""
+    retrieved: tuple[RetrievedChunk, ...] = ()
+    """The chunks as they were retrieved, if they were."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,25 @@ class SchemaPrompt:
     """Its name in errors."""
 
 
-Prompt = str | Sequence[Message] | RagPrompt | SchemaPrompt
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered prompt, which is not rendered again. Spans are in characters of ``text``."""
+
+    text: str
+    contents: tuple[Span, ...] | None = None
+    """Contents of messages, ascending and disjoint; ``None`` if unknown."""
+    turn: Span | None = None
+    """Content of the last user message, if known."""
+    chunks: tuple[Match, ...] | None = None
+    """The chunks, if they are known. Then all other text in ``contents`` is tokenised as plain text."""
+    plain: tuple[Span, ...] = ()
+    """Data that looks like control tokens; ascending and disjoint."""
+    replies: tuple[Span, ...] = ()
+    """Contents that the model wrote."""
+    notes: tuple[str, ...] = ()
+
+
+Prompt = str | Sequence[Message] | RagPrompt | SchemaPrompt | Rendered
 
 
 def prompt_chars(prompt: Prompt) -> int:
@@ -66,8 +87,8 @@ def prompt_chars(prompt: Prompt) -> int:
         return len(prompt.text) + prompt_chars(prompt.history)
     if isinstance(prompt, SchemaPrompt):
         return len(prompt.pml)
-    if isinstance(prompt, str):
-        return len(prompt)
+    if isinstance(prompt, str | Rendered):
+        return len(prompt if isinstance(prompt, str) else prompt.text)
     contents = (each.get("content") for each in prompt or () if isinstance(each, Mapping))
     return sum(len(content) for content in contents if isinstance(content, str | Sequence))
 

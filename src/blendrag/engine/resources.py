@@ -23,7 +23,7 @@ from blendrag.corpus.embedding_turns import Check, EmbeddingTurns, proceed
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.retriever import Retriever
 from blendrag.engine.kv_validity import KVValidity
-from blendrag.engine.rendering import daily_part, head_ids
+from blendrag.engine.rendering import daily_part, prefix_token_ids
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.model.adapter import ModelAdapter
@@ -88,7 +88,7 @@ class CorpusSettings:
         if self.prefix_text:
             prefix_ids = tuple(tokens.encode_template(self.prefix_text))
         elif self.encode_prefix:
-            prefix_ids = head_ids(tokens)
+            prefix_ids = prefix_token_ids(tokens)
         return Manifest(
             model=model,
             model_signature="",
@@ -362,7 +362,7 @@ class Resources:
                     del self.__dict__["_corpus"]  # another process may create one
         return found
 
-    def own_corpus(self) -> tuple[Corpus | None, str]:
+    def corpus_or_reason(self) -> tuple[Corpus | None, str]:
         """The corpus if it was ingested with this model's tokenizer; else ``None`` and the reason."""
         corpus = self.corpus
         if os.path.lexists(self.root / DIRECTORY) and (lost := self._lost_corpus()):
@@ -446,7 +446,7 @@ class Resources:
     def _undated_tokens(self) -> int:
         """How many tokens of the prefix precede what the chat template changes from day to day."""
         prefix = self.prefix_ids
-        is_head = bool(prefix) and prefix == head_ids(self.tokens)
+        is_head = bool(prefix) and prefix == prefix_token_ids(self.tokens)
         return daily_part(self.tokens) if is_head else len(prefix)
 
     @property

@@ -19,7 +19,7 @@ from blendrag.chat.template_arguments import RESERVED
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import Answer, BlendEngine, Message, Options, Prompt, SchemaPrompt
-from blendrag.engine.rendering import prompt_over
+from blendrag.engine.rendering import build_rag_prompt
 from blendrag.errors import InvalidInputError, InvalidOptionError, check_unicode
 from blendrag.server.bodies import (
     ChatBody,
@@ -456,7 +456,7 @@ def _with_texts(
     if body.documents:
         titled = [_titled(each, number) for number, each in enumerate(body.documents)]
         named = [title for title, _ in titled] if tokens.names_sources else None
-        over = prompt_over(question, [text for _, text in titled], named)
+        over = build_rag_prompt(question, [text for _, text in titled], named)
         _check_length(engine, [*history, {"role": "user", "content": over.text}])
         return replace(over, chunks=None, history=tuple(history)), ()
     earlier = [message["content"] for message in history if message["role"] == "user"]
@@ -468,7 +468,7 @@ def _with_texts(
     before = earlier[-1] if earlier else ""
     chunks = tuple(engine.retrieve(question, top_k, earlier=before, check=check))
     named = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
-    over = prompt_over(question, [chunk.text for chunk in chunks], named)
+    over = build_rag_prompt(question, [chunk.text for chunk in chunks], named)
     return replace(over, history=tuple(history)), chunks
 
 

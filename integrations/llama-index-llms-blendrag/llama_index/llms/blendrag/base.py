@@ -357,9 +357,9 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
     def _chat_call(
         self, messages: Sequence[ChatMessage], overrides: dict[str, Any]
     ) -> Call[ChatResponse]:
-        from blendrag.engine.rendering import refuse_silence
+        from blendrag.engine.rendering import require_text
 
-        refuse_silence(to_dicts(messages))
+        require_text(to_dicts(messages))
         overrides = dict(overrides)
         offer = Offer.taken_from(overrides)
         if offer is not None:

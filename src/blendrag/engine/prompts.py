@@ -1,0 +1,279 @@
+"""From what a caller asks to a :class:`Request`: rendered, its chunks recognised, cut into segments.
+
+On the caller's thread. Nothing is computed, and no weights are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from blendrag.chat.forcing import call_form, chosen_tool, opening_for
+from blendrag.chat.formats import Format, format_of
+from blendrag.chat.grammar import AnswerForm, answer_form, begun_call_form
+from blendrag.chat.template_arguments import EFFORT, SWITCHES, template_arguments
+from blendrag.config import AUTO
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.retriever import RetrievedChunk
+from blendrag.engine.rendering import (
+    NEXT_QUESTION,
+    build_rag_prompt,
+    recognise,
+    render,
+    require_text,
+)
+from blendrag.engine.request import (
+    TO_THE_END,
+    Options,
+    Prompt,
+    RagPrompt,
+    Rendered,
+    Request,
+    SchemaPrompt,
+)
+from blendrag.engine.resources import Resources
+from blendrag.engine.schemas import Schemas
+from blendrag.errors import CorpusError, InvalidInputError, RequestTimeout
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.text.passages import FreshText
+from blendrag.text.prompt import SegmentedPrompt, segment_prompt
+
+log = logging.getLogger(__name__)
+
+#: Room that a conversation leaves for an answer without a limit, as a share of the context.
+ANSWER_SHARE = 0.25
+
+
+class Prompts:
+    """Makes requests of the prompts of one engine. Keeps no state of its own. Thread-safe."""
+
+    def __init__(self, resources: Resources, schemas: Schemas) -> None:
+        self._resources = resources
+        self._schemas = schemas
+
+    # -- prompts ----------------------------------------------------------------------------------
+
+    def request(self, prompt: Prompt, options: Options, asked_at: float) -> Request:
+        """The request for ``prompt``, with every default filled in.
+
+        Raises :class:`InvalidInputError`, and :class:`RequestTimeout` if its time is over already.
+        """
+        if options.timeout_s is not None and time.perf_counter() - asked_at > options.timeout_s:
+            raise RequestTimeout(options.timeout_s)  # earlier prompts took all the time
+        began = time.perf_counter()
+        settings, tokens = self._resources.settings, self._resources.tokens
+        opening_s = time.perf_counter() - began
+        policy = options.policy or settings.policy
+        make_policy(policy)  # fail before any work
+        schedule = Schedule.parse(options.schedule or settings.schedule)
+        mode = options.mode or settings.mode
+        placed, fresh = None, None
+        options, template_notes = self._templated(options)
+        form = format_of(tokens) if self._uses_template(options) else None
+        options = self._with_opening(options)
+        begun = options.opening
+        if isinstance(prompt, SchemaPrompt):
+            segments, source_of, placed = self._schemas.read(prompt, options, mode == "full")
+            notes: tuple[str, ...] = ()
+        else:
+            rendered = self._rendered(prompt, options)
+            if form is not None:
+                begun = form.begun_by(rendered.text.removesuffix(options.opening)) + begun
+            segments, source_of, notes, fresh = self._segments(rendered, options.scope)
+            notes += template_notes
+        if not segments.ids:
+            raise InvalidInputError("the prompt is empty; ask something")
+        ratio = settings.ratio if options.ratio is None else options.ratio
+        min_ratio = settings.min_ratio if options.min_ratio is None else options.min_ratio
+        if options.min_ratio is not None and ratio != AUTO:
+            notes += ("min_ratio ignored: it applies only to ratio=auto",)
+        needed = self._answer_form(options, form)
+        return Request(
+            prompt=segments,
+            options=options,
+            mode=mode,
+            policy=policy,
+            schedule=schedule,
+            ratio=min_ratio if ratio == AUTO else ratio,
+            is_auto=ratio == AUTO,
+            max_new_tokens=options.max_new_tokens or settings.max_new_tokens or TO_THE_END,
+            asked_at=asked_at,
+            source_of=source_of,
+            notes=notes + (() if needed is None else needed.notes),
+            opening_s=opening_s,
+            fresh=fresh,
+            placed=placed,
+            retrieval_s=prompt.retrieval_s if isinstance(prompt, RagPrompt) else 0.0,
+            form=form,
+            begun=begun,
+            answer_form=needed,
+        )
+
+    def render(self, prompt: Prompt, options: Options) -> Rendered:
+        """See :meth:`BlendEngine.render`."""
+        return self._rendered(prompt, self._with_opening(self._templated(options)[0]))
+
+    def segments(self, prompt: Prompt, options: Options) -> SegmentedPrompt:
+        """See :meth:`BlendEngine.segments`."""
+        options = self._with_opening(self._templated(options)[0])
+        if isinstance(prompt, SchemaPrompt):
+            return self._schemas.read(prompt, options, is_full=True)[0]
+        rendered = self._rendered(prompt, options, may_be_empty=True)
+        return self._segments(rendered, options.scope)[0]
+
+    # -- retrieved chunks and a question ------------------------------------------------------------
+
+    def over(
+        self,
+        question: str,
+        chunks: Sequence[RetrievedChunk],
+        history: Sequence[tuple[str, str]],
+        options: Options,
+    ) -> RagPrompt:
+        """The prompt of a question over retrieved chunks, after earlier questions and answers."""
+        tokens, texts = self._resources.tokens, [chunk.text for chunk in chunks]
+        names = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
+        if not self._uses_template(options):
+            prompt = build_rag_prompt(question, texts, names, history)
+            return replace(prompt, retrieved=tuple(chunks))
+        turns = ((("user", asked), ("assistant", answer)) for asked, answer in history)
+        messages = tuple({"role": role, "content": text} for turn in turns for role, text in turn)
+        prompt = build_rag_prompt(question, texts, names)
+        return replace(prompt, history=messages, retrieved=tuple(chunks))
+
+    def ending(self, options: Options) -> Options:
+        """``options`` with a stop string where no template ends the answer to a question."""
+        if self._uses_template(options):
+            return options
+        return replace(options, stop=(*options.stop, NEXT_QUESTION))
+
+    def trimmed(
+        self,
+        prompt: RagPrompt,
+        question: str,
+        history: Sequence[tuple[str, str]],
+        options: Options,
+    ) -> tuple[Request, int]:
+        """The request for ``prompt`` without as many of the oldest questions and answers as its answer needs
+        room, and how many those are."""
+        asked_at, left_out = time.perf_counter(), 0
+        request = self.request(prompt, options, asked_at)
+        while left_out < len(history) and self._is_full(request):
+            left_out += 1
+            shorter = self.over(question, prompt.retrieved, history[left_out:], options)
+            shorter = replace(shorter, retrieval_s=prompt.retrieval_s)
+            request = self.request(shorter, options, asked_at)
+        return request, left_out
+
+    def _is_full(self, request: Request) -> bool:
+        """Whether the prompt leaves its answer neither the longest that was asked for nor a share of the
+        context."""
+        context = self._resources.context_tokens
+        longest = min(request.max_new_tokens, context)
+        return len(request.prompt.ids) > context - min(longest, round(ANSWER_SHARE * context))
+
+    # -- rendering ----------------------------------------------------------------------------------
+
+    def _uses_template(self, options: Options) -> bool:
+        return options.apply_chat_template and self._resources.tokens.has_template
+
+    def _templated(self, options: Options) -> tuple[Options, tuple[str, ...]]:
+        """``options`` with all arguments of the chat template in ``chat_template_kwargs``, and notes on
+        those without effect. The request's go before this engine's."""
+        if not self._uses_template(options):
+            return options, ()
+        settings = self._resources.settings
+        thinks, effort = options.enable_thinking, options.reasoning_effort
+        is_switched = thinks is not None or effort == "none"
+        replaced = {*(SWITCHES if is_switched else ()), *({EFFORT} if effort else ())}
+        defaults = {
+            name: value
+            for name, value in settings.chat_template_kwargs.items()
+            if name not in replaced
+        }
+        given, notes = template_arguments(
+            self._resources.tokens,
+            {**defaults, **options.chat_template_kwargs},
+            thinks if is_switched else settings.enable_thinking,
+            effort,
+        )
+        return replace(
+            options, chat_template_kwargs=given, enable_thinking=None, reasoning_effort=None
+        ), notes
+
+    def _with_opening(self, options: Options) -> Options:
+        """``options`` with the beginning of a call that must be made."""
+        choice = chosen_tool(options.tool_choice, options.tools)
+        if choice == "none":
+            return replace(options, tools=(), tool_choice=None)
+        if choice in (None, "auto"):
+            return options
+        tokens, template = self._resources.tokens, options.template_arguments
+        opening = opening_for(tokens, choice, options.tools, template)
+        return replace(options, tool_choice=choice, opening=opening)
+
+    def _rendered(self, prompt: Prompt, options: Options, may_be_empty: bool = False) -> Rendered:
+        if options.plain_messages is None:
+            settings = self._resources.settings
+            options = replace(options, plain_messages=settings.plain_messages)
+        rendered = render(prompt, self._resources.tokens, options)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str) and not may_be_empty:
+            require_text(prompt)
+        return rendered
+
+    def _answer_form(self, options: Options, form: Format | None) -> AnswerForm | None:
+        """The form that the answer must have."""
+        tokens = self._resources.tokens
+        if not options.tools or form is None:
+            return answer_form(options.response_format, tokens, form)
+        calls = call_form(tokens, options.template_arguments)
+        choice = options.tool_choice
+        if isinstance(choice, str) and choice != "auto":
+            return begun_call_form(tokens, calls, choice, options.tools)
+        return answer_form(options.response_format, tokens, form, calls, options.tools)
+
+    # -- segments -----------------------------------------------------------------------------------
+
+    def _segments(
+        self, rendered: Rendered, scope: str | None
+    ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
+        """A rendered prompt cut at its chunks, the source of each chunk, notes for the metrics, and what may
+        be learned. ``scope``: whose passages are learned and used; ``None``: none are.
+
+        A corpus that cannot be read is not used."""
+        try:
+            return self._segments_of(*self._resources.corpus_or_reason(), rendered, scope)
+        except CorpusError as error:
+            log.warning("no chunk is recognised: %s", error)
+            note = f"the corpus was not used, and the prompt was prefilled normally: {error}"
+            return self._segments_of(None, note, rendered, None)
+
+    def _segments_of(
+        self, corpus: Corpus | None, foreign: str, rendered: Rendered, scope: str | None
+    ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
+        """``foreign``: why the store's corpus is not used; empty if it is."""
+        tokens, text_ids = self._resources.tokens, self._resources.text_ids
+        found = recognise(corpus, rendered, tokens, scope)
+        segments = segment_prompt(
+            rendered.text,
+            found.chunks,
+            tokens,
+            lambda chunk_id: text_ids(found.stored[chunk_id].text),
+            found.plain,
+        )
+        notes = (*((foreign,) if foreign else found.notes), *rendered.notes)
+        fresh = None if foreign or scope is None else found.fresh
+        return segments, {c.chunk_id: c.source for c in found.stored.values()}, notes, fresh
+
+
+def check_history(history: Sequence[tuple[str, str]]) -> None:
+    """Raise :class:`InvalidInputError` for anything else than pairs of texts."""
+    for at, turn in enumerate(history):
+        pair = isinstance(turn, Sequence) and not isinstance(turn, str) and len(turn) == 2
+        if not pair or not all(isinstance(text, str) for text in turn):
+            types = ", ".join(type(x).__name__ for x in turn) if pair else type(turn).__name__
+            raise InvalidInputError(
+                f"history[{at}] is {types}, expected a pair of texts: (question, answer.text)"
+            )
