@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 import tiny
 from blendrag.engine import BlendEngine
-from blendrag.server.access import ApiKeys, Door, checked_hosts
+from blendrag.server.access import AccessControlMiddleware, ApiKeys, checked_hosts
 from server.live import Live, live
 
 KEYS = "# readers\nreader-1\n\nreader-2\nlire-voilà\n# editors\neditor-1 write\n"
@@ -83,7 +83,9 @@ def test_no_web_page_can_make_a_server_without_keys_work(kind: str | None, chunk
 
     content = b'{"messages": [{"role": "user", "content": "work"}]}'
     headers = {} if kind is None else {"Content-Type": kind}
-    client = TestClient(Door(application, ApiKeys(), 1 << 20), "http://localhost")
+    client = TestClient(
+        AccessControlMiddleware(application, ApiKeys(), 1 << 20), "http://localhost"
+    )
     body: Any = iter([content]) if chunked else content
     reply = client.post("/v1/chat/completions", content=body, headers=headers)
     assert reply.status_code == 415

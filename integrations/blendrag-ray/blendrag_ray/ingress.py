@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from blendrag.errors import BlendragError
-from blendrag.server.access import Door
+from blendrag.server.access import AccessControlMiddleware
 from blendrag.server.admission import RETRY_AFTER_S
 from blendrag.server.cross_origin import CrossOriginMiddleware
 from blendrag.server.limits import Limits
@@ -50,7 +50,9 @@ class Ingress:
         self._replicas = replicas.options(method_name="answer", stream=True)
         self._keys = ChunkKeys(served.engine(is_ingress=True))
         max_body_bytes = Limits(**served.limits).max_body_bytes
-        door = Door(self._pass_on, served.keys(), max_body_bytes, served.allow_hosts)
+        door = AccessControlMiddleware(
+            self._pass_on, served.keys(), max_body_bytes, served.allow_hosts
+        )
         origins = served.cors_origins
         self._door = CrossOriginMiddleware(door, origins) if origins else door
 
@@ -77,7 +79,7 @@ class Ingress:
         return PlainTextResponse(joined(told), media_type=EXPOSITION)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = (await receive())["body"]  # Door has read all of it
+        body = (await receive())["body"]  # AccessControlMiddleware has read all of it
         chunks = await asyncio.to_thread(self._chunks_of, body) if body else {}
         request = WholeRequest.of(scope, body)
         reply = Relayed(send)

@@ -63,7 +63,7 @@ class StoredChunk:
     document: str
     """The document's source as stored; differs from ``source`` for an entry."""
     digest: str
-    """Of the document, as given to :meth:`Corpus.put_document`."""
+    """Digest of the document, as given to :meth:`Corpus.put_document`."""
     vector: bytes
 
     @property

@@ -26,7 +26,7 @@ class DryRun:
     chunks: int
     tokens: int
     bytes: int
-    """Of the KV that is not stored yet."""
+    """Bytes of the KV that is not stored yet."""
     seconds: float
     """Opening the model, the gate if it did not run before, computing KV, embedding."""
     failed: int

@@ -28,7 +28,14 @@ from blendrag.errors import BlendragError
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.text.chunking import Chunk, learned_id, scope_of
 from blendrag.text.matches import Match, letters_in
-from blendrag.text.passages import MIN_LETTERS, FreshText, PromptMemories, Run, joined, paragraphs
+from blendrag.text.passages import (
+    MIN_LETTERS,
+    CommonText,
+    FreshText,
+    PromptMemories,
+    joined,
+    paragraphs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +128,7 @@ class Learner:
             return self._chunks(fresh, after)
         return self._chunks(fresh, runs[1:]) or self._chunks(fresh, runs)
 
-    def _chunks(self, fresh: FreshText, runs: Sequence[Run]) -> list[Chunk]:
+    def _chunks(self, fresh: FreshText, runs: Sequence[CommonText]) -> list[Chunk]:
         """What ``runs`` of the prompt hold, without its question."""
         text = fresh.text
         spans = [span for run in runs for span in paragraphs(text, run)]

@@ -519,7 +519,7 @@ class Resources:
 
     @opened
     def profile_of(self) -> ProfileCache:
-        """Of a namespace: its machine profile, or ``None`` and how the stored profile differs."""
+        """The machine profile of a namespace, or ``None`` and how the stored profile differs."""
         return ProfileCache(self.root, lambda namespace: conditions_of(self.adapter, namespace))
 
     def namespace(self) -> str:

@@ -48,7 +48,7 @@ class Curve:
     seconds: tuple[Finite, ...]
     """As many, never falling."""
     row_s: Finite
-    """Of each row beyond the last measured."""
+    """Seconds of each row beyond the last measured."""
     pair_s: Finite = 0.0
     placed_s: Finite = 0.0
 
@@ -74,7 +74,7 @@ class Tier:
 
     name: str
     bytes_per_s: Positive
-    """Of bytes as stored."""
+    """Throughput in bytes as stored."""
     read_s: Finite = 0.0
     """Latency of each read: one layer of one chunk."""
     busy: Share = 0.0
@@ -90,7 +90,7 @@ class Conditions:
     """What a profile holds for."""
 
     namespace: str
-    """Of the KV store: model, weights, dtype, attention implementation, encoding."""
+    """Namespace of the KV store: model, weights, dtype, attention implementation, encoding."""
     model: str
     dtype: str
     device: str
@@ -136,7 +136,7 @@ class Profile:
     """Per layer, of one stored chunk of ``chunk_tokens``."""
     took_s: Finite
     version: Literal[4] = 4
-    """Of the form of these figures."""
+    """Version of the form of these figures."""
 
     @property
     def layers(self) -> int:

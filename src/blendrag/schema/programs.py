@@ -81,7 +81,7 @@ class MaxTokens:
             )
 
 
-class Block:
+class RoleBlock:
     """``with user:`` or ``with scaffold:``."""
 
     def __init__(self, tag: str) -> None:
@@ -94,8 +94,8 @@ class Block:
         pass
 
 
-system, user, assistant = map(Block, ROLES)
-scaffold = Block("scaffold")
+system, user, assistant = map(RoleBlock, ROLES)
+scaffold = RoleBlock("scaffold")
 
 
 class Program:
@@ -573,7 +573,7 @@ class _Translator:
 
     def _tag(self, node: ast.expr, scope: _Scope) -> str:
         block = None if scope.parameters_in(node) else scope.constant(node)
-        if not isinstance(block, Block):
+        if not isinstance(block, RoleBlock):
             raise self._error(
                 node,
                 scope,

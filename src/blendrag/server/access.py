@@ -172,7 +172,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-class Door:
+class AccessControlMiddleware:
     """ASGI middleware: checks the host or the key before the body is read, and limits the body.
 
     A path means the same with a slash at its end, without a redirect to the host that the request names.

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp
 
 from blendrag.corpus.embedding_turns import Check
-from blendrag.server.access import Door, require_writer
+from blendrag.server.access import AccessControlMiddleware, require_writer
 from blendrag.server.bodies import ChatBody, CompletionBody, EmbeddingBody, IngestBody
 from blendrag.server.chats import chat_chunks, chat_completion
 from blendrag.server.completions import completion, completion_chunks
@@ -30,7 +30,9 @@ def create_app(service: Service) -> ASGIApp:
     """The ASGI application; the caller opens and closes the engine."""
     app = FastAPI(title="blendrag", docs_url=None, redoc_url=None, redirect_slashes=False)
     most = service.limits.max_body_bytes
-    app.add_middleware(Door, keys=service.keys, max_body_bytes=most, hosts=service.hosts)
+    app.add_middleware(
+        AccessControlMiddleware, keys=service.keys, max_body_bytes=most, hosts=service.hosts
+    )
     install_refusals(app)
     engine, writers = service.engine, [Depends(require_writer)]
 

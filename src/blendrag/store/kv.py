@@ -95,7 +95,7 @@ class KVLayout:
         return self.layers[layer].tensor_shape(tokens)
 
     def size_bytes(self, tokens: int) -> int:
-        """Of the KV of so many tokens in all layers."""
+        """Bytes of the KV of so many tokens in all layers, before encoding."""
         return sum(self.layer_bytes(layer, tokens) for layer in range(len(self.layers)))
 
     def layer_bytes(self, layer: int, tokens: int) -> int:

@@ -35,9 +35,9 @@ class Records(Generic[T]):
 
     root: Path
     name: str
-    """Of the file: the namespace, and what is recorded."""
+    """Name of the file: the namespace, and what is recorded."""
     key: str
-    """Of the list of entries in the file."""
+    """Name of the list of entries in the file."""
     kind: type[T]
     same: tuple[str, ...]
     """Fields by which an entry replaces an earlier one."""

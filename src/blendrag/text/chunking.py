@@ -42,7 +42,7 @@ EMPTY_CELL = '""'
 BATCH_ROWS = 1024
 
 
-class Span(NamedTuple):
+class ChunkSpan(NamedTuple):
     """A chunk within a text, and its number of tokens with the ``header`` that comes before it."""
 
     start: int
@@ -129,12 +129,12 @@ class Chunker:
             chunks.append(Chunk(chunk, start, end, tokens, chunk_id_of(chunk)))
         return chunks
 
-    def _spans(self, text: str, tables: Sequence[Table]) -> Iterator[Span]:
+    def _spans(self, text: str, tables: Sequence[Table]) -> Iterator[ChunkSpan]:
         """Spans of the whole text, window by window. A table that would be cut is cut by its rows."""
         largest = self.chunk_tokens * MAX_CHARS_PER_TOKEN
         window = self.chunk_tokens * TYPICAL_CHARS_PER_TOKEN * WINDOW_CHUNKS
         start = 0
-        held: Span | None = None
+        held: ChunkSpan | None = None
         while start < len(text):
             # A window starts at text, never inside white space.
             start, _ = _stripped(text, start, min(start + largest, len(text)))
@@ -166,7 +166,7 @@ class Chunker:
             window = max(self.chunk_tokens, min(WINDOW_CHUNKS * chars, largest))
         yield from filter(None, [held])
 
-    def _lead(self, text: str, held: Span) -> int:
+    def _lead(self, text: str, held: ChunkSpan) -> int:
         """Where in the chunk before a table that begins which belongs to the table, such as its heading."""
         if held.tokens <= self.chunk_tokens // 2:
             return held.start
@@ -174,7 +174,7 @@ class Chunker:
         is_short = last >= 0 and self.count(text[last : held.end]) <= self.chunk_tokens // 4
         return last if is_short else held.end
 
-    def _rows(self, text: str, table: Table, begin: int) -> Iterator[Span]:
+    def _rows(self, text: str, table: Table, begin: int) -> Iterator[ChunkSpan]:
         """Chunks of a table, the first with what precedes it from ``begin`` on."""
         header = table.header + "\n" if table.header else ""
         if self.count(header) > self.chunk_tokens // 2:
@@ -211,7 +211,7 @@ class Chunker:
                 yield from self._within_limit(text, begin, ends[last - 1], before)
             row, before, begin = last, header, ends[last - 1]
 
-    def _columns(self, text: str, table: Table, start: int, end: int) -> Iterator[Span]:
+    def _columns(self, text: str, table: Table, start: int, end: int) -> Iterator[ChunkSpan]:
         """A row in pieces, each with the names of its own columns before it."""
         cells = list(table.cells(text, start, end))
         names = list(table.cells(table.header.split("\n")[0], 0))
@@ -236,7 +236,7 @@ class Chunker:
             for encoding in self._tokenizer.encode_batch(batch, add_special_tokens=False):
                 yield len(encoding.ids)
 
-    def _window_spans(self, text: str, start: int, end: int) -> list[Span]:
+    def _window_spans(self, text: str, start: int, end: int) -> list[ChunkSpan]:
         """Chunks of ``text[start:end]``, each within the limit."""
         return [
             span
@@ -246,7 +246,7 @@ class Chunker:
 
     def _within_limit(
         self, text: str, start: int, end: int, header: str = "", at: str = " "
-    ) -> list[Span]:
+    ) -> list[ChunkSpan]:
         """A piece as a span, stripped as Python strips; cut near the middle, after ``at``, if it is too long.
 
         The splitter works on a copy without ``encode_special_tokens``, so it counts a control token as one
@@ -259,7 +259,7 @@ class Chunker:
         if end - start <= self.chunk_tokens * MAX_CHARS_PER_TOKEN:
             tokens = self.count(header + text[start:end])
             if tokens <= self.chunk_tokens:
-                return [Span(start, end, tokens, header)] if start < end else []
+                return [ChunkSpan(start, end, tokens, header)] if start < end else []
         middle = (start + end) // 2
         found = text.rfind(at, start + 1, middle - 1)
         middle = middle if found < 0 else found + 1
@@ -267,7 +267,7 @@ class Chunker:
         return left + self._within_limit(text, middle, end, header, at)
 
 
-def _cut_by(span: Span, tables: Sequence[Table]) -> Table | None:
+def _cut_by(span: ChunkSpan, tables: Sequence[Table]) -> Table | None:
     """The table that this chunk would begin and not end."""
     number = bisect_right(tables, span.end - 1, key=lambda table: table.start) - 1
     if number >= 0 and span.start <= tables[number].start and span.end < tables[number].end:

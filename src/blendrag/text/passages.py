@@ -28,7 +28,7 @@ import numpy as np
 from blendrag.text.matches import Match, common_prefix, letters_in
 from blendrag.text.recognition import U64, PrefixSums
 
-Span = tuple[int, int]
+CharRange = tuple[int, int]
 
 #: Characters of recent prompts that are kept.
 MEMORY_CHARS = 4_000_000
@@ -72,17 +72,17 @@ class FreshText:
     """The text of a prompt that is in no known chunk. Spans are in characters of ``text``."""
 
     text: str
-    spans: tuple[Span, ...]
+    spans: tuple[CharRange, ...]
     """Searched, outside of known chunks; without what the model wrote."""
     chunks: tuple[Match, ...]
     """The known chunks in ``text``."""
-    turn: Span
+    turn: CharRange
     """The last user message."""
-    control: tuple[Span, ...]
+    control: tuple[CharRange, ...]
     """What is or looks like control tokens."""
 
 
-class Run(NamedTuple):
+class CommonText(NamedTuple):
     """``text[start:end]`` of a prompt is also in an earlier one."""
 
     start: int
@@ -101,7 +101,7 @@ class Run(NamedTuple):
         return self.end - self.start
 
 
-def _add(text: str, runs: list[Run], run: Run) -> None:
+def _add(text: str, runs: list[CommonText], run: CommonText) -> None:
     """Add a run to those before it. What two of them share goes to the later one from the last line break on,
     else to the longer one."""
     while runs and run.start <= runs[-1].start and run.chars > runs[-1].chars:
@@ -136,7 +136,7 @@ class PromptMemory:
     def chars(self) -> int:
         return self._chars
 
-    def meet(self, text: str, within: Sequence[Span]) -> list[Run]:
+    def meet(self, text: str, within: Sequence[CharRange]) -> list[CommonText]:
         """Runs in these parts of ``text``, ascending and disjoint; then remember the parts.
 
         ``within``: ascending and disjoint. A run lies in one of them.
@@ -148,7 +148,7 @@ class PromptMemory:
         windows = PrefixSums(whole).windows(WINDOW)
         starts = np.flatnonzero(windows % U64(SAMPLED) == 0)
         hashes = windows[starts]
-        runs: list[Run] = []
+        runs: list[CommonText] = []
         at = part = 0  # where the current part begins in ``whole``
         for start, place in zip(*self._known(hashes, starts), strict=True):
             while start >= at + len(parts[part]) + 1:
@@ -172,7 +172,9 @@ class PromptMemory:
         known = (latest >= 0) & (self._hashes[latest] == hashes)
         return starts[known].tolist(), self._places[latest[known]].tolist()
 
-    def _extended(self, text: str, start: int, low: int, high: int, place: int) -> Run | None:
+    def _extended(
+        self, text: str, start: int, low: int, high: int, place: int
+    ) -> CommonText | None:
         """The run in ``text[low:high]`` around a window that is also at ``place``."""
         old, at = self._texts[(place >> 32) - self._first], place & 0xFFFFFFFF
         after = common_prefix(text[start:high], old[at : at + high - start])
@@ -187,7 +189,7 @@ class PromptMemory:
         here = _edges(text, start - back, start + after, low, high)
         there = _edges(old, at - back, at + after, 0, len(old))
         opens, closes = here[0] and there[0], here[1] and there[1]
-        return Run(start - back, start + after, begins, ends, opens, closes)
+        return CommonText(start - back, start + after, begins, ends, opens, closes)
 
     def _remember(self, text: str, hashes: np.ndarray, starts: np.ndarray) -> None:
         place = (self._first + len(self._texts) << 32) | starts
@@ -218,7 +220,7 @@ class PromptMemories:
         self._max_chars = max_chars
         self._of: dict[str, PromptMemory] = {}
 
-    def meet(self, scope: str, text: str, within: Sequence[Span]) -> list[Run]:
+    def meet(self, scope: str, text: str, within: Sequence[CharRange]) -> list[CommonText]:
         """See :meth:`PromptMemory.meet`: runs that an earlier prompt of the same scope has, too."""
         memory = self._of.setdefault(scope, PromptMemory(self._max_chars))
         runs = memory.meet(text, within)
@@ -240,7 +242,7 @@ def _edges(text: str, start: int, end: int, low: int, high: int) -> tuple[bool, 
     return opens, closes
 
 
-def paragraphs(text: str, run: Run) -> list[Span]:
+def paragraphs(text: str, run: CommonText) -> list[CharRange]:
     """The paragraphs of a run, without labels and without short remains of paragraphs that the run cuts.
 
     The paragraph that begins both prompts is their instruction, which is reused as an exact prefix; it is
@@ -260,11 +262,11 @@ def paragraphs(text: str, run: Run) -> list[Span]:
     return [span for span in spans if _is_long(text, span) or _is_whole(text, span)]
 
 
-def joined(text: str, spans: Sequence[Span], runs: Sequence[Run]) -> list[Span]:
+def joined(text: str, spans: Sequence[CharRange], runs: Sequence[CommonText]) -> list[CharRange]:
     """Passages of whole paragraphs. A short paragraph is joined to a short passage or ends a long one, if
     only white space is between them and no run begins there: a heading that ends a retrieved text is not
     joined to the text that happens to follow."""
-    passages: list[Span] = []
+    passages: list[CharRange] = []
     is_ended = False
     starts = [run.start for run in runs]
     for low, high in spans:
@@ -280,7 +282,7 @@ def joined(text: str, spans: Sequence[Span], runs: Sequence[Run]) -> list[Span]:
     return [span for span in passages if _is_long(text, span)]
 
 
-def _whole(text: str, run: Run) -> Span:
+def _whole(text: str, run: CommonText) -> CharRange:
     """The lines, sentences and values that the run holds whole; an empty span if it holds none."""
     low, high = run.start, run.end
     if not run.opens:
@@ -291,17 +293,17 @@ def _whole(text: str, run: Run) -> Span:
     return low, max(low, high)
 
 
-def _stripped(text: str, low: int, high: int) -> Span:
+def _stripped(text: str, low: int, high: int) -> CharRange:
     piece = text[low:high]
     low += len(piece) - len(piece.lstrip())
     return low, low + len(piece.strip())
 
 
-def _is_long(text: str, span: Span) -> bool:
+def _is_long(text: str, span: CharRange) -> bool:
     return letters_in(text[slice(*span)]) >= MIN_LETTERS
 
 
-def _is_whole(text: str, span: Span) -> bool:
+def _is_whole(text: str, span: CharRange) -> bool:
     """Whether it is not empty and nothing but a label shares its lines."""
     begin, end = text.rfind("\n", 0, span[0]) + 1, text.find("\n", span[1])
     before, after = text[begin : span[0]].strip(), text[span[1] : end if end >= 0 else None]

@@ -66,16 +66,16 @@ class Collected:
     """What :func:`collect_remote` removed and left."""
 
     serial: int
-    """Of the snapshot that is current."""
+    """Number of the current snapshot."""
     removed: int
     """Objects of KV."""
     removed_bytes: int
-    """Of KV, parts, manifests and claims."""
+    """Bytes of KV, parts, manifests and claims."""
     left: int
     left_bytes: int
-    """Of KV in the namespaces that snapshots name."""
+    """Bytes of KV in the namespaces that snapshots name."""
     young: int
-    """Of the left ones, those that the current snapshot does not name: they, or a snapshot or claim that
+    """Objects left that the current snapshot does not name: they, or a snapshot or claim that
     names them, were written within the grace period."""
     other_namespaces: tuple[str, ...]
     """Those of no snapshot: other models, other ways to load them, prompt schemas. They are left alone."""

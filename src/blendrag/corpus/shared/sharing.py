@@ -460,7 +460,7 @@ class _State:
 
     def __init__(self, digests: dict[str, str], parts: int) -> None:
         self.digests = digests
-        """Of documents, by source."""
+        """Digest of each document, by source."""
         self.buckets: list[list[str]] = [[] for _ in range(parts)]
         for source in sorted(digests):
             digest = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()

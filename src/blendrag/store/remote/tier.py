@@ -150,7 +150,7 @@ class RemoteReader(LayerReader):
         self.tier = "remote"
         self.namespace, self.frame = namespace, frame(layout, tokens)
         self.checksums: list[int] = []
-        """Of the layers; empty until the header is here and right."""
+        """One for each layer; empty until the header is here and right."""
         self.on_close: Callable[[RemoteReader], None] | None = None
         self.first_piece = Piece(memoryview(b""))
         self.requested_at = time.monotonic()
@@ -625,5 +625,5 @@ def key_of(namespace: str, name: str) -> str:
 
 
 def name_of(namespace: str, key: str) -> str:
-    """Of the object that holds a chunk."""
+    """Name of the object that holds a chunk."""
     return f"kv/{namespace}/{key[:2]}/{key}.kv"
