@@ -125,6 +125,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "FalconForCausalLM", "FalconConfig",
         {"ffn_hidden_size": 64, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {"initializer_range": 0.05}),
+    "mpt": ("MptForCausalLM", "MptConfig", {}),
     "deepseek_v2": (
         "DeepseekV2ForCausalLM", "DeepseekV2Config", {**LATENTS, **ROUTED, "topk_method": "greedy"},
     ),
@@ -201,7 +203,6 @@ READ_IMAGES = ("gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl")
 #: Families whose KV cannot be reused.
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
-    "bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 4}),
     "bart": (
         "BartForCausalLM", "BartConfig",
         {
@@ -209,7 +210,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
             "decoder_ffn_dim": 48, "is_decoder": True, "is_encoder_decoder": False,
         },
     ),
-    "mpt": ("MptForCausalLM", "MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
     "lfm2": (
         "Lfm2ForCausalLM", "Lfm2Config",
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},

@@ -33,6 +33,8 @@ def expected_kinds(config: Any) -> list[str]:
     if config.model_type in ("cohere2", "exaone4", "afmoe"):
         names = {"sliding_attention": "rotary", "full_attention": "position-free"}
         return [names[kind] for kind in config.layer_types]
+    if config.model_type in ("bloom", "mpt"):
+        return ["position-free"] * config.num_hidden_layers
     if getattr(config, "kv_lora_rank", None):
         return ["latent"] * config.num_hidden_layers
     return ["rotary"] * (config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0))
@@ -128,6 +130,19 @@ def test_windows_that_only_masks_know_go_to_the_models_own_attention():
     result = verify(tiny.adapter(model))
     assert result.blendable, result.reason
     assert not result.fast_attention
+
+
+def test_arguments_of_which_only_some_layers_have_one_per_token_are_sliced():
+    """BEAM scales the queries of its full-attention layers by their positions."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    config = transformers.BeamConfig(
+        **{**tiny.COMMON, **tiny.EXPERTS, **tiny.SLIDES, "head_dim": 16, "layer_types": kinds},
+        n_group=1, topk_group=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    result = verify(tiny.adapter(transformers.BeamForCausalLM(config).eval()))
+    assert result.blendable, result.reason
+    assert result.fast_attention
 
 
 # -- the gate sees what is wrong ----------------------------------------------------------------

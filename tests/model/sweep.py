@@ -20,6 +20,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -27,13 +28,15 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import tiny
 from blendrag.config import settings
 from blendrag.engine import BlendEngine, Options
-from blendrag.errors import BlendragError
+from blendrag.errors import BlendragError, UnsupportedModelError
+from blendrag.model.structure import DecoderStack
 
 State = Literal["blended", "full only", "not tried", "WRONG"]
 
@@ -43,59 +46,97 @@ LIMIT_S = 90
 MAX_PARAMETERS = 60_000_000
 #: Values of fields by their names, in any config that has them.
 SMALL = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 640),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "n_words"), 640),
     **dict.fromkeys(
         (
             "hidden_size", "intermediate_size", "n_embd", "d_model", "n_inner", "ffn_dim", "embed_dim",
-            "word_embed_proj_dim", "ffn_hidden_size", "lru_width", "conv_dim", "index_topk",
+            "emb_dim", "word_embed_proj_dim", "ffn_hidden_size", "lru_width", "conv_dim", "index_topk",
+            "image_size", "decoder_ffn_dim", "encoder_ffn_dim", "expert_ffn_hidden_size",
+            "intermediate_size_mlp", "hidden_size_global",
         ),
         64,
     ),
     **dict.fromkeys(
         (
             "num_hidden_layers", "num_attention_heads", "n_layer", "n_head", "n_layers", "n_heads",
-            "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "mamba_num_heads",
-            "linear_num_value_heads", "laurel_rank",
+            "num_layers", "num_heads", "num_experts", "num_local_experts", "n_routed_experts",
+            "moe_num_experts", "mamba_num_heads", "n_mamba_heads", "linear_num_value_heads",
+            "linear_num_heads", "laurel_rank", "depth",
+            "decoder_layers", "encoder_layers", "decoder_attention_heads", "encoder_attention_heads",
+            "num_decoder_layers", "num_encoder_layers", "num_decoder_attention_heads",
+            "num_encoder_attention_heads", "mamba_dt_rank", "time_step_rank",
         ),
         4,
     ),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 4096),
     **dict.fromkeys(
-        ("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads", "index_n_heads"), 2
+        ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions", "max_seq_len"), 4096
     ),
+    **dict.fromkeys(
+        (
+            "num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads", "index_n_heads",
+            # half of the layers are of one kind, half of the other
+            "max_window_layers", "first_k_dense_replace", "num_dense_layers", "sliding_window_pattern",
+            "global_attn_every_n_layers", "decoder_sparse_step", "no_rope_layer_interval",
+            "moe_layer_start_index", "interleave_moe_layer_step", "moe_topk", "moe_k", "layer_group_size",
+            "num_experts_per_token",
+        ),
+        2,
+    ),
+    "moe_layer_end_index": 3,
+    "use_sliding_window": True,
     **dict.fromkeys(
         (
             "head_dim", "kv_lora_rank", "q_lora_rank", "v_head_dim", "qk_head_dim", "mamba_head_dim",
             "mamba_d_head", "ssm_state_size", "mamba_d_state", "linear_key_head_dim",
-            "linear_value_head_dim", "index_head_dim",
+            "linear_value_head_dim", "linear_head_dim", "index_head_dim", "patch_size", "state_size",
+            "chunk_size", "attention_head_size",
         ),
         16,
     ),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(
-        ("n_group", "topk_group", "first_k_dense_replace", "mamba_n_groups", "n_groups",
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "adapter_size"), 32
+    ),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "num_expert_group", "mamba_n_groups", "n_groups", "mamba_ngroups",
          "n_shared_experts", "num_shared_experts", "pad_token_id", "eos_token_id"),
         1,
     ),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "hidden_size_per_layer_input"), 8),
-    **dict.fromkeys(("sliding_window", "attention_window_size"), tiny.WINDOW),
-    **dict.fromkeys(("bos_token_id", "num_kv_shared_layers"), 0),
-    "mamba_n_heads": 8, "rotary_dim": 8, "mamba_d_ssm": 128,
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), tiny.WINDOW),
+    "bos_token_id": 0, "num_kv_shared_layers": 2, "mamba_n_heads": 8, "rotary_dim": 8, "mamba_d_ssm": 128,
 }  # fmt: skip
-_SHARING = {
-    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "num_kv_shared_layers": 2,
-}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 #: Further values, so that the layers that make a type special are there.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "gemma3n_text": {**_SHARING, "intermediate_size": 64, "activation_sparsity_pattern": [0.0] * 6},
-    "gemma4_text": _SHARING,
-    "gemma4_unified_text": _SHARING,
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": {"encoder_hash_byte_group_vocab": 640, "encoder_hash_byte_group_size": [3, 4]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_top_k": 2},
+    },
+    "dots3_note_text": {"per_layer_config": {}},
+    "falcon": {"alibi": False},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-}  # fmt: skip
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
+    "mamba2": {"head_dim": 32},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 2,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "xlstm": {"qk_dim_factor": 1.0},
+}
 #: Fields that do not suit some classes: left out one group after another until a forward works.
 DROPPED = (
     (), ("head_dim",), ("sliding_window",), ("head_dim", "sliding_window"), ("num_key_value_heads",),
@@ -117,12 +158,12 @@ class _TooLong(BaseException):
     pass
 
 
-def outcome_of(kind: str) -> Outcome:
+def outcome_of(kind: str, dtype: str = "float32") -> Outcome:
     """Build the smallest model of that type and ask an engine what it can do with it."""
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(LIMIT_S)
     try:
-        return _judged(kind, *_built(kind))
+        return _judged(kind, *_built(kind, dtype), dtype)
     except _TooLong:
         return Outcome(kind, "not tried", f"took more than {LIMIT_S} s")
     except _Unsuited as exc:
@@ -139,33 +180,54 @@ class _Unsuited(Exception):
     """The small config does not suit the class, or transformers cannot run it."""
 
 
-def _built(kind: str) -> tuple[Any, str]:
+def _built(kind: str, dtype: str) -> tuple[Any, str]:
     """A model, and what it says with ``generate``."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-    config = CONFIG_MAPPING[kind]
     cls = getattr(transformers, names if isinstance(names, str) else names[0])
-    try:
-        fields = set(config().to_dict())
-    except Exception:  # some configs cannot be made without arguments
-        fields = set(inspect.signature(config.__init__).parameters)
-    said = "no config"
+    config = cls.config_class
+    said = ""
     for dropped in DROPPED:
         try:
-            small = {k: v for k, v in SMALL.items() if k in fields and k not in dropped}
-            if "kv_lora_rank" in fields:  # MLA has as many keys as queries
-                small["num_key_value_heads"] = SMALL["num_attention_heads"]
-            small |= SPECIAL.get(kind, {})
-            made = config(**small)
+            made = config(**_small(config, dropped) | SPECIAL.get(kind, {}))
             with torch.device("meta"):
                 count = sum(weight.numel() for weight in cls(made).parameters())
             if count > MAX_PARAMETERS:
                 raise ValueError(f"{count / 1e6:.0f} million parameters")
             torch.manual_seed(0)
-            model = cls(made).float().eval()
+            model = cls(made).to(getattr(torch, dtype)).eval()
             return model, _stock_answer(model)
         except Exception as exc:  # whatever configs and classes raise
-            said = f"{type(exc).__name__}: {exc}"
+            said = said or f"{type(exc).__name__}: {exc}"
     raise _Unsuited(said)
+
+
+def _small(config: Any, dropped: Sequence[str] = ()) -> dict[str, Any]:
+    """Fields of a config class, with two layers or more of each kind that its default has."""
+    try:
+        default = config().to_dict()
+    except Exception:  # some configs cannot be made without arguments
+        default = dict.fromkeys(inspect.signature(config.__init__).parameters)
+    small = {k: v for k, v in SMALL.items() if k in default and k not in dropped}
+    if "kv_lora_rank" in default:  # MLA has as many keys as queries
+        small["num_key_value_heads"] = SMALL["num_attention_heads"]
+    mixed = {
+        name: list(dict.fromkeys(value))
+        for name, value in default.items()
+        if isinstance(value, list) and len(value) == default.get("num_hidden_layers")
+        and (1 < len(set(value)) < 4) and all(isinstance(one, str) or one in (0, 1) for one in value)
+    }  # fmt: skip
+    layers = max(
+        4, *(2 * len(kinds) for kinds in mixed.values()), 6 * ("num_kv_shared_layers" in small)
+    )
+    if layers > 4:
+        small["num_hidden_layers"] = layers
+    for number, (name, kinds) in enumerate(sorted(mixed.items())):  # every combination of two
+        small[name] = [kinds[i // (number + 1) % len(kinds)] for i in range(layers)]
+    for name, part in (config.sub_configs or {}).items():
+        if isinstance(default.get(name), dict):
+            part = CONFIG_MAPPING[default[name]["model_type"]] if part is AutoConfig else part
+            small[name] = {**_small(part), "model_type": part.model_type}
+    return small
 
 
 def _stock_answer(model: Any) -> str:
@@ -185,29 +247,70 @@ def _shown(text: str) -> str:
     return text.rstrip("\ufffd").strip()
 
 
-def _judged(kind: str, model: Any, expected: str) -> Outcome:
-    given: dict[str, Any] = {"tokenizer": tiny.tokenizer(), "embedder": "minilm-offline"}
+def _judged(kind: str, model: Any, expected: str, dtype: str) -> Outcome:
     try:
         with (
             tempfile.TemporaryDirectory() as store,
-            BlendEngine(model, store, dtype="float32", **given) as engine,
+            tiny.engine(model, store, dtype=dtype, max_new_tokens=NEW_TOKENS) as engine,
         ):
-            full = engine.generate(PROMPT, Options(mode="full", max_new_tokens=NEW_TOKENS))
-            if _shown(full.text) != expected:
-                return Outcome(
-                    kind, "WRONG", f"{full.text!r} in mode full, {expected!r} by generate"
-                )
-            try:
-                found = engine.verify()
-            except BlendragError as exc:
-                return Outcome(kind, "full only", str(exc))
+            full = _shown(engine.generate(PROMPT, Options(mode="full")).text)
+            if full != expected:
+                return Outcome(kind, "WRONG", f"{full!r} in mode full, {expected!r} by generate")
+            found = engine.verify()
+            if not found.blendable and not tiny.one_sentence(found.reason):
+                return Outcome(kind, "WRONG", f"not one sentence: {found.reason!r}")
+            wrong = _wrong_answers(engine, found.blendable)
+            if wrong:
+                return Outcome(kind, "WRONG", wrong)
             if not found.blendable:
                 return Outcome(kind, "full only", found.reason)
-            layers = Counter(found.layers)
-            return Outcome(kind, "blended", ", ".join(f"{n} {name}" for name, n in layers.items()))
+            return Outcome(kind, "blended", _parts(engine.adapter.stack, found.layers))
     except Exception as exc:
         last = traceback.extract_tb(exc.__traceback__)[-1]
         return Outcome(kind, "WRONG", f"{type(exc).__name__}: {exc} ({last.name}:{last.lineno})")
+
+
+def _wrong_answers(engine: BlendEngine, is_blendable: bool) -> str:
+    """What a question about a document gets in each mode, if that is wrong: an error, a refusal that is no
+    sentence or of a model that is blended, or in an exact mode another answer than in mode full."""
+    answers = {}
+    for mode in ("full", "prefix", "blend"):
+        try:
+            if mode == "full":
+                with suppress(UnsupportedModelError):  # the texts are stored, for mode full
+                    engine.ingest([tiny.document(0, paragraphs=3)])
+            answers[mode] = engine.generate("What did the company do?", Options(mode=mode)).text
+        except BlendragError as exc:
+            if is_blendable or mode == "full" or not tiny.one_sentence(str(exc)):
+                return f"mode {mode}: {exc}"
+    if answers.get("prefix", answers["full"]) != answers["full"]:
+        return f"{answers['prefix']!r} in mode prefix, {answers['full']!r} in mode full"
+    return ""
+
+
+def _parts(stack: DecoderStack, keys: Sequence[str]) -> str:
+    """The parts that the layers of a blended model are made of, as cells of the page's table."""
+    experts = [
+        any(
+            "Expert" in type(part).__name__ or name == "experts"
+            for name, part in layer.named_modules()
+        )
+        for layer in stack.layers
+    ]
+    window = getattr(stack.config, "sliding_window", None)
+    types = getattr(stack.config, "layer_types", None) or ["sliding_attention" if window else ""]
+    attention = [_mix("full", "sliding", [kind == "sliding_attention" for kind in types])]
+    shares = ["some layers share KV"] * (len(keys) < len(stack.layers))
+    cells = (
+        " and ".join(sorted(set(keys), reverse=True)),
+        ", ".join(attention + shares),
+        _mix("dense", "experts", experts),
+    )
+    return " | ".join(cells)
+
+
+def _mix(no: str, yes: str, values: Sequence[bool]) -> str:
+    return " and ".join([no] * (not all(values)) + [yes] * any(values))
 
 
 def page(found: Sequence[Outcome]) -> str:

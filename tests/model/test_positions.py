@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import tiny
 from blendrag.model import ModelAdapter
@@ -183,6 +184,30 @@ def test_keys_with_large_biases_and_no_rotary_are_position_free():
 def test_other_changes_with_position_behind_large_biases_are_refused(dtype, make, how, what):
     refusal = tiny.adapter(make(how).to(dtype)).refusal or ""
     assert refusal.startswith(f"the {what} of layer 0 change with position")
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_model_without_positions_may_not_depend_on_the_order_of_tokens_in_any_layer(layer):
+    model = tiny.family("bloom")
+
+    def ordered(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        states = args[0].clone()
+        states[..., 0] += torch.arange(states.shape[1]).cos()
+        return (states, *args[1:]), kwargs
+
+    model.transformer.h[layer].register_forward_pre_hook(ordered, with_kwargs=True)
+    assert "places tokens by their order" in (tiny.adapter(model).refusal or "")
+
+
+def test_attention_that_depends_on_the_position_is_refused():
+    """BEAM's queries are scaled by their positions; only KV of its last layer may come after that."""
+    config = transformers.BeamConfig(
+        **{**tiny.COMMON, **tiny.EXPERTS, **tiny.SLIDES, "head_dim": 16, "initializer_range": 0.2},
+        layer_types=["full_attention", "sliding_attention"] * 2, n_group=1, topk_group=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    refusal = tiny.adapter(transformers.BeamForCausalLM(config).eval()).refusal or ""
+    assert refusal.startswith("the attention below layer 1 depends on where")
 
 
 def test_a_misfit_equals_a_loop_over_channels():

@@ -202,7 +202,8 @@ def implementation(stack: DecoderStack, name: str) -> Iterator[None]:
     """Run the stack's attention with implementation ``name``, in this thread and context only."""
     _patch_configs()
     ALL_ATTENTION_FUNCTIONS.register(NAME, blend_attention)
-    configs = [stack.base.config, stack.config, *(a.config for a in stack.attentions)]
+    inner = (attention.config for attention in stack.attentions if hasattr(attention, "config"))
+    configs = [stack.base.config, stack.config, *inner]
     token = _override.set((name, frozenset(id(config) for config in configs)))
     try:
         yield

@@ -30,7 +30,14 @@ from blendrag.model.structure import DecoderStack
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
 BY_TOKEN = ("position_ids", "cache_position")
 #: Arguments that are passed on as they are.
-UNTOUCHED = ("hidden_states", "past_key_values", "past_key_value", "layer_past")
+UNTOUCHED = (
+    "hidden_states",
+    "past_key_values",
+    "past_key_value",
+    "layer_past",
+    "alibi",
+    "position_bias",
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -68,7 +75,9 @@ def hooked(
             if "logits_to_keep" in kwargs:
                 kwargs = {**kwargs, "logits_to_keep": 0}
             if pack.needs_scout:
-                with pack.scout_pass(stack):
+                # MPT's forward fails without the mask that only its own attention gets (transformers 5.23)
+                unseen = () if observes else (AttributeError,)
+                with pack.scout_pass(stack), suppress(*unseen):
                     module.forward(*args, **kwargs)
             return args, kwargs
 
@@ -112,17 +121,25 @@ class _Seen(Exception):
 @torch.inference_mode()
 def token_arguments(stack: DecoderStack) -> dict[str, int]:
     """Other arguments of decoder layers with an entry per token, and in which dimension, -1 or -2: Gemma's
-    inputs per layer, scales by position. Found from two forwards that end before the first layer."""
-    names = _parameters(stack.layers[0])
-    seen: list[dict[str, torch.Size]] = []
+    inputs per layer, scales by position. Found from two forwards that end when a layer of each type began."""
+    types = list(stack.layer_types)
+    firsts = [types.index(kind) for kind in dict.fromkeys(types)]
+    shapes: dict[str, list[torch.Size]] = {}
 
-    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        given = {**_named(args, names), **kwargs}
-        seen.append({k: v.shape for k, v in given.items() if isinstance(v, torch.Tensor)})
-        raise _Seen
+    def note(index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given = {**_named(args, _parameters(module)), **kwargs}
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor) and name not in UNTOUCHED:
+                shapes.setdefault(f"{index} {name}", []).append(value.shape)
+        if index == firsts[-1]:
+            raise _Seen
 
     device = next(stack.base.parameters()).device
-    handle = stack.layers[0].register_forward_pre_hook(only_here(note), with_kwargs=True)
+    hooks = {index: only_here(partial(note, index)) for index in firsts}
+    handles = [
+        stack.layers[index].register_forward_pre_hook(hook, with_kwargs=True)
+        for index, hook in hooks.items()
+    ]
     counts = 5, 7
     try:
         for count in counts:
@@ -130,13 +147,14 @@ def token_arguments(stack: DecoderStack) -> dict[str, int]:
             with suppress(_Seen):
                 stack.base(input_ids=ids, use_cache=False)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     found = {}
-    for name, shape in seen[0].items() if len(seen) == 2 else ():
-        both = zip(shape, seen[1].get(name, ()), strict=False)
-        dims = [dim - len(shape) for dim, sizes in enumerate(both) if sizes == counts]
-        if name not in UNTOUCHED and dims in ([-1], [-2]):
-            found[name] = dims[0]
+    for where, both in shapes.items():
+        sizes = zip(*both, strict=False)
+        dims = [dim - len(both[0]) for dim, pair in enumerate(sizes) if pair == counts]
+        if dims in ([-1], [-2]):
+            found[where.partition(" ")[2]] = dims[0]
     return found
 
 

@@ -201,16 +201,25 @@ def classify(
     Raises :class:`UnsupportedModelError` naming the first layer of no kind, and for models that do not place
     tokens by the positions that they are given.
     """
-    for kept, one, other in zip(still[0], base[0], others[0], strict=True):
-        if not _misfit(kept, kept[:, :1].expand_as(kept), content(one, other), 0.0, dtype).fits:
-            raise UnsupportedModelError(
-                "the model places tokens by their order, whatever positions it is given, so its KV cannot be "
-                "moved; use mode full"
-            )
+    takes_none = all(
+        torch.equal(one, other)
+        for moved in shifted.values()
+        for both in zip(base, moved, strict=True)
+        for one, other in zip(*both, strict=True)
+    )
+    # Where positions are ignored (BLOOM), nothing may depend on the order: one token repeated is the same
+    for layer in range(len(base) if takes_none else 1):
+        for kept, one, other in zip(still[layer], base[layer], others[layer], strict=True):
+            same = _misfit(kept, kept[:, :1].expand_as(kept), content(one, other), 0.0, dtype)
+            if not same.fits:
+                raise UnsupportedModelError(
+                    "the model places tokens by their order, whatever positions it is given, so its KV "
+                    "cannot be moved; use mode full"
+                )
+    refused: UnsupportedModelError | None = None
     rotary: Any = stack.rotary  # may be missing: then no layer is rotary
     by_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
     names = [kind if by_type else "" for kind in stack.layer_types][: len(base)]
-    refused: UnsupportedModelError | None = None
     for apply in rotary_functions(stack) or [_no_rotary]:
         kinds: list[LayerKind] = []
         try:
@@ -270,15 +279,16 @@ def _kind_of(
         if _explains(fits(0, turns=True), fits(0, turns=False)):
             return "rotary"
         raise UnsupportedModelError(
-            f"the keys of layer {layer} change with position in a way that is not the model's own rotary "
-            "embedding, so they cannot be moved; use mode full"
+            f"the keys of layer {layer} change with position in another way than by the model's rotary "
+            "functions, so they cannot be moved; use mode full"
         )
     if keys_stay and _explains(fits(1, turns=True), fits(1, turns=False)):
         return "latent"
-    raise UnsupportedModelError(
-        f"the values of layer {layer} change with position, so its stored KV cannot be reused elsewhere; "
-        "use mode full"
-    )
+    if layer:
+        why = f"the attention below layer {layer} depends on where in the prompt a token is"
+    else:
+        why = "the values of layer 0 change with position, as where positions are added to the embeddings"
+    raise UnsupportedModelError(f"{why}, so the KV of a chunk fits only one place; use mode full")
 
 
 def _explains(kind: Sequence[Misfit], other: Sequence[Misfit]) -> bool:

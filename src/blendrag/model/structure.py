@@ -54,23 +54,26 @@ def find_decoder(model: Any) -> Decoder:
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
-    decoder = getattr(model, "get_decoder", lambda: None)()
-    base = unwrapped(decoder or getattr(model, model.base_model_prefix, model))
     count = config.num_hidden_layers
+    # get_decoder() of ModernBERT's decoder is its LM head (transformers 5.23)
+    bases = (
+        getattr(model, "get_decoder", lambda: None)(),
+        getattr(model, model.base_model_prefix, model),
+    )
     lists = (
-        (owner, child)
+        (base, owner, child)
+        for base in map(unwrapped, filter(None, bases))
         for owner in base.modules()
         for child in owner.children()
         if isinstance(child, nn.ModuleList) and len(child) == count
     )
-    owner, layers = next(lists, (base, ()))
+    base, owner, layers = next(lists, (model, model, ()))
     if not layers:
         raise UnsupportedModelError(
-            f"{name} has no list of {count} decoder layers to hook; use mode full"
+            f"{name} does not run {count} layers one after the other, as blending needs; use mode full"
         )
-    if (
-        getattr(base, "lm_head", None) is not None
-    ):  # Llama 4 says it is its own decoder (transformers 5.23)
+    # Llama 4 says it is its own decoder (transformers 5.23)
+    if getattr(base, "lm_head", None) is not None:
         base = owner
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     if others := set(types) - {*LAYER_TYPES}:
@@ -84,20 +87,22 @@ def find_decoder(model: Any) -> Decoder:
 def find_stack(model: Any) -> DecoderStack:
     """Locate what blending touches, or raise :class:`UnsupportedModelError` saying what is missing.
 
-    A layer's attention is the child that carries ``layer_idx``.
+    A layer's attention is the module in it that carries ``layer_idx``, and in most models a config.
     """
     name, found = type(model).__name__, find_decoder(model)
     attentions = []
     for i, layer in enumerate(found.layers):
-        children = (c for c in layer.children() if getattr(c, "layer_idx", None) == i)
-        attention = next((child for child in children if hasattr(child, "config")), None)
+        inner = (
+            m for m in layer.modules() if m is not layer and getattr(m, "layer_idx", None) == i
+        )
+        attention = min(inner, key=lambda m: not hasattr(m, "config"), default=None)
         if attention is None:
             raise UnsupportedModelError(
-                f"layer {i} of {name} ({type(layer).__name__}) is not an attention layer, so there is no "
-                "KV to reuse; use mode full"
+                f"layer {i} of {name} ({type(layer).__name__}) keeps no KV that blending can find; "
+                "use mode full"
             )
         attentions.append(attention)
-    rotary = getattr(found.base, "rotary_emb", None)
+    rotary = getattr(found.base, "rotary_emb", None) or getattr(attentions[0], "rotary_emb", None)
     inside = {id(module) for layer in found.layers for module in layer.modules()}
     around = [module for module in model.modules() if id(module) not in inside]
     return DecoderStack(
