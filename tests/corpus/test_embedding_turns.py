@@ -142,7 +142,7 @@ def test_a_batch_runs_at_once_while_the_model_rests(turns) -> None:
 
 
 def test_the_model_does_not_wait_for_a_batch_that_hangs(turns, pool, monkeypatch) -> None:
-    monkeypatch.setattr(embedding_turns, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(embedding_turns, "MAX_MUTUAL_WAIT_S", 0.01)
     may_end, began = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -165,7 +165,7 @@ def test_a_batch_does_not_wait_for_a_model_that_lets_nobody_in(turns, pool, cloc
     turns.before_step()
     callers.queue("question", is_short=True)
     assert callers.ran == []
-    clock.now += embedding_turns.PATIENCE_S + 1
+    clock.now += embedding_turns.MAX_MUTUAL_WAIT_S + 1
     until(lambda: callers.ran == ["question"])
     turns.rest()
 

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from blendrag.planning.choice import HIDDEN_SLACK, STEP, WORTH
+from blendrag.planning.choice import HIDDEN_SLACK, MIN_SPEEDUP_SHARE, STEP
 from blendrag.planning.estimate import Forecast, PromptParts, StoredPart
 from blendrag.planning.profile import Curve, Profile, Tier
 from planning.invented import CHUNK, LAYER_BYTES, LAYERS, chosen, evenly, line, profile, prompt
@@ -115,7 +115,7 @@ def test_no_set_of_parts_is_much_faster_than_the_one_chosen(alike):
         asked = PromptParts(position + draw.choice((1, 30)), tuple(parts))
         fastest = best_s(made, asked)
         found = at(made, asked, 0.15, chosen(made, asked).loaded)
-        assert found.ttft_s <= fastest / (1 - WORTH) * (1.0 if alike else 1.05) + 1e-9
+        assert found.ttft_s <= fastest / (1 - MIN_SPEEDUP_SHARE) * (1.0 if alike else 1.05) + 1e-9
 
 
 def test_a_prompt_without_stored_parts_is_prefilled():

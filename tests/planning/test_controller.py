@@ -127,7 +127,7 @@ def test_behind_a_throttled_store_the_larger_ratio_that_hides_is_taken(engine, m
     unthrottled: Any = SimpleNamespace(open=store.disk.open)
     slow = ThrottledStore(unthrottled, Throttle(bytes_per_s), "disk")
     monkeypatch.setattr(store, "open_all", slow.open_all)
-    monkeypatch.setattr("blendrag.planning.choice.WORTH", 1.0)  # load everything
+    monkeypatch.setattr("blendrag.planning.choice.MIN_SPEEDUP_SHARE", 1.0)  # load everything
     metrics = ask(engine, replace(AUTO, min_ratio=0.05)).metrics
     assert metrics.ratio > 0.055
     assert "hides behind the load" in metrics.decision

@@ -45,7 +45,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 @pytest.fixture
 def held(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tiny.HeldEmbedder]:
     """Computes no batch until the test allows it."""
-    monkeypatch.setattr(embedding_turns, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(embedding_turns, "MAX_MUTUAL_WAIT_S", 0.01)
     made = tiny.HeldEmbedder(engine.resources.embedding_turns)
     engine.resources.__dict__["embedder"] = made
     yield made

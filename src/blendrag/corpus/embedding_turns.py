@@ -4,7 +4,7 @@ Two OpenMP teams on busy cores are ten times slower than one after the other, so
 one batch is embedded. The thread that computes the model lets batches in between two layers or tokens
 (:meth:`EmbeddingTurns.before_step`). Short calls, such as questions, go first; long ones take turns, batch by
 batch, and get a sixth of the time while the model computes. Nobody waits without limit: a batch or a forward
-that takes longer than :data:`PATIENCE_S` runs next to the other.
+that takes longer than :data:`MAX_MUTUAL_WAIT_S` runs next to the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 #: Seconds that the model waits for a batch, and a batch for the model's next layer.
-PATIENCE_S = 2.0
+MAX_MUTUAL_WAIT_S = 2.0
 #: How long the model computes before the next batch is let in, as a multiple of the time of the last one.
 MODEL_PER_SHORT, MODEL_PER_LONG = 1, 5
 #: Batches of short calls after which a waiting long call gets its turn.
@@ -119,7 +119,7 @@ class EmbeddingTurns:
             return ticket is self._admitted
         if self._model_thread in (None, threading.get_ident()):
             return ticket is self._next()
-        is_silent = self._clock() - self.stepped_at > PATIENCE_S
+        is_silent = self._clock() - self.stepped_at > MAX_MUTUAL_WAIT_S
         return is_silent and ticket is self._next()
 
     def _next(self, kinds: tuple[bool, ...] = (True, False)) -> _Ticket | None:
@@ -166,4 +166,4 @@ class EmbeddingTurns:
             return self._running is not ticket and ticket not in self._waiting
 
         if not ticket.is_overdue:
-            ticket.is_overdue = not self._changed.wait_for(is_over, PATIENCE_S)
+            ticket.is_overdue = not self._changed.wait_for(is_over, MAX_MUTUAL_WAIT_S)

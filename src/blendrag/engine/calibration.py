@@ -35,7 +35,7 @@ from blendrag.planning.calibrate import (
     sample_corpus,
     sample_questions,
 )
-from blendrag.planning.calibration import SURE, Calibration, calibrations
+from blendrag.planning.calibration import MIN_STANDARD_ERRORS, Calibration, calibrations
 from blendrag.planning.controller import Controller
 from blendrag.serving.scheduler import Scheduler
 from blendrag.store.durable import named_errors
@@ -45,7 +45,7 @@ T = TypeVar("T")
 #: ``watch(race, done)`` after each prompt; ``done`` is the part of the calibration that is over.
 Watch = Callable[[Race, float], None]
 #: A calibration takes this many times as long as encoding its prompts.
-COST = 2.0
+MAX_TIMES_ENCODING = 2.0
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class CalibrationReport:
         compared = (
             f"on {found.prompts} prompts that did not choose it, KL from full prefill is "
             f"{found.candidate_kl:.3g} nats per token, with {DEFAULT_POLICY} {found.default_kl:.3g} "
-            f"(difference {found.gain:.2g} ± {SURE * found.gain_error:.2g}), with nothing recomputed "
-            f"{found.reuse_kl:.3g}"
+            f"(difference {found.gain:.2g} ± {MIN_STANDARD_ERRORS * found.gain_error:.2g}), with nothing "
+            f"recomputed {found.reuse_kl:.3g}"
         )
         if found.gains:
             return f"{found.candidate} is used from now on: {compared}"
@@ -183,7 +183,7 @@ def offer(resources: Resources, report: IngestReport) -> str:
     if not is_new or report.chunks <= settings.top_k or len(resources.layout.layers) < DEEP_LAYERS:
         return ""
     defaults = CalibrationOptions(settings.fixed_ratio)
-    seconds = COST * defaults.samples * prompt_tokens / report.tokens_per_s
+    seconds = MAX_TIMES_ENCODING * defaults.samples * prompt_tokens / report.tokens_per_s
     minutes = max(1, round(min(defaults.minutes, seconds / 60)))
     return (
         "blendrag calibrate would compare ways to choose the recomputed tokens on this model and corpus, and "

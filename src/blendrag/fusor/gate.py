@@ -41,7 +41,7 @@ GATE_VERSION = 4
 #: Largest difference of logits, relative to the largest logit, that counts as equal.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
 #: Disturbed values must move the logits by more than this, relative to the largest logit.
-NOTICED = 1e-2
+MIN_DISTURBED_LOGIT_SHIFT = 1e-2
 OFFSET = 37
 #: Where the prompt is moved to, to see how noisy the model's own logits are.
 NOISE_OFFSETS = (10, 20, 30)
@@ -172,7 +172,7 @@ def _why_refused(
     allowed = f"(allowed {tolerance:.3g}); use mode full"
     if not subset <= tolerance:
         return f"recomputing a fifth of the rows over loaded KV changes logits by {subset:.3g} {allowed}"
-    if not perturbed > max(NOTICED * scale, 2 * subset):
+    if not perturbed > max(MIN_DISTURBED_LOGIT_SHIFT * scale, 2 * subset):
         return (
             f"disturbing the loaded values moves logits by only {perturbed:.3g}, so the check cannot see "
             "a wrong KV; use mode full"

@@ -15,7 +15,7 @@ from blendrag.fusor.selection import make_policy
 from blendrag.store.records import Records
 
 #: A gain counts if it is more than this many standard errors.
-SURE = 2
+MIN_STANDARD_ERRORS = 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Calibration:
 
     @property
     def gains(self) -> bool:
-        return self.gain > SURE * self.gain_error
+        return self.gain > MIN_STANDARD_ERRORS * self.gain_error
 
     @classmethod
     def of(
@@ -59,7 +59,7 @@ class Calibration:
         gains = [other - own for other, own in zip(default_kl, candidate_kl, strict=True)]
         gain, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
         return cls(
-            candidate if gain > SURE * error else default,
+            candidate if gain > MIN_STANDARD_ERRORS * error else default,
             candidate,
             ratio,
             len(gains),

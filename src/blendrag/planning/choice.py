@@ -17,7 +17,7 @@ from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate
 #: no more precise, and the last layer's recompute never hides) and this share of the added compute hides.
 HIDDEN_SLACK, HIDDEN_SHARE = 0.03, 0.5
 #: Computing what could be loaded must make the prompt faster by this share: estimates are no more precise.
-WORTH = 0.1
+MIN_SPEEDUP_SHARE = 0.1
 #: Step between the ratios that are tried.
 STEP = 0.01
 #: Error of a sum of times, as a share of it.
@@ -83,7 +83,7 @@ def _what_to_load(
     load_all = at(estimator.loading(), ratio)
     times = {every: load_all.ttft_s, none: seconds(none)}
     # Loads that take no time would make the prompt faster by this share, else no part is worth computing.
-    waits = load_all.ttft_s - load_all.compute_s > WORTH * load_all.ttft_s
+    waits = load_all.ttft_s - load_all.compute_s > MIN_SPEEDUP_SHARE * load_all.ttft_s
     if waits:
         slowest = sorted(every, key=lambda i: -estimator.load_s(i) / parts[i].tokens)
         sets = [frozenset(slowest[n:]) for n in range(1, len(slowest))]
@@ -93,7 +93,7 @@ def _what_to_load(
             changed = [fastest ^ {i} for i in every]
             times |= {chosen: seconds(chosen) for chosen in changed}
     best = min(times, key=times.__getitem__)
-    is_worth = times[best] <= (1 - WORTH) * load_all.ttft_s
+    is_worth = times[best] <= (1 - MIN_SPEEDUP_SHARE) * load_all.ttft_s
     return tuple(sorted(best if is_worth else every)), load_all.ttft_s, waits
 
 

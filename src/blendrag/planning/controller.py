@@ -32,12 +32,12 @@ LEADING_MAX_TOKENS = 4096
 
 #: Share of a full prefill that a prompt waits for the first bytes from the remote, and the shortest wait.
 #: Where loading is faster than computing, the first layers take less.
-WAITED_SHARE = 0.05
-LEAST_WAIT_S = 0.02
+REMOTE_WAIT_SHARE = 0.05
+MIN_REMOTE_WAIT_S = 0.02
 #: Loading from the remote and blending must take at most this share of computing.
 WORTHWHILE = 0.9
 #: The remote may take this many times as long as its first bytes promise.
-PATIENCE = 2.0
+REMOTE_SLOWDOWN_ALLOWED = 2.0
 
 NO_KV = Reason(ReasonCode.NO_KV, "no KV stored for this model and prefix; encoded after the answer")
 CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification and was set aside; computed")
@@ -314,7 +314,7 @@ class Controller:
         loading_s = expected_load_s(readers)
         share = self._scouted_share(plan)
         if blended_s(loading_s, recomputing_s, share) <= WORTHWHILE * computing_s:
-            readers[0].allow(PATIENCE * loading_s)
+            readers[0].allow(REMOTE_SLOWDOWN_ALLOWED * loading_s)
             request_ahead(readers)
             return plan
         note = (
@@ -347,7 +347,7 @@ class Controller:
     def _first_s(self, prompt: SegmentedPrompt) -> float:
         """Seconds that the prompt waits for the first bytes from the remote."""
         tokens = len(prompt.ids)
-        return max(LEAST_WAIT_S, WAITED_SHARE * tokens * self._token_s(tokens))
+        return max(MIN_REMOTE_WAIT_S, REMOTE_WAIT_SHARE * tokens * self._token_s(tokens))
 
     def _scouted_share(self, plan: Plan) -> float:
         """Share of the layers that are loaded before anything is recomputed."""

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from blendrag.errors import UnsupportedModelError
-from blendrag.fusor.gate import NOTICED, TOLERANCE, Verification
+from blendrag.fusor.gate import MIN_DISTURBED_LOGIT_SHIFT, TOLERANCE, Verification
 from blendrag.model.placement import PlacedModel
 from blendrag.store.kv import dtype_name
 
@@ -77,7 +77,7 @@ def _measure(model: PlacedModel) -> Verification:
             f"placing its tokens changes logits by {difference:.3g} (allowed {tolerance:.3g}), so modules of "
             "a schema cannot be placed; use mode full"
         )
-    elif not disturbed > max(NOTICED * scale, 2 * difference):
+    elif not disturbed > max(MIN_DISTURBED_LOGIT_SHIFT * scale, 2 * difference):
         reason = (
             f"disturbing the values of modules moves logits by only {disturbed:.3g}, so the check cannot see "
             "a wrong KV; use mode full"
