@@ -125,16 +125,22 @@ def test_more_requests_than_allowed_are_asked_to_come_back(slow: Live) -> None:
     before = outcomes(slow)["rejected"]
     held = [begin(slow) for _ in range(3)]
     until(lambda: slow.service.admission.waiting + slow.service.admission.running == 3)
+    until(lambda: len(slow.engine.scheduler.running) == 3)
     with slow.client() as client:
-        for stream in (True, False):
+        for stream, turn_s, retry_after_s in (
+            (True, 0.0, "2"),
+            (False, 7.5, "8"),
+            (False, 999.0, "60"),
+        ):
+            slow.engine.scheduler.turn_s = turn_s
             refused = client.post(CHAT, json={"messages": HELLO, "stream": stream})
             assert refused.status_code == 429
-            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.headers["retry-after"] == retry_after_s
             assert refused.json()["error"]["code"] == "server_overloaded"
         assert client.get("/health").status_code == 200
         text = client.get("/metrics").text
-    assert outcomes(slow)["rejected"] == before + 2
-    assert f'blendrag_requests_total{{outcome="rejected"}} {before + 2}' in text
+    assert outcomes(slow)["rejected"] == before + 3
+    assert f'blendrag_requests_total{{outcome="rejected"}} {before + 3}' in text
     now = re.findall(r"^blendrag_requests_(?:running|waiting) (\d)$", text, re.MULTILINE)
     assert sum(map(int, now)) == 3
     for connection in held:

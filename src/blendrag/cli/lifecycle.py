@@ -46,7 +46,7 @@ INTERRUPTED = interrupt.STATUS
 #: Importing torch and transformers fails in a smaller address space. Measured: torch 2.13 (CPU) and
 #: transformers 5.17 work under 2,000 MiB, and fail or crash under 1,800 MiB.
 MIN_ADDRESS_SPACE_BYTES = 1792 * 1024**2
-#: Threads of one command: the worker, the loader and the progress display.
+#: Threads of one command: the scheduler, the loader and the progress display.
 OWN_THREADS = 3
 
 _QUIET = {

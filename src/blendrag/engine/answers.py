@@ -32,7 +32,7 @@ class PendingAnswer(Pending[Answer]):
     stream: AnswerStream
 
     def wait(self) -> Answer:
-        """Block until it is answered. Raises the worker's error, or :class:`RequestTimeout`."""
+        """Block until it is answered. Raises the request's error, or :class:`RequestTimeout`."""
         try:
             return self.future.result(self.stream.remaining_s)
         except TimeoutError:
@@ -52,14 +52,14 @@ class PendingAnswer(Pending[Answer]):
             self.stream.cancel()
 
     async def _done(self) -> None:
-        """Until the worker has finished. ``asyncio.wrap_future`` would remove a cancelled request from the
-        worker's queue, and what was prefilled ahead of its turn would not be released."""
+        """Until the request has ended. ``asyncio.wrap_future`` would remove a cancelled request from the
+        queue, and what was prefilled ahead of its turn would not be released."""
         done = asyncio.Event()
         self.future.add_done_callback(_setter_of(done))
         await done.wait()
 
     def _why_not(self) -> BaseException:
-        """The error behind a ``TimeoutError``: the worker's own, or that waiting took too long."""
+        """The error behind a ``TimeoutError``: the request's own, or that waiting took too long."""
         future = self.future
         failed = future.exception() if future.done() and not future.cancelled() else None
         return failed or self.stream.too_late()
@@ -111,7 +111,7 @@ class AnswerIterator(Pieces):
             return piece
         self._over = True
         if not self.pending.stream.cancelled:
-            self.pending.wait()  # an error of the worker surfaces here
+            self.pending.wait()  # its error surfaces here
         raise StopIteration
 
     @property

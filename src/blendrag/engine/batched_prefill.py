@@ -71,7 +71,7 @@ class _Planned(NamedTuple):
 
 
 class RequestBatch:
-    """The prompts of one call, in order. Used on the worker only."""
+    """The prompts of one call, in order. Used on the scheduler's thread only."""
 
     def __init__(
         self,
@@ -137,10 +137,7 @@ class RequestBatch:
                 if number == first:
                     return
                 continue  # answered alone in its turn
-            limit_bytes = (
-                self._budget.limit_bytes - self._budget.size_bytes - self._planner.kept_bytes
-            )
-            rule = PackingRule(self._resources.adapter.device, limit_bytes)
+            rule = PackingRule(self._resources.adapter.device, self._budget.free_bytes)
             loads = [each.load for each in chosen.values()]
             if chosen and not rule.admits(loads, planned.load, planned.profile):
                 planned.plan.close()

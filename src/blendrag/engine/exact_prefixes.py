@@ -61,7 +61,7 @@ class SharedPrefix(NamedTuple):
 
 
 class ExactPrefixes:
-    """The exact prefixes of one engine. Used on its worker; the caller holds the model's lock."""
+    """The exact prefixes of one engine. Used on the scheduler's thread; the caller holds the model's lock."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From a plan to new tokens and an answer, on the worker's thread.
+"""From a plan to new tokens and an answer, on the scheduler's thread.
 
 Five ways into ``model.generate``: stock, with a first forward that blends, with a first forward that ran
 before in a batch, in two steps for beams and several sequences, and over modules at fixed positions. The

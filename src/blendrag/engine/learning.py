@@ -44,7 +44,7 @@ TOLD_SCOPES = 1024
 
 
 class Learner:
-    """Passages that the prompts of one engine have in common. Learns on the worker's thread."""
+    """Passages that the prompts of one engine have in common. Learns on the scheduler's thread."""
 
     def __init__(self, resources: Resources, background: BackgroundWriter, learns: bool) -> None:
         self._resources = resources

@@ -157,11 +157,6 @@ class Planner:
         self._told: set[str] = set()
         """Namespaces for which :data:`OLD_CALIBRATION` was given."""
 
-    @property
-    def kept_bytes(self) -> int:
-        """Memory of the exact prefixes that are kept."""
-        return self._prefixes.size_bytes
-
     def open(self) -> float:
         """Identify the model, check that stored KV is what it computes, prepare blending; once. Returns the
         seconds."""

@@ -420,7 +420,7 @@ class Request:
     begun: str = ""
     """What of the answer the prompt already holds."""
     trace_context: Any = field(default_factory=tracing.current, repr=False, compare=False)
-    """Of the caller's thread, for spans on the worker's."""
+    """Of the caller's thread, for spans on the scheduler's."""
 
     def new_policy(self) -> SelectionPolicy:
         """The policy that selects the recomputed tokens, for one fusion."""

@@ -1,6 +1,6 @@
 """From token ids to text while ``generate`` runs: incremental decoding, stop strings, cancelling, timeout.
 
-The worker's thread pushes, the caller's thread or event loop pulls.
+The scheduler's thread pushes, the caller's thread or event loop pulls.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class AnswerStream:
         self.tokens: list[tuple[int, str]] = []
         """Every new token with the text it added."""
 
-    # -- worker's side ------------------------------------------------------------------------
+    # -- scheduler's side ---------------------------------------------------------------------
 
     def begin(self) -> None:
         """The request has left the queue."""
@@ -201,13 +201,13 @@ class AnswerStream:
     # -- caller's side ------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Stop the worker at the next layer or token, and end the iteration."""
+        """Stop computing at the next layer or token, and end the iteration."""
         if not self.cancelled:
             self.cancelled = True
             self._send(_END)
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call ``wake()`` on the worker's thread whenever :meth:`take` has something new."""
+        """Call ``wake()`` on the scheduler's thread whenever :meth:`take` has something new."""
         self._wake = wake
 
     def take(self, block: bool = True) -> str | None:

@@ -90,7 +90,7 @@ def prefill_token_s(adapter: ModelAdapter) -> float:
 
 
 class Measure:
-    """Measures one model over one store. ``run(call)`` calls it on the engine's worker."""
+    """Measures one model over one store. ``run(call)`` calls it on the scheduler's thread."""
 
     def __init__(
         self,

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 
 from blendrag.metrics import RequestMetrics
 from blendrag.server.refusals import ClientGoneError, Refusal, refusal_of
+from blendrag.serving.scheduler import Scheduler
 from blendrag.serving.thread_queue import QueueState
 
-#: Seconds after which a client that was turned away should ask again.
-RETRY_AFTER_S = 2
+#: Least and most seconds after which a client that was turned away should ask again.
+RETRY_AFTER_S, MAX_RETRY_AFTER_S = 2, 60
 
 #: Upper ends of the histogram of times to first token.
 TTFT_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, math.inf)
@@ -51,10 +52,12 @@ class Ticket:
 
 
 class Admission:
-    """Counts of this server's requests. Used on the event loop only."""
+    """Counts of this server's HTTP requests: their clients may be slower than the scheduler. Used on the
+    event loop only."""
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: int, scheduler: Scheduler) -> None:
         self.max_requests = max_requests
+        self._scheduler = scheduler
         self.waiting = 0
         self.running = 0
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
@@ -83,12 +86,14 @@ class Admission:
             self.outcomes[outcome] += 1
 
     def overload(self) -> Refusal:
+        """The refusal of a request; it is told to ask again when another one will have begun."""
+        retry_after_s = max(RETRY_AFTER_S, math.ceil(self._scheduler.turn_s))
         return Refusal(
             429,
             f"{self.max_requests} requests are waiting or running, the limit of this server "
             "(--max-requests); ask again later",
             code="server_overloaded",
-            headers={"Retry-After": str(RETRY_AFTER_S)},
+            headers={"Retry-After": str(min(MAX_RETRY_AFTER_S, retry_after_s))},
         )
 
     def note_embedded(self, texts: int, tokens: int) -> None:

@@ -73,7 +73,7 @@ class Service:
 
     @cached_property
     def admission(self) -> Admission:
-        return Admission(self.limits.max_requests)
+        return Admission(self.limits.max_requests, self.engine.scheduler)
 
     @cached_property
     def questions(self) -> ThreadQueue:

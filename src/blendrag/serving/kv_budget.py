@@ -92,6 +92,11 @@ class KVBudget:
         """Memory that all hold."""
         return sum(share.size_bytes for share in self._shares)
 
+    @property
+    def free_bytes(self) -> int:
+        """Memory that neither requests nor what is kept for later hold."""
+        return self.limit_bytes - self.size_bytes - self._kept(self.limit_bytes)
+
     def hold(self, share: KVShare) -> None:
         """The request has KV from now on. Idempotent."""
         if share not in self._shares:

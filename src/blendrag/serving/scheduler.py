@@ -39,6 +39,8 @@ CLOSED = "this engine is closed; make a new BlendEngine"
 #: A prefill computes this many times as long as the others decoded before it lets them decode again, so they
 #: delay its first token by a sixth, and by the step that runs when it arrives.
 PREFILL_PER_STEP = 6
+#: Weight of the latest turn in the usual one.
+LATEST_TURN = 0.1
 
 
 def _never() -> bool:
@@ -57,6 +59,7 @@ class Pending(Generic[T]):
     share: Callable[[], KVShare] | None = None
     """The memory that a request needs; ``None`` for work that keeps no KV."""
     future: Future[T] = field(default_factory=Future)
+    submitted_at: float = field(default=0.0, init=False)
 
     def settle(self) -> None:
         """Run the call. Raises nothing."""
@@ -99,6 +102,10 @@ class Scheduler:
         self._stepping: int | None = None
         """The thread that computes a step now."""
         self._is_held = False
+        self.turn_s = 0.0
+        """How long the first request that waits usually does, from the beginning of the one before it."""
+        self._begun_at = 0.0
+        """When a request last began."""
         self._submitted_at = 0.0
         """When there was something to do after there was nothing."""
         self._steps_s = 0.0, 0.0
@@ -130,8 +137,11 @@ class Scheduler:
                     pending.future.cancel()
                 return
             self._start()
+            now = self._clock()
             if not (self._waiting or self._running):
-                self._submitted_at = self._clock()
+                self._submitted_at = now
+            for pending in calls:
+                pending.submitted_at = now
             (self._background if background else self._waiting).extend(calls)
             self._changed.notify_all()
 
@@ -306,8 +316,16 @@ class Scheduler:
                 if pending in queue:  # closing clears background calls; no other thread takes any
                     queue.remove(pending)
                     self._running.append(Coroutine(self, pending))
+                    self._note_begun(pending)
                     return self._running[-1]
         return None
+
+    def _note_begun(self, pending: Pending[Any]) -> None:
+        if pending.share is not None:
+            now = self._clock()
+            waited_s = now - max(pending.submitted_at, self._begun_at)
+            self.turn_s += LATEST_TURN * (waited_s - self.turn_s)
+            self._begun_at = now
 
     def _may_join(self, pending: Pending[Any]) -> bool:
         """Whether it may begin while others run: a request also needs memory for its KV."""
