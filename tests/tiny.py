@@ -210,11 +210,83 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
             "decoder_ffn_dim": 48, "is_decoder": True, "is_encoder_decoder": False,
         },
     ),
-    "lfm2": (
-        "Lfm2ForCausalLM", "Lfm2Config",
-        {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+}  # fmt: skip
+
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+SHARED_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 32}
+#: Families with layers that keep a running state, among layers of attention or beside them. Refused, too, but
+#: they go on from stored beginnings.
+HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {"head_dim": 16, **DELTA}),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {"head_dim": 16, **DELTA, **SHARED_EXPERTS},
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM", "Qwen3NextConfig", {"head_dim": 16, **DELTA, **SHARED_EXPERTS},
+    ),
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM", "Lfm2MoeConfig",
+        {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+    ),
+    "lfm3": (
+        "Lfm3ForCausalLM", "Lfm3Config",
+        {
+            "head_dim": 16, **SLIDES,
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+        },
+    ),
+    "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config", {**MAMBA2, "mamba_d_ssm": 64}),
+    "nemotron_h": (
+        "NemotronHForCausalLM", "NemotronHConfig",
+        {
+            "num_hidden_layers": 6, "layers_block_type": ["mamba", "attention", "mlp"] * 2, "head_dim": 8,
+            "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2,
+            "chunk_size": 16,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig",
+        {
+            **MAMBA2, "num_local_experts": 4, "shared_intermediate_size": 48,
+            "layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "rope",
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", DELTA),
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM", "RecurrentGemmaConfig",
+        {
+            "lru_width": 32, "attention_window_size": WINDOW, "block_types": ["recurrent", "attention"],
+            "head_dim": 8, "num_key_value_heads": 1, "w_init_variance_scale": 1.0,
+        },
+    ),
+    "bamba": ("BambaForCausalLM", "BambaConfig", {**MAMBA2, "attn_layer_indices": [1, 3]}),
+    "jamba": (
+        "JambaForCausalLM", "JambaConfig",
+        {
+            "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2,
+            "attn_layer_offset": 1, "use_mamba_kernels": False,
+        },
+    ),
+    "minimax": (
+        "MiniMaxForCausalLM", "MiniMaxConfig",
+        {
+            "head_dim": 8, "num_local_experts": 4, "block_size": 16,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+        },
+    ),
+    "zaya": (
+        "ZayaForCausalLM", "ZayaConfig",
+        {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16},
     ),
 }  # fmt: skip
+#: Those of them that get tokens behind a state one by one.
+IN_STEPS = ("recurrent_gemma", "jamba")
+REFUSED["lfm2"] = HYBRIDS["lfm2"]
 
 
 def build(classes: tuple[str, str, dict[str, Any]], seed: int = 0, **changes: Any) -> Any:
@@ -229,8 +301,9 @@ def build(classes: tuple[str, str, dict[str, Any]], seed: int = 0, **changes: An
 
 
 def family(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A seeded random model of a family in FAMILIES or REFUSED."""
-    return build(FAMILIES.get(name) or REFUSED[name], seed, **changes)
+    """A seeded random model of a family in FAMILIES, REFUSED or HYBRIDS."""
+    classes = FAMILIES.get(name) or REFUSED.get(name) or HYBRIDS[name]
+    return build(classes, seed, **changes)
 
 
 def llama(seed: int = 0, **changes: Any) -> Any:

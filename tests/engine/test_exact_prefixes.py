@@ -14,7 +14,7 @@ from blendrag.corpus.documents import LEARNED
 from blendrag.engine import Answer, AnswerIterator, BlendEngine, Options, exact_prefixes
 from blendrag.errors import BlendragError, RequestCancelled
 from blendrag.fusor import Fusor
-from blendrag.planning.controller import IN_MEMORY
+from blendrag.planning.plan import IN_MEMORY
 from blendrag.serving.chunk_pool import ChunkPool
 from blendrag.serving.prefix_tree import PrefixTree
 

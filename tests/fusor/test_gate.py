@@ -289,12 +289,14 @@ def test_memory_that_runs_out_is_no_refusal(monkeypatch):
         verify(adapter)
 
 
-def test_refused_model_answers_in_mode_full_only(tmp_path):
+def test_refused_model_blends_nothing(tmp_path):
     model = tiny.family("gpt2")
     with BlendEngine(model, tmp_path / "store", tokenizer=tiny.tokenizer()) as engine:
         full = engine.generate("hello there", Options(mode="full", max_new_tokens=4))
         assert (full.metrics.mode, full.metrics.new_tokens) == ("full", 4)
-        for mode in ("blend", "reuse", "prefix"):
-            with pytest.raises(UnsupportedModelError, match="use mode full"):
+        for mode in ("blend", "reuse"):
+            with pytest.raises(UnsupportedModelError, match="use mode full, or prefix"):
                 engine.generate("hello there", Options(mode=mode, max_new_tokens=4))
+        prefix = engine.generate("hello there", Options(mode="prefix", max_new_tokens=4))
+        assert prefix.text == full.text
         assert engine.verify().verdict == "refused"

@@ -367,7 +367,7 @@ _CLASS = re.compile(r"\b[A-Z]\w*(?:For\w+|Model|Decoder)\b|(?<=layer 0 of )\w+")
 
 def _reason(one: Outcome) -> str:
     """Without the names of its classes."""
-    without = re.sub(r" \([A-Z]\w+\)", "", one.why.removesuffix("; use mode full"))
+    without = re.sub(r" \([A-Z]\w+\)", "", one.why.partition("; use mode full")[0])
     return _CLASS.sub("the model", without)
 
 

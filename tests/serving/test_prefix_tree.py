@@ -10,7 +10,9 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from transformers import DynamicCache
 
+from blendrag.model.continuation import State
 from blendrag.serving import block_pool
 from blendrag.serving.block_pool import BLOCK_TOKENS, BlockPool
 from blendrag.serving.prefix_tree import PrefixReader, PrefixTree
@@ -238,3 +240,121 @@ def test_without_room_nothing_is_kept():
     made = tree(blocks=0)
     assert insert(made, (1,) * 100) == 0
     assert made.join("", (1,) * 100) is None
+
+
+# -- states of layers without KV ------------------------------------------------------------------
+
+STATE_BYTES = BLOCK_BYTES // 2
+
+
+def state(size_bytes: int = STATE_BYTES) -> State:
+    return State(DynamicCache(), (), size_bytes)
+
+
+def stateful(blocks: int = 1000) -> PrefixTree:
+    return PrefixTree(BlockPool(LAYOUT, blocks * BLOCK_BYTES), has_states=True)
+
+
+def keep(made: PrefixTree, ids: Ids, family: str = "") -> State:
+    kept = state()
+    made.insert(family, ids, kv_of(family, ids), kept)
+    made.check_integrity()
+    return kept
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130, 200])
+def test_a_prompt_joins_at_its_longest_beginning_with_a_state(length):
+    made, ids = stateful(), tuple(range(300))
+    first = keep(made, ids[:length])
+    last = keep(made, ids[:250])
+    for prompt, tokens, expected in (
+        (ids, 250, last),
+        (ids[:249], length, first),
+        ((*ids[:249], 999), length, first),
+        ((*ids[:length], 999), length, first),
+        (ids[: length - 1], 0, None),
+        ((999, *ids), 0, None),
+    ):
+        assert made.match("", prompt) == tokens
+        if expected is None:
+            assert made.join("", prompt) is None
+            continue
+        with joined(made, prompt) as reader:
+            assert reader.tokens == tokens
+            assert reader.state is expected
+    made.check_integrity()
+
+
+def test_a_state_is_found_when_another_prompt_repeats_its_part_of_a_block():
+    """Prompts that part within a block each have that block, but a state is kept at one of them."""
+    made, head = stateful(), tuple(range(100))
+    kept = keep(made, head)
+    branches = [(*head, *[500 + i] * 90) for i in range(4)]
+    ends = [keep(made, branch) for branch in branches]
+    for branch, end in zip(branches, ends, strict=True):
+        with joined(made, branch) as reader:
+            assert reader.state is end
+        with joined(made, (*branch[:150], 999)) as reader:
+            assert reader.state is kept
+            assert reader.tokens == 100
+        assert made.known("", (*branch[:150], 999)) == 150
+
+
+def test_states_stay_with_their_tokens_when_a_node_is_divided():
+    made, ids = stateful(), tuple(range(300))
+    kept = {end: keep(made, ids[:end]) for end in (64, 70, 128, 190, 300)}
+    keep(made, (*ids[:130], *[999] * 40))  # divides what they are in
+    for end, each in kept.items():
+        with joined(made, (*ids[:end], 998)) as reader:
+            assert reader.state is each
+
+
+def test_memory_of_states_is_counted_and_the_least_recently_used_goes_first():
+    made = stateful(blocks=8)
+    prompts = [tuple(range(1000 * i, 1000 * i + 64)) for i in range(20)]
+    for ids in prompts[:3]:
+        keep(made, ids)
+    made.join("", prompts[0]).close()
+    for number, ids in enumerate(prompts[3:]):
+        keep(made, ids)
+        assert made.size_bytes <= 8 * BLOCK_BYTES
+        assert made.match("", ids) == 64
+        made.join("", prompts[0]).close()
+        assert made.match("", prompts[1]) == 0 or number < 2
+    assert made.match("", prompts[0]) == 64
+    made.shrink(0)
+    made.check_integrity()
+    assert made.size_bytes == 0
+    assert made.match("", prompts[0]) == 0
+
+
+def test_kv_without_a_state_behind_it_is_given_back():
+    made, ids = stateful(), tuple(range(300))
+    keep(made, ids[:64])
+    keep(made, ids)
+    made.join("", ids[:100]).close()  # the first is used again, so the other goes first
+    assert made._evict_one()
+    made.check_integrity()
+    assert made.match("", ids) == made.known("", ids) == 64
+    assert made.pool.used == 1
+
+
+def test_a_state_in_use_is_not_evicted_and_one_that_is_too_large_is_not_kept():
+    made, ids = stateful(blocks=8), tuple(range(64))
+    keep(made, ids)
+    reader = made.join("", ids)
+    made.shrink(0)
+    assert made.match("", ids) == 64
+    reader.close()
+    other = tuple(range(900, 964))
+    made.insert("", other, kv_of("", other), state(100 * BLOCK_BYTES))
+    made.check_integrity()
+    assert made.match("", other) == 0
+
+
+def test_other_families_have_other_states():
+    made, ids = stateful(), tuple(range(64))
+    kept = keep(made, ids, "a")
+    assert made.join("b", ids) is None
+    with joined(made, ids, "a") as reader:
+        assert reader.state is kept

@@ -547,9 +547,8 @@ class BlendEngine:
                 self.scheduler.budget.hold(share)
                 request = replace(request, asked_at=request.asked_at + stream.opening_s)
                 access: KVAccess | None = None
-                keep = partial(self._prefixes.keep, request)
                 generation = Generation(
-                    adapter, lambda: self.resources.fusor, request, stream, keep, share
+                    adapter, lambda: self.resources.fusor, request, stream, self._prefixes, share
                 )
                 if request.placed is not None:
                     return self._schemas.answer(request, stream, generation)

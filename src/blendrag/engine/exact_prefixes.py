@@ -3,6 +3,12 @@
 Blending a context at ratio r for each of n requests costs n·r prefills of it, and they cannot share the
 result, because each question selects other tokens. Computing the common beginning exactly costs one prefill;
 then only the questions are left. The KV is kept in a :class:`PrefixTree` for requests that come later.
+
+Models whose KV cannot be moved (layers with a running state, learned positions) go on from such beginnings
+in mode prefix, if :class:`~blendrag.model.continuation.Continuation` works for them. A state continues only
+the tokens that it was taken after, so states are taken where later prompts are likely to part from this one:
+at the end of the system message, of the part before the first chunk, of the prompt, of the answer, and where
+this prompt itself parted from an earlier one.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from transformers.cache_utils import Cache
 
 from blendrag import tracing
 from blendrag.config import Mode
@@ -23,7 +30,9 @@ from blendrag.engine.resources import Resources
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestCancelled, RequestTimeout
 from blendrag.fusor import BlendCache, BlendRequest
+from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.controller import Controller, PlanOptions, Prefixes
 from blendrag.planning.plan import Plan
 from blendrag.serving.block_pool import BlockPool
@@ -74,7 +83,7 @@ class ExactPrefixes:
         self._limit_bytes = limit_bytes
         self._waiting = waiting
         self._tree: PrefixTree | None = None
-        self._namespace = ""
+        self._namespace: Hashable = ""
         """Whose KV the tree holds."""
         self._failed: deque[Ids] = deque(maxlen=FAILED)
         """Beginnings that could not be computed, the newest last."""
@@ -82,7 +91,7 @@ class ExactPrefixes:
     @property
     def size_bytes(self) -> int:
         """Memory of what is kept."""
-        return self._tree.pool.size_bytes if self._tree else 0
+        return self._tree.size_bytes if self._tree else 0
 
     def shrink(self, size_bytes: int) -> None:
         """Drop what no request uses until at most ``size_bytes`` are kept."""
@@ -98,6 +107,50 @@ class ExactPrefixes:
         if not self._may_use(request):
             return None
         return partial(self._tree_of(namespace).join, _family(request))
+
+    def join(self, request: Request) -> LoadedSpan | None:
+        """The beginning that ``request`` goes on from, for a model whose KV cannot be moved."""
+        adapter, ids = self._resources.adapter, request.prompt.ids
+        if not goes_on(request, adapter):
+            return None
+        assert adapter.continuation is not None
+        reader = self._tree_of(adapter.weights_now()).join(_family(request), ids[:-1])
+        if reader is None:
+            return None
+        if not adapter.continuation.is_worthwhile(reader.tokens, len(ids)):
+            reader.close()
+            return None
+        return LoadedSpan(0, reader.tokens, reader, 0, exact=True)
+
+    def state_ends(self, request: Request, start: int) -> list[int]:
+        """After which tokens behind ``start`` a state should be kept while the prompt is computed."""
+        adapter, ids, prompt = self._resources.adapter, request.prompt.ids, request.prompt
+        if self._tree is None or not goes_on(request, adapter):
+            return []
+        assert adapter.continuation is not None
+        ends = {self._tree.known(_family(request), ids)}
+        if prompt.chunks:
+            ends.add(len(prompt.leading_ids))
+        text, tokens = "".join(segment.text for segment in prompt.segments), adapter.tokens
+        for end in request.shared_ends:
+            ends.add(common_prefix(tuple(tokens.encode_prompt(text[:end], True).ids), ids))
+        taken: list[int] = []
+        for end in sorted(ends):
+            after = taken[-1] if taken else start
+            may = end < len(ids) and adapter.continuation.is_worthwhile(end, len(ids))
+            if may and end - after >= MIN_TOKENS:
+                taken.append(end)
+        return taken
+
+    def keep_state(self, request: Request, ids: Ids, cache: Cache) -> None:
+        """Keep what ``cache`` holds after exactly these ``ids``, for a model whose KV cannot be moved."""
+        adapter, family = self._resources.adapter, _family(request)
+        going = adapter.continuation
+        if self._tree is None or going is None or len(ids) < MIN_TOKENS:
+            return
+        if going.length(cache) != len(ids) or self._tree.match(family, ids) == len(ids):
+            return
+        self._tree.insert(family, ids, going.kv(cache), going.state(cache))
 
     def length(self, request: Request, controller: Controller) -> int:
         """How many tokens at the beginning of its prompt are in memory and can be used."""
@@ -220,14 +273,26 @@ class ExactPrefixes:
         tree = self._tree_of(namespace)
         return tree.insert(_family(request), ids, cache.buffers(len(ids)))
 
-    def _tree_of(self, namespace: str) -> PrefixTree:
+    def _tree_of(self, namespace: Hashable) -> PrefixTree:
         """The tree of the loaded model; a new one once weights or adapters have changed."""
         if self._tree is None or self._namespace != namespace:
             adapter = self._resources.adapter
-            pool = BlockPool(adapter.layout, self._limit_bytes, adapter.device)
-            self._tree, self._namespace = PrefixTree(pool), namespace
+            going = adapter.continuation
+            layout = adapter.layout if going is None else going.layout
+            pool = BlockPool(layout, self._limit_bytes, adapter.device)
+            self._tree = PrefixTree(pool, has_states=going is not None)
+            self._namespace = namespace
             self._failed.clear()
         return self._tree
+
+
+def goes_on(request: Request, adapter: ModelAdapter) -> bool:
+    """Whether the request may go on from a state: stock ``generate`` over a cache that it is given."""
+    going = adapter.continuation
+    if going is None or request.mode != "prefix" or request.placed is not None:
+        return False
+    own = adapter.model.generation_config.cache_implementation is None
+    return own and request.sequences == 1 and going.dtype == adapter.model.dtype
 
 
 class _Way(NamedTuple):

@@ -1,7 +1,8 @@
 """From a plan to new tokens and an answer, on the scheduler's thread.
 
-Five ways into ``model.generate``: stock, with a first forward that blends, with a first forward that ran
-before in a batch, in two steps for beams and several sequences, and over modules at fixed positions. The
+Six ways into ``model.generate``: stock, with a first forward that blends, with a first forward that ran
+before in a batch, in two steps for beams and several sequences, behind a beginning that a model goes on from
+whose KV cannot be moved, and over modules at fixed positions. The
 caller holds the model's lock from the first hook to the last token.
 """
 
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from blendrag.chat.formats import end_ids
 from blendrag.chat.grammar import Constraint
 from blendrag.chat.reply import Reply
 from blendrag.engine.decoding import Penalties, SeededDraws, sampling
+from blendrag.engine.exact_prefixes import ExactPrefixes, goes_on
 from blendrag.engine.explanation import Trace
 from blendrag.engine.request import Answer, Request
 from blendrag.engine.stream import AnswerStream, StopWhenDone, TextSteps, cut_at_stop
@@ -36,6 +39,7 @@ from blendrag.planning.plan import Plan
 from blendrag.schema.concatenation import ConcatenatedPrompt, ModuleCache
 from blendrag.serving.coroutine import decoding_jointly, note_loaded, pausing
 from blendrag.serving.kv_budget import KVShare, first_room
+from blendrag.serving.prefix_tree import PrefixReader
 from blendrag.wording import quoted
 
 _CUT = (
@@ -57,16 +61,16 @@ class Generation:
         fusor: Callable[[], Fusor],
         request: Request,
         stream: AnswerStream,
-        keep: Callable[[Plan, BlendCache], None] = lambda plan, cache: None,
+        prefixes: ExactPrefixes | None = None,
         share: KVShare | None = None,
     ) -> None:
-        """``fusor`` makes the fusor when it is first needed. ``keep`` gets the KV of the prompt once it is
-        complete. ``share``: the request's part of the memory for KV."""
+        """``fusor`` makes the fusor when it is first needed. ``prefixes`` keeps what later prompts may begin
+        with. ``share``: the request's part of the memory for KV."""
         self._adapter = adapter
         self._fusor = fusor
         self._request = request
         self._stream = stream
-        self._keep = keep
+        self._prefixes = prefixes
         self._share = share
         self._first_room = first_room(request.max_new_tokens)
         self._check = pausing(stream.check)
@@ -102,14 +106,16 @@ class Generation:
                 fusion = prefilled.fusion
                 note_loaded(fusion)
                 with prefilled.replayed(adapter.stack.base) as cache:
-                    output = self._generate(ids, cache, plan)
+                    output = self._generate(ids, cache, self._kept(plan, cache))
+            elif goes_on(request, adapter):
+                output = self._continued(ids, plan)
             elif not plan.spans:  # can still be abandoned before each layer
                 cache = None
                 own = adapter.model.generation_config.cache_implementation is None
                 if self._decodes_jointly and request.sequences == 1 and own:
                     cache = self._fusor().new_cache(ids.shape[1], self._first_room)
                 with before_layers(adapter.decoder_layers, self._check):
-                    output = self._generate(ids, cache, plan)
+                    output = self._generate(ids, cache, self._kept(plan, cache))
             elif request.sequences == 1:
                 output, fusion = self._blended(ids, plan)
             else:
@@ -159,7 +165,7 @@ class Generation:
         request, line = plan.request(tokens), self._timeline
         with fusor.fuse(cache, request, self._check, line, last_row_only=True) as fusion:
             note_loaded(fusion)
-            return self._generate(ids, cache, plan), fusion
+            return self._generate(ids, cache, self._kept(plan, cache)), fusion
 
     def _two_step(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:
         """Blend all but the last token, repeat the cache per sequence, then an ordinary ``generate``."""
@@ -170,15 +176,39 @@ class Generation:
         cache.batch_repeat_interleave(self._request.sequences)
         return self._generate(ids, cache), fusion
 
+    def _kept(self, plan: Plan, cache: BlendCache | None) -> Callable[[], None] | None:
+        """Keeps what later prompts may begin with of what ``plan`` put into ``cache``."""
+        if self._prefixes is None or cache is None:
+            return None
+        return partial(self._prefixes.keep, self._request, plan, cache)
+
+    def _continued(self, ids: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """An ordinary ``generate`` behind the beginning that was joined. States are kept on the way."""
+        going, prefixes = self._adapter.continuation, self._prefixes
+        assert going is not None
+        assert prefixes is not None
+        prompt, span = self._request.prompt.ids, plan.leading_span
+        cache, at = going.new_cache(), 0
+        if span is not None:
+            assert isinstance(span.reader, PrefixReader)
+            assert span.reader.state is not None
+            cache, at = going.restore(span.reader.state, span.reader), span.end
+        keep = partial(prefixes.keep_state, self._request)
+        with before_layers(self._adapter.decoder_layers, self._check):
+            for end in prefixes.state_ends(self._request, at):
+                going.forward(ids[:, at:end], cache, at)
+                keep(prompt[:end], cache)
+                at = end
+            if going.in_steps and 0 < at < len(prompt) - 1:
+                going.forward(ids[:, at:-1], cache, at)
+            output = self._generate(ids, cache, partial(keep, prompt, cache))
+        keep(tuple(output[0, :-1].tolist()), cache)
+        return output
+
     def _generate(
-        self, ids: torch.Tensor, cache: Any = None, kept: Plan | None = None
+        self, ids: torch.Tensor, cache: Any = None, prefilled: Callable[[], None] | None = None
     ) -> torch.Tensor:
-        """``kept``: the plan by which ``cache`` is filled, if it may be kept."""
-
-        def prefilled() -> None:
-            if kept is not None and cache is not None:
-                self._keep(kept, cache)
-
+        """``prefilled()`` is called once ``cache`` holds the prompt's KV."""
         request, stream, model = self._request, self._stream, self._adapter.model
         options = request.options
         kwargs: dict[str, Any] = {"max_new_tokens": request.max_new_tokens}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from blendrag.config import CALIBRATED, DEFAULT_POLICY, Settings
 from blendrag.engine.exact_prefixes import ExactPrefixes
@@ -12,6 +13,7 @@ from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
 from blendrag.engine.resources import Resources
 from blendrag.errors import ContextOverflowError, InvalidInputError
+from blendrag.fusor.loader import LoadedSpan
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibration import calibrations
 from blendrag.planning.controller import Controller, PlanOptions
@@ -54,8 +56,8 @@ def checked(request: Request, adapter: ModelAdapter, placed_limit: int | None = 
     decoding and for ``logprobs`` of several sequences, :class:`UnsupportedModelError` in any mode but full.
     """
     request = _cut_to_room(request, adapter, placed_limit)
-    if request.placed is None and request.mode != "full":
-        adapter.require_blendable()
+    if request.placed is None:
+        adapter.require_mode(request.mode)
     config = adapter.model.generation_config
     for name in ASSISTED:  # those of the request's options were checked before
         value = getattr(config, name, None)
@@ -110,6 +112,8 @@ class KVAccess:
     notes: tuple[str, ...] = ()
     if_missing: str = ""
     """A further note if chunks have no KV."""
+    join: Callable[[], LoadedSpan | None] = lambda: None
+    """Opens the beginning that a model goes on from whose KV cannot be moved."""
 
     def plan(self, avoid: frozenset[str] = frozenset()) -> Plan:
         """Open what is loaded and decide the rest; the caller closes the plan.
@@ -118,7 +122,7 @@ class KVAccess:
         """
         request = self.request
         if self.controller is None:
-            plan = Plan.computed(request.prompt, self.why_not)
+            plan = Plan.computed(request.prompt, self.why_not).behind(self.join())
         else:
             options = PlanOptions(
                 request.mode,
@@ -181,6 +185,16 @@ class Planner:
         """
         resources = self._resources
         adapter = resources.adapter
+        if adapter.refusal is not None and request.mode != "full":
+            why = Reason(ReasonCode.MODE, f"computed, because {adapter.why_not_movable}")
+            note = f"no chunk is reused: {adapter.why_not_movable}"
+            return KVAccess(
+                request,
+                adapter,
+                why_not=why,
+                notes=(note,) * bool(request.prompt.chunks),
+                join=partial(self._prefixes.join, request),
+            )
         if not request.prompt.chunks or request.mode == "full":
             return KVAccess(request, adapter)
         namespace = resources.kv_validity.namespace

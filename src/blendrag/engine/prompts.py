@@ -70,6 +70,7 @@ class Prompts:
         schedule = Schedule.parse(options.schedule or settings.schedule)
         mode = options.mode or settings.mode
         placed, fresh = None, None
+        shared_ends: tuple[int, ...] = ()
         options, template_notes = self._templated(options)
         form = format_of(tokens) if self._uses_template(options) else None
         options = self._with_opening(options)
@@ -83,6 +84,7 @@ class Prompts:
                 begun = form.begun_by(rendered.text.removesuffix(options.opening)) + begun
             segments, source_of, notes, fresh = self._segments(rendered, options.scope)
             notes += template_notes
+            shared_ends = rendered.shared_ends(bool(begun))
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         ratio = settings.ratio if options.ratio is None else options.ratio
@@ -109,6 +111,7 @@ class Prompts:
             form=form,
             begun=begun,
             answer_form=needed,
+            shared_ends=shared_ends,
         )
 
     def render(self, prompt: Prompt, options: Options) -> Rendered:

@@ -77,6 +77,20 @@ class Rendered:
     """Contents that the model wrote."""
     notes: tuple[str, ...] = ()
 
+    def shared_ends(self, is_begun: bool) -> tuple[int, ...]:
+        """Where beginnings of the text end that later prompts may have, ascending: the system message, the
+        earlier turns and, if the template begins the answer (``is_begun``), which it may not repeat, the last
+        message."""
+        contents, turn = self.contents or (), self.turn
+        if not contents or turn is None:
+            return ()
+        ends = {contents[-1][1]} if is_begun else set()
+        if len(contents) > 1 and contents[1] not in self.replies and contents[0][1] <= turn[0]:
+            ends.add(contents[1][0])
+        if len(contents) > 2:
+            ends.add(turn[0])
+        return tuple(sorted(ends))
+
 
 Prompt = str | Sequence[Message] | RagPrompt | SchemaPrompt | Rendered
 
@@ -419,6 +433,8 @@ class Request:
     answer_form: AnswerForm | None = None
     begun: str = ""
     """What of the answer the prompt already holds."""
+    shared_ends: tuple[int, ...] = ()
+    """Where beginnings of the rendered prompt end that later ones may share, in characters."""
     trace_context: Any = field(default_factory=tracing.current, repr=False, compare=False)
     """Of the caller's thread, for spans on the scheduler's."""
 

@@ -2,12 +2,13 @@
 
 It knows the model's structure, KV layout, identity and tokenizers, moves keys to other positions, and
 encodes a chunk after its prefix. It puts the model into eval mode and changes nothing else. A model whose
-KV cannot be reused still gets an adapter: ``refusal`` says why, and :meth:`require_blendable` raises it.
+KV cannot be moved still gets an adapter: ``refusal`` says why, and :meth:`require_blendable` raises it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -18,10 +19,13 @@ from transformers import DynamicCache
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import fingerprint
+from blendrag.model.continuation import Continuation
 from blendrag.model.length_tables import LongRotary, long_table, own_tables
 from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
 from blendrag.model.sharing import lock_of
 from blendrag.model.structure import (
+    USE_FULL,
+    USE_PREFIX,
     Decoder,
     DecoderStack,
     check_placement,
@@ -36,6 +40,8 @@ from blendrag.model.structure import (
 from blendrag.model.tokens import Tokens
 from blendrag.store.identity import ModelIdentity
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
+
+log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 8
 
@@ -61,6 +67,8 @@ class ModelAdapter:
         self.lock = lock_of(self.model)
         """Belongs to the model, not to this adapter. Held from the first hook to the last token."""
         self.refusal: str | None = None
+        self.continuation: Continuation | None = None
+        """How a refused model goes on from stored beginnings of prompts; ``None`` if it cannot."""
         self._stack: DecoderStack | None = None
         self._layout: KVLayout | None = None
         self._repositioner: Repositioner | None = None
@@ -79,6 +87,8 @@ class ModelAdapter:
                 self._probe()
         except UnsupportedModelError as refused:
             self.refusal = str(refused)
+            if not learns_prompt:
+                self._find_continuation()
 
     @property
     def device(self) -> torch.device:
@@ -168,18 +178,43 @@ class ModelAdapter:
         return self._long
 
     @property
+    def why_not_movable(self) -> str:
+        """Why KV of a refused model cannot be moved, without the remedy."""
+        return (self.refusal or "").partition(f"; {USE_FULL}")[0]
+
+    def require_mode(self, mode: str) -> None:
+        """Raise :class:`UnsupportedModelError` if requests of that mode cannot be answered."""
+        if mode != "full" and not (mode == "prefix" and self.continuation is not None):
+            self.require_blendable()
+
+    @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         """The decoder layers that may be hooked; empty for a compiled model or if none were found."""
-        return [] if self._stack is None or self.is_compiled else list(self._stack.layers)
+        if self.is_compiled:
+            return []
+        if self._stack is not None:
+            return list(self._stack.layers)
+        return [] if self.continuation is None else self.continuation.layers
 
     @property
     def is_compiled(self) -> bool:
         """Whether ``torch.compile`` was applied to the model, its decoder or a decoder layer."""
-        return self._stack is not None and is_compiled(self._stack.may_be_compiled)
+        modules = self.model.modules() if self._stack is None else self._stack.may_be_compiled
+        return is_compiled(modules)
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Within this context a compiled model runs as plain Python."""
         return uncompiled() if self.is_compiled else nullcontext()
+
+    def weights_now(self) -> Hashable:
+        """Changes when other weights or adapters are loaded; hashes nothing.
+
+        Raises :class:`UnsupportedModelError` for weights that are not visible as tensors.
+        """
+        found = fingerprint.loaded(self.model)
+        config = self.model.config
+        marks = self._digests.marks(found)
+        return marks, found.adapters, self.model.dtype, config._attn_implementation
 
     @property
     def identity(self) -> ModelIdentity:
@@ -261,6 +296,18 @@ class ModelAdapter:
                 input_ids=batch, position_ids=positions, past_key_values=cache, use_cache=True
             )
         return cache
+
+    @torch.inference_mode()
+    def _find_continuation(self) -> None:
+        """Measure whether the refused model can go on from a stored beginning."""
+        assert self.refusal is not None
+        try:
+            with uncompiled() if self.is_compiled else nullcontext():
+                self.continuation = Continuation(self.model, self.device)
+        except UnsupportedModelError as exc:
+            log.debug("no beginnings of prompts are reused: %s", exc)
+        else:
+            self.refusal = self.refusal.replace(USE_FULL, USE_PREFIX)
 
     @torch.inference_mode()
     def _probe(self) -> None:

@@ -24,6 +24,12 @@ from blendrag.store.kv import KVLayout, LayerShape, dtype_name
 from blendrag.store.tensor_bytes import DTYPES
 from blendrag.wording import condensed
 
+#: Ends the reasons why a model's KV cannot be moved. The second if it can go on from a stored beginning.
+USE_FULL = "use mode full"
+USE_PREFIX = f"{USE_FULL}, or prefix, which reuses system prompts and conversations"
+#: Types of layers, as configs name them, that keep a state instead of KV, or besides it.
+RUNNING_STATES = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
+
 # -- decoder layers ---------------------------------------------------------------------------------
 
 
@@ -77,10 +83,15 @@ def find_decoder(model: Any) -> Decoder:
         base = owner
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     if others := set(types) - {*LAYER_TYPES}:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {min(others)!r}; only full, sliding-window and chunked attention can "
-            "be blended; use mode full"
-        )
+        kind = min(others)
+        why = "but only full, sliding-window and chunked attention can be blended"
+        if others & RUNNING_STATES:
+            kind = min(others & RUNNING_STATES)
+            why = (
+                "which keep a running state of all tokens so far instead of KV for each token, so a chunk "
+                "cannot be reused at another place"
+            )
+        raise UnsupportedModelError(f"{name} has layers of type {kind!r}, {why}; {USE_FULL}")
     return Decoder(base, [unwrapped(layer) for layer in layers], config, types)
 
 

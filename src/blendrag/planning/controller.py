@@ -16,7 +16,15 @@ from blendrag.fusor.selection import Schedule, SelectionPolicy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.choice import Choice, choose
 from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate, PromptParts, StoredPart
-from blendrag.planning.plan import MODE_FULL, MissingKV, Plan, PlannedChunk, Reason, ReasonCode
+from blendrag.planning.plan import (
+    IN_MEMORY,
+    MODE_FULL,
+    MissingKV,
+    Plan,
+    PlannedChunk,
+    Reason,
+    ReasonCode,
+)
 from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, ResidentReader, WantedKV
 from blendrag.store.durable import readable_size
@@ -49,7 +57,6 @@ PROMPT_END = Reason(
     ReasonCode.PROMPT_END, "the prompt ends in the chunk, and its last tokens are always computed"
 )
 EXACT_PREFIX = Reason(ReasonCode.EXACT_PREFIX, "exact prefix match")
-IN_MEMORY = Reason(ReasonCode.EXACT_PREFIX, "part of an exact prefix in memory")
 
 #: Opens what is in memory of the longest exact prefix of these ids.
 Prefixes = Callable[[tuple[int, ...]], ResidentReader | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ class Reason(NamedTuple):
 
 
 MODE_FULL = Reason(ReasonCode.MODE, "mode full computes every token")
+IN_MEMORY = Reason(ReasonCode.EXACT_PREFIX, "part of an exact prefix in memory")
 
 
 class MissingKV(NamedTuple):
@@ -86,6 +87,16 @@ class Plan:
         """Load nothing."""
         chunks = tuple(PlannedChunk(segment, reason) for segment in prompt.chunks)
         return cls(prompt, chunks, make_policy("full"), Schedule("constant"), 1.0)
+
+    def behind(self, beginning: LoadedSpan | None) -> Plan:
+        """This plan, that loads nothing, behind a ``beginning`` in memory."""
+        if beginning is None:
+            return self
+        chunks = tuple(
+            chunk._replace(reason=IN_MEMORY) if chunk.segment.end <= beginning.end else chunk
+            for chunk in self.chunks
+        )
+        return replace(self, chunks=chunks, leading_span=beginning)
 
     @property
     def spans(self) -> tuple[LoadedSpan, ...]:

@@ -16,8 +16,9 @@ from blendrag.errors import is_out_of_memory
 from blendrag.store.kv import KVLayout
 
 BLOCK_TOKENS = 64
-#: Smallest slab, unless the limit leaves less.
+#: Smallest slab, unless that is more than a part of the limit, or the limit leaves less.
 SLAB_BYTES = 32 << 20
+SLAB_PARTS = 8
 
 
 def blocks_of(tokens: int) -> int:
@@ -63,12 +64,19 @@ class BlockPool:
     ) -> None:
         self.layout = layout
         self._device = device
-        self.block_bytes = layout.size_bytes(BLOCK_TOKENS)
-        self.limit = limit_bytes // self.block_bytes
-        """Most blocks."""
+        # without layers only the ids are kept
+        self.block_bytes = layout.size_bytes(BLOCK_TOKENS) or 8 * BLOCK_TOKENS
+        self.limit_bytes = limit_bytes
+        self.other_bytes = 0
+        """What of the limit is taken by something else than blocks."""
         self.used = 0
         """Blocks in runs."""
         self.slabs: list[Slab] = []
+
+    @property
+    def limit(self) -> int:
+        """Most blocks."""
+        return max(0, self.limit_bytes - self.other_bytes) // self.block_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -133,7 +141,8 @@ class BlockPool:
         room = self.limit - sum(slab.blocks for slab in self.slabs)
         if min(room, blocks) <= longest:
             return False
-        count = min(room, max(blocks, SLAB_BYTES // self.block_bytes))
+        slab_bytes = min(SLAB_BYTES, self.limit_bytes // SLAB_PARTS)
+        count = min(room, max(blocks, slab_bytes // self.block_bytes))
         layout, tokens = self.layout, count * BLOCK_TOKENS
         try:
             with torch.inference_mode(False):  # requests write to it in and outside inference mode

@@ -7,7 +7,11 @@ them, so each block belongs to one node. Prompts that part within a block each h
 A request joins with the longest beginning of its prompt that is there, and leaves by closing its reader. What
 no request uses is evicted, least recently used first.
 
-Only the KV of a plain prefill from position 0 may be inserted.
+Layers with a running state (:mod:`blendrag.model.continuation`) have no KV that a prompt could begin with: a
+tree with states keeps a copy of them at the end of what is inserted, and a prompt joins at the longest of its
+beginnings with a state. There the least recently used state is evicted, and nodes that lead to none.
+
+Only what a plain prefill from position 0, or decoding after it, computed may be inserted.
 """
 
 from __future__ import annotations
@@ -16,16 +20,33 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
+from typing import NamedTuple, Protocol
 
 import torch
 
+from blendrag.model.continuation import State
 from blendrag.serving.block_pool import BLOCK_TOKENS, BlockPool, Run, blocks_of
 from blendrag.serving.shared_attention import SharedChunk
 from blendrag.text.matches import common_prefix
 
 Ids = tuple[int, ...]
+
+
+class LayerRows(Protocol):
+    """``rows[:, :, start:end]`` is KV of a layer ``[2, Hkv, n, D]``."""
+
+    def __getitem__(self, at: tuple[slice, slice, slice], /) -> torch.Tensor: ...
+
+
 #: Of nodes, in all trees: a running request may still hold a node of the tree before the weights changed.
 _numbers = count()
+
+
+class KeptState(NamedTuple):
+    """What layers without KV hold after the tokens up to a place in a node."""
+
+    state: State
+    used_at: int
 
 
 @dataclass(eq=False)
@@ -43,6 +64,8 @@ class Node:
     used_at: int = 0
     children: dict[Ids, Node] = field(default_factory=dict)
     """By the ids of their first block."""
+    states: dict[int, KeptState] = field(default_factory=dict)
+    """By the number of tokens that they continue."""
 
     @property
     def end(self) -> int:
@@ -86,6 +109,9 @@ class PrefixReader:
     tier = "memory"
 
     def __init__(self, tree: PrefixTree, node: Node, tokens: int) -> None:
+        kept = node.states.get(tokens)
+        self.state = None if kept is None else kept.state
+        """What layers without KV hold after these tokens, in a tree with states."""
         self.key = f"{node.number:064x}"
         self.tokens = tokens
         self._tree = tree
@@ -119,13 +145,24 @@ class PrefixReader:
 class PrefixTree:
     """Exact prefixes of one model's prompts. Used on one thread."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, has_states: bool = False) -> None:
         self.pool = pool
+        self.has_states = has_states
         self._roots: dict[Hashable, Node] = {}
         self._clock = count(1)
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all KV and states."""
+        return self.pool.size_bytes + self.pool.other_bytes
+
     def match(self, family: Hashable, ids: Ids) -> int:
-        """How many tokens at the beginning of ``ids`` are there."""
+        """With how many tokens of ``ids`` a request would join."""
+        root = self._roots.get(family)
+        return self._joinable(root, ids)[1] if root else 0
+
+    def known(self, family: Hashable, ids: Ids) -> int:
+        """How many tokens at the beginning of ``ids`` are there, whether or not a state ends them."""
         root = self._roots.get(family)
         return self._found(root, ids)[1] if root else 0
 
@@ -134,10 +171,10 @@ class PrefixTree:
         root = self._roots.get(family)
         if root is None:
             return None
-        node, tokens = self._found(root, ids)
+        node, tokens = self._joinable(root, ids)
         if not tokens:
             return None
-        self._use(node)
+        self._use(node, tokens)
         self._hold(node)
         return PrefixReader(self, node, tokens)
 
@@ -146,9 +183,13 @@ class PrefixTree:
         for each in node.path():
             each.users -= 1
 
-    def insert(self, family: Hashable, ids: Ids, layers: Sequence[torch.Tensor]) -> int:
-        """Keep the KV of ``ids``, ``[2, Hkv, N, D]`` per layer. Returns how many of its tokens are there now:
-        fewer if there is no room, because what requests use is not evicted."""
+    def insert(
+        self, family: Hashable, ids: Ids, layers: Sequence[LayerRows], state: State | None = None
+    ) -> int:
+        """Keep the KV of ``ids``, ``[2, Hkv, N, D]`` per layer, and the ``state`` after them.
+
+        Returns how many of the tokens are there now: fewer if there is no room, because what requests use is
+        not evicted."""
         root = self._roots.get(family) or self._new_node(None, (), 0, None)
         node, at = self._found(root, ids)
         if at < len(ids):
@@ -156,19 +197,24 @@ class PrefixTree:
             at = self._append(node, ids, at, layers)
         while at < len(ids) and (child := self._grown(node, ids, at, layers)) is not None:
             node, at = child, child.end
-        self._use(node)
+        if state is not None and at == len(ids):
+            self._keep_state(node, at, state)
+        self._use(node, at)
         if root.children:
             self._roots[family] = root
-        return self._found(root, ids)[1]
+        if self.has_states:
+            self._drop_if_useless(family, node)
+        return self._joinable(root, ids)[1]
 
     def shrink(self, size_bytes: int) -> None:
-        """Drop what no request uses until the pool takes at most ``size_bytes``."""
-        while self.pool.size_bytes > size_bytes and self._evict_one():
+        """Drop what no request uses until at most ``size_bytes`` are kept."""
+        while self.size_bytes > size_bytes and self._evict_one():
             pass
 
     def check_integrity(self) -> None:
         """Every block is free or in one node, nodes and their keys are in order, users are counted."""
         runs = []
+        states: list[State] = []
         for root in self._roots.values():
             assert root.children
             assert root.parent is None
@@ -185,8 +231,13 @@ class PrefixTree:
                 assert not node.children or len(node.ids) % BLOCK_TOKENS == 0
                 assert node.users >= sum(child.users for child in node.children.values())
                 assert node.used_at >= max((c.used_at for c in node.children.values()), default=0)
-                assert node.chunk.tokens == len(node.ids)
+                assert not self.pool.layout.layers or node.chunk.tokens == len(node.ids)
+                assert all(node.start < at <= node.end for at in node.states)
+                if self.has_states:
+                    assert node.states or node.children or node.users
                 runs.append(node.run)
+                states += [kept.state for kept in node.states.values()]
+        assert self.pool.other_bytes == sum(state.size_bytes for state in states)
         self.pool.check_integrity(runs)
 
     # -- finding --------------------------------------------------------------------------------------
@@ -209,14 +260,34 @@ class PrefixTree:
             if shared < len(child.ids):
                 return node, at
 
+    def _joinable(self, root: Node, ids: Ids) -> tuple[Node, int]:
+        """The node in which the longest beginning ends that a request can join with, and its length."""
+        if not self.has_states:
+            return self._found(root, ids)
+        best, node, at, goes_on = (root, 0), root, 0, True
+        while goes_on:
+            block, goes_on, above = ids[at : at + BLOCK_TOKENS], False, node
+            for child in above.children.values():  # several may begin with the same part of a block
+                shared = common_prefix(child.key, block)
+                if shared == len(child.key):
+                    shared = common_prefix(child.ids, ids[at : at + len(child.ids)])
+                end = max((n for n in child.states if n <= child.start + shared), default=0)
+                best = max(best, (child, end), key=lambda found: found[1])
+                if shared == len(child.ids):
+                    node, goes_on = child, True
+            at = node.end
+        return best
+
     def _hold(self, node: Node) -> None:
         for each in node.path():
             each.users += 1
 
-    def _use(self, node: Node) -> None:
+    def _use(self, node: Node, tokens: int) -> None:
         now = next(self._clock)
         for each in node.path():
             each.used_at = now
+        if tokens in node.states:
+            node.states[tokens] = node.states[tokens]._replace(used_at=now)
 
     # -- changing -------------------------------------------------------------------------------------
 
@@ -239,11 +310,13 @@ class PrefixTree:
         first, rest = node.run.split(blocks)
         head = self._new_node(node.parent, node.ids[:tokens], node.start, first)
         head.users, head.used_at = node.users, node.used_at
+        head.states = {at: kept for at, kept in node.states.items() if at <= head.end}
+        node.states = {at: kept for at, kept in node.states.items() if at > head.end}
         node.become(node.ids[tokens:], node.start + tokens, rest)
         node.parent, head.children[node.key] = head, node
         return head, head.end
 
-    def _append(self, node: Node, ids: Ids, at: int, layers: Sequence[torch.Tensor]) -> int:
+    def _append(self, node: Node, ids: Ids, at: int, layers: Sequence[LayerRows]) -> int:
         """Fill the last block of a leaf, where ``ids`` go on at ``at``; returns how far."""
         if node.run is None or node.parent is None or not len(node.ids) % BLOCK_TOKENS:
             return at
@@ -254,9 +327,7 @@ class PrefixTree:
         node.parent.children[node.key] = node
         return end
 
-    def _grown(
-        self, parent: Node, ids: Ids, at: int, layers: Sequence[torch.Tensor]
-    ) -> Node | None:
+    def _grown(self, parent: Node, ids: Ids, at: int, layers: Sequence[LayerRows]) -> Node | None:
         """A new child for as many of ``ids`` from ``at`` on as a run has room for."""
         blocks = blocks_of(len(ids) - at)
         self._hold(parent)
@@ -270,27 +341,65 @@ class PrefixTree:
         self._write(run, 0, layers, at, end)
         return self._new_node(parent, ids[at:end], at, run)
 
-    def _write(
-        self, run: Run, to: int, layers: Sequence[torch.Tensor], start: int, end: int
-    ) -> None:
+    def _write(self, run: Run, to: int, layers: Sequence[LayerRows], start: int, end: int) -> None:
         for i, layer in enumerate(layers):
             run.view(i, to, to + end - start).copy_(layer[:, :, start:end])
 
+    def _keep_state(self, node: Node, at: int, state: State) -> None:
+        """Keep ``state`` after the first ``at`` tokens, which end in ``node``, if there is room for it."""
+        self._forget_state(node, at)
+        pool = self.pool
+        self._hold(node)
+        while pool.size_bytes + pool.other_bytes + state.size_bytes > pool.limit_bytes:
+            if not self._evict_one():
+                break
+        self.leave(node)
+        if pool.size_bytes + pool.other_bytes + state.size_bytes <= pool.limit_bytes:
+            pool.other_bytes += state.size_bytes
+            node.states[at] = KeptState(state, next(self._clock))
+
+    def _forget_state(self, node: Node, at: int) -> None:
+        if (kept := node.states.pop(at, None)) is not None:
+            self.pool.other_bytes -= kept.state.size_bytes
+
     def _evict_one(self) -> bool:
-        """Drop the leaf that was not used for the longest time; whether there was one that is not in use."""
-        leaves = [
-            (node.used_at, family, node)
+        """Drop what was not used for the longest time: a leaf, or a state; whether there was one that is not
+        in use."""
+        unused = [
+            (family, node)
             for family, root in self._roots.items()
             for node in root.below()
-            if not node.children and not node.users
+            if not node.users
         ]
-        if not leaves:
-            return False
-        _, family, leaf = min(leaves, key=lambda one: one[0])
+        if self.has_states:
+            states = [
+                (kept.used_at, at, family, node)
+                for family, node in unused
+                for at, kept in node.states.items()
+            ]
+            if states:
+                _, at, family, node = min(states, key=lambda one: one[0])
+                self._forget_state(node, at)
+                self._drop_if_useless(family, node)
+            return bool(states)
+        leaves = [(node.used_at, family, node) for family, node in unused if not node.children]
+        if leaves:
+            _, family, node = min(leaves, key=lambda one: one[0])
+            self._drop(family, node)
+        return bool(leaves)
+
+    def _drop_if_useless(self, family: Hashable, node: Node) -> None:
+        """Drop ``node``, and those above it, if no state is at its end or behind it."""
+        while node.parent is not None and not (node.states or node.children or node.users):
+            above = node.parent
+            self._drop(family, node)
+            node = above
+
+    def _drop(self, family: Hashable, leaf: Node) -> None:
         assert leaf.parent is not None
         assert leaf.run is not None
         del leaf.parent.children[leaf.key]
         self.pool.give(leaf.run)
-        if not self._roots[family].children:
+        root = self._roots.get(family)
+        if root is not None and not root.children:
             del self._roots[family]
-        return True

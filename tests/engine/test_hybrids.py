@@ -1,0 +1,357 @@
+"""Models with layers that keep a running state reuse system prompts and conversations exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import tiny
+from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.errors import RequestCancelled, UnsupportedModelError
+from blendrag.model import continuation
+from blendrag.model.continuation import Continuation
+
+pytestmark = pytest.mark.timeout(120)
+NEW_TOKENS = 6
+SYSTEM = "You answer questions about the company and its ships. " * 12
+FAMILIES = [name for name, (_, config, _) in tiny.HYBRIDS.items() if hasattr(transformers, config)]
+Messages = list[dict[str, str]]
+
+
+def words(engine: BlendEngine) -> dict[int, float]:
+    """A bias that lets the model answer in words only, which are the same tokens in the next prompt."""
+    said = (" company", " ships", " town", " built", " river", " works")
+    encode = engine.resources.tokens.tokenizer.encode
+    return {encode(word, add_special_tokens=False)[0]: 100.0 for word in said}
+
+
+def options(engine: BlendEngine, **changes: Any) -> Options:
+    given = {"mode": "prefix", "max_new_tokens": NEW_TOKENS, "logit_bias": words(engine), **changes}
+    return Options(**given)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[BlendEngine]:
+    with tiny.engine(tiny.family("qwen3_5", initializer_range=0.2), tmp_path / "store") as made:
+        yield made
+        assert_in_order(made)
+
+
+def assert_in_order(engine: BlendEngine) -> None:
+    tree = engine._prefixes._tree
+    if tree is not None:
+        tree.check_integrity()
+        assert not any(node.users for root in tree._roots.values() for node in root.below())
+
+
+@contextmanager
+def watched(engine: BlendEngine) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Rows of each forward of the model, and the logits of its last row."""
+    rows: list[int] = []
+    logits: list[torch.Tensor] = []
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        rows.append(kwargs["input_ids"].shape[1])
+        logits.append(out.logits[0, -1].float())
+
+    hook = engine.adapter.model.register_forward_hook(look, with_kwargs=True)
+    try:
+        yield rows, logits
+    finally:
+        hook.remove()
+
+
+def asked(engine: BlendEngine, messages: Messages, **changes: Any) -> tuple[Answer, int, float]:
+    """The answer, rows that the model computed for it, and the largest difference from stock logits."""
+    given = options(engine, **changes)
+    ids = torch.tensor([engine.segments(messages, given).ids])
+    with watched(engine) as (rows, ours):
+        answer = engine.generate(messages, given)
+    with torch.inference_mode():
+        stock = engine.adapter.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
+            output_logits=True, return_dict_in_generate=True, eos_token_id=None,
+            sequence_bias=[[[token], bias] for token, bias in words(engine).items()],
+        )  # fmt: skip
+    theirs = [step[0].float() for step in stock.logits]
+    decode = engine.resources.tokens.tokenizer.decode
+    assert answer.text == decode(stock.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+    pairs = zip(ours[-NEW_TOKENS:], theirs, strict=True)
+    return answer, sum(rows), max(tiny.difference(a, b) for a, b in pairs)
+
+
+def conversation(
+    engine: BlendEngine, turns: int = 5, system: str = SYSTEM, **changes: Any
+) -> list[tuple[Answer, int, float]]:
+    messages, found = [{"role": "system", "content": system}], []
+    for turn in range(turns):
+        question = f"Question {turn}: what did the company build in {1870 + turn}?"
+        messages.append({"role": "user", "content": question})
+        found.append(asked(engine, messages, **changes))
+        messages.append({"role": "assistant", "content": found[-1][0].text})
+    return found
+
+
+def tokens_of(turns: Sequence[tuple[Answer, int, float]]) -> int:
+    """Those of the last prompt and its answer; the last token of an answer is never computed."""
+    metrics = turns[-1][0].metrics
+    return metrics.prompt_tokens + metrics.new_tokens - 1
+
+
+def system_of(name: str) -> str:
+    """Long where tokens behind a state are computed one by one, which a short prompt is not worth."""
+    return SYSTEM * (4 if name in tiny.IN_STEPS else 1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_conversation_computes_each_token_once_and_answers_as_stock(name, tmp_path):
+    """Rows of the model are counted: this fails if a turn, or its answer, is computed again."""
+    with tiny.engine(tiny.family(name, initializer_range=0.2), tmp_path) as made:
+        turns = conversation(made, system=system_of(name))
+        assert_in_order(made)
+    assert sum(rows for _, rows, _ in turns) == tokens_of(turns)
+    assert (
+        max(differs for _, _, differs in turns) < 1e-4 * 12
+    )  # the largest logit of all is about 12
+    for answer, _, _ in turns[1:]:
+        assert answer.metrics.reused_tokens == answer.metrics.prefix_tokens > 180
+        assert answer.metrics.fresh_tokens < 45
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1", "nemotron_h"])
+def test_in_bfloat16_a_conversation_differs_by_noise_only(name, tmp_path):
+    model = tiny.family(name, initializer_range=0.2).bfloat16()
+    with tiny.engine(model, tmp_path) as made:
+        reused, largest = 0, 0.0
+        messages = [{"role": "system", "content": SYSTEM}]
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"What did it build in {1870 + turn}?"})
+            given = options(made)
+            ids = torch.tensor([made.segments(messages, given).ids])
+            with watched(made) as (_, ours):
+                answer = made.generate(messages, given)
+            theirs = tiny.stock(model, ids)[0, -1]
+            first = ours[-NEW_TOKENS]
+            largest = max(largest, tiny.difference(first, theirs) / float(theirs.abs().max()))
+            reused += answer.metrics.reused_tokens
+            messages.append({"role": "assistant", "content": answer.text})
+    assert reused > 300
+    assert largest < 6e-2
+
+
+def test_another_conversation_reuses_the_system_prompt(engine):
+    conversation(engine, 1)
+    other = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "Where is the town of Place?"},
+    ]
+    answer, rows, differs = asked(engine, other)
+    assert rows == answer.metrics.fresh_tokens + NEW_TOKENS - 1 < 40
+    assert differs < 1e-3
+
+
+def test_a_prompt_that_parts_from_an_earlier_one_leaves_a_state_there(engine):
+    """Nothing says where the common part of rendered prompts ends, until a second one comes."""
+    texts = [SYSTEM + f"Number {i} of the ships was built by whom? Answer:" for i in range(3)]
+    answers = [engine.generate(text, options(engine, apply_chat_template=False)) for text in texts]
+    reused = [answer.metrics.reused_tokens for answer in answers]
+    assert reused[:2] == [0, 0]
+    assert reused[2] > 150
+
+
+def test_a_state_that_is_disturbed_is_noticed(engine):
+    conversation(engine, 1)
+    tree = engine._prefixes._tree
+    for root in tree._roots.values():
+        for node in root.below():
+            for kept in node.states.values():
+                for layer in kept.state.cache.layers:
+                    for held in getattr(layer, "recurrent_states", {}).values():
+                        with torch.inference_mode():
+                            held += 3 * held.std() * torch.randn(held.shape)
+    other = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Where is it?"}]
+    ids = torch.tensor([engine.segments(other, options(engine)).ids])
+    with watched(engine) as (_, ours):
+        assert engine.generate(other, options(engine)).metrics.reused_tokens
+    assert tiny.difference(ours[-NEW_TOKENS], tiny.stock(engine.adapter.model, ids)[0, -1]) > 1e-2
+
+
+def test_a_state_is_a_copy_that_no_request_changes(engine):
+    first = conversation(engine, 3)
+    again = conversation(engine, 3)
+    assert [a.text for a, _, _ in first] == [a.text for a, _, _ in again]
+    assert max(differs for _, _, differs in again) < 1e-3
+    assert all(answer.metrics.fresh_tokens < 45 for answer, _, _ in again)
+
+
+@pytest.mark.parametrize(
+    "other", [{"tenant": "b"}, {"cache_salt": "pepper"}], ids=lambda each: next(iter(each))
+)
+def test_nothing_is_shared_between_tenants_or_salts(engine, other):
+    conversation(engine, 1, tenant="a")
+    (theirs,) = conversation(engine, 1, **other)
+    (own,) = conversation(engine, 1, tenant="a")
+    assert theirs[0].metrics.reused_tokens == 0 < own[0].metrics.reused_tokens
+
+
+def test_nothing_is_reused_after_the_weights_changed(engine):
+    conversation(engine, 1)
+    with torch.no_grad():
+        engine.adapter.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    (after,) = conversation(engine, 1)
+    assert after[0].metrics.reused_tokens == 0
+    assert after[2] < 1e-3
+
+
+def test_requests_of_several_callers_answer_as_alone(engine):
+    prompts = [
+        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"What is {i}?"}]
+        for i in range(4)
+    ]
+    full = [engine.generate(each, options(engine, mode="full")).text for each in prompts]
+    answers = engine.batch(prompts, options(engine))
+    assert [answer.text for answer in answers] == full
+    assert all(answer.metrics.reused_tokens for answer in answers[1:])
+
+
+def test_a_cancelled_request_leaves_what_was_complete(engine):
+    message = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is it?"}]
+    layers = list(engine.adapter.decoder_layers)
+    started: list[Any] = []
+    calls: list[int] = []
+
+    def cancel(module: Any, args: Any) -> None:
+        calls.append(1)
+        if len(calls) == len(layers) + 1:  # in the part behind the system prompt
+            started[0].stream.cancel()
+
+    hook = layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    hook.remove()
+    hooks = [layer.register_forward_pre_hook(cancel) for layer in layers]
+    started.append(engine._start(message, options(engine)))
+    with pytest.raises(RequestCancelled):
+        started[0].future.result(60)
+    for each in hooks:
+        each.remove()
+    assert len(calls) <= len(layers) + 2  # it stopped at the next layer
+    answer, _, differs = asked(engine, message)
+    assert 0 < answer.metrics.reused_tokens < answer.metrics.prompt_tokens - 3
+    assert differs < 1e-3
+
+
+@pytest.mark.parametrize(
+    "generate", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str
+)
+def test_beams_and_several_sequences_are_computed_in_full(engine, generate):
+    conversation(engine, 1)
+    message = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is it?"}]
+    ours = engine.generate(message, options(engine, generate_kwargs=generate))
+    full = engine.generate(message, options(engine, generate_kwargs=generate, mode="full"))
+    assert ours.texts == full.texts
+    assert ours.metrics.reused_tokens == 0
+
+
+def test_a_cache_that_the_generation_config_names_is_its_own(engine):
+    conversation(engine, 1)
+    message = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is it?"}]
+    full = engine.generate(message, options(engine, mode="full"))
+    engine.adapter.model.generation_config.cache_implementation = "dynamic"
+    answer = engine.generate(message, options(engine))
+    assert answer.text == full.text
+    assert answer.metrics.reused_tokens == 0
+
+
+def test_states_and_kv_stay_within_half_of_the_budget(tmp_path):
+    model = tiny.family("qwen3_5", initializer_range=0.2)
+    with tiny.engine(model, tmp_path) as made:
+        conversation(made, 1)
+        size = made._prefixes._tree.pool.other_bytes // 3
+        made._prefixes.close()
+        made._prefixes._limit_bytes = limit = 8 * size + 600_000
+        for number in range(6):
+            conversation(made, 2, system=f"{number} {SYSTEM}")
+            assert 0 < made._prefixes.size_bytes <= limit
+            assert_in_order(made)
+        (latest, _) = conversation(made, 2, system=f"5 {SYSTEM}")
+        assert latest[0].metrics.reused_tokens
+        made._prefixes.shrink(0)
+        assert made._prefixes.size_bytes == 0
+
+
+def test_chunks_are_computed_and_the_reason_is_said_in_plain_words(engine):
+    with tiny.refuses("running state of all tokens so far", UnsupportedModelError):
+        engine.ingest([tiny.document(0)])
+    assert "running state" in engine.verify().reason
+    text = tiny.prompt(engine, 0)
+    answer = engine.generate(text, options(engine))
+    assert answer.text == engine.generate(text, options(engine, mode="full")).text
+    assert {chunk.outcome for chunk in answer.metrics.chunks} == {"computed"}
+    assert all("running state" in chunk.reason for chunk in answer.metrics.chunks)
+    (note,) = (note for note in answer.metrics.notes if "running state" in note)
+    assert note.startswith("no chunk is reused: ")
+    assert tiny.one_sentence(note)
+    with tiny.refuses("use mode full, or prefix", UnsupportedModelError):
+        engine.generate(text, options(engine, mode="blend"))
+
+
+def test_chunks_in_an_exact_beginning_are_reused(engine):
+    with pytest.raises(UnsupportedModelError):
+        engine.ingest([tiny.document(0)])
+    texts = [tiny.prompt(engine, 0, ask=f"What is {i}?") for i in range(3)]
+    answers = [engine.generate(text, options(engine)) for text in texts]
+    last = answers[-1].metrics
+    assert {chunk.outcome for chunk in last.chunks} == {"exact"}
+    assert last.prefix_tokens + sum(chunk.tokens for chunk in last.chunks) == last.reused_tokens
+    assert answers[-1].text == engine.generate(texts[-1], options(engine, mode="full")).text
+
+
+def test_a_model_that_goes_on_wrongly_answers_in_mode_full_only(tmp_path, monkeypatch):
+    stock = Continuation.restore
+
+    def forgetting(self: Continuation, state: Any, kv: Any) -> Any:
+        cache = stock(self, state, kv)
+        for layer in cache.layers:
+            for held in getattr(layer, "recurrent_states", {}).values():
+                held.zero_()
+        return cache
+
+    monkeypatch.setattr(Continuation, "restore", forgetting)
+    adapter = tiny.adapter(tiny.family("qwen3_5", initializer_range=0.2))
+    assert adapter.continuation is None
+    assert (adapter.refusal or "").endswith("use mode full")
+    with tiny.engine(adapter.model, tmp_path) as made:
+        with pytest.raises(UnsupportedModelError, match=r"use mode full$"):
+            made.generate("What is it?", mode="prefix")
+        assert made.generate("What is it?", mode="full").metrics.new_tokens
+
+
+def test_the_check_refuses_what_it_cannot_see(monkeypatch):
+    monkeypatch.setattr(continuation, "_disturb", lambda tensor, size: None)
+    adapter = tiny.adapter(tiny.family("qwen3_5", initializer_range=0.2))
+    assert adapter.continuation is None
+
+
+@pytest.mark.parametrize("name", tiny.IN_STEPS)
+def test_tokens_behind_a_state_are_computed_one_by_one_only_if_they_are_few(name, tmp_path):
+    with tiny.engine(tiny.family(name, initializer_range=0.2), tmp_path) as made:
+        going = made.adapter.continuation
+        assert going.in_steps
+        assert going.is_worthwhile(960, 1000)
+        assert not going.is_worthwhile(500, 1000)
+        short = conversation(made, 2)
+    assert [answer.metrics.reused_tokens for answer, _, _ in short] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_models_whose_keys_cannot_be_moved_reuse_conversations_too(name, tmp_path):
+    with tiny.engine(tiny.family(name, initializer_range=0.2), tmp_path) as made:
+        turns = conversation(made, 3)
+        assert_in_order(made)
+    assert sum(rows for _, rows, _ in turns) == tokens_of(turns)
+    assert max(differs for _, _, differs in turns) < 1e-3
