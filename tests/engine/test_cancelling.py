@@ -22,6 +22,7 @@ from blendrag.engine.request import Rendered
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.frameworks.streaming import astream_pieces, stream_pieces
 from loops import BLOCKED_S
+from server.live import until
 
 LONG = "one two three four five six seven eight nine ten " * 100
 SHORT = "Yes, it is."
@@ -42,9 +43,9 @@ def assert_free(engine: BlendEngine) -> None:
     model = engine.adapter.model
     model.pause_s = 0.0
     assert engine.generate("short", Options(timeout_s=60)).text == SHORT
-    forwards = model.forwards
-    time.sleep(0.05)
-    assert model.forwards == forwards
+    engine.drain()
+    assert not engine.scheduler.waiting
+    assert not engine.scheduler.running
 
 
 @contextmanager
@@ -127,6 +128,9 @@ async def test_a_request_cancelled_in_the_queue_never_starts(engine):
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    while engine.scheduler.waiting:  # it leaves the queue while the other one talks
+        await asyncio.sleep(0.005)
+    assert not talking.pending.future.done()
     talking.close()
     await asyncio.to_thread(engine.drain)
     assert len(engine.adapter.model.prompts) == prompts
@@ -140,7 +144,8 @@ def test_a_loop_that_ends_during_a_stream_leaves_nothing_running(engine):
 
     keep: list[Any] = []
     asyncio.run(leave())
-    time.sleep(0.1)  # the worker still notifies the closed loop
+    after = len(keep[0].pending.stream.tokens) + 3
+    until(lambda: len(keep[0].pending.stream.tokens) > after)  # they are told to the closed loop
     keep.clear()
     gc.collect()
     assert_free(engine)

@@ -243,13 +243,6 @@ def test_a_request_may_ask_within_a_request(engine):
     assert {asks.answer for asks in asking} == {inner}
 
 
-def test_other_work_waits_until_no_request_runs(engine, tmp_path):
-    pieces = engine.stream(asked(engine, 0), Options(max_new_tokens=200, mode="full"))
-    next(pieces)
-    assert engine.scheduler.run(lambda: len(engine.scheduler.running)) == 1  # itself
-    assert pieces.answer.metrics.new_tokens == 200
-
-
 def test_requests_wait_for_memory(tmp_path: Path, monkeypatch, sizes):
     with tiny.engine(tiny.llama(), tmp_path) as engine:
         question = Options(max_new_tokens=30, mode="full")
@@ -262,21 +255,3 @@ def test_requests_wait_for_memory(tmp_path: Path, monkeypatch, sizes):
         engine.scheduler.budget.limit_bytes = int(limit)
         engine.batch(prompts, question)
         assert max(sizes) == 2
-
-
-def test_requests_that_are_over_leave_the_queue_and_hold_nobody_up(tmp_path: Path):
-    with tiny.engine(tiny.llama(), tmp_path) as engine:
-        engine.generate("What?", max_new_tokens=1)
-        limit = 1.5 * engine.adapter.layout.size_bytes(200)
-        engine.scheduler.budget.limit_bytes = int(limit)
-        running = engine.stream("What happened?", max_new_tokens=150, mode="full")
-        next(running)
-        large = [engine.stream(f"And in {i}?", max_new_tokens=150, mode="full") for i in range(20)]
-        small = engine.stream("And then?", max_new_tokens=1, mode="full")
-        for waiting in large[1:]:
-            waiting.close()
-        while len(engine.scheduler.waiting) > 2:  # the first that is large, and the small one
-            next(running)
-        large[0].close()
-        assert small.answer.metrics.new_tokens == 1
-        assert not running.pending.future.done()

@@ -145,7 +145,7 @@ def block_masked(model: Any, prompt: PlacedPrompt, answer: list[int]) -> torch.T
 
 
 def placed(made: BlendEngine, markup: str) -> PlacedPrompt:
-    return made._schemas["trip"].schema.place(parse_prompt(markup))
+    return made.schemas["trip"].schema.place(parse_prompt(markup))
 
 
 #: The last three have windows of 24 tokens.
@@ -348,10 +348,10 @@ def test_a_damaged_module_is_encoded_again(tmp_path):
     model = tiny.llama()
     with engine(model, tmp_path, ram_bytes=0) as made:
         made.encode_schema("trip")
-        stored = made._schemas.validity.namespace
+        stored = made.schemas.validity.namespace
         expected = made.generate(pml=pml(), max_new_tokens=4)
         for key in list(made.resources.store.keys(stored)):
-            if key != made._schemas.validity.probe_key(stored):
+            if key != made.schemas.validity.probe_key(stored):
                 tiny.damage(made, key)
         with watched(model) as seen:
             answer = made.generate(pml=pml(), max_new_tokens=4)
@@ -465,8 +465,8 @@ def test_a_model_that_cannot_be_placed_is_refused(tmp_path):
 
 def in_memory(made: BlendEngine, name: str) -> bool:
     """Whether the stored parts of a module are in the memory tier."""
-    block = made._schemas["trip"].schema._own[name].block
-    namespace = made._schemas.validity.namespace
+    block = made.schemas["trip"].schema._own[name].block
+    namespace = made.schemas.validity.namespace
     keys = [module_key(namespace, block.ids, block.positions, *each) for each in block.stretches]
     return all(made.resources.store.memory.contains(namespace, key) for key in keys)
 

@@ -98,7 +98,6 @@ class Scheduler:
         self._running: list[Coroutine] = []
         """The oldest first."""
         self._changed = threading.Condition()
-        self._one_step = threading.Lock()
         self._stepping: int | None = None
         """The thread that computes a step now."""
         self._is_held = False
@@ -206,13 +205,14 @@ class Scheduler:
     def held(self) -> Iterator[None]:
         """Within this context the scheduler's thread does nothing, and the caller may :meth:`step`, unless
         calls run that began on that thread. What begins here also ends here."""
-        self._is_held = True
-        with self._one_step:  # the one that is computed now ends first
-            began = self._running.copy()
+        with self._changed:
+            self._is_held = True
+            self._changed.wait_for(lambda: self._stepping is None)
+            may_step = not self._running
         try:
             yield
         finally:
-            while not began and self._running:
+            while may_step and self._running:
                 self.step()
             with self._changed:
                 self._is_held = False
@@ -254,6 +254,8 @@ class Scheduler:
             self.embedding.rest()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_held and (self._has_work or self.closed))
+            if self._has_work:
+                self._stepping = threading.get_ident()
             return self._has_work
 
     @property
@@ -262,23 +264,23 @@ class Scheduler:
 
     def step(self) -> None:
         """Begin a call, decode a token of each that runs, and run each until its next one."""
-        with self._one_step:
-            self._stepping = threading.get_ident()
-            try:
-                self._step()
-            finally:
+        self._stepping = threading.get_ident()
+        try:
+            begun = self._admit()
+            if begun is not None or self._running:
+                self.embedding.before_step()
+                was_over = begun is not None and begun.pending.is_over()
+                if begun is not None:
+                    self._resume(begun)
+                if not was_over:
+                    self._decode_for_all()
+        finally:
+            with self._changed:
                 self._stepping = None
+                self._changed.notify_all()
 
-    def _step(self) -> None:
-        begun = self._admit()
-        if begun is None and not self._running:
-            return
-        self.embedding.before_step()
-        if begun is not None:
-            was_over = begun.pending.is_over()
-            self._resume(begun)
-            if was_over:
-                return
+    def _decode_for_all(self) -> None:
+        """Decode a token of each call that has room for it, then go on with prefills that paused for that."""
         paused = [call for call in self._running if call.is_paused]
         self._stepped_at = began = self._clock()
         ready, failed = self.room.ready(self._running)
