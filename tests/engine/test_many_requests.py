@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -184,63 +183,6 @@ def test_a_request_that_fails_or_is_cancelled_does_not_disturb_the_others(engine
     with pytest.raises(RequestCancelled):
         _ = left.answer
     assert max(sizes) >= 4
-
-
-def test_a_joint_step_that_fails_is_decoded_one_by_one(engine, monkeypatch):
-    prompts = [asked(engine, i) for i in range(3)]
-    alone = [engine.generate(prompt, Options(max_new_tokens=9)).text for prompt in prompts]
-    tries: list[int] = []
-
-    def fail(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
-        if len(steps) == 1:
-            return stock(steps, pool)
-        tries.append(len(steps))
-        raise RuntimeError("no memory for all")
-
-    stock = scheduler.decoded_together
-    monkeypatch.setattr(scheduler, "decoded_together", fail)
-    together = engine.batch(prompts, Options(max_new_tokens=9))
-    assert [one.text for one in together] == alone
-    assert tries
-
-
-class Asks(LogitsProcessor):
-    """Asks another question at its third token."""
-
-    def __init__(self, engine: BlendEngine, prompt: Any) -> None:
-        self._ask = lambda: engine.generate(prompt, Options(max_new_tokens=4)).text
-        self.calls = 0
-        self.answer = ""
-
-    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        self.calls += 1
-        if self.calls == 3:
-            self.answer = self._ask()
-        return scores
-
-
-def test_a_request_may_ask_within_a_request(engine):
-    prompts = [asked(engine, i) for i in range(4)]
-    long, short = Options(max_new_tokens=12, ratio=0.2), Options(max_new_tokens=4)
-    alone = [engine.generate(prompt, long).text for prompt in prompts]
-    inner = engine.generate(prompts[3], short).text
-    asking = [Asks(engine, prompts[3]) for _ in prompts]
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(
-            pool.map(
-                lambda prompt, asks: (
-                    engine.generate(
-                        prompt,
-                        long,
-                        generate_kwargs={"logits_processor": LogitsProcessorList([asks])},
-                    ).text
-                ),
-                prompts,
-                asking,
-            )
-        )
-    assert answers == alone
-    assert {asks.answer for asks in asking} == {inner}
 
 
 def test_requests_wait_for_memory(tmp_path: Path, monkeypatch, sizes):

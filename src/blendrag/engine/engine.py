@@ -3,8 +3,8 @@
 The road of a request, from :meth:`Prompts.request` to :meth:`BlendEngine._answer`::
 
     Request   what was asked, rendered, tokenised, its chunks recognised     caller's thread
-    Plan      per chunk: exact, blend or compute, and why; ratio, schedule   worker
-    Fusion    state of the blended forward inside ``model.generate``         worker
+    Plan      per chunk: exact, blend or compute, and why; ratio, schedule   scheduler's thread
+    Fusion    state of the blended forward inside ``model.generate``         scheduler's thread
     Answer    text, metrics
 
 A :class:`~blendrag.serving.scheduler.Scheduler` keeps what waits and runs, and computes on one thread.
@@ -204,7 +204,7 @@ class BlendEngine:
         )
         #: What waits and runs on the model.
         self.scheduler = Scheduler(
-            KVBudget(self.settings.batch_bytes, self._kept_bytes),
+            KVBudget(self.settings.batch_bytes, lambda kept: self._prefixes.shrink(kept)),
             self.resources.embedding_turns,
             self.settings.max_running,
         )
@@ -505,11 +505,6 @@ class BlendEngine:
             work, joins, lambda: stream.done, share, request=request, stream=stream
         )
 
-    def _kept_bytes(self, most_bytes: int) -> int:
-        """Memory of exact prefixes, of which what no request uses is dropped down to ``most_bytes``."""
-        self._prefixes.shrink(most_bytes)
-        return self._prefixes.size_bytes
-
     def _span(
         self, options: Options, parent: Any, asked_at: float
     ) -> AbstractContextManager[tracing.Add]:
@@ -520,7 +515,7 @@ class BlendEngine:
         return tracing.span(f"{kind} {resources.model_name}", asked, parent, asked_at)
 
     def _answer(self, batch: RequestBatch, number: int) -> Answer:
-        """From a request over its plan and fusion to the answer, on the worker's thread.
+        """From a request over its plan and fusion to the answer, on the scheduler's thread.
 
         The model's lock is held throughout, so that one request sees one model. If a chunk's bytes fail
         verification, the request starts again without that chunk.

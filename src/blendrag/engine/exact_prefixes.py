@@ -93,10 +93,11 @@ class ExactPrefixes:
         """Memory of what is kept."""
         return self._tree.size_bytes if self._tree else 0
 
-    def shrink(self, size_bytes: int) -> None:
-        """Drop what no request uses until at most ``size_bytes`` are kept."""
+    def shrink(self, size_bytes: int) -> int:
+        """Drop what no request uses until at most ``size_bytes`` are kept; returns how many are."""
         if self._tree is not None:
             self._tree.shrink(max(0, size_bytes))
+        return self.size_bytes
 
     def close(self) -> None:
         """Drop everything."""

@@ -29,26 +29,17 @@ class Ticket:
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._runs = False
+        self.has_begun = False
         self.is_answered = False
 
     def begun(self) -> None:
-        """The first token came; later calls change nothing."""
-        if not self._runs:
-            self._runs = True
-            self._admission.waiting -= 1
-            self._admission.running += 1
+        """The first token came."""
+        self.has_begun = True
 
     def answered(self, metrics: RequestMetrics) -> None:
         """The answer is complete; a client may still leave before it has read it."""
         self.is_answered = True
         self._admission.note(metrics)
-
-    def leave(self) -> None:
-        if self._runs:
-            self._admission.running -= 1
-        else:
-            self._admission.waiting -= 1
 
 
 class Admission:
@@ -58,8 +49,7 @@ class Admission:
     def __init__(self, max_requests: int, scheduler: Scheduler) -> None:
         self.max_requests = max_requests
         self._scheduler = scheduler
-        self.waiting = 0
-        self.running = 0
+        self._open: set[Ticket] = set()
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         self.tokens = Counter(dict.fromkeys(("prompt", "reused", "recomputed", "generated"), 0))
         self.embedded = Counter(dict.fromkeys(("texts", "tokens"), 0))
@@ -67,14 +57,24 @@ class Admission:
         self.within_s = Counter(dict.fromkeys(TTFT_BUCKETS_S, 0))
         """Answered requests by times to first token that they did not exceed."""
 
+    @property
+    def running(self) -> int:
+        """Requests with a first token."""
+        return sum(ticket.has_begun for ticket in self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without one."""
+        return len(self._open) - self.running
+
     @contextmanager
     def ticket(self) -> Iterator[Ticket]:
         """Let one request in and count how it ends. Raises :class:`Refusal` 429 if there are too many."""
-        if self.waiting + self.running >= self.max_requests:
+        if len(self._open) >= self.max_requests:
             self.outcomes[REJECTED] += 1
             raise self.overload()
-        self.waiting += 1
         ticket = Ticket(self)
+        self._open.add(ticket)
         outcome = ANSWERED
         try:
             yield ticket
@@ -82,7 +82,7 @@ class Admission:
             outcome = ANSWERED if ticket.is_answered else _outcome_of(exc)
             raise
         finally:
-            ticket.leave()
+            self._open.remove(ticket)
             self.outcomes[outcome] += 1
 
     def overload(self) -> Refusal:

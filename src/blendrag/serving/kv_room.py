@@ -89,7 +89,11 @@ class KVRoom:
             if not newer:
                 return False
             try:
-                self._put_aside(newer[-1])
+                kv, share = newer[-1].kv, newer[-1].share
+                assert kv is not None
+                assert share is not None
+                self.pool_of(call).put_aside(kv)
+                share.is_aside = True
             except Exception as exc:  # no place for it, such as a full disk: it stays
                 log.warning("the KV of a request could not be put aside: %s", exc)
             newer.pop()
@@ -110,9 +114,3 @@ class KVRoom:
             if kv.running is None and kv.cache.is_part:
                 share.pinned_tokens = before
             self.pool_of(call).reserve(kv, left)
-
-    def _put_aside(self, call: Coroutine) -> None:
-        assert call.kv is not None
-        assert call.share is not None
-        self.pool_of(call).put_aside(call.kv)
-        call.share.is_aside = True

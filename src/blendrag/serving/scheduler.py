@@ -59,7 +59,6 @@ class Pending(Generic[T]):
     share: Callable[[], KVShare] | None = None
     """The memory that a request needs; ``None`` for work that keeps no KV."""
     future: Future[T] = field(default_factory=Future)
-    submitted_at: float = field(default=0.0, init=False)
 
     def settle(self) -> None:
         """Run the call. Raises nothing."""
@@ -102,9 +101,9 @@ class Scheduler:
         """The thread that computes a step now."""
         self._is_held = False
         self.turn_s = 0.0
-        """How long the first request that waits usually does, from the beginning of the one before it."""
-        self._begun_at = 0.0
-        """When a request last began."""
+        """How long the next request usually waits after the one before it has begun."""
+        self._turn_at = 0.0
+        """When the next one became the next."""
         self._submitted_at = 0.0
         """When there was something to do after there was nothing."""
         self._steps_s = 0.0, 0.0
@@ -139,8 +138,8 @@ class Scheduler:
             now = self._clock()
             if not (self._waiting or self._running):
                 self._submitted_at = now
-            for pending in calls:
-                pending.submitted_at = now
+            if not self._waiting:
+                self._turn_at = now
             (self._background if background else self._waiting).extend(calls)
             self._changed.notify_all()
 
@@ -286,7 +285,9 @@ class Scheduler:
         ready, failed = self.room.ready(self._running)
         for call, why in failed.items():
             self._resume(call, why)
-        outputs = self._decode(ready)
+        steps = {call: call.step for call in ready if call.step is not None}
+        is_joint = len(steps) > 1 or any(step.kv.running for step in steps.values())
+        outputs = self._decoded(steps) if is_joint else {}
         for call in ready:
             self._resume(call, outputs.get(call))
         self._stepped_at = self._clock()
@@ -318,16 +319,12 @@ class Scheduler:
                 if pending in queue:  # closing clears background calls; no other thread takes any
                     queue.remove(pending)
                     self._running.append(Coroutine(self, pending))
-                    self._note_begun(pending)
+                    if queue is self._waiting:
+                        now = self._clock()
+                        self.turn_s += LATEST_TURN * (now - self._turn_at - self.turn_s)
+                        self._turn_at = now
                     return self._running[-1]
         return None
-
-    def _note_begun(self, pending: Pending[Any]) -> None:
-        if pending.share is not None:
-            now = self._clock()
-            waited_s = now - max(pending.submitted_at, self._begun_at)
-            self.turn_s += LATEST_TURN * (waited_s - self.turn_s)
-            self._begun_at = now
 
     def _may_join(self, pending: Pending[Any]) -> bool:
         """Whether it may begin while others run: a request also needs memory for its KV."""
@@ -343,13 +340,6 @@ class Scheduler:
         if call.dead:
             with self._changed:
                 self._running.remove(call)
-
-    def _decode(self, calls: Sequence[Coroutine]) -> dict[Coroutine, Any]:
-        """The next output of each of ``calls`` that is computed jointly."""
-        steps = {call: call.step for call in calls if call.step is not None}
-        if len(steps) > 1 or any(step.kv.running for step in steps.values()):
-            return self._decoded(steps)
-        return {}
 
     def _decoded(self, steps: dict[Coroutine, DecodeStep]) -> dict[Coroutine, Any]:
         """The output of each step that was computed, or its error if it cannot be computed alone."""

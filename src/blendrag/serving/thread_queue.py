@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from blendrag.corpus.embedding_turns import Check
 from blendrag.errors import NoThreadError, RequestCancelled, starting_thread
@@ -62,7 +62,6 @@ class ThreadQueue:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue ``call``, to be run in the caller's context. Raises :class:`NoThreadError`."""
-        job = _Job(self, call)
         with self._lock:
             if self._pool is None or self._pid != os.getpid():  # a fork has none of its threads
                 self._pool = ThreadPoolExecutor(self._threads, f"blendrag-{self.name}")
@@ -71,16 +70,30 @@ class ThreadQueue:
                 self._moved_at = self._clock()
             self._waiting += 1
             pool = self._pool
+        calls, context = [call], copy_context()  # with the caller's span
+
+        def work() -> T:
+            if not calls:
+                raise NoThreadError
+            self._count(waiting=-1, running=1)
+            try:
+                return context.run(calls.pop())
+            finally:
+                self._count(running=-1)
+
+        def forget_if_cancelled(future: Future[T]) -> None:
+            if future.cancelled():  # the pool keeps it until a thread is free
+                calls.clear()
+                self._count(waiting=-1)
+
         try:
             with starting_thread():
-                future: Future[T] = pool.submit(job)
+                future = pool.submit(work)
         except BaseException:
-            job.call = (
-                None  # the pool keeps a call that found no thread and gives it to the next one
-            )
+            calls.clear()  # the pool keeps one that found no thread and gives it to the next one
             self._count(waiting=-1)
             raise
-        future.add_done_callback(job.forget_if_cancelled)
+        future.add_done_callback(forget_if_cancelled)
         return future
 
     async def run(self, call: Callable[[Check], T], begun: Callable[[], None] | None = None) -> T:
@@ -115,26 +128,3 @@ class ThreadQueue:
             self._waiting += waiting
             self._running += running
             self._moved_at = self._clock()
-
-
-class _Job:
-    def __init__(self, queue: ThreadQueue, call: Callable[[], Any]) -> None:
-        self._queue = queue
-        self._context = copy_context()  # with the caller's span
-        self.call: Callable[[], Any] | None = call
-
-    def __call__(self) -> Any:
-        call, self.call = self.call, None
-        if call is None:
-            raise NoThreadError
-        self._queue._count(waiting=-1, running=1)
-        try:
-            return self._context.run(call)
-        finally:
-            self._queue._count(running=-1)
-
-    def forget_if_cancelled(self, future: Future[Any]) -> None:
-        """The pool keeps it until a thread is free; what it would have worked on is dropped now."""
-        if future.cancelled():
-            self.call = None
-            self._queue._count(waiting=-1)
