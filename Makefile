@@ -47,8 +47,8 @@ ifneq ($(DEMO_MODEL),embedded)
 endif
 	@$(BIN)/blendrag demo $(if $(filter embedded,$(DEMO_MODEL)),--model embedded)
 
-check: lint ## lint and the fast tests of the package, before every commit
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests
+check: lint ## lint and the fast tests of blendrag and blendrag-ray, before every commit
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests integrations/blendrag-ray/tests
 
 # mypy takes one core for half a minute, so lint and tests run at the same time.
 test: $(READY) ## everything: lint and all tests
@@ -83,7 +83,7 @@ test-oldest test-newest: test-%: integrations/%.txt
 test-nightly: ## everything with the newest releases of all packages
 	$(PYTHON) -m venv .venv-nightly
 	.venv-nightly/bin/python -m pip install --quiet --upgrade torch $(TORCH_ARGS)
-	.venv-nightly/bin/python -m pip install --quiet --upgrade -e '.[dev]' $(INTEGRATIONS:%=-e %)
+	.venv-nightly/bin/python -m pip install --quiet --upgrade -e '.[dev]' -e lab $(INTEGRATIONS:%=-e %)
 	.venv-nightly/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Each bench writes build/bench/NAME.json, completely or not at all; docs/performance.md is made from them.

@@ -35,7 +35,11 @@ PAGES = {
         "integrations/llama-index-llms-blendrag/README.md",
     )
 }
-PYPROJECTS = [ROOT / "pyproject.toml", *ROOT.glob("integrations/*/pyproject.toml")]
+PYPROJECTS = [
+    ROOT / "pyproject.toml",
+    ROOT / "lab/pyproject.toml",
+    *ROOT.glob("integrations/*/pyproject.toml"),
+]
 #: The benchmark of README.md takes minutes.
 SMALLER = {"qwen2.5-0.5b": "tiny", "--chunk-tokens 512": "--chunk-tokens 32"}
 

@@ -1,4 +1,4 @@
-"""The wheels: every package builds, with its licence; the main one has the demo's model and texts."""
+"""The wheels: every package builds, with its licence and nothing else's; blendrag has what the demo needs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from blendrag.chat.formats import ORDER
 from blendrag.demo import demo_corpus_path, demo_questions, handbook_path
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECTS = [
-    ROOT,
-    ROOT / "lab",
-    *sorted(p.parent for p in ROOT.glob("integrations/*/pyproject.toml")),
-]
+#: Projects → what their wheels install.
+PROJECTS = {
+    ROOT: "blendrag",
+    ROOT / "lab": "blendrag_lab",
+    ROOT / "integrations/blendrag-ray": "blendrag_ray",
+    ROOT / "integrations/langchain-blendrag": "langchain_blendrag",
+    ROOT / "integrations/llama-index-llms-blendrag": "llama_index",
+}
 LARGEST_WEIGHTS_BYTES = 8 * 10**6
 pytestmark = pytest.mark.slow
 
@@ -40,7 +43,9 @@ def test_wheels_have_their_licence_and_what_the_demo_needs(wheel):
     sizes = {info.filename: info.file_size for info in archive.infolist()}
     assert any(name.endswith("licenses/LICENSE") for name in sizes)
     assert any(name.endswith("py.typed") for name in sizes)
-    assert not any("__pycache__" in name or name.startswith("tests") for name in sizes)
+    (package,) = {name.split("/")[0] for name in sizes if ".dist-info/" not in name}
+    assert package == PROJECTS[project]
+    assert not any("__pycache__" in name for name in sizes)
     if project != ROOT:
         return
     documents = {f"blendrag/demo/corpus/{path.name}" for path in demo_corpus_path().glob("*.txt")}
