@@ -13,7 +13,7 @@ import torch
 
 from blendrag.model import ModelAdapter
 from blendrag.planning.profile import Curve, Profile, Tier, conditions_of
-from blendrag.serving import turns
+from blendrag.serving import scheduler
 from blendrag_lab.bench import auto
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.rounds import silent
@@ -49,13 +49,13 @@ COMMANDS = {
 def joint_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets the number of requests of each joint step."""
     sizes: list[int] = []
-    stock = turns.decoded_together
+    stock = scheduler.decoded_together
 
     def counted(steps: Any, pool: Any) -> Any:
         sizes.append(len(steps))
         return stock(steps, pool)
 
-    monkeypatch.setattr(turns, "decoded_together", counted)
+    monkeypatch.setattr(scheduler, "decoded_together", counted)
     return sizes
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from blendrag.serving import turns
+from blendrag.serving import scheduler
 from blendrag_lab.bench.serve import ARRIVING_BASELINE, BASELINE, LOOP_BASELINE, doubling_rate
 from cli.commands import refused
 from lab.tests.bench.small import joint_steps, measured
@@ -19,7 +19,7 @@ SMALL = (
 
 def steps_after_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets the number of requests of each joint step, of which none runs during a prefill."""
-    monkeypatch.setattr(turns, "PREFILL_PER_STEP", math.inf)
+    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
     return joint_steps(monkeypatch)
 
 
