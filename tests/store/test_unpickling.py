@@ -87,7 +87,7 @@ def test_a_test_that_swallows_what_the_trap_raised_fails(pytester, monkeypatch):
             assert pickle.loads(pickle.dumps(1)) == 1
         """
     )
-    pytester.makeconftest((TESTS / "conftest.py").read_text())
+    pytester.makeconftest((TESTS.parent / "conftest.py").read_text())
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=2, errors=1)

@@ -385,3 +385,23 @@ def test_the_digest_changes_with_text_title_and_metadata_only() -> None:
     )
     others = [replace(base, **change) for change in changes]
     assert len({digest_of(document) for document in [base, *others]}) == 5
+
+
+def test_a_scan_for_the_first_files_does_not_walk_through_all(tmp_path, monkeypatch):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_text("A text.")
+    walked = []
+    real = os.walk
+
+    def walk(top, **options):
+        for found in real(top, **options):
+            walked.append(found[0])
+            yield found
+
+    monkeypatch.setattr(os, "walk", walk)
+    assert scan_inputs([tmp_path], most=1).files == [tmp_path / "a" / "text.txt"]
+    assert walked == [str(tmp_path), str(tmp_path / "a")]
+    assert scan_inputs([tmp_path / "b", tmp_path / "a"], most=1).files == [tmp_path / "b/text.txt"]
+    with pytest.raises(InvalidInputError, match="does not exist"):
+        scan_inputs([tmp_path, tmp_path / "missing"], most=1)

@@ -131,7 +131,7 @@ def _require_documents(paths: list[Path], patterns: Patterns) -> None:
     """Refuse missing paths and an empty corpus before the model is loaded."""
     from blendrag.text.readers import scan_inputs
 
-    found = scan_inputs(paths, patterns)
+    found = scan_inputs(paths, patterns, most=1)
     if not found.files:
         skipped = "; ".join(f"{len(files)} skipped: {why}" for why, files in found.skipped.items())
         raise InvalidInputError(

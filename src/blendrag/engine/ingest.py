@@ -255,7 +255,8 @@ class IngestRun:
     ) -> bool:
         """Store the KV of a chunk unless it has some by now; returns whether it had none."""
         try:
-            if self._report.refused or not self._writer.missing([chunk]):
+            # another process, or this document with an equal chunk, may have stored it meanwhile
+            if self._report.refused or not self._writer.missing([chunk], ask_remote=False):
                 return False
             if not self._announced:
                 self._announce_size(chunks, size_bytes)

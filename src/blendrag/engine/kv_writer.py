@@ -86,10 +86,11 @@ class KVWriter:
             self._computed(lambda: resources.kv_validity.renew(namespace))
         return namespace
 
-    def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def missing(self, chunks: Sequence[Chunk], ask_remote: bool = True) -> list[Chunk]:
         """Those of ``chunks`` without stored KV; the others are pinned."""
         keys = [self.key_of(chunk) for chunk in chunks]
-        found = self._resources.store.where(self.namespace, keys, durable=True).keys()
+        store = self._resources.store
+        found = store.where(self.namespace, keys, durable=True, ask_remote=ask_remote).keys()
         for key in found:
             self._pins.protect(self.namespace, key)
         self.stored |= found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,8 +50,8 @@ from blendrag.schema.markup import did_you_mean, parse_prompt, parse_schema
 from blendrag.schema.nodes import Schema
 from blendrag.serving.coroutine import pausing
 from blendrag.serving.scheduler import Pending, Scheduler
-from blendrag.store import KVReader, regular_files
-from blendrag.store.base import ForeignKVError
+from blendrag.store import regular_files
+from blendrag.store.base import ForeignKVError, KVReader, WantedKV
 from blendrag.store.identity import NATIVE_ENCODING, module_key
 from blendrag.store.records import Records
 from blendrag.text.prompt import Segment, SegmentedPrompt
@@ -363,17 +363,14 @@ class Schemas:
         if placed.schema in self._added:
             self._collect(namespace, self._added[placed.schema].schema)
         usable = self.validity.is_valid(namespace)
-        layout = self.model.layout.encoded(self._resources.manifest.encoding)
         stretches = [part for part in placed.parts if isinstance(part, CachedStretch)]
+        stored = self._open(namespace, stretches, avoid) if usable else {}
         readers: list[KVReader] = []
         encoded: dict[Block, dict[tuple[int, int], HeldKV]] = {}
         is_new: list[bool] = []
         try:
-            for part in stretches:
-                key = _key(namespace, part.block, part.start, part.end)
-                reader = None
-                if usable and key not in avoid and part.block not in encoded:
-                    reader = self._resources.store.open(namespace, key, layout, len(part.ids))
+            for at, part in enumerate(stretches):
+                reader = None if part.block in encoded else stored.pop(at, None)
                 if reader is None and part.block not in encoded:
                     check()
                     with before_layers(self.model.decoder.layers, pausing(check)):
@@ -385,6 +382,9 @@ class Schemas:
             for reader in readers:
                 reader.close()
             raise
+        finally:
+            for reader in stored.values():  # of modules that were encoded
+                reader.close()
         loaded = {span.reader: span for span in prompt.spans}
         for reader in readers:
             if reader not in loaded:  # of the last token alone, which is computed
@@ -402,6 +402,21 @@ class Schemas:
             notes = (f"{modules} had no KV in the store, encoded for this request",)
         plan = Plan(segments, chunks, make_policy("reuse"), Schedule("constant"), 0.0, notes=notes)
         return plan, prompt
+
+    def _open(
+        self, namespace: str, stretches: Sequence[CachedStretch], avoid: Collection[str]
+    ) -> dict[int, KVReader]:
+        """Readers of what is stored of ``stretches``, by number."""
+        keys = [_key(namespace, part.block, part.start, part.end) for part in stretches]
+        wanted = {
+            at: WantedKV(namespace, key, len(part.ids))
+            for at, (key, part) in enumerate(zip(keys, stretches, strict=True))
+            if key not in avoid
+        }
+        layout = self.model.layout.encoded(self._resources.manifest.encoding)
+        readers = self._resources.store.open_all([*wanted.values()], layout)
+        found = zip(wanted, readers, strict=True)
+        return {at: reader for at, reader in found if reader is not None}
 
 
 def _key(namespace: str, block: Block, start: int, end: int) -> str:

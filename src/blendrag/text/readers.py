@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,8 +102,10 @@ class Patterns(NamedTuple):
 ALL = Patterns()
 
 
-def scan_inputs(paths: Sequence[Path], patterns: Patterns = ALL) -> Inputs:
+def scan_inputs(paths: Sequence[Path], patterns: Patterns = ALL, most: int = sys.maxsize) -> Inputs:
     """The files named, and the documents below the directories named (recursive, sorted).
+
+    ``most``: no further directory is searched once there are so many files.
 
     Skips KV stores, and does not follow links to directories, out of the directory, or to files left out of
     it. A file named explicitly is always returned: reading it then reports why it cannot be read. Raises
@@ -121,11 +124,13 @@ def scan_inputs(paths: Sequence[Path], patterns: Patterns = ALL) -> Inputs:
                 "the directories above it, or leave it out"
             ) from exc
         if is_directory:
-            for found in _files_below(path, include, exclude):
+            for found in _files_below(path, include, exclude) if len(files) < most else ():
                 if why := _leads_away(found, path, exclude) or _why_skipped(found):
                     skipped[found] = why
                 else:
                     files[found] = None
+                    if len(files) >= most:
+                        break
         elif exists:
             files[path] = None
         else:
