@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import pytest
 
 import tiny
 from blendrag.engine import BlendEngine, exact_prefixes
+from blendrag.serving.chunk_pool import ChunkPool, RequestKV
+from blendrag.serving.shared_attention import RunningKV
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +33,32 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
             made.generate(tiny.prompt(made, 3))
             made.drain()
         yield made
+
+
+class Move(NamedTuple):
+    """A request whose KV moved from its cache to a pool, to share chunks there."""
+
+    pool: ChunkPool
+    running: RunningKV
+    tokens: int
+    """Of its cache before."""
+    own: int
+    """Tokens that it keeps to itself."""
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[Move]:
+    """Every such move, in order."""
+    moves: list[Move] = []
+    share = ChunkPool.share
+
+    def watched(pool: ChunkPool, requests: Sequence[RequestKV]) -> None:
+        alone = [(one, one.cache.get_seq_length()) for one in requests if one.running is None]
+        share(pool, requests)
+        for one, tokens in alone:
+            if one.running is not None:
+                assert not one.cache.get_seq_length()
+                moves.append(Move(pool, one.running, tokens, len(one.running.positions)))
+
+    monkeypatch.setattr(ChunkPool, "share", watched)
+    return moves

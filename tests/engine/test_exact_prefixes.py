@@ -15,7 +15,6 @@ from blendrag.engine import Answer, AnswerIterator, BlendEngine, Options, exact_
 from blendrag.errors import BlendragError, RequestCancelled
 from blendrag.fusor import Fusor
 from blendrag.planning.plan import IN_MEMORY
-from blendrag.serving.chunk_pool import ChunkPool
 from blendrag.serving.prefix_tree import PrefixTree
 
 pytestmark = pytest.mark.timeout(120)
@@ -133,7 +132,7 @@ def test_few_requests_are_blended_as_before(engine):
         answers = together(engine, prompts(engine, count))
         assert not any(notes(answer) for answer in answers)
         assert not any(in_memory(answer) for answer in answers)
-    assert not engine._prefixes.size_bytes
+    assert not engine.scheduler.budget.kept_bytes
 
 
 def test_two_requests_share_what_each_would_compute_in_full(engine):
@@ -199,7 +198,7 @@ def test_weights_that_change_during_the_prefill(engine, monkeypatch):
 
     monkeypatch.setattr(Fusor, "prefill", changing)
     together(engine, prompts(engine))
-    assert not engine._prefixes.size_bytes
+    assert not engine.scheduler.budget.kept_bytes
 
 
 def during_the_prefill(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
@@ -246,7 +245,7 @@ def test_the_prefill_ends_when_nobody_waits_for_it(engine, monkeypatch):
     for pieces in started:
         assert isinstance(pieces.pending.future.exception(60), BlendragError)
     assert reached == [0, 1]
-    assert not engine._prefixes.size_bytes
+    assert not engine.scheduler.budget.kept_bytes
 
 
 def test_a_prefill_that_fails_is_not_tried_again(engine, monkeypatch):
@@ -279,11 +278,11 @@ def test_only_the_newest_failures_are_remembered(engine, monkeypatch, tmp_path):
 
 def test_what_nobody_uses_makes_room_for_running_requests(engine):
     together(engine, prompts(engine))
-    assert engine._prefixes.size_bytes
+    assert engine.scheduler.budget.kept_bytes
     needed = engine.adapter.layout.size_bytes(len(engine.segments(prompts(engine)[0]).ids) + 7)
     engine.scheduler.budget.limit_bytes = 2 * needed
     engine.batch(prompts(engine, 2), Options(mode="full", max_new_tokens=6))
-    assert not engine._prefixes.size_bytes
+    assert not engine.scheduler.budget.kept_bytes
 
 
 def test_a_beginning_that_does_not_fit_is_not_computed(engine, monkeypatch):
@@ -291,30 +290,19 @@ def test_a_beginning_that_does_not_fit_is_not_computed(engine, monkeypatch):
     assert not any(notes(answer) for answer in together(engine, prompts(engine)))
 
 
-def test_running_requests_attend_to_the_tree_without_copies(engine, monkeypatch):
-    held: list[Any] = []
-    stock = ChunkPool._moved
-
-    def watched(pool: ChunkPool, request: Any, holders: Any) -> Any:
-        tokens = request.cache.get_seq_length()
-        running = stock(pool, request, holders)
-        held.append((running, tokens))
-        tree = engine._prefixes._tree
-        assert isinstance(tree, PrefixTree)
-        (slab,) = tree.pool.slabs
-        for one in running.held:
-            assert one.at == one.chunk.start
-            own, pooled = one.chunk.layers[0], slab.layers[0]
-            assert own.untyped_storage().data_ptr() == pooled.untyped_storage().data_ptr()
-        return running
-
+def test_running_requests_attend_to_the_tree_without_copies(engine, moves):
     asked = prompts(engine)
     exact = [full(engine, text) for text in asked]
-    monkeypatch.setattr(ChunkPool, "_moved", watched)
     assert [answer.text for answer in engine.batch(asked, BLEND)] == exact
-    assert len(held) == MANY
-    assert len({one.chunk for running, _ in held for one in running.held}) == 1
-    assert sum(len(r.positions) for r, _ in held) < 0.2 * sum(length for _, length in held)
+    assert len(moves) == MANY
+    tree = engine._prefixes._tree
+    assert isinstance(tree, PrefixTree)
+    (slab,) = tree.pool.slabs
+    (chunk,) = {one.chunk for move in moves for one in move.running.held}
+    own, pooled = chunk.layers[0], slab.layers[0]
+    assert own.untyped_storage().data_ptr() == pooled.untyped_storage().data_ptr()
+    assert all(one.at == chunk.start for move in moves for one in move.running.held)
+    assert sum(move.own for move in moves) < 0.2 * sum(move.tokens for move in moves)
 
 
 def test_a_conversation_before_the_chunks_is_computed_once(engine):
@@ -337,4 +325,4 @@ def test_a_conversation_before_the_chunks_is_computed_once(engine):
         assert tiny.difference(ours, theirs) < 1e-4
     engine._prefixes.close()
     engine.generate(asked(1), Options(mode="full"))
-    assert not engine._prefixes.size_bytes
+    assert not engine.scheduler.budget.kept_bytes

@@ -95,27 +95,15 @@ class Fails(LogitsProcessor):
 
 
 @pytest.mark.parametrize("mode", ["blend", "reuse"])
-def test_requests_share_chunks_at_different_positions(engine, monkeypatch, mode):
+def test_requests_share_chunks_at_different_positions(engine, moves, mode):
     """Each keeps only its own tokens; a chunk is in memory once, and gone with the last request."""
-    moved: list[Any] = []
-    stock = ChunkPool._moved
-
-    def watched(pool: ChunkPool, request: Any, holders: Any) -> Any:
-        tokens = request.cache.get_seq_length()
-        running = stock(pool, request, holders)
-        if running is not None:
-            moved.append((pool, tokens, running, len(running.positions)))
-            assert not request.cache.get_seq_length()
-        return running
-
     prompts = [tiny.prompt(engine, i, (i + 1) % 4, (i + 2) % 4) for i in range(4)]
     asked = Options(mode=mode, ratio=0.2 if mode == "blend" else None, max_new_tokens=12)
     alone = [engine.generate(prompt, asked).text for prompt in prompts]
-    assert not moved
-    monkeypatch.setattr(ChunkPool, "_moved", watched)
+    assert not moves
     assert [answer.text for answer in engine.batch(prompts, asked)] == alone
-    pools, lengths, requests, own = zip(*moved, strict=True)
-    assert len(moved) == 4
+    pools, requests, lengths, own = zip(*moves, strict=True)
+    assert len(moves) == 4
     assert len(set(pools)) == 1
     assert sum(own) < (0.35 if mode == "blend" else 0.2) * sum(lengths)
     held = [chunk for request in requests for chunk in request.held]
@@ -124,7 +112,7 @@ def test_requests_share_chunks_at_different_positions(engine, monkeypatch, mode)
     for one in held:
         places.setdefault(one.chunk, set()).add(one.at)
     assert max(map(len, places.values())) > 1
-    del one, held, places, requests, moved[:]
+    del one, held, places, requests, moves[:]
     gc.collect()
     assert not pools[0]._chunks
     assert pools[0]._overlays is not None

@@ -198,22 +198,13 @@ def test_modules_encoded_for_a_request_are_shared_as_what_they_are(
     assert max(steps.placed) == len(orders)
 
 
-def test_small_modules_stay_with_their_requests(tmp_path, steps, monkeypatch):
+def test_small_modules_stay_with_their_requests(tmp_path, steps, moves, monkeypatch):
     """A call of attention for each would take longer."""
-    held: list[int] = []
-    stock = ChunkPool._moved
     monkeypatch.setattr(chunk_pool, "MIN_SHARED_TOKENS", 32)
-
-    def watched(pool: ChunkPool, request: Any, holders: Any) -> Any:
-        running = stock(pool, request, holders)
-        held.append(len(running.held))
-        return running
-
-    monkeypatch.setattr(ChunkPool, "_moved", watched)
     small = '<module name="small">The old ships.</module></schema>'
     with tiny.engine(tiny.llama(), tmp_path) as made:
         made.add_schema(schema("placed").replace("</schema>", small))
         asked = SchemaPrompt(prompt(4).pml.replace("<food/>", "<food/><small/>"))
         alone = made.generate(asked).text
         assert [answer.text for answer in made.batch([asked] * 2)] == [alone] * 2
-    assert held == [1, 1]
+    assert [len(move.running.held) for move in moves] == [1, 1]

@@ -93,9 +93,14 @@ class KVBudget:
         return sum(share.size_bytes for share in self._shares)
 
     @property
+    def kept_bytes(self) -> int:
+        """Memory of KV that is kept for later."""
+        return self._kept(self.limit_bytes)
+
+    @property
     def free_bytes(self) -> int:
-        """Memory that neither requests nor what is kept for later hold."""
-        return self.limit_bytes - self.size_bytes - self._kept(self.limit_bytes)
+        """Memory that nothing holds."""
+        return self.limit_bytes - self.size_bytes - self.kept_bytes
 
     def hold(self, share: KVShare) -> None:
         """The request has KV from now on. Idempotent."""
