@@ -1,8 +1,9 @@
 """Try every causal LM of the installed transformers, tiny and random: blended, in mode full only, or broken?
 
-Prints a line per model type and writes the page. A crash, or an answer in mode full that differs from
-``generate``, is a failure. Configs are shrunk by the names of their fields; a type whose class they do not
-suit, and one that fails in transformers itself, is not tried.
+Prints a line per model type and writes the page. A crash, an answer in mode full that differs from
+``generate``, and one in mode prefix that differs from mode full are failures. Configs are shrunk by the names
+of their fields, with two layers of each kind that the default has; a type that fails in transformers itself
+is not tried.
 
     make sweep MODELS="qwen3 gemma4_text"
 """
@@ -37,8 +38,9 @@ from blendrag.config import settings
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import BlendragError, UnsupportedModelError
 from blendrag.model.structure import DecoderStack
+from blendrag.wording import condensed
 
-State = Literal["blended", "full only", "not tried", "WRONG"]
+State = Literal["blended", "prefix", "full only", "not tried", "WRONG"]
 
 PROMPT = "What did the company do? It built ships."
 NEW_TOKENS = 8
@@ -119,16 +121,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_top_k": 2},
     },
     "dots3_note_text": {"per_layer_config": {}},
-    "falcon": {"alibi": False},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "mamba2": {"head_dim": 32},
+    "mllama_text_model": {"cross_attention_layers": [1, 3]},
+    "prophetnet": {"max_position_embeddings": 512},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
-        "indexer_kv_heads": 2,
+        "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 64,
         "indexer_compress_ratio": 4,
@@ -136,6 +140,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "xlstm": {"qk_dim_factor": 1.0},
+}
+_ALONE = "it does not answer alone: it drafts tokens for another model"
+_SOUND = "its tokens are sound, several at a time"
+#: Why types are not tried.
+UNTRIED = {
+    "gemma3n": "its vision part needs the package timm; gemma3n_text is its text part",
+    "gemma4_assistant": _ALONE,
+    "gemma4_unified_assistant": _ALONE,
+    "musicgen": _SOUND,
+    "musicgen_melody": _SOUND,
 }
 #: Fields that do not suit some classes: left out one group after another until a forward works.
 DROPPED = (
@@ -151,7 +165,7 @@ class Outcome:
     kind: str
     state: State
     why: str = ""
-    """Why it is not blended; of blended ones, the kinds of their layers."""
+    """Why it is not blended; of blended ones, the parts of their layers."""
 
 
 class _TooLong(BaseException):
@@ -160,6 +174,8 @@ class _TooLong(BaseException):
 
 def outcome_of(kind: str, dtype: str = "float32") -> Outcome:
     """Build the smallest model of that type and ask an engine what it can do with it."""
+    if kind in UNTRIED:
+        return Outcome(kind, "not tried", UNTRIED[kind])
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(LIMIT_S)
     try:
@@ -167,7 +183,7 @@ def outcome_of(kind: str, dtype: str = "float32") -> Outcome:
     except _TooLong:
         return Outcome(kind, "not tried", f"took more than {LIMIT_S} s")
     except _Unsuited as exc:
-        return Outcome(kind, "not tried", str(exc))
+        return Outcome(kind, "not tried", f"transformers itself: {condensed(str(exc))}")
     finally:
         signal.alarm(0)
 
@@ -188,7 +204,7 @@ def _built(kind: str, dtype: str) -> tuple[Any, str]:
     said = ""
     for dropped in DROPPED:
         try:
-            made = config(**_small(config, dropped) | SPECIAL.get(kind, {}))
+            made = config(**_small(config, dropped) | SPECIAL.get(config.model_type, {}))
             with torch.device("meta"):
                 count = sum(weight.numel() for weight in cls(made).parameters())
             if count > MAX_PARAMETERS:
@@ -263,7 +279,8 @@ def _judged(kind: str, model: Any, expected: str, dtype: str) -> Outcome:
             if wrong:
                 return Outcome(kind, "WRONG", wrong)
             if not found.blendable:
-                return Outcome(kind, "full only", found.reason)
+                goes_on = engine.adapter.continuation is not None
+                return Outcome(kind, "prefix" if goes_on else "full only", found.reason)
             return Outcome(kind, "blended", _parts(engine.adapter.stack, found.layers))
     except Exception as exc:
         last = traceback.extract_tb(exc.__traceback__)[-1]
@@ -283,7 +300,8 @@ def _wrong_answers(engine: BlendEngine, is_blendable: bool) -> str:
         except BlendragError as exc:
             if is_blendable or mode == "full" or not tiny.one_sentence(str(exc)):
                 return f"mode {mode}: {exc}"
-    if answers.get("prefix", answers["full"]) != answers["full"]:
+    is_exact = engine.adapter.model.dtype == torch.float32
+    if is_exact and answers.get("prefix", answers["full"]) != answers["full"]:
         return f"{answers['prefix']!r} in mode prefix, {answers['full']!r} in mode full"
     return ""
 
@@ -320,25 +338,30 @@ def page(found: Sequence[Outcome]) -> str:
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}".partition("+")[
         0
     ]
-    untried = ", ".join(one.kind for one in found if one.state == "not tried")
     lines = [
         "# Model families",
         "",
-        "Every causal LM of transformers that a small config suits, with random weights in float32 on a CPU:",
-        "is it blended, which [the probe and the gate decide](architecture.md#which-models), or does it",
-        "answer in mode `full` only? `make sweep` writes this page.",
+        "Every causal LM of transformers, with random weights in float32 on a CPU: is it blended, which",
+        "[the probe and the gate decide](architecture.md#which-models)? Configs are small and have two",
+        "layers or more of each kind that the default has. All these models answer in mode `full` as",
+        "transformers does; where KV cannot be reused, other modes say why in one sentence. `make sweep`",
+        "writes this page.",
         "",
-        f"{versions}, {day}: {states['blended']} model types are blended, {states['full only']} answer in",
-        f"mode `full` only, {states['not tried']} could not be tried.",
+        f"{versions}, {day}: {states['blended']} model types are blended; {states['prefix']} reuse the beginnings",
+        f"of prompts (mode `prefix`); {states['full only']} answer in mode `full` only; {states['not tried']} could not be",
+        "tried.",
         "",
         "## Blended",
         "",
-        "| layers | model types |",
-        "|---|---|",
-        *(_row(why, kinds) for why, kinds in _by_reason(found, "blended")),
+        "| keys | attention | feed-forward | model types |",
+        "|---|---|---|---|",
+        *(f"| {why} | {', '.join(kinds)} |" for why, kinds in _by_reason(found, "blended")),
         "",
-        "Layers that share the KV of another are not counted. Windows, experts and other parts are as the",
-        "small config makes them.",
+        "## Mode `prefix`",
+        "",
+        "| why not blended | model types |",
+        "|---|---|",
+        *(_row(why, kinds) for why, kinds in _by_reason(found, "prefix")),
         "",
         "## Mode `full` only",
         "",
@@ -348,8 +371,9 @@ def page(found: Sequence[Outcome]) -> str:
         "",
         "## Not tried",
         "",
-        "The small config does not suit their classes, or they do not run with it in transformers itself:",
-        f"{untried}.",
+        "| why | model types |",
+        "|---|---|",
+        *(_row(why, kinds) for why, kinds in _by_reason(found, "not tried")),
         "",
     ]
     return "\n".join(lines)
@@ -361,14 +385,14 @@ def _by_reason(found: Sequence[Outcome], state: State) -> Iterator[tuple[str, li
     return iter(sorted(groups, key=lambda group: -len(group[1])))
 
 
-#: Names of classes in a refusal.
-_CLASS = re.compile(r"\b[A-Z]\w*(?:For\w+|Model|Decoder)\b|(?<=layer 0 of )\w+")
+#: Names of classes in a refusal, and which of several layers or layer types it names.
+_CLASS = re.compile(r"\b[A-Z]\w*(?:For\w+|Model|Decoder|LMHead\w*)\b")
 
 
 def _reason(one: Outcome) -> str:
-    """Without the names of its classes."""
-    without = re.sub(r" \([A-Z]\w+\)", "", one.why.partition("; use mode full")[0])
-    return _CLASS.sub("the model", without)
+    """Without what differs from type to type."""
+    why = re.sub(r" \([A-Z]\w+\)", "", one.why.partition("; use mode full")[0])
+    return re.sub(r"layer \d+ of the model", "a layer of the model", _CLASS.sub("the model", why))
 
 
 def _row(why: str, kinds: list[str]) -> str:
@@ -380,6 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("kinds", nargs="*", metavar="MODEL_TYPE", help="all, if none is named")
+    parser.add_argument("--dtype", default="float32", help="of the weights")
     parser.add_argument("--page", type=Path, help="where to write the page, if all are tried")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -389,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["BLENDRAG_CACHE"] = cache
         settings.cache_clear()
         for kind in asked.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-            found.append(outcome_of(kind))
+            found.append(outcome_of(kind, asked.dtype))
             print(
                 kind, found[-1].state, " ".join(found[-1].why.split())[:200], sep="\t", flush=True
             )

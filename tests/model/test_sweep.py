@@ -1,7 +1,8 @@
-"""The sweep over model types, on two of them."""
+"""The sweep over model types, on those that many people run and that tiny.FAMILIES leaves out."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +10,52 @@ import pytest
 from blendrag.engine import BlendEngine
 from model.sweep import Outcome, outcome_of, page
 
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+#: Types that are blended, and the parts that their layers are made of.
+BLENDED = {
+    "dbrx": "rotary | full | experts",
+    "ernie4_5_moe": "rotary | full | dense and experts",
+    "exaone_moe": "rotary and position-free | full and sliding | dense and experts",
+    "glm4_moe": "rotary | full | dense and experts",
+    "hunyuan_v1_dense": "rotary | full | dense",
+    "minimax_m2": "rotary | full | experts",
+    "ministral3": "rotary | sliding | dense",
+    "mixtral": "rotary | sliding | experts",
+    "modernbert-decoder": "rotary | full and sliding | dense",
+}
+#: Types that are not, and why.
+NOT_BLENDED = {
+    "bert": "positions are added to the embeddings",
+    "deepseek_v32": "indexed_attention",
+    "falcon_h1": "hybrid",
+    "nemotron_h": "linear_attention",
+    "qwen3_5_text": "linear_attention",
+    "qwen3_next": "linear_attention",
+}
 
-def test_a_type_is_blended_answers_in_mode_full_only_or_cannot_be_tried() -> None:
-    assert outcome_of("llama") == Outcome("llama", "blended", "4 rotary")
-    refused = outcome_of("gpt2")
-    assert (refused.state, "change with position" in refused.why) == ("full only", True)
-    assert outcome_of("whisper").state == "not tried"
+
+@pytest.fixture(autouse=True)
+def _few_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blendrag.fusor.gate.GREEDY_TOKENS", 4)
+
+
+@pytest.mark.parametrize("kind", BLENDED)
+def test_a_type_with_two_layers_of_each_kind_is_blended(kind: str) -> None:
+    assert outcome_of(kind) == Outcome(kind, "blended", BLENDED[kind])
+    assert f" {kind}" in PAGE.read_text().partition("## Not blended")[0].replace(",", " ")
+
+
+@pytest.mark.parametrize("kind", NOT_BLENDED)
+def test_a_type_that_is_not_blended_says_why_in_each_mode_and_answers_in_mode_full(
+    kind: str,
+) -> None:
+    outcome = outcome_of(kind)
+    assert (outcome.state, NOT_BLENDED[kind] in outcome.why) == ("full only", True)
+
+
+def test_a_type_that_does_not_answer_by_itself_is_not_tried() -> None:
+    assert outcome_of("gemma4_assistant").state == "not tried"
+    assert "transformers itself" in outcome_of("prophetnet").why
 
 
 def test_an_error_and_another_answer_than_transformers_are_wrong(
@@ -31,11 +72,14 @@ def test_an_error_and_another_answer_than_transformers_are_wrong(
 
 
 def test_the_page_groups_types_by_their_reason() -> None:
-    why = "layer 0 of {} ({}) is not an attention layer; use mode full"
+    why = "layer {} of {} ({}) keeps no KV that blending can find; use mode full"
     found = [
-        Outcome("bert", "full only", why.format("BertLMHeadModel", "BertLayer")),
-        Outcome("mpt", "full only", why.format("MptForCausalLM", "MptBlock")),
-        Outcome("llama", "blended", "4 rotary"),
+        Outcome("rwkv", "full only", why.format(0, "RwkvForCausalLM", "RwkvBlock")),
+        Outcome("xlnet", "full only", why.format(1, "XLNetLMHeadModel", "XLNetLayer")),
+        Outcome("llama", "blended", "rotary | full | dense"),
     ]
-    assert "| layer 0 of the model is not an attention layer | bert, mpt |" in page(found)
-    assert "1 model types are blended, 2 answer" in page(found)
+    assert "| a layer of the model keeps no KV that blending can find | rwkv, xlnet |" in page(
+        found
+    )
+    assert "| rotary | full | dense | llama |" in page(found)
+    assert "1 model types are blended, 2 are not" in page(found)

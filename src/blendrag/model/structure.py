@@ -27,8 +27,23 @@ from blendrag.wording import condensed
 #: Ends the reasons why a model's KV cannot be moved. The second if it can go on from a stored beginning.
 USE_FULL = "use mode full"
 USE_PREFIX = f"{USE_FULL}, or prefix, which reuses system prompts and conversations"
-#: Types of layers, as configs name them, that keep a state instead of KV, or besides it.
-RUNNING_STATES = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
+_STATE = (
+    "keep a running state of all tokens so far instead of KV for each token, so a chunk cannot be reused at "
+    "another place"
+)
+_CHOICE = "attend to tokens that they choose by more than KV, so the KV of a chunk is not enough"
+#: What layers do that are not attention over the KV of tokens, by their types in configs.
+OTHER_LAYERS = {
+    "linear_attention": _STATE,
+    "conv": _STATE,
+    "mamba": _STATE,
+    "recurrent": _STATE,
+    "hybrid": _STATE,
+    "hybrid_sliding": _STATE,
+    "indexed_attention": _CHOICE,
+    "compressed_sparse_attention": _CHOICE,
+    "heavily_compressed_attention": _CHOICE,
+}
 
 # -- decoder layers ---------------------------------------------------------------------------------
 
@@ -83,15 +98,9 @@ def find_decoder(model: Any) -> Decoder:
         base = owner
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     if others := set(types) - {*LAYER_TYPES}:
-        kind = min(others)
-        why = "but only full, sliding-window and chunked attention can be blended"
-        if others & RUNNING_STATES:
-            kind = min(others & RUNNING_STATES)
-            why = (
-                "which keep a running state of all tokens so far instead of KV for each token, so a chunk "
-                "cannot be reused at another place"
-            )
-        raise UnsupportedModelError(f"{name} has layers of type {kind!r}, {why}; {USE_FULL}")
+        kind = next((kind for kind in OTHER_LAYERS if kind in others), min(others))
+        does = OTHER_LAYERS.get(kind, "blending does not know")
+        raise UnsupportedModelError(f"{name} has layers of type {kind!r}, which {does}; {USE_FULL}")
     return Decoder(base, [unwrapped(layer) for layer in layers], config, types)
 
 
@@ -146,9 +155,8 @@ def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLay
             raise UnsupportedModelError(f"layer {i} of {name} keeps no KV; use mode full")
         if keys.ndim != 4 or keys.shape[-2] != tokens or keys.shape[:3] != values.shape[:3]:
             raise UnsupportedModelError(
-                f"layer {i} of {name} keeps keys {tuple(keys.shape)} and values "
-                f"{tuple(values.shape)}; blending needs {tokens} tokens and as many heads in both; "
-                "use mode full"
+                f"layer {i} of {name} keeps keys {tuple(keys.shape)} and values {tuple(values.shape)} for "
+                f"{tokens} tokens; blending needs one of each per token and head; use mode full"
             )
         shapes.append(LayerShape.of(keys, values))
     dtype = dtype_name(cache.layers[0].keys.dtype)
