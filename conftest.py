@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def checkpoint(tmp_path: Path) -> str:
 def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache directory of this test, in which no model has a verdict."""
     folder = tmp_path / "cache"
-    changed = settings().model_copy(update={"cache": folder})
+    changed = replace(settings(), cache=folder)
     monkeypatch.setattr("blendrag.fusor.verdicts.settings", lambda: changed)
     return folder
 

@@ -54,13 +54,8 @@ def command(
     ] = 40_000,
     top_k: Annotated[int, options.number("Chunks in a prompt.", 1, 255, int)] = 6,
     ratio: Annotated[float, options.number("Recompute ratio r.", 0, 1)] = 0.3,
-    ram_bytes: Annotated[
-        int,
-        typer.Option(help="Memory tier of a replica.", parser=options.parse_size, metavar="SIZE"),
-    ] = "64GiB",  # type: ignore[assignment]
-    disk_bytes: Annotated[
-        int, typer.Option(help="Disk tier of a replica.", parser=options.parse_size, metavar="SIZE")
-    ] = "1TB",  # type: ignore[assignment]
+    ram_bytes: Annotated[int, options.size("Memory tier of a replica. [default: 64GiB]")] = "64GiB",  # type: ignore[assignment]
+    disk_bytes: Annotated[int, options.size("Disk tier of a replica. [default: 1TB]")] = "1TB",  # type: ignore[assignment]
     remote: Annotated[
         str | None,
         options.optional("network, s3 or measured. [default: measured if it was, else network]"),

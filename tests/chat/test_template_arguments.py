@@ -109,7 +109,7 @@ def test_a_request_goes_before_the_defaults_of_its_engine(tmp_path: Path) -> Non
 
 
 def test_a_default_of_an_engine_that_is_no_dictionary_is_refused(tmp_path: Path) -> None:
-    with tiny.refuses("^template 5 .*a dictionary"):
+    with tiny.refuses("^chat_template_kwargs 5 .*a dictionary"):
         scripted.engine([], tmp_path / "store", chat_template_kwargs=5)
 
 

@@ -91,15 +91,15 @@ def test_an_empty_or_too_long_question_is_refused(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("ask q --mode turbo", "'turbo' is not one of blend, full, prefix, reuse"),
-        ("ask q --ratio 1.5", "'1.5' must be a number in [0, 1] or 'auto'"),
-        ("calibrate --ratio 1.5", "'1.5' must be a number in [0, 1]\n"),
+        ("ask q --mode turbo", "'turbo' must be one of blend, full, prefix, reuse"),
+        ("ask q --ratio 1.5", "1.5 must be a number in [0, 1] or 'auto'"),
+        ("calibrate --ratio 1.5", "1.5 must be a number in [0, 1]\n"),
         ("ask q --min-ratio auto", "'auto' must be a number in [0, 1]\n"),
         ("ask q --min-ratio nan", "'nan' must be a number in [0, 1]"),
-        ("ask q --top-k 0", "'0' must be a whole number of at least 1"),
+        ("ask q --top-k 0", "0 must be a whole number of at least 1"),
         ("ask q --top-k 1.5", "'1.5' must be a whole number of at least 1"),
-        ("ask q --temperature inf", "'inf' must be a number of at least 0"),
-        ("ask q --ram-bytes much", "'much' is not a size; write 1048576, 500MB or 2GiB"),
+        ("ask q --temperature inf", "'inf' must be 0, or a number of at least 1e-30"),
+        ("ask q --ram-bytes much", "'much' must be a number of bytes; as text also 500MB or 2GiB"),
         ("ask q --policy magic", "policy 'magic' is not one of"),
         ("ask q --schedule steep", "steep"),
         ("ask q --dtype int3", "int3"),
@@ -111,8 +111,8 @@ def test_an_empty_or_too_long_question_is_refused(
         ),
         ("ask q --model /no/such.gguf", "there is no file /no/such.gguf; expected a GGUF file"),
         ("ask q --no-such", "No such option"),
-        ("ingest . --kv-encoding zip", "'zip' is not one of native, int8"),
-        ("ingest . --chunk-tokens 8", "'8' must be a whole number in [64, 4096]"),
+        ("ingest . --kv-encoding zip", "'zip' must be one of native, int8"),
+        ("ingest . --chunk-tokens 8", "8 must be a whole number in [64, 4096]"),
     ],
 )
 def test_a_wrong_option_is_a_user_error(ingested: Path, command: str, words: str) -> None:
@@ -124,9 +124,9 @@ def test_a_wrong_option_is_a_user_error(ingested: Path, command: str, words: str
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("RATIO", "7", "less than or equal to 1 or 'auto'"),
-        ("CHUNK_TOKENS", "many", "a valid integer"),
-        ("MODE", "turbo", "'blend', 'full', 'prefix' or 'reuse'"),
+        ("RATIO", "7", "7 must be a number in [0, 1] or 'auto'"),
+        ("CHUNK_TOKENS", "many", "'many' must be a whole number in [64, 4096]"),
+        ("MODE", "turbo", "'turbo' must be one of blend, full, prefix, reuse"),
     ],
 )
 def test_a_bad_environment_variable_is_named(
@@ -134,7 +134,7 @@ def test_a_bad_environment_variable_is_named(
 ) -> None:
     monkeypatch.setenv(f"BLENDRAG_{name}", value)
     sentence = refused("store", "stats")
-    assert f"BLENDRAG_{name}={value} cannot be used, expected {expected}" in sentence
+    assert sentence == f"error: BLENDRAG_{name} {expected}"
 
 
 def test_a_small_address_space_is_refused_before_large_imports(ingested: Path) -> None:
@@ -376,5 +376,5 @@ def test_variables_that_no_clock_or_number_takes_are_refused(
 ) -> None:
     monkeypatch.setenv(f"BLENDRAG_{name}", value)
     sentence = refused("store", "stats")
-    assert f"BLENDRAG_{name}=" in sentence
+    assert f"BLENDRAG_{name} " in sentence
     assert len(sentence) < 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -29,6 +30,13 @@ def test_questions_are_answered_one_after_another_with_their_sources(store: Path
     assert "cut at --max-new-tokens 4; more let it go on" in result.stderr
     quiet = invoke("chat", "--store", store, *MORE, "--no-sources", stdin=questions)
     assert "source: " not in quiet.stderr
+
+
+def test_a_chat_in_json_prints_one_object_a_line(store: Path) -> None:
+    result = invoke("chat", "--store", store, *MORE, "--json", stdin=f"{QUESTION}\n{QUESTION}\n")
+    first, _ = map(json.loads, result.stdout.splitlines())
+    assert first.keys() == ask(store, *MORE).keys()
+    assert "source: " not in result.stderr
 
 
 def test_a_bad_question_does_not_end_the_conversation(store: Path) -> None:

@@ -18,10 +18,11 @@ from uvicorn.config import LOGGING_CONFIG
 from blendrag import __version__
 from blendrag.cli import extras, progress
 from blendrag.cli.app import app
-from blendrag.cli.options import ANSWER_TOKENS, parse_size
+from blendrag.cli.options import ANSWER_TOKENS
 from blendrag.cli.output import Guarded, print_json
 from blendrag.cli.progress import StatusLine
 from blendrag.config import DEFAULT_POLICY, Settings
+from blendrag.option import parse_size
 from blendrag.server.running import server_of
 from cli.commands import invoke, said
 
@@ -46,7 +47,7 @@ def test_help_imports_neither_torch_nor_transformers(command: list[str], shown: 
 def test_help_shows_the_defaults_of_the_settings() -> None:
     command: Any = typer.main.get_command(app)
     helps = {option.name: option.help for option in command.commands["ask"].params}
-    defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    defaults = vars(Settings())
     defaults["max_new_tokens"] = ANSWER_TOKENS
     options = "store", "top_k", "mode", "schedule", "ratio", "min_ratio", "max_new_tokens"
     for name in options:

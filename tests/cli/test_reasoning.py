@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import scripted
+import tiny
 from blendrag.cli import ask as asking
-from blendrag.cli.options import template_arguments
+from blendrag.cli import options
 from blendrag.cli.output import write_thought
-from blendrag.config import settings
+from blendrag.config import OPTIONS, settings
 from blendrag.engine import BlendEngine, Document
-from blendrag.errors import InvalidInputError
 from cli.commands import invoke, printed
 from cli.test_terminal import Terminal, run
 
@@ -172,15 +172,15 @@ def test_a_full_context_forgets_the_oldest_turns_and_says_so_once_per_trim(
     ],
 )
 def test_template_arguments_are_json_or_texts(given: list[str], arguments: object) -> None:
-    assert template_arguments(given) == arguments
+    read = [OPTIONS["chat_template_kwargs"].read(text) for text in given]
+    values = options.given({"chat_template_kwargs": read}, ["chat_template_kwargs"])
+    assert values == {"chat_template_kwargs": arguments}
 
 
 @pytest.mark.parametrize("given", ["", "low", "=low", "{", '["a"]', "{}}"])
 def test_other_template_arguments_are_refused_in_one_sentence(given: str) -> None:
-    with pytest.raises(
-        InvalidInputError, match=r"^--chat-template-kwargs .* expected NAME=VALUE or a JSON"
-    ):
-        template_arguments([given])
+    with tiny.refuses("^chat_template_kwargs .* NAME=VALUE or a JSON object$"):
+        OPTIONS["chat_template_kwargs"].read(given)
 
 
 def test_an_argument_that_the_template_does_not_read_is_refused(engine: BlendEngine) -> None:
@@ -201,8 +201,5 @@ def test_an_environment_variable_has_template_arguments(
     monkeypatch.setenv("BLENDRAG_CHAT_TEMPLATE_KWARGS", "low")
     result = invoke("ask", QUESTION, "--store", store)
     assert result.exit_code == 2
-    wanted = 'expected a JSON object such as {"enable_thinking": false}'
-    assert (
-        f"BLENDRAG_CHAT_TEMPLATE_KWARGS=low cannot be used, {wanted}; change or unset it"
-        in result.stderr
-    )
+    wrong = "'low' must be a dictionary; as text NAME=VALUE or a JSON object"
+    assert result.stderr == f"error: BLENDRAG_CHAT_TEMPLATE_KWARGS {wrong}\n"

@@ -44,9 +44,9 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "mode": (generate(mode="fast"), "one of"),
     "policy": (generate(policy="best"), "one of"),
     "schedule": (generate(schedule="cubic"), "schedule"),
-    "no new tokens": (generate(max_new_tokens=0), "1 or more"),
-    "temperature": (generate(temperature=-1.0), "must be 0, or 1e-30 or more"),
-    "temperature that makes logits infinite": (generate(temperature=1e-45), "1e-30 or more"),
+    "no new tokens": (generate(max_new_tokens=0), "of at least 1"),
+    "temperature": (generate(temperature=-1.0), "must be 0, or a number of at least 1e-30"),
+    "temperature that makes logits infinite": (generate(temperature=1e-45), "at least 1e-30"),
     "assisted": (generate(generate_kwargs={"prompt_lookup_num_tokens": 3}), "leave it out"),
     "a generation config": (
         generate(generate_kwargs={"generation_config": GenerationConfig()}),
@@ -54,7 +54,7 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     ),
     "no time": (generate(timeout_s=0), "timeout_s"),
     "nan time": (generate(timeout_s=float("nan")), "timeout_s"),
-    "seed": (generate(seed=2**64), "64-bit"),
+    "seed": (generate(seed=2**64), "64 bits"),
     "logprobs": (generate(logprobs=21), r"in \[0, 20\]"),
     "negative logprobs": (generate(logprobs=-1), r"in \[0, 20\]"),
     "logprobs of beams": (generate(logprobs=0, generate_kwargs={"num_beams": 2}), "one sequence"),
@@ -62,11 +62,11 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "a number as message": (generate(["hi", 5]), "a text or a list"),
     "no question": (lambda e: e.retrieve(None), "expected a text"),  # type: ignore[arg-type]
     "top p alone": (generate(top_p=0.9), "add temperature"),
-    "top k": (lambda e: e.ask("what?", top_k=0), "1 or more"),
+    "top k": (lambda e: e.ask("what?", top_k=0), "of at least 1"),
     "options as top k": (lambda e: e.ask("what?", Options()), "whole number"),  # type: ignore[arg-type]
     "an unknown option": (
         lambda e: e.ask("what?", max_tokens=2),  # type: ignore[call-arg]
-        "max_tokens: not an option.*did you mean max_new_tokens.*blendrag.Options",
+        "max_tokens: not an option.*did you mean max_new_tokens",
     ),
     "a misspelt argument": (
         lambda e: e.ask("what?", topk=2),  # type: ignore[call-arg]
@@ -156,9 +156,9 @@ def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path):
         ({"mode": "fast"}, "one of"),
         ({"policy": "best"}, "one of"),
         ({"schedule": "cubic"}, "schedule"),
-        ({"max_new_tokens": 0}, "1 or more"),
-        ({"top_k": 0}, "1 or more"),
-        ({"kv_encoding": "int4"}, "'int4' is not one of native, int8"),
+        ({"max_new_tokens": 0}, "of at least 1"),
+        ({"top_k": 0}, "of at least 1"),
+        ({"kv_encoding": "int4"}, "'int4' must be one of native, int8"),
         ({"encode_prefix": False, "prefix_text": "Read:\n"}, "encode_prefix=False"),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -143,7 +144,7 @@ def test_following_ends_with_the_engine_although_the_remote_is_stopped(
     with closing(Process()) as process, machine("two") as two:
         for name, value in environment(process.port).items():
             monkeypatch.setenv(name, value)
-        settings = two.settings.model_copy(update={"remote": "s3://bucket/prefix"})
+        settings = replace(two.settings, remote="s3://bucket/prefix")
         monkeypatch.setattr(two.resources, "settings", settings)
         monkeypatch.setattr(sharing, "follow", follow)
         with process.suffering("frozen"):

@@ -151,16 +151,16 @@ def test_a_value_out_of_range_is_refused_in_fields_and_calls(
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
-        ({"max_tokens": "5"}, "max_tokens '5' \\(str\\), expected a whole number"),
+        ({"max_tokens": "5"}, "^max_tokens '5' must be a whole number"),
         ({"timeout": "1"}, "^timeout '1' .*number of seconds"),
         ({"stop": 5}, "a text or a list of texts"),
         ({"stop": ["x", ""]}, "stop holds an empty text"),
         ({"generate_kwargs": 5}, "^generate_kwargs 5 .*a dictionary"),
         ({"chat_template_kwargs": 5}, "^chat_template_kwargs 5 .*a dictionary"),
-        ({"max_tokens": 0}, "^max_tokens 0 is not 1 or more"),
-        ({"max_new_tokens": 0}, "^max_new_tokens 0 is not 1 or more"),
-        ({"logprobs": 30}, "^logprobs 30 must be a number"),
-        ({"logprobs": True, "top_logprobs": 30}, "^top_logprobs 30 must be a number"),
+        ({"max_tokens": 0}, "^max_tokens 0 must be a whole number of at least 1"),
+        ({"max_new_tokens": 0}, "^max_new_tokens 0 must be a whole number of at least 1"),
+        ({"logprobs": 30}, "^logprobs 30 must be a whole number in"),
+        ({"logprobs": True, "top_logprobs": 30}, "^top_logprobs 30 must be a whole number in"),
         ({"length_penalty": 1}, "length_penalty: not an option .* timeout_s"),
     ],
 )

@@ -9,6 +9,7 @@ import struct
 import tempfile
 from collections import namedtuple
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from blendrag.model.gguf_files import is_gguf, unpacked_directory
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    changed = settings().model_copy(update={"cache": tmp_path / "cache"})
+    changed = replace(settings(), cache=tmp_path / "cache")
     monkeypatch.setattr("blendrag.model.gguf_files.settings", lambda: changed)
     return tmp_path / "cache" / "gguf"
 

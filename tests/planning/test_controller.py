@@ -273,12 +273,13 @@ def test_a_bad_ratio_is_refused(tmp_path, bad):
 def test_settings_take_the_ratios_from_the_environment(monkeypatch, engine):
     monkeypatch.setenv("BLENDRAG_RATIO", "auto")
     monkeypatch.setenv("BLENDRAG_MIN_RATIO", "0.4")
-    assert (Settings().ratio, Settings().fixed_ratio) == ("auto", 0.4)
+    made = Settings.from_environment()
+    assert (made.ratio, made.fixed_ratio) == ("auto", 0.4)
     monkeypatch.setenv("BLENDRAG_RATIO", "automatic")
-    with pytest.raises(ValueError):
-        Settings()
-    ratios = engine.settings.model_copy(update={"ratio": "auto", "min_ratio": 0.4})
-    monkeypatch.setattr(engine, "settings", ratios)
+    with tiny.refuses("BLENDRAG_RATIO 'automatic' must be a number in"):
+        Settings.from_environment()
+    ratios = replace(engine.settings, ratio="auto", min_ratio=0.4)
+    monkeypatch.setattr(engine.resources, "settings", ratios)
     one = Options(policy="random", max_new_tokens=1)
     assert ask(engine, one).metrics.ratio == pytest.approx(0.4, abs=0.01)
     assert ask(engine, replace(one, min_ratio=0.0)).metrics.recomputed_tokens == 0

@@ -8,6 +8,7 @@ import shutil
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
 from typing import Any
@@ -291,8 +292,8 @@ def test_a_chat_goes_on_until_a_new_one(served, visit) -> None:
 def test_an_answer_streams_and_stops_on_the_server_too(slow, visit, monkeypatch) -> None:
     model, before = slow.engine.adapter.model, slow.service.admission.outcomes["cancelled"]
     monkeypatch.setattr(model, "default", "word " * 2900)
-    for_minutes = slow.engine.settings.model_copy(update={"max_new_tokens": 3000})
-    monkeypatch.setattr(slow.engine, "settings", for_minutes)
+    for_minutes = replace(slow.engine.settings, max_new_tokens=3000)
+    monkeypatch.setattr(slow.engine.resources, "settings", for_minutes)
     page = visit(slow)
     page.get_by_label("Search the documents").uncheck()
     for stop in (

@@ -59,9 +59,8 @@ def serve(given: Mapping[str, Any], limits: Mapping[str, Any]) -> int:
         "lora": given["lora"] and absolute_model(given["lora"]),
         "schemas": tuple(map(os.path.abspath, given["schema"] or ())),
         "api_key_file": None,  # its text is among the limits
-        "chat_template_kwargs": options.template_arguments(given["chat_template_kwargs"]) or None,
     }
-    named = {name: given[name] for name in ServedCluster.model_fields if name in given}
+    named = options.given(given, tuple(ServedCluster.model_fields))
     counts = {"min_replicas": least, "max_replicas": most}
     is_here, cores = not os.environ.get("RAY_ADDRESS"), os.cpu_count() or 1
     if is_here and given["cpus_per_replica"] is None:

@@ -22,7 +22,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,7 @@ class Plan:
                 f"{folder} can be changed by other users, expected a directory of this user only; remove it"
             )
         made = self.resources(folder / name)
-        limits = {"disk_bytes": PASSING_BYTES, "ram_bytes": 0}
-        made.settings = made.settings.model_copy(update=limits)
+        made.settings = replace(made.settings, disk_bytes=PASSING_BYTES, ram_bytes=0)
         return made
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from starlette.types import Message
 
-from blendrag.errors import BlendragError, StoreUnavailableError
+from blendrag.errors import StoreUnavailableError
 from blendrag_ray.forwarding import WholeRequest, answered
 from blendrag_ray.nodes import check_versions
 from blendrag_ray.resident_router import DISK, MEMORY, digest
 from blendrag_ray.settings import ServedCluster
 
 if TYPE_CHECKING:
-    from blendrag.engine import BlendEngine
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +31,12 @@ class Replica:
     def __init__(self, served: ServedCluster, versions: Mapping[str, str]) -> None:
         check_versions(versions)
         from blendrag.server.app import create_app
-        from blendrag.server.service import Limits, Service
+        from blendrag.server.service import Limits, Service, open_engine
 
         served.documents()  # a store that has vanished is not made anew
         self._engine = served.engine()
-        _open(self._engine, needs_blending=not served.schemas)
+        if refused := open_engine(self._engine, needs_blending=not served.schemas):
+            log.warning("%s", refused)
         self._routing_keys = self._engine.schemas.routing_keys()
         limits, hosts = Limits(**served.limits), served.allow_hosts
         self._service = Service(self._engine, limits, served.keys(), hosts)
@@ -76,16 +77,3 @@ class Replica:
         engine: Any = self.__dict__.get("_engine")
         if engine is not None:
             engine.close()
-
-
-def _open(engine: BlendEngine, needs_blending: bool) -> None:
-    """Load what requests need. Raises :class:`UnsupportedModelError` if the mode needs a blendable model."""
-    engine.open()
-    if engine.settings.mode != "full" and needs_blending:
-        engine.adapter.require_blendable()
-    corpus = engine.resources.corpus
-    if corpus is not None and corpus.vectors.dim() is not None:
-        try:
-            _ = engine.resources.retriever().embedder.dim  # loads it
-        except BlendragError as error:
-            log.warning("retrieval and embeddings are refused: %s", error)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
-from blendrag.config import Mode, Ratio, Settings, settings
+from blendrag import config
+from blendrag.config import Settings, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.recorded_model import given_model, model_for, recorded_model
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, InvalidOptionError
+from blendrag.frameworks.fields import DefaultFields, NamedEngineFields
+from blendrag.option import refuse_unknown
 from blendrag.server.access import ApiKeys, checked_hosts
 from blendrag.server.cross_origin import checked_origins
 from blendrag.store import regular_files
@@ -23,32 +27,15 @@ if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
 
 
-class ServedCluster(BaseModel):
+class ServedCluster(NamedEngineFields, DefaultFields):
     """Paths are those of the nodes. Where a field is ``None``, ``BLENDRAG_*`` variables of the nodes or the
-    store decide."""
+    store decide. With ``remote``, the store is of each node, else one that all nodes share."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    model: str | None = None
+    model: config.Model | None = None
     store: str | None = None
-    """Directory of the store on each node: one that all nodes share, or with ``remote`` one of each node."""
-    remote: str | None = None
-    mode: Mode | None = None
-    policy: str | None = None
-    ratio: Ratio | None = None
-    top_k: int | None = None
-    max_new_tokens: int | None = None
-    embedder: str | None = None
-    ram_bytes: int | None = None
-    disk_bytes: int | None = None
-    dtype: str | None = None
-    device: str | None = None
-    lora: str | None = None
-    trust_remote_code: bool = False
-    plain_messages: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments of the chat template for every request, unless it has its own."""
-    enable_thinking: bool | None = None
+    top_k: config.TopK | None = None
     schemas: tuple[str, ...] = ()
     """Files of prompt schemas."""
     api_key_file: str | None = None
@@ -77,15 +64,15 @@ class ServedCluster(BaseModel):
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> ServedCluster:
         """Raises :class:`InvalidInputError` for arguments of other names or types."""
+        refuse_unknown(arguments, cls.model_fields, "an argument of the application")
         try:
             served = cls.model_validate(arguments)
         except ValidationError as exc:
             first = exc.errors()[0]
+            if first["type"] == "option":
+                raise InvalidOptionError(**first["ctx"]) from exc
             name = ".".join(map(str, first["loc"]))
-            raise InvalidInputError(
-                f"argument {name} of the application: {first['msg']}; the arguments are "
-                f"{', '.join(cls.model_fields)}"
-            ) from exc
+            raise InvalidInputError(f"argument {name} of the application: {first['msg']}") from exc
         if served.max_replicas < served.min_replicas:
             raise InvalidInputError(
                 f"min_replicas {served.min_replicas} with max_replicas {served.max_replicas}, expected at "
@@ -113,7 +100,7 @@ class ServedCluster(BaseModel):
     @property
     def _settings(self) -> Settings:
         """Of this node."""
-        return settings().model_copy(update={"remote": self.remote} if self.remote else {})
+        return replace(settings(), remote=self.remote or settings().remote)
 
     def documents(self) -> tuple[int, str]:
         """Chunks of the corpus that this node serves, and their tokenizer; also looks for the model's files
@@ -123,9 +110,9 @@ class ServedCluster(BaseModel):
         """
         published = following.published(self.store_path, self._settings)
         if published is None:
-            model = model_for(self.model, self.store_path, self.trust_remote_code)
+            model = model_for(self.model, self.store_path, bool(self.trust_remote_code))
         else:
-            given = given_model(self.model, self.trust_remote_code)
+            given = given_model(self.model, bool(self.trust_remote_code))
             model = given or recorded_model(published.settings.model, self.store_path)
         check_model(model)
         for file in self.schemas:
@@ -164,9 +151,6 @@ class ServedCluster(BaseModel):
         return self.model_dump(include=_LIMITS, exclude_none=True)
 
 
-_ENGINE_OPTIONS = {
-    "remote", "mode", "policy", "ratio", "top_k", "max_new_tokens", "embedder", "ram_bytes", "disk_bytes",
-    "dtype", "device", "lora", "trust_remote_code", "plain_messages", "chat_template_kwargs",
-    "enable_thinking",
-}  # fmt: skip
+#: What the engine of a replica is made with, besides model and store.
+_ENGINE_OPTIONS = set(config.ConstructorOptions.__annotations__)
 _LIMITS = {"max_requests", "max_body_bytes", "max_tokens"}

@@ -12,6 +12,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import Field
 
+from blendrag import config
 from blendrag.frameworks.fields import CONFIG, EngineFields
 from blendrag.frameworks.streaming import to_thread
 
@@ -34,8 +35,8 @@ class BlendRetriever(EngineFields, BaseRetriever):
 
     model_config = CONFIG
 
-    k: int | None = Field(default=None, alias="top_k", ge=1)
-    """Chunks to retrieve; ``None`` takes the engine's ``top_k``."""
+    k: config.TopK | None = Field(default=None, alias="top_k")
+    """``top_k``, as LangChain calls it."""
 
     def _get_relevant_documents(
         self,

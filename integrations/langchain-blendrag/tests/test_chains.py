@@ -59,7 +59,7 @@ async def test_a_document_is_the_chunk_and_says_where_it_is_from(engine: BlendEn
 
 
 def test_an_impossible_search_is_refused(engine: BlendEngine) -> None:
-    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+    with pytest.raises(ValidationError, match="top_k 0 must be a whole number of at least 1"):
         BlendRetriever(engine=engine, k=0)
     with pytest.raises(
         ValidationError, match=r"search_kwargs: not a field of BlendRetriever; .*, top_k, "

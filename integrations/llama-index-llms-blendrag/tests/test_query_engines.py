@@ -41,7 +41,9 @@ async def test_a_node_is_the_chunk_and_says_where_it_is_from(
 
 
 def test_wrong_arguments_are_refused(engine: BlendEngine) -> None:
-    with pytest.raises(InvalidInputError, match="similarity_top_k is 0, expected 1 or more"):
+    with pytest.raises(
+        InvalidInputError, match="similarity_top_k 0 must be a whole number of at least 1"
+    ):
         BlendRetriever(engine=engine, similarity_top_k=0)
     wrong: dict[str, Any] = {"top_k": 3}
     with pytest.raises(

@@ -141,7 +141,7 @@ class ColdRemote(TierStore):
 def cold_remote(url: str | None, line: Line) -> Iterator[ColdRemote]:
     """``url``: by default a temporary directory. Objects are removed afterwards."""
     given = settings()
-    secret = given.remote_key.get_secret_value() if given.remote_key is not None else None
+    secret = given.remote_key
     with scratch() as directory, ExitStack() as opened:
         (directory / "remote").mkdir()
         where = url or (directory / "remote").as_uri()

@@ -363,9 +363,7 @@ def measure_remote_reads(
     root: Path, url: str, chunks: Sequence[ChunkKV], rounds: int, tick: Tick
 ) -> list[WayRow]:
     """Reading all layers from the remote; the objects are removed afterwards."""
-    secret = settings().remote_key
-    key = secret.get_secret_value() if secret is not None else None
-    remote = RemoteTier(url, key, WRITE_S)
+    remote = RemoteTier(url, settings().remote_key, WRITE_S)
     prompt = PromptBuffers({new_key(): chunk for chunk in chunks})
     with contextlib.closing(remote):
         try:

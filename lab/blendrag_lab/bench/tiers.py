@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 
-from blendrag.cli.options import parse_size
 from blendrag.errors import InvalidInputError
+from blendrag.option import parse_size
 from blendrag.planning.tier_times import cached_share, drop_cached
 from blendrag.store import KVReader, KVStore, open_store
 from blendrag.store.base import WantedKV
@@ -51,7 +50,7 @@ def parse_tier(text: str) -> BenchTier:
     size, per, rest = text.strip().lower().partition("b/s")
     try:
         bytes_per_s = parse_size(size) if per and not rest else 0
-    except typer.BadParameter:
+    except ValueError:
         bytes_per_s = 0
     if bytes_per_s < MIN_BYTES_PER_S:
         raise InvalidInputError(

@@ -39,7 +39,7 @@ def evaluate(
             "{question, answers, ctxs}, {context, input, answers} or, with --store, {question, answers}."
         ),
     ] = "synthetic",
-    model: options.Model = None,
+    model: Annotated[str | None, options.shared("model")] = None,
     policies: Annotated[
         str | None,
         options.optional(
@@ -82,10 +82,9 @@ def evaluate(
     ] = None,
     chunks: Annotated[int, options.number("Chunks of a prompt.", 1, kind=int)] = 6,
     chunk_tokens: Annotated[
-        int | None,
-        options.number("Largest chunk. [default: 64 of synthetic, else 512]", 64, 4096, int),
+        int | None, options.shared("chunk_tokens", "64 of synthetic, else 512")
     ] = None,
-    max_new_tokens: Annotated[int | None, options.number("Longest answer.", 1, kind=int)] = None,
+    max_new_tokens: Annotated[int | None, options.shared("max_new_tokens")] = None,
     out: Annotated[
         Path | None,
         options.optional(
@@ -104,10 +103,8 @@ def evaluate(
             "(each encoded alone) and scaffold (encoded together).",
         ),
     ] = False,
-    embedder: Annotated[
-        str | None, options.optional("sentence-transformers model, or minilm-offline.")
-    ] = None,
-    kv_encoding: options.Encoding = None,
+    embedder: Annotated[str | None, options.shared("embedder")] = None,
+    kv_encoding: Annotated[str | None, options.shared("kv_encoding")] = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,

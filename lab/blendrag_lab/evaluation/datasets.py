@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from blendrag.config import settings
+from blendrag.config import DEFAULT_EMBEDDER, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.database import DIRECTORY
 from blendrag.corpus.embedder import Embedder, embedder_of
@@ -116,7 +116,7 @@ def open_dataset(
     store: Path | None,
 ) -> Dataset:
     """Cases of a file; ``store`` is searched for records without texts."""
-    searched = Embedder(embedder or settings().embedder)
+    searched = Embedder(embedder or settings().embedder or DEFAULT_EMBEDDER)
     if store is None or not (store / DIRECTORY).is_dir():  # a calibration needs no documents
         chunker = Chunker(tokens.text, chunk_tokens or FILE_TOKENS)
         return read_dataset(path, chunker, searched, n_cases, n_chunks)

@@ -58,7 +58,7 @@ def verify(
     model: Annotated[str, typer.Argument(help="Hub id, directory, or demo.", show_default=False)],
     dtype: options.Dtype = None,
     device: options.Device = None,
-    lora: options.Lora = None,
+    lora: Annotated[str | None, options.shared("lora")] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,

@@ -35,31 +35,10 @@ PASSAGE_CHARS = 80
 
 
 @reporting
+@options.takes(*options.ENGINE, *options.REQUEST, max_new_tokens=options.ANSWER_TOKENS)
 def ask(
     context: typer.Context,
     question: Annotated[str, typer.Argument(help="The question.", show_default=False)],
-    model: options.Model = None,
-    store: options.Store = None,
-    top_k: options.TopK = None,
-    mode: options.Mode = None,
-    policy: options.Policy = None,
-    schedule: options.Schedule = None,
-    ratio: options.AutoRatio = None,
-    min_ratio: options.MinRatio = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = None,
-    enable_thinking: options.Thinking = None,
-    chat_template_kwargs: options.Template = None,
-    stop: Annotated[
-        list[str] | None, options.optional("End the answer before this text; repeatable.")
-    ] = None,
-    embedder: options.Embedder = None,
-    ram_bytes: options.RamBytes = None,
-    remote: options.Remote = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     explain: Annotated[
         Path | None,
         options.optional(
@@ -75,7 +54,8 @@ def ask(
     check_unicode(question, "the question")
     if explain is not None:
         require_place("--explain", explain, ".html")
-    asked = options.request_options(context, stop=tuple(stop or ()), explain=explain is not None)
+    top_k = context.params["top_k"]
+    asked = options.request_options(context, explain=explain is not None)
     with options.engine_for(context) as engine:
         answer = print_answer(engine.ask_stream(question, top_k, asked), silent=json)
         if json:
@@ -90,26 +70,13 @@ def ask(
 
 
 @reporting
+@options.takes(*options.ENGINE, *options.REQUEST, max_new_tokens=options.ANSWER_TOKENS)
 def chat(
     context: typer.Context,
-    model: options.Model = None,
-    store: options.Store = None,
-    top_k: options.TopK = None,
-    mode: options.Mode = None,
-    policy: options.Policy = None,
-    ratio: options.AutoRatio = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = None,
-    enable_thinking: options.Thinking = None,
-    chat_template_kwargs: options.Template = None,
-    embedder: options.Embedder = None,
-    ram_bytes: options.RamBytes = None,
-    remote: options.Remote = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     sources: options.Sources = True,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a line for each answer.")
+    ] = False,
     verbose: options.Verbose = False,
 ) -> int:
     """Ask questions one after another, each in the light of those before; the model is opened once.
@@ -119,7 +86,7 @@ def chat(
     begin(verbose, "the conversation was not begun")
     with suppress(ImportError):
         import readline  # noqa: F401  # lets input() edit lines
-    asked = options.request_options(context)
+    top_k, asked = context.params["top_k"], options.request_options(context)
     with options.engine_for(context) as engine:
         began = time.perf_counter()
         with StatusLine("opening the model"):
@@ -132,7 +99,7 @@ def chat(
         with interrupt.left_to_caller():
             while (question := read_question()) is not None:
                 if question.strip():
-                    _turn(engine, question, top_k, asked, history, sources, told)
+                    _turn(engine, question, top_k, asked, history, sources, json, told)
         interrupt.expect("some chunks are not precomputed yet")
         engine.drain()
     return DONE
@@ -158,6 +125,7 @@ def _turn(
     asked: Options,
     history: list[tuple[str, str]],
     sources: bool,
+    json: bool,
     told: set[str],
 ) -> None:
     """Answer one question and add it to ``history``, whose oldest turns go if the context is full.
@@ -172,8 +140,12 @@ def _turn(
             del history[: pieces.left_out]
             turns = "turn is" if pieces.left_out == 1 else f"{pieces.left_out} turns are"
             say("note", f"the model's context is full: the oldest {turns} left out from now on")
-        answer = print_answer(pieces, said)
-        say_answer(answer, sources, asked.max_new_tokens or engine.settings.max_new_tokens, told)
+        answer = print_answer(pieces, said, silent=json)
+        if json:
+            print_json(_fields(answer))
+        else:
+            most_tokens = asked.max_new_tokens or engine.settings.max_new_tokens
+            say_answer(answer, sources, most_tokens, told)
     except KeyboardInterrupt:
         say("note", "the answer was ended")
     except BlendragError as error:

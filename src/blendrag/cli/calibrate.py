@@ -21,23 +21,16 @@ MAX_QUESTIONS_BYTES = 16 * MIB
 
 
 @reporting
+@options.takes(*options.ENGINE, "top_k")
 def calibrate(
     context: typer.Context,
-    model: options.Model = None,
-    store: options.Store = None,
-    ratio: options.Ratio = None,
+    ratio: options.FixedRatio = None,
     samples: Annotated[int, options.number("Prompts to measure.", 1, kind=int)] = 32,
     minutes: Annotated[float, options.number("Time limit.", 0)] = 10.0,
     questions: Annotated[
         Path | None,
         options.optional("Text file, one question a line. [default: questions about chunks]"),
     ] = None,
-    top_k: options.TopK = None,
-    embedder: options.Embedder = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -55,7 +48,7 @@ def calibrate(
         ratio=defaults.fixed_ratio if ratio is None else ratio,
         samples=samples,
         minutes=minutes,
-        top_k=top_k or defaults.top_k,
+        top_k=context.params["top_k"] or defaults.top_k,
         questions=_questions(questions),
     )
     with options.engine_for(context) as engine:

@@ -33,14 +33,10 @@ Paths = Annotated[list[Path], typer.Argument(help="Files or directories.", show_
 
 
 @reporting
+@options.takes(*options.NEW_CORPUS)
 def ingest(
     context: typer.Context,
     paths: Paths,
-    model: options.Model = None,
-    store: options.Store = None,
-    chunk_tokens: Annotated[
-        int | None, options.number("Largest chunk, in the model's tokens.", 64, 4096, int)
-    ] = None,
     prefix_file: Annotated[
         Path | None,
         options.optional("Rendered prompt up to the first chunk; chunks are encoded after it."),
@@ -53,15 +49,6 @@ def ingest(
         list[str] | None,
         options.optional("Leave these out, besides hidden files; repeatable: '*.log', 'old/'."),
     ] = None,
-    embedder: options.Embedder = None,
-    ram_bytes: options.RamBytes = None,
-    remote: options.Remote = None,
-    disk_bytes: options.DiskBytes = None,
-    kv_encoding: options.Encoding = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     ray: Annotated[
         bool,
         typer.Option("--ray", help="Compute on a Ray cluster: RAY_ADDRESS, else this machine."),
@@ -208,11 +195,10 @@ def _dry_run(engine: BlendEngine, paths: list[Path], patterns: Patterns, json: b
 
 
 @reporting
+@options.takes("model", "store")
 def remove(
     context: typer.Context,
     paths: Paths,
-    model: options.Model = None,
-    store: options.Store = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:

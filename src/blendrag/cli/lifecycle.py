@@ -19,6 +19,7 @@ import typer
 
 from blendrag.cli import interrupt
 from blendrag.cli.output import say
+from blendrag.config import settings
 from blendrag.errors import (
     BlendragError,
     ContextOverflowError,
@@ -34,7 +35,6 @@ from blendrag.errors import (
     starting_thread,
 )
 from blendrag.store.durable import readable_size
-from blendrag.wording import shortened
 
 DONE = 0
 #: Some inputs failed, or there was no room for all of them.
@@ -72,7 +72,7 @@ def begin(verbose: bool, if_interrupted: str, loads_torch: bool = True) -> None:
     Raises :class:`InvalidInputError` for an environment that cannot be used, and :class:`NoThreadError`.
     """
     set_up_logging(verbose)
-    _check_variables()
+    settings()  # refuses BLENDRAG_* variables with invalid values
     if loads_torch:
         _check_address_space()
         _check_threads()
@@ -99,26 +99,6 @@ def set_up_logging(verbose: bool) -> None:
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-
-
-def _check_variables() -> None:
-    """Refuse ``BLENDRAG_*`` variables with invalid values."""
-    from pydantic import ValidationError
-
-    from blendrag.config import settings
-
-    try:
-        settings()
-    except ValidationError as exc:
-        first = exc.errors()[0]
-        field = first["loc"][0]
-        messages = [each["msg"] for each in exc.errors() if each["loc"][0] == field]
-        expected = " or ".join(message.removeprefix("Input should be ") for message in messages)
-        raise InvalidInputError(
-            f"BLENDRAG_{str(field).upper()}={shortened(str(first['input']))} cannot be used, "
-            f"expected {expected}; change or "
-            "unset it"
-        ) from exc
 
 
 def _check_address_space() -> None:

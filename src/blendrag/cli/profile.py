@@ -30,26 +30,18 @@ USUAL_RATIO = 0.3
 
 
 @reporting
+@options.takes(*options.ENGINE, "policy", "top_k")
 def profile(
     context: typer.Context,
-    model: options.Model = None,
-    store: options.Store = None,
     directories: Annotated[
         list[Path] | None,
         options.optional("Time reading from this directory too; repeatable.", "--dir"),
     ] = None,
-    remote: options.Remote = None,
     plot: Annotated[Path | None, options.optional("Draw both latencies into this PNG.")] = None,
-    policy: options.Policy = None,
-    ratio: options.Ratio = None,
-    top_k: options.TopK = None,
+    ratio: options.FixedRatio = None,
     again: Annotated[
         bool, typer.Option("--again", help="Measure even if a profile is kept.")
     ] = False,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -62,9 +54,9 @@ def profile(
     from blendrag.fusor.selection import make_policy
     from blendrag.planning.storage import choose_storage
 
-    policy = str(make_policy(policy or settings().policy))  # fail before any work
+    policy = str(make_policy(context.params["policy"] or settings().policy))  # fail before any work
     ratio = settings().fixed_ratio if ratio is None else ratio
-    chunks = top_k or settings().top_k
+    chunks = context.params["top_k"] or settings().top_k
     plots.require_plot(plot)
     with options.engine_for(context) as engine:
         with StatusLine() as line:

@@ -164,16 +164,10 @@ def _counted(file: Path, model: str | None, trust_remote_code: bool) -> _Counted
 
 @app.command()
 @reporting
+@options.takes(*options.NEW_CORPUS)
 def encode(
     context: typer.Context,
     file: File,
-    model: options.Model = None,
-    store: options.Store = None,
-    kv_encoding: options.Encoding = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -189,26 +183,15 @@ def encode(
 
 @app.command()
 @reporting
+@options.takes(*options.NEW_CORPUS, *options.REQUEST, max_new_tokens=options.ANSWER_TOKENS)
 def run(
     context: typer.Context,
     file: File,
     prompt: Prompt,
-    model: options.Model = None,
-    store: options.Store = None,
     positions: Annotated[
         str,
         typer.Option(help="schema: fixed, nothing recomputed; blend: as in any other prompt."),
     ] = "schema",
-    mode: options.Mode = None,
-    policy: options.Policy = None,
-    ratio: options.AutoRatio = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = None,
-    ram_bytes: options.RamBytes = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +20,7 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
-    from blendrag.engine import BlendEngine
+    pass
 
 #: Modules that the extra installs.
 REQUIREMENTS = ("fastapi", "uvicorn")
@@ -28,10 +29,9 @@ MAX_KEY_FILE_BYTES = MIB
 
 
 @reporting
+@options.takes(*options.NEW_CORPUS, *options.DEFAULTS)
 def serve(
     context: typer.Context,
-    model: options.Model = None,
-    store: options.Store = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key_file: Annotated[
@@ -65,35 +65,6 @@ def serve(
         list[Path] | None,
         options.optional("A prompt schema that chats may name in the field schema; repeatable."),
     ] = None,
-    plain_messages: Annotated[
-        bool | None,
-        typer.Option(
-            "--plain-messages",
-            help="Control tokens in system and user messages are text, as in documents.",
-            show_default=False,
-        ),
-    ] = None,
-    mode: options.Mode = None,
-    policy: options.Policy = None,
-    ratio: options.AutoRatio = None,
-    top_k: options.TopK = None,
-    enable_thinking: options.Thinking = None,
-    chat_template_kwargs: options.Template = None,
-    max_new_tokens: Annotated[
-        int | None,
-        options.number(
-            "Longest answer to requests that ask for none. [default: to its end or the context]",
-            1,
-            kind=int,
-        ),
-    ] = None,
-    embedder: options.Embedder = None,
-    ram_bytes: options.RamBytes = None,
-    remote: options.Remote = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     ray: Annotated[
         bool,
         typer.Option(
@@ -144,17 +115,12 @@ def serve(
     from blendrag.server.app import create_app
     from blendrag.server.running import bound_socket
     from blendrag.server.running import serve as serve_until_signal
-    from blendrag.server.service import Limits, Service
+    from blendrag.server.service import Limits, Service, open_engine
 
-    arguments = options.template_arguments(chat_template_kwargs) or None
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     follows = _follow(context)
     at = bound_socket(host, port)
-    defaults: dict[str, Any] = {
-        "mode": mode, "policy": policy, "ratio": ratio, "top_k": top_k,
-        "max_new_tokens": max_new_tokens, "plain_messages": plain_messages,
-        "enable_thinking": enable_thinking, "chat_template_kwargs": arguments,
-    }  # fmt: skip
+    defaults = {"max_new_tokens": None, **options.given(context.params, options.DEFAULTS)}
     with at, options.engine_for(context, **defaults) as engine, ExitStack() as following:
         named: dict[str, Path] = {}
         for file in schema or ():
@@ -163,7 +129,10 @@ def serve(
                 raise InvalidInputError(
                     f"--schema {file} has the name of {first}, {name!r}, expected another name"
                 )
-        _open(engine, needs_blending=not schema)
+        with StatusLine("opening the model"):
+            refused = open_engine(engine, needs_blending=not schema)
+        if refused:
+            say("note", refused)
         if follows:
             from blendrag.engine.publishing import Follower
 
@@ -209,7 +178,7 @@ def _follow(context: typer.Context) -> bool:
     remote = context.params["remote"] or settings().remote
     if remote is None or not sharing.may_follow(root):
         return False
-    given = settings().model_copy(update={"remote": remote})
+    given = replace(settings(), remote=remote)
     with StatusLine("following the published corpus"), snapshots.remote_root(given) as there:
         try:
             followed = sharing.follow(root, there)
@@ -224,21 +193,6 @@ def _follow(context: typer.Context) -> bool:
             "ingest, or publish on the machine that has ingested (blendrag store publish)"
         )
     return True
-
-
-def _open(engine: BlendEngine, needs_blending: bool) -> None:
-    """Load what requests need. Raises :class:`UnsupportedModelError` if the mode needs a blendable model."""
-    with StatusLine("opening the model"):
-        engine.open()
-    if engine.settings.mode != "full" and needs_blending:
-        engine.adapter.require_blendable()
-    corpus = engine.resources.corpus
-    if corpus is not None and corpus.has_documents:
-        try:
-            with StatusLine("opening the embedder"):
-                _ = engine.resources.retriever().embedder.dim  # loads it
-        except BlendragError as error:
-            say("note", f"retrieval and embeddings are refused: {error}")
 
 
 def _require_extra() -> None:

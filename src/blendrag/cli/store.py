@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -213,11 +213,9 @@ def _print_check(report: CheckReport, corpus: CorpusCheck | None, is_good: bool)
 
 @app.command()
 @reporting
+@options.takes("model", "store", "remote")
 def publish(
     context: typer.Context,
-    model: options.Model = None,
-    store: options.Store = None,
-    remote: options.Remote = None,
     again: Annotated[
         bool,
         typer.Option("--again", help="Write everything, if the remote has lost or damaged it."),
@@ -274,7 +272,7 @@ def follow(
 def _with_remote(remote: str | None) -> Settings:
     from blendrag.config import settings
 
-    return settings().model_copy(update={"remote": remote} if remote else {})
+    return replace(settings(), remote=remote or settings().remote)
 
 
 @app.command()

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from numbers import Integral
 from pathlib import PurePath
 
+from blendrag.config import OPTIONS
 from blendrag.corpus.corpus import Corpus, StoredChunk
 from blendrag.corpus.embedder import Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
@@ -77,10 +77,7 @@ class Retriever:
         if not question.strip():
             raise InvalidInputError("the question is empty, expected some words; ask something")
         check_unicode(question, "the question")
-        if not isinstance(top_k, Integral) or top_k < 1:
-            raise InvalidInputError(
-                f"top_k is {quoted(top_k, 60)}, expected a whole number of 1 or more; 6 is usual"
-            )
+        OPTIONS["top_k"].check(top_k)
         if not self.corpus.has_documents:
             raise InvalidInputError(
                 f"the corpus at {self.corpus.directory} holds no chunks; ingest first "
@@ -95,7 +92,7 @@ class Retriever:
             RetrievedChunk(
                 c.chunk_id, c.text, c.source, c.title, c.start, c.end, distance, c.metadata
             )
-            for c, distance in (hits[0] if len(hits) == 1 else _merged(*hits, top_k))
+            for c, distance in (hits[0] if len(hits) == 1 else _merged(hits[0], hits[1], top_k))
         ]
         best: dict[str, float] = {}
         for chunk in chunks:

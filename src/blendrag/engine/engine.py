@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,13 @@ import torch
 
 from blendrag import tracing
 from blendrag.chat.formats import hidden_ids
-from blendrag.config import KVEncoding, Mode, Ratio, Settings, settings
+from blendrag.config import (
+    ConstructorOptions,
+    RequestDefaults,
+    Settings,
+    check_options,
+    settings,
+)
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
@@ -81,20 +87,20 @@ from blendrag.engine.stream import AnswerStream
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
-from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import checked_model_kwargs
+from blendrag.option import refuse_unknown
 from blendrag.planning.plan import Plan, Reason, ReasonCode
 from blendrag.serving.kv_budget import KVBudget, KVShare
 from blendrag.serving.scheduler import CLOSED, Scheduler
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
+from blendrag.signatures import shows
 from blendrag.store import StoreStats
-from blendrag.store.encodings import ENCODINGS
 from blendrag.text.prompt import SegmentedPrompt
 from blendrag.text.readers import ALL, Patterns
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 #: Restarts of a request after chunks failed verification, before it is computed in full.
 MAX_RESTARTS = 8
@@ -116,90 +122,46 @@ class BlendEngine:
             required) or a :class:`ModelAdapter`; ``None`` takes the model that the store was ingested with.
             Loaded on first use. Open engines with the same name, files, dtype, device and adapter share one
             loaded model and take turns.
-        tokenizer: that of a loaded ``model``; a model given by name has its own.
         store: directory of the KV store and the corpus; created by the first ingest.
-        mode, policy, schedule, ratio, max_new_tokens, top_k, chat_template_kwargs, enable_thinking: defaults
-            of every request, whose own arguments of the chat template are added.
-        min_ratio: the smallest ratio that ``auto`` may choose.
-        chunk_tokens, prefix_text, embedder: settings of a corpus created by this engine.
-        encode_prefix: ``False`` encodes the chunks of a new corpus without any prefix, not even BOS, to
-            measure what the prefix is worth.
-        ram_bytes, disk_bytes: limits of the store's tiers.
-        remote: object store that several machines share: ``s3://bucket/prefix``, ``gs://``, ``az://`` or
-            ``file:///directory``. Needs ``blendrag[remote]``.
-        kv_encoding: how a new store keeps KV: native or int8.
-        learn: ``False`` learns no passages from prompts (:mod:`blendrag.engine.learning`).
-        plain_messages: ``True`` tokenises what looks like a control token in system and user messages as
-            text.
-        lora: directory of a PEFT adapter to load onto the model.
-        model_kwargs: more arguments of ``AutoModelForCausalLM.from_pretrained`` (``revision``,
-            ``attn_implementation``, ``quantization_config``, …).
-        device_map: where accelerate places the weights, instead of ``device``: ``"auto"``, ``"cuda:0"``,
-            ``{"": 0}``. Blending needs the whole model on one device.
-        trust_remote_code: run Python files from the directory or repository of ``model`` or ``embedder``.
-            Read them first: they run with your permissions.
+        options: :class:`~blendrag.config.ConstructorOptions`, described in docs/options.md. Those of a
+            request are defaults, to whose ``chat_template_kwargs`` a request's own are added.
+
+    Raises :class:`InvalidInputError` for an option that does not exist or is out of range.
 
     Thread-safe. Close it, or use it as a context manager; call :meth:`drain` first to store the chunks that
     queries missed.
     """
 
+    @shows(ConstructorOptions)
     def __init__(
         self,
         model: str | Path | PreTrainedModel | ModelAdapter | None = None,
         store: Path | str | None = None,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        dtype: str | None = None,
-        device: str | None = None,
-        model_kwargs: Mapping[str, Any] | None = None,
-        device_map: str | Mapping[str, Any] | None = None,
-        lora: str | None = None,
-        mode: Mode | None = None,
-        policy: str | None = None,
-        schedule: str | None = None,
-        ratio: Ratio | None = None,
-        min_ratio: float | None = None,
-        max_new_tokens: int | None = None,
-        top_k: int | None = None,
-        chunk_tokens: int | None = None,
-        prefix_text: str | None = None,
-        encode_prefix: bool = True,
-        embedder: str | None = None,
-        ram_bytes: int | None = None,
-        disk_bytes: int | None = None,
-        remote: str | None = None,
-        kv_encoding: KVEncoding | None = None,
-        learn: bool | None = None,
-        plain_messages: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        enable_thinking: bool | None = None,
-        read_only: bool = False,
-        trust_remote_code: bool = False,
+        **options: Unpack[ConstructorOptions],
     ) -> None:
-        given = {
-            "dtype": dtype, "device": device, "mode": mode, "policy": policy,
-            "schedule": schedule, "ratio": ratio, "min_ratio": min_ratio, "max_new_tokens": max_new_tokens,
-            "top_k": top_k, "embedder": embedder, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes,
-            "remote": remote, "kv_encoding": kv_encoding, "learn": learn,
-            "plain_messages": plain_messages, "chat_template_kwargs": chat_template_kwargs,
-            "enable_thinking": enable_thinking,
-        }  # fmt: skip
-        changes = {name: value for name, value in given.items() if value is not None}
-        self.settings = settings().model_copy(update=changes)
-        check_defaults(self.settings)
+        refuse_unknown(options, ConstructorOptions.__annotations__, "an option of an engine")
+        check_options(options)
+        given: dict[str, Any] = {n: value for n, value in options.items() if value is not None}
+        self.settings = replace(
+            settings(), **{name: given[name] for name in given.keys() & vars(settings()).keys()}
+        )
+        _check_defaults(self.settings)
         root = Path(store if store is not None else self.settings.store)
         #: Store, corpus and embedder, for direct access.
         self.resources = Resources(
-            model_for(model, root, trust_remote_code),
-            tokenizer,
+            model_for(model, root, trusts := bool(options.get("trust_remote_code"))),
+            options.get("tokenizer"),
             root,
             self.settings,
-            CorpusSettings(prefix_text, encode_prefix, chunk_tokens, embedder, kv_encoding),
-            lora,
-            read_only,
-            trust_remote_code,
+            CorpusSettings(**{name: given[name] for name in _OF_CORPUS if name in given}),
+            options.get("lora"),
+            bool(options.get("read_only")),
+            trusts,
             checked_model_kwargs(
-                model_kwargs, device_map, self.settings.dtype, self.settings.device
+                options.get("model_kwargs"),
+                options.get("device_map"),
+                self.settings.dtype,
+                self.settings.device,
             ),
         )
         #: What waits and runs on the model.
@@ -804,18 +766,10 @@ def _asked(prompt: Prompt | None, pml: str | None) -> Prompt:
     return SchemaPrompt(pml) if pml is not None else prompt  # type: ignore[return-value]
 
 
-def check_defaults(defaults: Settings) -> None:
-    """Raise :class:`InvalidInputError` for settings that no request or ingest could be made with."""
-    if defaults.kv_encoding not in ENCODINGS:
-        raise InvalidInputError(
-            f"kv_encoding {defaults.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
-        )
-    names = (
-        "mode", "ratio", "min_ratio", "max_new_tokens", "plain_messages", "chat_template_kwargs",
-        "enable_thinking",
-    )  # fmt: skip
-    Options(**{name: getattr(defaults, name) for name in names})
-    make_policy(defaults.policy)
-    Schedule.parse(defaults.schedule)
-    if defaults.top_k < 1:
-        raise InvalidInputError(f"top_k is {defaults.top_k}, expected 1 or more")
+#: Options that a new corpus is made with, or that an existing one must have.
+_OF_CORPUS = ("prefix_text", "encode_prefix", "chunk_tokens", "embedder", "kv_encoding")
+
+
+def _check_defaults(defaults: Settings) -> None:
+    """Raise :class:`InvalidInputError` for settings that no request could be made with."""
+    Options(**{name: getattr(defaults, name) for name in RequestDefaults.__annotations__})

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
-from numbers import Integral, Real
-from typing import Any, TypedDict, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from blendrag import tracing
+from blendrag import config, tracing
 from blendrag.chat.calls import InvalidCall, ToolCall
 from blendrag.chat.formats import Format
 from blendrag.chat.grammar import AnswerForm
 from blendrag.chat.reply import Reply, ReplyStream, take_apart
 from blendrag.chat.template_arguments import EFFORT, SWITCHES
-from blendrag.config import AUTO, Mode, Ratio
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.explanation import Explanation, Trace
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import RequestMetrics
+from blendrag.option import refuse_unknown
 from blendrag.schema.concatenation import PlacedPrompt
 from blendrag.signatures import shows
 from blendrag.store.identity import digest_fields
@@ -131,74 +129,8 @@ REFUSED = {
     "max_length": "use max_new_tokens",
 }
 
-MODES: tuple[Mode, ...] = get_args(Mode)
-#: Largest number of alternatives per token, as in OpenAI's API.
-MAX_LOGPROBS = 20
-
 #: Hex digits of a scope, of which nobody makes two equal ones.
 SCOPE_DIGITS = 32
-
-#: Types of options, and their names in errors. numpy's numbers are accepted, too.
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "max_new_tokens": (Integral, "a whole number"),
-    "temperature": (Real, "a number"),
-    "top_p": (Real, "a number"),
-    "timeout_s": (Real, "a number of seconds"),
-    "seed": (Integral, "a whole number"),
-    "logprobs": (Integral, "a whole number"),
-    "stop": ((str, list, tuple, set, frozenset), "a text or a list of texts"),
-    "chat_template_kwargs": (Mapping, "a dictionary"),
-    "generate_kwargs": (Mapping, "a dictionary"),
-    "apply_chat_template": (bool, "True or False"),
-    "plain_messages": (bool, "True or False"),
-    "explain": (bool, "True or False"),
-    "cache_salt": (str, "a text"),
-    "tenant": (str, "a text"),
-    "response_format": (Mapping, "a dictionary"),
-    "tool_choice": ((str, bool, Mapping), "auto, none, any or a tool's name"),
-    "enable_thinking": (bool, "True or False"),
-    "reasoning_effort": (str, "a text such as low"),
-    "presence_penalty": (Real, "a number"),
-    "frequency_penalty": (Real, "a number"),
-    "logit_bias": (Mapping, "a dictionary of token ids and numbers"),
-}
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= 1  # type: ignore[operator]
-
-
-def _are_biases(value: Any) -> bool:
-    return all(
-        isinstance(token, Integral) and isinstance(bias, Real) and abs(float(bias)) <= 100
-        for token, bias in value.items()
-    )
-
-
-#: Which values of an option are accepted, and what errors say of others.
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "mode": (MODES.__contains__, f"is not one of {', '.join(MODES)}"),
-    "ratio": (lambda v: v == AUTO or _is_share(v), f"must be a number in [0, 1] or {AUTO!r}"),
-    "min_ratio": (_is_share, "must be a number in [0, 1]"),
-    "max_new_tokens": (lambda v: v >= 1, "is not 1 or more"),
-    # logits divided by less are infinite
-    "temperature": (lambda v: v == 0 or v >= 1e-30, "must be 0, or 1e-30 or more"),
-    "top_p": (lambda v: 0.0 < v <= 1.0, "must be a number in (0, 1]"),
-    "timeout_s": (lambda v: v > 0, "must be above 0; leave it out for no limit"),
-    "seed": (lambda v: -(2**63) <= v < 2**64, "is not a 64-bit integer"),
-    "presence_penalty": (lambda v: -2 <= v <= 2, "must be a number in [-2, 2]"),
-    "frequency_penalty": (lambda v: -2 <= v <= 2, "must be a number in [-2, 2]"),
-    "logit_bias": (_are_biases, "must map token ids to numbers in [-100, 100]"),
-    "logprobs": (lambda v: 0 <= v <= MAX_LOGPROBS, f"must be a number in [0, {MAX_LOGPROBS}]"),
-}
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, Real) and value != value  # math.isnan refuses huge integers
-
-
-def _shown(value: Any) -> str:
-    return "nan" if _is_nan(value) else f"{quoted(value, 60)} ({type(value).__name__})"
 
 
 @dataclass(frozen=True)
@@ -213,75 +145,53 @@ class Options:
     range.
     """
 
-    mode: Mode | None = None
-    policy: str | None = None
-    schedule: str | None = None
-    ratio: Ratio | None = None
-    """In [0, 1]; with ``auto`` the loading controller chooses it, and what is loaded."""
-    max_new_tokens: int | None = None
-    """Longest answer; ``None``, if the engine has no default: to its end or that of the context. More than
-    there is room for is cut to the room, with a note."""
+    mode: config.Mode | None = None
+    policy: config.Policy | None = None
+    schedule: config.Schedule | None = None
+    ratio: config.Ratio | None = None
+    max_new_tokens: config.MaxNewTokens | None = None
+    """More than there is room for is cut to the room, with a note."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer; a single string is one text."""
-    temperature: float | None = None
-    top_p: float | None = None
-    apply_chat_template: bool = True
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template, by the names that it reads."""
-    enable_thinking: bool | None = None
-    """Whether the model thinks before it answers, under whatever name its chat template has a switch for it;
-    ``None`` leaves it to the template. A note says so if it has none."""
-    reasoning_effort: str | None = None
-    """How much the model thinks, for templates that read it (``low``, ``medium``, ``high``); ``none`` is
-    ``enable_thinking=False``."""
-    generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float | None = None
-    """Seconds for the whole answer, including the time spent waiting for other requests."""
-    min_ratio: float | None = None
-    """In [0, 1]: the smallest ratio that ``auto`` may choose."""
-    seed: int | None = None
-    """Makes sampling repeatable, independently of torch's global generators."""
-    presence_penalty: float | None = None
-    """In [-2, 2]: subtracted from the logits of all tokens that the answer has, as at OpenAI."""
-    frequency_penalty: float | None = None
-    """In [-2, 2]: subtracted once for each time that the answer has the token."""
-    logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these tokens, in [-100, 100]."""
-    logprobs: int | None = None
-    """``None``: none; 0: of the chosen tokens; k: also of the k most likely tokens at each position."""
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """Function schemas in OpenAI's format, for the chat template. Calls are in :attr:`Answer.tool_calls`."""
-    tool_choice: str | bool | Mapping[str, Any] | None = None
-    """``auto`` (default), ``none``, ``any`` (``required``) or a tool's name, also in OpenAI's nesting. A call
-    that must be made is begun for the model, and its arguments follow the tool's schema."""
-    response_format: Mapping[str, Any] | None = None
-    """The form that the answer must have, as OpenAI and vLLM write it
-    (:func:`blendrag.chat.grammar.answer_form`); ``None``: any text."""
-    opening: str = ""
-    """Beginning of the answer, appended to the rendered prompt; the answer's text continues it."""
-    explain: bool = False
-    """Keep what :meth:`Answer.explain` shows: the state of each prompt token and the timeline."""
-    cache_salt: str | None = None
-    """Prompts share exact prefixes only with prompts of the same salt. With a salt, nothing of the prompt is
-    learned or stored, and no learned passage is used."""
-    tenant: str | None = None
-    """Whose request it is. What prompts leave (passages that are learned, exact prefixes) is used only for
-    requests of the same tenant; all share the documents of the store. ``None`` is a tenant, too."""
-    plain_messages: bool | None = None
-    """Whether what looks like a control token in system and user messages is text, as in all other messages.
-    Without effect with ``apply_chat_template=False``."""
+    """A single string is one text."""
+    temperature: config.Temperature | None = None
+    top_p: config.TopP | None = None
+    apply_chat_template: config.ApplyChatTemplate = True
+    chat_template_kwargs: config.ChatTemplateKwargs = field(default_factory=dict)
+    enable_thinking: config.EnableThinking | None = None
+    """Under whatever name the chat template has a switch for it. A note says so if it has none."""
+    reasoning_effort: config.ReasoningEffort | None = None
+    generate_kwargs: config.GenerateKwargs = field(default_factory=dict)
+    timeout_s: config.TimeoutS | None = None
+    min_ratio: config.MinRatio | None = None
+    seed: config.Seed | None = None
+    """Independent of torch's global generators."""
+    presence_penalty: config.PresencePenalty | None = None
+    frequency_penalty: config.FrequencyPenalty | None = None
+    logit_bias: config.LogitBias | None = None
+    logprobs: config.Logprobs | None = None
+    tools: config.Tools = ()
+    """Calls are in :attr:`Answer.tool_calls`."""
+    tool_choice: config.ToolChoice | None = None
+    """A call that must be made is begun for the model, and its arguments follow the tool's schema."""
+    response_format: config.ResponseFormat | None = None
+    """See :func:`blendrag.chat.grammar.answer_form`."""
+    opening: config.Opening = ""
+    """It is appended to the rendered prompt; the answer's text continues it."""
+    explain: config.Explain = False
+    cache_salt: config.CacheSalt | None = None
+    """With a salt, nothing of the prompt is learned or stored, and no learned passage is used."""
+    tenant: config.Tenant | None = None
+    """What prompts leave are passages that are learned, and exact prefixes; all tenants share the documents
+    of the store. ``None`` is a tenant, too."""
+    plain_messages: config.PlainMessages | None = None
+    """Without effect with ``apply_chat_template=False``."""
 
     def __post_init__(self) -> None:
-        for name, (kind, called) in _KINDS.items():
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, kind) or _is_nan(value)):
-                raise InvalidOptionError(
-                    name, f"{_shown(value)}, expected {called}; give one or leave it out"
-                )
-        for name, (fits, expected) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not fits(value):
-                raise InvalidOptionError(name, f"{quoted(value)} {expected}")
+        config.check_options(vars(self))
+        if self.policy is not None:
+            make_policy(self.policy)
+        if self.schedule is not None:
+            Schedule.parse(self.schedule)
         if self.top_p is not None and self.temperature is None and not self.samples:
             raise InvalidOptionError(
                 "top_p",
@@ -298,7 +208,7 @@ class Options:
         texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for text in texts:
             if not isinstance(text, str) or not text:
-                held = "an empty text" if text == "" else _shown(text)
+                held = "an empty text" if text == "" else quoted(text)
                 raise InvalidOptionError(
                     "stop",
                     f"holds {held}, expected texts; leave it out to let the model end by itself",
@@ -334,40 +244,32 @@ class Options:
         return bool(self.generate_kwargs.get("do_sample", self.temperature))
 
 
-class OptionFields(TypedDict, total=False):
+class OptionFields(config.RequestDefaults, total=False):
     """The fields of :class:`Options` as keywords of a call: ``engine.ask(question, max_new_tokens=20)``."""
 
-    mode: Mode | None
-    policy: str | None
-    schedule: str | None
-    ratio: Ratio | None
-    max_new_tokens: int | None
-    stop: str | Sequence[str]
-    temperature: float | None
-    top_p: float | None
-    apply_chat_template: bool
-    chat_template_kwargs: Mapping[str, Any]
-    enable_thinking: bool | None
-    reasoning_effort: str | None
-    generate_kwargs: Mapping[str, Any]
-    timeout_s: float | None
-    min_ratio: float | None
-    seed: int | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    logprobs: int | None
-    tools: Sequence[Mapping[str, Any]]
-    tool_choice: str | bool | Mapping[str, Any] | None
-    response_format: Mapping[str, Any] | None
-    opening: str
-    explain: bool
-    cache_salt: str | None
-    tenant: str | None
-    plain_messages: bool | None
+    stop: config.Stop
+    temperature: config.Temperature | None
+    top_p: config.TopP | None
+    apply_chat_template: config.ApplyChatTemplate
+    reasoning_effort: config.ReasoningEffort | None
+    generate_kwargs: config.GenerateKwargs
+    timeout_s: config.TimeoutS | None
+    seed: config.Seed | None
+    presence_penalty: config.PresencePenalty | None
+    frequency_penalty: config.FrequencyPenalty | None
+    logit_bias: config.LogitBias | None
+    logprobs: config.Logprobs | None
+    tools: config.Tools
+    tool_choice: config.ToolChoice | None
+    response_format: config.ResponseFormat | None
+    opening: config.Opening
+    explain: config.Explain
+    cache_salt: config.CacheSalt | None
+    tenant: config.Tenant | None
 
 
-_ASKED = ("top_k", "history")  # arguments of ask that are not options
+#: What :meth:`BlendEngine.ask` takes besides the options.
+_ASK = ("top_k", "history")
 
 #: Shows every option in the signature of a call.
 takes_options = shows(OptionFields, Options())
@@ -380,17 +282,10 @@ def with_keywords(options: Options | None, keywords: Mapping[str, Any]) -> Optio
     """
     if not isinstance(options, Options | None):
         raise InvalidInputError(
-            f"options is {_shown(options)}, expected Options(…); or pass options as keywords, such as "
+            f"options is {quoted(options)}, expected Options(…); or pass options as keywords, such as "
             "max_new_tokens=20"
         )
-    known = [one.name for one in fields(Options)]
-    if unknown := sorted(set(keywords) - set(known)):
-        close = [one for name in unknown for one in get_close_matches(name, [*known, *_ASKED], n=1)]
-        meant = f"did you mean {', '.join(close)}? " if close else ""
-        raise InvalidInputError(
-            f"{', '.join(unknown)}: not an option of a request; {meant}the options are the fields of "
-            f"blendrag.Options, and ask takes {' and '.join(_ASKED)}, too"
-        )
+    refuse_unknown(keywords, (*OptionFields.__annotations__, *_ASK), "an option of a request")
     return replace(options or Options(), **keywords)
 
 
@@ -403,7 +298,7 @@ class Request:
 
     prompt: SegmentedPrompt
     options: Options
-    mode: Mode
+    mode: config.Mode
     policy: str
     schedule: Schedule
     ratio: float

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 
-from blendrag.config import Settings, absolute_model
+from blendrag.config import DEFAULT_EMBEDDER, Settings, absolute_model
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.database import DIRECTORY, FILE_NAME, EmptyDatabase
 from blendrag.corpus.embedder import GIVEN, Embedder, absolute_embedder, embedder_of, same_embedder
@@ -97,7 +97,7 @@ class CorpusSettings:
             chunk_tokens=self.chunk_tokens or defaults.chunk_tokens,
             prefix_ids=prefix_ids,
             prefix_text=self.prefix_text or "",
-            embedder=absolute_embedder(defaults.embedder),
+            embedder=absolute_embedder(defaults.embedder or DEFAULT_EMBEDDER),
             encoding=defaults.kv_encoding,
         )
 
@@ -135,7 +135,7 @@ class CorpusSettings:
 
 def _remote_tier(given: Settings) -> RemoteTier:
     assert given.remote is not None
-    secret = given.remote_key.get_secret_value() if given.remote_key is not None else None
+    secret = given.remote_key
     return RemoteTier(given.remote, secret, given.remote_timeout_s)
 
 
@@ -479,10 +479,9 @@ class Resources:
         manifest, given = self._settled(), self.settings.embedder
         trusted, turns = self.trust_remote_code, self.embedding_turns
         if manifest is None:
-            return Embedder(given, trust_remote_code=trusted, turns=turns)
+            return Embedder(given or DEFAULT_EMBEDDER, trust_remote_code=trusted, turns=turns)
         self._corpus_settings.check_embedder(manifest, self.root)
-        named = given if "embedder" in self.settings.model_fields_set else None
-        return embedder_of(manifest, self.root, named, trusted, turns)
+        return embedder_of(manifest, self.root, given, trusted, turns)
 
     def vectors_of(
         self, corpus: Corpus, titled: Sequence[tuple[str, Chunk]], check: Check = proceed

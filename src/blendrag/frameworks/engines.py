@@ -9,9 +9,9 @@ import atexit
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
-from blendrag.config import absolute_model, settings
+from blendrag.config import ConstructorOptions, EngineOptions, absolute_model, settings
 from blendrag.errors import InvalidInputError
 from blendrag.signatures import shows
 
@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from blendrag.engine import BlendEngine
-
-
-class EngineOptions(TypedDict, total=False):
-    """How a shared engine loads its model; :class:`~blendrag.frameworks.fields.EngineFields` has more."""
-
-    tokenizer: PreTrainedTokenizerBase | None
-    dtype: str | None
-    device: str | None
-    device_map: str | dict[str, Any] | None
-    model_kwargs: dict[str, Any] | None
-    embedder: str | None
-    trust_remote_code: bool | None
-    learn: bool | None
 
 
 class EngineArguments(EngineOptions, total=False):
@@ -42,14 +29,14 @@ class EngineArguments(EngineOptions, total=False):
     engine: BlendEngine | None
 
 
-class _Kwargs(dict[str, Any]):
+class _Values(dict[str, Any]):
     """Compared and hashed by what it prints, as it may hold dictionaries and configs."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(self._text())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Kwargs) and self._text() == other._text()
+        return isinstance(other, _Values) and self._text() == other._text()
 
     def _text(self) -> str:
         return repr(sorted(self.items()))
@@ -61,13 +48,8 @@ class EngineName(NamedTuple):
     model: str | PreTrainedModel
     store: Path
     tokenizer: PreTrainedTokenizerBase | None
-    dtype: str
-    device: str
-    device_map: _Kwargs
-    model_kwargs: _Kwargs
-    embedder: str
-    trust_remote_code: bool
-    learn: bool
+    options: _Values
+    """Those that are not the defaults."""
 
 
 _engines: dict[EngineName, BlendEngine] = {}
@@ -87,11 +69,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-@shows(EngineOptions)
+@shows(ConstructorOptions)
 def shared_engine(
     model: str | Path | PreTrainedModel | None = None,
     store: Path | str | None = None,
-    **options: Unpack[EngineOptions],
+    **options: Unpack[ConstructorOptions],
 ) -> BlendEngine:
     """The engine of these names in this process; ``None`` takes blendrag's settings. Loads no model yet."""
     return engine_of(engine_name(model, store, **options))
@@ -100,27 +82,26 @@ def shared_engine(
 def engine_name(
     model: str | Path | PreTrainedModel | None,
     store: Path | str | None,
-    **options: Unpack[EngineOptions],
+    **options: Unpack[ConstructorOptions],
 ) -> EngineName:
-    """The name with all defaults filled in and absolute directories."""
+    """The name with absolute directories, and without options that equal the defaults."""
     from blendrag.corpus.recorded_model import model_for
 
-    defaults = settings()
-    root = Path(store or defaults.store).expanduser().resolve()
-    trust_remote_code = bool(options.get("trust_remote_code"))
-    model = model_for(model or None, root, trust_remote_code)
+    root = Path(store or settings().store).expanduser().resolve()
+    model = model_for(model or None, root, bool(options.get("trust_remote_code")))
+    tokenizer = options.pop("tokenizer", None)
+    changed = {name: value for name, value in options.items() if not _is_default(name, value)}
     return EngineName(
         absolute_model(model) if isinstance(model, str | Path) else model,
         root,
-        options.get("tokenizer"),
-        options.get("dtype") or defaults.dtype,
-        options.get("device") or defaults.device,
-        _Kwargs({"device_map": options.get("device_map")}),
-        _Kwargs(options.get("model_kwargs") or {}),
-        options.get("embedder") or defaults.embedder,
-        trust_remote_code,
-        defaults.learn if (learn := options.get("learn")) is None else learn,
+        tokenizer,
+        _Values(changed),
     )
+
+
+def _is_default(name: str, value: Any) -> bool:
+    defaults = {"encode_prefix": True, **vars(settings())}
+    return value is None or (value == defaults[name] if name in defaults else not value)
 
 
 def engine_of(name: EngineName) -> BlendEngine:
@@ -138,17 +119,7 @@ def engine_of(name: EngineName) -> BlendEngine:
             )
         if name not in _engines or _engines[name].closed:
             _engines[name] = BlendEngine(
-                name.model,
-                name.store,
-                tokenizer=name.tokenizer,
-                dtype=name.dtype,
-                device=name.device,
-                model_kwargs=name.model_kwargs,
-                device_map=name.device_map["device_map"],
-                # a corpus remembers its embedder: the default must not contradict it
-                embedder=None if name.embedder == settings().embedder else name.embedder,
-                trust_remote_code=name.trust_remote_code,
-                learn=name.learn,
+                name.model, name.store, tokenizer=name.tokenizer, **name.options
             )
         return _engines[name]
 

@@ -6,8 +6,7 @@ Limits such as "ratio in [0, 1]" are checked by :class:`Options`; here they beco
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from blendrag.config import Mode, Ratio
+from blendrag import config
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.frameworks.engines import (
     EngineName,
@@ -32,6 +31,7 @@ from blendrag.frameworks.engines import (
     engine_of,
     model_text,
 )
+from blendrag.option import refuse_unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,21 +49,42 @@ CONFIG = ConfigDict(
 
 def check_keywords(kind: type, given: Iterable[str]) -> None:
     """Raise :class:`InvalidInputError` for keywords that ``kind``, not a pydantic model, does not take."""
-    valid = inspect.signature(kind).parameters
-    for name in given:
-        if name not in valid:
-            raise _unknown(kind, name, valid)
+    refuse_unknown(given, inspect.signature(kind).parameters, f"a field of {kind.__name__}")
 
 
-def _unknown(kind: type, name: str, valid: Collection[str]) -> InvalidInputError:
-    close = get_close_matches(name, valid, n=2)
-    meant = f"did you mean {' or '.join(close)}? " if close else ""
-    return InvalidInputError(
-        f"{name}: not a field of {kind.__name__}; {meant}expected {', '.join(sorted(valid))}"
-    )
+class NamedEngineFields(BaseModel):
+    """Which engine, by names that can be written down."""
+
+    model_config = CONFIG
+
+    store: config.Store | str | None = None
+    dtype: config.Dtype | None = None
+    device: config.Device | None = None
+    lora: config.Lora | None = None
+    trust_remote_code: config.TrustRemoteCode | None = None
+    embedder: config.Embedder | None = None
+    chunk_tokens: config.ChunkTokens | None = None
+    ram_bytes: config.RamBytes | None = None
+    disk_bytes: config.DiskBytes | None = None
+    remote: config.Remote | None = None
+    kv_encoding: config.KVEncoding | None = None
 
 
-class EngineFields(BaseModel):
+class DefaultFields(BaseModel):
+    """Options of requests that an engine has defaults for."""
+
+    mode: config.Mode | None = None
+    policy: config.Policy | None = None
+    schedule: config.Schedule | None = None
+    ratio: config.Ratio | None = None
+    min_ratio: config.MinRatio | None = None
+    max_new_tokens: config.MaxNewTokens | None = None
+    chat_template_kwargs: config.ChatTemplateKwargs | None = None
+    enable_thinking: config.EnableThinking | None = None
+    plain_messages: config.PlainMessages | None = None
+
+
+class EngineFields(NamedEngineFields):
     """Which engine a wrapper uses: a given one, or the shared one of a model and a store.
 
     A wrapper holds the names and not the shared engine, so that frameworks can create it again from
@@ -73,25 +94,13 @@ class EngineFields(BaseModel):
     model_config = CONFIG
 
     model: str | Path | PreTrainedModel | None = None
-    """Hub id, directory or GGUF file of a causal LM, ``demo``, or a loaded ``AutoModelForCausalLM``; ``None``
-    takes the model of the store."""
-    store: Path | str | None = None
-    """Directory that ``blendrag ingest --store`` filled."""
     tokenizer: PreTrainedTokenizerBase | None = Field(default=None, repr=False)
-    """The tokenizer of a loaded ``model``; a model given by name has its own."""
-    dtype: str | None = None
-    device: str | None = None
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
-    device_map: str | dict[str, Any] | None = None
-    """Where accelerate places the weights, instead of ``device``; all must be on one device."""
-    model_kwargs: dict[str, Any] | None = None
-    """More arguments of ``AutoModelForCausalLM.from_pretrained``."""
-    embedder: str | None = None
-    """sentence-transformers model for a new corpus; an existing corpus remembers its own."""
-    trust_remote_code: bool | None = None
-    """Run Python files that come with ``model`` or ``embedder``. Read them first."""
-    learn: bool | None = None
-    """``False`` learns no passages from prompts."""
+    device_map: config.DeviceMap | None = None
+    model_kwargs: config.ModelKwargs | None = None
+    prefix_text: config.PrefixText | None = None
+    encode_prefix: config.EncodePrefix | None = None
+    learn: config.Learn | None = None
+    read_only: config.ReadOnly | None = None
     given_engine: BlendEngine | None = Field(default=None, alias="engine", exclude=True, repr=False)
     """``engine=``: a ``BlendEngine`` to use instead of the names above."""
     _name: EngineName | None = PrivateAttr(default=None)
@@ -104,14 +113,14 @@ class EngineFields(BaseModel):
             return handler(given)
         except ValidationError as exc:
             valid = [field.alias or name for name, field in cls.model_fields.items()]
-            for error in exc.errors():
-                if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
-                    raise _unknown(cls, str(error["loc"][0]), valid) from exc
+            extra = [each["loc"] for each in exc.errors() if each["type"] == "extra_forbidden"]
+            unknown = [str(place[0]) for place in extra if len(place) == 1]
+            refuse_unknown(unknown, valid, f"a field of {cls.__name__}")
             raise
 
     @model_validator(mode="after")
     def _take_engine(self) -> EngineFields:
-        names: Any = {name: getattr(self, name) for name in EngineName._fields}
+        names: Any = {name: getattr(self, name) for name in _ENGINE_FIELDS}
         if self.given_engine is None:
             self._check_model()
             self._name = engine_name(**names)
@@ -175,50 +184,27 @@ class EngineFields(BaseModel):
         return super().__getstate__()
 
 
-class RequestFields(EngineFields):
-    """Request options of a wrapper; ``None`` takes the engine's default."""
+class RequestFields(EngineFields, DefaultFields):
+    """Request options of a wrapper; ``None`` takes the engine's default.
 
-    mode: Mode | None = None
-    """``blend``, ``full``, ``prefix`` or ``reuse``."""
-    policy: str | None = None
-    """Selection policy of mode ``blend``: ``query``, ``hkvd``, ``boundary(k)``, …"""
-    schedule: str | None = None
-    ratio: Ratio | None = None
-    """Mean share of chunk tokens recomputed, in [0, 1], or ``auto``: the loading controller chooses."""
-    min_ratio: float | None = None
-    """Lower limit of ``ratio="auto"``, in [0, 1]."""
-    max_new_tokens: int | None = None
-    """Longest answer in tokens. ``max_tokens``, the frameworks' name for it, is accepted too."""
-    temperature: float | None = None
-    """0 or ``None`` decodes greedily."""
-    top_p: float | None = None
+    ``max_tokens`` and ``timeout``, the frameworks' names of ``max_new_tokens`` and ``timeout_s``, are
+    accepted, too. The ``stop`` of a call replaces the field; ``logprobs`` and ``top_logprobs`` are a switch
+    and a number, as at OpenAI.
+    """
+
+    temperature: config.Temperature | None = None
+    top_p: config.TopP | None = None
     stop: list[str] | None = None
-    """Texts that end an answer; the ``stop`` of a call replaces them."""
-    apply_chat_template: bool = True
-    """``False`` sends strings unchanged, and messages as the framework flattens them."""
-    plain_messages: bool | None = None
-    """``True``: what looks like a control token in system and user messages is text. Turn it on where
-    chains put documents into them."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of the chat template."""
-    enable_thinking: bool | None = None
-    """Whether the model thinks before it answers; ``None`` leaves it to the chat template."""
-    reasoning_effort: str | None = None
-    """How much the model thinks, for templates that read it; ``none`` turns thinking off."""
-    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of transformers' ``generate`` (``num_beams``, ``repetition_penalty``, …)."""
-    timeout_s: float | None = None
-    """Seconds until the whole answer, including the wait for other requests; ``None`` waits forever.
-    ``timeout``, the frameworks' name for it, is accepted too."""
-    seed: int | None = None
-    """Random seed of sampling."""
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    apply_chat_template: config.ApplyChatTemplate = True
+    reasoning_effort: config.ReasoningEffort | None = None
+    generate_kwargs: config.GenerateKwargs | None = None
+    timeout_s: config.TimeoutS | None = None
+    seed: config.Seed | None = None
+    presence_penalty: config.PresencePenalty | None = None
+    frequency_penalty: config.FrequencyPenalty | None = None
+    logit_bias: config.LogitBias | None = None
     logprobs: bool | None = None
-    """Return the log probability of each token."""
     top_logprobs: int | None = None
-    """With ``logprobs``: also return those of so many most likely tokens per position."""
 
     @model_validator(mode="before")
     @classmethod
@@ -235,13 +221,7 @@ class RequestFields(EngineFields):
 
     @model_validator(mode="after")
     def _check_request(self) -> RequestFields:
-        from blendrag.fusor.selection import Schedule, make_policy
-
         self.request_options()
-        if self.policy is not None:
-            make_policy(self.policy)
-        if self.schedule is not None:
-            Schedule.parse(self.schedule)
         return self
 
     def request_options(self, stop: Sequence[str] | None = None, **overrides: Any) -> Options:
@@ -261,7 +241,8 @@ class RequestFields(EngineFields):
             raise exc.called(_spelling(exc.name, overrides, top)) from None
 
 
-#: The fields above that are options, without ``stop``, which the frameworks pass by itself.
+_ENGINE_FIELDS = [n for n in EngineFields.model_fields if n != "given_engine"]
+#: The fields that are options of a request, without ``stop``, which the frameworks pass by itself.
 _FIELDS = [n for n in RequestFields.model_fields if n not in (*EngineFields.model_fields, "stop")]
 #: LangChain's and LlamaIndex's own names of options, and ours.
 _STANDARD = {"max_tokens": "max_new_tokens", "timeout": "timeout_s"}

@@ -8,6 +8,7 @@ from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp
 
+from blendrag.config import DEFAULT_EMBEDDER
 from blendrag.corpus.embedding_turns import Check
 from blendrag.server.access import AccessControlMiddleware, require_writer
 from blendrag.server.bodies import ChatBody, CompletionBody, EmbeddingBody, IngestBody
@@ -66,7 +67,7 @@ def create_app(service: Service) -> ASGIApp:
         return _json(written)
 
     async def embedder_id() -> str:
-        given = service.engine.settings.embedder
+        given = service.engine.settings.embedder or DEFAULT_EMBEDDER
         return await service.read_or_last("embedder", lambda: service.embedder_id, given)
 
     @app.get("/v1/models")

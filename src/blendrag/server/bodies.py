@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from blendrag import config
 from blendrag.chat.messages import result_of
 from blendrag.wording import printable_line
 
@@ -92,6 +93,12 @@ class Body(BaseModel):
         return kept | {printable_line(str(name)): given[name] for name in unknown}
 
 
+#: A limit of the answer; -1 is none.
+Longest = Annotated[
+    config.MaxNewTokens | None, BeforeValidator(lambda given: None if given == -1 else given)
+]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -102,15 +109,15 @@ class BlendOptions(Body):
     """How this request is blended, how long it may take, and whether the answer shows what became of each
     token; the defaults are those of the server."""
 
-    mode: str | None = None
-    policy: str | None = None
-    schedule: str | None = None
-    ratio: float | Literal["auto"] | None = None
-    min_ratio: float | None = None
-    top_k: int | None = None
-    timeout_s: float | None = None
-    plain_messages: bool | None = None
-    explain: bool | None = None
+    mode: config.Mode | None = None
+    policy: config.Policy | None = None
+    schedule: config.Schedule | None = None
+    ratio: config.Ratio | None = None
+    min_ratio: config.MinRatio | None = None
+    top_k: config.TopK | None = None
+    timeout_s: config.TimeoutS | None = None
+    plain_messages: config.PlainMessages | None = None
+    explain: config.Explain | None = None
 
 
 class Generating(Body):
@@ -119,16 +126,16 @@ class Generating(Body):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_tokens: Longest = None
+    temperature: config.Temperature | None = None
+    top_p: config.TopP | None = None
     n: int | None = None
     stop: str | Items[str] | None = None
-    seed: int | None = None
-    cache_salt: str | None = None
+    seed: config.Seed | None = None
+    cache_salt: config.CacheSalt | None = None
     """As at vLLM: shares what earlier prompts left with prompts of the same salt only."""
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    frequency_penalty: config.FrequencyPenalty | None = None
+    presence_penalty: config.PresencePenalty | None = None
     logit_bias: dict[str, Any] | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -137,7 +144,7 @@ class Generating(Body):
     no_repeat_ngram_size: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: config.ResponseFormat | None = None
     """The form of the answer: OpenAI's, or vLLM's ``regex``, ``choice`` and ``grammar``."""
     structured_outputs: dict[str, Any] | None = None
     """As at vLLM: ``json``, ``json_object``, ``regex``, ``choice`` or ``grammar``."""
@@ -176,8 +183,8 @@ class Generating(Body):
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest answer; ``None`` if the body has no limit, which -1 says as well."""
-        return None if self.max_tokens == -1 else self.max_tokens
+        """Tokens of the longest answer; ``None`` if the body has no limit."""
+        return self.max_tokens
 
     @property
     def timeout_s(self) -> float | None:
@@ -255,17 +262,16 @@ class ChatBody(Generating):
     """``POST /v1/chat/completions``."""
 
     messages: Items[ChatTurn]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Longest = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: config.Logprobs | None = None
     tools: Items[OfferedTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: config.ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Further arguments of the chat template, as at vLLM."""
-    enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
-    """For the chat template; ``none`` turns thinking off."""
+    chat_template_kwargs: config.ChatTemplateKwargs | None = None
+    """As at vLLM."""
+    enable_thinking: config.EnableThinking | None = None
+    reasoning_effort: config.ReasoningEffort | None = None
     thinking: Thinking | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -284,8 +290,7 @@ class ChatBody(Generating):
 
     @property
     def longest(self) -> int | None:
-        given = self.max_completion_tokens
-        return super().longest if given is None else None if given == -1 else given
+        return super().longest if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def shows_reasoning(self) -> bool:
@@ -320,7 +325,7 @@ class CompletionBody(Generating):
     """``POST /v1/completions``: the prompt as it is, without the chat template."""
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
-    logprobs: int | None = None
+    logprobs: config.Logprobs | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None

@@ -28,7 +28,7 @@ from blendrag.errors import (
     UnsupportedModelError,
     is_out_of_memory,
 )
-from blendrag.server.bodies import UNSUPPORTED
+from blendrag.server.bodies import UNSUPPORTED, BlendOptions
 from blendrag.wording import SHOWN_CHARS, printable, printable_line, shortened
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 OPTION_FIELDS = {
     "max_new_tokens": "max_tokens",
     "logprobs": "top_logprobs",
-    **{name: f"blendrag.{name}" for name in ("mode", "ratio", "min_ratio", "timeout_s")},
+    **{name: f"blendrag.{name}" for name in BlendOptions.model_fields},
 }
 #: What an unknown path is answered with.
 PATHS = (
@@ -182,6 +182,8 @@ def of_body(error: RequestValidationError) -> Refusal:
     long = [each for each in found if each[0]["type"] == "too_long"]
     first, place, value = max(long or found, key=lambda each: len(each[1]))
     param = _spelled(place)
+    if first["type"] == "option":
+        return Refusal(400, f"{param} {first['ctx']['wrong']}", param=param)
     if first["type"] == "missing":
         return Refusal(400, f"{param} is missing; it is required", param=param)
     if first["type"] == "extra_forbidden" and param in UNSUPPORTED:

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 from blendrag.corpus.embedding_turns import Check
 from blendrag.engine import Answer, BlendEngine
 from blendrag.engine.request import RagPrompt
-from blendrag.errors import RequestTimeout
+from blendrag.errors import BlendragError, RequestTimeout
 from blendrag.frameworks.streaming import Piece, astream_pieces
 from blendrag.server.access import ApiKeys
 from blendrag.server.admission import Admission, queues_exposition
@@ -47,6 +47,23 @@ QUESTION_THREADS, EMBEDDING_THREADS, READ_THREADS = 4, 4, 2
 STUCK_S = 120.0
 #: Seconds that a counter or a name is waited for; then the last known one is told.
 BUSY_S = 1.0
+
+
+def open_engine(engine: BlendEngine, needs_blending: bool) -> str:
+    """Load what requests need; why retrieval is refused, if it is.
+
+    Raises :class:`UnsupportedModelError` if the mode needs a blendable model.
+    """
+    engine.open()
+    if engine.settings.mode != "full" and needs_blending:
+        engine.adapter.require_blendable()
+    corpus = engine.resources.corpus
+    if corpus is not None and corpus.vectors.dim() is not None:
+        try:
+            _ = engine.resources.retriever().embedder.dim  # loads it
+        except BlendragError as error:
+            return f"retrieval and embeddings are refused: {error}"
+    return ""
 
 
 class Told(NamedTuple):

@@ -87,7 +87,7 @@ def remote_root(settings: Settings) -> RemoteRoot:
             "no remote was named, expected s3://bucket/prefix, gs://…, az://… or file:///directory; add "
             "--remote, or remote=… to the engine"
         )
-    secret = settings.remote_key.get_secret_value() if settings.remote_key is not None else None
+    secret = settings.remote_key
     return RemoteRoot(settings.remote, secret, WRITE_S)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from blendrag.config import CALIBRATED, DEFAULT_POLICY
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidOptionError
 from blendrag.fusor.selection.base import Fetch, LayerView, PromptGeometry, SelectionPolicy
 from blendrag.fusor.selection.blend import BlendPolicy
 from blendrag.fusor.selection.boundary import BoundaryPolicy
@@ -56,12 +56,12 @@ def make_policy(text: str | SelectionPolicy) -> SelectionPolicy:
     match = re.fullmatch(r"([a-z+-]+)(?:\((\d{1,9})(?:-(\d{1,3}))?\))?", name)
     policy = POLICIES.get(match[1]) if match else None
     if match is None or policy is None:
-        raise InvalidInputError(f"policy {quoted(text)} is not one of {policy_names()}")
+        raise InvalidOptionError("policy", f"{quoted(text)} is not one of {policy_names()}")
     number, last = match[2], match[3]
     if last is not None and _has_depth(policy) and int(number) < int(last) <= 100:
         return policy(depth=(int(number), int(last)))
     if last is not None or (number and policy.k is None):
-        raise InvalidInputError(f"policy {quoted(text)} is not one of {policy_names()}")
+        raise InvalidOptionError("policy", f"{quoted(text)} is not one of {policy_names()}")
     return policy(int(number)) if number else policy()
 
 

@@ -9,8 +9,9 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from blendrag.errors import InvalidInputError
-from blendrag.frameworks.engines import EngineOptions, check_given
+from blendrag.config import OPTIONS, EngineOptions
+from blendrag.errors import InvalidOptionError
+from blendrag.frameworks.engines import check_given
 from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.frameworks.streaming import to_thread
 from blendrag.signatures import shows
@@ -50,10 +51,10 @@ class BlendRetriever(BaseRetriever):
         **options: Unpack[EngineOptions],
     ) -> None:
         check_keywords(BlendRetriever, options)
-        if similarity_top_k is not None and similarity_top_k < 1:
-            raise InvalidInputError(
-                f"similarity_top_k is {similarity_top_k}, expected 1 or more; 6 is usual"
-            )
+        try:
+            OPTIONS["top_k"].check(similarity_top_k)
+        except InvalidOptionError as exc:
+            raise exc.called("similarity_top_k") from None
         if engine is not None:
             check_given(engine, model=model, store=store, **options)
         self._engine = EngineFields(model=model, store=store, engine=engine, **options)
