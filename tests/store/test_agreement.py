@@ -15,7 +15,8 @@ from blendrag.store.base import ForeignKVError, Probe
 from blendrag.store.identity import probe_key
 from blendrag.store.remote import agreement
 from blendrag.store.remote.objects import RemoteObjects
-from blendrag.store.remote.tier import Pause, RemoteTier, name_of
+from blendrag.store.remote.root import name_of
+from blendrag.store.remote.tier import Pause, RemoteTier
 
 pytest.importorskip("obstore")
 

@@ -127,7 +127,7 @@ def test_a_file_that_is_not_an_archive_is_not_replaced(lab, filled, tmp_path, co
     with pytest.raises(InvalidInputError, match="is not replaced"):
         export_archive(filled, letter)
     assert letter.is_fifo() or letter.read_bytes() == content
-    assert lab.descriptors() == before
+    assert lab.descriptors() <= before
 
 
 def test_an_archive_is_not_written_into_the_store_or_a_missing_directory(filled, tmp_path):

@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(
     before = lab.descriptors()
     with failing(call, ".kv", times=1):
         DiskStore(without_index, 1 << 30).close()
-    assert lab.descriptors() == before
+    assert lab.descriptors() <= before
     assert_complete(lab, without_index)
 
 

@@ -18,7 +18,8 @@ from blendrag.store.base import WantedKV
 from blendrag.store.remote import objects
 from blendrag.store.remote.directory import ObjectDirectory
 from blendrag.store.remote.objects import Piece
-from blendrag.store.remote.tier import MAX_WRONG, Pause, RemoteTier, name_of
+from blendrag.store.remote.root import name_of
+from blendrag.store.remote.tier import MAX_WRONG, Pause, RemoteTier
 
 pytest.importorskip("obstore")
 

@@ -27,7 +27,8 @@ from blendrag.errors import InvalidInputError
 from blendrag.planning.measure import prefill_token_s
 from blendrag.store import KVStore, open_store
 from blendrag.store.remote.objects import Piece, RemoteObjects
-from blendrag.store.remote.tier import RemoteTier, name_of
+from blendrag.store.remote.root import name_of
+from blendrag.store.remote.tier import RemoteTier
 from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.rounds import MeasuredNothingError, Tick, Timing, clock, run_rounds, silent

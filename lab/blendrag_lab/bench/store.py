@@ -38,7 +38,8 @@ from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.payload import frame, layer_checksum
 from blendrag.store.payload_files import new_name
 from blendrag.store.remote.objects import WRITE_S
-from blendrag.store.remote.tier import RemoteReader, RemoteTier, name_of, request_ahead, requests_of
+from blendrag.store.remote.root import name_of
+from blendrag.store.remote.tier import RemoteReader, RemoteTier, request_ahead, requests_of
 from blendrag.store.tensor_bytes import Shape, target_buffers, tensor_buffer
 from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import config_of

@@ -288,26 +288,24 @@ class Corpus:
 
     def unchanged(self, source: str, digest: str) -> list[Chunk] | None:
         """The chunks of a document, if it is stored with that digest and none of its rows is damaged."""
-        chunks = self.chunks_of(source)
-        for (found,) in self._file.sound_rows((DOCUMENT,), "WHERE source = ?", source):
-            if (found[1], found[3], found[5]) == (source, digest, len(chunks)):
-                return chunks
-        return None
+        stored, chunks = self._whole(source)
+        return chunks if stored == digest else None
 
     def places(self, source: str) -> tuple[str, list[tuple[int, int, int, str]]]:
         """Digest of a document, and start, end, tokens and header of its chunks; empty if it is not whole."""
+        digest, chunks = self._whole(source)
+        headers = [each.text[: each.start - each.end + len(each.text)] for each in chunks]
+        return digest, [
+            (each.start, each.end, each.tokens, header)
+            for each, header in zip(chunks, headers, strict=True)
+        ]
+
+    def _whole(self, source: str) -> tuple[str, list[Chunk]]:
+        """Digest and chunks of a document; empty if it does not exist or any of its rows is damaged."""
         chunks = self.chunks_of(source)
         for (found,) in self._file.sound_rows((DOCUMENT,), "WHERE source = ?", source):
             if (found[1], found[5]) == (source, len(chunks)):
-                return found[3], [
-                    (
-                        each.start,
-                        each.end,
-                        each.tokens,
-                        each.text[: each.start - each.end + len(each.text)],
-                    )
-                    for each in chunks
-                ]
+                return found[3], chunks
         return "", []
 
     def text(self, chunk_id: str) -> str:

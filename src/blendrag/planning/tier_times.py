@@ -30,7 +30,8 @@ from blendrag.store.durable import DIRECTORY
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
 from blendrag.store.payload_files import opened
-from blendrag.store.remote.tier import RemoteTier, name_of
+from blendrag.store.remote.root import name_of
+from blendrag.store.remote.tier import RemoteTier
 
 #: Bytes read at a time, about, from 2 to :data:`MAX_CHUNKS` chunks.
 READ_BYTES = COPIED_BYTES = 64 << 20

@@ -21,7 +21,7 @@ from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.encodings.stored import stored_layers
 from blendrag.store.kv import ChunkKV, KVLayout
-from blendrag.store.reader import LayerReader
+from blendrag.store.reader import LayerReader, copy_bytes
 from blendrag.store.tensor_bytes import tensor_buffer
 
 
@@ -58,11 +58,8 @@ class MemoryReader(LayerReader):
     def read_stored(self, layer: int, buffers: list[memoryview]) -> None:
         if self._block is None:
             raise ValueError(f"reader of {self.key[:12]}… is closed")
-        stored, copied = self._block.layers[layer], 0
-        for buffer in buffers:
-            target = np.frombuffer(buffer, dtype=np.uint8)
-            target[:] = stored[copied : copied + len(target)]  # releases the GIL
-            copied += len(target)
+        stored = self._block.layers[layer]
+        copy_bytes(stored, buffers)
         self._on_read(stored.nbytes)
 
     def is_cached(self) -> bool:

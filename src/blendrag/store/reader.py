@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 import xxhash
 
@@ -141,6 +142,15 @@ class DiskReader(LayerReader):
         with contextlib.suppress(AttributeError, OSError):
             if self._fd >= 0:
                 os.close(self._fd)
+
+
+def copy_bytes(stored: np.ndarray, buffers: list[memoryview]) -> None:
+    """Fill buffers, one after another, with the bytes of ``stored``, uint8 ``[n]``."""
+    copied = 0
+    for buffer in buffers:
+        target = np.frombuffer(buffer, dtype=np.uint8)
+        target[:] = stored[copied : copied + len(target)]  # releases the GIL
+        copied += len(target)
 
 
 def portions(buffers: list[memoryview]) -> Iterator[list[memoryview]]:

@@ -46,8 +46,8 @@ from blendrag.store.remote.claims import (
     require_no_collection,
     time_there,
 )
-from blendrag.store.remote.objects import Listed
-from blendrag.store.remote.root import RemoteRoot
+from blendrag.store.remote.directory import Listed
+from blendrag.store.remote.root import RemoteRoot, entry_of
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
         kv, left, left_bytes, young, others = [], 0, 0, 0, set()
         future = [each for each in (*listed, *claims) if each.modified > now + AHEAD_S]
         for each in mark.kept_for(remote.objects.listing("kv/")):
-            namespace, key = _entry_of(each)
+            namespace, key = entry_of(each.name)
             future += [each] * (each.modified > now + AHEAD_S)
             if namespace not in named:
                 others.add(namespace)
@@ -160,8 +160,8 @@ def clear_remote(
     :class:`InvalidInputError` for an unknown namespace and for one that the published corpus needs.
     """
     remote.check()
-    found = [e for e in remote.objects.listing("kv/") if _entry_of(e)[0].startswith(namespace)]
-    names = sorted({_entry_of(each)[0] for each in found})
+    found = [e for e in remote.objects.listing("kv/") if entry_of(e.name)[0].startswith(namespace)]
+    names = sorted({entry_of(each.name)[0] for each in found})
     if len(names) != 1 or not namespace:
         raise InvalidInputError(
             f"namespace {namespace!r:.80} is that of {len(names)} in remote {remote.url}, expected one; "
@@ -188,13 +188,6 @@ def _named(remote: RemoteRoot, live: Iterable[Snapshot]) -> dict[str, set[str]]:
         keys = named.setdefault(snapshot.namespace, {probe_key(snapshot.namespace)})
         keys.update(read_keys(remote, snapshot))
     return named
-
-
-def _entry_of(each: Listed) -> tuple[str, str]:
-    """Namespace and key of an object of KV; no key for one that blendrag did not write."""
-    _, namespace, *_ = (*each.name.split("/"), "")
-    key = each.name.rsplit("/", 1)[-1].removesuffix(".kv")
-    return namespace, key if each.name == f"kv/{namespace}/{key[:2]}/{key}.kv" else ""
 
 
 def _batches(objects: list[Listed]) -> Iterator[list[Listed]]:

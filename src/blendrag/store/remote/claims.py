@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 
 from blendrag.errors import StoreUnavailableError
-from blendrag.store.remote.objects import Listed
+from blendrag.store.remote.directory import Listed
 from blendrag.store.remote.root import RemoteRoot
 
 CLAIMS = "claims/"

@@ -29,11 +29,13 @@ _UNFINISHED = re.compile(r".+#[0-9]+", re.ASCII)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-class ListedFile(NamedTuple):
+class Listed(NamedTuple):
+    """An object in a listing."""
+
     name: str
     size_bytes: int
     modified: float
-    """Unix time, by the clock of the file system."""
+    """Unix time, by the clock of the store."""
 
 
 class ObjectDirectory:
@@ -111,11 +113,11 @@ class ObjectDirectory:
                 os.close(fd)
         self._sync_directories(name)
 
-    def listing(self, prefix: str) -> Iterator[ListedFile]:
+    def listing(self, prefix: str) -> Iterator[Listed]:
         """Objects below ``prefix``, which ends with ``/``. Links are not followed and not listed."""
         for name, status in self._files(tuple(prefix.strip("/").split("/"))):
             if not _UNFINISHED.fullmatch(name):
-                yield ListedFile(name, status.st_size, status.st_mtime)
+                yield Listed(name, status.st_size, status.st_mtime)
 
     def redate(self, name: str) -> None:
         """Give an object, if it is there, the present time."""

@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError, starting_thread
 from blendrag.store.base import ProcessBound
-from blendrag.store.remote.directory import ObjectDirectory
+from blendrag.store.remote.directory import Listed, ObjectDirectory
 from blendrag.wording import quoted
 
 T = TypeVar("T")
@@ -85,13 +85,6 @@ class Stored(NamedTuple):
     data: bytes
     version: dict[str, str]
     """By which :meth:`RemoteObjects.replace` recognises it."""
-
-
-class Listed(NamedTuple):
-    name: str
-    size_bytes: int
-    modified: float
-    """Unix time, by the clock of the store."""
 
 
 class RemoteObjects(ProcessBound):
@@ -314,8 +307,7 @@ class RemoteObjects(ProcessBound):
         """Objects below a prefix, in no particular order. Raises :class:`StoreUnavailableError`."""
         if self._directory is not None:
             with self._changing():
-                for file in self._directory.listing(prefix):
-                    yield Listed(*file)
+                yield from self._directory.listing(prefix)
             return
         import obstore
 

@@ -12,6 +12,7 @@ import struct
 from contextlib import suppress
 
 from blendrag.errors import InvalidInputError
+from blendrag.store.identity import is_name
 from blendrag.store.remote.objects import RemoteObjects
 
 FORMAT_NAME = "format"
@@ -19,6 +20,18 @@ FORMAT = "blendrag-remote"
 VERSION = 1
 SEAL_BYTES = 32
 MIN_SECRET_CHARACTERS = 16
+
+
+def name_of(namespace: str, key: str) -> str:
+    """Name of the object that holds a chunk."""
+    return f"kv/{namespace}/{key[:2]}/{key}.kv"
+
+
+def entry_of(name: str) -> tuple[str, str]:
+    """Namespace and key of the chunk that an object below ``kv/`` holds; no key for any other object."""
+    _, namespace, *_ = (*name.split("/"), "")
+    key = name.rsplit("/", 1)[-1].removesuffix(".kv")
+    return namespace, key if is_name(key) and name == name_of(namespace, key) else ""
 
 
 class Seals:

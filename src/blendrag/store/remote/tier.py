@@ -29,7 +29,7 @@ import numpy as np
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
 from blendrag.store.base import Counters, ProcessBound, TierStats, WantedKV
-from blendrag.store.identity import is_name, require_name
+from blendrag.store.identity import require_name
 from blendrag.store.kv import KVLayout
 from blendrag.store.payload import (
     Frame,
@@ -39,10 +39,10 @@ from blendrag.store.payload import (
     layer_checksum,
     verified_pieces,
 )
-from blendrag.store.reader import LayerReader
+from blendrag.store.reader import LayerReader, copy_bytes
 from blendrag.store.remote import claims
 from blendrag.store.remote.objects import Piece, RemoteRefusedError
-from blendrag.store.remote.root import RemoteRoot
+from blendrag.store.remote.root import RemoteRoot, entry_of, name_of
 
 logger = logging.getLogger("blendrag.store")
 
@@ -183,11 +183,8 @@ class RemoteReader(LayerReader):
         with self._lock:
             if self._closed:
                 raise ValueError(f"reader of {self.key[:12]}… is closed")
-            stored, copied = np.frombuffer(self._take(layer), dtype=np.uint8), 0
-        for buffer in buffers:
-            target = np.frombuffer(buffer, dtype=np.uint8)
-            target[:] = stored[copied : copied + len(target)]  # releases the GIL
-            copied += len(target)
+            stored = np.frombuffer(self._take(layer), dtype=np.uint8)
+        copy_bytes(stored, buffers)
 
     def is_late(self) -> bool:
         """Whether the first request takes longer than its prompt waits for it; waits until then."""
@@ -537,7 +534,7 @@ class RemoteTier(ProcessBound):
             return
         try:
             for each in self.objects.listing(f"kv/{namespace}/"):
-                if key := key_of(namespace, each.name):
+                if key := entry_of(each.name)[1]:
                     yield key
         except StoreUnavailableError as exc:
             self._pause.begin(str(exc))
@@ -545,7 +542,7 @@ class RemoteTier(ProcessBound):
     def durable(self, namespace: str, keys: frozenset[str]) -> set[str]:
         """Those of ``keys`` that are there. Raises :class:`StoreUnavailableError` if it does not answer."""
         found = {
-            key_of(namespace, each.name): each.name
+            entry_of(each.name)[1]: each.name
             for each in self.objects.listing(f"kv/{namespace}/")
             if each.size_bytes
         }
@@ -616,14 +613,3 @@ class RemoteTier(ProcessBound):
     def close(self) -> None:
         """End all requests. Idempotent."""
         self._root.close()
-
-
-def key_of(namespace: str, name: str) -> str:
-    """The key of the chunk that an object holds; empty for any other object."""
-    key = name.rsplit("/", 1)[-1].removesuffix(".kv")
-    return key if is_name(key) and name == name_of(namespace, key) else ""
-
-
-def name_of(namespace: str, key: str) -> str:
-    """Name of the object that holds a chunk."""
-    return f"kv/{namespace}/{key[:2]}/{key}.kv"
