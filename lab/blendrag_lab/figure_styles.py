@@ -21,8 +21,6 @@ BASELINES = {
     "oracle": Style("#000000", "*", "--"),
     "prefix": Style(GREY, "D"),
     "reuse": Style(GREY, "X"),
-    "map-reduce": Style("#56B4E9", "<"),
-    "map-rerank": Style("#E69F00", ">"),
 }
 
 

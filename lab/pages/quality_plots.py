@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from blendrag.cli.plots import BANDS, COLOURS, GREY, Line, Style, draw, legend, panels, title
 from blendrag_lab.evaluation.rows import ALL
-from blendrag_lab.evaluation.ways import CHAINS, FULL, NONE, PREFIX
+from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX
 from blendrag_lab.figure_styles import DASHES, styles
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def quality_by_schedule(rows: Sequence[ArenaRow]) -> Figure:
 
 def _reusing(rows: Sequence[ArenaRow], kind: str) -> list[ArenaRow]:
     """Rows of ``kind`` of the ways that reuse chunks out of their place."""
-    others = (FULL, NONE, PREFIX, *CHAINS)
+    others = (FULL, NONE, PREFIX)
     return [row for row in rows if row.kind == kind and row.policy not in others]
 
 

@@ -34,12 +34,11 @@ from blendrag.store.identity import chunk_key, digest_fields
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from blendrag.text.readers import Document
 from blendrag_lab.evaluation.asking import ObservedAnswer, Wording, ask, prompt_of, wording_for
-from blendrag_lab.evaluation.chains import ask_chain, require_chains
 from blendrag_lab.evaluation.datasets import Case, Dataset, by_context
 from blendrag_lab.evaluation.rows import ArenaRow, Journal, Outcome, make_rows
 from blendrag_lab.evaluation.schema_prompts import add_schemas, schema_prompt
 from blendrag_lab.evaluation.scoring import exact_match, f1, rouge_l, token_kl
-from blendrag_lab.evaluation.ways import CHAINS, FULL, NONE, PREFIX, Way
+from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX, Way
 
 #: Called with questions done and questions in all, before each one and at the end.
 Watch = Callable[[int, int], None]
@@ -169,8 +168,6 @@ class Arena:
         """``seed`` of the bootstrap and of the order of ways; ``max_new_tokens``: default by the dataset's
         metric; ``kv_encoding`` of stored chunks; ``as_schema``: prompts are those of a schema whose modules
         are the chunks."""
-        if any(way.policy in CHAINS for way in ways):
-            require_chains()
         if as_schema and any(case.history for case in dataset.cases):
             raise InvalidInputError(
                 "cases of a chat cannot be asked with --schema; name another --dataset"
@@ -246,8 +243,6 @@ class Arena:
     ) -> ObservedAnswer:
         """``answer``: tokens whose distributions are compared, by default those of the reply."""
         engine = engines.of(way)
-        if way.policy in CHAINS:
-            return ask_chain(engine, way.policy, case, self.max_new_tokens)
         chunks = () if way.policy == NONE else case.chunks
         if self.as_schema:
             made = schema_prompt(case, chunks, self._wording, way.policy)
@@ -260,12 +255,8 @@ class Arena:
         metric, text = self.dataset.metric, reply.text.strip()
         if metric != "rouge_l":  # short answers end with their first line
             text = text.split("\n", 1)[0]
-        kls: list[float] = []
-        agrees = None
-        if full.logits is not None and reply.logits is not None:
-            kls = token_kl(full.logits, reply.logits)
-            preferred = (logits.argmax(-1) for logits in (full.logits, reply.logits))  # [T]
-            agrees = float(torch.eq(*preferred).double().mean())
+        kls = token_kl(full.logits, reply.logits)
+        preferred = (logits.argmax(-1) for logits in (full.logits, reply.logits))  # [T]
         return Outcome(
             case_key=self._keys[case.case_id],
             way_key=way.key,
@@ -274,7 +265,7 @@ class Arena:
             f1=f1(text, case.answers),
             rouge_l=rouge_l(text, case.answers) if metric == "rouge_l" else None,
             kl=kls[0] if kls else None,
-            agreement=agrees,
+            agreement=float(torch.eq(*preferred).double().mean()),
             ratio=reply.ratio,
             charged_ratio=reply.charged_ratio,
             ttft_ms=1e3 * reply.ttft_s,

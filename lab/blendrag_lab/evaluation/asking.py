@@ -87,8 +87,8 @@ def prompt_of(case: Case, chunks: Sequence[str], wording: Wording, tokens: Token
 class ObservedAnswer:
     text: str
     tokens: tuple[int, ...]
-    logits: torch.Tensor | None
-    """``[T, V]`` of the answer that is compared; ``None`` if several prompts gave the answer."""
+    logits: torch.Tensor
+    """``[T, V]`` of the answer that is compared."""
     ratio: float
     charged_ratio: float
     ttft_s: float

@@ -43,7 +43,7 @@ def evaluate(
     policies: Annotated[
         str | None,
         options.optional(
-            "Comma-separated: policies, full, reuse, prefix, map-reduce, map-rerank. "
+            "Comma-separated: policies, full, reuse, prefix. "
             "[default: full, prefix, reuse and every policy]"
         ),
     ] = None,
@@ -196,7 +196,6 @@ def _ways(
 ) -> tuple[Way, ...]:
     from blendrag.config import settings
     from blendrag_lab.evaluation.ways import (
-        CHAINS,
         DEFAULT_POLICIES,
         PLACED,
         PREFIX,
@@ -213,7 +212,7 @@ def _ways(
     chosen = SCHEMA_POLICIES if as_schema else DEFAULT_POLICIES
     if policies is not None:
         chosen = tuple(_listed(policies))
-    for each in set(chosen).intersection((PREFIX, *CHAINS) if as_schema else PLACED):
+    for each in set(chosen).intersection((PREFIX,) if as_schema else PLACED):
         raise InvalidInputError(
             f"--policies {each!r} is not measured {'with' if as_schema else 'without'} --schema; "
             f"{'leave it out' if as_schema else 'add --schema'}"

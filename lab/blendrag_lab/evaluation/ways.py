@@ -13,12 +13,11 @@ from blendrag.fusor.selection import POLICIES, Schedule, make_policy
 from blendrag.planning.calibration import calibrations
 
 FULL, NONE, PREFIX, REUSE = "full", "none", "prefix", "reuse"
-MAP_REDUCE, MAP_RERANK = CHAINS = ("map-reduce", "map-rerank")
 #: Chunks as modules at the positions of a schema, each encoded alone or all together.
 SCHEMA, SCAFFOLD = PLACED = ("schema", "scaffold")
 #: Ways that compute chunks instead of loading them, at least all but the first.
-COMPUTING = (FULL, NONE, PREFIX, *CHAINS)
-#: Ways that are not selection policies: the two ends of PGR, the controls and the chains.
+COMPUTING = (FULL, NONE, PREFIX)
+#: Ways that are not selection policies: the two ends of PGR, and the controls.
 BASELINES = (*COMPUTING, REUSE, *PLACED)
 #: The baselines that any model can follow, and every registered policy.
 DEFAULT_POLICIES = tuple(dict.fromkeys((FULL, PREFIX, REUSE, *POLICIES)))

@@ -15,8 +15,7 @@ CHUNKS = tuple(tuple(tiny.sentence(10 * c + i) for i in range(3)) for c in range
 
 
 def adapter() -> ModelAdapter:
-    """With room for the long prompts of LangChain's chains."""
-    return tiny.adapter(tiny.llama(max_position_embeddings=8192))
+    return tiny.adapter(tiny.llama())
 
 
 def cases(contexts: int = 2, questions: int = 2) -> tuple[Case, ...]:

@@ -66,14 +66,6 @@ def test_there_is_a_row_for_every_way_and_kind(rows):
     assert {row.pgr for row in rows} == {None}  # a random model gains nothing from context
 
 
-def test_chains_are_in_the_same_table(monkeypatch):
-    pytest.importorskip("langchain_classic")
-    monkeypatch.setattr("blendrag_lab.evaluation.chains.PASSAGE_TOKENS", 4)
-    rows = lab.arena(make_ways(["map-reduce"], [], [], []), lab.cases(1, 1)).run()
-    chain = row_of(rows, Way("map-reduce"))
-    assert (chain.kl, chain.agreement, chain.encode_prefix) == (None, None, None)
-
-
 def test_full_prefill_agrees_with_itself_and_with_everything_recomputed(rows):
     full, nothing = row_of(rows, FULL), row_of(rows, NONE)
     assert (full.kl, full.agreement, full.same_answer, full.charged_ratio) == (0.0, 1.0, 1.0, 1.0)

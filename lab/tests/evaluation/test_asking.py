@@ -1,21 +1,19 @@
-"""Ways to answer, the wording of questions, and LangChain's chains over the arena's engine."""
+"""Ways to answer, and the wording of questions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine import Options
 from blendrag.engine.rendering import render
 from blendrag.engine.request import RagPrompt
-from blendrag.errors import ContextOverflowError, InvalidInputError
+from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES
 from blendrag.model.loading import load_tokens
 from blendrag.model.tokens import Tokens
@@ -28,11 +26,9 @@ from blendrag_lab.evaluation.asking import (
     prompt_of,
     wording_for,
 )
-from blendrag_lab.evaluation.chains import PASSAGE_TOKENS, SCORE_TOKENS, ask_chain
 from blendrag_lab.evaluation.datasets import Case
 from blendrag_lab.evaluation.ways import BASELINES, DEFAULT_POLICIES, Way, look_up, make_ways
 from blendrag_lab.synthetic.samples import NATIVE, PromptChunk, template
-from lab.tests.evaluation import lab
 
 
 def test_a_policy_is_combined_with_every_schedule_ratio_and_prefix():
@@ -152,62 +148,3 @@ def test_a_chat_is_messages_or_one_text_without_a_chat_template():
     assert isinstance(plain, RagPrompt)
     assert plain.text == "\n\n".join(said)
     assert [plain.text[m.start : m.end] for m in plain.chunks] == [c.strip() for c in chunks]
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[BlendEngine]:
-    pytest.importorskip("langchain_classic")
-    with BlendEngine(lab.adapter(), tmp_path / "store") as made:
-        yield made
-
-
-def scripted(monkeypatch: pytest.MonkeyPatch, replies: list[str]) -> list[Any]:
-    """The engine measures as ever but answers ``replies``; returns what it was asked."""
-    asked: list[Any] = []
-    real = BlendEngine.generate
-
-    def speak(self: BlendEngine, prompt: str, options: Options) -> Answer:
-        text = replies[len(asked)]
-        asked.append((prompt, options))
-        return Answer(text, (text,), "stop", real(self, prompt, options).metrics)
-
-    monkeypatch.setattr(BlendEngine, "generate", speak)
-    return asked
-
-
-def test_map_reduce_reads_every_chunk_alone_and_then_the_replies(engine, monkeypatch):
-    asked = scripted(monkeypatch, ["one", "two", "three", "ships"])
-    (case,) = lab.cases(1, 1)
-    reply = ask_chain(engine, "map-reduce", case, 3)
-    assert reply.text == "ships"
-    assert len(asked) == 4
-    for chunk, (prompt, options) in zip(case.chunks, asked, strict=False):
-        assert chunk in prompt
-        assert (options.mode, options.max_new_tokens) == ("full", PASSAGE_TOKENS)
-    assert asked[-1][1].max_new_tokens == 3
-    assert all(part in asked[-1][0] for part in ("one", "two", "three"))
-    assert (reply.charged_ratio, reply.logits) == (1.0, None)
-    assert reply.ttft_s > 0
-
-
-@pytest.mark.parametrize(
-    ("replies", "answer"),
-    [(["a\nScore: 10", "ships\nScore: 90", "b\nScore: 20"], "ships"), (["a", "b", "c"], "")],
-)
-def test_map_rerank_takes_the_answer_with_the_best_score(engine, monkeypatch, replies, answer):
-    asked = scripted(monkeypatch, replies)
-    assert ask_chain(engine, "map-rerank", lab.cases(1, 1)[0], 3).text == answer
-    assert {options.max_new_tokens for _, options in asked} == {3 + SCORE_TOKENS}
-
-
-def test_a_prompt_too_long_for_the_model_is_an_error_and_not_an_answer(tmp_path):
-    pytest.importorskip("langchain_classic")
-    short = tiny.adapter(tiny.llama(max_position_embeddings=64))
-    with BlendEngine(short, tmp_path) as engine, pytest.raises(ContextOverflowError):
-        ask_chain(engine, "map-reduce", lab.cases(1, 1)[0], 3)
-
-
-def test_chains_without_their_package_are_one_sentence(monkeypatch):
-    monkeypatch.setattr("blendrag_lab.evaluation.chains.PACKAGE", "no_such_package")
-    with pytest.raises(InvalidInputError, match="no_such_package, which is not installed"):
-        lab.arena(make_ways(["map-reduce"], [], [], []))
