@@ -192,7 +192,7 @@ soak-ray: $(READY) ## kill one of three replicas on Ray while they stream; add a
 
 # make fuzz-corpus COPIES=1000 SEED=7
 fuzz-corpus: $(READY) ## damage copies of a corpus: never a wrong text, never a traceback
-	@$(BIN)/python -m lab.soak.corpus_fuzz \
+	@PYTHONPATH=tests $(BIN)/python -m lab.soak.corpus_fuzz \
 	  $(if $(COPIES),--copies $(COPIES)) $(if $(SEED),--seed $(SEED))
 
 # make fuzz-schema TEXTS=1000 SEED=7

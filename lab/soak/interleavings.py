@@ -33,7 +33,7 @@ from blendrag.errors import StoreUnavailableError
 from blendrag.store.remote.claims import claim
 from blendrag.store.remote.objects import Listed
 from blendrag.store.remote.root import RemoteRoot
-from lab.soak.corpus_fuzz import MANIFEST, chunk_of, put, text_of
+from corpus.small_corpus import MANIFEST, chunk_of, put, text_of
 from store.s3 import Server, environment
 
 NAMESPACE, SECRET = "0" * 64, "a secret of all machines"

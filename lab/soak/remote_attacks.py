@@ -32,7 +32,7 @@ from blendrag.store import open_store
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.remote.root import RemoteRoot
 from blendrag.store.remote.tier import Pause, RemoteTier
-from lab.soak.corpus_fuzz import make_corpus, put
+from corpus.small_corpus import make_corpus, put
 from store.kv_lab import Lab
 from store.s3 import Process, Server, environment, flipped
 

@@ -20,7 +20,7 @@ from blendrag.corpus.database import FILE_NAME, mapped
 from blendrag.errors import CorpusError, InvalidInputError, StoreFullError
 from blendrag.text.chunking import chunk_id_of
 from blendrag.text.readers import Document, digest_of
-from lab.soak.corpus_fuzz import DIM, MANIFEST, chunk_of, vector_of
+from corpus.small_corpus import DIM, MANIFEST, chunk_of, vector_of
 
 
 def put(corpus: Corpus, source: str, *texts: str, title: str = "T") -> list[str]:

@@ -17,7 +17,9 @@ from blendrag.corpus import database
 from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.corpus.database import FILE_NAME
 from blendrag.errors import BlendragError, CorpusError
-from lab.soak.corpus_fuzz import Fuzzing, change, chunk_id_of, make_corpus, text_of, vector_of
+from blendrag.text.chunking import chunk_id_of
+from corpus.small_corpus import change, make_corpus, text_of, vector_of
+from lab.soak.corpus_fuzz import Fuzzing
 
 
 @pytest.fixture

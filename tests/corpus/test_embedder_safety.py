@@ -20,7 +20,7 @@ from blendrag.corpus.embedder import (
 )
 from blendrag.corpus.manifest import check_recorded
 from blendrag.errors import InvalidInputError, ModelLoadError
-from lab.soak.corpus_fuzz import MANIFEST
+from corpus.small_corpus import MANIFEST
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Own: pass\n"
 ROUTER = "sentence_transformers.base.modules.router.Router"

@@ -14,7 +14,7 @@ from blendrag.corpus.retriever import Retriever
 from blendrag.demo import demo_corpus_path, demo_questions
 from blendrag.errors import InvalidInputError
 from blendrag.text.readers import Document, digest_of
-from lab.soak.corpus_fuzz import chunk_of
+from corpus.small_corpus import chunk_of
 
 DOCUMENTS = {
     "Maria Silva": [

@@ -26,8 +26,8 @@ from blendrag.store.remote import claims
 from blendrag.store.remote.claims import CLAIMS, MARK
 from blendrag.store.remote.objects import Listed
 from blendrag.store.remote.root import RemoteRoot
+from corpus.small_corpus import MANIFEST, chunk_of, put, text_of, vector_of
 from lab.soak import interleavings
-from lab.soak.corpus_fuzz import MANIFEST, chunk_of, put, text_of, vector_of
 from store.s3 import Server, environment
 
 pytest.importorskip("obstore")

@@ -1,4 +1,4 @@
-"""Fixtures of the store's tests; also makes ``kv_lab`` and ``soak`` importable."""
+"""Fixtures of the store's tests; also makes ``kv_lab`` importable."""
 
 from __future__ import annotations
 

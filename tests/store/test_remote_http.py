@@ -20,7 +20,7 @@ from blendrag.store.remote.claims import MARK
 from blendrag.store.remote.objects import RemoteObjects
 from blendrag.store.remote.root import RemoteRoot
 from blendrag.store.remote.tier import RemoteTier, expected_load_s, request_ahead
-from lab.soak.corpus_fuzz import make_corpus, put
+from corpus.small_corpus import make_corpus, put
 from lab.soak.remote_attacks import attack, texts
 
 pytest.importorskip("obstore")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.errors import BlendragError
-from lab.soak.corpus_fuzz import MANIFEST, make_corpus, put, text_of
+from corpus.small_corpus import MANIFEST, make_corpus, put, text_of
 from lab.soak.store.audit import Report, Verdict
 from lab.soak.store.children import Heard, Teller, summary
 from lab.soak.store.faults import Bench, faults_of

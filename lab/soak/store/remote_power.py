@@ -21,7 +21,7 @@ from blendrag.corpus.shared.sharing import Keys, follow, publish
 from blendrag.store import DiskStore
 from blendrag.store.remote.root import RemoteRoot
 from blendrag.store.remote.tier import RemoteTier
-from lab.soak.corpus_fuzz import make_corpus, put
+from corpus.small_corpus import make_corpus, put
 from lab.soak.store.audit import Report, Verdict
 from lab.soak.store.power import Disk, outcomes
 from store.kv_lab import Lab
