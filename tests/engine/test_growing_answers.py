@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.stream import AnswerStream
-from blendrag.errors import RequestTimeout
 from blendrag.serving import chunk_pool, kv_budget, scheduler
 from blendrag.serving.chunk_pool import ChunkPool
 from blendrag.serving.kv_room import KVRoom
@@ -129,37 +125,6 @@ def question(number: int) -> str:
     return f"What happened in {number}?"
 
 
-def test_a_request_without_memory_to_grow_fails_alone(
-    crowded: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options, real, calls = exactly(20), ChunkPool.reserve, count()
-
-    def reserve(self: ChunkPool, *args: Any) -> None:
-        if next(calls) == 0:
-            raise RuntimeError("out of memory")
-        real(self, *args)
-
-    expected = crowded.generate(question(1), options).text
-    monkeypatch.setattr(ChunkPool, "reserve", reserve)
-    streams = [crowded.stream(question(i), options) for i in range(2)]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        list(streams[0])
-    assert "".join(streams[1]) == expected
-
-
-def test_requests_whose_kv_cannot_be_put_aside_go_on(
-    crowded: BlendEngine, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(layers: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    options, prompts = exactly(96), [question(i) for i in range(4)]
-    alone = [crowded.generate(prompt, options).text for prompt in prompts]
-    monkeypatch.setattr(chunk_pool, "SetAside", full)
-    assert [answer.text for answer in crowded.batch(prompts, options)] == alone
-    assert watched.aside
-
-
 def test_memory_of_growing_answers_stays_within_the_limit(
     crowded: BlendEngine, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,22 +208,3 @@ def test_one_that_waits_can_be_abandoned_and_others_go_on(
     assert watched.back < watched.aside
     assert not crowded.scheduler.budget.size_bytes
     assert not crowded.scheduler.budget.is_short
-
-
-def test_the_time_limit_of_one_that_waits_ends_it(
-    crowded: BlendEngine, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = False
-
-    def waits(stream: Any) -> bool:
-        return late and stream.timeout_s is not None
-
-    monkeypatch.setattr(AnswerStream, "expired", property(waits))
-    first = crowded.stream(question(0), exactly(96))
-    second = crowded.stream(question(1), exactly(96))
-    third = crowded.stream(question(2), exactly(96, timeout_s=1000.0))
-    for _ in first:
-        late = late or watched.aside > 0
-    assert second.answer.metrics.new_tokens == 96
-    with pytest.raises(RequestTimeout):
-        _ = third.answer

@@ -1,1 +1,1 @@
-"""Many requests at once over one model: turns, joint decode steps."""
+"""Many requests at once over one model: the scheduler, joint decode steps, shared chunks."""
