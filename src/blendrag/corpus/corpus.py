@@ -178,13 +178,13 @@ class Corpus:
         """Raise :class:`CorpusError` if another process has replaced the manifest since :meth:`begin`."""
         differences = self.manifest.differences(self._begun) if self._begun is not None else {}
         if differences:
-            told = ", ".join(
-                f"{name} {theirs!r:.40} instead of {ours!r:.40}"
-                for name, (theirs, ours) in differences.items()
+            changes = ", ".join(
+                f"{name} {now!r:.40} instead of {before!r:.40}"
+                for name, (now, before) in differences.items()
             )
             raise CorpusError(
                 f"the corpus at {self.directory} was begun by another process at the same time, "
-                f"with {told}; repeat the command to go on with that, or choose another store"
+                f"with {changes}; repeat the command to go on with that, or choose another store"
             )
 
     def set_manifest(self, manifest: Manifest) -> None:

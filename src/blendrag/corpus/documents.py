@@ -521,5 +521,5 @@ class EntryTable:
             for entry, *place in self._file.sound_rows((ENTRY, *_PLACE_TABLES), condition, *batch):
                 (entry_id, _, parent, given), stored = entry, _stored_chunk(*place)
                 text = stored.text if given is None else given
-                about = stored.metadata, parent, stored.title, stored.start
-                yield Entry(entry_id, text, *about), stored
+                attributes = stored.metadata, parent, stored.title, stored.start
+                yield Entry(entry_id, text, *attributes), stored

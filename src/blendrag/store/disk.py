@@ -97,8 +97,8 @@ class DiskStore(ProcessBound):
             if self._index_is_corrupt:
                 self._index_is_corrupt = False
                 self._writer.recover()
-            there = self._sound(self.find(namespace, key))
-            if there is None or not self._writer.keep(there):
+            name = self._sound(self.find(namespace, key))
+            if name is None or not self._writer.keep(name):
                 self._write(namespace, key, kv)
                 self._counters.add("puts")
         self._writer.pins.note_put((namespace, key))

@@ -211,11 +211,11 @@ class _Mark:
         """
         now = time_there(self._remote)
         if abs(now - time.time()) > MOST_SKEW_S or now < self._latest - AHEAD_S:
-            there, here = (datetime.fromtimestamp(at, UTC) for at in (now, time.time()))
+            at_store, at_home = (datetime.fromtimestamp(at, UTC) for at in (now, time.time()))
             raise StoreUnavailableError(
-                f"the clock of remote {self._remote.url} says {there:%Y-%m-%d %H:%M} UTC and this machine's "
-                f"{here:%Y-%m-%d %H:%M}, or one was set meanwhile, so it is not known what is old; set the "
-                "clocks, then repeat the command"
+                f"the clock of remote {self._remote.url} says {at_store:%Y-%m-%d %H:%M} UTC and this "
+                f"machine's {at_home:%Y-%m-%d %H:%M}, or one was set meanwhile, so it is not known what is "
+                "old; set the clocks, then repeat the command"
             )
         self._latest = max(now, self._latest)
         return now

@@ -152,20 +152,20 @@ def publish(
 
         def snapshot(named: frozenset[str]) -> tuple[str, Snapshot]:
             listed = writing.blob(b"".join(bytes.fromhex(key) for key in sorted(named)))
-            made = Snapshot(
+            written = Snapshot(
                 corpus_id, settings, len(state.digests), chunks, state.digest(settings), parts,
                 keys.namespace, listed,
             )  # fmt: skip
-            return writing.manifest(made), made
+            return writing.manifest(written), written
 
-        name, made = snapshot(keys.keys)
+        name, written = snapshot(keys.keys)
         require_no_collection(remote)
-        there = durable(keys)
-        if there != keys.keys:
-            name, made = snapshot(there)
+        durable_keys = durable(keys)
+        if durable_keys != keys.keys:
+            name, written = snapshot(durable_keys)
         # a collection that began earlier may have removed an old manifest of this name
         require_no_collection(remote)
-        _require_whole(remote, name, made)
+        _require_whole(remote, name, written)
         serial = current.serial if current else 0
         is_new = current is None or current.snapshot != name
         if is_new:
@@ -174,10 +174,16 @@ def publish(
             after = Pointer(VERSION, corpus_id, serial, name)
             if not remote.objects.replace(POINTER, _signed(remote, after), before):
                 raise _overtaken(remote, current)
-        _remember(corpus, Shared(corpus_id, serial, made.state))
-    missing = len(keys.keys) - len(there)
+        _remember(corpus, Shared(corpus_id, serial, written.state))
+    missing = len(keys.keys) - len(durable_keys)
     return Published(
-        serial, made.documents, chunks, len(there), missing, writing.uploaded_bytes, is_new
+        serial,
+        written.documents,
+        chunks,
+        len(durable_keys),
+        missing,
+        writing.uploaded_bytes,
+        is_new,
     )
 
 

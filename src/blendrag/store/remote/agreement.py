@@ -54,8 +54,8 @@ class Agreement:
             return True
         if namespace in self._foreign:
             raise ForeignKVError(self._foreign[namespace])
-        asked = namespace, probe is not None
-        is_early = time.monotonic() < self._again_at.get(asked, 0.0) and not create
+        attempt = namespace, probe is not None
+        is_early = time.monotonic() < self._again_at.get(attempt, 0.0) and not create
         if is_early or self._remote.trouble:
             return False
         try:
@@ -74,7 +74,7 @@ class Agreement:
             is_same = False
         if is_same:
             (self._copied if probe is None else self._agreed).add(namespace)
-        self._again_at[asked] = time.monotonic() + AGAIN_S
+        self._again_at[attempt] = time.monotonic() + AGAIN_S
         return is_same
 
     def _is_alike(self, namespace: str, probe: Probe, create: bool) -> bool:

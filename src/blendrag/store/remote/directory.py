@@ -184,9 +184,9 @@ class ObjectDirectory:
 
     def _share(self, fd: int, mode: int) -> None:
         """Let the group use what this process has made, if the directory is its group's."""
-        made = os.fstat(fd)
-        if self.path.stat().st_mode & stat.S_IWGRP and made.st_uid == os.geteuid():
-            os.fchmod(fd, mode | made.st_mode & stat.S_ISGID)
+        status = os.fstat(fd)
+        if self.path.stat().st_mode & stat.S_IWGRP and status.st_uid == os.geteuid():
+            os.fchmod(fd, mode | status.st_mode & stat.S_ISGID)
 
     def _sync_directories(self, name: str) -> None:
         """Make the entries durable by which an object is found."""

@@ -269,8 +269,8 @@ class RemoteObjects(ProcessBound):
         if is_written is None and self._is_still(name, before):
             self.put(name, data, if_absent=False)
         if not is_written:  # a repeated request finds what the first one has written
-            there = self.get(name)
-            return there is not None and there.data == data
+            found = self.get(name)
+            return found is not None and found.data == data
         return True
 
     def _is_still(self, name: str, before: Stored | None) -> bool:

@@ -145,12 +145,12 @@ class SharedKV:
                 or f"KV of remote {self.tier.url} was not compared with what this machine computes; ingest "
                 "again with this remote"
             )
-        there = self.tier.durable(namespace, keys)
-        copied = {key for key in keys - there if self._disk.contains(namespace, key)}
+        durable = self.tier.durable(namespace, keys)
+        copied = {key for key in keys - durable if self._disk.contains(namespace, key)}
         for key in sorted(copied):
             self._uploads.offer(namespace, key, is_missing=True)
         self._uploads.flush()
-        return frozenset(there | copied)
+        return frozenset(durable | copied)
 
     def close(self) -> None:
         """Finish copies, end all requests. Idempotent."""

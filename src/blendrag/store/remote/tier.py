@@ -502,31 +502,31 @@ class RemoteTier(ProcessBound):
         Their bytes are verified when they are read. ``durable``: they survive a power cut now.
         """
         wanted = [key for key in keys if not self.is_doubtful(namespace, key)]
-        there: set[str] = set()
+        found: set[str] = set()
         for at in range(0, len(wanted), ASKED_TOGETHER):
             if self._pause.why:
                 break
-            there |= self._found_together(namespace, wanted[at : at + ASKED_TOGETHER])
+            found |= self._found_together(namespace, wanted[at : at + ASKED_TOGETHER])
         try:
-            for key in there if durable else ():  # another machine may just have written it
+            for key in found if durable else ():  # another machine may just have written it
                 self.objects.sync(name_of(namespace, key))
         except StoreUnavailableError as exc:
             self._pause.begin(str(exc))
             return set()
-        return there
+        return found
 
     def _found_together(self, namespace: str, keys: Sequence[str]) -> set[str]:
         begun = {key: self.objects.read(name_of(namespace, key), 0, 1) for key in keys}
-        there, waiting = set(), Waiting(self.timeout_s)
+        found, waiting = set(), Waiting(self.timeout_s)
         try:
             for key, request in begun.items():
                 piece = self.finish_read(request, waiting)
                 if piece is not None and piece.object_bytes:
-                    there.add(key)
+                    found.add(key)
         except StoreUnavailableError:
             for request in begun.values():
                 request.cancel()
-        return there
+        return found
 
     def keys(self, namespace: str) -> Iterator[str]:
         """Keys of one namespace; none if the remote does not answer."""
@@ -541,15 +541,15 @@ class RemoteTier(ProcessBound):
 
     def durable(self, namespace: str, keys: frozenset[str]) -> set[str]:
         """Those of ``keys`` that are there. Raises :class:`StoreUnavailableError` if it does not answer."""
-        found = {
+        names = {
             entry_of(each.name)[1]: each.name
             for each in self.objects.listing(f"kv/{namespace}/")
             if each.size_bytes
         }
-        there = keys & found.keys()
-        for key in there:  # its writer may be about to sync it
-            self.objects.sync(found[key])
-        return set(there)
+        found = keys & names.keys()
+        for key in found:  # its writer may be about to sync it
+            self.objects.sync(names[key])
+        return set(found)
 
     def claim(self, namespace: str, keys: Sequence[str]) -> set[str]:
         """Keep KV from being collected; returns those of ``keys`` that are no longer there.
@@ -557,10 +557,10 @@ class RemoteTier(ProcessBound):
         Raises :class:`StoreUnavailableError`, also while a collection runs.
         """
         claims.claim(self._root, namespace, keys)
-        there = self.found(namespace, keys)
+        found = self.found(namespace, keys)
         if self._pause.why:
             raise StoreUnavailableError(self._pause.why)
-        return set(keys) - there
+        return set(keys) - found
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -577,12 +577,12 @@ class RemoteTier(ProcessBound):
         seal_bytes = self.seals.size_bytes(len(header.checksums))
         try:
             self._root.make()
-            there = self.objects.head(name)
-            if there == seal_bytes + header.file_bytes and not is_doubtful:
+            object_bytes = self.objects.head(name)
+            if object_bytes == seal_bytes + header.file_bytes and not is_doubtful:
                 self.objects.sync(name)  # another machine may just have written it
                 return
             data = self._sealed(header, read)
-            self.objects.put(name, data, if_absent=there is None and not is_doubtful)
+            self.objects.put(name, data, if_absent=object_bytes is None and not is_doubtful)
         except (StoreUnavailableError, InvalidInputError) as exc:
             self.counters.add("failures")
             self._write_pause.begin(str(exc))
