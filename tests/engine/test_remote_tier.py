@@ -69,6 +69,21 @@ def test_kv_that_one_machine_computed_is_loaded_by_another(machine):
         assert tiers(ask(two)) == {"disk"}
 
 
+def test_an_ingest_looks_for_each_chunk_in_the_remote_once(machine, monkeypatch):
+    asked, real = [], RemoteTier.found
+
+    def found(tier, namespace, keys, durable=False):
+        asked.extend(keys)
+        return real(tier, namespace, keys, durable)
+
+    monkeypatch.setattr(RemoteTier, "found", found)
+    monkeypatch.setattr(RemoteTier, "claim", lambda *entries: set())  # which looks again at the end
+    with machine("one") as one:
+        ingest(one)
+        keys = tiny.chunk_keys(one, 0)
+        assert [asked.count(key) for key in keys] == [1] * len(keys)
+
+
 def test_a_chunk_that_is_wrong_in_the_remote_is_computed(machine, bucket):
     with machine("one") as one, machine("two") as two:
         ingest(one)

@@ -243,6 +243,17 @@ def test_a_chunk_in_memory_only_is_not_contained_and_is_put_again(lab, make_tier
     assert lab.is_right(store.disk, 1)
 
 
+def test_the_place_of_a_chunk_is_its_fastest_tier_or_where_it_survives_a_crash(lab, make_tiers):
+    store = make_tiers()
+    for number in (1, 2):
+        lab.put(store, number)
+    promote(lab, store, 1)
+    one, two, three = map(lab.key, (1, 2, 3))
+    assert store.where(lab.namespace, [one, two, three]) == {one: "memory", two: "disk"}
+    durable = store.where(lab.namespace, [one, two, three], durable=True)
+    assert durable == {one: "disk", two: "disk"}
+
+
 def test_a_chunk_used_in_memory_is_recent_on_disk(lab, make_tiers):
     store = make_tiers(disk_bytes=3 * lab.entry_bytes)
     for number in range(3):
