@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.engine.generation import Generation
 from blendrag.engine.planner import KVAccess
 from blendrag.engine.request import RagPrompt, Request
+from blendrag.engine.roads import BlendedRoad
 from blendrag.engine.stream import AnswerStream
 from blendrag.fusor.selection import Schedule
 from blendrag.planning.controller import Controller
@@ -91,9 +92,10 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(engine):
         stream = AnswerStream(adapter.tokens.tokenizer, (), 0.0)
         with (
             adapter.lock,
-            closing(KVAccess(request, adapter, controller).plan()) as made,
         ):
-            return Generation(adapter, lambda: used.fusor, request, stream).run(made)
+            access = KVAccess(request, adapter, controller)
+            planner = Mock(access=lambda request, check: access)
+            return Generation(BlendedRoad(used, planner, request, stream), stream).run()
 
     blended = answer(
         "blend", Controller(adapter, used.store, namespace, used.prefix_ids, 8, scope="scope")

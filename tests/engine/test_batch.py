@@ -19,8 +19,7 @@ import torch
 
 import scripted
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options, packing_rule, rendering
-from blendrag.engine import engine as engine_module
+from blendrag.engine import Answer, BlendEngine, Options, packing_rule, rendering, roads
 from blendrag.engine.batched_prefill import RequestBatch
 from blendrag.engine.packing_rule import ROWS, Load, PackingRule
 from blendrag.errors import (
@@ -119,7 +118,7 @@ def test_the_timeout_applies_to_the_whole_batch(says, way, monkeypatch):
         for pending in (*says.scheduler.waiting, *says.scheduler.running):
             pending.stream.timeout_s = 0.0
 
-    monkeypatch.setattr("blendrag.engine.engine.log_answer", all_are_late)
+    monkeypatch.setattr("blendrag.engine.answering.log_answer", all_are_late)
     found = run(says, way, PROMPTS * 10, Options(timeout_s=600), return_exceptions=True)
     assert found[0].text == "two"
     assert isinstance(found[-1], RequestTimeout)
@@ -344,7 +343,7 @@ def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own):
 
 
 def test_a_prompt_refused_after_its_prefill_holds_no_memory(engine, monkeypatch):
-    prompts, checked = prompts_of(engine, 3), engine_module.checked
+    prompts, checked = prompts_of(engine, 3), roads.checked
 
     def refusing(request, *args):
         if request.prompt.ids == refused.ids and engine.scheduler.budget.size_bytes:
@@ -352,7 +351,7 @@ def test_a_prompt_refused_after_its_prefill_holds_no_memory(engine, monkeypatch)
         return checked(request, *args)
 
     refused = engine.segments(prompts[1], REUSE)
-    monkeypatch.setattr(engine_module, "checked", refusing)
+    monkeypatch.setattr(roads, "checked", refusing)
     with pytest.raises(InvalidInputError, match="not now"):
         engine.batch(prompts, REUSE)
     engine.drain()

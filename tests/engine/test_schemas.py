@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,9 +14,17 @@ from transformers.cache_utils import DynamicCache
 
 import tiny
 from blendrag.engine import BlendEngine, Options, SchemaPrompt
+from blendrag.engine.generation import MAX_RESTARTS
 from blendrag.errors import InvalidInputError, SchemaError
+from blendrag.fusor.gate import HeldKV
+from blendrag.fusor.loader import LoadedSpan, SpanCorruptError
 from blendrag.model.structure import find_decoder
-from blendrag.schema.concatenation import CachedStretch, ModuleCache, PlacedPrompt
+from blendrag.schema.concatenation import (
+    CachedStretch,
+    ConcatenatedPrompt,
+    FixedPrompt,
+    ModuleCache,
+)
 from blendrag.schema.markup import parse_prompt
 from blendrag.serving.scheduler import Scheduler
 from blendrag.store.identity import module_key
@@ -86,7 +95,7 @@ def watched(model: Any) -> Iterator[Seen]:
 
 
 @torch.inference_mode()
-def block_masked(model: Any, prompt: PlacedPrompt, answer: list[int]) -> torch.Tensor:
+def block_masked(model: Any, prompt: FixedPrompt, answer: list[int]) -> torch.Tensor:
     """Logits ``[n, V]`` of the prompt's last token and of each of the ``answer``, by one forward of the model
     over every token of every block, placeholders included, under an explicit mask: the slow reference."""
     blocks: dict[int, Any] = {}
@@ -144,7 +153,7 @@ def block_masked(model: Any, prompt: PlacedPrompt, answer: list[int]) -> torch.T
     return logits[-1 - len(answer) :]
 
 
-def placed(made: BlendEngine, markup: str) -> PlacedPrompt:
+def placed(made: BlendEngine, markup: str) -> FixedPrompt:
     return made.schemas["trip"].schema.place(parse_prompt(markup))
 
 
@@ -502,3 +511,35 @@ def test_reading_ahead_gives_way(reason, tmp_path, monkeypatch):
             made.drain()
         assert in_memory(made, "hill") is (reason != "no memory")
         assert reason == "no memory" or len(calls) >= 10
+
+
+def test_a_request_with_fixed_positions_gives_up_stored_modules_that_stay_corrupt(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(tiny.llama(), tmp_path / "store") as made:
+        made.encode_schema("trip")
+        expected = made.generate(pml=pml())
+        prompts: list[ConcatenatedPrompt] = []
+        start = ModuleCache.__init__
+
+        def watched_start(
+            self: ModuleCache, layout: Any, prompt: ConcatenatedPrompt, *args: Any
+        ) -> None:
+            prompts.append(prompt)
+            start(self, layout, prompt, *args)
+
+        def corrupt(self: ModuleCache, layer: int) -> None:
+            for span in prompts[-1].spans:
+                if not isinstance(span.reader, HeldKV):
+                    raise SpanCorruptError(
+                        LoadedSpan(0, 1, HeldKV(Mock(tokens=1)), 0, True), ValueError("changed")
+                    )
+            load(self, layer)
+
+        load = ModuleCache._load
+        monkeypatch.setattr(ModuleCache, "__init__", watched_start)
+        monkeypatch.setattr(ModuleCache, "_load", corrupt)
+        answer = made.generate(pml=pml())
+        assert answer.text == expected.text
+        assert len(prompts) == MAX_RESTARTS + 1
+        assert {chunk.outcome for chunk in answer.metrics.chunks} == {"computed"}

@@ -120,7 +120,7 @@ class RequestBatch:
     def _may_pack(self) -> bool:
         """Whether there are several prompts, any may use stored KV, and the model can prefill several."""
         if len(self.entries) < 2 or not any(
-            request.mode != "full" and request.prompt.chunks for request, _ in self.entries
+            request.may_blend and request.prompt.chunks for request, _ in self.entries
         ):
             return False
         with suppress(UnsupportedModelError):
@@ -180,7 +180,7 @@ class RequestBatch:
         limit = adapter.blend_limit_tokens
         if limit is not None and len(request.prompt.ids) > limit:
             return None  # all rows of its forward would use another rotary table
-        if request.mode == "full" or request.placed is not None or stream.done:
+        if not request.may_blend or stream.done:
             return None
         with suppress(Exception):
             request = checked(request, adapter)

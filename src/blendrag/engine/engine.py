@@ -1,30 +1,24 @@
 """``BlendEngine``: ingest documents, answer questions over them.
 
-The road of a request, from :meth:`Prompts.request` to :meth:`BlendEngine._answer`::
+The road of a request::
 
-    Request   what was asked, rendered, tokenised, its chunks recognised     caller's thread
-    Plan      per chunk: exact, blend or compute, and why; ratio, schedule   scheduler's thread
-    Fusion    state of the blended forward inside ``model.generate``         scheduler's thread
-    Answer    text, metrics
-
-A :class:`~blendrag.serving.scheduler.Scheduler` keeps what waits and runs, and computes on one thread.
+    Prompts.request      rendered, its chunks recognised, tokenised: a Request   caller's thread
+    Scheduler.submit     waits until it may begin
+    Road.plan            per chunk: exact, blend or compute, and why: a Plan     scheduler's thread
+    Road.prefill         blended, or at fixed positions
+    Generation.run       ``model.generate``: an Answer
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-import torch
-
 from blendrag import tracing
-from blendrag.chat.formats import hidden_ids
 from blendrag.config import (
     ConstructorOptions,
     RequestDefaults,
@@ -40,28 +34,24 @@ from blendrag.engine import calibration as calibrating
 from blendrag.engine import ingest as ingesting
 from blendrag.engine import profiling, publishing
 from blendrag.engine import request_spans as spans
+from blendrag.engine.answering import Answering
 from blendrag.engine.answers import (
     AnswerIterator,
     AsyncAnswerIterator,
     PendingAnswer,
-    abandon_all,
     all_awaited,
-    name_prompt,
     off_loop,
     wait_all,
 )
-from blendrag.engine.batched_prefill import BatchEntry, RequestBatch, share_of
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
-from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.dry_run import DryRun, dry_run
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.exposition import exposition
-from blendrag.engine.generation import Generation
 from blendrag.engine.ingest import IngestReport, Inputs, Watch
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.learning import Learner
 from blendrag.engine.library import Library
-from blendrag.engine.planner import KVAccess, Planner, checked, sequences_of
+from blendrag.engine.planner import Planner
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.prompts import Prompts, check_history
 from blendrag.engine.rendering import (
@@ -79,19 +69,15 @@ from blendrag.engine.request import (
     takes_options,
     with_keywords,
 )
-from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import CorpusSettings, Resources
 from blendrag.engine.schemas import Positions, SchemaReport, Schemas
 from blendrag.engine.schemas import Source as SchemaSource
-from blendrag.engine.stream import AnswerStream
-from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
+from blendrag.errors import InvalidInputError, RequestTimeout
 from blendrag.fusor.gate import Verification
-from blendrag.fusor.loader import SpanCorruptError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.option import refuse_unknown
-from blendrag.planning.plan import Plan, Reason, ReasonCode
-from blendrag.serving.kv_budget import KVBudget, KVShare
+from blendrag.serving.kv_budget import KVBudget
 from blendrag.serving.scheduler import CLOSED, Scheduler
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from blendrag.signatures import shows
@@ -102,16 +88,10 @@ from blendrag.text.readers import ALL, Patterns
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Restarts of a request after chunks failed verification, before it is computed in full.
-MAX_RESTARTS = 8
 #: Threads on which prompts of asynchronous calls are rendered and tokenised, and those for long ones, so that
 #: short prompts do not wait for them.
 PROMPT_THREADS, LONG_PROMPT_THREADS = 4, 2
 LONG_PROMPT_CHARS = 1 << 16
-STILL_CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification again and again")
-
-
-log = logging.getLogger(__name__)
 
 
 class BlendEngine:
@@ -166,7 +146,7 @@ class BlendEngine:
         )
         #: What waits and runs on the model.
         self.scheduler = Scheduler(
-            KVBudget(self.settings.batch_bytes, lambda kept: self._prefixes.shrink(kept)),
+            KVBudget(self.settings.batch_bytes, lambda most: self._prefixes.shrink(most)),
             self.resources.embedding_turns,
             self.settings.max_running,
         )
@@ -185,6 +165,14 @@ class BlendEngine:
         self._learner = Learner(self.resources, self._background, self.settings.learn)
         self._schemas = Schemas(self.resources, self.scheduler)
         self._prompts = Prompts(self.resources, self._schemas)
+        self._answering = Answering(
+            self.resources,
+            self.scheduler,
+            self._prompts,
+            self._planner,
+            self._schemas,
+            self._learner,
+        )
         self._threads = ThreadQueue("prompts", PROMPT_THREADS)
         self._long_threads = ThreadQueue("long prompts", LONG_PROMPT_THREADS)
 
@@ -285,7 +273,7 @@ class BlendEngine:
         ``return_exceptions`` errors are returned in place of answers.
         """
         options, asked_at = with_keywords(options, given), time.perf_counter()
-        started = self._start_batch(prompts, options, return_exceptions, asked_at)
+        started = self._answering.start(prompts, options, return_exceptions, asked_at)
         return wait_all(started, return_exceptions)
 
     @takes_options
@@ -299,7 +287,7 @@ class BlendEngine:
     ) -> Any:
         """:meth:`batch` without blocking the event loop; cancelling the task stops the work."""
         options, asked_at = with_keywords(options, given), time.perf_counter()
-        begin = partial(self._start_batch, prompts, options, return_exceptions, asked_at)
+        begin = partial(self._answering.start, prompts, options, return_exceptions, asked_at)
         try:
             threads = self.threads_for(sum(map(prompt_chars, prompts)))
             started = await off_loop(begin, options.timeout_s, threads)
@@ -396,188 +384,18 @@ class BlendEngine:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
         return self._prompts.segments(prompt, options or Options())
 
-    # -- the road of a request ------------------------------------------------------------------
-
     def _start(self, prompt: Prompt | Request, options: Options) -> PendingAnswer:
         """Check the request here, and submit it."""
-        (started,) = self._start_batch([prompt], options, False, time.perf_counter())
+        (started,) = self._answering.start([prompt], options, False, time.perf_counter())
         assert isinstance(started, PendingAnswer)
         return started
 
-    def _checked(self, prompt: Prompt | Request, options: Options, asked_at: float) -> Request:
-        """The request for ``prompt``, checked as far as it can be without loading the model."""
-        try:
-            request = prompt
-            if not isinstance(request, Request):
-                request = self._prompts.request(request, options, asked_at)
-            request = self._learner.advised(request)
-            if self.resources.is_loaded and request.placed is None:
-                checked(request, self.resources.adapter)  # else once it begins
-        except Exception:
-            with suppress(Exception), self._span(options, None, asked_at):
-                raise
-            raise
-        return request
-
-    def _answer_stream(self, request: Request) -> AnswerStream:
-        options, tokens = request.options, self.resources.tokens
-        return AnswerStream(
-            tokens.tokenizer,
-            options.stop,
-            request.asked_at,
-            options.timeout_s,
-            hidden=None if request.form is None else hidden_ids(tokens, request.form),
-            likely=None if options.logprobs is None else Likelihoods(options.logprobs),
-            reply=request.new_reply(),
-        )
-
-    def _pending(self, batch: RequestBatch, number: int) -> PendingAnswer:
-        """The answer to that prompt, for the scheduler."""
-        request, stream = batch.entries[number]
-
-        def work() -> Answer:
-            stream.begin()
-            try:
-                with self._span(request.options, request.trace_context, request.asked_at) as about:
-                    stream.check()
-                    answer = self._answer(batch, number)
-                    about(partial(spans.answered, answer, self.resources.model_name))
-            except BaseException as exc:
-                log_failure(exc, request.asked_at)
-                if isinstance(exc, RequestCancelled | RequestTimeout):
-                    exc.__traceback__ = None  # its frames hold the KV cache
-                raise
-            finally:
-                batch.leave(number)
-                stream.finish()
-            log_answer(answer.metrics)
-            return answer
-
-        def share() -> KVShare:
-            adapter, counted = self.resources.adapter, request
-            with suppress(ValueError, TypeError):  # refused once it begins
-                counted = replace(request, sequences=sequences_of(request, adapter))
-            return batch.share_of(number) or share_of(counted, adapter, stream)
-
-        def joins() -> bool:
-            adapter = self.resources.adapter
-            return adapter.refusal is None and not adapter.lock.is_wanted  # by another engine
-
-        return PendingAnswer(
-            work, joins, lambda: stream.done, share, request=request, stream=stream
-        )
-
-    def _span(
-        self, options: Options, parent: Any, asked_at: float
-    ) -> AbstractContextManager[tracing.Add]:
-        """The span of one request."""
-        resources = self.resources
-        kind = spans.operation(options, resources)
-        asked = partial(spans.asked, kind, options, resources.model_name, self.settings)
-        return tracing.span(f"{kind} {resources.model_name}", asked, parent, asked_at)
-
-    def _answer(self, batch: RequestBatch, number: int) -> Answer:
-        """From a request over its plan and fusion to the answer, on the scheduler's thread.
-
-        The model's lock is held throughout, so that one request sees one model. If a chunk's bytes fail
-        verification, the request starts again without that chunk.
-        """
-        request, stream = batch.entries[number]
-        began = time.perf_counter()
-        adapter = self.resources.adapter
-        stream.opening_s = request.opening_s + time.perf_counter() - began
-        # forwards that may blend run uncompiled
-        compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
-        with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
-            if request.placed is not None:
-                stream.opening_s += self._schemas.open()
-            elif request.mode != "full" and request.prompt.chunks:
-                stream.opening_s += self._planner.open()
-            # closed also if it is over before it is run
-            with closing(batch.take(number)) as ahead, ExitStack() as held:
-                if ahead.share is not None:  # also if it is refused now
-                    held.callback(self.scheduler.budget.release, ahead.share)
-                limit = self._schemas.model.limit if request.placed is not None else None
-                request = checked(request, adapter, limit)
-                share = ahead.share or share_of(request, adapter, stream)
-                held.callback(self.scheduler.budget.release, share)
-                self.scheduler.budget.hold(share)
-                request = replace(request, asked_at=request.asked_at + stream.opening_s)
-                access: KVAccess | None = None
-                generation = Generation(
-                    adapter, lambda: self.resources.fusor, request, stream, self._prefixes, share
-                )
-                if request.placed is not None:
-                    return self._schemas.answer(request, stream, generation)
-                plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)
-                for restarts_left in reversed(range(MAX_RESTARTS + 1)):
-                    stream.check()
-                    if plan is None:
-                        with tracing.span("plan") as about:
-                            if access is None:
-                                check = None if ahead.plan else stream.check
-                                access = self._planner.access(request, check)
-                            plan = (
-                                access.plan(frozenset(avoid))
-                                if restarts_left
-                                else Plan.computed(request.prompt, STILL_CORRUPT)
-                            )
-                            about(partial(spans.planned, plan))
-                    try:
-                        with (
-                            closing(plan),
-                            tracing.generation(stream.first_token_at) as (to_prefill, to_decode),
-                        ):
-                            size = ahead.batch_size if prefilled is not None else 1
-                            answer = generation.run(plan, prefilled, size)
-                            to_prefill(partial(spans.prefilled, answer.metrics))
-                            to_decode(partial(spans.decoded, answer.metrics))
-                            self._background.note(plan, request.options.scope)
-                        return self._learner.learn(request, answer)
-                    except SpanCorruptError as corrupt:
-                        avoid.add(corrupt.span.reader.key)
-                        plan = prefilled = None
-        raise AssertionError("the last attempt loads nothing")
-
     async def _start_off_loop(self, prompt: Prompt, options: Options) -> PendingAnswer:
-        begin = partial(self._start_batch, [prompt], options, False, time.perf_counter())
+        begin = partial(self._answering.start, [prompt], options, False, time.perf_counter())
         threads = self.threads_for(prompt_chars(prompt))
         (started,) = await off_loop(begin, options.timeout_s, threads)
         assert isinstance(started, PendingAnswer)
         return started
-
-    def _start_batch(
-        self,
-        prompts: Sequence[Prompt | Request],
-        options: Options,
-        keep_errors: bool,
-        asked_at: float,
-    ) -> list[PendingAnswer | Exception]:
-        """Check all requests here, and submit them. Errors are raised, or kept in place."""
-        made: list[Request | Exception] = []
-        for i, prompt in enumerate(prompts):
-            try:
-                made.append(self._checked(prompt, options, asked_at))
-            except Exception as exc:
-                if not keep_errors:
-                    name_prompt(exc, i, len(prompts))
-                    raise
-                made.append(exc)
-        requests = [one for one in made if isinstance(one, Request)]
-        batch = RequestBatch(
-            [BatchEntry(one, self._answer_stream(one)) for one in requests],
-            self.resources,
-            self._planner,
-            self.scheduler.budget,
-        )
-        pending = [self._pending(batch, number) for number in range(len(requests))]
-        try:
-            self.scheduler.submit(*pending)
-        except BaseException:  # interrupted: they may be in the queue
-            abandon_all(pending)
-            raise
-        answering = iter(pending)
-        return [one if isinstance(one, Exception) else next(answering) for one in made]
 
     # -- prompt schemas -------------------------------------------------------------------------
 

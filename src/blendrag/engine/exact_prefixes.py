@@ -290,7 +290,7 @@ class ExactPrefixes:
 def goes_on(request: Request, adapter: ModelAdapter) -> bool:
     """Whether the request may go on from a state: stock ``generate`` over a cache that it is given."""
     going = adapter.continuation
-    if going is None or request.mode != "prefix" or request.placed is not None:
+    if going is None or request.mode != "prefix":
         return False
     own = adapter.model.generation_config.cache_implementation is None
     return own and request.sequences == 1 and going.dtype == adapter.model.dtype

@@ -48,15 +48,16 @@ def check_fits(prompt_tokens: int, max_new_tokens: int, limit: int) -> None:
         raise ContextOverflowError(prompt_tokens, max_new_tokens, limit)
 
 
-def checked(request: Request, adapter: ModelAdapter, placed_limit: int | None = None) -> Request:
+def checked(request: Request, adapter: ModelAdapter, limit: int | None = None) -> Request:
     """``request`` with its number of sequences and an answer that fits, once the model is loaded.
 
-    ``placed_limit``: the context for prompts with fixed positions. Raises :class:`ContextOverflowError`,
-    :class:`InvalidInputError` for a checkpoint that asks for assisted
-    decoding and for ``logprobs`` of several sequences, :class:`UnsupportedModelError` in any mode but full.
+    ``limit``: positions for the prompt and its answer; ``None`` is the model's context. Raises
+    :class:`ContextOverflowError`, :class:`InvalidInputError` for a checkpoint that asks for assisted
+    decoding and for ``logprobs`` of several sequences, :class:`UnsupportedModelError` if chunks cannot be
+    blended.
     """
-    request = _cut_to_room(request, adapter, placed_limit)
-    if request.placed is None:
+    request = _cut_to_room(request, adapter.context_tokens if limit is None else limit)
+    if request.fixed is None:
         adapter.require_mode(request.mode)
     config = adapter.model.generation_config
     for name in ASSISTED:  # those of the request's options were checked before
@@ -81,12 +82,9 @@ def sequences_of(request: Request, adapter: ModelAdapter) -> int:
     return max(int(given.get(n) or getattr(config, n, None) or 1) for n in names)
 
 
-def _cut_to_room(request: Request, adapter: ModelAdapter, placed_limit: int | None) -> Request:
-    """``request`` with an answer that fits into the model's context; a note if a longer one was asked for."""
-    end, limit = len(request.prompt.ids), adapter.context_tokens
-    if request.placed is not None:
-        assert placed_limit is not None
-        end, limit = request.placed.end, placed_limit
+def _cut_to_room(request: Request, limit: int) -> Request:
+    """``request`` with an answer that fits into ``limit``; a note if a longer one was asked for."""
+    end = request.end
     check_fits(end, 1, limit)
     room = limit - end
     if request.max_new_tokens <= room:
@@ -153,13 +151,17 @@ class Planner:
         self._resources = resources
         self._settings = settings
         self._background = background
-        self._prefixes = prefixes
+        self.prefixes = prefixes
         self._is_open = False
         self._measured_token_s: float | None = None
         self._holds: dict[str, bool] = {}
         """Whether the store holds KV of other namespaces."""
         self._told: set[str] = set()
         """Namespaces for which :data:`OLD_CALIBRATION` was given."""
+
+    def note_missing(self, plan: Plan, scope: str | None) -> None:
+        """Encode in the background what ``plan`` missed."""
+        self._background.note(plan, scope)
 
     def open(self) -> float:
         """Identify the model, check that stored KV is what it computes, prepare blending; once. Returns the
@@ -193,7 +195,7 @@ class Planner:
                 adapter,
                 why_not=why,
                 notes=(note,) * bool(request.prompt.chunks),
-                join=partial(self._prefixes.join, request),
+                join=partial(self.prefixes.join, request),
             )
         if not request.prompt.chunks or request.mode == "full":
             return KVAccess(request, adapter)
@@ -208,7 +210,7 @@ class Planner:
             return KVAccess(request, adapter, why_not=why, notes=(why.text,))
         request, notes = self._calibrated(request, namespace)
         profile, profile_notes = self._profile(request, namespace)
-        prefixes = self._prefixes.of(request, namespace)
+        prefixes = self.prefixes.of(request, namespace)
         controller = replace(
             self.controller(namespace, profile),
             prefixes=prefixes,
@@ -217,9 +219,9 @@ class Planner:
         )
         notes += profile_notes
         if check is not None:
-            notes += self._prefixes.share(request, controller, check)
+            notes += self.prefixes.share(request, controller, check)
         if check is not None and request.mode != "prefix":
-            there = self._prefixes.length(request, controller)
+            there = self.prefixes.length(request, controller)
             first, because = self._background.due_now(
                 request.prompt, lambda: controller.missing(request.prompt, there)
             )

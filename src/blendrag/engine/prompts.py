@@ -69,14 +69,14 @@ class Prompts:
         make_policy(policy)  # fail before any work
         schedule = Schedule.parse(options.schedule or settings.schedule)
         mode = options.mode or settings.mode
-        placed, fresh = None, None
+        fixed, fresh = None, None
         shared_ends: tuple[int, ...] = ()
         options, template_notes = self._templated(options)
         form = format_of(tokens) if self._uses_template(options) else None
         options = self._with_opening(options)
         begun = options.opening
         if isinstance(prompt, SchemaPrompt):
-            segments, source_of, placed = self._schemas.read(prompt, options, mode == "full")
+            segments, source_of, fixed = self._schemas.read(prompt, options, mode == "full")
             notes: tuple[str, ...] = ()
         else:
             rendered = self._rendered(prompt, options)
@@ -106,7 +106,7 @@ class Prompts:
             notes=notes + (() if needed is None else needed.notes),
             opening_s=opening_s,
             fresh=fresh,
-            placed=placed,
+            fixed=fixed,
             retrieval_s=prompt.retrieval_s if isinstance(prompt, RagPrompt) else 0.0,
             form=form,
             begun=begun,

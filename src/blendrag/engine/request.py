@@ -19,7 +19,7 @@ from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import RequestMetrics
 from blendrag.option import refuse_unknown
-from blendrag.schema.concatenation import PlacedPrompt
+from blendrag.schema.concatenation import FixedPrompt
 from blendrag.signatures import shows
 from blendrag.store.identity import digest_fields
 from blendrag.text.matches import Match
@@ -319,7 +319,7 @@ class Request:
     """Whether ``max_new_tokens`` is what the context has room for, and more was allowed."""
     sequences: int = 1
     """Sequences that ``generate`` runs: beams or returned sequences."""
-    placed: PlacedPrompt | None = None
+    fixed: FixedPrompt | None = None
     """The prompt with fixed positions, if it is that of a schema with ``positions="schema"``."""
     retrieval_s: float = 0.0
     """Seconds of finding its chunks, before it was asked."""
@@ -332,6 +332,16 @@ class Request:
     """Where beginnings of the rendered prompt end that later ones may share, in characters."""
     trace_context: Any = field(default_factory=tracing.current, repr=False, compare=False)
     """Of the caller's thread, for spans on the scheduler's."""
+
+    @property
+    def may_blend(self) -> bool:
+        """Whether the KV of its chunks may be loaded to other positions than it was computed at."""
+        return self.mode != "full" and self.fixed is None
+
+    @property
+    def end(self) -> int:
+        """The position of the first new token."""
+        return len(self.prompt.ids) if self.fixed is None else self.fixed.end
 
     def new_policy(self) -> SelectionPolicy:
         """The policy that selects the recomputed tokens, for one fusion."""

@@ -9,20 +9,15 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from blendrag import tracing
 from blendrag.corpus.manifest import Manifest
-from blendrag.engine import request_spans as spans
-from blendrag.engine.generation import Generation
 from blendrag.engine.kv_validity import KVValidity
-from blendrag.engine.request import Answer, Options, Request, SchemaPrompt
+from blendrag.engine.request import Options, SchemaPrompt
 from blendrag.engine.resources import SCHEMA_RECORDS, Resources, opened
-from blendrag.engine.stream import AnswerStream
 from blendrag.errors import (
     InvalidInputError,
     SchemaError,
@@ -31,7 +26,6 @@ from blendrag.errors import (
     UnsupportedModelError,
 )
 from blendrag.fusor.gate import HeldKV
-from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.placement import PlacedModel
 from blendrag.model.sharing import before_layers
@@ -40,8 +34,8 @@ from blendrag.schema.concatenation import (
     Block,
     CachedStretch,
     ConcatenatedPrompt,
+    FixedPrompt,
     FreshTokens,
-    PlacedPrompt,
     tokens_of,
 )
 from blendrag.schema.encoding import TokenizedSchema
@@ -62,7 +56,7 @@ Positions = Literal["schema", "blend"]
 #: Largest file of markup.
 MAX_MARKUP_BYTES = 64 * regular_files.MIB
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
-PLACED = Reason(ReasonCode.PLACED, "module at the positions of its schema")
+FIXED = Reason(ReasonCode.FIXED_POSITIONS, "module at the positions of its schema")
 ENCODED_NOW = Reason(ReasonCode.NO_KV, "module was not encoded before; encoded for this request")
 
 
@@ -141,7 +135,7 @@ class Schemas:
 
     def read(
         self, prompt: SchemaPrompt, options: Options, is_full: bool
-    ) -> tuple[SegmentedPrompt, dict[str, str], PlacedPrompt | None]:
+    ) -> tuple[SegmentedPrompt, dict[str, str], FixedPrompt | None]:
         """The tokens of ``prompt``, the source of each chunk in it, and its positions if they are fixed."""
         if options.tools:
             raise InvalidInputError(
@@ -158,7 +152,7 @@ class Schemas:
         placed = added.schema.place(parsed, limit)
         if options.opening and (ids := tuple(self._resources.tokens.encode_text(options.opening))):
             at = tuple(range(placed.end, placed.end + len(ids)))
-            placed = PlacedPrompt(placed.schema, (*placed.parts, FreshTokens(ids, at)))
+            placed = FixedPrompt(placed.schema, (*placed.parts, FreshTokens(ids, at)))
         if not placed.parts:
             raise SchemaError(
                 parsed.at, "the prompt is empty, expected imports of modules or a question"
@@ -303,28 +297,7 @@ class Schemas:
 
     # -- answer ---------------------------------------------------------------------------------
 
-    def answer(self, request: Request, stream: AnswerStream, generation: Generation) -> Answer:
-        """Answer a request with fixed positions. If bytes fail verification, it starts again without them."""
-        assert request.placed is not None
-        avoid: set[str] = set()
-        while True:
-            with tracing.span("plan") as about:
-                plan, prompt = self._plan(request.placed, request.prompt, stream.check, avoid)
-                about(partial(spans.planned, plan))
-            try:
-                with (
-                    closing(plan),
-                    tracing.generation(stream.first_token_at) as (to_prefill, to_decode),
-                ):
-                    answer = generation.run_placed(plan, prompt, self.model)
-                    to_prefill(partial(spans.prefilled, answer.metrics))
-                    to_decode(partial(spans.decoded, answer.metrics))
-                self._prefetch_siblings(request.placed)
-                return answer
-            except SpanCorruptError as corrupt:
-                avoid.add(corrupt.span.reader.key)
-
-    def _prefetch_siblings(self, placed: PlacedPrompt) -> None:
+    def prefetch_siblings(self, placed: FixedPrompt) -> None:
         """While no request waits, read the other members of the unions of ``placed`` into memory."""
         if placed.schema not in self._added:
             return
@@ -351,18 +324,20 @@ class Schemas:
         if left:
             scheduler.submit(Pending(work), background=True)
 
-    def _plan(
+    def plan(
         self,
-        placed: PlacedPrompt,
+        placed: FixedPrompt,
         segments: SegmentedPrompt,
         check: Callable[[], None],
         avoid: Collection[str],
+        loads: bool,
     ) -> tuple[Plan, ConcatenatedPrompt]:
-        """Open the stored modules of ``placed``, and encode those that are not stored."""
+        """Open the stored modules of ``placed``, and encode those that are not stored, are in ``avoid``, or
+        with ``loads=False`` all."""
         namespace = self._namespace()
         if placed.schema in self._added:
             self._collect(namespace, self._added[placed.schema].schema)
-        usable = self.validity.is_valid(namespace)
+        usable = loads and self.validity.is_valid(namespace)
         stretches = [part for part in placed.parts if isinstance(part, CachedStretch)]
         stored = self._open(namespace, stretches, avoid) if usable else {}
         readers: list[KVReader] = []
@@ -391,7 +366,7 @@ class Schemas:
                 reader.close()
         chunks = tuple(
             PlannedChunk(
-                segment, ENCODED_NOW if new else PLACED, None if new else loaded.get(reader)
+                segment, ENCODED_NOW if new else FIXED, None if new else loaded.get(reader)
             )
             for segment, reader, new in zip(segments.chunks, readers, is_new, strict=True)
         )
@@ -427,7 +402,7 @@ def _routing_key(block: Block, start: int, end: int) -> str:
     return _key("", block, start, end)
 
 
-def _segments(placed: PlacedPrompt) -> SegmentedPrompt:
+def _segments(placed: FixedPrompt) -> SegmentedPrompt:
     """``placed`` in reading order, each cached stretch as a chunk."""
     found: list[Segment] = []
     for part in placed.parts:

@@ -27,7 +27,7 @@ class ReasonCode(Enum):
     OTHER_TABLE = auto()
     MODE = auto()
     PROMPT_END = auto()
-    PLACED = auto()
+    FIXED_POSITIONS = auto()
     FASTER = auto()
 
 

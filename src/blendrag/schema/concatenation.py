@@ -60,7 +60,7 @@ class FreshTokens:
 
 
 @dataclass(frozen=True)
-class PlacedPrompt:
+class FixedPrompt:
     """A prompt whose parts have fixed positions, in reading order."""
 
     schema: str
@@ -79,7 +79,7 @@ class PlacedPrompt:
         return 1 + max((part.positions[-1] for part in self.parts), default=-1)
 
 
-def tokens_of(prompt: PlacedPrompt, readers: Sequence[KVReader | None]) -> ConcatenatedPrompt:
+def tokens_of(prompt: FixedPrompt, readers: Sequence[KVReader | None]) -> ConcatenatedPrompt:
     """``prompt`` over the ``readers`` of its cached stretches, in order; ``None``: computed."""
     spans: list[LoadedSpan] = []
     cached: list[tuple[int, int]] = []

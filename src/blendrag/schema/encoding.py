@@ -19,7 +19,7 @@ from blendrag.schema.checking import (
     check_lengths,
     resolve,
 )
-from blendrag.schema.concatenation import Block, CachedStretch, FreshTokens, PlacedPrompt
+from blendrag.schema.concatenation import Block, CachedStretch, FixedPrompt, FreshTokens
 from blendrag.schema.layout import lay_out, own_parts
 from blendrag.schema.nodes import (
     Import,
@@ -119,7 +119,7 @@ class TokenizedSchema:
         own = [self._anonymous, *self._own.values(), *self._scaffolds.values()]
         return tuple(each.block for each in own if each.block.stretches)
 
-    def place(self, prompt: PromptMarkup, context_tokens: int = sys.maxsize) -> PlacedPrompt:
+    def place(self, prompt: PromptMarkup, context_tokens: int = sys.maxsize) -> FixedPrompt:
         """The tokens of ``prompt`` at their positions, all in the context of the model. Raises
         :class:`SchemaError`."""
         prompt = self.as_chat(prompt)
@@ -141,9 +141,9 @@ class TokenizedSchema:
             if ids := self._texts.ids(text):
                 at = tuple(range(extent.start, extent.start + len(ids)))
                 placed.append(FreshTokens(ids, at))
-        return PlacedPrompt(self.name, tuple(placed))
+        return FixedPrompt(self.name, tuple(placed))
 
-    def siblings(self, prompt: PlacedPrompt) -> list[Block]:
+    def siblings(self, prompt: FixedPrompt) -> list[Block]:
         """The modules that are in a union with one of ``prompt``, and not in it."""
         blocks = {part.block for part in prompt.parts if isinstance(part, CachedStretch)}
         used = {name for name, tokens in self._own.items() if tokens.block in blocks}
@@ -154,7 +154,7 @@ class TokenizedSchema:
         others = [member.name for union in unions for member in union.members]
         return [self._own[name].block for name in others if name not in used]
 
-    def segments(self, prompt: PlacedPrompt) -> SegmentedPrompt:
+    def segments(self, prompt: FixedPrompt) -> SegmentedPrompt:
         """``prompt`` as text with known chunks, one after another, to be blended.
 
         Text of the schema before the first module is not a chunk: it is where the prompt begins.

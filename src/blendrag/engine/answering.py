@@ -1,0 +1,189 @@
+"""From requests to answers: each is checked, submitted to the scheduler, and answered over its road."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from blendrag import tracing
+from blendrag.chat.formats import hidden_ids
+from blendrag.engine import request_spans as spans
+from blendrag.engine.answers import PendingAnswer, abandon_all, name_prompt
+from blendrag.engine.batched_prefill import BatchEntry, RequestBatch, share_of
+from blendrag.engine.decoding import Likelihoods
+from blendrag.engine.generation import Generation
+from blendrag.engine.learning import Learner
+from blendrag.engine.planner import Planner, checked, sequences_of
+from blendrag.engine.prompts import Prompts
+from blendrag.engine.request import Answer, Options, Prompt, Request
+from blendrag.engine.request_log import log_answer, log_failure
+from blendrag.engine.resources import Resources
+from blendrag.engine.roads import BlendedRoad, FixedPositionsRoad, Road
+from blendrag.engine.schemas import Schemas
+from blendrag.engine.stream import AnswerStream
+from blendrag.errors import RequestCancelled, RequestTimeout
+from blendrag.serving.kv_budget import KVShare
+from blendrag.serving.scheduler import Scheduler
+
+
+class Answering:
+    """Answers the requests of one engine."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        scheduler: Scheduler,
+        prompts: Prompts,
+        planner: Planner,
+        schemas: Schemas,
+        learner: Learner,
+    ) -> None:
+        self._resources = resources
+        self._scheduler = scheduler
+        self._prompts = prompts
+        self._planner = planner
+        self._schemas = schemas
+        self._learner = learner
+
+    # -- the caller's thread ----------------------------------------------------------------------
+
+    def start(
+        self,
+        prompts: Sequence[Prompt | Request],
+        options: Options,
+        keep_errors: bool,
+        asked_at: float,
+    ) -> list[PendingAnswer | Exception]:
+        """Check all requests, and submit them. Errors are raised, or kept in place."""
+        checked_requests: list[Request | Exception] = []
+        for i, prompt in enumerate(prompts):
+            try:
+                checked_requests.append(self._request(prompt, options, asked_at))
+            except Exception as exc:
+                if not keep_errors:
+                    name_prompt(exc, i, len(prompts))
+                    raise
+                checked_requests.append(exc)
+        requests = [one for one in checked_requests if isinstance(one, Request)]
+        batch = RequestBatch(
+            [BatchEntry(one, self._stream(one)) for one in requests],
+            self._resources,
+            self._planner,
+            self._scheduler.budget,
+        )
+        pending = [self._pending(batch, number) for number in range(len(requests))]
+        try:
+            self._scheduler.submit(*pending)
+        except BaseException:  # interrupted: they may be in the queue
+            abandon_all(pending)
+            raise
+        submitted = iter(pending)
+        return [one if isinstance(one, Exception) else next(submitted) for one in checked_requests]
+
+    def _request(self, prompt: Prompt | Request, options: Options, asked_at: float) -> Request:
+        """The request for ``prompt``, checked as far as it can be without loading the model."""
+        try:
+            request = prompt
+            if not isinstance(request, Request):
+                request = self._prompts.request(request, options, asked_at)
+            request = self._learner.advised(request)
+            if self._resources.is_loaded and request.fixed is None:
+                checked(request, self._resources.adapter)  # else once it begins
+        except Exception:
+            with suppress(Exception), self._span(options, None, asked_at):
+                raise
+            raise
+        return request
+
+    def _stream(self, request: Request) -> AnswerStream:
+        options, tokens = request.options, self._resources.tokens
+        return AnswerStream(
+            tokens.tokenizer,
+            options.stop,
+            request.asked_at,
+            options.timeout_s,
+            hidden=None if request.form is None else hidden_ids(tokens, request.form),
+            likely=None if options.logprobs is None else Likelihoods(options.logprobs),
+            reply=request.new_reply(),
+        )
+
+    def _span(
+        self, options: Options, parent: Any, asked_at: float
+    ) -> AbstractContextManager[tracing.Add]:
+        """The span of one request."""
+        resources = self._resources
+        kind = spans.operation(options, resources)
+        attributes = partial(spans.asked, kind, options, resources.model_name, resources.settings)
+        return tracing.span(f"{kind} {resources.model_name}", attributes, parent, asked_at)
+
+    # -- the thread that computes -----------------------------------------------------------------
+
+    def _pending(self, batch: RequestBatch, number: int) -> PendingAnswer:
+        """The answer to that prompt, for the scheduler."""
+        request, stream = batch.entries[number]
+
+        def answer() -> Answer:
+            stream.begin()
+            try:
+                with self._span(request.options, request.trace_context, request.asked_at) as add:
+                    stream.check()
+                    answer = self._answer(request, stream, batch, number)
+                    add(partial(spans.answered, answer, self._resources.model_name))
+            except BaseException as exc:
+                log_failure(exc, request.asked_at)
+                if isinstance(exc, RequestCancelled | RequestTimeout):
+                    exc.__traceback__ = None  # its frames hold the KV cache
+                raise
+            finally:
+                batch.leave(number)
+                stream.finish()
+            log_answer(answer.metrics)
+            return answer
+
+        def share() -> KVShare:
+            adapter, counted = self._resources.adapter, request
+            with suppress(ValueError, TypeError):  # refused once it begins
+                counted = replace(request, sequences=sequences_of(request, adapter))
+            return batch.share_of(number) or share_of(counted, adapter, stream)
+
+        def joins() -> bool:
+            adapter = self._resources.adapter
+            return adapter.refusal is None and not adapter.lock.is_wanted  # by another engine
+
+        return PendingAnswer(
+            answer, joins, lambda: stream.done, share, request=request, stream=stream
+        )
+
+    def _answer(
+        self, request: Request, stream: AnswerStream, batch: RequestBatch, number: int
+    ) -> Answer:
+        """The model's lock is held throughout, so that one request sees one model."""
+        began = time.perf_counter()
+        adapter, budget = self._resources.adapter, self._scheduler.budget
+        stream.opening_s = request.opening_s + time.perf_counter() - began
+        # forwards that may blend run uncompiled
+        compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
+        with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
+            road = self._road(request, stream)
+            stream.opening_s += road.open()
+            # closed also if it is over before it is run
+            with closing(batch.take(number)) as ahead, ExitStack() as held:
+                if ahead.share is not None:  # also if it is refused now
+                    held.callback(budget.release, ahead.share)
+                road.begin(ahead, stream.opening_s)
+                share = ahead.share or share_of(road.request, adapter, stream)
+                held.callback(budget.release, share)
+                budget.hold(share)
+                answer = Generation(road, stream, share).run()
+                return self._learner.learn(road.request, answer)
+
+    def _road(self, request: Request, stream: AnswerStream) -> Road:
+        if request.fixed is None:
+            return BlendedRoad(self._resources, self._planner, request, stream)
+        return FixedPositionsRoad(self._resources, self._schemas, request, request.fixed, stream)
