@@ -349,6 +349,7 @@ def test_closing_finishes_what_waits_and_drops_background_calls(threaded, order)
     assert request.future.done()
     assert late.future.cancelled()
     threaded.close()
+    threaded.submit()  # nothing is refused
     with pytest.raises(BlendragError, match="closed"):
         threaded.run(lambda: None)
 

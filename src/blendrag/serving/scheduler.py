@@ -122,6 +122,8 @@ class Scheduler:
         Those from within a call begin at once, and have ended when this returns. Background calls are
         cancelled once the scheduler is closed. Raises :class:`NoThreadError` if its thread cannot be started.
         """
+        if not calls:
+            return
         self._check_process()
         if self._stepping == threading.get_ident() and not background:
             for pending in calls:
