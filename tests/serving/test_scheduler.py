@@ -253,9 +253,10 @@ def test_nobody_draws_from_the_seed_of_a_call_that_could_pause(scheduler, order,
 
 def test_texts_may_be_embedded_between_layers_and_tokens(scheduler, order, monkeypatch):
     monkeypatch.setattr(scheduler.embedding, "before_step", lambda: order.append("let in"))
+    monkeypatch.setattr(scheduler.embedding, "rest", lambda: order.append("rests"))
     scheduler.submit(decoding(order, "t", 2), prefilling(order, "L", 2, int))
     stepped(scheduler)
-    assert order == ["let in", "t", "let in", "let in", "t", "L", "let in", "L"]
+    assert order == ["let in", "t", "let in", "let in", "t", "L", "let in", "L", "rests"]
 
 
 # -- how calls end --------------------------------------------------------------------------------

@@ -246,18 +246,15 @@ class Scheduler:
         return self._thread is not None and self._pid != os.getpid()
 
     def _work(self) -> None:
-        while self._wait():
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: not self._is_held and (self._has_work or self.closed)
+                )
+                if not self._has_work:
+                    return
+                self._stepping = threading.get_ident()  # before anybody can hold
             self.step()
-
-    def _wait(self) -> bool:
-        """Until there is something to do; ``False`` once nothing will be."""
-        if not self._running:
-            self.embedding.rest()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_held and (self._has_work or self.closed))
-            if self._has_work:
-                self._stepping = threading.get_ident()
-            return self._has_work
 
     @property
     def _has_work(self) -> bool:
@@ -276,6 +273,8 @@ class Scheduler:
                 if not was_over:
                     self._decode_for_all()
         finally:
+            if not self._running:
+                self.embedding.rest()
             with self._changed:
                 self._stepping = None
                 self._changed.notify_all()
