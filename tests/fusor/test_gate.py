@@ -122,6 +122,28 @@ def test_gate_passes_in_low_precision_with_eager_attention_and_large_key_biases(
         assert not result.fast_attention
 
 
+def test_a_model_that_gives_logits_of_every_row_passes(monkeypatch):
+    """Video-LLaMA 3 and Qwen-Omni have no ``logits_to_keep``."""
+    model = tiny.llama()
+    stock = model.forward
+    monkeypatch.setattr(model, "forward", lambda logits_to_keep=0, **given: stock(**given))
+    assert verify(tiny.adapter(model)).blendable
+
+
+def test_tokens_that_a_model_forbids_do_not_hide_the_others():
+    """Chameleon gives tokens of images the smallest number there is."""
+    model = tiny.llama()
+
+    def forbid(module: Any, args: Any, logits: torch.Tensor) -> None:
+        logits[..., 600:] = torch.finfo(logits.dtype).min
+
+    model.lm_head.register_forward_hook(forbid)
+    result = verify(tiny.adapter(model))
+    assert result.blendable, result.reason
+    assert result.allowed_logit_diff is not None
+    assert result.allowed_logit_diff < 1
+
+
 def test_windows_that_only_masks_know_go_to_the_models_own_attention():
     """The six tokens that ``serves`` compares are within any window."""
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 import tiny
 from blendrag.config import absolute_model
@@ -202,7 +203,9 @@ def saved(model: Any, root: Path, **template: Any) -> str:
 @pytest.mark.parametrize("name", tiny.READ_IMAGES)
 def test_a_model_that_reads_images_answers_text_over_stored_kv(name: str, tmp_path: Path) -> None:
     model = tiny.family(name, initializer_range=0.2)
+    model.generation_config.eos_token_id = [1, 2]
     path = saved(model, tmp_path / name, chat_template=tiny.CHAT_TEMPLATE)
+    Path(path, "processor_config.json").write_text('{"processor_class": "LlavaProcessor"}')
     made = load_adapter(path, dtype="float32")
     assert (made.refusal, made.context_tokens) == (None, 4096)
     given = {"chunk_tokens": 128, "max_new_tokens": 6, "learn": False, "dtype": "float32"}
@@ -217,6 +220,37 @@ def test_a_model_that_reads_images_answers_text_over_stored_kv(name: str, tmp_pa
         words = engine.resources.tokens.tokenizer
         said = words.decode(stock, skip_special_tokens=True)
         assert blended.text.rstrip("\ufffd") == said.rstrip("\ufffd")  # half a character
+
+
+@pytest.mark.parametrize(("name", "level"), [("llama4", "whole"), ("qwen3_vl", "text")])
+def test_a_head_is_the_embedding_if_either_level_of_a_config_says_so(
+    name: str, level: str, tmp_path: Path
+) -> None:
+    """transformers looks at the text part's for the one and at the whole model's for the other."""
+    path = Path(saved(tiny.family(name), tmp_path))
+    weights = load_file(path / "model.safetensors")
+    heads = [weight for weight in weights if weight.endswith("lm_head.weight")]
+    for head in heads:
+        del weights[head]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"lacks 1 weights, such as lm_head\.weight"):
+        load_adapter(str(path))
+    config = json.loads((path / "config.json").read_text())
+    (config if level == "whole" else config["text_config"])["tie_word_embeddings"] = True
+    (path / "config.json").write_text(json.dumps(config))
+    made = load_adapter(str(path)).model
+    assert made.get_output_embeddings().weight is made.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("level", ["whole", "text"])
+def test_a_quantisation_is_named_at_either_level_of_a_config(level: str, tmp_path: Path) -> None:
+    path = Path(saved(tiny.family("qwen3_vl"), tmp_path))
+    config = json.loads((path / "config.json").read_text())
+    part = config if level == "whole" else config["text_config"]
+    part["quantization_config"] = {"bits": 4}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="is quantised by an unnamed method and cannot be"):
+        load_adapter(str(path))
 
 
 def test_what_is_wrong_with_a_checkpoint_is_not_cut_at_a_colon(

@@ -36,7 +36,7 @@ from blendrag.store.kv import ChunkKV, dtype_name
 Verdict = Literal["blendable", "refused"]
 
 #: Counts up when the gate measures something else, so that earlier verdicts are not used.
-GATE_VERSION = 4
+GATE_VERSION = 5
 
 #: Largest difference of logits, relative to the largest logit, that counts as equal.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
@@ -122,14 +122,17 @@ def _measure(
     step = -(-len(computed) // COMPARED_ROWS)
     spread = torch.arange(len(computed) - 1, -1, -step, device=adapter.device).flip(0)
     seen = computed[spread]  # evenly, the last one included
-    stock = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=seen).logits[0]
-    scale = float(stock.float().abs().max()) or 1.0
+    stock = _kept(adapter.model(input_ids=ids, use_cache=True, logits_to_keep=seen).logits, seen)
+    forbidden = (
+        stock == torch.finfo(stock.dtype).min
+    )  # Chameleon gives this to the tokens of images
+    scale = float(stock.float().masked_fill(forbidden, 0).abs().max()) or 1.0
     fusor = Fusor(adapter)
 
     def subset_diff(loaded: ChunkKV) -> float:
         request = _request(n, HeldKV(loaded), FixedRows(rows))
         logits, _, _ = fusor.prefill(ids, request, logits_to_keep=spread)
-        return _difference(logits[0], stock)
+        return _difference(_kept(logits, spread), stock)
 
     def policy_diff(policy: str, schedule: str) -> float:
         """What users run, over exact KV: the peek or the scout, fewer rows from layer to layer."""
@@ -192,8 +195,8 @@ def _own_noise(
     noise = []
     for offset in NOISE_OFFSETS:
         at = torch.arange(offset, offset + ids.shape[1], device=ids.device)[None]
-        moved = adapter.model(input_ids=ids, position_ids=at, logits_to_keep=seen).logits[0]
-        noise.append(_difference(moved, stock))
+        moved = adapter.model(input_ids=ids, position_ids=at, logits_to_keep=seen).logits
+        noise.append(_difference(_kept(moved, seen), stock))
     return max(noise)
 
 
@@ -208,8 +211,13 @@ def _full_recompute(
     blended = _greedy(adapter, int(last[0, -1].argmax()), cache)
     stock_out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1)
     expected = _greedy(adapter, int(stock[-1].argmax()), stock_out.past_key_values)
-    difference = max(_difference(logits[0], stock), _difference(last[0], stock[-1:]))
+    difference = max(_difference(_kept(logits, seen), stock), _difference(last[0], stock[-1:]))
     return difference, blended == expected
+
+
+def _kept(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``logits`` of these rows, ``[n, V]``, also of models without ``logits_to_keep`` (Video-LLaMA 3)."""
+    return logits[0] if logits.shape[1] == len(rows) else logits[0, rows]
 
 
 def _greedy(adapter: ModelAdapter, first: int, cache: Any) -> list[int]:

@@ -112,11 +112,12 @@ def load_adapter(
     _check_files(name, **files)
     tokenizer = _tokenizer(name, **files)
     config = _pretrained("AutoConfig", name, **files)
-    quantised = given.get("quantization_config") or getattr(config, "quantization_config", None)
+    in_files = next(filter(None, _of_any_part(config, "quantization_config")), None)
+    quantised = given.get("quantization_config") or in_files
     method = _quantization_method(quantised)
     given = {"dtype": DTYPES.get(dtype, "auto"), **files, **given}
     with _quantised(name, method, target) if method else nullcontext():
-        model = _complete_model(_class_for(config), name, method, target, given)
+        model = _complete_model(config, name, method, target, given)
         with _mapped(lambda exc: f"model {name!r} cannot be moved to {target}: {_first_line(exc)}"):
             model = model if "device_map" in given else model.to(target)
             is_chosen = dtype != "auto" or "dtype" in (model_kwargs or {})
@@ -187,21 +188,22 @@ def _tokenizer(name: str, **options: Any) -> Any:
 def _class_for(config: Any) -> str:
     """The class of transformers that loads a model with this ``config``.
 
-    A model that reads images is loaded whole and answers text, unless its text part is known as a causal LM.
+    A model that reads images or hears is loaded whole and answers text, unless its text part is known as a
+    causal LM.
     """
     import transformers
 
     is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    reads_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if is_causal or not reads_images or getattr(config, "is_encoder_decoder", False):
-        return "AutoModelForCausalLM"
-    return "AutoModelForImageTextToText"
+    is_multimodal = type(config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if is_multimodal and not is_causal and not getattr(config, "is_encoder_decoder", False):
+        return "AutoModelForMultimodalLM"
+    return "AutoModelForCausalLM"
 
 
 def _complete_model(
-    kind: str, name: str, method: str, target: torch.device, options: dict[str, Any]
+    config: Any, name: str, method: str, target: torch.device, options: dict[str, Any]
 ) -> Any:
-    """The model, loaded by the class ``kind``.
+    """The model with this ``config``.
 
     Raises :class:`ModelLoadError` if weights are missing: transformers would make them up.
     Errors of a quantised model are mapped by :func:`_quantised`.
@@ -209,14 +211,39 @@ def _complete_model(
     load = _from_pretrained if method else _pretrained
     if method and target.type != "cpu":
         options.setdefault("device_map", {"": target})  # quantizers choose kernels for this device
-    model, report = load(kind, name, output_loading_info=True, **options)
-    if missing := sorted(report["missing_keys"]):
+    model, report = load(_class_for(config), name, output_loading_info=True, **options)
+    missing = sorted(report["missing_keys"])
+    if len(missing) == 1 and missing[0].endswith("lm_head.weight") and _ties(model, config):
+        return model
+    if missing:
         readable = f" in a quantisation that transformers reads, not {method!r}" if method else ""
         raise ModelLoadError(
             f"model {name!r} lacks {len(missing)} weights, such as {missing[0]}; expected a complete "
             f"checkpoint{readable}"
         )
     return model
+
+
+def _of_any_part(config: Any, name: str) -> list[Any]:
+    """What ``config`` and that of its text part have; checkpoints have it in either."""
+    return [getattr(one, name, None) for one in (config, config.get_text_config(decoder=True))]
+
+
+def _ties(model: Any, config: Any) -> bool:
+    """Make the LM head share the embedding's weights if ``config`` or that of its text part says so.
+
+    transformers (5.23) looks at one of the two, which differs by class.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    says = any(_of_any_part(config, "tie_word_embeddings"))
+    if (
+        not says
+        or getattr(head, "weight", None) is None
+        or head.weight.shape != embedding.weight.shape
+    ):
+        return False
+    head.weight = embedding.weight
+    return True
 
 
 def _resolve_model(name: str) -> str:
