@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from blendrag.cli.plots import COLOURS, FULL_PREFILL, GREY, Style
+from blendrag.cli.plots import COLOURS, FULL_PREFILL, GREY, LineStyle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,19 +18,19 @@ DASHES = ("-", "--", ":", "-.")
 KNOWN = ("blend", "hkvd", "query", "query+hkvd", "hkvd-once", "boundary", "random")
 BASELINES = {
     "full": FULL_PREFILL,
-    "oracle": Style("#000000", "*", "--"),
-    "prefix": Style(GREY, "D"),
-    "reuse": Style(GREY, "X"),
+    "oracle": LineStyle("#000000", "*", "--"),
+    "prefix": LineStyle(GREY, "D"),
+    "reuse": LineStyle(GREY, "X"),
 }
 
 
-def styles(policies: Iterable[str]) -> dict[str, Style]:
+def styles(policies: Iterable[str]) -> dict[str, LineStyle]:
     """A style for each policy; the name without ``(k)`` decides on the colour and the marker.
 
     More policies than colours, and the same policy with another k, differ in their dashes.
     """
     names, used = list(KNOWN), Counter[str]()
-    found: dict[str, Style] = {}
+    found: dict[str, LineStyle] = {}
     for policy in dict.fromkeys(policies):
         name = policy.partition("(")[0]
         if name in BASELINES:
@@ -38,7 +38,7 @@ def styles(policies: Iterable[str]) -> dict[str, Style]:
         else:
             names += [name] * (name not in names)
             dash, at = divmod(names.index(name), len(COLOURS))
-            style = Style(COLOURS[at], MARKERS[at], DASHES[dash % len(DASHES)])
+            style = LineStyle(COLOURS[at], MARKERS[at], DASHES[dash % len(DASHES)])
         if used[name]:
             style = replace(style, dash=DASHES[used[name] % len(DASHES)])
         used[name] += 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from blendrag.cli.plots import BANDS, COLOURS, GREY, Line, Style, draw, legend, panels, title
+from blendrag.cli.plots import BANDS, COLOURS, GREY, Line, LineStyle, draw, legend, panels, title
 from blendrag_lab.evaluation.rows import ALL
 from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX
 from blendrag_lab.figure_styles import DASHES, styles
@@ -193,7 +193,7 @@ def deviation_distribution(report: DeviationReport) -> Figure:
     for number, index in enumerate(sorted({0, len(layers) // 2, len(layers) - 1})):
         quantiles = layers[index].quantiles
         shares = [i / (len(quantiles) - 1) for i in range(len(quantiles))]
-        style = Style(COLOURS[number], "none", ("-", "--", ":")[number])
+        style = LineStyle(COLOURS[number], "none", ("-", "--", ":")[number])
         lines.append(Line(f"layer {layers[index].layer}", style, quantiles, shares))
     draw(axes, lines)
     _level(axes, 1 - HIGH_SHARE, f"{1 - HIGH_SHARE:.0%} of the tokens")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from blendrag.demo import Question
 from blendrag.demo.tables import table, totals
-from blendrag.demo.tour import MODES, Reply, Stop, Tour, take_tour
+from blendrag.demo.tour import MODES, Stop, Tour, TourReply, take_tour
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import ModelLoadError, StoreFullError
 from cli.commands import invoke
@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_wrong_answers_are_marked_and_totals_counted() -> None:
-    def reply(mode: int, correct: bool) -> Reply:
+    def reply(mode: int, correct: bool) -> TourReply:
         text = "red" if correct else "[blue]"
-        return Reply(text, correct, 0.1 / (1 + mode), 100, 90 * mode, 10 * mode)
+        return TourReply(text, correct, 0.1 / (1 + mode), 100, 90 * mode, 10 * mode)
 
     rows = [(True, False, True), (True, False, True), (False, False, True)]
     stops = [

@@ -16,7 +16,7 @@ from semantic_text_splitter import TextSplitter
 import blendrag.demo.tour
 from blendrag.demo import demo_questions, handbook_path, handbook_questions, smollm2
 from blendrag.demo.tables import handbook_table, handbook_totals
-from blendrag.demo.tour import HANDBOOK_MODES, Reply, Stop, Tour, take_tour
+from blendrag.demo.tour import HANDBOOK_MODES, Stop, Tour, TourReply, take_tour
 from cli.commands import invoke
 
 #: Fewer than SmolLM2's tokens, so that there are at least as many chunks as this counts.
@@ -134,8 +134,8 @@ def stop(full: bool, blend: bool, number: int = 0) -> Stop:
     """A question whose answers in mode ``full`` and ``blend`` are right or not."""
     text = {True: "It is [red].", False: "It is blue."}
     replies = {
-        "full": Reply(text[full], full, 6.0, 3000, 0, 0),
-        "blend": Reply(text[blend], blend, 1.5 + number, 3000, 2900, 400),
+        "full": TourReply(text[full], full, 6.0, 3000, 0, 0),
+        "blend": TourReply(text[blend], blend, 1.5 + number, 3000, 2900, 400),
     }
     return Stop(f"Question {number}?", "direct", "red", replies, ("05-battery.md", "11-codes.md"))
 

@@ -17,7 +17,7 @@ from blendrag.store import DiskStore, open_store
 from blendrag.store.base import WantedKV
 from blendrag.store.remote import objects
 from blendrag.store.remote.directory import ObjectDirectory
-from blendrag.store.remote.objects import Piece
+from blendrag.store.remote.objects import ObjectBytes
 from blendrag.store.remote.root import name_of
 from blendrag.store.remote.tier import MAX_WRONG, Pause, RemoteTier
 
@@ -289,7 +289,7 @@ def test_as_many_chunks_as_a_document_has_are_looked_for_in_time(lab, make_remot
 
     async def answer():
         await asyncio.sleep(0.02)
-        return Piece(memoryview(b"x"), 100)
+        return ObjectBytes(memoryview(b"x"), 100)
 
     monkeypatch.setattr(tier.objects, "read", lambda *args: tier.objects._begin(answer))
     keys = [f"{number:064x}" for number in range(1500)]

@@ -26,7 +26,7 @@ from blendrag.config import settings
 from blendrag.errors import InvalidInputError
 from blendrag.planning.measure import prefill_token_s
 from blendrag.store import KVStore, open_store
-from blendrag.store.remote.objects import Piece, RemoteObjects
+from blendrag.store.remote.objects import ObjectBytes, RemoteObjects
 from blendrag.store.remote.root import name_of
 from blendrag.store.remote.tier import RemoteTier
 from blendrag_lab.bench import options
@@ -87,7 +87,7 @@ class Line:
         self._throttle = Throttle(bytes_per_s) if bytes_per_s is not None else None
         self._portion_bytes = math.ceil(PORTION_S * (bytes_per_s or 0))
 
-    async def deliver(self, piece: Piece) -> Piece:
+    async def deliver(self, piece: ObjectBytes) -> ObjectBytes:
         """The piece, when it has come over the line."""
         await asyncio.sleep(self._latency_s)
         left = len(piece.data)
@@ -107,7 +107,9 @@ class LineObjects(RemoteObjects):
         super().__init__(url, timeout_s)
         self._line = line
 
-    async def _found(self, ask: Callable[[], Coroutine[Any, Any, Piece]]) -> Piece | None:
+    async def _found(
+        self, ask: Callable[[], Coroutine[Any, Any, ObjectBytes]]
+    ) -> ObjectBytes | None:
         piece = await super()._found(ask)
         return None if piece is None else await self._line.deliver(piece)
 

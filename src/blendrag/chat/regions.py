@@ -35,7 +35,7 @@ class _Checked:
         return found
 
 
-class _Call:
+class _CallRegion:
     """The ends of a form's calls, one after the other."""
 
     def __init__(self, opens: Any, closes: Any) -> None:
@@ -124,7 +124,7 @@ def parser_for(form: Format, reads_calls: bool) -> Any:
         if not name.startswith(CALL_FIELDS):
             continue
         if field.close_re is not None:
-            calls.append(_Call(field.open_re, field.close_re))
+            calls.append(_CallRegion(field.open_re, field.close_re))
             field.close_re, field.close_literals = calls[-1], None
         field.open_re, field.open_literals = _Checked(field.open_re, _is_no_quotation), None
     if "after_call" in fields:

@@ -81,14 +81,14 @@ def require_matplotlib(what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Style:
+class LineStyle:
     colour: str
     marker: str
     dash: str = "-"
     filled: bool = True
 
 
-FULL_PREFILL = Style("#000000", "*")
+FULL_PREFILL = LineStyle("#000000", "*")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Line:
     """A series: points in the order of ``x``, each with its interval if there is one."""
 
     label: str
-    style: Style
+    style: LineStyle
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float | None] = ()
@@ -141,7 +141,7 @@ def draw(axes: Axes, lines: Sequence[Line], spread: bool = False) -> None:
                 artist.set_transform(axes.transData + shift)
 
 
-def _marker(style: Style) -> dict[str, Any]:
+def _marker(style: LineStyle) -> dict[str, Any]:
     size = MARKER_SIZES.get(style.marker, STYLE["lines.markersize"])
     made = {"marker": style.marker, "markersize": size}
     if not style.filled:

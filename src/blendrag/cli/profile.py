@@ -162,11 +162,11 @@ def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:
     ]
     over_size = [
         plots.Line("recompute", plots.FULL_PREFILL, [*sizes.values()], again),
-        plots.Line("full prefill", plots.Style(plots.GREY, "D", "--"), [*sizes.values()], full),
+        plots.Line("full prefill", plots.LineStyle(plots.GREY, "D", "--"), [*sizes.values()], full),
     ]
     for tier, colour in zip(found.tiers, cycle(plots.COLOURS), strict=False):
         name = tier.name if len(tier.name) <= 24 else f"…{tier.name[-23:]}"
-        label, style = f"load, {name}", plots.Style(colour, "o")
+        label, style = f"load, {name}", plots.LineStyle(colour, "o")
         load = 1e3 * sum(tier.seconds(sum(p.layer_bytes), found.layers) for p in prompt.parts)
         over_ratio.append(plots.Line(label, style, (0.0, 1.0), (load, load)))
         loads = [1e3 * n * tier.seconds(chunk_bytes, found.layers) for n in sizes]

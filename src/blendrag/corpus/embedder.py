@@ -97,7 +97,7 @@ def same_embedder(one: str, other: str) -> bool:
     return one == other or {one, other} <= _MINILM_NAMES
 
 
-class Window(NamedTuple):
+class EmbeddedWindow(NamedTuple):
     """A text that is embedded at once, and its tokens."""
 
     text: str
@@ -181,7 +181,7 @@ class Embedder:
         windows = [self._question_windows(text) for text in texts]
         return self._pooled(self._loaded().encode_query, windows, True, check)
 
-    def _question_windows(self, text: str) -> list[Window]:
+    def _question_windows(self, text: str) -> list[EmbeddedWindow]:
         check_unicode(text, "the question")
         model = self._loaded()
         half = MAX_QUESTION_WINDOWS // 2
@@ -195,7 +195,7 @@ class Embedder:
         return windows[:half] + windows[-half:] if len(windows) > 2 * half else windows
 
     def _pooled(
-        self, encode: Any, windows: list[list[Window]], is_short: bool, check: Check
+        self, encode: Any, windows: list[list[EmbeddedWindow]], is_short: bool, check: Check
     ) -> np.ndarray:
         """Mean over each text's windows, normalised.  float32 [n, dim]"""
         if not windows:
@@ -222,11 +222,11 @@ class Embedder:
         device = getattr(self._loaded(), "device", None)
         return BATCH_TOKENS if getattr(device, "type", "cpu") == "cpu" else BATCH_TOKENS_GPU
 
-    def _windows(self, text: str, title: str) -> list[Window]:
+    def _windows(self, text: str, title: str) -> list[EmbeddedWindow]:
         """The texts to embed for one chunk: ``title`` and the next part of ``text`` that fits."""
         return self._cut(text, title, self._offsets([text], True, proceed)[0])
 
-    def _cut(self, text: str, title: str, offsets: np.ndarray) -> list[Window]:
+    def _cut(self, text: str, title: str, offsets: np.ndarray) -> list[EmbeddedWindow]:
         """:meth:`_windows` by the :meth:`_offsets` of the text."""
         model = self._loaded()
         title = " ".join(title.split())[:MAX_TITLE_CHARS]
@@ -238,16 +238,16 @@ class Embedder:
         most = int(model.max_seq_length or 0)
         if self._tokenizer is None or not most:
             tokens = reserved + len(offsets)
-            return [Window(header + text, min(tokens, most) if most else tokens)]
+            return [EmbeddedWindow(header + text, min(tokens, most) if most else tokens)]
         room = max(2 * OVERLAP_TOKENS, most - reserved - SPARE_TOKENS)
         if len(offsets) <= room:
-            return [Window(header + text, reserved + len(offsets))]
+            return [EmbeddedWindow(header + text, reserved + len(offsets))]
         # Evenly sized: a last window of a few words would weigh as much as the others.
         steps = -(-(len(offsets) - OVERLAP_TOKENS) // (room - OVERLAP_TOKENS))
         stride = -(-(len(offsets) - OVERLAP_TOKENS) // steps)
         spans = (offsets[i * stride : i * stride + stride + OVERLAP_TOKENS] for i in range(steps))
         return [
-            Window(header + text[span[0, 0] : span[-1, 1]], reserved + len(span))
+            EmbeddedWindow(header + text[span[0, 0] : span[-1, 1]], reserved + len(span))
             for span in spans
             if len(span)
         ]

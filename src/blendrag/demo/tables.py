@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from blendrag.demo.tour import HANDBOOK_MODES, HANDBOOK_RATIO, Reply, Stop, Tour
+from blendrag.demo.tour import HANDBOOK_MODES, HANDBOOK_RATIO, Stop, Tour, TourReply
 
 LEGEND = (
     "full prefills the whole prompt; reuse loads every chunk's KV as it was stored; blend loads it and "
@@ -123,6 +123,6 @@ def _empty(tour: Tour, caption: str) -> Table:
     )
 
 
-def _marked(reply: Reply) -> Text:
+def _marked(reply: TourReply) -> Text:
     shown = " ".join(reply.answer.split()) or "(nothing)"
     return Text(shown) if reply.correct else Text(f"✗ {shown}", "bold red")

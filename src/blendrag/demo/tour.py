@@ -51,7 +51,7 @@ Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Reply:
+class TourReply:
     """How one mode answered one question."""
 
     answer: str
@@ -75,7 +75,7 @@ class Stop:
     kind: str
     """As in :class:`blendrag.demo.Question`."""
     expected: str
-    replies: dict[str, Reply]
+    replies: dict[str, TourReply]
     sources: tuple[str, ...] = ()
     """Names of the files that the retrieved chunks are from, the same in all modes."""
 
@@ -190,18 +190,18 @@ def _ingested(so_far: IngestReport) -> str:
 def _stop(
     engine: BlendEngine, question: Question, modes: Sequence[Mode], stop: tuple[str, ...]
 ) -> Stop:
-    replies: dict[str, Reply] = {mode: _reply(engine, question, mode, stop) for mode in modes}
+    replies: dict[str, TourReply] = {mode: _reply(engine, question, mode, stop) for mode in modes}
     sources = dict.fromkeys(Path(chunk.source).name for chunk in engine.retrieve(question.text))
     return Stop(question.text, question.kind, question.answer, replies, tuple(sources))
 
 
-def _reply(engine: BlendEngine, question: Question, mode: Mode, stop: tuple[str, ...]) -> Reply:
+def _reply(engine: BlendEngine, question: Question, mode: Mode, stop: tuple[str, ...]) -> TourReply:
     from blendrag.engine import Options
 
     answer = engine.ask(question.text, options=Options(mode=mode, stop=stop))
     engine.drain()  # finish background work before the next question is timed
     metrics = answer.metrics
-    return Reply(
+    return TourReply(
         answer.text.strip(),
         question.is_answered_by(answer.text),
         metrics.ttft_s,

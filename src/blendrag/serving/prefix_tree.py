@@ -32,7 +32,7 @@ from blendrag.text.matches import common_prefix
 Ids = tuple[int, ...]
 
 
-class LayerRows(Protocol):
+class LayerKVRows(Protocol):
     """``rows[:, :, start:end]`` is KV of a layer ``[2, Hkv, n, D]``."""
 
     def __getitem__(self, at: tuple[slice, slice, slice], /) -> torch.Tensor: ...
@@ -184,7 +184,7 @@ class PrefixTree:
             each.users -= 1
 
     def insert(
-        self, family: Hashable, ids: Ids, layers: Sequence[LayerRows], state: State | None = None
+        self, family: Hashable, ids: Ids, layers: Sequence[LayerKVRows], state: State | None = None
     ) -> int:
         """Keep the KV of ``ids``, ``[2, Hkv, N, D]`` per layer, and the ``state`` after them.
 
@@ -316,7 +316,7 @@ class PrefixTree:
         node.parent, head.children[node.key] = head, node
         return head, head.end
 
-    def _append(self, node: Node, ids: Ids, at: int, layers: Sequence[LayerRows]) -> int:
+    def _append(self, node: Node, ids: Ids, at: int, layers: Sequence[LayerKVRows]) -> int:
         """Fill the last block of a leaf, where ``ids`` go on at ``at``; returns how far."""
         if node.run is None or node.parent is None or not len(node.ids) % BLOCK_TOKENS:
             return at
@@ -327,7 +327,7 @@ class PrefixTree:
         node.parent.children[node.key] = node
         return end
 
-    def _grown(self, parent: Node, ids: Ids, at: int, layers: Sequence[LayerRows]) -> Node | None:
+    def _grown(self, parent: Node, ids: Ids, at: int, layers: Sequence[LayerKVRows]) -> Node | None:
         """A new child for as many of ``ids`` from ``at`` on as a run has room for."""
         blocks = blocks_of(len(ids) - at)
         self._hold(parent)
@@ -341,7 +341,7 @@ class PrefixTree:
         self._write(run, 0, layers, at, end)
         return self._new_node(parent, ids[at:end], at, run)
 
-    def _write(self, run: Run, to: int, layers: Sequence[LayerRows], start: int, end: int) -> None:
+    def _write(self, run: Run, to: int, layers: Sequence[LayerKVRows], start: int, end: int) -> None:
         for i, layer in enumerate(layers):
             run.view(i, to, to + end - start).copy_(layer[:, :, start:end])
 

@@ -30,7 +30,7 @@ LENGTH = struct.Struct(">Q")
 FRAME_CHARS = 256 * 1024
 
 
-class Limits(NamedTuple):
+class ReadingLimits(NamedTuple):
     """Limits of reading one file."""
 
     cpu_s: float
@@ -43,7 +43,7 @@ class Limits(NamedTuple):
 
 
 #: Of any file, and the most of any.
-SMALLEST, LARGEST = Limits(3.0, 512 * MIB), Limits(300.0, 4096 * MIB)
+SMALLEST, LARGEST = ReadingLimits(3.0, 512 * MIB), ReadingLimits(300.0, 4096 * MIB)
 WALL_S, WALL_PER_CPU = 60.0, 8.0
 #: CPU seconds for a MiB, and bytes of memory for a byte, that a reader goes through: several times what good
 #: files need.
@@ -59,9 +59,9 @@ _PER_MIB = {
 SPENT_BYTES = 128 * MIB
 
 
-def limits_of(kind: str, work_bytes: int) -> Limits:
+def limits_of(kind: str, work_bytes: int) -> ReadingLimits:
     cpu_s_per_mib, memory_per_byte = _PER_MIB[kind]
-    return Limits(
+    return ReadingLimits(
         min(SMALLEST.cpu_s + cpu_s_per_mib * work_bytes / MIB, LARGEST.cpu_s),
         min(SMALLEST.memory_bytes + memory_per_byte * work_bytes, LARGEST.memory_bytes),
     )
@@ -147,7 +147,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[tuple[Any, ...]]]:
     yield batch
 
 
-def _limit(limits: Limits, own_bytes: int) -> dict[str, Any]:
+def _limit(limits: ReadingLimits, own_bytes: int) -> dict[str, Any]:
     """Apply limits from now on."""
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_CORE):
         _, most = resource.getrlimit(kind)

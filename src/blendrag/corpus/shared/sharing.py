@@ -39,9 +39,9 @@ from blendrag.corpus.shared.snapshots import (
     PARTS,
     POINTER,
     VERSION,
-    Part,
     Pointer,
     Snapshot,
+    SnapshotPart,
     read_blob,
     read_manifest,
     read_pointer,
@@ -239,7 +239,7 @@ class _Writing:
 
     def __init__(self, remote: RemoteRoot, published: Snapshot | None) -> None:
         self._remote = remote
-        self._known: dict[str, Part] = {}
+        self._known: dict[str, SnapshotPart] = {}
         self._names: set[str] = set()
         if published is not None:
             self._names = {published.keys, *(part.name for part in published.parts)}
@@ -247,7 +247,7 @@ class _Writing:
             self._settings = _settings_state(published.settings)
         self.uploaded_bytes = 0
 
-    def part(self, corpus: Corpus, state: str, sources: Sequence[str]) -> Part:
+    def part(self, corpus: Corpus, state: str, sources: Sequence[str]) -> SnapshotPart:
         known = self._known.get(state)
         if known is not None and self._settings == _settings_state(corpus.manifest):
             return known
@@ -261,7 +261,7 @@ class _Writing:
                 )
             lines.append(_RECORD.dump_json(record))
         raw = b"\n".join(lines)
-        return Part(self.blob(zlib.compress(raw, 1)), state, len(raw))
+        return SnapshotPart(self.blob(zlib.compress(raw, 1)), state, len(raw))
 
     def blob(self, data: bytes) -> str:
         """Write a part; its name."""
@@ -382,10 +382,10 @@ def _require_follower(
         )
 
 
-def _fetch(remote: RemoteRoot, parts: Sequence[Part], scratch: Path) -> int:
+def _fetch(remote: RemoteRoot, parts: Sequence[SnapshotPart], scratch: Path) -> int:
     """Read and verify parts into files; bytes read."""
 
-    def one(part: Part) -> int:
+    def one(part: SnapshotPart) -> int:
         data = read_blob(remote, PARTS, part.name)
         (scratch / part.name).write_bytes(data)
         return len(data)
@@ -399,7 +399,7 @@ def _apply(
     snapshot: Snapshot,
     state: _State,
     same: bool,
-    changed: Sequence[tuple[int, Part]],
+    changed: Sequence[tuple[int, SnapshotPart]],
     scratch: Path,
     after: Shared,
 ) -> tuple[int, int]:
@@ -414,7 +414,7 @@ def _apply(
             )
         gone = {source for at, _ in changed for source in state.buckets[at]}
         suspects: list[int] = []
-        new: list[tuple[Part, set[str]]] = []
+        new: list[tuple[SnapshotPart, set[str]]] = []
         for _, part in changed:
             wanted = set()
             for record in _records(scratch, part):
@@ -442,7 +442,7 @@ def _apply(
     return added, removed
 
 
-def _records(scratch: Path, part: Part) -> Iterator[Record]:
+def _records(scratch: Path, part: SnapshotPart) -> Iterator[Record]:
     """The documents of a part that was read. Raises :class:`StoreUnavailableError` for anything else."""
     unpacking = zlib.decompressobj()
     try:

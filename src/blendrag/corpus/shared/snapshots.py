@@ -38,7 +38,7 @@ MAX_BLOB_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Part:
+class SnapshotPart:
     name: str
     """SHA-256 of the object."""
     state: str
@@ -58,7 +58,7 @@ class Snapshot:
     chunks: int
     state: str
     """Digest of the documents and of the settings that they depend on."""
-    parts: tuple[Part, ...]
+    parts: tuple[SnapshotPart, ...]
     namespace: str
     keys: str
     """Name of the part that lists the keys of its KV, 32 bytes each."""

@@ -68,7 +68,7 @@ class RemoteRefusedError(StoreUnavailableError):
     """The remote cannot be used as it was named: no such bucket, no access. Waiting does not help."""
 
 
-class Piece(NamedTuple):
+class ObjectBytes(NamedTuple):
     """Bytes of an object, fewer than asked for where it ends."""
 
     data: memoryview
@@ -126,11 +126,11 @@ class RemoteObjects(ProcessBound):
 
         return self.wait(self._begin(ask), self._timeout_s)
 
-    def read(self, name: str, offset: int, length: int) -> Future[Piece | None]:
+    def read(self, name: str, offset: int, length: int) -> Future[ObjectBytes | None]:
         """Begin to read bytes of an object; ``None`` if there is none. :meth:`wait` for the result."""
         import obstore
 
-        async def ask() -> Piece:
+        async def ask() -> ObjectBytes:
             if self._directory is not None:
                 await asyncio.to_thread(self._check_file, self._directory, name)
             began = time.monotonic()
@@ -138,7 +138,7 @@ class RemoteObjects(ProcessBound):
             found = await obstore.get_async(self.opened, name, options=wanted)
             latency_s, size_bytes = time.monotonic() - began, int(found.meta["size"])
             data = memoryview(await found.bytes_async())
-            return Piece(data, size_bytes, latency_s, time.monotonic())
+            return ObjectBytes(data, size_bytes, latency_s, time.monotonic())
 
         return self._begin(partial(self._found, ask))
 
@@ -147,17 +147,19 @@ class RemoteObjects(ProcessBound):
         with self._changing(), contextlib.suppress(FileNotFoundError):
             directory.check(name)
 
-    def read_range(self, name: str, offset: int, length: int) -> Future[Piece | None]:
+    def read_range(self, name: str, offset: int, length: int) -> Future[ObjectBytes | None]:
         """:meth:`read` without the size of the object and without times, which is faster."""
         import obstore
 
-        async def ask() -> Piece:
+        async def ask() -> ObjectBytes:
             ends = {"start": offset, "end": offset + length}
-            return Piece(memoryview(await obstore.get_range_async(self.opened, name, **ends)))
+            return ObjectBytes(memoryview(await obstore.get_range_async(self.opened, name, **ends)))
 
         return self._begin(partial(self._found, ask))
 
-    async def _found(self, ask: Callable[[], Coroutine[Any, Any, Piece]]) -> Piece | None:
+    async def _found(
+        self, ask: Callable[[], Coroutine[Any, Any, ObjectBytes]]
+    ) -> ObjectBytes | None:
         import obstore
 
         try:
@@ -167,7 +169,7 @@ class RemoteObjects(ProcessBound):
             return None
         except obstore.exceptions.BaseError as exc:
             if _NO_RANGE.search(_first_line(exc)):
-                return Piece(memoryview(b""))
+                return ObjectBytes(memoryview(b""))
             raise
 
     def put(self, name: str, data: bytes | bytearray, if_absent: bool) -> bool:

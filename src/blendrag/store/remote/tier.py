@@ -41,7 +41,7 @@ from blendrag.store.payload import (
 )
 from blendrag.store.reader import LayerReader, copy_bytes
 from blendrag.store.remote import claims
-from blendrag.store.remote.objects import Piece, RemoteRefusedError
+from blendrag.store.remote.objects import ObjectBytes, RemoteRefusedError
 from blendrag.store.remote.root import RemoteRoot, entry_of, name_of
 
 logger = logging.getLogger("blendrag.store")
@@ -79,7 +79,7 @@ class Waiting:
         finally:
             self.left_s -= time.monotonic() - began
 
-    def is_over_for(self, first: Future[Piece | None]) -> bool:
+    def is_over_for(self, first: Future[ObjectBytes | None]) -> bool:
         """Whether a first request took too long; waits for it until then."""
         seconds = self._first_until - time.monotonic()
         if seconds < self.left_s:
@@ -152,7 +152,7 @@ class RemoteReader(LayerReader):
         self.checksums: list[int] = []
         """One for each layer; empty until the header is here and right."""
         self.on_close: Callable[[RemoteReader], None] | None = None
-        self.first_piece = Piece(memoryview(b""))
+        self.first_piece = ObjectBytes(memoryview(b""))
         self.requested_at = time.monotonic()
         self.requests = requests_of(self.frame)
         self._remote = tier
@@ -160,7 +160,7 @@ class RemoteReader(LayerReader):
         self._seals = b""
         self._waiting = waiting
         self._requested = {0}
-        self._under_way: dict[int, Future[Piece | None]] = {0: self._request_first()}
+        self._under_way: dict[int, Future[ObjectBytes | None]] = {0: self._request_first()}
         """By number of the request."""
         self._unverified: dict[int, memoryview] = {}
         self._verified: dict[int, memoryview] = {}
@@ -281,11 +281,11 @@ class RemoteReader(LayerReader):
             self._requested.add(number)
             self._under_way[number] = self._read(self.requests[number])
 
-    def _request_first(self) -> Future[Piece | None]:
+    def _request_first(self) -> Future[ObjectBytes | None]:
         end = self._seal_bytes + self.frame.offsets[self.requests[0].stop]
         return self._remote.objects.read(name_of(self.namespace, self.key), 0, end)
 
-    def _read(self, layers: range) -> Future[Piece | None]:
+    def _read(self, layers: range) -> Future[ObjectBytes | None]:
         begin, end = self.frame.offsets[layers.start], self.frame.offsets[layers.stop]
         name = name_of(self.namespace, self.key)
         return self._remote.objects.read_range(name, self._seal_bytes + begin, end - begin)
@@ -455,7 +455,9 @@ class RemoteTier(ProcessBound):
             raise
         return readers
 
-    def finish_read(self, begun: Future[Piece | None], waiting: Waiting) -> Piece | None:
+    def finish_read(
+        self, begun: Future[ObjectBytes | None], waiting: Waiting
+    ) -> ObjectBytes | None:
         """Raises :class:`StoreUnavailableError`; the remote is then not asked for a while."""
         if self._pause.why and not begun.done():
             begun.cancel()
