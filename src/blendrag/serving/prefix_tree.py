@@ -341,7 +341,9 @@ class PrefixTree:
         self._write(run, 0, layers, at, end)
         return self._new_node(parent, ids[at:end], at, run)
 
-    def _write(self, run: Run, to: int, layers: Sequence[LayerKVRows], start: int, end: int) -> None:
+    def _write(
+        self, run: Run, to: int, layers: Sequence[LayerKVRows], start: int, end: int
+    ) -> None:
         for i, layer in enumerate(layers):
             run.view(i, to, to + end - start).copy_(layer[:, :, start:end])
 
