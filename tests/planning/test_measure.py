@@ -34,7 +34,7 @@ from blendrag.planning.measure import (
     Measure,
     ModelTimes,
     Point,
-    Prefill,
+    PromptToTime,
     Timed,
     figures,
     fit,
@@ -324,22 +324,22 @@ def test_files_are_dropped_again_and_count_as_dropped_only_if_counted(monkeypatc
 # -- which prefills are timed ------------------------------------------------------------------------
 
 
-def prefills(longest: int, context: int = 32768, chunk_tokens: int = 512) -> list[Prefill]:
+def prefills(longest: int, context: int = 32768, chunk_tokens: int = 512) -> list[PromptToTime]:
     lengths = [n for n in (64, 128, 256, 512, 1024, 2048, 4096) if n <= longest]
     return prefills_to_time(lengths, context, chunk_tokens)
 
 
-def of(made: list[Prefill], policy: str) -> list[Prefill]:
+def of(made: list[PromptToTime], policy: str) -> list[PromptToTime]:
     return [prefill for prefill in made if prefill.policy == policy]
 
 
 def test_a_far_longer_prompt_is_timed_at_ratios_that_compute_few_tokens(monkeypatch):
     monkeypatch.setattr(measure, "RATIOS", RATIOS)
     made = prefills(512)
-    ratios: dict[Prefill, list[float]] = {}
+    ratios: dict[PromptToTime, list[float]] = {}
     for prefill in of(made, PLAIN_POLICY):
         ratios.setdefault(replace(prefill, ratio=0.0), []).append(prefill.ratio)
-    far = Prefill(PLAIN_POLICY, FRESH, 5, 512)  # six times 512 tokens, in whole chunks
+    far = PromptToTime(PLAIN_POLICY, FRESH, 5, 512)  # six times 512 tokens, in whole chunks
     assert ratios.pop(far) == [0.0, 0.05, 0.15]
     assert list(ratios.values()) == [list(RATIOS)] * 2
     assert max(prompt.tokens for prompt in ratios) <= 512

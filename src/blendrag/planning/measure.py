@@ -169,7 +169,7 @@ class Measure:
             tiers += measure_directory(path, kvs, self._pinned)
         return tiers
 
-    def _time(self, prefill: PrefillTimes) -> Timed:
+    def _time(self, prefill: PromptToTime) -> Timed:
         timed: Timed = self._run(partial(self._times.time, prefill))
         return timed
 
@@ -178,7 +178,7 @@ class Measure:
         bearable: list[int] = []
         took_s = 0.0
         for tokens in lengths:
-            stock = PrefillTimes(STOCK, tokens)
+            stock = PromptToTime(STOCK, tokens)
             self._step(str(stock))
             # the next is twice as long and takes more than twice the time
             if len(bearable) < LEAST_LENGTHS or took_s <= LONG_S / 2:
@@ -188,11 +188,11 @@ class Measure:
                 bearable.append(tokens)
         return bearable
 
-    def _in_rounds(self, prefills: Sequence[PrefillTimes]) -> dict[PrefillTimes, Timed]:
+    def _in_rounds(self, prefills: Sequence[PromptToTime]) -> dict[PromptToTime, Timed]:
         """The median of each prefill, timed once a round so that a disturbance affects all alike.
 
         The first round warms up."""
-        runs: dict[PrefillTimes, list[Timed]] = {prefill: [] for prefill in prefills}
+        runs: dict[PromptToTime, list[Timed]] = {prefill: [] for prefill in prefills}
         began = time.monotonic()
         for number in range(ROUNDS):
             expected_s = (time.monotonic() - began) * (number + 1) / max(number, 1)
@@ -217,7 +217,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PrefillTimes:
+class PromptToTime:
     """A prompt to time: equal chunks whose KV is loaded, then ``fresh`` tokens."""
 
     policy: str
@@ -249,16 +249,16 @@ class PrefillTimes:
         return f"{self.policy} at ratio {self.ratio:g} over {self.tokens} tokens"
 
 
-def prefills_to_time(lengths: Sequence[int], longest: int, chunk_tokens: int) -> list[PrefillTimes]:
+def prefills_to_time(lengths: Sequence[int], longest: int, chunk_tokens: int) -> list[PromptToTime]:
     """Stock prefills of ``lengths``; blended ones over two such prompts at any ratio, and over a far longer
     one at ratios that compute no more tokens. No prompt exceeds ``longest``."""
     most = lengths[-1]
     chunk = min(chunk_tokens, max(8, (most - FRESH) // 4))
     chunks = max(2, (most - FRESH) // chunk)
     far_chunks = max(1, (min(FAR * most, FAR_TOKENS, longest) - FRESH) // chunk_tokens)
-    prompts = [PrefillTimes(PLAIN_POLICY, FRESH, n, chunk) for n in (chunks, max(1, chunks // 2))]
+    prompts = [PromptToTime(PLAIN_POLICY, FRESH, n, chunk) for n in (chunks, max(1, chunks // 2))]
     plain = [replace(prompt, ratio=ratio) for prompt in prompts for ratio in RATIOS]
-    far = PrefillTimes(PLAIN_POLICY, FRESH, far_chunks, chunk_tokens)
+    far = PromptToTime(PLAIN_POLICY, FRESH, far_chunks, chunk_tokens)
     if far.tokens > prompts[0].tokens:
         prompts.insert(0, far)
         plain += [replace(far, ratio=r) for r in RATIOS if FRESH + r * far.candidates <= most]
@@ -268,7 +268,7 @@ def prefills_to_time(lengths: Sequence[int], longest: int, chunk_tokens: int) ->
         for n in QUESTIONS
     ]
     peeks = [replace(each, policy=DEVIATION_POLICY, ratio=USUAL_RATIO) for each in prompts[-2:]]
-    return [*(PrefillTimes(STOCK, n) for n in lengths), *plain, *scouts, *peeks]
+    return [*(PromptToTime(STOCK, n) for n in lengths), *plain, *scouts, *peeks]
 
 
 class Timed(NamedTuple):
@@ -286,9 +286,9 @@ def median(runs: Sequence[Timed]) -> Timed:
     return Timed(*map(statistics.median, zip(*runs, strict=True)))
 
 
-def figures(timed: Mapping[PrefillTimes, Timed], layers: int) -> dict[str, Any]:
+def figures(timed: Mapping[PromptToTime, Timed], layers: int) -> dict[str, Any]:
     """The fields of a :class:`Profile` that follow from the times of a model's prefills."""
-    by_policy: dict[str, list[tuple[PrefillTimes, Timed]]] = defaultdict(list)
+    by_policy: dict[str, list[tuple[PromptToTime, Timed]]] = defaultdict(list)
     for prefill, times in timed.items():
         by_policy[prefill.policy].append((prefill, times))
     stock, plain = by_policy[STOCK], by_policy[PLAIN_POLICY]
@@ -312,7 +312,7 @@ def figures(timed: Mapping[PrefillTimes, Timed], layers: int) -> dict[str, Any]:
     }
 
 
-def _peek_s(prefill: PrefillTimes, timed: Timed, plain: Timed, layer: Curve) -> float:
+def _peek_s(prefill: PromptToTime, timed: Timed, plain: Timed, layer: Curve) -> float:
     """Per token, what deviations cost beyond the rows computed for them."""
     rows, context, placed, _ = prefill.point(0.0)
     all_rows, all_context, *_ = prefill.point(0.0, prefill.candidates)
@@ -345,7 +345,7 @@ class ModelTimes:
                 self._kv[tokens] = self._adapter.encode(self._prefix_ids, ids)
         return self._kv[tokens]
 
-    def time(self, prefill: PrefillTimes) -> Timed:
+    def time(self, prefill: PromptToTime) -> Timed:
         """One run, to its first token."""
         ids = self._ids(prefill.tokens)
         kv = self.chunk(prefill.chunk_tokens) if prefill.chunks else None  # before the clock starts
@@ -356,7 +356,7 @@ class ModelTimes:
         outside_s = max(0.0, total_s - within_s)
         return Timed(ended_s - began_s, ended_s - last_s, outside_s, within_s + outside_s)
 
-    def _blended_s(self, prefill: PrefillTimes, ids: torch.Tensor, kv: ChunkKV) -> float:
+    def _blended_s(self, prefill: PromptToTime, ids: torch.Tensor, kv: ChunkKV) -> float:
         """Over KV that is loaded before the clock starts."""
         at = len(self._prefix_ids)
         spans = tuple(
