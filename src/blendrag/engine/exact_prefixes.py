@@ -83,7 +83,7 @@ class ExactPrefixes:
         self._limit_bytes = limit_bytes
         self._waiting = waiting
         self._tree: PrefixTree | None = None
-        self._namespace: Hashable = ""
+        self._weights: Hashable = None
         """Whose KV the tree holds."""
         self._failed: deque[Ids] = deque(maxlen=FAILED)
         """Beginnings that could not be computed, the newest last."""
@@ -103,22 +103,25 @@ class ExactPrefixes:
         """Drop everything."""
         self._tree = None
 
-    def of(self, request: Request, namespace: str) -> Prefixes | None:
+    def of(self, request: Request) -> Prefixes | None:
         """Opens the prefixes that ``request`` may use; ``None`` if it may use none."""
         if not self._may_use(request):
             return None
-        return partial(self._tree_of(namespace).join, _family(request))
+        return partial(self._tree_now().join, _family(request))
 
     def join(self, request: Request) -> LoadedSpan | None:
-        """The beginning that ``request`` goes on from, for a model whose KV cannot be moved."""
+        """The beginning that an ordinary ``generate`` of ``request`` goes on from, without a fusion: of a
+        prompt without chunks, or for a model whose KV cannot be moved."""
         adapter, ids = self._resources.adapter, request.prompt.ids
-        if not goes_on(request, adapter):
+        going, config = adapter.continuation, adapter.model.generation_config
+        if request.sequences > 1 or config.cache_implementation or not self._may_use(request):
             return None
-        assert adapter.continuation is not None
-        reader = self._tree_of(adapter.weights_now()).join(_family(request), ids[:-1])
+        reader = self._tree_now().join(_family(request), ids[:-1])
         if reader is None:
             return None
-        if not adapter.continuation.is_worthwhile(reader.tokens, len(ids)):
+        if reader.tokens < MIN_TOKENS or not (
+            going is None or going.is_worthwhile(reader.tokens, len(ids))
+        ):
             reader.close()
             return None
         return LoadedSpan(0, reader.tokens, reader, 0, exact=True)
@@ -194,24 +197,31 @@ class ExactPrefixes:
             "begin with them",
         )
 
-    def keep(self, request: Request, plan: Plan, cache: BlendCache) -> None:
-        """Keep the KV of the part before the first chunk, such as a conversation, which grows.
+    def keep(self, request: Request, plan: Plan, cache: BlendCache, ids: Ids) -> None:
+        """Keep of the KV that ``cache`` holds of ``ids``, the prompt or also its answer, what a conversation
+        goes on from: all of it without chunks, else the part before the first one.
 
         In mode prefix with the first chunk, if it was computed because the head contains today's date.
         """
-        ids, span = plan.prompt.leading_ids, plan.leading_span
-        if self._tree is None or not (plan.chunks and self._may_use(request)):
+        if plan.chunks:
+            end, first = len(plan.prompt.leading_ids), plan.chunks[0]
+            if request.mode == "prefix" and first.span is None and self._resources.is_dated:
+                end = max(end, first.segment.end)
+            ids = ids[:end]
+        if self._tree is None or not self._may_use(request) or len(ids) < MIN_TOKENS:
             return
-        first = plan.chunks[0]
-        if request.mode == "prefix" and first.span is None and self._resources.is_dated:
-            ids = plan.prompt.ids[: max(len(ids), first.segment.end)]
-        if len(ids) < MIN_TOKENS or self._tree.match(_family(request), ids) == len(ids):
+        adapter, family = self._resources.adapter, _family(request)
+        if cache.get_seq_length() < len(ids) or not cache.is_one_sequence:
+            return  # it is kept elsewhere by now
+        if adapter.is_long(len(ids)) or self._tree.match(family, ids) == len(ids):
             return
-        if span is not None and not (self._is_native or isinstance(span.reader, ResidentReader)):
+        spans = [span for span in plan.spans if span.start < len(ids)]
+        if not all(self._is_native or isinstance(span.reader, ResidentReader) for span in spans):
             return
-        validity = self._resources.kv_validity
-        if validity.namespace == self._namespace and validity.verification().blendable:
-            self._tree.insert(_family(request), ids, cache.buffers(len(ids)))
+        if plan.spans and plan.chunks and not self._resources.kv_validity.verification().blendable:
+            return
+        if self._weights == adapter.weights_now():
+            self._tree.insert(family, ids, cache.buffers(len(ids)))
 
     @property
     def _is_native(self) -> bool:
@@ -219,9 +229,11 @@ class ExactPrefixes:
         return self._resources.manifest.encoding == NATIVE_ENCODING
 
     def _may_use(self, request: Request) -> bool:
+        adapter = self._resources.adapter
+        if adapter.refusal is not None:
+            return goes_on(request, adapter)
         # the keys of long prompts are rotated otherwise
-        is_long = self._resources.adapter.is_long(len(request.prompt.ids))
-        return request.mode in MODES and not is_long
+        return request.mode in MODES and not adapter.is_long(len(request.prompt.ids))
 
     def _worthwhile(self, request: Request, controller: Controller) -> SharedPrefix | None:
         """The beginning whose single prefill saves most over what the waiting requests would compute."""
@@ -271,18 +283,17 @@ class ExactPrefixes:
             _, cache, _ = resources.fusor.prefill(given, blend, check=check)
         if resources.kv_validity.namespace != namespace:
             return 0  # the weights changed meanwhile
-        tree = self._tree_of(namespace)
-        return tree.insert(_family(request), ids, cache.buffers(len(ids)))
+        return self._tree_now().insert(_family(request), ids, cache.buffers(len(ids)))
 
-    def _tree_of(self, namespace: Hashable) -> PrefixTree:
+    def _tree_now(self) -> PrefixTree:
         """The tree of the loaded model; a new one once weights or adapters have changed."""
-        if self._tree is None or self._namespace != namespace:
-            adapter = self._resources.adapter
-            going = adapter.continuation
+        adapter = self._resources.adapter
+        weights, going = adapter.weights_now(), adapter.continuation
+        if self._tree is None or self._weights != weights:
             layout = adapter.layout if going is None else going.layout
             pool = BlockPool(layout, self._limit_bytes, adapter.device)
             self._tree = PrefixTree(pool, has_states=going is not None)
-            self._namespace = namespace
+            self._weights = weights
             self._failed.clear()
         return self._tree
 

@@ -102,8 +102,8 @@ class Generation:
                     around.enter_context(decoding_jointly(adapter, self._share))
                 prefill = around.enter_context(road.prefill(plan, self._timeline))
                 output = self._generate(prefill)
-                if prefill.keep_answer is not None:
-                    prefill.keep_answer(tuple(output[0, :-1].tolist()))
+                if prefill.keep is not None:  # the last token was not computed
+                    prefill.keep(tuple(output[0, :-1].tolist()))
             rows = output[:, prefill.ids.shape[1] :].tolist()
             answer = self._answer(plan, prefill, rows)
             to_prefill(partial(spans.prefilled, answer.metrics))
@@ -115,6 +115,7 @@ class Generation:
         ids, cache = prefill.ids, prefill.cache
         request, stream, model = self._request, self._stream, self._adapter.model
         options = request.options
+        prefilled = None if prefill.keep is None else partial(prefill.keep, request.prompt.ids)
         kwargs: dict[str, Any] = {"max_new_tokens": request.max_new_tokens}
         kwargs |= sampling(options) | dict(options.generate_kwargs)
         if all(isinstance(end, int) for end in self._ends):  # else transformers says what is wrong
@@ -138,7 +139,7 @@ class Generation:
                 output = model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    stopping_criteria=[StopWhenDone(stream, request.sequences == 1, prefill.keep)],
+                    stopping_criteria=[StopWhenDone(stream, request.sequences == 1, prefilled)],
                     return_dict_in_generate=False,
                     **kwargs,
                 )

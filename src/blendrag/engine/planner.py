@@ -197,8 +197,10 @@ class Planner:
                 notes=(note,) * bool(request.prompt.chunks),
                 join=partial(self.prefixes.join, request),
             )
-        if not request.prompt.chunks or request.mode == "full":
+        if request.mode == "full":
             return KVAccess(request, adapter)
+        if not request.prompt.chunks:
+            return KVAccess(request, adapter, join=partial(self.prefixes.join, request))
         namespace = resources.kv_validity.namespace
         if not resources.kv_validity.is_valid(namespace):
             resources.forget_signature()
@@ -210,7 +212,7 @@ class Planner:
             return KVAccess(request, adapter, why_not=why, notes=(why.text,))
         request, notes = self._calibrated(request, namespace)
         profile, profile_notes = self._profile(request, namespace)
-        prefixes = self.prefixes.of(request, namespace)
+        prefixes = self.prefixes.of(request)
         controller = replace(
             self.controller(namespace, profile),
             prefixes=prefixes,

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 
 from blendrag.engine.batched_prefill import NOTHING_AHEAD, Ahead
-from blendrag.engine.exact_prefixes import goes_on
+from blendrag.engine.exact_prefixes import MODES, goes_on
 from blendrag.engine.planner import KVAccess, Planner, checked
 from blendrag.engine.request import Request
 from blendrag.engine.resources import Resources
 from blendrag.engine.schemas import Schemas
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import UnsupportedModelError
-from blendrag.fusor import Fusion
+from blendrag.fusor import BlendCache, Fusion
 from blendrag.metrics import Timeline
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan, Reason, ReasonCode
@@ -47,10 +47,9 @@ class Prefill(NamedTuple):
     fusion: Fusion | None = None
     batch_size: int = 1
     """Prompts in the forward that computed it."""
-    keep: Callable[[], None] | None = None
-    """Called once the KV of the whole prompt is in ``cache``."""
-    keep_answer: Callable[[tuple[int, ...]], None] | None = None
-    """Called with the ids of prompt and answer whose KV is in ``cache`` in the end."""
+    keep: Callable[[tuple[int, ...]], None] | None = None
+    """Called with the ids whose KV is in ``cache``: of the whole prompt, and in the end of prompt and
+    answer."""
 
 
 class Road(ABC):
@@ -156,30 +155,28 @@ class BlendedRoad(Road):
     def prefill(self, plan: Plan, timeline: Timeline | None) -> Iterator[Prefill]:
         adapter, resources, check = self.adapter, self._resources, self._check
         ids = self._ids(self.request.prompt.ids)
-        tokens, keep = ids.shape[1], partial(self._planner.prefixes.keep, self.request, plan)
+        tokens, kept = ids.shape[1], partial(self._planner.prefixes.keep, self.request, plan)
+        cache: BlendCache | None
         prefilled = self.ahead.prefilled if plan is self.ahead.plan else None
         with adapter.own_tables():
             if prefilled is not None:  # the first forward has already run, in a batch
                 note_loaded(prefilled.fusion)
                 with prefilled.replayed(adapter.stack.base) as cache:
                     size = self.ahead.batch_size
-                    yield Prefill(ids, cache, prefilled.fusion, size, partial(keep, cache))
+                    yield Prefill(ids, cache, prefilled.fusion, size, partial(kept, cache))
             elif goes_on(self.request, adapter):
                 with before_layers(adapter.decoder_layers, check):
                     yield self._continued(ids, plan)
-            elif not plan.spans:  # can still be abandoned before each layer
-                cache = None
-                own = adapter.model.generation_config.cache_implementation is None
-                if self.decodes_jointly and self.request.sequences == 1 and own:
-                    cache = resources.fusor.new_cache(tokens, self._room)
+            elif not (plan.spans and plan.chunks):  # can still be abandoned before each layer
+                cache = self._cache_behind(plan)
                 with before_layers(adapter.decoder_layers, check):
-                    yield Prefill(ids, cache, keep=None if cache is None else partial(keep, cache))
+                    yield Prefill(ids, cache, keep=None if cache is None else partial(kept, cache))
             elif self.request.sequences == 1:  # the first forward is the fusion
                 fusor, blend = resources.fusor, plan.request(tokens)
                 cache = fusor.new_cache(tokens, self._room)
                 with fusor.fuse(cache, blend, check, timeline, last_row_only=True) as fusion:
                     note_loaded(fusion)
-                    yield Prefill(ids, cache, fusion, keep=partial(keep, cache))
+                    yield Prefill(ids, cache, fusion, keep=partial(kept, cache))
             else:  # all but the last token, whose KV is repeated for each sequence
                 before = ids[:, : tokens - 1]
                 _, cache, fusion = resources.fusor.prefill(
@@ -187,6 +184,22 @@ class BlendedRoad(Road):
                 )
                 cache.batch_repeat_interleave(self.request.sequences)
                 yield Prefill(ids, cache, fusion)
+
+    def _cache_behind(self, plan: Plan) -> BlendCache | None:
+        """A cache for an ordinary ``generate``, with the beginning that was joined; ``None``: transformers
+        makes one."""
+        request, adapter, span = self.request, self.adapter, plan.leading_span
+        is_own = adapter.model.generation_config.cache_implementation is not None
+        if adapter.refusal is not None or request.sequences > 1 or is_own:
+            return None
+        if not (self.decodes_jointly or request.mode in MODES):
+            return None
+        cache = BlendCache(adapter.layout, len(request.prompt.ids) + self._room + 1, adapter.device)
+        if span is not None:
+            for layer, buffer in enumerate(cache.buffers(span.end)):
+                span.reader.read_layer(layer, buffer)
+            cache.show(span.end)
+        return cache
 
     def _continued(self, ids: torch.Tensor, plan: Plan) -> Prefill:
         """Behind the beginning that a model goes on from whose KV cannot be moved. States are kept on the
@@ -209,7 +222,7 @@ class BlendedRoad(Road):
             at = end
         if going.in_steps and 0 < at < len(prompt) - 1:
             going.forward(ids[:, at:-1], cache, at)
-        return Prefill(ids, cache, keep=partial(keep, prompt), keep_answer=keep)
+        return Prefill(ids, cache, keep=keep)
 
     def finish(self, plan: Plan) -> None:
         self._planner.note_missing(plan, self.request.options.scope)

@@ -1,4 +1,4 @@
-"""Models with layers that keep a running state reuse system prompts and conversations exactly."""
+"""Conversations behind a system prompt compute each token once, whatever layers the model has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from blendrag.model.continuation import Continuation
 pytestmark = pytest.mark.timeout(120)
 NEW_TOKENS = 6
 SYSTEM = "You answer questions about the company and its ships. " * 12
-FAMILIES = [name for name, (_, config, _) in tiny.HYBRIDS.items() if hasattr(transformers, config)]
+HYBRIDS = [name for name, (_, config, _) in tiny.HYBRIDS.items() if hasattr(transformers, config)]
+#: Their attention is full, sliding, latent, softcapped, with sinks, with shared KV, without rotation.
+MOVABLE = ["llama", "mistral", "deepseek_v3", "gemma2", "gpt_oss", "gemma3n", "bloom"]
 Messages = list[dict[str, str]]
 
 
@@ -109,7 +111,7 @@ def system_of(name: str) -> str:
     return SYSTEM * (4 if name in tiny.IN_STEPS else 1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*HYBRIDS, *MOVABLE])
 def test_a_conversation_computes_each_token_once_and_answers_as_stock(name, tmp_path):
     """Rows of the model are counted: this fails if a turn, or its answer, is computed again."""
     with tiny.engine(tiny.family(name, initializer_range=0.2), tmp_path) as made:
@@ -143,6 +145,32 @@ def test_in_bfloat16_a_conversation_differs_by_noise_only(name, tmp_path):
             messages.append({"role": "assistant", "content": answer.text})
     assert reused > 300
     assert largest < 6e-2
+
+
+@pytest.mark.parametrize("mode", ["blend", "prefix"])
+def test_a_turn_over_chunks_keeps_the_turns_before_it_exact(mode, tmp_path):
+    """What was blended is not kept."""
+    with tiny.engine(tiny.llama(), tmp_path, prefix_text=tiny.BOS) as made:
+        made.ingest([tiny.document(0)])
+        before = conversation(made, 2, mode=mode)
+        messages = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": "Question 0: what did the company build in 1870?"},
+            {"role": "assistant", "content": before[0][0].text},
+            {"role": "user", "content": tiny.prompt(made, 0)},
+        ]
+        over = made.generate(messages, options(made, mode=mode))
+        assert over.metrics.prefix_tokens > 190
+        messages += [
+            {"role": "assistant", "content": over.text},
+            {"role": "user", "content": "And in 1999?"},
+        ]
+        after = made.generate(messages, options(made, mode=mode))
+        assert after.metrics.prefix_tokens > 190
+        assert after.metrics.prefix_tokens < over.metrics.prompt_tokens
+        exact = made.generate(messages, options(made, mode="full"))
+        assert after.text == exact.text
+        assert_in_order(made)
 
 
 def test_another_conversation_reuses_the_system_prompt(engine):
