@@ -24,7 +24,7 @@ class Counts:
         self.notes = []
 
     def was_retrieved(self, text):
-        tokens = len(self._engine.resources.text_ids(text.strip()))
+        tokens = len(self._engine.tokens.encode_text(text.strip()))
         self.retrieved[chunk_id_of(text)] = tokens
 
     def was_answered(self, chunks, notes):

@@ -214,7 +214,7 @@ def ingest_hostile(root: Path, good: int) -> tuple[set[str], dict[str, str], flo
     began = time.perf_counter()
     with tiny.engine(tiny.llama(), root / "store") as engine:
         report = engine.ingest([folder])
-        found = engine.resources.corpus
+        found = engine.corpus
         assert found is not None
         stored = {Path(each.source.partition("#")[0]).name for each in found.documents()}
     failures = [failure.partition(": ") for failure in report.failures]

@@ -44,7 +44,7 @@ def write_documents(folder: Path, count: int, begin: int = 0) -> Path:
 def engine(model: Path, root: Path, **changes: Any) -> BlendEngine:
     """One whose embedder counts words."""
     made = BlendEngine(model, root, chunk_tokens=128, learn=False, **changes)
-    made.resources.__dict__["embedder"] = tiny.WordEmbedder()
+    made.use_embedder(tiny.WordEmbedder())
     return made
 
 

@@ -35,8 +35,9 @@ import tiny
 from blendrag.corpus.documents import NewEntry
 from blendrag.engine import BlendEngine
 from blendrag.engine.exact_prefixes import _family
-from blendrag.engine.kv_writer import Job, drop_orphaned_kv
+from blendrag.engine.kv_writer import Job
 from blendrag.engine.request import Request
+from blendrag.fusor import Fusor
 from blendrag.planning.controller import CORRUPT, IN_MEMORY, NO_KV, Controller
 from blendrag.server import events
 from blendrag.store import maintenance
@@ -195,7 +196,7 @@ class Soak(RandomClient):
 
     def watch(self) -> None:
         """Note what the server learns, as it may give that up before the answer is read."""
-        entries = self.engine.resources.require_corpus().entries
+        entries = self.engine.require_corpus().entries
         put = entries.put
 
         def noted(new: Sequence[NewEntry]) -> Any:
@@ -335,7 +336,7 @@ class Soak(RandomClient):
     def chunks(self, most: int = 5, least: int = 1) -> list[str]:
         """Chunks of some documents that the corpus has now, or had, and passages that it never has."""
         draw, texts = self.random, list[str]()
-        corpus = self.engine.resources.require_corpus()
+        corpus = self.engine.require_corpus()
         for number in draw.sample(range(DOCUMENTS), 3):
             texts += [chunk.text for chunk in corpus.chunks_of(f"doc{number}.txt")]
         passage = 9000 + 10 * draw.randrange(5)
@@ -452,8 +453,8 @@ class Soak(RandomClient):
 
     async def lose_kv(self) -> None:
         if key := self.some_key():
-            used = self.engine.resources
-            self.counts["lost"] += used.store.delete(used.kv_validity.namespace, key)
+            namespace = self.engine.adapter.identity.namespace
+            self.counts["lost"] += self.engine.store.delete(namespace, key)
 
     async def damage_kv(self) -> None:
         if key := self.some_key():
@@ -463,7 +464,7 @@ class Soak(RandomClient):
 
     async def collect(self) -> None:
         most = self.random.choice((0, 200_000, 600_000))
-        await asyncio.to_thread(maintenance.collect, self.engine.resources.root, most)
+        await asyncio.to_thread(maintenance.collect, self.engine.root, most)
         self.counts["collected"] += 1
 
     async def embed(self) -> None:
@@ -573,7 +574,7 @@ class Alone:
     async def ask(self, asked: Asked, passages: Sequence[NewEntry]) -> Reply:
         """``passages``: those that were learned."""
         self._asked = asked
-        corpus = self.engine.resources.require_corpus()
+        corpus = self.engine.require_corpus()
         if passages:
             corpus.entries.put(passages)
         body = asked.body
@@ -589,7 +590,7 @@ class Alone:
         await asyncio.to_thread(self.engine.drain)
         if passages:
             corpus.entries.remove([each.entry.id for each in passages])
-            drop_orphaned_kv(self.engine.resources, corpus)
+            self.engine.library.repair()
         self.engine._prefixes.close()
         return reply
 
@@ -617,13 +618,13 @@ class Alone:
             if chunk["reason"] == IN_MEMORY.text:
                 held = segment.end
             elif chunk["reason"] in (NO_KV.text, CORRUPT.text):
-                self.engine.resources.store.delete(*controller._place(segment))
+                self.engine.store.delete(*controller._place(segment))
             else:
                 job = Job(segment.stored_ids, controller.prefix_ids, segment.scope)
                 self.engine._background.encode_first([job], check)
         if held:
             prefixes, ids = self.engine._prefixes, torch.tensor([request.prompt.ids[:held]])
-            _, cache, _ = self.engine.resources.fusor.prefill(
+            _, cache, _ = Fusor(self.engine.adapter).prefill(
                 ids, tiny.request(ids, ()), check=check
             )
             tree = prefixes._tree_of(controller.namespace)

@@ -231,7 +231,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         BlendEngine("demo", Path(folder) / "store", chunk_tokens=64, dtype="float32") as engine,
     ):
-        engine.resources.__dict__["embedder"] = tiny.WordEmbedder()
+        engine.use_embedder(tiny.WordEmbedder())
         engine.ingest([corpus / name for name in FILES]).whole()
         engine.add_schema(
             f'<schema name="people"><user><module name="anna">{anna}\n\n</module></user></schema>'

@@ -26,7 +26,7 @@ class ChunkKeys:
 
     def __init__(self, engine: BlendEngine) -> None:
         """``engine``: with the schemas of the replicas; its model is not loaded."""
-        self._resources, self._schemas = engine.resources, engine.schemas
+        self._engine = engine
         self._remembered = lru_cache(REMEMBERED)(self._key)
 
     def of(self, body: bytes) -> dict[str, int]:
@@ -43,7 +43,7 @@ class ChunkKeys:
             return {}
         if fields.get("schema") is not None:
             return self._imported(fields)
-        corpus = self._resources.corpus
+        corpus = self._engine.corpus
         if corpus is None or not corpus.has_manifest:
             return {}
         manifest = corpus.manifest
@@ -63,13 +63,13 @@ class ChunkKeys:
 
         try:
             body = ChatBody.model_validate(fields)
-            return self._schemas.imported(schema_prompt(body, messages_of(body)))
+            return self._engine.schemas.imported(schema_prompt(body, messages_of(body)))
         except (ValidationError, InvalidInputError, Refusal):
             return {}
 
     def _key(self, corpus: Corpus, manifest: Manifest, chunk_id: str) -> tuple[str, int] | None:
         try:
-            ids = self._resources.text_ids(corpus.text(chunk_id))
+            ids = tuple(self._engine.tokens.encode_text(corpus.text(chunk_id)))
         except KeyError:  # removed meanwhile
             return None
         return chunk_key(manifest.namespace, manifest.prefix_ids, ids), len(ids)

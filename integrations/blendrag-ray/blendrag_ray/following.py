@@ -18,7 +18,7 @@ from blendrag.corpus.shared.snapshots import Snapshot
 from blendrag.errors import StoreUnavailableError
 
 if TYPE_CHECKING:
-    from blendrag.engine.resources import Resources
+    from blendrag.engine import BlendEngine
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ def _turn(root: Path, settings: Settings) -> Iterator[None]:
         lock.release()
 
 
-def keep_following(resources: Resources) -> None:
+def keep_following(engine: BlendEngine) -> None:
     """Follow in the background until the process ends; processes of a node at different moments."""
-    from blendrag.engine.publishing import FOLLOW_EVERY_S, Follower
+    from blendrag.engine.publishing import FOLLOW_EVERY_S
 
-    Follower(resources, FOLLOW_EVERY_S * random.uniform(1.0, 1.5))
+    engine.keep_following(FOLLOW_EVERY_S * random.uniform(1.0, 1.5))

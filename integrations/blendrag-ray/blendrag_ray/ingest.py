@@ -71,15 +71,18 @@ def ingest_on_ray(
     Raises the errors of :meth:`BlendEngine.ingest`, and :class:`InvalidInputError` for a cluster that cannot
     do it.
     """
-    resources = engine.resources
     with ray_session(cores()) as ray:
-        share = Share.of(ray, resources.settings.device, workers, gpus_per_worker)
+        share = Share.of(ray, engine.settings.device, workers, gpus_per_worker)
 
         def compute(plan: Plan, files: list[Row]) -> Generator[Row]:
             check_nodes(plan)
             return dataset_rows(ray, plan, share, files)
 
-        return ingest(resources, compute, share.workers, paths, watch, prune, patterns)
+        return engine.ingest_by(
+            lambda resources: ingest(
+                resources, compute, share.workers, paths, watch, prune, patterns
+            )
+        )
 
 
 #: Begins to compute listed files; the rows come in the order of the files.

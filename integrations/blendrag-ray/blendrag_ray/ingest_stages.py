@@ -70,7 +70,7 @@ KV: Row = {
 class Plan:
     """What every worker of a run is given."""
 
-    resources: Callable[[Path], Resources]
+    reopen_in: Callable[[Path], Resources]
     embedder: Embedder
     root: Path
     place: Place | None
@@ -81,7 +81,7 @@ class Plan:
     def of(cls, resources: Resources) -> Plan:
         root = resources.root.resolve()
         where = root, place_of(root), resources.model_name, resources.settings.remote or ""
-        return cls(resources.elsewhere(), resources.embedder, *where)
+        return cls(resources.reopen_in(), resources.embedder, *where)
 
     def sees_store(self) -> bool:
         """Whether the driver's store is here, too: on the same machine or a shared file system."""
@@ -90,7 +90,7 @@ class Plan:
     def open(self) -> Resources:
         """The model, over the driver's store or over a store of this machine on the way to the remote."""
         if self.sees_store():
-            return self.resources(self.root)
+            return self.reopen_in(self.root)
         if not self.remote:
             raise InvalidInputError(
                 f"there is no store {self.root} here and no remote, expected one of them; share the "
@@ -104,7 +104,7 @@ class Plan:
             raise InvalidInputError(
                 f"{folder} can be changed by other users, expected a directory of this user only; remove it"
             )
-        made = self.resources(folder / name)
+        made = self.reopen_in(folder / name)
         made.settings = replace(made.settings, disk_bytes=PASSING_BYTES, ram_bytes=0)
         return made
 
@@ -161,7 +161,7 @@ class EmbedChunks:
 
     @cached_property
     def _split(self) -> Callable[[str, str], list[Chunk]]:
-        return self._plan.resources(self._plan.root).chunker().split
+        return self._plan.reopen_in(self._plan.root).chunker().split
 
     def __call__(self, row: Row) -> list[Row]:
         blank = row | CHUNK

@@ -58,7 +58,7 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, bytes]:
         """Whose KV is here, for :class:`blendrag_ray.resident_router.ResidentRouter`."""
-        store = self._engine.resources.store
+        store = self._engine.store
         memory, disk = (
             [self._routing_keys.get(key, key) for key in keys]
             for keys in store.resident(REPORTED_KEYS)
@@ -69,7 +69,7 @@ class Replica:
         """Serve replaces a replica for which this raises."""
         self._service.check_open()
         self._service.check_moving()
-        root = self._engine.resources.root
+        root = self._engine.root
         if not root.exists():
             raise StoreUnavailableError(f"store {root} is gone; restore it, or ingest again")
 

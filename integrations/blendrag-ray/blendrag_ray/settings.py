@@ -94,7 +94,7 @@ class ServedCluster(NamedEngineFields, DefaultFields):
         for file in self.schemas:
             engine.add_schema(Path(file))
         if follows:
-            following.keep_following(engine.resources)
+            following.keep_following(engine)
         return engine
 
     @property

@@ -147,8 +147,8 @@ def identifying_params(fields: RequestFields) -> dict[str, Any]:
     engine = fields.engine
     options, defaults = fields.request_options(), engine.settings
     return {
-        "model_name": engine.resources.model_name,
-        "store": str(engine.resources.root),
+        "model_name": engine.model_name,
+        "store": str(engine.root),
         "mode": options.mode or defaults.mode,
         "policy": options.policy or defaults.policy,
         "schedule": options.schedule or defaults.schedule,

@@ -51,7 +51,7 @@ def structured(
 
 
 def _can_force(model: ChatBlend) -> bool:
-    tokens = model.engine.resources.tokens
+    tokens = model.engine.tokens
     return tokens.has_tools and can_force(tokens, model.request_options().template_arguments)
 
 

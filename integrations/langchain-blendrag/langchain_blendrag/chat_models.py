@@ -150,13 +150,13 @@ class ChatBlend(RequestFields, BaseChatModel):
         unknown choice.
         """
         schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
-        if schemas and not self.engine.resources.tokens.has_tools:
+        if schemas and not self.engine.tokens.has_tools:
             raise InvalidInputError(
-                f"tools given ({len(schemas)}) to {self.engine.resources.model_name!r}, whose chat template "
+                f"tools given ({len(schemas)}) to {self.engine.model_name!r}, whose chat template "
                 "does not render tools; use a model whose template does, or leave the tools out"
             )
         if schemas:
-            refuse_unreadable(self.engine.resources.tokens, schemas)
+            refuse_unreadable(self.engine.tokens, schemas)
         choice = chosen_tool(tool_choice, schemas)
         chosen = {} if choice is None else {"tool_choice": choice}
         return self.bind(tools=schemas, **chosen, **kwargs)
@@ -189,7 +189,7 @@ class ChatBlend(RequestFields, BaseChatModel):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Ids by the model's own tokenizer, without special tokens."""
-        return list(self.engine.resources.tokens.encode_text(text))
+        return list(self.engine.tokens.encode_text(text))
 
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
@@ -219,7 +219,7 @@ class ChatBlend(RequestFields, BaseChatModel):
         options = self.request_options(stop)
         params = LangSmithParams(
             ls_provider="blendrag",
-            ls_model_name=kwargs.get("model") or self.engine.resources.model_name,
+            ls_model_name=kwargs.get("model") or self.engine.model_name,
             ls_model_type="chat",
             ls_max_tokens=kwargs.get("max_new_tokens")
             or kwargs.get("max_tokens")
@@ -315,7 +315,7 @@ def with_instruction(messages: Sequence[Message], instruction: str) -> list[Mess
 
 def chat_result(answer: Answer, engine: BlendEngine) -> ChatResult:
     """One generation per sequence of ``answer``."""
-    name = engine.resources.model_name
+    name = engine.model_name
     return ChatResult(
         generations=[_generation(reply, answer, engine) for reply in answer.replies],
         llm_output={"model_name": name, "token_usage": token_usage([answer])},
@@ -342,7 +342,7 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def _info(answer: Answer, parsed: Reply, engine: BlendEngine) -> dict[str, Any]:
-    info = generation_info(answer, engine.resources.model_name)
+    info = generation_info(answer, engine.model_name)
     if parsed.calls and answer.finish_reason == "stop":
         info["finish_reason"] = "tool_calls"
     return {**info, "model_provider": "blendrag"}

@@ -247,16 +247,16 @@ class BlendLLM(RequestFields, BaseLLM):
 
     def _open(self) -> None:
         """Open tokenizer and corpus, which a request needs before the model. Loads no weights."""
-        _ = self.engine.resources.tokens, self.engine.resources.corpus
+        _ = self.engine.tokens, self.engine.corpus
 
     def get_token_ids(self, text: str) -> list[int]:
         """Ids by the model's own tokenizer, without special tokens."""
-        return list(self.engine.resources.tokens.encode_text(text))
+        return list(self.engine.tokens.encode_text(text))
 
     # -- results --------------------------------------------------------------------------------
 
     def _result(self, answers: Sequence[Answer]) -> LLMResult:
-        name = self.engine.resources.model_name
+        name = self.engine.model_name
         return LLMResult(
             generations=[
                 [Generation(text=t, generation_info=generation_info(a, name)) for t in a.texts]
@@ -268,7 +268,7 @@ class BlendLLM(RequestFields, BaseLLM):
     def _chunk(self, piece: Piece) -> GenerationChunk:
         if piece.answer is None:
             return GenerationChunk(text=piece.text)
-        info = generation_info(piece.answer, self.engine.resources.model_name)
+        info = generation_info(piece.answer, self.engine.model_name)
         return GenerationChunk(text=piece.text, generation_info=info)
 
     # -- identity -------------------------------------------------------------------------------

@@ -95,5 +95,5 @@ class BlendTextSplitter(TextSplitter):
     def _chunker(self) -> Any:
         from blendrag.text.chunking import Chunker
 
-        resources = self._fields.engine.resources
-        return Chunker(resources.tokens.text, self._chunk_tokens or resources.manifest.chunk_tokens)
+        engine = self._fields.engine
+        return Chunker(engine.tokens.text, self._chunk_tokens or engine.manifest.chunk_tokens)

@@ -93,7 +93,7 @@ class OwnStoreReplica(Replica):
 
     def reset(self) -> int:
         """Remove the KV; the bytes that were read from the remote so far."""
-        store = self._engine.resources.store
+        store = self._engine.store
         assert store.remote is not None
         store.drain()
         namespace = self._engine.adapter.identity.namespace

@@ -188,7 +188,7 @@ def _measure_rates(
         ) as engine,
     ):
         stored = StoredChunks(adapter, Workload(), there)
-        engine.resources.embedder = NoEmbedder("none")
+        engine.use_embedder(NoEmbedder("none"))
         ways = {way.__name__: partial(timed, way) for way in (prefill, encode, ingest)}
         samples = run_rounds(ways, rounds, tick)
     return {

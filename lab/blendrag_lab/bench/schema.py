@@ -154,7 +154,7 @@ def _times_of(
     engine.drain()
     cached = answer("schema").metrics  # promotes to memory
     answer("blend", **blend)
-    engine.resources.store.drain()
+    engine.store.drain()
     ways = {
         "full": lambda: 1e3 * answer("schema", mode="full").metrics.ttft_s,
         "blend": lambda: 1e3 * answer("blend", **blend).metrics.ttft_s,

@@ -367,12 +367,12 @@ def corpus_texts(engine: BlendEngine, workload: Workload, count: int) -> list[st
     """Chunks of words in random order."""
     read = (path.read_text(encoding="utf-8") for path in demo_corpus_path().rglob("*.txt"))
     words = sorted(set(" ".join(read).split()))
-    decode = engine.resources.tokens.tokenizer.decode
+    decode = engine.tokens.tokenizer.decode
     texts = []
     for number in range(count):
         drawn = random.Random(number).choices(words, k=workload.chunk_tokens)
         texts.append(
-            decode(engine.resources.text_ids(" ".join(drawn))[: workload.chunk_tokens - 4])
+            decode(engine.tokens.encode_text(" ".join(drawn))[: workload.chunk_tokens - 4])
         )
     return [text.strip() for text in texts]
 

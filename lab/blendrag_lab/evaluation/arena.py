@@ -108,15 +108,14 @@ class Engines:
 
 def _promote(engine: BlendEngine, chunk: str) -> None:
     """Read the chunk's KV once, which brings it to the memory tier."""
-    resources = engine.resources
-    ids, layout = resources.text_ids(chunk), resources.adapter.layout
-    namespace = resources.adapter.identity.namespace
-    key = chunk_key(namespace, resources.prefix_ids, ids)
-    if reader := resources.store.open(namespace, key, layout, len(ids)):
+    ids, layout = tuple(engine.tokens.encode_text(chunk)), engine.adapter.layout
+    namespace = engine.adapter.identity.namespace
+    key = chunk_key(namespace, engine.manifest.prefix_ids, ids)
+    if reader := engine.store.open(namespace, key, layout, len(ids)):
         with closing(reader):
             shape = layout.layer_shape(0, len(ids))
             reader.read_layer(0, torch.empty(shape, dtype=layout.torch_dtype))
-    resources.store.drain()
+    engine.store.drain()
 
 
 @contextmanager
@@ -147,7 +146,7 @@ def open_engines(
                 ram_bytes=IDEAL_RAM_BYTES if is_ideal else 0,
                 learn=False,
             )
-            engine.resources.embedder = NoEmbedder("none")
+            engine.use_embedder(NoEmbedder("none"))
             engines[kind] = stack.enter_context(engine)
         yield Engines(engines)
 

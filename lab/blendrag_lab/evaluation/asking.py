@@ -162,7 +162,7 @@ def ask(
     _require_loaded(metrics, expected)
     ratio, charged = metrics.ratio, metrics.charged_ratio
     if options.mode in ("full", "prefix"):  # a chunk is either loaded or computed
-        tokens = sum(len(engine.resources.text_ids(text)) for text in chunks)
+        tokens = sum(len(engine.tokens.encode_text(text)) for text in chunks)
         loaded = sum(chunk.tokens for chunk in metrics.chunks if chunk.outcome != "computed")
         ratio = charged = 1 - loaded / tokens if tokens else 0.0
     return ObservedAnswer(

@@ -90,7 +90,7 @@ def chat(
     with options.engine_for(context) as engine:
         began = time.perf_counter()
         with StatusLine("opening the model"):
-            _ = engine.resources.retriever().embedder.dim  # loads it
+            engine.open_retrieval()
             engine.open()
         opened = f"{engine.adapter.model_id} in {duration(time.perf_counter() - began)}"
         say("note", f"opened {opened}; Ctrl-C ends an answer, Ctrl-D the conversation")

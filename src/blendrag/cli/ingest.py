@@ -205,12 +205,12 @@ def remove(
     """Remove documents, by file or directory: their texts, vectors and KV."""
     begin(verbose, "documents not removed yet are intact; repeat the command to go on")
     with options.engine_for(context) as engine:
-        corpus = engine.resources.require_corpus()
+        corpus = engine.require_corpus()
         unknown = [path for path in paths if not corpus.sources_of(path)]
         known = [path for path in paths if path not in unknown]
         removed = engine.remove(known or unknown)
     for path in unknown:
-        say("failed", f"{path} is not in the corpus of {engine.resources.root}")
+        say("failed", f"{path} is not in the corpus of {engine.root}")
     if json:
         print_json({"documents": removed, "failed": [str(path) for path in unknown]})
     else:

@@ -134,9 +134,7 @@ def serve(
         if refused:
             say("note", refused)
         if follows:
-            from blendrag.engine.publishing import Follower
-
-            following.enter_context(closing(Follower(engine.resources)))
+            following.enter_context(closing(engine.keep_following()))
         service = Service(engine, limits, keys, hosts, origins)
         at.listen()
         shown = f"[{host}]" if ":" in host else host

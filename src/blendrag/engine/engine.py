@@ -12,7 +12,7 @@ The road of a request::
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,10 @@ from blendrag.config import (
     check_options,
     settings,
 )
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.embedder import Embedder
 from blendrag.corpus.embedding_turns import Check, proceed
+from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.corpus.shared.sharing import Followed, Published
@@ -76,12 +79,13 @@ from blendrag.errors import InvalidInputError, RequestTimeout
 from blendrag.fusor.gate import Verification
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import checked_model_kwargs
+from blendrag.model.tokens import Tokens
 from blendrag.option import refuse_unknown
 from blendrag.serving.kv_budget import KVBudget
 from blendrag.serving.scheduler import CLOSED, Scheduler
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from blendrag.signatures import shows
-from blendrag.store import StoreStats
+from blendrag.store import KVStore, StoreStats
 from blendrag.text.prompt import SegmentedPrompt
 from blendrag.text.readers import ALL, Patterns
 
@@ -127,7 +131,7 @@ class BlendEngine:
         )
         _check_defaults(self.settings)
         root = Path(store if store is not None else self.settings.store)
-        #: Store, corpus and embedder, for direct access.
+        #: What the modules of this room share. Others use the accessors below.
         self.resources = Resources(
             model_for(model, root, trusts := bool(options.get("trust_remote_code"))),
             options.get("tokenizer"),
@@ -471,7 +475,70 @@ class BlendEngine:
         """What :meth:`ingest` would do: chunks, bytes, and seconds estimated from timed samples."""
         return dry_run(self.resources, self.scheduler, inputs, patterns)
 
-    # -- the rest -------------------------------------------------------------------------------
+    def remove_sources(self, sources: Iterable[str]) -> int:
+        """Remove the documents with these very sources: texts, vectors and KV. Returns how many.
+
+        Raises :class:`CorpusError` without a corpus.
+        """
+        return ingesting.remove_sources(self.resources, sources)
+
+    def keep_following(self, every_s: float | None = None) -> publishing.Follower:
+        """:meth:`follow` in the background, until what is returned is closed."""
+        return publishing.Follower(self.resources, every_s)
+
+    def ingest_by(self, run: Callable[[Resources], IngestReport]) -> IngestReport:
+        """:meth:`ingest` by ``run``, which computes on other machines and may use the engine's insides."""
+        return run(self.resources)
+
+    @property
+    def corpus(self) -> Corpus | None:
+        """The corpus in the store's directory; ``None`` before the first ingest."""
+        return self.resources.corpus
+
+    def require_corpus(self) -> Corpus:
+        """:attr:`corpus`; raises :class:`CorpusError` without one, and :class:`InvalidInputError` for one of
+        another model."""
+        return self.resources.require_corpus()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Settings of the corpus, or those that a new one would have."""
+        return self.resources.manifest
+
+    @property
+    def store(self) -> KVStore:
+        """The KV store; opens it."""
+        return self.resources.store
+
+    @property
+    def root(self) -> Path:
+        """Directory of the store and the corpus."""
+        return self.resources.root
+
+    def open_retrieval(self) -> None:
+        """Load the embedder, which the first question does otherwise. Raises as :meth:`require_corpus`."""
+        _ = self.resources.retriever().embedder.dim
+
+    def use_embedder(self, embedder: Embedder) -> None:
+        """Embed with ``embedder`` instead of the corpus's own, whose vectors must be the same."""
+        self.resources.embedder = embedder
+
+    # -- the model ------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """The name that the model was given by, or its id."""
+        return self.resources.model_name
+
+    @property
+    def tokens(self) -> Tokens:
+        """The model's tokenizers and chat template. Loads no weights."""
+        return self.resources.tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Length of the model's context. Loads no weights."""
+        return self.resources.context_tokens
 
     @property
     def adapter(self) -> ModelAdapter:

@@ -189,7 +189,7 @@ class Resources:
         self._locks: dict[str, threading.RLock] = {}
         self._closed = False
 
-    def elsewhere(self) -> Callable[[Path], Resources]:
+    def reopen_in(self) -> Callable[[Path], Resources]:
         """Makes these resources in another process, over the store that it is given; can be pickled.
 
         That process uses no corpus. Raises :class:`InvalidInputError` for a model that was given loaded.

@@ -116,7 +116,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _language_model(service: Service) -> Fields:
-    context_tokens = service.engine.resources.context_tokens
+    context_tokens = service.engine.context_tokens
     return {**_model(service, service.model_id), "max_model_len": context_tokens}
 
 

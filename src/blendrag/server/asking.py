@@ -68,7 +68,7 @@ def asked_chat(
 
     ``check`` may raise to give up while the question waits to be embedded.
     """
-    tokens = engine.resources.tokens
+    tokens = engine.tokens
     if not tokens.has_template and body.schema_name is None:
         raise InvalidInputError(
             "this model has no chat template; send the prompt to /v1/completions instead"
@@ -174,7 +174,7 @@ def _check_length(
     What follows the beginning may change its last tokens, but not half of them. ``body`` has what else a chat
     template renders: tools and earlier calls.
     """
-    context_tokens = engine.resources.context_tokens
+    context_tokens = engine.context_tokens
     most = MAX_TOKEN_CHARS * context_tokens
     messages = () if isinstance(prompt, str) else prompt
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in messages]
@@ -182,7 +182,7 @@ def _check_length(
         texts += _other_texts(body, messages)
     if sum(map(len, texts)) <= most:
         return
-    count = len(engine.resources.tokens.encode_prompt("\n".join(texts)[:most]).ids)
+    count = len(engine.tokens.encode_prompt("\n".join(texts)[:most]).ids)
     if count > 2 * context_tokens:
         raise Refusal(
             400,
@@ -374,7 +374,7 @@ def _form(body: Generating, engine: BlendEngine) -> Mapping[str, Any] | None:
     for field, form in given.items():
         if field != "response_format":  # else the engine names it
             try:
-                answer_form(form, engine.resources.tokens)
+                answer_form(form, engine.tokens)
             except InvalidOptionError as error:
                 raise error.called(field) from None
         return form
@@ -452,7 +452,7 @@ def _with_texts(
         raise Refusal(
             400, f"{name} with a last message that is not the user's question", param="messages"
         )
-    question, tokens = last["content"], engine.resources.tokens
+    question, tokens = last["content"], engine.tokens
     if body.documents:
         titled = [_titled(each, number) for number, each in enumerate(body.documents)]
         named = [title for title, _ in titled] if tokens.names_sources else None

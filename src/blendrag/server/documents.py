@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.engine import BlendEngine, Document
-from blendrag.engine.ingest import remove_sources
 from blendrag.errors import check_unicode
 from blendrag.server.bodies import IngestBody
 from blendrag.server.refusals import Refusal
@@ -56,7 +55,7 @@ def ingest(engine: BlendEngine, body: IngestBody, check: Check = proceed) -> Fie
 
 def documents(engine: BlendEngine) -> Fields:
     """All documents with their sources, titles, chunks and tokens."""
-    corpus = engine.resources.corpus
+    corpus = engine.corpus
     found = [] if corpus is None else corpus.documents()
     return {"object": "list", "data": [{"object": "document", **asdict(each)} for each in found]}
 
@@ -79,5 +78,5 @@ def delete_documents(engine: BlendEngine, sources: Sequence[str]) -> Fields:
             param="source",
             code="document_not_found",
         )
-    deleted = remove_sources(engine.resources, sources) if sources else 0
+    deleted = engine.remove_sources(sources) if sources else 0
     return {"object": "list", "deleted": deleted}

@@ -57,10 +57,10 @@ def open_engine(engine: BlendEngine, needs_blending: bool) -> str:
     engine.open()
     if engine.settings.mode != "full" and needs_blending:
         engine.adapter.require_blendable()
-    corpus = engine.resources.corpus
+    corpus = engine.corpus
     if corpus is not None and corpus.vectors.dim() is not None:
         try:
-            _ = engine.resources.retriever().embedder.dim  # loads it
+            engine.open_retrieval()
         except BlendragError as error:
             return f"retrieval and embeddings are refused: {error}"
     return ""
@@ -115,11 +115,11 @@ class Service:
 
     @cached_property
     def model_id(self) -> str:
-        return _short(self.engine.resources.model_name)
+        return _short(self.engine.model_name)
 
     @property
     def embedder_id(self) -> str:
-        return _short(self.engine.resources.manifest.embedder)
+        return _short(self.engine.manifest.embedder)
 
     def check_open(self) -> None:
         """Raise :class:`Refusal` 503 once the engine is closed."""
@@ -139,11 +139,11 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise :class:`Refusal` 404 for another model than the served one."""
-        _check(name, self.model_id, self.engine.resources.model_name)
+        _check(name, self.model_id, self.engine.model_name)
 
     def check_embedder(self, name: str | None) -> None:
         """Raise :class:`Refusal` 404 for another model than the store's embedder."""
-        _check(name, self.embedder_id, self.engine.resources.manifest.embedder)
+        _check(name, self.embedder_id, self.engine.manifest.embedder)
 
     async def pieces(
         self, make: Make, threads: ThreadQueue, timeout_s: float | None = None

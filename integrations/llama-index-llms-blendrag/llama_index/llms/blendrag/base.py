@@ -92,8 +92,8 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
     def metadata(self) -> LLMMetadata:
         """Facts of the model. Loads no weights, because LlamaIndex asks on the event loop."""
         engine = self.engine
-        has_template = self.apply_chat_template and engine.resources.tokens.has_template
-        context = engine.resources.context_tokens
+        has_template = self.apply_chat_template and engine.tokens.has_template
+        context = engine.context_tokens
         longest = self.max_new_tokens or engine.settings.max_new_tokens or DEFAULT_NUM_OUTPUTS
         return LLMMetadata(
             context_window=context,
@@ -101,12 +101,12 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
             num_output=min(longest, context // 2),
             is_chat_model=has_template,
             is_function_calling_model=has_template and self._calls_tools,
-            model_name=engine.resources.model_name,
+            model_name=engine.model_name,
         )
 
     @property
     def _calls_tools(self) -> bool:
-        tokens = self.engine.resources.tokens
+        tokens = self.engine.tokens
         return tokens.has_tools and can_force(tokens, self.request_options().template_arguments)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
@@ -394,9 +394,7 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         if (placed := schema_prompts.from_messages(messages)) is not None:
             return placed
         converted = to_dicts(messages)
-        if not converted or (
-            options.apply_chat_template and self.engine.resources.tokens.has_template
-        ):
+        if not converted or (options.apply_chat_template and self.engine.tokens.has_template):
             return converted
         assert self.messages_to_prompt is not None  # set when the wrapper was created
         return self.messages_to_prompt(messages)
@@ -424,13 +422,13 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
                 f"apply_chat_template=False with tools ({given}), which a model sees only through its "
                 "template; leave one of them out"
             )
-        resources = self.engine.resources
-        if not resources.tokens.has_tools:
+        tokens = self.engine.tokens
+        if not tokens.has_tools:
             raise InvalidInputError(
-                f"the chat template of {resources.model_name!r} takes no tools ({given}); use a "
+                f"the chat template of {self.engine.model_name!r} takes no tools ({given}); use a "
                 "ReActAgent, which asks for them in plain text"
             )
-        refuse_unreadable(resources.tokens, specs)
+        refuse_unreadable(tokens, specs)
 
 
 @dataclass(frozen=True)
@@ -498,7 +496,7 @@ class Call(Generic[R]):
 
     def _response(self, answer: Answer, delta: str | None = None) -> R:
         """The whole answer; at the end of a stream, ``delta`` is its last piece."""
-        name = self.engine.resources.model_name
+        name = self.engine.model_name
         events.emit_reuse(answer, name, self.span_id)
         reply = answer.replies[0]
         if self.offer is not None and not self.offer.parallel:

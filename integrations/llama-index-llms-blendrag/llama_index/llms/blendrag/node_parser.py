@@ -41,10 +41,9 @@ class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Like LlamaIndex, with limit and tokenizer, so that a pipeline's cache depends on them."""
-        resources = self.engine.resources
         described = super().to_dict(**kwargs) | {"chunk_tokens": self._limit()}
         if self.given_engine is not None:
-            described["engine"] = f"BlendEngine, tokenizer {resources.tokens.fingerprint}"
+            described["engine"] = f"BlendEngine, tokenizer {self.engine.tokens.fingerprint}"
         return described
 
     @classmethod
@@ -62,7 +61,7 @@ class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):
         if not (self.count_metadata and metadata_str):
             return self._split(text, limit)
         # as LlamaIndex's text_template joins them
-        used = len(self.engine.resources.tokens.encode_text(f"{metadata_str}\n\n"))
+        used = len(self.engine.tokens.encode_text(f"{metadata_str}\n\n"))
         if limit - used < MIN_CHUNK_TOKENS:
             raise InvalidInputError(
                 f"metadata takes {used} of a chunk's {limit} tokens, expected it to leave "
@@ -72,10 +71,10 @@ class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):
         return self._split(text, limit - used)
 
     def _split(self, text: str, limit: int) -> list[str]:
-        chunker = Chunker(self.engine.resources.tokens.text, limit)
+        chunker = Chunker(self.engine.tokens.text, limit)
         return [chunk.text for chunk in chunker.split(text)]
 
     def _limit(self) -> int:
         if self.chunk_tokens is None:
-            return self.engine.resources.manifest.chunk_tokens
+            return self.engine.manifest.chunk_tokens
         return self.chunk_tokens

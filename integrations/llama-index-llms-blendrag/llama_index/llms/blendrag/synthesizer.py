@@ -50,7 +50,7 @@ class BlendPromptHelper(PromptHelper):
         about = llm.metadata
         kwargs.setdefault("context_window", about.context_window)
         kwargs.setdefault("num_output", about.num_output)
-        kwargs.setdefault("tokenizer", llm.engine.resources.tokens.encode_text)
+        kwargs.setdefault("tokenizer", llm.engine.tokens.encode_text)
         super().__init__(**kwargs)
         self._blend = llm
 

@@ -1,0 +1,54 @@
+"""What other rooms and distributions use of an engine."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import tiny
+from blendrag.engine import BlendEngine
+
+ROOT = Path(__file__).parents[2]
+ENGINE = ROOT / "src" / "blendrag" / "engine"
+
+
+def test_nobody_outside_the_engine_uses_its_resources() -> None:
+    files = [
+        path
+        for folder in ("src", "integrations", "lab", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        if not path.is_relative_to(ENGINE) and "tests" not in path.parts
+    ]
+    assert len(files) > 200
+    used = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "resources"
+    ]
+    assert not used
+
+
+def test_names_tokens_and_context_need_no_weights(tmp_path: Path) -> None:
+    with BlendEngine("demo", tmp_path / "store") as engine:
+        assert engine.model_name.endswith("demo")
+        assert engine.tokens.has_template
+        assert engine.context_tokens > 0
+        assert engine.root == tmp_path / "store"
+        assert engine.corpus is None
+        rendered = engine.render("Where?")
+        assert "Where?" in rendered.text
+        assert engine.segments(rendered).ids == engine.segments("Where?").ids
+        assert not engine.resources.is_loaded
+
+
+def test_a_rendered_prompt_is_answered_as_the_prompt_itself(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        engine.ingest([tiny.document(0)]).whole()
+        prompt = tiny.prompt(engine, 0)
+        answers = [
+            engine.generate(asked, max_new_tokens=4) for asked in (prompt, engine.render(prompt))
+        ]
+        assert answers[0].text == answers[1].text
+        assert answers[0].metrics.prompt_tokens == answers[1].metrics.prompt_tokens
+        assert answers[1].metrics.chunks
