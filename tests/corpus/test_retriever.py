@@ -54,7 +54,7 @@ def test_chunks_come_in_document_order_nearest_document_first(retriever: Retriev
 
 @pytest.mark.parametrize(
     ("question", "top_k", "reason"),
-    [("  ", 3, "question is empty"), ("what?", 0, "top_k is 0"), ("what?", 3, "ingest first")],
+    [("  ", 3, "question is empty"), ("what?", 0, "top_k 0 must be"), ("what?", 3, "ingest first")],
 )
 def test_an_impossible_question_says_why(
     tmp_path: Path, embedder: Embedder, question: str, top_k: int, reason: str

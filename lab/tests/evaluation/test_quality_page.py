@@ -192,6 +192,7 @@ def test_pretrained_models_are_measured_by_commands_without_paths(tmp_path, monk
         return subprocess.CompletedProcess(line, returncode="tables" in line, stdout=rows)
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("lab.pages.quality_page.write_png", lambda figure, path: None)
     results = copy_page(tmp_path) / "pretrained"
     shutil.rmtree(results, ignore_errors=True)
     model, questions = tmp_path / "tiny", tmp_path / "asked.json"
@@ -218,6 +219,7 @@ def test_prompts_of_schemas_are_a_table_on_a_page_of_their_own(tmp_path, monkeyp
         return subprocess.CompletedProcess(line, returncode=0, stdout=rows.encode())
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("lab.pages.quality_page.write_png", lambda figure, path: None)
     results = copy_page(tmp_path) / "schemas"
     shutil.rmtree(results, ignore_errors=True)
     given = ("--out", tmp_path, "--schemas")

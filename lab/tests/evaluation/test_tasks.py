@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -17,6 +18,14 @@ from blendrag_lab.evaluation.datasets import Dataset, spread
 from blendrag_lab.evaluation.tasks import MEASURED, TASKS, _asked_of, make_task
 from blendrag_lab.evaluation.ways import make_ways
 from lab.tests.evaluation import lab
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_modules() -> Iterator[None]:
+    """Larger ones take seconds to cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blendrag_lab.evaluation.tasks.LARGEST_MODULE", 8_000)
+        yield
 
 
 @cache
