@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,20 +50,25 @@ def of_ray() -> set[str]:
     return set(ServedCluster.model_fields)
 
 
+def of_call(name: str) -> set[str]:
+    return parameters(getattr(BlendEngine, name)) - {"top_k"}
+
+
+CALLS = ("generate", "stream", "agenerate", "astream", "batch", "abatch", "ask", "ask_stream")
 SURFACES: dict[str, list[Callable[[], set[str]]]] = {
     "env": [lambda: {each.name for each in fields(Settings)}],
     "engine": [lambda: parameters(BlendEngine.__init__), lambda: parameters(shared_engine)],
     "request": [
         lambda: {each.name for each in fields(Options)},
         lambda: set(OptionFields.__annotations__),
-        lambda: parameters(BlendEngine.ask) - {"top_k"},
+        *(partial(of_call, name) for name in CALLS),
     ],
-    "wrapper": [lambda: {*RequestFields.model_fields, *CALL_OPTIONS}],
+    "wrapper": [lambda: {*RequestFields.model_fields, *CALL_OPTIONS} - {"max_tokens"}],
     "cli": [lambda: set[str]().union(*map(of, COMMANDS)) - {"explain"}],  # which names a file
     "server": [
         lambda: (
             {name for name in OPTIONS if OPTION_FIELDS.get(name, name) in OF_BODIES}
-            - {"model", "store"}
+            - {"model", "store", "max_tokens"}
         )
     ],
     "ray": [of_ray],
@@ -83,7 +89,8 @@ def test_the_table_names_no_other_surface() -> None:
 def test_commands_that_answer_have_the_same_options() -> None:
     assert of("ask") - {"explain"} == of("chat")
     new_corpus = {"chunk_tokens", "kv_encoding"}
-    assert of("serve") == of("chat") - {"temperature", "stop"} | new_corpus
+    limits = {"max_requests", "max_body_bytes", "max_tokens"}
+    assert of("serve") == of("chat") - {"temperature", "stop"} | new_corpus | limits
     assert of("ingest") < of("serve")
 
 
@@ -183,6 +190,10 @@ FROM = {"env": [variable], "engine": [constructor], "request": [request], "wrapp
         ("top_k", 0, "0 must be a whole number of at least 1"),
         ("chunk_tokens", 8, "8 must be a whole number in [64, 4096]"),
         ("ram_bytes", "much", "'much' must be a number of bytes; as text also 500MB or 2GiB"),
+        ("seed", 2**64, "18446744073709551616 must be a whole number of at most 64 bits"),
+        ("top_p", 0, "0 must be a number in (0, 1]"),
+        ("presence_penalty", 3, "3 must be a number in [-2, 2]"),
+        ("timeout_s", 0, "0 must be a number of seconds above 0"),
         ("temperature", -1, "-1 must be 0, or a number of at least 1e-30"),
         (
             "chat_template_kwargs",

@@ -57,6 +57,7 @@ _ENGINE = "engine wrapper cli ray"
 _SETTING = f"env {_ENGINE}"
 _EVERYWHERE = f"request server {_SETTING}"
 _REQUEST = "request wrapper server"
+_SERVE = "cli ray"
 
 # fmt: off
 # -- which model, which store ---------------------------------------------------------------------
@@ -115,6 +116,16 @@ MaxRunning = Annotated[int, whole("max_running", "Most requests that run at the 
     1)]
 PrefixMinTokens = Annotated[int, whole("prefix_min_tokens",
     "Shortest beginning of a prompt that is kept as an exact prefix.", _ENV, 1)]
+
+# -- what a server takes --------------------------------------------------------------------------
+
+MaxRequests = Annotated[int, whole("max_requests",
+    "Requests waiting and running, of each replica; more get status 429.", _SERVE, 1,
+    unless_given="256")]
+MaxBodyBytes = Annotated[int, size("max_body_bytes", "Largest body of a request: 500kB, 8MiB, …",
+    _SERVE, unless_given="8 MiB", flags="--max-body")]
+MaxTokens = Annotated[int, whole("max_tokens", "Longest answer that a request may ask for.", _SERVE,
+    1, unless_given="the model's context")]
 
 # -- how prompts are blended ----------------------------------------------------------------------
 

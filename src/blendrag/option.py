@@ -47,10 +47,11 @@ class Option:
     flags: str = ""
     """How the command line spells it, if not as ``--its-name``."""
 
-    def check(self, value: Any) -> None:
-        """Raise :class:`InvalidOptionError` for a value of the wrong type or out of range."""
+    def check(self, value: Any, called: str = "") -> None:
+        """Raise :class:`InvalidOptionError` for a value of the wrong type or out of range, where the option
+        is ``called`` by another name than its own."""
         if value is not None and not self.accepts(value):
-            raise self._wrong(value)
+            raise self._wrong(value).called(called or self.name)
 
     def read(self, text: str) -> Any:
         """The value that ``text`` stands for. Raises :class:`InvalidOptionError`."""
@@ -80,12 +81,16 @@ class Option:
         return core_schema.no_info_before_validator_function(check, handler(source))
 
 
-def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise :class:`InvalidInputError` for a name that is not ``known``, with those that are near it."""
+def refuse_unknown(
+    given: Iterable[str], known: Iterable[str], what: str, otherwise: str = ""
+) -> None:
+    """Raise :class:`InvalidInputError` for a name that is not ``known``, with those that are near it, else
+    what to do ``otherwise``, by default with all."""
     names = sorted(known)
     if unknown := sorted(set(given).difference(names)):
         close = [near for name in unknown for near in get_close_matches(name, names, 2, 0.7)]
-        meant = f"did you mean {' or '.join(close)}?" if close else f"expected {', '.join(names)}"
+        otherwise = otherwise or f"expected {', '.join(names)}"
+        meant = f"did you mean {' or '.join(close)}?" if close else otherwise
         raise InvalidInputError(f"{', '.join(unknown)}: not {what}; {meant}")
 
 
@@ -114,7 +119,7 @@ def whole(
 ) -> Option:
     """A whole number from ``low`` to ``high``."""
     limits = f"of at least {low}" if high is None else f"in [{low}, {high}]"
-    limits = "of at most 64 bits" if low < 0 else limits
+    limits = "of at most 64 bits" if low == -(2**63) else limits
     return Option(
         name, help, where, f"a whole number {limits}",
         lambda v: is_whole(v) and low <= v and (high is None or v <= high), int,

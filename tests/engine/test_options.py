@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
-
-import pytest
 
 import blendrag
 import tiny
-from blendrag import BlendEngine, Options
-from blendrag.engine.request import OptionFields
+from blendrag import Options
 
 QUESTION = "What did the company of Place0 build?"
 CALLS = ("generate", "stream", "agenerate", "astream", "batch", "abatch", "ask", "ask_stream")
@@ -39,19 +33,6 @@ async def test_every_call_takes_keywords_that_replace_options(engine):
         *await engine.abatch([text], **given),
     ]
     assert [(a.metrics.mode, a.metrics.new_tokens) for a in answers] == [("full", 1)] * 6
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_the_signature_of_a_call_shows_every_option(name):
-    call: Callable[..., Any] = getattr(BlendEngine, name)
-    parameters = inspect.signature(call).parameters
-    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
-    assert {one.name for one in fields(Options)} <= set(parameters)
-    assert parameters["max_new_tokens"].default is None
-
-
-def test_type_checkers_know_the_same_options():
-    assert set(OptionFields.__annotations__) == {one.name for one in fields(Options)}
 
 
 def test_what_the_package_exports_can_be_imported_from_it():

@@ -17,6 +17,7 @@ from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError, ModelLoadError
 from blendrag.server.admission import TTFT_BUCKETS_S
 from blendrag.server.running import server_of
+from blendrag.server.service import open_engine
 from cli.commands import invoke, refused, save_model, start
 from server.conftest import QUESTION
 from server.live import live, until
@@ -44,7 +45,7 @@ def test_plain_messages_is_an_option_of_the_engine(monkeypatch, tmp_path) -> Non
     asked = []
 
     def engine_for(context: object, **given: object) -> None:
-        asked.append(given["plain_messages"])
+        asked.append(given.get("plain_messages"))
         raise InvalidInputError("no engine here")
 
     monkeypatch.setattr(serve.options, "engine_for", engine_for)
@@ -156,7 +157,7 @@ def test_metrics_count_what_was_asked(demo_engine: BlendEngine) -> None:
     with live(demo_engine) as server, server.client() as client:
         body = {"messages": [{"role": "user", "content": QUESTION}], "retrieve": True}
         made = [client.post("/v1/chat/completions", json=body).json() for _ in range(2)]
-        client.post("/v1/chat/completions", json=body | {"temperature": -1})
+        client.post("/v1/chat/completions", json=body | {"n": 2, "temperature": 0})
         text = client.get("/metrics").text
     families = {each.name: each for each in text_string_to_metric_families(text)}
     found = {
@@ -178,14 +179,13 @@ def test_metrics_count_what_was_asked(demo_engine: BlendEngine) -> None:
     assert any(name.startswith("blendrag_store_") for name in families)
 
 
-def test_an_embedder_that_cannot_be_loaded_is_a_note(demo_engine, monkeypatch, capsys) -> None:
+def test_an_embedder_that_cannot_be_loaded_is_a_note(demo_engine, monkeypatch) -> None:
     def fails():
         raise ModelLoadError("embedder 'x' cannot be loaded")
 
     monkeypatch.setattr(demo_engine.resources, "retriever", fails)
-    serve._open(demo_engine, needs_blending=True)
-    note = "note: retrieval and embeddings are refused: embedder 'x' cannot be loaded\n"
-    assert capsys.readouterr().err.endswith(note)
+    note = "retrieval and embeddings are refused: embedder 'x' cannot be loaded"
+    assert open_engine(demo_engine, needs_blending=True) == note
 
 
 def test_sigterm_lets_answers_end_and_refuses_new_ones(model_dir: Path, tmp_path: Path) -> None:

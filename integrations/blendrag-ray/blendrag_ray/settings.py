@@ -45,10 +45,9 @@ class ServedCluster(NamedEngineFields, DefaultFields):
     """Further names of the cluster for requests without a key."""
     cors_origins: Annotated[tuple[str, ...], AfterValidator(checked_origins)] = ()
     """Sites whose pages may ask."""
-    max_requests: int | None = Field(default=None, ge=1)
-    """Per replica."""
-    max_body_bytes: int | None = Field(default=None, ge=1)
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_requests: config.MaxRequests | None = None
+    max_body_bytes: config.MaxBodyBytes | None = None
+    max_tokens: config.MaxTokens | None = None
 
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=1, ge=1)

@@ -145,6 +145,20 @@ def _logprob(token: str, value: float) -> dict[str, Any]:
 def identifying_params(fields: RequestFields) -> dict[str, Any]:
     """Everything that decides an answer: the key of LangChain's LLM caches."""
     engine = fields.engine
+    options, defaults = vars(fields.request_options()), vars(engine.settings)
+    chosen = {
+        name: defaults.get(name) if value is None else value for name, value in options.items()
+    }
+    chosen["chat_template_kwargs"] = {
+        **defaults["chat_template_kwargs"],
+        **options["chat_template_kwargs"],
+    }
+    del chosen["timeout_s"]  # which decides when an answer comes
+    return {
+        "model_name": engine.resources.model_name,
+        "store": str(engine.resources.root),
+        **chosen,
+    }
     options, defaults = fields.request_options(), engine.settings
     return {
         "model_name": engine.model_name,

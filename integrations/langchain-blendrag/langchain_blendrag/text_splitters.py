@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from numbers import Integral
 from typing import Any, Unpack
 
 from langchain_core.documents import Document
 from langchain_text_splitters import TextSplitter
 
+from blendrag.config import OPTIONS
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.engines import EngineArguments
 from blendrag.frameworks.fields import EngineFields, check_keywords
@@ -46,7 +46,7 @@ class BlendTextSplitter(TextSplitter):
         add_start_index: bool = False,
         **names: Unpack[EngineArguments],
     ) -> None:
-        from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+        from blendrag.text.chunking import MAX_CHUNK_TOKENS
 
         check_keywords(BlendTextSplitter, names)
         if chunk_overlap != 0:
@@ -54,14 +54,7 @@ class BlendTextSplitter(TextSplitter):
                 f"chunk_overlap is {chunk_overlap!r}, expected 0, as overlapping pieces are stored and "
                 "computed twice; leave it out"
             )
-        if chunk_size is not None and (
-            not isinstance(chunk_size, Integral)
-            or not MIN_CHUNK_TOKENS <= chunk_size <= MAX_CHUNK_TOKENS
-        ):
-            raise InvalidInputError(
-                f"chunk_size is {chunk_size!r}, expected a whole number of tokens, {MIN_CHUNK_TOKENS} to "
-                f"{MAX_CHUNK_TOKENS}; 512 suits most corpora"
-            )
+        OPTIONS["chunk_tokens"].check(chunk_size, "chunk_size")
         self._fields = EngineFields(**names)
         self._chunk_tokens = chunk_size
         super().__init__(

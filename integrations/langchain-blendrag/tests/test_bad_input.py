@@ -49,7 +49,7 @@ IS_IMAGE = "messages[0].content[0] is a content part of type 'image_url', expect
         ([], {}, "no messages"),
         ([HumanMessage(IMAGE)], {}, IS_IMAGE),
         ([HumanMessage(IMAGE)], RAW, IS_IMAGE),
-        ("Where?", {"max_length": 3}, "max_length: not an option of a call; expected"),
+        ("Where?", {"max_length": 3}, "max_length: not an option of a call; arguments of transformers'"),
     ],
 )  # fmt: skip
 async def test_empty_messages_images_and_wrong_options_are_refused(

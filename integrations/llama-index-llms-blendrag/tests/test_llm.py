@@ -108,7 +108,11 @@ IMAGE = ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png"
             r"messages\[0\].content\[0\] is a content block of type 'image', expected text",
         ),
         ([], RAW, "no messages; send at least one"),
-        (ASKED, {"max_length": 3}, "max_length: not an option of a call; expected"),
+        (
+            ASKED,
+            {"max_length": 3},
+            "max_length: not an option of a call; arguments of transformers'",
+        ),
     ],
 )
 async def test_invalid_messages_and_options_are_refused(

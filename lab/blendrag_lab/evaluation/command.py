@@ -31,7 +31,11 @@ QUICK_QUESTIONS = 10
 
 
 @reporting
+@options.takes(
+    "model", "embedder", "kv_encoding", "dtype", "device", "trust_remote_code", "max_new_tokens"
+)
 def evaluate(
+    context: typer.Context,
     dataset: Annotated[
         str,
         typer.Option(
@@ -39,7 +43,6 @@ def evaluate(
             "{question, answers, ctxs}, {context, input, answers} or, with --store, {question, answers}."
         ),
     ] = "synthetic",
-    model: Annotated[str | None, options.shared("model")] = None,
     policies: Annotated[
         str | None,
         options.optional(
@@ -84,7 +87,6 @@ def evaluate(
     chunk_tokens: Annotated[
         int | None, options.shared("chunk_tokens", "64 of synthetic, else 512")
     ] = None,
-    max_new_tokens: Annotated[int | None, options.shared("max_new_tokens")] = None,
     out: Annotated[
         Path | None,
         options.optional(
@@ -103,11 +105,6 @@ def evaluate(
             "(each encoded alone) and scaffold (encoded together).",
         ),
     ] = False,
-    embedder: Annotated[str | None, options.shared("embedder")] = None,
-    kv_encoding: Annotated[str | None, options.shared("kv_encoding")] = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     json: Annotated[bool, typer.Option("--json", help="Print a list of rows on stdout.")] = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -115,6 +112,8 @@ def evaluate(
     entry layer included. An interrupted run continues where it was."""
     begin(verbose, "nothing was asked yet; repeat the command")
     ways = _ways(policies, schedules, ratio, encode_prefix, schema)
+    given = context.params
+    trusts = bool(given["trust_remote_code"])
     from blendrag.config import DEMO_MODEL, absolute_model, settings
     from blendrag.corpus.recorded_model import model_for
     from blendrag.model.loading import load_adapter, load_tokens
@@ -131,10 +130,12 @@ def evaluate(
     from blendrag_lab.evaluation.ways import look_up
 
     if store is not None:
-        model = model_for(model, store, trust_remote_code)
-    name = absolute_model(model or settings().model or DEMO_MODEL)
+        model = model_for(given["model"], store, trusts)
+    else:
+        model = given["model"] or settings().model or DEMO_MODEL
+    name = absolute_model(model)
     # a bad dataset ends the command before the model loads
-    tokens = load_tokens(name, trust_remote_code)
+    tokens = load_tokens(name, trusts)
     count = contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
     if dataset == SYNTHETIC:
         asked = questions or (QUICK_QUESTIONS if quick else None)
@@ -144,18 +145,18 @@ def evaluate(
         made = make_task(dataset, tokens, seed, count, chunks, chunk_tokens or FILE_TOKENS)
     else:
         path = Path(dataset)
-        made = open_dataset(path, tokens, count, chunks, chunk_tokens, embedder, store)
+        made = open_dataset(path, tokens, count, chunks, chunk_tokens, given["embedder"], store)
     adapter = load_adapter(
         name,
-        dtype or settings().dtype,
-        device or settings().device,
-        trust_remote_code=trust_remote_code,
+        given["dtype"] or settings().dtype,
+        given["device"] or settings().device,
+        trust_remote_code=trusts,
     )
     adapter.require_blendable()
-    kept_as = cast("KVEncoding", kv_encoding or settings().kv_encoding)
+    kept_as = cast("KVEncoding", given["kv_encoding"] or settings().kv_encoding)
     namespace = adapter.identity.encoded(kept_as).namespace
     ways = look_up(ways, store or settings().store, namespace)
-    arena = Arena(adapter, made, ways, seed, max_new_tokens, kept_as, schema)
+    arena = Arena(adapter, made, ways, seed, given["max_new_tokens"], kept_as, schema)
     rows = _run(arena, out)
     if json:
         output.print_json([asdict(row) for row in rows])

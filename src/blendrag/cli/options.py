@@ -41,6 +41,8 @@ ENGINE = (*MODEL, "embedder", "ram_bytes", "disk_bytes", "remote")
 NEW_CORPUS = (*ENGINE, "chunk_tokens", "kv_encoding")
 #: Defaults of requests.
 DEFAULTS = (*RequestDefaults.__annotations__, "top_k")
+#: What a server takes.
+LIMITS = ("max_requests", "max_body_bytes", "max_tokens")
 #: A question.
 REQUEST = (*DEFAULTS, "temperature", "stop")
 

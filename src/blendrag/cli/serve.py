@@ -29,7 +29,7 @@ MAX_KEY_FILE_BYTES = MIB
 
 
 @reporting
-@options.takes(*options.NEW_CORPUS, *options.DEFAULTS)
+@options.takes(*options.NEW_CORPUS, *options.DEFAULTS, *options.LIMITS)
 def serve(
     context: typer.Context,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -47,19 +47,6 @@ def serve(
         options.optional(
             "A site whose pages may ask, such as https://app.example, or * for all; repeatable."
         ),
-    ] = None,
-    max_requests: Annotated[
-        int | None,
-        options.number(
-            "Requests waiting and running; more get status 429. [default: 256]", 1, kind=int
-        ),
-    ] = None,
-    max_body: Annotated[
-        int | None, options.size("Largest body of a request: 500kB, 8MiB, … [default: 8MiB]")
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        options.number("Longest answer to ask for. [default: the model's context]", 1, kind=int),
     ] = None,
     schema: Annotated[
         list[Path] | None,
@@ -101,11 +88,11 @@ def serve(
             "--api-key-file", api_key_file, MAX_KEY_FILE_BYTES, "one key a line"
         )
         keys = ApiKeys.parse(text, f"--api-key-file {api_key_file}")
-    given = {"max_requests": max_requests, "max_body_bytes": max_body, "max_tokens": max_tokens}
+    limits = options.given(context.params, options.LIMITS)
     if ray:
         access = {"api_keys": text, "allow_hosts": hosts, "cors_origins": origins}
         serve_on_ray: Callable[..., int] = ray_function("serve")
-        return serve_on_ray(context.params, given | access)
+        return serve_on_ray(context.params, limits | access)
     of_ray = {
         "--replicas": replicas, "--cpus-per-replica": cpus_per_replica,
         "--gpus-per-replica": gpus_per_replica,
@@ -117,7 +104,6 @@ def serve(
     from blendrag.server.running import serve as serve_until_signal
     from blendrag.server.service import Limits, Service, open_engine
 
-    limits = Limits(**{name: value for name, value in given.items() if value is not None})
     follows = _follow(context)
     at = bound_socket(host, port)
     defaults = {"max_new_tokens": None, **options.given(context.params, options.DEFAULTS)}
@@ -135,7 +121,7 @@ def serve(
             say("note", refused)
         if follows:
             following.enter_context(closing(engine.keep_following()))
-        service = Service(engine, limits, keys, hosts, origins)
+        service = Service(engine, Limits(**limits), keys, hosts, origins)
         at.listen()
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{at.getsockname()[1]}"

@@ -253,12 +253,8 @@ CALL_OPTIONS = {name: _STANDARD.get(name, name) for name in (*_FIELDS, *_OF_CALL
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in options if name not in CALL_OPTIONS]
-    if unknown:
-        raise InvalidInputError(
-            f"{', '.join(sorted(unknown))}: not an option of a call; expected stop, "
-            f"{', '.join(_FIELDS)}; others go into generate_kwargs"
-        )
+    otherwise = "arguments of transformers' generate go into generate_kwargs"
+    refuse_unknown(options, (*CALL_OPTIONS, "stop"), "an option of a call", otherwise)
     return {CALL_OPTIONS[name]: value for name, value in options.items() if value is not None}
 
 

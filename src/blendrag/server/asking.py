@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,8 +30,6 @@ from blendrag.wording import quoted
 
 #: Arguments of the template that have their own fields.
 _RESERVED = RESERVED | {"documents", "add_generation_prompt", "continue_final_message"}
-#: Most answers to one request.
-MAX_N = 16
 #: Most stop strings; every token of the answer is compared with all of them.
 MAX_STOPS = 32
 #: Most chunks that are retrieved; their texts are read before the prompt's length is known.
@@ -260,9 +257,7 @@ def _temperature(body: Generating) -> float | None:
 
 def _generate(body: Generating) -> Mapping[str, Any]:
     """Arguments of ``generate``, without those that change nothing."""
-    n = 1 if body.n is None else body.n
-    if not 1 <= n <= MAX_N:
-        raise Refusal(400, f"n is {n}, expected 1 to {MAX_N}", param="n")
+    n = body.n or 1
     samples = bool(_temperature(body))
     if n > 1 and not samples:
         raise Refusal(
@@ -271,27 +266,12 @@ def _generate(body: Generating) -> Mapping[str, Any]:
             param="n",
         )
     given: dict[str, Any] = {"num_return_sequences": n} if n > 1 else {}
-    if body.top_k is not None and (body.top_k < -1 or body.top_k > sys.maxsize):
-        raise Refusal(
-            400, f"top_k is {quoted(body.top_k)}, expected 1 or more, or 0 for all", param="top_k"
-        )
-    if body.min_p is not None and not 0 <= body.min_p <= 1:
-        raise Refusal(400, f"min_p is {body.min_p}, expected a number in [0, 1]", param="min_p")
-    penalty = body.repetition_penalty
-    if penalty is not None and not 0 < penalty <= 100:
-        raise Refusal(
-            400, f"repetition_penalty is {penalty}, expected above 0", param="repetition_penalty"
-        )
     if samples and (body.top_k or 0) > 0:
         given["top_k"] = body.top_k
     if samples and body.min_p:
         given["min_p"] = body.min_p
-    if penalty is not None:
-        given["repetition_penalty"] = penalty
-    if body.typical_p is not None and not 0 < body.typical_p <= 1:
-        raise Refusal(
-            400, f"typical_p is {body.typical_p}, expected a number in (0, 1]", param="typical_p"
-        )
+    if body.repetition_penalty is not None:
+        given["repetition_penalty"] = body.repetition_penalty
     if samples and (body.typical_p or 1) < 1:
         given["typical_p"] = body.typical_p
     return {**given, **_lengths(body)}
@@ -300,10 +280,6 @@ def _generate(body: Generating) -> Mapping[str, Any]:
 def _lengths(body: Generating) -> Mapping[str, Any]:
     """Arguments of ``generate`` for the least length of an answer, and for repetitions in it."""
     given: dict[str, Any] = {}
-    for name in ("min_tokens", "no_repeat_ngram_size"):
-        value = getattr(body, name) or 0
-        if not 0 <= value <= sys.maxsize:
-            raise Refusal(400, f"{name} is {quoted(value)}, expected 0 or more", param=name)
     if body.longest is not None and body.min_tokens and body.min_tokens > body.longest:
         raise Refusal(
             400,

@@ -10,6 +10,7 @@ and meanwhile the server would answer nobody.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from itertools import islice
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -26,11 +27,14 @@ from pydantic import (
 
 from blendrag import config
 from blendrag.chat.messages import result_of
+from blendrag.option import number, share, whole
 from blendrag.wording import printable_line
 
 T = TypeVar("T")
 #: Most elements of a list: messages, parts of one, documents, tools, texts.
 MAX_ITEMS = 10_000
+#: Most answers to one request.
+MAX_N = 16
 #: Most entries of a document's metadata.
 MAX_METADATA = 1000
 
@@ -129,7 +133,7 @@ class Generating(Body):
     max_tokens: Longest = None
     temperature: config.Temperature | None = None
     top_p: config.TopP | None = None
-    n: int | None = None
+    n: Annotated[int, whole("n", "", "", 1, MAX_N)] | None = None
     stop: str | Items[str] | None = None
     seed: config.Seed | None = None
     cache_salt: config.CacheSalt | None = None
@@ -137,12 +141,19 @@ class Generating(Body):
     frequency_penalty: config.FrequencyPenalty | None = None
     presence_penalty: config.PresencePenalty | None = None
     logit_bias: dict[str, Any] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    typical_p: float | None = None
-    no_repeat_ngram_size: int | None = None
-    min_tokens: int | None = None
+    top_k: Annotated[int, whole("top_k", "", "", -1, sys.maxsize)] | None = None
+    min_p: Annotated[float, share("min_p", "", "")] | None = None
+    repetition_penalty: (
+        Annotated[
+            float, number("", "", "", "a number above 0, at most 100", lambda v: 0 < v <= 100)
+        ]
+        | None
+    ) = None
+    typical_p: (
+        Annotated[float, number("", "", "", "a number in (0, 1]", lambda v: 0 < v <= 1)] | None
+    ) = None
+    no_repeat_ngram_size: Annotated[int, whole("", "", "", 0, sys.maxsize)] | None = None
+    min_tokens: Annotated[int, whole("", "", "", 0, sys.maxsize)] | None = None
     ignore_eos: bool | None = None
     response_format: config.ResponseFormat | None = None
     """The form of the answer: OpenAI's, or vLLM's ``regex``, ``choice`` and ``grammar``."""

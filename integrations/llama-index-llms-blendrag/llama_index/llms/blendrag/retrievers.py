@@ -10,7 +10,6 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from blendrag.config import OPTIONS, EngineOptions
-from blendrag.errors import InvalidOptionError
 from blendrag.frameworks.engines import check_given
 from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.frameworks.streaming import to_thread
@@ -51,10 +50,7 @@ class BlendRetriever(BaseRetriever):
         **options: Unpack[EngineOptions],
     ) -> None:
         check_keywords(BlendRetriever, options)
-        try:
-            OPTIONS["top_k"].check(similarity_top_k)
-        except InvalidOptionError as exc:
-            raise exc.called("similarity_top_k") from None
+        OPTIONS["top_k"].check(similarity_top_k, "similarity_top_k")
         if engine is not None:
             check_given(engine, model=model, store=store, **options)
         self._engine = EngineFields(model=model, store=store, engine=engine, **options)
