@@ -37,6 +37,7 @@ import tiny
 from blendrag.config import settings
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import BlendragError, UnsupportedModelError
+from blendrag.fusor.gate import verify
 from blendrag.model.structure import DecoderStack
 from blendrag.wording import condensed
 
@@ -166,24 +167,26 @@ class Outcome:
     state: State
     why: str = ""
     """Why it is not blended; of blended ones, the parts of their layers."""
+    why_not_in_bf16: str = ""
+    """Why a type that is blended in float32 is not in bfloat16."""
 
 
 class _TooLong(BaseException):
     pass
 
 
-def outcome_of(kind: str, dtype: str = "float32") -> Outcome:
+def outcome_of(kind: str) -> Outcome:
     """Build the smallest model of that type and ask an engine what it can do with it."""
     if kind in UNTRIED:
         return Outcome(kind, "not tried", UNTRIED[kind])
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(LIMIT_S)
     try:
-        return _judged(kind, *_built(kind, dtype), dtype)
+        return _judged(kind, *_built(kind))
     except _TooLong:
         return Outcome(kind, "not tried", f"took more than {LIMIT_S} s")
     except _Unsuited as exc:
-        return Outcome(kind, "not tried", f"transformers itself: {condensed(str(exc))}")
+        return Outcome(kind, "not tried", f"transformers itself fails: {condensed(str(exc))}")
     finally:
         signal.alarm(0)
 
@@ -196,7 +199,7 @@ class _Unsuited(Exception):
     """The small config does not suit the class, or transformers cannot run it."""
 
 
-def _built(kind: str, dtype: str) -> tuple[Any, str]:
+def _built(kind: str) -> tuple[Any, str]:
     """A model, and what it says with ``generate``."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     cls = getattr(transformers, names if isinstance(names, str) else names[0])
@@ -210,7 +213,7 @@ def _built(kind: str, dtype: str) -> tuple[Any, str]:
             if count > MAX_PARAMETERS:
                 raise ValueError(f"{count / 1e6:.0f} million parameters")
             torch.manual_seed(0)
-            model = cls(made).to(getattr(torch, dtype)).eval()
+            model = cls(made).float().eval()
             return model, _stock_answer(model)
         except Exception as exc:  # whatever configs and classes raise
             said = said or f"{type(exc).__name__}: {exc}"
@@ -263,11 +266,11 @@ def _shown(text: str) -> str:
     return text.rstrip("\ufffd").strip()
 
 
-def _judged(kind: str, model: Any, expected: str, dtype: str) -> Outcome:
+def _judged(kind: str, model: Any, expected: str) -> Outcome:
     try:
         with (
             tempfile.TemporaryDirectory() as store,
-            tiny.engine(model, store, dtype=dtype, max_new_tokens=NEW_TOKENS) as engine,
+            tiny.engine(model, store, dtype="float32", max_new_tokens=NEW_TOKENS) as engine,
         ):
             full = _shown(engine.generate(PROMPT, Options(mode="full")).text)
             if full != expected:
@@ -281,7 +284,9 @@ def _judged(kind: str, model: Any, expected: str, dtype: str) -> Outcome:
             if not found.blendable:
                 goes_on = engine.adapter.continuation is not None
                 return Outcome(kind, "prefix" if goes_on else "full only", found.reason)
-            return Outcome(kind, "blended", _parts(engine.adapter.stack, found.layers))
+            parts = _parts(engine.adapter.stack, found.layers)
+        in_bf16 = verify(tiny.adapter(model.to(torch.bfloat16)))
+        return Outcome(kind, "blended", parts, "" if in_bf16.blendable else in_bf16.reason)
     except Exception as exc:
         last = traceback.extract_tb(exc.__traceback__)[-1]
         return Outcome(kind, "WRONG", f"{type(exc).__name__}: {exc} ({last.name}:{last.lineno})")
@@ -300,8 +305,7 @@ def _wrong_answers(engine: BlendEngine, is_blendable: bool) -> str:
         except BlendragError as exc:
             if is_blendable or mode == "full" or not tiny.one_sentence(str(exc)):
                 return f"mode {mode}: {exc}"
-    is_exact = engine.adapter.model.dtype == torch.float32
-    if is_exact and answers.get("prefix", answers["full"]) != answers["full"]:
+    if answers.get("prefix", answers["full"]) != answers["full"]:
         return f"{answers['prefix']!r} in mode prefix, {answers['full']!r} in mode full"
     return ""
 
@@ -316,8 +320,9 @@ def _parts(stack: DecoderStack, keys: Sequence[str]) -> str:
         for layer in stack.layers
     ]
     window = getattr(stack.config, "sliding_window", None)
-    types = getattr(stack.config, "layer_types", None) or ["sliding_attention" if window else ""]
-    attention = [_mix("full", "sliding", [kind == "sliding_attention" for kind in types])]
+    default = "sliding" if window else "full"
+    types = getattr(stack.config, "layer_types", None) or [default]
+    attention = [" and ".join(sorted({kind.removesuffix("_attention") for kind in types}))]
     shares = ["some layers share KV"] * (len(keys) < len(stack.layers))
     cells = (
         " and ".join(sorted(set(keys), reverse=True)),
@@ -338,6 +343,7 @@ def page(found: Sequence[Outcome]) -> str:
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}".partition("+")[
         0
     ]
+    rounded = ", ".join(one.kind for one in found if one.why_not_in_bf16)
     lines = [
         "# Model families",
         "",
@@ -356,6 +362,8 @@ def page(found: Sequence[Outcome]) -> str:
         "| keys | attention | feed-forward | model types |",
         "|---|---|---|---|",
         *(f"| {why} | {', '.join(kinds)} |" for why, kinds in _by_reason(found, "blended")),
+        "",
+        f"In bfloat16 all of them are blended{f' but {rounded}' if rounded else ', too'}.",
         "",
         "## Mode `prefix`",
         "",
@@ -404,7 +412,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("kinds", nargs="*", metavar="MODEL_TYPE", help="all, if none is named")
-    parser.add_argument("--dtype", default="float32", help="of the weights")
     parser.add_argument("--page", type=Path, help="where to write the page, if all are tried")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -414,9 +421,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["BLENDRAG_CACHE"] = cache
         settings.cache_clear()
         for kind in asked.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-            found.append(outcome_of(kind, asked.dtype))
+            found.append(outcome_of(kind))
             print(
-                kind, found[-1].state, " ".join(found[-1].why.split())[:200], sep="\t", flush=True
+                kind,
+                found[-1].state,
+                " ".join(found[-1].why.split())[:200],
+                found[-1].why_not_in_bf16,
+                sep="\t",
+                flush=True,
             )
     if asked.page and not asked.kinds:
         asked.page.write_text(page(found))
