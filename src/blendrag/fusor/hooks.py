@@ -29,15 +29,10 @@ from blendrag.model.structure import DecoderStack
 
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
 BY_TOKEN = ("position_ids", "cache_position")
-#: Arguments that are passed on as they are.
+#: Arguments that are passed on as they are; ALiBi's are biases of all keys.
 UNTOUCHED = (
-    "hidden_states",
-    "past_key_values",
-    "past_key_value",
-    "layer_past",
-    "alibi",
-    "position_bias",
-)
+    "hidden_states", "past_key_values", "past_key_value", "layer_past", "alibi", "position_bias",
+)  # fmt: skip
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -124,21 +119,20 @@ def token_arguments(stack: DecoderStack) -> dict[str, int]:
     inputs per layer, scales by position. Found from two forwards that end when a layer of each type began."""
     types = list(stack.layer_types)
     firsts = [types.index(kind) for kind in dict.fromkeys(types)]
-    shapes: dict[str, list[torch.Size]] = {}
+    shapes: dict[tuple[int, str], list[torch.Size]] = {}
 
     def note(index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = {**_named(args, _parameters(module)), **kwargs}
         for name, value in given.items():
             if isinstance(value, torch.Tensor) and name not in UNTOUCHED:
-                shapes.setdefault(f"{index} {name}", []).append(value.shape)
+                shapes.setdefault((index, name), []).append(value.shape)
         if index == firsts[-1]:
             raise _Seen
 
     device = next(stack.base.parameters()).device
-    hooks = {index: only_here(partial(note, index)) for index in firsts}
     handles = [
-        stack.layers[index].register_forward_pre_hook(hook, with_kwargs=True)
-        for index, hook in hooks.items()
+        stack.layers[i].register_forward_pre_hook(only_here(partial(note, i)), with_kwargs=True)
+        for i in firsts
     ]
     counts = 5, 7
     try:
@@ -150,11 +144,11 @@ def token_arguments(stack: DecoderStack) -> dict[str, int]:
         for handle in handles:
             handle.remove()
     found = {}
-    for where, both in shapes.items():
+    for (_, name), both in shapes.items():
         sizes = zip(*both, strict=False)
         dims = [dim - len(both[0]) for dim, pair in enumerate(sizes) if pair == counts]
         if dims in ([-1], [-2]):
-            found[where.partition(" ")[2]] = dims[0]
+            found[name] = dims[0]
     return found
 
 
