@@ -394,12 +394,12 @@ def _by_reason(found: Sequence[Outcome], state: State) -> Iterator[tuple[str, li
 
 
 #: Names of classes in a refusal, and which of several layers or layer types it names.
-_CLASS = re.compile(r"\b[A-Z]\w*(?:For\w+|Model|Decoder|LMHead\w*)\b")
+_CLASS = re.compile(r"\b\w+(?:For\w+|Model|Decoder|LMHead\w*)\b")
 
 
 def _reason(one: Outcome) -> str:
     """Without what differs from type to type."""
-    why = re.sub(r" \([A-Z]\w+\)", "", one.why.partition("; use mode full")[0])
+    why = re.sub(r" \(\w+\)", "", one.why.partition("; use mode full")[0])
     return re.sub(r"layer \d+ of the model", "a layer of the model", _CLASS.sub("the model", why))
 
 
