@@ -49,10 +49,12 @@ def crash_driver(folder: Path, model: Path, documents: int) -> int:
             time.sleep(0.02)
     finally:
         started = psutil.Process(driver.pid)
-        for process in (started, *started.children(recursive=True)):
+        processes = [started, *started.children(recursive=True)]
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         driver.wait()
+        psutil.wait_procs(processes)  # until then their locks say that somebody writes
         shutil.rmtree(place, ignore_errors=True)
     with engine(model, folder / "ray") as made:
         kept = payloads(folder / "ray")
