@@ -126,6 +126,19 @@ def test_without_the_lab_its_commands_say_how_to_install_it(
     assert said(result).endswith("is not installed; pip install 'blendrag[lab]'")
 
 
+@pytest.mark.parametrize("command", ["ingest", "serve"])
+def test_ray_without_blendrag_ray_says_how_to_install_it(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "entry_points", lambda **group: ())
+    paths = [str(tmp_path)] if command == "ingest" else []
+    (tmp_path / "d.txt").write_text("A document.")
+    result = invoke(command, *paths, "--ray", "--model", "demo", "--store", str(tmp_path / "s"))
+    assert result.exit_code == 2
+    assert said(result).endswith("is not installed; pip install 'blendrag[ray]'")
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_verbose_server_writes_no_escape_sequences_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
