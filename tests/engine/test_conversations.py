@@ -319,7 +319,7 @@ def test_chunks_are_computed_and_the_reason_is_said_in_plain_words(engine):
     assert {chunk.outcome for chunk in answer.metrics.chunks} == {"computed"}
     assert all("running state" in chunk.reason for chunk in answer.metrics.chunks)
     (note,) = (note for note in answer.metrics.notes if "running state" in note)
-    assert note.startswith("no chunk is reused: ")
+    assert note.startswith("chunks are reused only in the same beginning: ")
     assert tiny.one_sentence(note)
     with tiny.refuses("use mode full, or prefix", UnsupportedModelError):
         engine.generate(text, options(engine, mode="blend"))

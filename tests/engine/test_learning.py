@@ -105,7 +105,7 @@ def test_a_stored_passage_is_encoded_alone_and_full_recompute_is_a_stock_prefill
 def test_it_can_be_turned_off(tmp_path, caplog):
     with tiny.engine(tiny.llama(), tmp_path / "kv", learn=False) as made:
         answers = [made.generate(prompt(0, 1, question=f"Where is {n}?")) for n in range(4)]
-    assert {answer.metrics.reused_tokens for answer in answers} == {0}
+    assert not any(answer.metrics.chunks for answer in answers)  # what begins alike is reused
     assert not (tmp_path / "kv").exists()
     assert "learned" not in caplog.text
 
@@ -140,7 +140,7 @@ def test_instruction_question_and_replies_are_not_learned(engine):
         answer = engine.generate(messages)
         engine.drain()
     assert sorted(learned(engine)) == sorted(TEXTS[:2])
-    assert [chunk.outcome for chunk in answer.metrics.chunks] == ["blended"] * 2
+    assert [chunk.outcome for chunk in answer.metrics.chunks] == ["exact"] * 2
     for _ in range(2):
         answer = engine.generate(messages)
         engine.drain()

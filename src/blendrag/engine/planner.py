@@ -189,7 +189,7 @@ class Planner:
         adapter = resources.adapter
         if adapter.refusal is not None and request.mode != "full":
             why = Reason(ReasonCode.MODE, f"computed, because {adapter.why_not_movable}")
-            note = f"no chunk is reused: {adapter.why_not_movable}"
+            note = f"chunks are reused only in the same beginning: {adapter.why_not_movable}"
             return KVAccess(
                 request,
                 adapter,

@@ -302,6 +302,7 @@ class ModelAdapter:
         """Measure whether the refused model can go on from a stored beginning."""
         assert self.refusal is not None
         try:
+            fingerprint.loaded(self.model)  # raises for weights that cannot be seen to change
             with uncompiled() if self.is_compiled else nullcontext():
                 self.continuation = Continuation(self.model, self.device)
         except UnsupportedModelError as exc:

@@ -24,6 +24,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError, is_out_of_memory
+from blendrag.model.fingerprint import is_quantised
 from blendrag.model.structure import check_placement
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
 from blendrag.store.tensor_bytes import DTYPES
@@ -195,13 +196,14 @@ class Continuation:
         self._look(ids)
         whole = self._model(input_ids=ids).logits[0].float()  # [N, V]
         scale = float(whole.abs().max()) or 1.0
-        allowed = TOLERANCE.get(self.layout.dtype, TOLERANCE["bfloat16"]) * scale
-        if self.layout.dtype != "float32":
+        precision = "bfloat16" if is_quantised(self._model) else self.layout.dtype
+        allowed = TOLERANCE[precision] * scale
+        if precision != "float32":
             alone = self._model(input_ids=ids[:, :FIRST_CUT]).logits[0].float()
             noise = float((alone - whole[:FIRST_CUT]).abs().max())
             allowed = max(allowed, min(2 * noise, MAX_NOISE * allowed))
         differs = self._difference(ids, whole)
-        if not differs <= allowed or self.layout.dtype != "float32":
+        if not differs <= allowed or precision != "float32":
             self.in_steps = True
             steps = self._difference(ids, whole)
             # what is wrong shows beside the noise of low precision
