@@ -27,7 +27,7 @@ from blendrag.errors import CorruptKVError, InvalidInputError
 from blendrag.fusor import BlendRequest, Fusion, Fusor
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
-from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.fusor.selection import Blending, SelectionPolicy
 from blendrag.model import ModelAdapter
 from blendrag.serving.scheduler import Pending
 from blendrag.store.identity import chunk_key, learned_namespace
@@ -478,9 +478,7 @@ def request(
     ratio: float = 0.2,
     schedule: str = "geometric",
 ) -> BlendRequest:
-    return BlendRequest(
-        ids.shape[1], tuple(spans), make_policy(policy), Schedule.parse(schedule), ratio
-    )
+    return BlendRequest(ids.shape[1], tuple(spans), Blending.of(policy, schedule, ratio))
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from blendrag.engine.planner import KVAccess
 from blendrag.engine.request import RagPrompt, Request
 from blendrag.engine.roads import BlendedRoad
 from blendrag.engine.stream import AnswerStream
-from blendrag.fusor.selection import Schedule
+from blendrag.fusor.selection import Blending
 from blendrag.planning.controller import Controller
 from blendrag.store.identity import chunk_key, learned_namespace
 from blendrag.text.chunking import chunk_id_of
@@ -87,8 +87,7 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(engine):
 
     def answer(mode: Mode, controller: Controller | None) -> Answer:
         options = Options(generate_kwargs={"num_beams": 2})
-        constant = Schedule("constant")
-        request = Request(plan, options, mode, "hkvd", constant, 1.0, 6, 0.0, sequences=2)
+        request = Request(plan, options, mode, Blending.of("hkvd"), 6, 0.0, sequences=2)
         stream = AnswerStream(adapter.tokens.tokenizer, (), 0.0)
         with (
             adapter.lock,

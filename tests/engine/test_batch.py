@@ -29,7 +29,7 @@ from blendrag.errors import (
     RequestTimeout,
 )
 from blendrag.fusor import BlendCache, Fusor
-from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.fusor.selection import Blending, Schedule
 from blendrag.model import ModelAdapter
 from blendrag.planning.controller import Controller
 from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
@@ -500,7 +500,7 @@ def planned(adapter: ModelAdapter, policy: str, ratio: float) -> Plan:
     asked = SegmentedPrompt((Segment("", tuple(ids[0].tolist()), 0, None, ()),))
     schedule, why = Schedule("constant"), Reason(ReasonCode.MOVED, "")
     chunks = tuple(PlannedChunk(Segment("", (), span.start), why, span) for span in spans)
-    return Plan(asked, chunks, make_policy(policy), schedule, ratio)
+    return Plan(asked, chunks, Blending.of(policy, schedule, ratio))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from blendrag.errors import (
     IdentityChangedError,
     StoreUnavailableError,
 )
-from blendrag.fusor.selection import make_policy
+from blendrag.fusor.selection import Blending
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
     CANDIDATES,
@@ -37,7 +37,6 @@ from blendrag.planning.calibrate import (
     sample_questions,
 )
 from blendrag.planning.calibration import Calibration, calibrations
-from blendrag.planning.controller import PlanOptions
 from blendrag.store.records import Records
 
 RATIO = 0.2
@@ -200,7 +199,7 @@ def test_deviation_is_the_divergence_of_what_generate_would_see(engine):
     said = adapter.model.generate(ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
     assert answer.answer == tuple(said[0, ids.shape[1] :].tolist())
     full = tiny.stock(adapter.model, said)[0, ids.shape[1] - 1 : -1].log_softmax(-1)
-    plan = controller.plan(asked, PlanOptions("blend", make_policy("query"), CONSTANT, RATIO))
+    plan = controller.plan(asked, "blend", Blending.of("query", CONSTANT, RATIO))
     logits, cache, _ = fusor.prefill(ids, plan.request(ids.shape[1]), ANSWER_TOKENS)
     rows = [logits[0, -1]]
     with torch.inference_mode():

@@ -12,8 +12,7 @@ import pytest
 import tiny
 from blendrag.config import Settings
 from blendrag.engine import Answer, BlendEngine, Options
-from blendrag.fusor.selection import Schedule, make_policy
-from blendrag.planning.controller import PlanOptions
+from blendrag.fusor.selection import Blending
 from blendrag.planning.plan import Plan, ReasonCode
 from blendrag.planning.profile import Tier, conditions_of, profiles
 from blendrag.text.prompt import SegmentedPrompt
@@ -82,8 +81,9 @@ def planned(
     avoid: tuple[str, ...] = (),
 ) -> Plan:
     controller = engine._planner.controller(engine.resources.kv_validity.namespace)
-    options = PlanOptions(mode, make_policy("random"), Schedule("constant"), 0.5)
-    plan = controller.plan(asked or engine.segments(prompt(engine)), options, frozenset(avoid))
+    blending = Blending.of("random", ratio=0.5)
+    asked = asked or engine.segments(prompt(engine))
+    plan = controller.plan(asked, mode, blending, frozenset(avoid))
     plan.close()
     return plan
 

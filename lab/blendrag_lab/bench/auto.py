@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from blendrag.config import AUTO
 from blendrag.errors import InvalidInputError
 from blendrag.planning.measure import Measure
 from blendrag.planning.profile import DISK, Profile, Tier, conditions_of
@@ -126,7 +127,7 @@ def auto_run(bench: PromptBench, profile: Profile, ratio: float | None) -> AutoR
     bench.there.prepare()
     began = clock(adapter.device)
     with bench.opened(
-        bench.prompt, controller=controller, ratio=ratio, is_auto=ratio is None
+        bench.prompt, controller=controller, ratio=AUTO if ratio is None else ratio
     ) as plan:
         planned_s = clock(adapter.device) - began
         if plan.spans:
@@ -140,7 +141,9 @@ def auto_run(bench: PromptBench, profile: Profile, ratio: float | None) -> AutoR
     if plan.forecast is None:
         raise InvalidInputError(f"nothing was predicted: {' '.join(plan.notes)}")
     # From opening the chunks, as an engine predicts.
-    return AutoRun(seconds, planned_s + plan.forecast.ttft_s, plan.ratio, len(plan.spans))
+    return AutoRun(
+        seconds, planned_s + plan.forecast.ttft_s, plan.blending.fixed_ratio, len(plan.spans)
+    )
 
 
 def _generate(bench: PromptBench, **more: Any) -> None:

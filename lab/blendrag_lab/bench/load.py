@@ -224,7 +224,7 @@ class BlendServer(StoredChunks):
         missing = [each.ids for each in controller.missing(plan)]
         self.put(missing)
         # Not opened(): a store that is too small may have evicted a chunk of this very prompt.
-        with closing(controller.plan(plan, self.plan_options())) as opened:
+        with closing(controller.plan(plan, "blend", self.blending())) as opened:
             token, _ = self.prefill(ids, opened.request(len(plan.ids)))
             first_s = clock(device) - began
         return Served(token, first_s, opened.reused_tokens - sum(map(len, missing)))

@@ -18,10 +18,10 @@ from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.request import FusionCounts
-from blendrag.fusor.selection import Schedule, make_policy, policy_names
+from blendrag.fusor.selection import Blending, Schedule, policy_names
 from blendrag.metrics import Timeline
 from blendrag.model import ModelAdapter
-from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.controller import Controller
 from blendrag.planning.plan import Plan
 from blendrag.store.base import Probe
 from blendrag.store.encodings import ENCODINGS, stored_chunk_bytes
@@ -164,7 +164,7 @@ def stock_prefill(adapter: ModelAdapter, ids: torch.Tensor, **more: Any) -> int:
 
 def exact_request(tokens: int, spans: tuple[LoadedSpan, ...]) -> BlendRequest:
     """Compute everything after exact spans, as the engine's mode ``prefix`` does."""
-    return BlendRequest(tokens, spans, make_policy("full"), Schedule("constant"), 1.0)
+    return BlendRequest(tokens, spans, Blending.of("full"))
 
 
 class StoredChunks:
@@ -196,29 +196,33 @@ class StoredChunks:
 
     @contextmanager
     def opened(
-        self, prompt: SegmentedPrompt, controller: Controller | None = None, **options: Any
+        self,
+        prompt: SegmentedPrompt,
+        controller: Controller | None = None,
+        mode: Mode = "blend",
+        **options: Any,
     ) -> Iterator[Plan]:
-        """Open every chunk of the prompt in the store; ``options`` as in :meth:`plan_options`."""
-        planned = (controller or self.controller).plan(prompt, self.plan_options(**options))
+        """Open every chunk of the prompt in the store; ``options`` as in :meth:`blending`."""
+        planned = (controller or self.controller).plan(prompt, mode, self.blending(**options))
         with closing(planned) as plan:
             if plan.missing:
                 raise InvalidInputError("a bench chunk is no longer in the store; run again")
             yield plan
 
-    def plan_options(
+    def blending(
         self,
-        mode: Mode = "blend",
         policy: str | None = None,
-        ratio: float | None = None,
+        ratio: Ratio | None = None,
         schedule: str | None = None,
-        is_auto: bool = False,
-    ) -> PlanOptions:
+    ) -> Blending:
         """What a request asks for; by default what the workload says."""
         workload = self.workload
-        parsed = Schedule.parse(schedule or workload.schedule)
-        least = workload.ratio if ratio is None else ratio
-        chosen = make_policy(policy or workload.policy)
-        return PlanOptions(mode, chosen, parsed, least, is_auto)
+        return Blending.of(
+            policy or workload.policy,
+            schedule or workload.schedule,
+            workload.ratio if ratio is None else ratio,
+            workload.ratio,
+        )
 
     def prefill(
         self, ids: torch.Tensor, request: BlendRequest, timeline: Timeline | None = None

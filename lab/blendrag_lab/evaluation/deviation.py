@@ -34,7 +34,7 @@ from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.scout import Observed, Scout, scouting
-from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.fusor.selection import Blending
 from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.tokens import Tokens
 from blendrag.store.kv import ChunkKV
@@ -156,8 +156,7 @@ class StoredPrompt:
         n = self._ids.shape[1]
         columns = self.tokens.to(self.adapter.device)
         seen = ForwardAttention(n - max(s.end for s in self._spans), columns)
-        parsed = Schedule.parse(schedule)
-        request = BlendRequest(n, tuple(spans), make_policy(policy), parsed, ratio)
+        request = BlendRequest(n, tuple(spans), Blending.of(policy, schedule, ratio))
         # An index keeps all rows in the last layer's attention; a number would cut them to the last row.
         last = torch.tensor([-1], device=self.adapter.device)
         with self.adapter.lock, scouting(self.adapter.stack, lambda: [Observed(seen)]):

@@ -31,9 +31,9 @@ from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestCancelled, RequestTimeout
 from blendrag.fusor import BlendCache, BlendRequest
 from blendrag.fusor.loader import LoadedSpan
-from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.fusor.selection import Blending
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.controller import Controller, PlanOptions, Prefixes
+from blendrag.planning.controller import Controller, Prefixes
 from blendrag.planning.plan import Plan
 from blendrag.serving.block_pool import BlockPool
 from blendrag.serving.coroutine import pausing
@@ -270,15 +270,14 @@ class ExactPrefixes:
         resources, namespace = self._resources, controller.namespace
         if not resources.kv_validity.verification().blendable:
             return 0
-        exact = _EXACT.options()
-        with closing(controller.plan(request.prompt, exact)) as plan:
+        with closing(controller.plan(request.prompt, *_EXACT)) as plan:
             spans = tuple(
                 span
                 for span in plan.spans
                 if span.end <= len(ids)
                 and (self._is_native or isinstance(span.reader, ResidentReader))
             )
-            blend = BlendRequest(len(ids), spans, exact.policy, exact.schedule, exact.ratio)
+            blend = BlendRequest(len(ids), spans, _EXACT.blending)
             given = torch.tensor([ids], device=resources.adapter.device)
             _, cache, _ = resources.fusor.prefill(given, blend, check=check)
         if resources.kv_validity.namespace != namespace:
@@ -311,19 +310,14 @@ class _Way(NamedTuple):
     """How a request computes its prompt."""
 
     mode: Mode
-    policy: str
-    schedule: Schedule
-    ratio: float
-
-    def options(self) -> PlanOptions:
-        return PlanOptions(self.mode, make_policy(self.policy), self.schedule, self.ratio)
+    blending: Blending
 
 
-_EXACT = _Way("prefix", "full", Schedule("constant"), 1.0)
+_EXACT = _Way("prefix", Blending.of("full"))
 
 
 def _way(request: Request) -> _Way:
-    return _Way(request.mode, request.policy, request.schedule, request.ratio)
+    return _Way(request.mode, request.blending)
 
 
 def _family(request: Request) -> Hashable:
@@ -335,7 +329,7 @@ def _cost(
     controller: Controller, prompt: SegmentedPrompt, way: _Way, start: int, end: int
 ) -> float:
     """Of the tokens ``[start, end)``: seconds with a machine profile, else rows."""
-    rows = controller.rows(prompt, way.options(), start, end)
+    rows = controller.rows(prompt, *way, start, end)
     profile = controller.profile
     if profile is None or not rows:
         return rows

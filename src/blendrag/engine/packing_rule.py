@@ -77,8 +77,8 @@ def _rows_by_layer(plan: Plan, layers: int) -> list[float]:
     candidates, fresh = sum(blended), len(plan.prompt.ids) - plan.reused_tokens
     if not candidates:
         return [float(fresh)] * layers
-    policy = plan.policy
-    counts = policy.layer_counts(plan.schedule, plan.ratio, candidates, layers, len(blended))
+    policy = plan.blending.policy
+    counts = plan.blending.layer_counts(candidates, layers, len(blended))
     entry = candidates if policy.needs_deviation or not counts else counts[0]
     scouted = policy.attention_layers(layers).stop
     return [fresh * (1 + (i < scouted)) + count for i, count in enumerate((entry, *counts))]

@@ -7,16 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from blendrag.config import CALIBRATED, DEFAULT_POLICY, Settings
+from blendrag.config import DEFAULT_POLICY, Settings
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
 from blendrag.engine.resources import Resources
 from blendrag.errors import ContextOverflowError, InvalidInputError
 from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.selection import make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibration import calibrations
-from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.controller import Controller
 from blendrag.planning.measure import prefill_token_s
 from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode
 from blendrag.planning.profile import Profile
@@ -122,15 +123,10 @@ class KVAccess:
         if self.controller is None:
             plan = Plan.computed(request.prompt, self.why_not).behind(self.join())
         else:
-            options = PlanOptions(
-                request.mode,
-                request.new_policy(),
-                request.schedule,
-                request.ratio,
-                request.is_auto,
-            )
             reserve = 1 if request.sequences == 1 else 2
-            plan = self.controller.plan(request.prompt, options, avoid, reserve)
+            plan = self.controller.plan(
+                request.prompt, request.mode, request.blending, avoid, reserve
+            )
         if plan.forecast is not None:  # from when the caller asked, like the measured TTFT
             ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
             plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
@@ -288,7 +284,8 @@ class Planner:
 
     def _calibrated(self, request: Request, namespace: str) -> tuple[Request, tuple[str, ...]]:
         """``request`` with the policy that was found for the model, unless it names one; and notes."""
-        if request.policy != CALIBRATED:
+        blending = request.blending
+        if not blending.is_calibrated:
             return request, ()
         known = calibrations(self._resources.root, namespace)
         found = known.entries()
@@ -297,15 +294,16 @@ class Planner:
         if not found and namespace not in self._told and known.unchecked():
             self._told.add(namespace)
             notes = (OLD_CALIBRATION,)
-        return replace(request, policy=policy), notes
+        blending = replace(blending, policy=make_policy(policy), is_calibrated=False)
+        return replace(request, blending=blending), notes
 
     def _profile(self, request: Request, namespace: str) -> tuple[Profile | None, tuple[str, ...]]:
         """The machine profile; a note if ratio auto needs one and there is none."""
         profile, differences = self._resources.profile_of(namespace)
-        if profile is not None or not request.is_auto or request.mode != "blend":
+        if profile is not None or not request.blending.is_auto or request.mode != "blend":
             return profile, ()
         other = f", and the stored one is for {differences}" if differences else ""
         return None, (
-            f"ratio auto needs a machine profile{other}; ratio {request.ratio:g} is used; run blendrag "
-            f"profile --model {self._resources.model_name} --store {self._resources.root}",
+            f"ratio auto needs a machine profile{other}; ratio {request.blending.fixed_ratio:g} is used; "
+            f"run blendrag profile --model {self._resources.model_name} --store {self._resources.root}",
         )

@@ -14,7 +14,7 @@ from blendrag.chat.forcing import call_form, chosen_tool, opening_for
 from blendrag.chat.formats import Format, format_of
 from blendrag.chat.grammar import AnswerForm, answer_form, begun_call_form
 from blendrag.chat.template_arguments import EFFORT, SWITCHES, template_arguments
-from blendrag.config import AUTO
+from blendrag.config import Mode
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.rendering import (
@@ -36,7 +36,7 @@ from blendrag.engine.request import (
 from blendrag.engine.resources import Resources
 from blendrag.engine.schemas import Schemas
 from blendrag.errors import CorpusError, InvalidInputError, RequestTimeout
-from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.fusor.selection import Blending
 from blendrag.text.passages import FreshText
 from blendrag.text.prompt import SegmentedPrompt, segment_prompt
 
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 #: Room that a conversation leaves for an answer without a limit, as a share of the context.
 ANSWER_SHARE = 0.25
+#: Policies of modes that do not ask for one. Whatever mode prefix loads is exact, so nothing is selected.
+_POLICIES = {"reuse": "reuse", "prefix": "full"}
 
 
 class Prompts:
@@ -65,10 +67,8 @@ class Prompts:
         began = time.perf_counter()
         settings, tokens = self._resources.settings, self._resources.tokens
         opening_s = time.perf_counter() - began
-        policy = options.policy or settings.policy
-        make_policy(policy)  # fail before any work
-        schedule = Schedule.parse(options.schedule or settings.schedule)
         mode = options.mode or settings.mode
+        blending = self._blending(mode, options)
         fixed, fresh = None, None
         shared_ends: tuple[int, ...] = ()
         options, template_notes = self._templated(options)
@@ -87,19 +87,14 @@ class Prompts:
             shared_ends = rendered.shared_ends(bool(begun))
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
-        ratio = settings.ratio if options.ratio is None else options.ratio
-        min_ratio = settings.min_ratio if options.min_ratio is None else options.min_ratio
-        if options.min_ratio is not None and ratio != AUTO:
+        if options.min_ratio is not None and not blending.is_auto:
             notes += ("min_ratio ignored: it applies only to ratio=auto",)
         needed = self._answer_form(options, form)
         return Request(
             prompt=segments,
             options=options,
             mode=mode,
-            policy=policy,
-            schedule=schedule,
-            ratio=min_ratio if ratio == AUTO else ratio,
-            is_auto=ratio == AUTO,
+            blending=blending,
             max_new_tokens=options.max_new_tokens or settings.max_new_tokens or TO_THE_END,
             asked_at=asked_at,
             source_of=source_of,
@@ -125,6 +120,17 @@ class Prompts:
             return self._schemas.read(prompt, options, is_full=True)[0]
         rendered = self._rendered(prompt, options, may_be_empty=True)
         return self._segments(rendered, options.scope)[0]
+
+    def _blending(self, mode: Mode, options: Options) -> Blending:
+        """How the request is blended. Raises :class:`InvalidOptionError`."""
+        settings = self._resources.settings
+        policy = _POLICIES.get(mode) or options.policy or settings.policy
+        return Blending.of(
+            policy,
+            options.schedule or settings.schedule,
+            settings.ratio if options.ratio is None else options.ratio,
+            settings.min_ratio if options.min_ratio is None else options.min_ratio,
+        )
 
     # -- retrieved chunks and a question ------------------------------------------------------------
 

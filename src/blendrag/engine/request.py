@@ -16,7 +16,7 @@ from blendrag.chat.template_arguments import EFFORT, SWITCHES
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.explanation import Explanation, Trace
 from blendrag.errors import InvalidInputError, InvalidOptionError
-from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.fusor.selection import Blending, Schedule, make_policy
 from blendrag.metrics import RequestMetrics
 from blendrag.option import refuse_unknown
 from blendrag.schema.concatenation import FixedPrompt
@@ -299,10 +299,7 @@ class Request:
     prompt: SegmentedPrompt
     options: Options
     mode: config.Mode
-    policy: str
-    schedule: Schedule
-    ratio: float
-    """With ``is_auto``, the smallest allowed."""
+    blending: Blending
     max_new_tokens: int
     asked_at: float
     """``time.perf_counter()`` when the caller asked."""
@@ -311,8 +308,6 @@ class Request:
     notes: tuple[str, ...] = ()
     fresh: FreshText | None = None
     """What may be learned; ``None`` if nothing."""
-    is_auto: bool = False
-    """Whether the loading controller chooses the ratio."""
     opening_s: float = 0.0
     """Seconds of opening the tokenizer for this request."""
     fills_context: bool = False
@@ -342,14 +337,6 @@ class Request:
     def end(self) -> int:
         """The position of the first new token."""
         return len(self.prompt.ids) if self.fixed is None else self.fixed.end
-
-    def new_policy(self) -> SelectionPolicy:
-        """The policy that selects the recomputed tokens, for one fusion."""
-        if self.mode == "reuse":
-            return make_policy("reuse")
-        if self.mode == "prefix":  # every loaded span is exact, so there is nothing to select
-            return make_policy("full")
-        return make_policy(self.policy)
 
     def new_reply(self) -> ReplyStream | None:
         """Takes the answer apart as it grows."""

@@ -26,7 +26,7 @@ from blendrag.errors import (
     UnsupportedModelError,
 )
 from blendrag.fusor.gate import HeldKV
-from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.fusor.selection import Blending
 from blendrag.model.placement import PlacedModel
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
@@ -375,7 +375,7 @@ class Schemas:
             count, tokens = len(encoded), sum(len(block.ids) for block in encoded)
             modules = f"{count} module{'s' * (count > 1)} of the schema ({tokens:,} tokens)"
             notes = (f"{modules} had no KV in the store, encoded for this request",)
-        plan = Plan(segments, chunks, make_policy("reuse"), Schedule("constant"), 0.0, notes=notes)
+        plan = Plan(segments, chunks, Blending.of("reuse", ratio=0.0), notes=notes)
         return plan, prompt
 
     def _open(

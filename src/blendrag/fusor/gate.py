@@ -24,7 +24,7 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.fusor import Fusor
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.request import BlendRequest
-from blendrag.fusor.selection import LayerView, Schedule, SelectionPolicy, make_policy
+from blendrag.fusor.selection import Blending, LayerView, SelectionPolicy, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.fingerprint import is_quantised
 from blendrag.model.kv_compare import content
@@ -271,7 +271,7 @@ def _request(
     ratio: float = 1.0,
 ) -> BlendRequest:
     span = LoadedSpan(0, tokens - 1, reader, OFFSET, exact=False)
-    return BlendRequest(tokens, (span,), policy, Schedule.parse(schedule), ratio)
+    return BlendRequest(tokens, (span,), Blending.of(policy, schedule, ratio))
 
 
 def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:

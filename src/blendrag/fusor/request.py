@@ -13,11 +13,10 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows, nested_rows
 from blendrag.fusor.scout import Scout
 from blendrag.fusor.selection import (
+    Blending,
     Fetch,
     LayerView,
     PromptGeometry,
-    Schedule,
-    SelectionPolicy,
     make_policy,
 )
 
@@ -29,9 +28,7 @@ class BlendRequest:
     prompt_tokens: int
     spans: tuple[LoadedSpan, ...]
     """Ascending, disjoint, never covering the last token, whose logits are needed."""
-    policy: SelectionPolicy
-    schedule: Schedule
-    ratio: float
+    blending: Blending
     question_start: int = 0
     """First token after the prompt's last chunk. Loaded spans may end earlier if that chunk is computed."""
 
@@ -115,10 +112,11 @@ class TokenSelector:
         self.always, self.candidates = (torch.from_numpy(at).to(device) for at in self._host)
         """Positions of the fresh tokens, and of those of blended chunks."""
         self.geometry = request.geometry
-        self.policy = request.policy
-        self.schedule = self.policy.schedule or request.schedule
+        blending = request.blending
+        self.policy = blending.policy
+        self.schedule = self.policy.schedule or blending.schedule
         self._layers = layers
-        budgets = self.schedule.counts(request.ratio, layers, self.candidates.numel())
+        budgets = self.schedule.counts(blending.fixed_ratio, layers, self.candidates.numel())
         self._budgets = [*budgets[:1], *budgets] if budgets else [self.candidates.numel()]
         """Tokens per layer; layer 0 computes what layer 1 needs."""
         self._attention: torch.Tensor | None = None

@@ -21,10 +21,10 @@ from blendrag.config import DEFAULT_POLICY
 from blendrag.corpus.corpus import Corpus
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
-from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.fusor.selection import Blending, Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibration import Calibration
-from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.controller import Controller
 from blendrag.text.chunking import Chunk
 from blendrag.text.prompt import SegmentedPrompt
 
@@ -163,8 +163,7 @@ def deviation(
     :class:`SpanCorruptError`.
     """
     prompt, adapter = expected.prompt, fusor.adapter
-    options = PlanOptions("blend", make_policy(policy), CONSTANT, ratio)
-    plan = controller.plan(prompt, options)
+    plan = controller.plan(prompt, "blend", Blending(make_policy(policy), CONSTANT, ratio))
     try:
         request = plan.request(len(prompt.ids))
         if not request.candidates:

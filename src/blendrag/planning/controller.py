@@ -12,7 +12,7 @@ from functools import partial
 
 from blendrag.config import Mode
 from blendrag.fusor.loader import LoadedSpan
-from blendrag.fusor.selection import Schedule, SelectionPolicy
+from blendrag.fusor.selection import Blending
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.choice import Choice, choose
 from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate, PromptParts, StoredPart
@@ -63,26 +63,6 @@ Prefixes = Callable[[tuple[int, ...]], ResidentReader | None]
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """What a request asks for, and what it leaves to the controller."""
-
-    mode: Mode
-    policy: SelectionPolicy
-    schedule: Schedule
-    ratio: float
-    """With ``is_auto``, the smallest allowed."""
-    is_auto: bool = False
-    """Whether the controller chooses the ratio and what is loaded."""
-
-    def forecast(self, estimate: LoadEstimate, ratio: float) -> Forecast:
-        """With what the policy recomputes at ``ratio``."""
-        counts = self.policy.layer_counts(
-            self.schedule, ratio, estimate.candidates, estimate.layers, estimate.chunks
-        )
-        return estimate.at(counts)
-
-
-@dataclass(frozen=True)
 class Controller:
     """Plans prompts for one model over what is stored under one namespace, after one corpus prefix.
 
@@ -116,24 +96,25 @@ class Controller:
     def plan(
         self,
         prompt: SegmentedPrompt,
-        options: PlanOptions,
+        mode: Mode,
+        blending: Blending,
         avoid: frozenset[str] = frozenset(),
         reserve: int = 1,
     ) -> Plan:
-        """Open what ``options.mode`` may load, predict its time, and choose what is worth loading.
+        """Open what ``mode`` may load, predict its time, and choose what is worth loading.
 
         ``avoid``: keys that failed verification already; they are computed. The prompt's last ``reserve``
         tokens are always computed, as their logits are needed. The caller closes the plan.
         """
-        if options.mode == "full":
+        if mode == "full":
             return Plan.computed(prompt, MODE_FULL)
         last = len(prompt.ids) - reserve
         span, leading = self._leading(prompt, avoid, last)
         span = self._in_memory(prompt, span, last) or span
-        plan = Plan(prompt, (), options.policy, options.schedule, options.ratio, span, leading)
+        plan = Plan(prompt, (), blending.at(blending.fixed_ratio), span, leading)
         readers: dict[int, KVReader] = {}
         try:
-            readers = self._open_all(prompt, options.mode, avoid, last, span.end if span else 0)
+            readers = self._open_all(prompt, mode, avoid, last, span.end if span else 0)
             if span is None and self._begins_undated(prompt) and 0 in readers:
                 end = min(len(self.undated_ids), last)
                 span = LoadedSpan(0, end, readers[0], 0, exact=True)
@@ -143,12 +124,12 @@ class Controller:
                     chunks.append(PlannedChunk(segment, IN_MEMORY))
                 else:
                     reader = readers.get(segment.position)
-                    chunks.append(self._chunk(segment, prompt, options.mode, avoid, last, reader))
+                    chunks.append(self._chunk(segment, prompt, mode, avoid, last, reader))
             is_short = any(chunk.reason == NOT_ASKED for chunk in chunks)
             notes = (self.store.trouble,) if is_short else ()
             plan = replace(plan, chunks=tuple(chunks), leading_span=span, notes=notes)
             plan = self._without_slow_remote(plan)
-            return self._estimated(plan, options) if self.profile and chunks else plan
+            return self._estimated(plan, mode, blending) if self.profile and chunks else plan
         except BaseException:
             plan.close()
             for reader in readers.values():
@@ -162,14 +143,16 @@ class Controller:
         there = self._there(prompt)
         return [each for each, segment in whole.items() if self._place(segment)[1] not in there]
 
-    def rows(self, prompt: SegmentedPrompt, options: PlanOptions, start: int, end: int) -> float:
+    def rows(
+        self, prompt: SegmentedPrompt, mode: Mode, blending: Blending, start: int, end: int
+    ) -> float:
         """Rows per layer that a request computes for its tokens ``[start, end)`` by what is stored."""
         fresh, blended, chunks = end - start, 0, 0
         there = self._there(prompt)
         for segment in prompt.chunks:
             tokens = min(segment.end, end) - max(segment.position, start)
             exact = self._is_exact(segment, prompt)
-            if tokens <= 0 or not (exact or options.mode == "blend"):
+            if tokens <= 0 or not (exact or mode == "blend"):
                 continue
             if self._place(segment)[1] in there:
                 fresh -= tokens
@@ -178,8 +161,7 @@ class Controller:
         if not blended:
             return float(fresh)
         layers = len(self.adapter.layout.layers)
-        schedule, ratio = options.schedule, options.ratio
-        counts = options.policy.layer_counts(schedule, ratio, blended, layers, chunks)
+        counts = blending.layer_counts(blended, layers, chunks)
         return fresh + sum(counts) / max(1, len(counts))
 
     def cut(self, prompt: SegmentedPrompt, end: int) -> int:
@@ -317,7 +299,9 @@ class Controller:
         readers = [span.reader for span in spans if isinstance(span.reader, RemoteReader)]
         token_s = self._token_s(len(plan.prompt.ids))
         computing_s = token_s * sum(span.tokens for span in spans)
-        recomputing_s = plan.ratio * token_s * sum(s.tokens for s in spans if not s.exact)
+        recomputing_s = (
+            plan.blending.fixed_ratio * token_s * sum(s.tokens for s in spans if not s.exact)
+        )
         loading_s = expected_load_s(readers)
         share = self._scouted_share(plan)
         if blended_s(loading_s, recomputing_s, share) <= WORTHWHILE * computing_s:
@@ -361,19 +345,19 @@ class Controller:
         if all(span.exact for span in plan.spans):
             return 0.0
         layers = len(self.adapter.layout.layers)
-        return plan.policy.attention_layers(layers).stop / layers
+        return plan.blending.policy.attention_layers(layers).stop / layers
 
     # -- predict and choose ---------------------------------------------------------------------------
 
-    def _estimated(self, plan: Plan, options: PlanOptions) -> Plan:
+    def _estimated(self, plan: Plan, mode: Mode, blending: Blending) -> Plan:
         """With predicted times; for an automatic ratio, with the loads and the ratio that are fastest."""
         assert self.profile is not None
         stored = self.adapter.layout.encoded(self.encoding)
         prompt = PromptParts(
             len(plan.prompt.ids),
             tuple(_part(span, stored) for span in plan.spans),
-            plan.policy.needs_deviation,
-            plan.policy.attention_layers(len(stored.layers)).stop,
+            plan.blending.policy.needs_deviation,
+            plan.blending.policy.attention_layers(len(stored.layers)).stop,
         )
         try:
             estimator = Estimator(self.profile, prompt)
@@ -382,11 +366,12 @@ class Controller:
                 f"the machine profile has no times for reading from {tier.args[0]}, so ratio auto is the "
                 "smallest one; measure with blendrag profile"
             )
-            return replace(plan, notes=plan.notes + (note,) * options.is_auto)
-        if not (options.is_auto and options.mode == "blend"):
-            forecast = options.forecast(estimator.loading(), options.ratio)
+            return replace(plan, notes=plan.notes + (note,) * blending.is_auto)
+        forecast_at = partial(_forecast, blending)
+        if not (blending.is_auto and mode == "blend"):
+            forecast = forecast_at(estimator.loading(), blending.fixed_ratio)
             return replace(plan, forecast=forecast)
-        choice = choose(estimator, options.forecast, options.ratio, options.policy.budgeted)
+        choice = choose(estimator, forecast_at, blending.fixed_ratio, blending.policy.budgeted)
         kept = [
             i
             for i, span in enumerate(plan.spans)
@@ -396,11 +381,17 @@ class Controller:
         decision, notes = _explained(prompt, choice)
         return replace(
             _without_slow_loads(plan, prompt, choice),
-            ratio=choice.ratio,
+            blending=blending.at(choice.ratio),
             forecast=choice.forecast,
             decision=decision,
             notes=plan.notes + notes,
         )
+
+
+def _forecast(blending: Blending, estimate: LoadEstimate, ratio: float) -> Forecast:
+    """With what the policy recomputes at ``ratio``."""
+    counts = blending.at(ratio).layer_counts(estimate.candidates, estimate.layers, estimate.chunks)
+    return estimate.at(counts)
 
 
 def blended_s(loading_s: float, recomputing_s: float, scouted_share: float) -> float:

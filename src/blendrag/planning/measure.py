@@ -23,7 +23,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import LoadedSpan
-from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.fusor.selection import Blending
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import only_here
 from blendrag.planning.profile import COLD, DISK, Conditions, Curve, Profile, Tier, cores
@@ -363,8 +363,8 @@ class ModelTimes:
             LoadedSpan(i * kv.tokens, (i + 1) * kv.tokens, HeldKV(kv), at, exact=False)
             for i in range(prefill.chunks)
         )
-        constant, policy = Schedule("constant"), make_policy(prefill.policy)
-        request = BlendRequest(prefill.tokens, spans, policy, constant, prefill.ratio)
+        blending = Blending.of(prefill.policy, "constant", prefill.ratio)
+        request = BlendRequest(prefill.tokens, spans, blending)
         began = time.perf_counter()
         cache = self._fusor.new_cache(prefill.tokens, 1)
         with self._fusor.fuse(cache, request, last_row_only=True) as fusion:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from blendrag.fusor import BlendRequest
 from blendrag.fusor.loader import LoadedSpan
-from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.fusor.selection import Blending
 from blendrag.metrics import ChunkOutcome, ChunkReport
 from blendrag.planning.estimate import Forecast
 from blendrag.text.prompt import Segment, SegmentedPrompt
@@ -68,9 +68,7 @@ class Plan:
 
     prompt: SegmentedPrompt
     chunks: tuple[PlannedChunk, ...]
-    policy: SelectionPolicy
-    schedule: Schedule
-    ratio: float
+    blending: Blending
     leading_span: LoadedSpan | None = None
     """The first tokens, if their KV is stored or in memory. Chunks inside it have no span of their own."""
     leading: tuple[int, ...] = ()
@@ -86,7 +84,7 @@ class Plan:
     def computed(cls, prompt: SegmentedPrompt, reason: Reason) -> Plan:
         """Load nothing."""
         chunks = tuple(PlannedChunk(segment, reason) for segment in prompt.chunks)
-        return cls(prompt, chunks, make_policy("full"), Schedule("constant"), 1.0)
+        return cls(prompt, chunks, Blending.of("full"))
 
     def behind(self, beginning: LoadedSpan | None) -> Plan:
         """This plan, that loads nothing, behind a ``beginning`` in memory."""
@@ -131,9 +129,7 @@ class Plan:
 
     def request(self, prompt_tokens: int) -> BlendRequest:
         """The fusor's part of the plan, for the first ``prompt_tokens`` of the prompt."""
-        return BlendRequest(
-            prompt_tokens, self.spans, self.policy, self.schedule, self.ratio, self.chunks_end
-        )
+        return BlendRequest(prompt_tokens, self.spans, self.blending, self.chunks_end)
 
     def reports(
         self, recomputed: Sequence[float], source_of: Mapping[str, str], shows_tiers: bool = True

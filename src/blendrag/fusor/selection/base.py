@@ -154,6 +154,12 @@ class SelectionPolicy:
         0 and 1."""
         raise NotImplementedError(f"{type(self).__name__} does not rank tokens once")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SelectionPolicy) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
     def __str__(self) -> str:
         if self.depth is not None:
             return f"{self.name}({self.depth[0]}-{self.depth[1]})"
