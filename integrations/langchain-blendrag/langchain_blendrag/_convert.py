@@ -155,8 +155,8 @@ def identifying_params(fields: RequestFields) -> dict[str, Any]:
     }
     del chosen["timeout_s"]  # which decides when an answer comes
     return {
-        "model_name": engine.resources.model_name,
-        "store": str(engine.resources.root),
+        "model_name": engine.model_name,
+        "store": str(engine.root),
         **chosen,
     }
     options, defaults = fields.request_options(), engine.settings
