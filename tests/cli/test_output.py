@@ -8,15 +8,16 @@ import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
 from fastapi import FastAPI
+from typer.testing import CliRunner
 from uvicorn.config import LOGGING_CONFIG
 
 from blendrag import __version__
-from blendrag.cli import extras, progress
+from blendrag.cli import extras, options, progress
 from blendrag.cli.app import app
 from blendrag.cli.options import ANSWER_TOKENS
 from blendrag.cli.output import Guarded, print_json
@@ -66,6 +67,16 @@ def test_version_is_the_version_of_the_package() -> None:
 )  # fmt: skip
 def test_sizes_are_bytes_or_carry_a_unit(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
+
+
+def test_a_default_below_one_stays_what_it_is() -> None:
+    program = typer.Typer()
+
+    @program.command()
+    def show(share: Annotated[float, options.number("A share.", 0, 1)] = 0.15) -> None:
+        typer.echo(share)
+
+    assert CliRunner().invoke(program, []).stdout == "0.15\n"
 
 
 def test_json_has_null_for_nan_and_infinity(capsys: pytest.CaptureFixture[str]) -> None:

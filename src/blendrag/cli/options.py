@@ -86,9 +86,9 @@ def size(text: str, *names: str) -> Any:
 
 
 def _parser(made: Option) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
+    def parse(text: object) -> Any:
         try:
-            return made.read(text)
+            return made.read(str(text))  # a default is no text
         except InvalidOptionError as exc:
             raise typer.BadParameter(exc.wrong) from None
 
