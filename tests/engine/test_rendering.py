@@ -11,8 +11,9 @@ import pytest
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.library import Entry
-from blendrag.engine.rendering import _overlaps, build_rag_prompt, is_question, render
+from blendrag.engine.rendering import _overlaps, build_rag_prompt, render
 from blendrag.model.tokens import Tokens
+from blendrag.text.questions import is_question
 
 HEADER = "You are a helpful assistant of the harbour office and answer in short sentences."
 USER, END = "<|start|>user\n", "<|end|>\n"

@@ -21,7 +21,6 @@ import numpy as np
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
 from blendrag.engine.kv_writer import BackgroundWriter, Job, drop_orphaned_kv
-from blendrag.engine.rendering import without_question
 from blendrag.engine.request import Answer, Request
 from blendrag.engine.resources import Resources
 from blendrag.errors import BlendragError
@@ -36,6 +35,7 @@ from blendrag.text.passages import (
     joined,
     paragraphs,
 )
+from blendrag.text.questions import without_question
 
 log = logging.getLogger(__name__)
 
