@@ -302,9 +302,10 @@ class ModelAdapter:
         """Measure whether the refused model can go on from a stored beginning."""
         assert self.refusal is not None
         try:
-            fingerprint.loaded(self.model)  # raises for weights that cannot be seen to change
             with uncompiled() if self.is_compiled else nullcontext():
-                self.continuation = Continuation(self.model, self.device)
+                going = Continuation(self.model, self.device)
+            fingerprint.loaded(self.model)  # raises for weights that cannot be seen to change
+            self.continuation = going
         except UnsupportedModelError as exc:
             log.debug("no beginnings of prompts are reused: %s", exc)
         else:
