@@ -7,7 +7,6 @@ model's own implementation gets the explicit mask of :attr:`Rows.mask`, also the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -17,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blendrag.errors import is_out_of_memory
 from blendrag.fusor.rows import AnyRows, Rows
+from blendrag.model import compat
 from blendrag.model.kv_compare import NOISE, content, magnitude, misfit
 from blendrag.model.sharing import only_here
 from blendrag.model.structure import DecoderStack
@@ -153,7 +151,7 @@ def decode_attention(
     is_masked_by_head = attention_mask is not None and attention_mask.shape[1] != 1
     if rows != 1 or heads == kv_heads or has_more or is_masked_by_head:
         arguments = (module, query, key, value, attention_mask)
-        return sdpa_attention_forward(*arguments, scaling=scaling, dropout=dropout, **kwargs)
+        return compat.stock_sdpa(*arguments, scaling=scaling, dropout=dropout, **kwargs)
     folded = query.reshape(batch, kv_heads, heads // kv_heads, width)
     out = F.scaled_dot_product_attention(
         folded, key, value, attn_mask=attention_mask, scale=scaling
@@ -167,7 +165,7 @@ def fast_decoding(stack: DecoderStack) -> Iterator[None]:
     if next(stack.base.parameters()).device.type != "cpu":
         yield
         return
-    _patch_sdpa()
+    compat.replace_sdpa(_sdpa)
     token = _folds.set(True)
     try:
         yield
@@ -179,29 +177,17 @@ def fast_decoding(stack: DecoderStack) -> Iterator[None]:
 _folds: ContextVar[bool] = ContextVar("blendrag_folds", default=False)
 
 
-@functools.cache
-def _patch_sdpa() -> None:
-    """Make the implementation ``sdpa`` of transformers fold heads within :func:`fast_decoding`.
-
-    The name stays, because some models (transformers 5.23) look at it: under another one Falcon adds boolean
-    masks to its scores, and models with an indexer leave out the mask of what it chose.
-    """
-    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if stock is not sdpa_attention_forward:  # the model's owner has replaced it
-        return
-
-    def sdpa(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        folds = not torch.compiler.is_dynamo_compiling() and _folds.get()
-        return decode_attention(*args, **kwargs) if folds else stock(*args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa)
+def _sdpa(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' ``sdpa``, which folds heads within :func:`fast_decoding`."""
+    folds = not torch.compiler.is_dynamo_compiling() and _folds.get()
+    return (decode_attention if folds else compat.stock_sdpa)(*args, **kwargs)
 
 
 @contextmanager
 def implementation(stack: DecoderStack, name: str) -> Iterator[None]:
     """Run the stack's attention with implementation ``name``, in this thread and context only."""
-    _patch_configs()
-    ALL_ATTENTION_FUNCTIONS.register(NAME, blend_attention)
+    compat.choose_attention(_chosen)
+    compat.register_attention(NAME, blend_attention)
     inner = (attention.config for attention in stack.attentions if hasattr(attention, "config"))
     configs = [stack.base.config, stack.config, *inner]
     token = _override.set((name, frozenset(id(config) for config in configs)))
@@ -218,31 +204,18 @@ _override: ContextVar[tuple[str, frozenset[int]] | None] = ContextVar(
 """The implementation to use, and the configs (by ``id``) that it applies to."""
 
 
-@functools.cache
-def _patch_configs() -> None:
-    """Make configs answer forwards within :func:`implementation` with its implementation.
-
-    transformers (5.17) reads the config in every layer and for every mask, and has no other way to choose for
-    one call. Setting it on the config would change forwards of other threads too, so the property that all
-    configs share looks at the context first.
-    """
-    stock = PreTrainedConfig._attn_implementation
-
-    def get(config: PreTrainedConfig) -> Any:
-        # dynamo cannot trace a ContextVar, and never traces our forwards; is_compiling() would also be true
-        # here while another thread compiles (torch 2.13)
-        override = None if torch.compiler.is_dynamo_compiling() else _override.get()
-        if override is not None and id(config) in override[1]:
-            return override[0]
-        return stock.fget(config)
-
-    PreTrainedConfig._attn_implementation = property(get, stock.fset, doc=stock.__doc__)
+def _chosen(config: PreTrainedConfig) -> str | None:
+    """What :func:`implementation` runs in place of the implementation of ``config``."""
+    # dynamo cannot trace a ContextVar, and never traces our forwards; is_compiling() would also be true
+    # here while another thread compiles (torch 2.13)
+    override = None if torch.compiler.is_dynamo_compiling() else _override.get()
+    return override[0] if override is not None and id(config) in override[1] else None
 
 
 @torch.inference_mode()
 def serves(stack: DecoderStack) -> bool:
     """Whether :func:`blend_attention` reproduces this model's own attention, measured."""
-    if stack.config._attn_implementation == "eager":
+    if compat.attention_name(stack.config) == "eager":
         return False
     device = next(stack.base.parameters()).device
     ids = torch.tensor([[3, 1, 4, 1, 5, 9]], device=device)
@@ -253,7 +226,7 @@ def serves(stack: DecoderStack) -> bool:
         windows.append(kwargs.get("sliding_window"))
         return blend_attention(*args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, watched)
+    compat.register_attention(PROBE_NAME, watched)
 
     def pass_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, ROWS_KEYWORD: rows}

@@ -21,6 +21,7 @@ from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.scout import observes
 from blendrag.metrics import Timeline
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.compat import attention_name
 
 #: Attention implementations that take any mask, so that any rows can be selected.
 MASKABLE = ("sdpa", "eager")
@@ -47,7 +48,7 @@ class Fusor:
         self._force_masks = force_masks
         if adapter.device.type == "cpu":
             keep_freed_blocks()
-        own = adapter.stack.config._attn_implementation
+        own = attention_name(adapter.stack.config)
         if not fast_attention and own not in MASKABLE:
             raise UnsupportedModelError(
                 f"attention implementation {own!r} takes no arbitrary mask; load the model with "

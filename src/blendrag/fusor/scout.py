@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blendrag.errors import is_out_of_memory
 from blendrag.fusor.attention import implementation
 from blendrag.fusor.rows import Rows
+from blendrag.model.compat import register_attention
 from blendrag.model.structure import DecoderStack
 from blendrag.model.windows import window_of
 
@@ -81,7 +81,7 @@ _observed: ContextVar[Callable[[], Sequence[Observed]]] = ContextVar(NAME)
 def scouting(stack: DecoderStack, observed: Callable[[], Sequence[Observed]]) -> Iterator[None]:
     """Forwards of ``stack`` in this context and thread report to scouts; ``observed()`` is called in each
     layer, and what it returns covers all rows in order."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, scout_attention)
+    register_attention(NAME, scout_attention)
     token = _observed.set(observed)
     try:
         with implementation(stack, NAME):

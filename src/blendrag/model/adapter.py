@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import fingerprint
+from blendrag.model.compat import attention_name, is_compiled, origin, unwrapped
 from blendrag.model.continuation import Continuation
 from blendrag.model.length_tables import LongRotary, long_table, own_tables
 from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
@@ -31,11 +32,9 @@ from blendrag.model.structure import (
     check_placement,
     find_stack,
     input_device,
-    is_compiled,
     layout_of,
     uncompiled,
     unsupported_if_raising,
-    unwrapped,
 )
 from blendrag.model.tokens import Tokens
 from blendrag.store.identity import ModelIdentity
@@ -61,8 +60,8 @@ class ModelAdapter:
         unwrap = hasattr(model, "get_base_model") and not learns_prompt
         self.model = unwrapped(model.get_base_model()) if unwrap else model
         self.model.eval()
-        self.model_id = model_id or str(getattr(model.config, "_name_or_path", "")) or "unnamed"
-        self.revision = str(getattr(model.config, "_commit_hash", "") or "")
+        name, self.revision = origin(model.config)
+        self.model_id = model_id or name or "unnamed"
         self.tokens = Tokens(tokenizer)
         self.lock = lock_of(self.model)
         """Belongs to the model, not to this adapter. Held from the first hook to the last token."""
@@ -200,7 +199,7 @@ class ModelAdapter:
     def is_compiled(self) -> bool:
         """Whether ``torch.compile`` was applied to the model, its decoder or a decoder layer."""
         modules = self.model.modules() if self._stack is None else self._stack.may_be_compiled
-        return is_compiled(modules)
+        return any(map(is_compiled, modules))
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Within this context a compiled model runs as plain Python."""
@@ -214,7 +213,7 @@ class ModelAdapter:
         found = fingerprint.loaded(self.model)
         config = self.model.config
         marks = self._digests.marks(found)
-        return marks, found.adapters, self.model.dtype, config._attn_implementation
+        return marks, found.adapters, self.model.dtype, attention_name(config)
 
     @property
     def identity(self) -> ModelIdentity:
@@ -234,7 +233,7 @@ class ModelAdapter:
             found = fingerprint.loaded(self.model)
             marks = self._digests.marks(found)
             config = self.model.config
-            identified = (marks, found.adapters, self.model.dtype, config._attn_implementation)
+            identified = (marks, found.adapters, self.model.dtype, attention_name(config))
             if self._identity is None or identified != self._identified:
                 self._identity = ModelIdentity(
                     model_id=self.model_id,
@@ -243,7 +242,7 @@ class ModelAdapter:
                     adapters=found.adapters,
                     weight_quantization=fingerprint.weight_quantization(config),
                     compute_dtype=dtype_name(self.model.dtype),
-                    attention=str(config._attn_implementation),
+                    attention=str(attention_name(config)),
                     geometry=fingerprint.geometry(decoder.config, decoder.layer_types),
                     tokenizer_fingerprint=self.tokens.fingerprint,
                     stored_dtype=layout.dtype,

@@ -27,10 +27,9 @@ from typing import Any
 
 from jinja2 import Template, nodes, pass_context
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers.utils import chat_template_utils
 
 from blendrag.errors import InvalidInputError
+from blendrag.model import compat
 
 #: Bytes of all texts and lists that one rendering makes.
 MAX_BYTES = 512 << 20
@@ -73,7 +72,7 @@ def bounded(moment: datetime | None = None) -> Iterator[None]:
 def _strftime_now(format: str) -> str:
     """transformers' function of this name, for the moment of the context."""
     if _allowance.moment is None:
-        _allowance.moment = chat_template_utils.datetime.now()
+        _allowance.moment = compat.template_clock()
     return str(_allowance.moment.strftime(format))
 
 
@@ -89,7 +88,7 @@ def _random(context: Context, values: Any) -> Any:
 def names_in(template: str) -> frozenset[str] | None:
     """Names that a template reads, a few of its own among them; ``None`` if it cannot be told."""
     with suppress(Exception), bounded():  # jinja errors of many types
-        return chat_template_utils._get_template_variables(template)
+        return compat.template_variables(template)
     return None
 
 
@@ -178,13 +177,13 @@ _COMPARING = frozenset(
 _STEP, _VALUE = "blendrag_step", "blendrag_value"
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _Environment(compat.TransformedTemplates):
     """transformers' environment, made to pay."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _paying(super()._parse(source, name, filename))
+    def transformed(self, tree: nodes.Template) -> nodes.Template:
+        return _paying(tree)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = [each for each in (left, right) if isinstance(each, int)]
@@ -284,7 +283,9 @@ def _paying_test(real: Callable[..., Any]) -> Callable[..., Any]:
 @lru_cache(maxsize=1)
 def _environment() -> _Environment:
     """transformers' environment with its extensions, filters and globals."""
-    made: Any = _stock_compile("{# blendrag #}").environment  # one that nobody else has
+    made: Any = compat.stock_template_compiler(
+        "{# blendrag #}"
+    ).environment  # one that nobody else has
     made.__class__ = _Environment
     made.optimized = False  # the optimizer would run what it can before a rendering
     made.finalize = _spend_on
@@ -294,9 +295,6 @@ def _environment() -> _Environment:
     made.globals.pop("lipsum", None)
     made.globals["strftime_now"] = _strftime_now
     return made
-
-
-_stock_compile = chat_template_utils._compile_jinja_template
 
 
 @lru_cache(maxsize=32)
@@ -311,7 +309,7 @@ def _bounded_compile(chat_template: str) -> Template:
 
 def _compile(chat_template: str) -> Any:
     within = getattr(_allowance, "left", None) is not None
-    return (_bounded_compile if within else _stock_compile)(chat_template)
+    return (_bounded_compile if within else compat.stock_template_compiler)(chat_template)
 
 
-chat_template_utils._compile_jinja_template = _compile
+compat.replace_template_compiler(_compile)

@@ -17,10 +17,16 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from blendrag.errors import UnsupportedModelError
+from blendrag.model.compat import (
+    COMPILED_INNER,
+    consists_of_tensors,
+    registered_tensors,
+    saves_more,
+    write_count,
+)
 from blendrag.store.identity import digest_fields
 
 #: Values of each tensor that are compared before every request.
@@ -70,7 +76,7 @@ class Digests:
                 each.tensor.shape,
                 each.tensor.dtype,
                 each.tensor.data_ptr() if each.is_kept else 0,
-                0 if each.tensor.is_inference() else each.tensor._version,
+                write_count(each.tensor),
                 sample,
             )
             for each, sample in zip(found.tensors, self._samples(found.tensors), strict=True)
@@ -147,7 +153,7 @@ def loaded(model: Any) -> Loaded:
     def add(name: str, tensor: torch.Tensor, is_kept: bool = True) -> None:
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors.extend(_plain(name.replace("_orig_mod.", ""), tensor, is_kept))
+            tensors.extend(_plain(name.replace(f"{COMPILED_INNER}.", ""), tensor, is_kept))
 
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -155,13 +161,14 @@ def loaded(model: Any) -> Loaded:
             active = [] if getattr(module, "disable_adapters", False) else [*module.active_adapters]
             adapters.append(f"{path}:{_adapter_state(module, active)}".encode())
             seen.update(id(tensor) for tensor in _inactive(module, active))
-        for key, weight in module._parameters.items():
+        parameters, buffers = registered_tensors(module)
+        for key, weight in parameters.items():
             if weight is not None:
                 add(prefix + key, weight)
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers.items():
             if buffer is not None and not _follows_length(module, key):
                 add(prefix + key, buffer)
-        if _saves_more(module):
+        if saves_more(module):
             for key, value in module.state_dict(prefix=prefix, keep_vars=True).items():
                 if isinstance(value, torch.Tensor):
                     add(key, value, is_kept=False)
@@ -175,7 +182,7 @@ def loaded(model: Any) -> Loaded:
 def is_quantised(model: Any) -> bool:
     """Whether transformers quantised ``model``, or torchao or quanto did in place."""
     return getattr(model, "hf_quantizer", None) is not None or any(
-        is_traceable_wrapper_subclass(weight) for weight in model.parameters()
+        consists_of_tensors(weight) for weight in model.parameters()
     )
 
 
@@ -185,10 +192,10 @@ def _plain(
     """``tensor``, or those that a tensor subclass consists of (torchao: data, scales, zero points)."""
     if tensor.device.type == "meta":
         raise UnsupportedModelError(f"weight {name!r} is not loaded (meta device); use mode full")
-    if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not consists_of_tensors(tensor):
         yield LoadedTensor(name, tensor, is_kept, context)
         return
-    parts, said = tensor.__tensor_flatten__()
+    parts, said = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     said = re.sub(r" at 0x[0-9a-f]+", "", f"{context}{type(tensor).__name__}{said}")
     for part in parts:
         yield from _plain(f"{name}.{part}", getattr(tensor, part), is_kept, said)
@@ -204,15 +211,6 @@ def depends_on_length(rotary: nn.Module | None) -> bool:
 def _follows_length(rotary: nn.Module, buffer: str) -> bool:
     is_current_table = buffer.endswith("inv_freq") and "original" not in buffer
     return is_current_table and depends_on_length(rotary)
-
-
-def _saves_more(module: nn.Module) -> bool:
-    """Whether a module's state is more than its parameters and buffers (bitsandbytes, HQQ: scales)."""
-    kind = type(module)
-    return (
-        kind._save_to_state_dict is not nn.Module._save_to_state_dict
-        or kind.state_dict is not nn.Module.state_dict
-    )
 
 
 #: Packages whose modules keep their weights as parameters and buffers.

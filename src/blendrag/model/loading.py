@@ -35,6 +35,7 @@ from blendrag.errors import (
 )
 from blendrag.model.adapter import ModelAdapter, context_tokens_of
 from blendrag.model.checked_files import check_adapter_files, check_model_files
+from blendrag.model.compat import cpu_multiplies_fast
 from blendrag.model.gguf_files import is_gguf, unpacked_directory
 from blendrag.model.tokens import Tokens
 from blendrag.store import regular_files
@@ -356,17 +357,10 @@ def _quantised(name: str, method: str, target: torch.device) -> Iterator[None]:
 # float32 (measured on a CPU with AVX2 alone). float32 represents every number of either exactly, in twice
 # the memory.
 
-_SUPPORT = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-    torch.float16: "_is_mkldnn_fp16_supported",
-}
-
 
 def has_fast_products(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ``device`` has fast matrix products in ``dtype``: on a CPU, oneDNN kernels."""
-    if device.type != "cpu" or dtype not in _SUPPORT:
-        return True
-    return bool(getattr(torch.ops.mkldnn, _SUPPORT[dtype], lambda: False)())
+    return device.type != "cpu" or cpu_multiplies_fast(dtype)
 
 
 def automatic_dtype(checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
@@ -378,7 +372,11 @@ def precision_signature(dtype: str, device: torch.device) -> str:
     """What ``dtype`` means on ``device``, as far as it is known without the checkpoint."""
     if dtype != "auto":
         return dtype
-    slow = [f"-{dtype_name(kind)}" for kind in _SUPPORT if not has_fast_products(kind, device)]
+    slow = [
+        f"-{dtype_name(kind)}"
+        for kind in (torch.bfloat16, torch.float16)
+        if not has_fast_products(kind, device)
+    ]
     return " ".join(("auto", *slow))
 
 

@@ -1,14 +1,13 @@
 """The parts of a Hugging Face causal LM that blending touches, and what rules blending out.
 
 Finds the decoder layers by structure, without a list of model names, reads the KV layout from a real
-prefill, checks that all weights are on one device, and sees through ``torch.compile``.
+prefill, checks that all weights are on one device, and runs what was compiled uncompiled.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from blendrag.errors import BlendragError, UnsupportedModelError, is_out_of_memory
+from blendrag.model.compat import accelerate_hooks, unwrapped
 from blendrag.model.windows import LAYER_TYPES
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
 from blendrag.store.tensor_bytes import DTYPES
@@ -193,7 +193,7 @@ _META = torch.device("meta")
 
 def input_device(model: Any) -> torch.device:
     """The device for token ids: that of the weights or, if they are offloaded, where the model computes."""
-    for hook in _accelerate_hooks(model.get_input_embeddings()):
+    for hook in accelerate_hooks(model.get_input_embeddings()):
         if hook.execution_device is not None:
             return torch.device(hook.execution_device)
     device = torch.device(model.device)
@@ -230,37 +230,14 @@ def _is_offloaded(model: nn.Module) -> bool:
     return any(
         getattr(hook, "offload", False) or type(hook).__name__ == "CpuOffload"
         for module in model.modules()
-        for hook in _accelerate_hooks(module)
+        for hook in accelerate_hooks(module)
     )
-
-
-def _accelerate_hooks(module: Any) -> list[Any]:
-    hook = getattr(module, "_hf_hook", None)
-    return [each for each in getattr(hook, "hooks", (hook,)) if hasattr(each, "execution_device")]
 
 
 # -- torch.compile ----------------------------------------------------------------------------------
 # Hooks and a cache that changes per request cannot be traced: fullgraph compilation fails on them, and any
 # other recompiles for every prompt. Blended forwards, the gate and ingest run uncompiled; mode ``full``
 # runs what the caller compiled.
-
-
-def unwrapped(module: Any) -> Any:
-    """The module inside ``torch.compile(module)``; any other module unchanged."""
-    while isinstance(module, nn.Module) and "_orig_mod" in module._modules:
-        module = module._modules["_orig_mod"]
-    return module
-
-
-def is_compiled(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of ``modules`` was compiled: by a wrapper, by ``.compile()`` or through its ``forward``."""
-    return "torch._dynamo" in sys.modules and any(
-        "_orig_mod" in module._modules
-        or module._compiled_call_impl is not None
-        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-        for module in modules
-    )
-
 
 _entering = threading.Lock()
 _inside = 0

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
-from torch.overrides import _len_torch_function_stack
 
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.compat import is_in_function_mode
 from blendrag.serving.chunk_pool import LoadedPrompt, RequestKV
 from blendrag.serving.decode_step import DecodeStep, can_join
 from blendrag.serving.kv_budget import KVShare
@@ -148,7 +148,7 @@ def pause() -> None:
     if not call.scheduler.is_step_due(call):
         return
     # function modes are the thread's, too: the others would draw from this call's seed
-    if not _len_torch_function_stack():
+    if not is_in_function_mode():
         call.wait(None, is_paused=True)
 
 

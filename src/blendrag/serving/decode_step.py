@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blendrag.fusor.attention import UNSERVED, NotServedError, implementation
 from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.compat import register_attention
 from blendrag.model.windows import window_of
 from blendrag.serving.chunk_pool import ChunkPool, RequestKV
 from blendrag.serving.shared_attention import SharedAttention
@@ -183,7 +183,7 @@ _rows: ContextVar[_Rows | None] = ContextVar("blendrag_decode_rows", default=Non
 
 @contextmanager
 def _attending(adapter: ModelAdapter, rows: _Rows) -> Iterator[None]:
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    register_attention(NAME, attend)
     token = _rows.set(rows)
     try:
         with implementation(adapter.stack, NAME):

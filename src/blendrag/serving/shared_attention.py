@@ -27,6 +27,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from blendrag.errors import InvalidInputError
+from blendrag.model.compat import cpu_flash_attention
 from blendrag.model.positions import Repositioner, Rotation, rotary_table
 from blendrag.model.windows import Window
 from blendrag.store.kv import KVLayout
@@ -503,9 +504,6 @@ def _bias(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
     return bias.repeat_interleave(like.shape[2], 0).to(like.device)
 
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
 def attend_part(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -516,7 +514,9 @@ def attend_part(
     """``query`` ``[B, Hkv, M, D]`` over ``keys`` and ``values`` ``[B, Hkv, T, D]``: outputs ``[B, Hkv, M,
     D]`` and log-sum-exps ``[B, Hkv, M]``, float32. T is not 0, and each row sees a key."""
     if query.device.type == "cpu" and query.shape[2] < PRODUCT_ROWS:
-        return _flash(query.to(keys.dtype), keys, values, attn_mask=bias, scale=scaling)
+        return cpu_flash_attention(
+            query.to(keys.dtype), keys, values, attn_mask=bias, scale=scaling
+        )
     query = query.float() if scaling == 1.0 else query.float() * scaling
     scores = query @ keys.float().mT  # [B, Hkv, M, T]
     if bias is not None:
