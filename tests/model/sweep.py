@@ -1,4 +1,4 @@
-"""Try every causal LM of the installed transformers, tiny and random: blended, in mode full only, or broken?
+"""Try every LM of the installed transformers, tiny and random: blended, in mode full only, or broken?
 
 Prints a line per model type and writes the page. A crash, an answer in mode full that differs from
 ``generate``, and one in mode prefix that differs from mode full are failures. Configs are shrunk by the names
@@ -31,7 +31,10 @@ import torch
 import transformers
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 import tiny
 from blendrag.config import settings
@@ -43,6 +46,8 @@ from blendrag.wording import condensed
 
 State = Literal["blended", "prefix", "full only", "not tried", "WRONG"]
 
+#: Those that read images or hear are asked for text.
+CLASSES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 PROMPT = "What did the company do? It built ships."
 NEW_TOKENS = 8
 LIMIT_S = 90
@@ -54,8 +59,9 @@ SMALL = {
         (
             "hidden_size", "intermediate_size", "n_embd", "d_model", "n_inner", "ffn_dim", "embed_dim",
             "emb_dim", "word_embed_proj_dim", "ffn_hidden_size", "lru_width", "conv_dim", "index_topk",
-            "image_size", "decoder_ffn_dim", "encoder_ffn_dim", "expert_ffn_hidden_size",
-            "intermediate_size_mlp", "hidden_size_global",
+            "image_size", "out_hidden_size", "vision_output_dim", "projector_input_dim",
+            "projector_output_dim", "projection_dim", "decoder_ffn_dim", "encoder_ffn_dim",
+            "expert_ffn_hidden_size", "intermediate_size_mlp", "hidden_size_global",
         ),
         64,
     ),
@@ -108,6 +114,8 @@ SMALL = {
     **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), tiny.WINDOW),
     "bos_token_id": 0, "num_kv_shared_layers": 2, "mamba_n_heads": 8, "rotary_dim": 8, "mamba_d_ssm": 128,
 }  # fmt: skip
+#: Any token that no prompt has.
+IMAGE_TOKEN = 639
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 #: Further values, so that the layers that make a type special are there.
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -129,6 +137,37 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "mamba2": {"head_dim": 32},
+    **{
+        f"{kind}_text": {"rope_parameters": {**ROPE, "mrope_section": sections}, "head_dim": 16}
+        for sections, kinds in (
+            ([1, 1, 2], "glm4v_moe"),
+            (
+                [2, 3, 3],
+                "glm4v glm_ocr qwen2_vl qwen2_5_vl qwen3_vl qwen2_5_omni",
+            ),
+        )
+        for kind in kinds.split()
+    },
+    **{  # transformers' own cache has their sliding window, and their masks have none
+        f"{kind}_text": {
+            "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]},
+            "sliding_window": None,
+        }
+        for kind in ("qwen3_vl_moe", "qwen3_omni_moe")
+    },
+    **{
+        f"{kind}_thinker": {
+            f"{mark}_token_id": IMAGE_TOKEN for mark in ("vision_start", "audio_start")
+        }
+        for kind in ("qwen2_5_omni", "qwen3_omni_moe")
+    },
+    "chameleon": {
+        "vocabulary_map": {
+            "<image>": 600,
+            **{f"IMGIMG{c}BA1Z": 601 + i for i, c in enumerate("ABCDE")},
+        }
+    },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
     "mllama_text_model": {"cross_attention_layers": [1, 3]},
     "prophetnet": {"max_position_embeddings": 512},
     "qwen4_exp_text": {
@@ -143,9 +182,30 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xlstm": {"qk_dim_factor": 1.0},
 }
 _ALONE = "it does not answer alone: it drafts tokens for another model"
+_ENCODER = "an encoder reads the prompt, and the model does not continue it"
+_IMAGE = "it answers only if it gets an image"
+_TIMM = "its vision part needs the package timm"
 _SOUND = "its tokens are sound, several at a time"
 #: Why types are not tried.
 UNTRIED = {
+    **dict.fromkeys(
+        ("evolla", "florence2", "pix2struct", "t5gemma2", "udop", "vision-encoder-decoder"),
+        _ENCODER,
+    ),
+    **dict.fromkeys(
+        (
+            "blip",
+            "blip-2",
+            "idefics",
+            "instructblip",
+            "instructblipvideo",
+            "kosmos-2",
+            "pi0",
+            "pp_formulanet",
+        ),
+        _IMAGE,
+    ),
+    **dict.fromkeys(("fast_vlm", "perception_lm"), _TIMM),
     "gemma3n": "its vision part needs the package timm; gemma3n_text is its text part",
     "gemma4_assistant": _ALONE,
     "gemma4_unified_assistant": _ALONE,
@@ -201,7 +261,7 @@ class _Unsuited(Exception):
 
 def _built(kind: str) -> tuple[Any, str]:
     """A model, and what it says with ``generate``."""
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    names = CLASSES[kind]
     cls = getattr(transformers, names if isinstance(names, str) else names[0])
     config = cls.config_class
     said = ""
@@ -227,6 +287,10 @@ def _small(config: Any, dropped: Sequence[str] = ()) -> dict[str, Any]:
     except Exception:  # some configs cannot be made without arguments
         default = dict.fromkeys(inspect.signature(config.__init__).parameters)
     small = {k: v for k, v in SMALL.items() if k in default and k not in dropped}
+    small |= {
+        k: IMAGE_TOKEN for k, v in default.items()
+        if k.endswith(("_token_id", "_token_index")) and isinstance(v, int) and k not in small
+    }  # fmt: skip
     if "kv_lora_rank" in default:  # MLA has as many keys as queries
         small["num_key_value_heads"] = SMALL["num_attention_heads"]
     mixed = {
@@ -245,7 +309,11 @@ def _small(config: Any, dropped: Sequence[str] = ()) -> dict[str, Any]:
     for name, part in (config.sub_configs or {}).items():
         if isinstance(default.get(name), dict):
             part = CONFIG_MAPPING[default[name]["model_type"]] if part is AutoConfig else part
-            small[name] = {**_small(part), "model_type": part.model_type}
+            fields = _small(
+                part, dropped if "text" in name else ("head_dim", "num_key_value_heads")
+            )
+            special = SPECIAL.get(part.model_type, {})
+            small[name] = {**fields, "model_type": part.model_type, **special}
     return small
 
 
@@ -347,11 +415,11 @@ def page(found: Sequence[Outcome]) -> str:
     lines = [
         "# Model families",
         "",
-        "Every causal LM of transformers, with random weights in float32 on a CPU: is it blended, which",
-        "[the probe and the gate decide](architecture.md#which-models)? Configs are small and have two",
-        "layers or more of each kind that the default has. All these models answer in mode `full` as",
-        "transformers does; where KV cannot be reused, other modes say why in one sentence. `make sweep`",
-        "writes this page.",
+        "Every LM of transformers, also those with parts that see or hear, with random weights in float32 on",
+        "a CPU: is it blended, which [the probe and the gate decide](architecture.md#which-models)? Configs",
+        "are small and have two layers or more of each kind that the default has. All these models answer in",
+        "mode `full` as transformers does; where KV cannot be reused, other modes say why in one sentence.",
+        "`make sweep` writes this page.",
         "",
         f"{versions}, {day}: {states['blended']} model types are blended, {states['prefix']} more",
         "reuse system prompts and conversations exactly (mode `prefix`),",
@@ -399,6 +467,8 @@ _CLASS = re.compile(r"\b\w+(?:For\w+|Model|Decoder|LMHead\w*)\b")
 
 def _reason(one: Outcome) -> str:
     """Without what differs from type to type."""
+    if one.why.startswith("transformers itself fails"):
+        return "the small config does not suit the class, or transformers itself fails"
     why = re.sub(r" \(\w+\)", "", one.why.partition("; use mode full")[0])
     return re.sub(r"layer \d+ of the model", "a layer of the model", _CLASS.sub("the model", why))
 
@@ -420,7 +490,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as cache:  # no verdicts of earlier runs
         os.environ["BLENDRAG_CACHE"] = cache
         settings.cache_clear()
-        for kind in asked.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        for kind in asked.kinds or sorted(CLASSES):
             found.append(outcome_of(kind))
             print(
                 kind,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from blendrag.config import absolute_model
 from blendrag.engine import BlendEngine
-from blendrag.errors import ModelLoadError
+from blendrag.errors import InvalidInputError, ModelLoadError
 from blendrag.model import loading
 from blendrag.model.loading import load_adapter, load_context_tokens, load_tokens
 
@@ -251,6 +251,15 @@ def test_a_quantisation_is_named_at_either_level_of_a_config(level: str, tmp_pat
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match="is quantised by an unnamed method and cannot be"):
         load_adapter(str(path))
+
+
+def test_a_model_whose_encoder_reads_the_prompt_is_refused_in_one_sentence() -> None:
+    given = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 640}
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**given))
+    with pytest.raises(
+        InvalidInputError, match="whose encoder reads the prompt; expected a causal"
+    ):
+        tiny.adapter(model)
 
 
 def test_what_is_wrong_with_a_checkpoint_is_not_cut_at_a_colon(

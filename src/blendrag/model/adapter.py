@@ -55,6 +55,10 @@ class ModelAdapter:
                 f"the model is a {type(model).__name__}, expected a causal LM of transformers; if it wraps "
                 "one, pass that (model.module)"
             )
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise InvalidInputError(
+                f"the model is a {type(model).__name__}, whose encoder reads the prompt; expected a causal LM"
+            )
         peft = getattr(model, "active_peft_config", None) if hasattr(model, "peft_type") else None
         learns_prompt = getattr(peft, "is_prompt_learning", False)
         unwrap = hasattr(model, "get_base_model") and not learns_prompt
