@@ -151,3 +151,17 @@ def test_all_packages_have_one_version():
     texts = {path: path.read_text() for path in PYPROJECTS}
     versions = {path: re.search(r'^version = "(.*)"', text, re.M) for path, text in texts.items()}
     assert {found[1] for found in versions.values() if found} == {blendrag.__version__}
+
+
+def test_what_users_install_has_no_exact_pins_and_a_bound_for_what_is_reached_into():
+    lists = []
+    for path in PYPROJECTS:
+        project = tomllib.loads(path.read_text())["project"]
+        extras = project.get("optional-dependencies", {})
+        lists += [project.get("dependencies", []), *(extras[name] for name in {*extras} - {"dev"})]
+    required = [requirement for each in lists for requirement in each]
+    assert [requirement for requirement in required if "==" in requirement] == []
+    reached_into = re.compile(r"(torch|transformers|jinja2|accelerate|diskcache|ray)(\[.*\])?>=")
+    bounds = [requirement for requirement in required if reached_into.match(requirement)]
+    assert len({reached_into.match(requirement)[1] for requirement in bounds}) == 6
+    assert [requirement for requirement in bounds if ",<" not in requirement] == []

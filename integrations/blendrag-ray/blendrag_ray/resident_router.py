@@ -3,6 +3,8 @@
 Replicas report what they hold as digests: the first four bytes of each key (:func:`digest`). Between two
 reports the router assumes that a replica keeps what it was sent. How busy replicas are it knows from the
 ingress, which is in its process (:mod:`blendrag_ray.backlog`).
+
+Serve's request routers are alpha (Ray 2.60). No other module of this package uses their classes.
 """
 
 from __future__ import annotations
