@@ -147,6 +147,37 @@ def test_in_bfloat16_a_conversation_differs_by_noise_only(name, tmp_path):
     assert largest < 6e-2
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_beyond_the_original_length_of_a_rotary_table_prompts_are_computed_whole(kind, tmp_path):
+    """Keys before the length are rotated by another table then."""
+    length = 212
+    rope = {"rope_type": kind, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    if kind == "dynamic":
+        given = {"max_position_embeddings": length, "rope_parameters": {**rope, "factor": 8.0}}
+    else:
+        factors = {"factor": 8.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        rope |= {"original_max_position_embeddings": length, **factors}
+        given = {"rope_parameters": rope}
+    with tiny.engine(tiny.family("qwen3_5", initializer_range=0.2, **given), tmp_path) as made:
+        rotary = made.adapter.continuation.rotary
+        messages = [{"role": "system", "content": SYSTEM}]
+        reused = []
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"What is it in {1870 + turn}?"})
+            ids = torch.tensor([made.segments(messages, options(made)).ids])
+            with watched(made) as (_, ours):
+                answer = made.generate(messages, options(made))
+            rotary.max_seq_len_cached = 0  # else of the longest sequence so far
+            theirs = tiny.stock(made.adapter.model, ids)[0, -1]
+            assert tiny.difference(ours[-NEW_TOKENS], theirs) < 1e-3
+            reused.append(answer.metrics.reused_tokens > 0)
+            assert (ids.shape[1] > length) == (turn > 0)
+            messages.append({"role": "assistant", "content": answer.text})
+        assert reused == [False, False, False]
+        again = messages[:2]
+        assert made.generate(again, options(made)).metrics.reused_tokens > 150
+
+
 @pytest.mark.parametrize("mode", ["blend", "prefix"])
 def test_a_turn_over_chunks_keeps_the_turns_before_it_exact(mode, tmp_path):
     """What was blended is not kept."""
@@ -191,6 +222,38 @@ def test_a_prompt_that_parts_from_an_earlier_one_leaves_a_state_there(engine):
     reused = [answer.metrics.reused_tokens for answer in answers]
     assert reused[:2] == [0, 0]
     assert reused[2] > 150
+
+
+def test_a_prompt_that_is_asked_again_and_again_computes_one_token(engine):
+    text = SYSTEM + "The company built"
+    given = {"apply_chat_template": False}
+    fresh = [asked(engine, text, **given)[0].metrics.fresh_tokens for _ in range(4)]
+    assert fresh[0] == fresh[1] > 150
+    assert fresh[2:] == [1, 1]
+
+
+def test_nothing_is_kept_under_weights_that_it_was_not_computed_with(engine):
+    """The owner of the model changed them during the answer, and back."""
+    weight = engine.adapter.model.model.layers[0].mlp.up_proj.weight
+    message = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is it?"}]
+    engine.generate(message, options(engine))
+    other = [
+        *message,
+        {"role": "assistant", "content": "A town."},
+        {"role": "user", "content": "?"},
+    ]
+
+    def change(module: Any, args: Any) -> None:
+        weight.data.mul_(2)
+        hook.remove()
+
+    before = weight.detach().clone()
+    hook = engine.adapter.model.register_forward_pre_hook(change)
+    said = engine.generate(other, options(engine)).text
+    weight.data.copy_(before)
+    more = [{"role": "assistant", "content": said}, {"role": "user", "content": "Where?"}]
+    _, _, differs = asked(engine, [*other, *more])
+    assert differs < 1e-3
 
 
 def test_a_state_that_is_disturbed_is_noticed(engine):

@@ -132,7 +132,8 @@ class ExactPrefixes:
         if self._tree is None or not goes_on(request, adapter):
             return []
         assert adapter.continuation is not None
-        ends = {self._tree.known(_family(request), ids)}
+        # a prompt that is asked again goes on from its last token but one
+        ends = {min(self._tree.known(_family(request), ids), len(ids) - 1)}
         if prompt.chunks:
             ends.add(len(prompt.leading_ids))
         text, tokens = "".join(segment.text for segment in prompt.segments), adapter.tokens
@@ -154,7 +155,8 @@ class ExactPrefixes:
             return
         if going.length(cache) != len(ids) or self._tree.match(family, ids) == len(ids):
             return
-        self._tree.insert(family, ids, going.kv(cache), going.state(cache))
+        if not adapter.is_long(len(ids)) and self._weights == adapter.weights_now():
+            self._tree.insert(family, ids, going.kv(cache), going.state(cache))
 
     def length(self, request: Request, controller: Controller) -> int:
         """How many tokens at the beginning of its prompt are in memory and can be used."""
@@ -303,7 +305,9 @@ def goes_on(request: Request, adapter: ModelAdapter) -> bool:
     if going is None or request.mode != "prefix":
         return False
     own = adapter.model.generation_config.cache_implementation is None
-    return own and request.sequences == 1 and going.dtype == adapter.model.dtype
+    # the keys of long prompts are rotated otherwise
+    is_alike = going.dtype == adapter.model.dtype and not adapter.is_long(len(request.prompt.ids))
+    return own and request.sequences == 1 and is_alike
 
 
 class _Way(NamedTuple):

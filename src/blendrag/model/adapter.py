@@ -115,14 +115,15 @@ class ModelAdapter:
     def blend_limit_tokens(self) -> int | None:
         """Longest prompt before the rotary table changes (dynamic, LongRoPE) or queries are scaled by their
         position (Llama 4, Ministral 3), or ``None``."""
-        if self._stack is None:
+        if self._stack is None and self._rotary is None:
             return None
-        config, name = self._stack.config, "original_max_position_embeddings"
+        config = self.model.config.get_text_config(decoder=True)
+        name = "original_max_position_embeddings"
         if getattr(config, "attn_temperature_tuning", False):
             # Llama 4 counts the position from the cache, which has the prompt before its last row
             return min(int(config.floor_scale) - 2, self.context_tokens)
         parameters = getattr(config, "rope_parameters", None) or {}
-        changes = fingerprint.depends_on_length(self._stack.rotary)
+        changes = fingerprint.depends_on_length(self._rotary)
         if not changes and not parameters.get("llama_4_scaling_beta"):
             return None
         if parameters.get("rope_type") == "dynamic":
@@ -148,7 +149,13 @@ class ModelAdapter:
 
     def own_tables(self) -> AbstractContextManager[None]:
         """Within this context no forward is rotated by a table that another one left (dynamic)."""
-        return own_tables(None if self._stack is None else self._stack.rotary)
+        return own_tables(self._rotary)
+
+    @property
+    def _rotary(self) -> nn.Module | None:
+        if self._stack is not None:
+            return self._stack.rotary
+        return None if self.continuation is None else self.continuation.rotary
 
     def require_blendable(self) -> None:
         """Raise :class:`UnsupportedModelError` if this model's KV cannot be reused."""

@@ -24,7 +24,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError, is_out_of_memory
-from blendrag.model.fingerprint import is_quantised
+from blendrag.model.fingerprint import depends_on_length, is_quantised
 from blendrag.model.structure import check_placement
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
 from blendrag.store.tensor_bytes import DTYPES
@@ -83,6 +83,8 @@ class Continuation:
         self._device = device
         self.dtype = model.dtype
         self._parameters = inspect.signature(model.forward).parameters
+        self.rotary = next(filter(depends_on_length, model.modules()), None)
+        """The rotary module whose table depends on the length of the sequence; ``None`` if there is none."""
         self.in_steps = False
         """Whether tokens that follow a state are computed one by one."""
         self._module_states: list[tuple[nn.Module, str]] = []
