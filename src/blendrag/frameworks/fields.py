@@ -120,7 +120,9 @@ class EngineFields(NamedEngineFields):
 
     @model_validator(mode="after")
     def _take_engine(self) -> EngineFields:
-        names: Any = {name: getattr(self, name) for name in _ENGINE_FIELDS}
+        # what a wrapper declares itself is its own, such as the limit of a splitter
+        own = inspect.get_annotations(type(self))
+        names: Any = {n: None if n in own else getattr(self, n) for n in _ENGINE_FIELDS}
         if self.given_engine is None:
             self._check_model()
             self._name = engine_name(**names)
