@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from scipy import optimize
 
 import tiny
 from blendrag.engine import BlendEngine, Options
@@ -38,7 +40,9 @@ from blendrag.planning.measure import (
     Timed,
     figures,
     fit,
+    isotonic_regression,
     median,
+    non_negative_least_squares,
     prefills_to_time,
 )  # fmt: skip
 from blendrag.planning.profile import Curve, profiles, recall_profile
@@ -454,3 +458,15 @@ def test_two_lengths_and_the_cost_of_attention_predict_a_long_prefill():
     slow = fit(points, 1.0)  # attention that would take longer than everything
     assert slow.row_s > 0
     assert slow(128, 64) == pytest.approx(points[0].seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fits_are_those_of_scipy(seed):
+    numbers = np.random.default_rng(seed)
+    matrix = numbers.standard_normal((12, 4)) + numbers.integers(0, 2)
+    matrix[:, numbers.integers(4)] *= numbers.integers(0, 2)  # a term that no point has
+    target = np.ones(12) if seed % 2 else numbers.standard_normal(12)
+    expected, _ = optimize.nnls(matrix, target)
+    np.testing.assert_allclose(non_negative_least_squares(matrix, target), expected, atol=1e-9)
+    values = numbers.standard_normal(30).cumsum()
+    np.testing.assert_allclose(isotonic_regression(values), optimize.isotonic_regression(values).x)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -411,8 +412,6 @@ def fit(points: Iterable[Point], pair_s: float | None = None) -> Curve:
     made monotone over the rows (isotonic regression). Points of a single row count are taken as proportional
     to it. Raises :class:`InvalidInputError` without points.
     """
-    from scipy.optimize import isotonic_regression, nnls
-
     known = [p for p in points if p.seconds > 0 and p.rows > 0]
     if not known:
         raise InvalidInputError("no time was measured, expected at least one; measure again")
@@ -425,13 +424,44 @@ def fit(points: Iterable[Point], pair_s: float | None = None) -> Curve:
         pairs = np.zeros(len(known))
     terms = np.array([[1.0, p.rows, pair, p.placed] for p, pair in zip(known, pairs, strict=True)])
     scale = np.maximum(terms.max(axis=0), 1e-12)
-    found, _ = nnls(terms / scale / seconds[:, None], target)
+    found = non_negative_least_squares(terms / scale / seconds[:, None], target)
     _, row_s, own_pair_s, placed_s = (float(x) for x in found / scale)
     pair_s = own_pair_s if pair_s is None else pair_s
     rest: dict[float, list[float]] = defaultdict(list)
     for p in sorted(known):
         rest[p.rows].append(p.seconds - pair_s * p.rows * p.context - placed_s * p.placed)
-    smooth = np.maximum(isotonic_regression([statistics.fmean(v) for v in rest.values()]).x, 1e-9)
+    smooth = np.maximum(isotonic_regression(map(statistics.fmean, rest.values())), 1e-9)
     if len(rest) == 1:
         row_s = float(smooth[0]) / next(iter(rest))
     return Curve(tuple(rest), tuple(float(x) for x in smooth), row_s, pair_s, placed_s)
+
+
+def non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The ``x >= 0`` with the least ``|matrix @ x - target|``, for a few columns; zeros where they suffice.
+
+    It solves the problem without bounds for every subset of the columns, and takes the best solution that
+    is not negative.
+    """
+    columns = matrix.shape[1]
+    best, least = np.zeros(columns), float(np.linalg.norm(target))
+    rounding = 1e-12 * least
+    for count in range(1, columns + 1):
+        for subset in map(list, combinations(range(columns), count)):
+            found = np.linalg.lstsq(matrix[:, subset], target, rcond=None)[0]
+            error = float(np.linalg.norm(matrix[:, subset] @ found - target))
+            if found.min() >= 0 and error < least - rounding:
+                best, least = np.zeros(columns), error
+                best[subset] = found
+    return best
+
+
+def isotonic_regression(values: Iterable[float]) -> np.ndarray:
+    """The ascending numbers nearest to ``values``: neighbours out of order become their mean."""
+    pools: list[tuple[float, int]] = []  # sum and count of equal neighbours
+    for value in values:
+        total, count = value, 1
+        while pools and pools[-1][0] / pools[-1][1] >= total / count:
+            before, more = pools.pop()
+            total, count = total + before, count + more
+        pools.append((total, count))
+    return np.repeat([total / count for total, count in pools], [count for _, count in pools])
