@@ -179,6 +179,23 @@ def test_beyond_the_original_length_of_a_rotary_table_prompts_are_computed_whole
 
 
 @pytest.mark.parametrize("mode", ["blend", "prefix"])
+def test_a_model_that_the_gate_refuses_gets_a_cache_of_its_own(mode, tmp_path):
+    """Moshi sees a window because its cache drops what is before it."""
+    config = {
+        "head_dim": 16,
+        "ffn_dim": 64,
+        "sliding_window": tiny.WINDOW,
+        "initializer_range": 0.2,
+    }
+    model = tiny.build(("MoshiForCausalLM", "MoshiConfig", config))
+    with tiny.engine(model, tmp_path) as made:
+        assert made.adapter.refusal is None
+        for answer, _, differs in conversation(made, 2, mode=mode):
+            assert differs < 1e-3
+            assert answer.metrics.reused_tokens == 0
+
+
+@pytest.mark.parametrize("mode", ["blend", "prefix"])
 def test_a_turn_over_chunks_keeps_the_turns_before_it_exact(mode, tmp_path):
     """What was blended is not kept."""
     with tiny.engine(tiny.llama(), tmp_path, prefix_text=tiny.BOS) as made:

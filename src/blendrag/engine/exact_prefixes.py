@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from blendrag.config import Mode
 from blendrag.engine.request import Request
 from blendrag.engine.resources import Resources
 from blendrag.engine.stream import AnswerStream
-from blendrag.errors import RequestCancelled, RequestTimeout
+from blendrag.errors import RequestCancelled, RequestTimeout, UnsupportedModelError
 from blendrag.fusor import BlendCache, BlendRequest
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Blending
@@ -105,7 +105,7 @@ class ExactPrefixes:
 
     def of(self, request: Request) -> Prefixes | None:
         """Opens the prefixes that ``request`` may use; ``None`` if it may use none."""
-        if not self._may_use(request):
+        if not self.may_use(request):
             return None
         return partial(self._tree_now().join, _family(request))
 
@@ -114,7 +114,7 @@ class ExactPrefixes:
         prompt without chunks, or for a model whose KV cannot be moved."""
         adapter, ids = self._resources.adapter, request.prompt.ids
         going, config = adapter.continuation, adapter.model.generation_config
-        if request.sequences > 1 or config.cache_implementation or not self._may_use(request):
+        if request.sequences > 1 or config.cache_implementation or not self.may_use(request):
             return None
         reader = self._tree_now().join(_family(request), ids[:-1])
         if reader is None:
@@ -210,7 +210,7 @@ class ExactPrefixes:
             if request.mode == "prefix" and first.span is None and self._resources.is_dated:
                 end = max(end, first.segment.end)
             ids = ids[:end]
-        if self._tree is None or not self._may_use(request) or len(ids) < MIN_TOKENS:
+        if self._tree is None or not self.may_use(request) or len(ids) < MIN_TOKENS:
             return
         adapter, family = self._resources.adapter, _family(request)
         if cache.get_seq_length() < len(ids) or not cache.is_one_sequence:
@@ -230,12 +230,23 @@ class ExactPrefixes:
         """Whether stored KV is what was computed, to the bit."""
         return self._resources.manifest.encoding == NATIVE_ENCODING
 
-    def _may_use(self, request: Request) -> bool:
+    def may_use(self, request: Request) -> bool:
+        """Whether ``request`` may go on from KV in memory, and its own be kept there."""
         adapter = self._resources.adapter
         if adapter.refusal is not None:
             return goes_on(request, adapter)
-        # the keys of long prompts are rotated otherwise
-        return request.mode in MODES and not adapter.is_long(len(request.prompt.ids))
+        if request.mode not in MODES or adapter.is_long(len(request.prompt.ids)):
+            return False  # the keys of long prompts are rotated otherwise
+        return self._is_checked
+
+    @property
+    def _is_checked(self) -> bool:
+        """Whether attention over our cache was compared with the model's own: layer by layer, or by the
+        gate. Moshi's sees a window only in transformers' own cache."""
+        resources = self._resources
+        with suppress(UnsupportedModelError):
+            return resources.fusor.packs or resources.kv_validity.verification().blendable
+        return False
 
     def _worthwhile(self, request: Request, controller: Controller) -> SharedPrefix | None:
         """The beginning whose single prefill saves most over what the waiting requests would compute."""
@@ -244,7 +255,7 @@ class ExactPrefixes:
             (other, stream, controller.cut(prompt, common_prefix(prompt.ids, other.prompt.ids)))
             for other, stream in self._waiting()
             if other.prompt is not prompt
-            and self._may_use(other)
+            and self.may_use(other)
             and other.prompt.chunks
             and _family(other) == family
             and not stream.done

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blendrag.engine.batched_prefill import NOTHING_AHEAD, Ahead
-from blendrag.engine.exact_prefixes import MODES, goes_on
+from blendrag.engine.exact_prefixes import goes_on
 from blendrag.engine.planner import KVAccess, Planner, checked
 from blendrag.engine.request import Request
 from blendrag.engine.resources import Resources
@@ -192,7 +192,7 @@ class BlendedRoad(Road):
         is_own = adapter.model.generation_config.cache_implementation is not None
         if adapter.refusal is not None or request.sequences > 1 or is_own:
             return None
-        if not (self.decodes_jointly or request.mode in MODES):
+        if not (self.decodes_jointly or self._planner.prefixes.may_use(request)):
             return None
         cache = BlendCache(adapter.layout, len(request.prompt.ids) + self._room + 1, adapter.device)
         if span is not None:
