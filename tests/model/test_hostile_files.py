@@ -20,6 +20,7 @@ import tiny
 from blendrag.corpus.recorded_model import recorded_model
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError
+from blendrag.model.checked_files import check_model_files
 from blendrag.model.loading import load_adapter, load_context_tokens, load_tokens
 from blendrag.model.tokens import Tokens
 from test_remote_code import change
@@ -168,6 +169,12 @@ def test_without_the_weights_too(load: Callable[[str], object], checkpoint: str)
     config(num_hidden_layers=1001)(Path(checkpoint))
     with tiny.refuses(r"config\.json sets num_hidden_layers", ModelLoadError):
         load(checkpoint)
+
+
+def test_a_vocabulary_for_each_layer_is_no_count_of_layers(checkpoint: str) -> None:
+    """Gemma 3n and 4 have it."""
+    config(vocab_size_per_layer_input=262_144)(Path(checkpoint))
+    check_model_files(Path(checkpoint))
 
 
 class Evil:

@@ -33,7 +33,7 @@ SIZES_MIB = {
     "adapter_config.json": 1,
 }
 #: Most of what a config counts and what is built one by one, by a word of the field's name.
-_COUNTS = {"layer": 1000, "layers": 1000, "experts": 10_000, "heads": 10_000, "labels": 10_000}
+_COUNTS = {"layer": 1000, "layers": 1000, "experts": 20_000, "heads": 10_000, "labels": 10_000}
 #: Most tokens that are added to a vocabulary.
 MAX_ADDED_TOKENS = 100_000
 #: Most sequences that a generation config decodes at once.
@@ -111,7 +111,10 @@ def _check_config(file: Path, config: Mapping[str, Any], trust_remote_code: bool
         for field, value in content.items() if isinstance(content, dict) else ():
             if isinstance(value, dict | list):
                 waiting.append(value)
-            for word in field.split("_"):
+            words = field.split("_")
+            for word in (
+                words if "size" not in words else ()
+            ):  # Gemma's vocab_size_per_layer_input counts tokens
                 if word in _COUNTS:
                     _check_most(file, field, value, _COUNTS[word])
             if field.endswith("_implementation") and not trust_remote_code and "/" in str(value):
