@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import tiny
 from blendrag.cli import serve
 from blendrag.engine import BlendEngine
-from blendrag.errors import InvalidInputError, ModelLoadError
+from blendrag.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
 from blendrag.server.admission import TTFT_BUCKETS_S
 from blendrag.server.running import server_of
 from blendrag.server.service import open_engine
@@ -186,6 +186,20 @@ def test_an_embedder_that_cannot_be_loaded_is_a_note(demo_engine, monkeypatch) -
     monkeypatch.setattr(demo_engine.resources, "retriever", fails)
     note = "retrieval and embeddings are refused: embedder 'x' cannot be loaded"
     assert open_engine(demo_engine, needs_blending=True) == note
+
+
+def test_a_model_that_cannot_be_blended_is_served_in_modes_that_it_can_answer(
+    tmp_path: Path,
+) -> None:
+    model = tiny.family("qwen3_5")
+    for mode in ("full", "prefix"):
+        with tiny.engine(model, tmp_path / mode, mode=mode) as made:
+            assert open_engine(made, needs_blending=True) == ""
+    with (
+        tiny.engine(model, tmp_path / "blend", mode="blend") as made,
+        tiny.refuses("use mode full, or prefix", UnsupportedModelError),
+    ):
+        open_engine(made, needs_blending=True)
 
 
 def test_sigterm_lets_answers_end_and_refuses_new_ones(model_dir: Path, tmp_path: Path) -> None:

@@ -52,11 +52,11 @@ BUSY_S = 1.0
 def open_engine(engine: BlendEngine, needs_blending: bool) -> str:
     """Load what requests need; why retrieval is refused, if it is.
 
-    Raises :class:`UnsupportedModelError` if the mode needs a blendable model.
+    Raises :class:`UnsupportedModelError` if the model cannot answer in the engine's mode.
     """
     engine.open()
-    if engine.settings.mode != "full" and needs_blending:
-        engine.adapter.require_blendable()
+    if needs_blending:
+        engine.adapter.require_mode(engine.settings.mode)
     corpus = engine.corpus
     if corpus is not None and corpus.vectors.dim() is not None:
         try:
