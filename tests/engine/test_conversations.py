@@ -52,6 +52,21 @@ def assert_in_order(engine: BlendEngine) -> None:
         assert not any(node.users for root in tree._roots.values() for node in root.below())
 
 
+def assert_kept_as_prefilled(engine: BlendEngine) -> None:
+    """All KV in the tree is that of a plain prefill."""
+    tree, adapter = engine._prefixes._tree, engine.adapter
+    leaves = [n for root in tree._roots.values() for n in root.below() if not n.children]
+    assert leaves
+    for leaf in leaves:
+        path = [*leaf.path()][::-1]
+        with torch.inference_mode():
+            cache = adapter.prefill_at([token for node in path for token in node.ids])
+        for i, (shape, stock) in enumerate(zip(adapter.layout.layers, cache.layers, strict=True)):
+            kept = [node.chunk.layers[i][:, :, : len(node.ids)] for node in path]
+            computed = shape.joined(stock.keys[0], stock.values[0])
+            assert tiny.difference(torch.cat(kept, 2), computed) < 1e-3
+
+
 @contextmanager
 def watched(engine: BlendEngine) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """Rows of each forward of the model, and the logits of its last row."""
@@ -220,6 +235,7 @@ def test_a_turn_over_chunks_keeps_the_turns_before_it_exact(mode, tmp_path):
         exact = made.generate(messages, options(made, mode="full"))
         assert after.text == exact.text
         assert_in_order(made)
+        assert_kept_as_prefilled(made)
 
 
 def test_another_conversation_reuses_the_system_prompt(engine):
