@@ -81,8 +81,8 @@ class RequestMetrics:
     """Prompts prefilled in the same forward; more than one only in a batch. ``ttft_s`` still ends with this
     request's first token, which comes after the answers before it."""
     opening_s: float = 0.0
-    """Opening the tokenizer and the model, and checking that stored KV is theirs: about 0 but for the first
-    request of an engine."""
+    """Opening the tokenizer, the model and the embedder, and checking that stored KV is theirs: about 0 but
+    for the first request of an engine."""
     prefix_tokens: int = 0
     """Of ``reused_tokens``: the beginning of the prompt, before the first chunk."""
     queued_s: float = 0.0

@@ -81,6 +81,28 @@ def test_opening_the_model_is_no_part_of_the_time_to_first_token(
     assert second.opening_s < 1000.0
 
 
+def test_opening_the_embedder_is_no_part_of_the_time_to_first_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, passed_s = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + passed_s[0])
+
+    class Slow(tiny.WordEmbedder):
+        @property
+        def dim(self) -> int:  # type: ignore[override]
+            passed_s[0] += 1000.0 if passed_s == [0.0] else 0.0
+            return 64
+
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        engine.ingest([tiny.document(0)])
+        engine.resources.__dict__["embedder"] = Slow()
+        first = engine.ask(QUESTION, max_new_tokens=1).metrics
+        second = engine.ask(QUESTION, max_new_tokens=1).metrics
+    assert first.opening_s >= 1000.0
+    assert 0 < first.retrieval_s < first.ttft_s <= first.total_s < 1000.0
+    assert second.opening_s < 1000.0
+
+
 def test_waiting_for_earlier_requests_is_part_of_the_time_to_first_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

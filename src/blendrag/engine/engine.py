@@ -361,10 +361,13 @@ class BlendEngine:
         check_history(history)
         earlier = history[-1][0] if history else ""
         began = time.perf_counter()
+        self.open_retrieval()
+        opened = time.perf_counter()
         chunks = self.retrieve(question, top_k, earlier=earlier)
-        retrieval_s = time.perf_counter() - began
+        retrieval_s = time.perf_counter() - opened
         prompt = self._prompts.over(question, chunks, history, options)
-        return replace(prompt, retrieval_s=retrieval_s), self._prompts.ending(options)
+        prompt = replace(prompt, retrieval_s=retrieval_s, opening_s=opened - began)
+        return prompt, self._prompts.ending(options)
 
     def retrieve(
         self, question: str, top_k: int | None = None, *, earlier: str = "", check: Check = proceed

@@ -268,7 +268,7 @@ class Generation:
             predicted_compute_s=predicted.compute_s if predicted else None,
             decision=plan.decision if plan.forecast is not None else "",
             batch_size=batch_size,
-            opening_s=stream.opening_s,
+            opening_s=stream.opening_s + request.embedder_opening_s,
             queued_s=stream.queued_s,
             retrieval_s=request.retrieval_s,
             prefix_tokens=plan.prefix_tokens,

@@ -103,6 +103,7 @@ class Prompts:
             fresh=fresh,
             fixed=fixed,
             retrieval_s=prompt.retrieval_s if isinstance(prompt, RagPrompt) else 0.0,
+            embedder_opening_s=prompt.opening_s if isinstance(prompt, RagPrompt) else 0.0,
             form=form,
             begun=begun,
             answer_form=needed,
@@ -172,7 +173,7 @@ class Prompts:
         while left_out < len(history) and self._is_full(request):
             left_out += 1
             shorter = self.over(question, prompt.retrieved, history[left_out:], options)
-            shorter = replace(shorter, retrieval_s=prompt.retrieval_s)
+            shorter = replace(shorter, retrieval_s=prompt.retrieval_s, opening_s=prompt.opening_s)
             request = self.request(shorter, options, asked_at)
         return request, left_out
 

@@ -44,6 +44,8 @@ class RagPrompt:
     """Messages before this one."""
     retrieval_s: float = 0.0
     """Seconds that finding the chunks took, waiting included; a part of ``ttft_s``."""
+    opening_s: float = 0.0
+    """Seconds of opening the embedder before that; no part of ``ttft_s``."""
     retrieved: tuple[RetrievedChunk, ...] = ()
     """The chunks as they were retrieved, if they were."""
 
@@ -318,6 +320,8 @@ class Request:
     """The prompt with fixed positions, if it is that of a schema with ``positions="schema"``."""
     retrieval_s: float = 0.0
     """Seconds of finding its chunks, before it was asked."""
+    embedder_opening_s: float = 0.0
+    """Seconds of opening the embedder for that."""
     form: Format | None = None
     """In which the model writes reasoning and tool calls; ``None`` for a prompt without the chat template."""
     answer_form: AnswerForm | None = None
