@@ -538,5 +538,5 @@ def _why_missed(index: ChunkIndex, text: str, found: Sequence[Match]) -> tuple[s
             "pass texts, not their representation",
         )
     if len(index) and not found:
-        return ("no known chunk was recognised in this prompt; it was prefilled normally",)
+        return ("no known chunk was recognised in this prompt, so no chunk was reused",)
     return ()
