@@ -56,7 +56,8 @@ def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(refused_dir,
     store = tmp_path / "store"
     for _ in range(2):
         fed = refused(*ingest_args(docs, refused_dir, store), status=3)
-        assert "; 3 documents were stored without KV: ask with mode full, or " in fed
+        assert "use mode full, or prefix" in fed
+        assert "; documents stored without KV: 3; for KV, " in fed
     assert printed("store", "stats", "--store", store)["chunks"] == 0
     assert "use mode full" in said(invoke("ask", QUESTION, "--store", store))
     answer = ask(store, "--mode", "full")

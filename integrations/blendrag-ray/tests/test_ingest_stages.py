@@ -176,7 +176,7 @@ def test_a_model_whose_kv_cannot_be_reused_is_refused_after_its_texts_are_stored
     tiny.family("gpt2").save_pretrained(tmp_path / "gpt2")
     tiny.tokenizer().save_pretrained(tmp_path / "gpt2")
     with engine(tmp_path / "gpt2", tmp_path / "s") as made:
-        with tiny.refuses("3 documents were stored without KV", UnsupportedModelError):
+        with tiny.refuses("documents stored without KV: 3", UnsupportedModelError):
             ingest(made, [docs])
         assert len(made.resources.corpus.documents()) == 3
 

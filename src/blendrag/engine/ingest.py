@@ -139,8 +139,8 @@ def ended(resources: Resources, corpus: Corpus, report: IngestReport) -> IngestR
     """The report of a run. Raises :class:`UnsupportedModelError` if the model's KV was refused."""
     if report.refused:
         raise UnsupportedModelError(
-            f"{report.refused}; {report.documents} documents were stored without KV: ask with mode full, "
-            "or ingest with another model into another store"
+            f"{report.refused}; documents stored without KV: {report.documents}; for KV, ingest with another "
+            "model into another store"
         )
     drop_orphaned_kv(resources, corpus)  # left by a run that was killed
     return report
