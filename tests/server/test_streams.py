@@ -211,11 +211,11 @@ def test_a_request_that_is_long_in_preparation_begins_its_stream(
         return asked_chat(*given)
 
     monkeypatch.setattr(chats, "asked_chat", prepared)
-    with streaming(server, temperature=-1) as lines:
+    with streaming(server, tool_choice="weather") as lines:
         assert next(lines) == PING
         may_go_on.set()
         error, done = [line for line in lines if line != PING]
-    assert "temperature -1" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert "tool_choice" in json.loads(error.removeprefix("data: "))["error"]["message"]
     assert done == "data: [DONE]"
 
 
