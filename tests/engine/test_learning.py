@@ -238,6 +238,7 @@ def test_a_store_without_chunks_is_told_once(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="blendrag")
     with tiny.engine(tiny.llama(), tmp_path / "kv", learn=True) as made:
         made.generate("Hello.")
+        made.generate(prompt(2), mode="prefix")  # reuses conversations, and no chunk
         assert "holds no chunks" not in caplog.text
         first, second = made.generate(prompt(0)), made.generate(prompt(1))
     assert caplog.text.count("holds no chunks") == 1

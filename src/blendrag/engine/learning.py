@@ -39,6 +39,8 @@ from blendrag.text.questions import without_question
 
 log = logging.getLogger(__name__)
 
+#: Modes that reuse chunks wherever they are in a prompt.
+LEARNING_MODES = ("blend", "reuse")
 #: Scopes that are remembered as told that the store holds no chunks.
 TOLD_SCOPES = 1024
 
@@ -62,7 +64,7 @@ class Learner:
         """``request`` with a note, once per scope, if it meets a store without chunks; one warning per
         engine."""
         fresh, scope = request.fresh, request.options.scope
-        if fresh is None or request.mode == "full" or scope in self._told:
+        if fresh is None or request.mode not in LEARNING_MODES or scope in self._told:
             return request
         corpus = self._resources.corpus
         known = corpus.known_to(scope) if corpus else ()
@@ -71,7 +73,7 @@ class Learner:
         is_first = not self._told
         self._told[scope] = None
         advice = (
-            f"store {self._resources.root} holds no chunks, so nothing is reused; add them with "
+            f"store {self._resources.root} holds no chunks, so none is reused; add them with "
             "BlendVectorStore.from_documents(pieces, …) (LangChain), BlendPrecompute (LlamaIndex) or "
             "blendrag ingest"
         )
@@ -87,7 +89,7 @@ class Learner:
     def learn(self, request: Request, answer: Answer) -> Answer:
         """Learn what the request's prompt has in common with earlier ones; the answer with a note on it."""
         fresh, scope = request.fresh, request.options.scope
-        learns = self._learns and scope is not None and request.mode in ("blend", "reuse")
+        learns = self._learns and scope is not None and request.mode in LEARNING_MODES
         if not learns or fresh is None or scope is None:
             return answer
         try:

@@ -26,7 +26,9 @@ from blendrag.wording import condensed
 
 #: Ends the reasons why a model's KV cannot be moved. The second if it can go on from a stored beginning.
 USE_FULL = "use mode full"
-USE_PREFIX = f"{USE_FULL}, or prefix, which reuses system prompts and conversations"
+USE_PREFIX = (
+    f"{USE_FULL}, or prefix, which reuses system prompts and conversations, but no documents"
+)
 _STATE = (
     "keep a running state of all tokens so far instead of KV for each token, so a chunk cannot be reused at "
     "another place"
