@@ -121,7 +121,10 @@ class EngineFields(NamedEngineFields):
     @model_validator(mode="after")
     def _take_engine(self) -> EngineFields:
         # what a wrapper declares itself is its own, such as the limit of a splitter
-        own = inspect.get_annotations(type(self))
+        kinds = [
+            k for k in type(self).__mro__ if issubclass(k, EngineFields) and k is not EngineFields
+        ]
+        own = {name for kind in kinds for name in inspect.get_annotations(kind)}
         names: Any = {n: None if n in own else getattr(self, n) for n in _ENGINE_FIELDS}
         if self.given_engine is None:
             self._check_model()
