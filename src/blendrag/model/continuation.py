@@ -23,12 +23,11 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache
 
-from blendrag.errors import UnsupportedModelError, is_out_of_memory
+from blendrag.errors import UnsupportedModelError
 from blendrag.model.fingerprint import depends_on_length, is_quantised
-from blendrag.model.structure import check_placement
+from blendrag.model.structure import check_placement, unsupported_if_raising
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
 from blendrag.store.tensor_bytes import DTYPES
-from blendrag.wording import condensed
 
 #: Largest difference of logits, relative to the largest logit, that counts as equal.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
@@ -92,19 +91,9 @@ class Continuation:
         """The model's own kind of cache (MiniMax)."""
         self._full: list[int] = []
         """Layers of full attention."""
-        name = type(model).__name__
-        try:
+        with unsupported_if_raising(type(model).__name__, "go on from a stored beginning"):
             check_placement(model)
             self._check()
-        except UnsupportedModelError:
-            raise
-        except Exception as exc:
-            if is_out_of_memory(exc):
-                raise
-            said = condensed(str(exc)) or "no message"
-            raise UnsupportedModelError(
-                f"{name} cannot go on from a stored beginning ({type(exc).__name__}: {said}); use mode full"
-            ) from exc
 
     @property
     def layers(self) -> Sequence[nn.Module]:

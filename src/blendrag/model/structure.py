@@ -170,8 +170,9 @@ def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLay
 
 
 @contextmanager
-def unsupported_if_raising(name: str) -> Iterator[None]:
-    """Turn what the forward of a model of that class raises within into :class:`UnsupportedModelError`.
+def unsupported_if_raising(name: str, attempt: str = "run with stored KV") -> Iterator[None]:
+    """Turn what the forward of a model of that class raises within into :class:`UnsupportedModelError`, which
+    says that the model cannot do what was attempted.
 
     Our own errors, and those of memory that ran out, stay as they are.
     """
@@ -184,7 +185,7 @@ def unsupported_if_raising(name: str) -> Iterator[None]:
             raise
         said = condensed(str(exc)) or "no message"
         raise UnsupportedModelError(
-            f"{name} cannot run with KV of ours ({type(exc).__name__}: {said}); use mode full"
+            f"{name} cannot {attempt} ({type(exc).__name__}: {said}); {USE_FULL}"
         ) from exc
 
 
