@@ -267,11 +267,15 @@ class Continuation:
             self.forward(rest[:, :-1], cache, SECOND_CUT)
         output = self._model.generate(
             ids,
-            generation_config=GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0),
+            generation_config=GenerationConfig(
+                max_new_tokens=1,
+                do_sample=False,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            ),
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
-            output_logits=True,
-            return_dict_in_generate=True,
         )
         last = output.logits[0].float() - whole[end]
         return float(
