@@ -78,7 +78,7 @@ class SharedKV:
         elif self._promotion.submit(reader.namespace, reader.key, partial(self._keep, reader)):
             return
         else:
-            self._kept_bytes -= size_bytes
+            self._forget_kept(size_bytes)
         reader.release()
 
     def _keep(self, reader: RemoteReader) -> None:
@@ -93,8 +93,12 @@ class SharedKV:
                 block = MemoryBlock(reader.layout, reader.tokens, arrays)
                 self._promotion.insert(*entry, block)
         finally:
-            self._kept_bytes -= reader.frame.file_bytes
+            self._forget_kept(reader.frame.file_bytes)
             reader.release()
+
+    def _forget_kept(self, size_bytes: int) -> None:
+        with self._lock:
+            self._kept_bytes -= size_bytes
 
     # -- writing ---------------------------------------------------------------------------------
 
