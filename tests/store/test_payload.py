@@ -38,7 +38,7 @@ def expected(lab):
 
 @pytest.fixture
 def header(lab, expected):
-    """Of chunk 1, with checksums 1, 2 and 3."""
+    """The header of chunk 1, with checksums 1, 2 and 3."""
     return expected.header(lab.namespace, lab.key(1), [1, 2, 3])
 
 

@@ -208,7 +208,7 @@ def test_a_small_file_whose_temporary_others_remove_is_written_again(root, monke
 
 
 def test_a_directory_of_temporaries_that_became_a_link_is_not_cleared(root, make_store, tmp_path):
-    """Of another store, whose crash would not be noticed."""
+    """They would be those of another store, whose crash would not be noticed."""
     make_store().close()
     other = tmp_path / "other"
     other.mkdir()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 #: Longest time that a process waits while another one of its node follows.
 TURN_S = 1800.0
 

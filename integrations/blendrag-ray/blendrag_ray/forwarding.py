@@ -27,7 +27,7 @@ class WholeRequest:
     scope: dict[str, Any]
     body: bytes
     progress: Progress | None = None
-    """Of a request that computes an answer, for the router; a replica does not use it."""
+    """How far it is, if it computes an answer: for the router; a replica does not use it."""
 
     @classmethod
     def of(cls, scope: Scope, body: bytes) -> WholeRequest:

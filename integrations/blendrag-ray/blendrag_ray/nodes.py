@@ -15,7 +15,7 @@ CHECK_S = 120.0
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that must be the same on all nodes. 2.13.0+cpu and 2.13.0+cu130 are one version."""
+    """Versions of the packages that must be the same on all nodes; 2.13.0+cpu equals 2.13.0+cu130."""
     found = {name: metadata.version(name) for name in ("torch", "transformers")}
     return {
         name: version.partition("+")[0]

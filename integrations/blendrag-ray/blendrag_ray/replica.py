@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray import serve
 from starlette.types import Message
 
 from blendrag.errors import StoreUnavailableError
+from blendrag.server.limits import Limits
 from blendrag_ray.forwarding import WholeRequest, answered
 from blendrag_ray.nodes import check_versions
 from blendrag_ray.resident_router import DISK, MEMORY, digest
 from blendrag_ray.settings import ServedCluster
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ class Replica:
     def __init__(self, served: ServedCluster, versions: Mapping[str, str]) -> None:
         check_versions(versions)
         from blendrag.server.app import create_app
-        from blendrag.server.service import Limits, Service, open_engine
+        from blendrag.server.service import Service, open_engine
 
         served.documents()  # a store that has vanished is not made anew
         self._engine = served.engine()

@@ -98,7 +98,7 @@ class ServedCluster(NamedEngineFields, DefaultFields):
 
     @property
     def _settings(self) -> Settings:
-        """Of this node."""
+        """Settings of this node, with the remote that was named."""
         return replace(settings(), remote=self.remote or settings().remote)
 
     def documents(self) -> tuple[int, str]:
@@ -146,7 +146,7 @@ class ServedCluster(NamedEngineFields, DefaultFields):
 
     @property
     def limits(self) -> dict[str, int]:
-        """Fields of :class:`blendrag.server.service.Limits`."""
+        """Fields of :class:`blendrag.server.limits.Limits`."""
         return self.model_dump(include=_LIMITS, exclude_none=True)
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """Of one cluster; in a process of its own, as Ray unpickles what its workers send."""
+    """What one cluster did; it runs in another process, as Ray unpickles what its workers send."""
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     # paths of sockets are limited to 107 characters
     with tempfile.TemporaryDirectory(prefix="br", dir="/tmp") as directory:

@@ -122,7 +122,7 @@ class Probe:
     layout: KVLayout
     tokens: int
     compute: Callable[[], ChunkKV]
-    """By the loaded model, as it would be put."""
+    """Computes its KV with the loaded model, as it would be put."""
     is_alike: Callable[[KVReader], bool]
     """Whether the model computes that KV, up to rounding. Raises :class:`CorruptKVError`."""
 

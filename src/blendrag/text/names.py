@@ -16,11 +16,11 @@ from blendrag.wording import quoted
 #: A path of the longest that systems open, or a URL.
 MAX_SOURCE_CHARS = 4096
 MAX_TITLE_CHARS = 1024
-#: As JSON.
+#: Bytes of metadata as JSON.
 MAX_METADATA_BYTES = 1024**2
-#: Of an id in a file of JSON lines, which becomes a part of a source.
+#: Characters of an id in a file of JSON lines, which becomes a part of a source.
 MAX_ID_CHARS = 1024
-#: Of a name where it is shown. A file's name has at most 255 bytes.
+#: Characters of a name where it is shown. A file's name has at most 255 bytes.
 MAX_SHOWN_CHARS = 256
 
 

@@ -42,7 +42,7 @@ class ReadingLimits(NamedTuple):
         return WALL_S + WALL_PER_CPU * self.cpu_s
 
 
-#: Of any file, and the most of any.
+#: Limits of a small file, and the highest of any file.
 SMALLEST, LARGEST = ReadingLimits(3.0, 512 * MIB), ReadingLimits(300.0, 4096 * MIB)
 WALL_S, WALL_PER_CPU = 60.0, 8.0
 #: CPU seconds for a MiB, and bytes of memory for a byte, that a reader goes through: several times what good
