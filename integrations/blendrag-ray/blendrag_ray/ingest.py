@@ -30,8 +30,8 @@ from blendrag.engine.ingest import (
     DocumentRows,
     IngestReport,
     Watch,
-    claim_at_end,
     ended,
+    ended_early,
     files_at,
     named_failure,
 )
@@ -246,8 +246,7 @@ class DistributedIngest:
     def run(self, paths: Sequence[Path], prune: bool, patterns: Patterns) -> IngestReport:
         """Ingest files. After Ctrl-C the report has ``interrupted`` set."""
         report, seen, read = self._report, set[str](), set[str]()
-        is_whole = False
-        try:
+        with ended_early(report, self._claim):
             files = files_at([Path(path) for path in paths], report, patterns)
             sizes = {name: size_bytes for name, (_, size_bytes) in files.items()}
             plan = Plan.of(self._resources)
@@ -260,13 +259,6 @@ class DistributedIngest:
                     else:
                         self._end_file(row, sizes[row["file"]], read)
             self._rows.find_gone(report, paths, seen, read, prune)
-            is_whole = True
-        except StoreFullError as full:
-            report.stopped = str(full)
-        except KeyboardInterrupt:
-            report.interrupted = True
-        finally:
-            claim_at_end(self._claim, is_whole)
         report.warnings += filter(None, [self._languages.warning(self._corpus.manifest.embedder)])
         self._count()
         return report

@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -163,20 +164,12 @@ class IngestRun:
     def run(self, inputs: Inputs, prune: bool = False, patterns: Patterns = ALL) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
         report, seen, read = self._report, set(), set[str]()
-        is_whole = False
-        try:
+        with ended_early(report, self._writer.claim):
             with self._writer.pinned():
                 for document, size_bytes in documents_of(inputs, report, patterns, read):
                     seen.add(resolved(document.source))
                     self._ingest(document, size_bytes)
             self._rows.find_gone(report, inputs, seen, read, prune)
-            is_whole = True
-        except StoreFullError as full:
-            report.stopped = str(full)
-        except KeyboardInterrupt:
-            report.interrupted = True
-        finally:
-            claim_at_end(self._writer.claim, is_whole)
         report.warnings += filter(None, [self._languages.warning(self._corpus.manifest.embedder)])
         self._count()
         return report
@@ -339,14 +332,24 @@ class DocumentRows:
         drop_orphaned_kv(self._resources, self._corpus)
 
 
-def claim_at_end(claim: Callable[[], None], is_whole: bool) -> None:
-    """Claim the KV of a run; one that ended early has another error to tell."""
+@contextmanager
+def ended_early(report: IngestReport, claim: Callable[[], None]) -> Iterator[None]:
+    """Note in ``report`` that Ctrl-C or a full store ends a run here, and claim its KV in any case."""
+    is_whole = False
     try:
-        claim()
-    except BlendragError as error:
-        if is_whole:
-            raise
-        log.info("blendrag store gc --remote may remove KV of this ingest: %s", error)
+        yield
+        is_whole = True
+    except StoreFullError as full:
+        report.stopped = str(full)
+    except KeyboardInterrupt:
+        report.interrupted = True
+    finally:
+        try:
+            claim()
+        except BlendragError as error:
+            if is_whole:
+                raise
+            log.info("blendrag store gc --remote may remove KV of this ingest: %s", error)
 
 
 def named_failure(source: str, bad: Exception) -> str:
