@@ -40,7 +40,7 @@ from blendrag.errors import IdentityChangedError, InvalidInputError, StoreFullEr
 from blendrag.planning.profile import cores
 from blendrag.text.chunking import Chunk, chunk_id_of
 from blendrag.text.readers import ALL, Document, Patterns
-from blendrag_ray.ingest_stages import EmbedChunks, EncodeChunks, Plan, Row, read_file
+from blendrag_ray.ingest_stages import EmbedChunks, EncodeChunks, IngestPlan, Row, read_file
 from blendrag_ray.nodes import on_every_node
 from blendrag_ray.ray_session import ray_session
 
@@ -74,7 +74,7 @@ def ingest_on_ray(
     with ray_session(cores()) as ray:
         share = Share.of(ray, engine.settings.device, workers, gpus_per_worker)
 
-        def compute(plan: Plan, files: list[Row]) -> Generator[Row]:
+        def compute(plan: IngestPlan, files: list[Row]) -> Generator[Row]:
             check_nodes(plan)
             return dataset_rows(ray, plan, share, files)
 
@@ -86,7 +86,7 @@ def ingest_on_ray(
 
 
 #: Begins to compute listed files; the rows come in the order of the files.
-Compute = Callable[[Plan, list[Row]], Generator[Row]]
+Compute = Callable[[IngestPlan, list[Row]], Generator[Row]]
 
 
 def ingest(
@@ -153,7 +153,7 @@ class Share:
         return cls(workers, 1, gpus, workers, max(0, min(EMBEDDER_CPUS, spare)))
 
 
-def check_nodes(plan: Plan) -> None:
+def check_nodes(plan: IngestPlan) -> None:
     """Raise :class:`InvalidInputError` for a node whose workers could not do this work."""
     format_file, place = str(plan.root / "format"), plan.place
     model, remote = plan.model, plan.remote
@@ -179,7 +179,7 @@ def check_nodes(plan: Plan) -> None:
     on_every_node(check)
 
 
-def dataset_rows(ray: Any, plan: Plan, share: Share, files: list[Row]) -> Generator[Row]:
+def dataset_rows(ray: Any, plan: IngestPlan, share: Share, files: list[Row]) -> Generator[Row]:
     """The files' rows after all stages, as workers complete them."""
     from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
 
@@ -249,7 +249,7 @@ class DistributedIngest:
         with ended_early(report, self._claim):
             files = files_at([Path(path) for path in paths], report, patterns)
             sizes = {name: size_bytes for name, (_, size_bytes) in files.items()}
-            plan = Plan.of(self._resources)
+            plan = IngestPlan.of(self._resources)
             with closing(self._compute(plan, self._listed(files))) as rows:
                 for row in rows:
                     self._refuse_fatal(row)

@@ -67,7 +67,7 @@ KV: Row = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class IngestPlan:
     """What every worker of a run is given."""
 
     reopen_in: Callable[[Path], Resources]
@@ -78,7 +78,7 @@ class Plan:
     remote: str
 
     @classmethod
-    def of(cls, resources: Resources) -> Plan:
+    def of(cls, resources: Resources) -> IngestPlan:
         root = resources.root.resolve()
         where = root, place_of(root), resources.model_name, resources.settings.remote or ""
         return cls(resources.reopen_in(), resources.embedder, *where)
@@ -156,7 +156,7 @@ def read_file(row: Row) -> list[Row]:
 class EmbedChunks:
     """A document's row becomes rows of its chunks, with vectors unless the document is unchanged."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: IngestPlan) -> None:
         self._plan = plan
 
     @cached_property
@@ -207,7 +207,7 @@ class EncodeChunks:
     The model is loaded when the first chunk is missing.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: IngestPlan) -> None:
         self._plan = plan
         self._open = ExitStack()
         self._scheduler = Scheduler()

@@ -66,7 +66,7 @@ class Assumed:
 
 
 @dataclass(frozen=True)
-class Load:
+class ReplicaLoad:
     """What a router knows of a replica."""
 
     queue: float = 0.0
@@ -85,7 +85,7 @@ class Load:
 
 
 def chosen(
-    loads: Sequence[Load],
+    loads: Sequence[ReplicaLoad],
     chunks: Chunks,
     now: float,
     random: Random,
@@ -117,7 +117,7 @@ class ResidentRouter(RequestRouter):
         """The chosen replica, then all others, in case it takes no more requests."""
         chunks, now = _chunks_of(pending_request), time.monotonic()
         loads = [
-            Load(
+            ReplicaLoad(
                 self._backlog_of(replica.replica_id).requests(now),
                 replica.routing_stats or {},
                 self._assumed_of(replica.replica_id),

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from blendrag_ray import nodes
 from blendrag_ray.ingest import Share, check_nodes
-from blendrag_ray.ingest_stages import Plan
+from blendrag_ray.ingest_stages import IngestPlan
 from cli.commands import refused
 from lab.soak.local_ray import local_ray
 from lab.soak.ray_driver import STORED, crash_driver
@@ -79,7 +79,7 @@ def ray():
 def test_machines_that_cannot_take_part_are_named(ray, tmp_path, monkeypatch):
     with engine(save_model(tmp_path / "model"), tmp_path / "s") as made:
         made.resources.create_corpus()
-        plan = Plan.of(made.resources)
+        plan = IngestPlan.of(made.resources)
     check_nodes(plan)
     elsewhere = replace(plan, place=(0, 0))
     check_nodes(replace(elsewhere, remote="s3://bucket"))

@@ -86,9 +86,9 @@ def test_a_second_run_computes_what_is_missing_and_embeds_what_changed(
         (docs / "d0001.txt").write_text(tiny.document(7).text)
         (docs / "d0002.txt").unlink()
         loads = []
-        real = ingest_stages.Plan.open
+        real = ingest_stages.IngestPlan.open
         monkeypatch.setattr(
-            ingest_stages.Plan, "open", lambda p: loads.append(real(p)) or loads[-1]
+            ingest_stages.IngestPlan, "open", lambda p: loads.append(real(p)) or loads[-1]
         )
         second = ingest(made, [docs]).whole()
         assert 0 < second.chunks_computed < first.chunks_computed

@@ -14,7 +14,7 @@ from blendrag_ray.chunk_keys import ChunkKeys
 from blendrag_ray.forwarding import WholeRequest
 from blendrag_ray.nodes import versions
 from blendrag_ray.replica import Replica
-from blendrag_ray.resident_router import Load, chosen
+from blendrag_ray.resident_router import ReplicaLoad, chosen
 from blendrag_ray.settings import ServedCluster
 from server.live import CHAT
 
@@ -63,7 +63,7 @@ async def test_a_request_of_a_schema_goes_to_the_replica_that_has_its_modules(se
         assert not ingress.resources.is_loaded
     for number, module in enumerate(("anna", "hans")):
         assert await answered(replicas[number], asked(module)) == 200
-    loads = [Load(report=replica.record_routing_stats()) for replica in replicas]
+    loads = [ReplicaLoad(report=replica.record_routing_stats()) for replica in replicas]
     random = Random(0)
     for number, chunks in enumerate((anna, hans)):
         assert {chosen(loads, chunks, 0.0, random) for _ in range(20)} == {number}

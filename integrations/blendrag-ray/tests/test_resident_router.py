@@ -11,7 +11,7 @@ from blendrag_ray.forwarding import WholeRequest
 from blendrag_ray.resident_router import (
     ASSUMED_S,
     Assumed,
-    Load,
+    ReplicaLoad,
     ResidentRouter,
     chosen,
     digest,
@@ -22,7 +22,7 @@ KEYS = [f"{number:02x}" * 32 for number in range(64)]
 NOW = 1000.0
 
 
-def choices(loads: list[Load], keys: list[str]) -> set[int]:
+def choices(loads: list[ReplicaLoad], keys: list[str]) -> set[int]:
     random = Random(0)
     return {chosen(loads, dict.fromkeys(keys, 100), NOW, random) for _ in range(100)}
 
@@ -36,23 +36,27 @@ def test_a_digest_holds_its_keys_and_no_others():
 
 def test_a_request_goes_where_most_of_its_chunks_are():
     some, most = {"disk": digest(KEYS[:1])}, {"disk": digest(KEYS[:3])}
-    assert choices([Load(), Load(report=some), Load(report=most)], KEYS[:4]) == {2}
+    assert choices(
+        [ReplicaLoad(), ReplicaLoad(report=some), ReplicaLoad(report=most)], KEYS[:4]
+    ) == {2}
 
 
 def test_memory_is_preferred_to_disk():
     report = {"memory": digest(KEYS[:2])}
-    assert choices([Load(report={"disk": digest(KEYS)}), Load(report=report)], KEYS[:2]) == {1}
+    assert choices(
+        [ReplicaLoad(report={"disk": digest(KEYS)}), ReplicaLoad(report=report)], KEYS[:2]
+    ) == {1}
 
 
 def test_a_request_waits_for_its_kv_while_little_is_left_of_the_one_before_it():
     here = {"memory": digest(KEYS)}
-    assert choices([Load(queue=0.35, report=here), Load()], KEYS[:2]) == {0}
-    assert choices([Load(queue=0.45, report=here), Load()], KEYS[:2]) == {1}
-    assert choices([Load(queue=2.35, report=here), Load(queue=2)], KEYS[:2]) == {0}
+    assert choices([ReplicaLoad(queue=0.35, report=here), ReplicaLoad()], KEYS[:2]) == {0}
+    assert choices([ReplicaLoad(queue=0.45, report=here), ReplicaLoad()], KEYS[:2]) == {1}
+    assert choices([ReplicaLoad(queue=2.35, report=here), ReplicaLoad(queue=2)], KEYS[:2]) == {0}
 
 
 def test_the_price_of_a_queued_request_is_an_option():
-    loads = [Load(queue=1, report={"disk": digest(KEYS)}), Load()]
+    loads = [ReplicaLoad(queue=1, report={"disk": digest(KEYS)}), ReplicaLoad()]
     random = Random(0)
     assert {chosen(loads, {KEYS[0]: 9}, NOW, random, 0.5) for _ in range(20)} == {0}
     assert {chosen(loads, {KEYS[0]: 9}, NOW, random, 1.0) for _ in range(20)} == {1}
@@ -61,14 +65,18 @@ def test_the_price_of_a_queued_request_is_an_option():
 def test_chunks_that_were_just_sent_count_as_resident_for_a_while():
     sent = Assumed()
     sent.note(KEYS[:2], NOW - ASSUMED_S / 2)
-    assert choices([Load(), Load(assumed=sent)], KEYS[:2]) == {1}
+    assert choices([ReplicaLoad(), ReplicaLoad(assumed=sent)], KEYS[:2]) == {1}
     late = Assumed()
     late.note(KEYS[:2], NOW - ASSUMED_S)
-    assert choices([Load(), Load(assumed=late)], KEYS[:2]) == {0, 1}
+    assert choices([ReplicaLoad(), ReplicaLoad(assumed=late)], KEYS[:2]) == {0, 1}
 
 
 def test_requests_without_known_chunks_go_to_the_least_busy_replica():
-    loads = [Load(queue=1, report={"memory": digest(KEYS)}), Load(), Load(queue=5)]
+    loads = [
+        ReplicaLoad(queue=1, report={"memory": digest(KEYS)}),
+        ReplicaLoad(),
+        ReplicaLoad(queue=5),
+    ]
     assert choices(loads, []) == {1}
 
 
