@@ -11,6 +11,7 @@ import pytest
 from blendrag.corpus import embedding_turns
 from blendrag.corpus.embedding_turns import MODEL_PER_LONG, SHORT_PER_LONG, EmbeddingTurns
 from blendrag.errors import RequestCancelled
+from clocks import Clock
 from server.live import until
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -20,13 +21,6 @@ pytestmark = pytest.mark.usefixtures("pool")
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(32) as made:
         yield made
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from blendrag.server import app, embeddings, service
 from blendrag.server.access import ApiKeys
 from blendrag.server.app import create_app
 from blendrag.server.service import STUCK_S, Service
+from clocks import Clock
 from lab.soak import embeddings as embeddings_soak
 from server.live import CHAT, HELLO, Live, live, until
 
@@ -268,15 +269,15 @@ def test_counters_and_names_do_not_wait_for_a_store_that_is_busy(
 
 
 async def test_health_names_a_queue_that_does_not_move(engine: BlendEngine, held) -> None:
-    now, release = [1000.0], threading.Event()
-    stuck = Service(engine, keys=ApiKeys(), clock=lambda: now[0])
+    clock, release = Clock(), threading.Event()
+    stuck = Service(engine, keys=ApiKeys(), clock=clock)
     transport = httpx.ASGITransport(app=create_app(stuck))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         running = [stuck.questions.submit(release.wait) for _ in range(6)]
         until(lambda: stuck.questions.state.running == 4)
-        now[0] += STUCK_S - 1
+        clock.now += STUCK_S - 1
         assert (await client.get("/health")).json() == {"status": "ok"}
-        now[0] += 1
+        clock.now += 1
         answer = await client.get("/health")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "queue_stuck"

@@ -23,16 +23,8 @@ from blendrag.serving import scheduler as scheduling
 from blendrag.serving.coroutine import pause
 from blendrag.serving.kv_budget import KVBudget, KVShare
 from blendrag.serving.scheduler import Pending, Scheduler
+from clocks import Clock
 from loops import BLOCKED_S
-
-
-class Clock:
-    """Time that passes only when a test says so."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 
 from blendrag.errors import NoThreadError, RequestCancelled
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
+from clocks import Clock
 from server.live import until
 
 
@@ -70,12 +71,12 @@ async def test_a_caller_learns_when_its_call_begins_unless_it_has_left() -> None
 
 
 def test_a_queue_tells_since_when_nothing_has_moved() -> None:
-    now, release = [50.0], threading.Event()
-    queue = ThreadQueue("x", 1, clock=lambda: now[0])
+    clock, release = Clock(), threading.Event()
+    queue = ThreadQueue("x", 1, clock)
     first = queue.submit(release.wait)
     until(lambda: queue.state.running == 1)
     second = queue.submit(lambda: None)
-    now[0] += 200
+    clock.now += 200
     assert queue.state == QueueState("x", 1, 1, 200.0)
     release.set()
     first.result()
@@ -84,11 +85,11 @@ def test_a_queue_tells_since_when_nothing_has_moved() -> None:
 
 
 def test_long_calls_count_as_moving_while_they_make_progress() -> None:
-    now, progress_at, release = [50.0], [0.0], threading.Event()
-    queue = ThreadQueue("x", 1, lambda: now[0], lambda: progress_at[0])
+    clock, release = Clock(), threading.Event()
+    queue = ThreadQueue("x", 1, clock, progress_at=lambda: 290.0)
     running = queue.submit(release.wait)
     until(lambda: queue.state.running == 1)
-    now[0], progress_at[0] = 300.0, 290.0
+    clock.now = 300.0
     assert queue.state.still_s == 10.0
     release.set()
     running.result()
