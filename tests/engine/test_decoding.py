@@ -145,6 +145,16 @@ def test_tokens_after_a_stop_string_are_not_part_of_the_answer() -> None:
     assert (whole.text, whole.stopped_by, whole.done) == ("a ", "b", True)
 
 
+def test_the_first_token_does_not_wait_until_the_kv_of_the_prompt_is_kept() -> None:
+    stream = AnswerStream(tiny.tokenizer(), (), 0.0)
+    tokens_then: list[int] = []
+    asked = StopWhenDone(stream, prefilled=lambda: tokens_then.append(len(stream.tokens)))
+    ids = torch.tensor([tiny.tokenizer()("a b")["input_ids"]])
+    for _ in range(2):
+        asked(ids, torch.empty(0))
+    assert tokens_then == [1]
+
+
 # -- attention -----------------------------------------------------------------------------------
 
 

@@ -250,11 +250,11 @@ class StopWhenDone(StoppingCriteria):
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
     ) -> torch.BoolTensor:
         self._stream.mark_first_token()
-        if self._prefilled is not None:
-            self._prefilled()
-            self._prefilled = None
         if self._feeds and not self._stream.done:  # on mps, transformers stops one forward late
             self._stream.put(input_ids[0, -1:])
+        if self._prefilled is not None:  # copies KV, for which the first token does not wait
+            self._prefilled()
+            self._prefilled = None
         rows = input_ids.shape[0]
         return torch.full((rows,), self._stream.done, device=input_ids.device)  # type: ignore[return-value]
 
