@@ -307,11 +307,11 @@ class Scheduler:
 
         Calls begin in order, but one that is over makes no other wait. None begins while a prefill is paused.
         """
-        with self._changed:
-            queue = self._waiting or self._background
-            candidates = list(queue)
+        queue = self._waiting or self._background
         if self._running and (queue is self._background or any(c.is_paused for c in self._running)):
             return None
+        with self._changed:
+            candidates = list(queue)
         chosen: Iterable[Pending[Any]] = candidates[:1]
         if self._running and candidates and not self._may_join(candidates[0]):
             chosen = (pending for pending in candidates if pending.is_over())
