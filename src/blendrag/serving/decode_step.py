@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -138,6 +139,7 @@ class _Rows(Cache):
         self, requests: Sequence[RequestKV], shared: SharedAttention | None, adapter: ModelAdapter
     ) -> None:
         self._positions = [one.next_position for one in requests]
+        self._device = adapter.device
         self.length = max(self._positions)
         self.alone = [row for row, one in enumerate(requests) if one.running is None]
         """Rows with a cache of their own."""
@@ -146,7 +148,7 @@ class _Rows(Cache):
         """Rows that ``shared`` attends."""
         if self.alone and shared is not None:
             sharing = [row for row, one in enumerate(requests) if one.running is not None]
-            self.sharing = torch.tensor(sharing, device=adapter.device)
+            self.sharing = torch.tensor(sharing, device=self._device)
         caches = self.caches = [requests[row].cache for row in self.alone]
         super().__init__(
             layers=[
@@ -155,13 +157,17 @@ class _Rows(Cache):
             ]
         )
 
+    @cached_property
+    def _ends(self) -> torch.Tensor:
+        """The length of the longest row, and the position of each: ``[1 + R]``."""
+        return torch.tensor([self.length, *self._positions], device=self._device)
+
     def rescaled(self, module: nn.Module, query: torch.Tensor) -> torch.Tensor:
         """``query`` ``[R, H, 1, D]``, which Llama 4 scaled by the position of the longest row in some layers,
         scaled by each row's own."""
         if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
             return query
-        at = torch.tensor([self.length, *self._positions], device=query.device)
-        steps = ((at + 1.0) / module.floor_scale).floor()  # type: ignore[operator]
+        steps = ((self._ends + 1.0) / module.floor_scale).floor()  # type: ignore[operator]
         longest, *own = torch.log1p(steps).mul(module.attn_scale).add(1.0)  # type: ignore[arg-type]
         scales = torch.stack(own) / longest
         return (query * scales[:, None, None, None]).to(query.dtype)
