@@ -66,7 +66,7 @@ lint: $(READY) ## style, types and the order of the packages
 # DIR/NAME/config.json and weights, for each model. Takes minutes per model.
 test-real: $(READY) ## the tests on pretrained models: make test-real MODELS=DIR
 	@test -d "$(MODELS)" || { echo "a directory of models is needed: make test-real MODELS=DIR" >&2; exit 2; }
-	BLENDRAG_TEST_MODELS="$(MODELS)" $(BIN)/python -m pytest tests/real
+	TEST_MODELS="$(MODELS)" $(BIN)/python -m pytest tests/real
 
 # The versions of integrations/oldest.txt and newest.txt, and the constraints for all other packages.
 test-oldest: ## the integrations with the oldest framework versions that they support

@@ -9,6 +9,7 @@ and who may set it. A surface lists the options it takes with these types: :clas
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,9 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, 
 from blendrag.errors import InvalidOptionError
 from blendrag.option import (
     Option,
+    did_you_mean,
     is_number,
     is_whole,
     mapping,
+    near_names,
     number,
     one_of,
     path,
@@ -35,6 +38,8 @@ from blendrag.option import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 AUTO: Literal["auto"] = "auto"
 #: Name of the embedded model.
 DEMO_MODEL = "demo"
@@ -46,6 +51,8 @@ DEFAULT_SCHEDULE = "constant"
 DEFAULT_EMBEDDER = "sentence-transformers/all-MiniLM-L6-v2"
 #: Largest number of alternatives per token, as in OpenAI's API.
 MAX_LOGPROBS = 20
+#: How the names of all variables begin.
+_VARIABLES = "BLENDRAG_"
 
 _MODES = Literal["blend", "full", "prefix", "reuse"]
 _ENCODINGS = Literal["native", "int8"]
@@ -282,6 +289,20 @@ def _cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "blendrag"
 
 
+def _variable(name: str) -> str:
+    return f"{_VARIABLES}{name.upper()}"
+
+
+def _warn_of_unknown_variables(names: Mapping[str, str]) -> None:
+    """Warn of variables that look like settings; ``names`` has the name of each setting by its variable."""
+    set_ones = [each for each, text in os.environ.items() if each.startswith(_VARIABLES) and text]
+    if unknown := sorted(set(set_ones).difference(names)):
+        # without what all have in common, which makes any two look alike
+        near = near_names([each[len(_VARIABLES) :].lower() for each in unknown], names.values())
+        meant = did_you_mean(map(_variable, near), "docs/options.md lists the variables")
+        log.warning("%s ignored: no setting of that name; %s", ", ".join(unknown), meant)
+
+
 @dataclass(frozen=True)
 class Settings:
     """Defaults of the whole package; no default is set anywhere else.
@@ -328,13 +349,14 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """The defaults, and the ``BLENDRAG_*`` variables that are not empty.
+        """The defaults, and the ``BLENDRAG_*`` variables that are not empty. Warns of unknown ones.
 
         Raises :class:`InvalidOptionError`, which names the variable.
         """
         given = {}
-        for name in (each.name for each in fields(cls)):
-            variable = f"BLENDRAG_{name.upper()}"
+        names = {_variable(each.name): each.name for each in fields(cls)}
+        _warn_of_unknown_variables(names)
+        for variable, name in names.items():
             if written := os.environ.get(variable):
                 try:
                     given[name] = OPTIONS[name].read(written)

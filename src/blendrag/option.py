@@ -81,6 +81,18 @@ class Option:
         return core_schema.no_info_before_validator_function(check, handler(source))
 
 
+def near_names(unknown: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The ``known`` names that are spelled almost like one of the ``unknown``, the nearest first."""
+    names = sorted(known)
+    return [near for name in unknown for near in get_close_matches(name, names, 2, 0.7)]
+
+
+def did_you_mean(near: Iterable[str], otherwise: str) -> str:
+    """A question about ``near`` names, or ``otherwise`` if there are none."""
+    names = " or ".join(dict.fromkeys(near))
+    return f"did you mean {names}?" if names else otherwise
+
+
 def refuse_unknown(
     given: Iterable[str], known: Iterable[str], what: str, otherwise: str = ""
 ) -> None:
@@ -88,9 +100,9 @@ def refuse_unknown(
     what to do ``otherwise``, by default with all."""
     names = sorted(known)
     if unknown := sorted(set(given).difference(names)):
-        close = [near for name in unknown for near in get_close_matches(name, names, 2, 0.7)]
-        otherwise = otherwise or f"expected {', '.join(names)}"
-        meant = f"did you mean {' or '.join(close)}?" if close else otherwise
+        meant = did_you_mean(
+            near_names(unknown, names), otherwise or f"expected {', '.join(names)}"
+        )
         raise InvalidInputError(f"{', '.join(unknown)}: not {what}; {meant}")
 
 

@@ -357,3 +357,28 @@ def test_variables_that_no_clock_or_number_takes_are_refused(
     sentence = refused("store", "stats")
     assert f"BLENDRAG_{name} " in sentence
     assert len(sentence) < 300
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (
+            ["RATOI"],
+            "BLENDRAG_RATOI ignored: no setting of that name; did you mean BLENDRAG_RATIO?",
+        ),
+        (["ENCODING"], "did you mean BLENDRAG_KV_ENCODING?"),
+        (["PORT", "API"], "BLENDRAG_API, BLENDRAG_PORT ignored: "),
+        (["PORT"], "no setting of that name; docs/options.md lists the variables"),
+    ],
+)
+def test_variables_of_no_setting_are_named_in_a_warning(
+    variables: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in variables:
+        monkeypatch.setenv(f"BLENDRAG_{name}", "0.1")
+    monkeypatch.setenv("BLENDRAG_NOTHING", "")
+    warning, error = invoke("list", "--store", tmp_path / "none").stderr.splitlines()
+    assert warning.startswith("warning: ")
+    assert said in warning
+    assert "NOTHING" not in warning
+    assert error.startswith("error: ")

@@ -1,6 +1,6 @@
 """Tests on real pretrained models: ``make test-real MODELS=DIR``.
 
-DIR holds Hugging Face model directories. Without the environment variable ``BLENDRAG_TEST_MODELS``, which
+DIR holds Hugging Face model directories. Without the environment variable ``TEST_MODELS``, which
 names DIR, pytest collects nothing here, so ``make test`` needs no model.
 """
 
@@ -16,14 +16,14 @@ import pytest
 from blendrag.model import ModelAdapter
 from blendrag.model.loading import load_adapter
 
-MODELS = os.environ.get("BLENDRAG_TEST_MODELS", "")
+MODELS = os.environ.get("TEST_MODELS", "")
 FOUND = sorted(file.parent for file in Path(MODELS).glob("*/config.json")) if MODELS else []
 #: A test on a model of 1.5B parameters takes minutes on a CPU.
 TIMEOUT_S = 3600
 
 if MODELS and not FOUND:
     raise pytest.UsageError(
-        f"BLENDRAG_TEST_MODELS={MODELS!r} holds no model; expected a directory with NAME/config.json"
+        f"TEST_MODELS={MODELS!r} holds no model; expected a directory with NAME/config.json"
     )
 collect_ignore_glob = [] if MODELS else ["test_*.py"]
 
