@@ -28,7 +28,8 @@ from blendrag.errors import (
     UnsupportedModelError,
     is_out_of_memory,
 )
-from blendrag.server.bodies import UNSUPPORTED, BlendOptions
+from blendrag.option import did_you_mean, near_names
+from blendrag.server.bodies import UNSUPPORTED, BlendOptions, ChatBody, CompletionBody
 from blendrag.wording import SHOWN_CHARS, printable, printable_line, shortened
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,8 @@ def of_body(error: RequestValidationError) -> Refusal:
         )
         return Refusal(400, said, param=param)
     if first["type"] == "extra_forbidden":
-        return Refusal(400, f"{param} is not a field of this request; leave it out", param=param)
+        meant = did_you_mean(_near_fields(error.body, place), "leave it out")
+        return Refusal(400, f"{param} is not a field of this request; {meant}", param=param)
     if first["type"] == "too_long":
         most = first["ctx"]["max_length"]
         return Refusal(
@@ -201,6 +203,18 @@ def of_body(error: RequestValidationError) -> Refusal:
     expected = [str(each["msg"]) for each, where, _ in found if where == place]
     joined = " or ".join(dict.fromkeys(_PYDANTIC.sub("", text) for text in expected))
     return Refusal(400, f"{param} is {_json(value)}, expected {joined}", param=param)
+
+
+def _near_fields(body: Mapping[str, Any], place: Sequence[Any]) -> list[str]:
+    """Fields of a chat or a completion that an unknown one may stand for: misspelled, an option under its
+    name in Python, or inside of ``blendrag`` instead of beside it."""
+    kind = ChatBody if "messages" in body else CompletionBody if "prompt" in body else None
+    if kind is None or not (len(place) == 1 or place[0] == "blendrag"):
+        return []
+    own = {name: name for name in (each.alias or n for n, each in kind.model_fields.items())}
+    fields = own | OPTION_FIELDS if place[0] == "blendrag" else OPTION_FIELDS | own
+    name = str(place[-1])
+    return [fields[name]] if name in fields else [fields[n] for n in near_names([name], fields)]
 
 
 def _json(value: Any) -> str:
