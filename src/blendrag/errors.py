@@ -69,8 +69,7 @@ def check_unicode(text: str, name: str) -> None:
     if not isinstance(text, str):
         raise InvalidInputError(
             f"{name} is {quoted(text, 40)}, a {type(text).__name__}, expected a str; decode bytes, "
-            "and leave out "
-            "documents without text"
+            "and leave out documents without text"
         )
     try:
         text.encode("utf-8")

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +18,6 @@ from blendrag.cli.output import say
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.regular_files import MIB
-
-if TYPE_CHECKING:
-    pass
 
 #: Modules that the extra installs.
 REQUIREMENTS = ("fastapi", "uvicorn")
