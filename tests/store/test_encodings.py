@@ -22,8 +22,8 @@ from blendrag.store import DiskStore, KVStore, MemoryStore
 from blendrag.store.encodings import (
     ENCODINGS,
     RELATIVE_ERROR,
+    stored_bytes_by_layer,
     stored_chunk_bytes,
-    stored_layer_bytes,
 )
 from blendrag.store.encodings.stored import codec_of, staging_of
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
@@ -206,7 +206,7 @@ def test_half_the_bytes_are_stored():
     native = layout.encoded("native")
     assert stored_chunk_bytes(layout, 512) <= 0.54 * stored_chunk_bytes(native, 512)
     assert stored_chunk_bytes(native, 512) == sum(native.layer_bytes(i, 512) for i in range(24))
-    assert stored_layer_bytes(layout, 0, 512) * 24 == stored_chunk_bytes(layout, 512)
+    assert stored_bytes_by_layer(layout, 512)[0] * 24 == stored_chunk_bytes(layout, 512)
     assert frame(layout, 512).file_bytes - stored_chunk_bytes(layout, 512) <= 3 * 4096
 
 

@@ -21,7 +21,7 @@ from blendrag.option import parse_size
 from blendrag.planning.tier_times import cached_share, drop_cached
 from blendrag.store import KVReader, KVStore, open_store
 from blendrag.store.base import WantedKV
-from blendrag.store.encodings import stored_layer_bytes
+from blendrag.store.encodings import stored_bytes_by_layer
 from blendrag.store.kv import KVLayout
 from blendrag_lab.bench.scratch import scratch
 
@@ -85,7 +85,7 @@ class ThrottledReader:
         self.tier = tier
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        delivered = self._device.begin(stored_layer_bytes(self._layout, layer, self.tokens))
+        delivered = self._device.begin(stored_bytes_by_layer(self._layout, self.tokens)[layer])
         self._reader.read_layer(layer, out)
         time.sleep(max(0.0, delivered - time.perf_counter()))
 

@@ -28,7 +28,7 @@ from blendrag.planning.plan import (
 from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, ResidentReader, WantedKV
 from blendrag.store.durable import readable_size
-from blendrag.store.encodings import stored_layer_bytes
+from blendrag.store.encodings import stored_bytes_by_layer
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key, kv_namespace
 from blendrag.store.kv import KVLayout
 from blendrag.store.remote.tier import RemoteReader, expected_load_s, request_ahead
@@ -413,7 +413,7 @@ def _why_loaded(segment: Segment, span: LoadedSpan) -> Reason:
 
 def _part(span: LoadedSpan, stored: KVLayout) -> StoredPart:
     reader = span.reader
-    sizes = tuple(stored_layer_bytes(stored, i, reader.tokens) for i in range(len(stored.layers)))
+    sizes = stored_bytes_by_layer(stored, reader.tokens)
     tier = COLD if reader.tier == DISK and not reader.is_cached() else reader.tier
     return StoredPart(span.start, span.end, tier, sizes, span.exact)
 

@@ -34,7 +34,7 @@ from blendrag.planning.tier_times import (
     measure_memory,
     measure_remote,
 )
-from blendrag.store.encodings import stored_layer_bytes
+from blendrag.store.encodings import stored_bytes_by_layer
 from blendrag.store.kv import ChunkKV
 from blendrag.store.remote.tier import RemoteTier
 
@@ -137,7 +137,7 @@ class Measure:
             device_bytes_per_s=self._run(partial(measure_device, device)),
             is_shared=device.type == "cpu" and conditions.threads >= self._run(cores),
             chunk_tokens=chunk,
-            layer_bytes=tuple(stored_layer_bytes(self._layout, i, chunk) for i in range(layers)),
+            layer_bytes=stored_bytes_by_layer(self._layout, chunk),
             took_s=time.monotonic() - began,
         )
 

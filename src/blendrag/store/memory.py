@@ -18,7 +18,7 @@ import numpy as np
 from blendrag.errors import StoreFullError
 from blendrag.store.base import Counters, ProcessBound, StoreStats
 from blendrag.store.durable import readable_size
-from blendrag.store.encodings import stored_layer_bytes
+from blendrag.store.encodings import stored_bytes_by_layer
 from blendrag.store.encodings.stored import stored_layers
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.reader import LayerReader, copy_bytes
@@ -37,7 +37,7 @@ class MemoryBlock:
     @staticmethod
     def empty(layout: KVLayout, tokens: int) -> MemoryBlock:
         """A block for all layers with undefined content."""
-        sizes = [stored_layer_bytes(layout, i, tokens) for i in range(len(layout.layers))]
+        sizes = stored_bytes_by_layer(layout, tokens)
         return MemoryBlock(layout, tokens, [np.empty(size, dtype=np.uint8) for size in sizes])
 
     @property

@@ -22,14 +22,14 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import xxhash
 
 from blendrag.errors import CorruptKVError, InvalidInputError
 from blendrag.store.durable import OUT_OF_RESOURCES
-from blendrag.store.encodings import ENCODINGS, stored_layer_bytes, stored_parts
+from blendrag.store.encodings import ENCODINGS, stored_bytes_by_layer, stored_parts
 from blendrag.store.identity import FORMAT_VERSION, NATIVE_ENCODING, is_name
 from blendrag.store.kv import ITEM_BYTES, KVLayout, LayerShape
 from blendrag.store.payload_files import Name, PayloadFiles
@@ -111,9 +111,7 @@ def frame(layout: KVLayout, tokens: int) -> Frame:
             f"a KV cannot be stored in encoding {layout.encoding!r}; expected one of "
             f"{', '.join(ENCODINGS)}"
         )
-    ends = [0]
-    for layer in range(len(layout.layers)):
-        ends.append(ends[-1] + stored_layer_bytes(layout, layer, tokens))
+    ends = [0, *accumulate(stored_bytes_by_layer(layout, tokens))]
     fields = _header_fields(layout, tokens, ends)
     first, second, third, last = (
         part.encode() for part in json.dumps(fields, separators=(",", ":")).split("\\u0000")

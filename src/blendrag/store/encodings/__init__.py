@@ -9,6 +9,7 @@ so that they are aligned wherever a layer is read to.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from blendrag.store.identity import NATIVE_ENCODING
@@ -49,11 +50,15 @@ def stored_parts(layout: KVLayout, layer: int, tokens: int) -> tuple[LayerPart, 
     return (LayerPart("", _NATIVE[layout.dtype], shape),)
 
 
-def stored_layer_bytes(layout: KVLayout, layer: int, tokens: int) -> int:
-    """Bytes of one layer at rest."""
-    return sum(part.size_bytes for part in stored_parts(layout, layer, tokens))
+@lru_cache(maxsize=1024)
+def stored_bytes_by_layer(layout: KVLayout, tokens: int) -> tuple[int, ...]:
+    """Bytes of each layer at rest. Every request asks for those of each of its chunks."""
+    return tuple(
+        sum(part.size_bytes for part in stored_parts(layout, layer, tokens))
+        for layer in range(len(layout.layers))
+    )
 
 
 def stored_chunk_bytes(layout: KVLayout, tokens: int) -> int:
     """Bytes of a chunk's KV at rest over all layers, without the header."""
-    return sum(stored_layer_bytes(layout, i, tokens) for i in range(len(layout.layers)))
+    return sum(stored_bytes_by_layer(layout, tokens))

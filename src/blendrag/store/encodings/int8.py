@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from blendrag.store.encodings import stored_layer_bytes, stored_parts
+from blendrag.store.encodings import stored_bytes_by_layer, stored_parts
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.tensor_bytes import tensor_buffer
 
@@ -68,7 +68,7 @@ class Int8:
     def encode(self, layer: int, numbers: torch.Tensor) -> torch.Tensor:
         """The stored bytes of a finite layer (:class:`LayerShape`) on the CPU: uint8 ``[n]``."""
         tokens, split = numbers.shape[2], self.layout.layers[layer].split
-        stored = torch.empty(stored_layer_bytes(self.layout, layer, tokens), dtype=torch.uint8)
+        stored = torch.empty(stored_bytes_by_layer(self.layout, tokens)[layer], dtype=torch.uint8)
         parts = self._parts(layer, tokens, stored)
         both = zip(("key", "value"), split(numbers), split(parts.pop("")), strict=True)
         for name, exact, coded in both:
@@ -141,9 +141,8 @@ class Staging:
     """
 
     def __init__(self, codec: Int8, tokens: int) -> None:
-        layers = range(len(codec.layout.layers))
         self._codec, self._tokens = codec, tokens
-        self._sizes = [stored_layer_bytes(codec.layout, i, tokens) for i in layers]
+        self._sizes = stored_bytes_by_layer(codec.layout, tokens)
         self._stored: torch.Tensor | None = None
         self._blocks: dict[LayerShape, list[CodedBlock]] = {}
         self._lock = threading.Lock()
