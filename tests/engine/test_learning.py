@@ -1,6 +1,7 @@
 """Plain prompts teach an engine their passages: from the third prompt on, their KV is reused."""
 
 import logging
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -75,6 +76,12 @@ def test_what_was_learned_is_told_and_counted(engine):
     third = engine.generate(prompt(0, 1, question="Why?")).metrics
     assert third.learned_tokens == 0
     assert {chunk.source for chunk in third.chunks} == {LEARNED}
+
+
+def test_a_single_passage_is_told_as_one(engine):
+    engine.generate(prompt(0, 1))
+    note = engine.generate(prompt(2, 0, question="When?")).metrics.notes[-1]
+    assert re.match(r"1 passage \(\d+ tokens\) was in an earlier prompt", note), note
 
 
 def test_a_stored_passage_is_encoded_alone_and_full_recompute_is_a_stock_prefill(engine):

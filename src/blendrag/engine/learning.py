@@ -109,9 +109,12 @@ class Learner:
         self.tokens += tokens
         prefix, text_ids = self._resources.prefix_ids, self._resources.text_ids
         self._background.queue([Job(text_ids(chunk.text), prefix, scope) for chunk in chunks])
+        passages, were = (
+            (f"{len(chunks)} passages", "were") if len(chunks) > 1 else ("1 passage", "was")
+        )
         note = (
-            f"{len(chunks)} passages ({tokens:,} tokens) were in an earlier prompt, too; they are encoded "
-            "in the background and reused from the next request on"
+            f"{passages} ({tokens:,} tokens) {were} in an earlier prompt, too: encoded in the background, "
+            "reused from the next request on"
         )
         metrics = replace(
             answer.metrics, learned_tokens=tokens, notes=(*answer.metrics.notes, note)
