@@ -41,7 +41,7 @@ class Move(NamedTuple):
     pool: ChunkPool
     running: RunningKV
     tokens: int
-    """Of its cache before."""
+    """Tokens that its cache held before."""
     own: int
     """Tokens that it keeps to itself."""
 

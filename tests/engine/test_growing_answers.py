@@ -100,7 +100,7 @@ def test_kv_that_grows_gives_the_answers_of_kv_allocated_at_once(
 
 
 def kv_bytes() -> int:
-    """Of all KV on the heap."""
+    """The bytes of all KV on the heap."""
     gc.collect()
     storages = {}
     for each in gc.get_objects():

@@ -132,7 +132,7 @@ def test_requests_that_come_and_go_get_the_answers_that_each_gets_alone(
 
 
 def kv_bytes(pool: ChunkPool) -> int:
-    """Of all KV on the heap."""
+    """The bytes of all KV on the heap."""
     gc.collect()
     sizes: dict[int, int] = {}
     for each in gc.get_objects():

@@ -164,7 +164,7 @@ SECRET = "The harbour pays the blue crane from Monday on, as the old captain wro
 
 @pytest.mark.parametrize("ending", ["\n\nQuestion: Who?", "", ". ", '"'])
 def test_a_guess_word_by_word_tells_nothing_until_the_passage_is_whole(tmp_path, ending):
-    """Of a client in the same scope: right and wrong guesses get the same answers."""
+    """Right and wrong guesses of a client in the same scope get the same answers."""
     words = SECRET.split()
 
     def told(guess):

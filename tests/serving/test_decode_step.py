@@ -31,7 +31,7 @@ def prefilled(adapter: ModelAdapter, ids: torch.Tensor, room: int = 8) -> BlendC
 
 
 def decoded(adapter: ModelAdapter, caches: list[BlendCache], token: int) -> list[Any]:
-    """Of each request the next token, in one forward."""
+    """The outputs for the next token of each request, from one forward."""
     steps = [
         DecodeStep(adapter.model.forward, torch.tensor([[token + i]]), RequestKV(cache))
         for i, cache in enumerate(caches)
@@ -42,7 +42,7 @@ def decoded(adapter: ModelAdapter, caches: list[BlendCache], token: int) -> list
 @torch.inference_mode()
 @pytest.mark.parametrize("name", list(tiny.FAMILIES))
 def test_logits_of_every_family_are_those_of_each_request_alone(name: str) -> None:
-    """Of prompts shorter and longer than the window, over three tokens."""
+    """Over three tokens, behind prompts shorter and longer than the window."""
     model = tiny.build(tiny.FAMILIES[name], initializer_range=0.2)
     adapter = ModelAdapter(model, tiny.tokenizer())
     if not Fusor(adapter).packs:

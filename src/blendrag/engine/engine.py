@@ -57,15 +57,13 @@ from blendrag.engine.library import Library
 from blendrag.engine.planner import Planner
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.prompts import Prompts, check_history
-from blendrag.engine.rendering import (
-    Rendered,
-)
 from blendrag.engine.request import (
     Answer,
     OptionFields,
     Options,
     Prompt,
     RagPrompt,
+    Rendered,
     Request,
     SchemaPrompt,
     prompt_chars,

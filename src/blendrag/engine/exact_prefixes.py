@@ -66,7 +66,7 @@ class SharedPrefix(NamedTuple):
 
     ids: Ids
     others: Sequence[AnswerStream]
-    """Of the requests that wait for it, without the current one."""
+    """Streams of the requests that wait for it, without the current one."""
 
 
 class ExactPrefixes:
@@ -343,7 +343,7 @@ def _family(request: Request) -> Hashable:
 def _cost(
     controller: Controller, prompt: SegmentedPrompt, way: _Way, start: int, end: int
 ) -> float:
-    """Of the tokens ``[start, end)``: seconds with a machine profile, else rows."""
+    """What the tokens ``[start, end)`` cost: seconds with a machine profile, else rows."""
     rows = controller.rows(prompt, *way, start, end)
     profile = controller.profile
     if profile is None or not rows:

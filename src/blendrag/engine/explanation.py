@@ -32,7 +32,7 @@ class TokenRange:
     start: int
     """Position of the first in the prompt."""
     texts: tuple[str, ...]
-    """Of each token."""
+    """The text of each token."""
     state: str
     """``reused`` (loaded), ``recomputed`` (loaded, then computed in some layers) or ``computed``."""
     layers: int
@@ -69,7 +69,7 @@ class Trace:
         timeline: Timeline,
         texts: Sequence[str],
     ) -> Trace:
-        """Call after the forward. ``texts``: of the prompt's tokens."""
+        """Call after the forward. ``texts``: the text of each prompt token."""
         counts = [0] * len(plan.prompt.ids)
         layers = fusion.recomputed[1:] if fusion is not None else []
         for _, run in groupby(layers, key=id):  # unchanged sets are one tensor
@@ -107,7 +107,7 @@ class Trace:
 
 
 class Explanation:
-    """Of one answer that was asked for with ``Options(explain=True)``."""
+    """What became of each prompt token of one answer, asked for with ``Options(explain=True)``."""
 
     def __init__(self, answer: Answer, trace: Trace) -> None:
         self.answer = answer

@@ -212,7 +212,7 @@ class IngestRun:
     def _write_kv(self, document: Document, chunks: Sequence[Chunk], size_bytes: float) -> int:
         """Store the KV of chunks that have none; returns how many. None of a model that is refused.
 
-        ``size_bytes``: of the document in its file.
+        ``size_bytes``: the size of the document in its file.
         """
         report, began = self._report, self._report.done_bytes
         computed = 0

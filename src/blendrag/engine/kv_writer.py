@@ -192,7 +192,7 @@ def kv_keys(
 ) -> list[tuple[str, str]]:
     """Namespace and key of every KV that the chunk may have in the store. May load the model.
 
-    ``is_long``: of the KV for long prompts.
+    ``is_long``: whether it is the KV for long prompts.
     """
     named = corpus.manifest.namespace
     namespaces = {named} if named else set()

@@ -73,7 +73,7 @@ class Library:
         self._changing = threading.Lock()
         self._warned = False
         self._languages: Languages | None = Languages()
-        """Of the texts that were embedded here; ``None`` after its warning."""
+        """The languages of the texts that were embedded here; ``None`` after its warning."""
 
     # -- changing -------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class Follower:
     """Follows the published corpus in a background thread until it is closed."""
 
     def __init__(self, resources: Resources, every_s: float | None = None) -> None:
-        """Starts the thread. ``resources``: of the engine whose store follows."""
+        """Starts the thread. ``resources``: those of the engine whose store follows."""
         self._resources = resources
         self._every_s = FOLLOW_EVERY_S if every_s is None else every_s
         self._over = threading.Event()

@@ -323,14 +323,14 @@ class Request:
     embedder_opening_s: float = 0.0
     """Seconds of opening the embedder for that."""
     form: Format | None = None
-    """In which the model writes reasoning and tool calls; ``None`` for a prompt without the chat template."""
+    """How the model writes reasoning and tool calls; ``None`` for a prompt without the chat template."""
     answer_form: AnswerForm | None = None
     begun: str = ""
     """What of the answer the prompt already holds."""
     shared_ends: tuple[int, ...] = ()
     """Where beginnings of the rendered prompt end that later ones may share, in characters."""
     trace_context: Any = field(default_factory=tracing.current, repr=False, compare=False)
-    """Of the caller's thread, for spans on the scheduler's."""
+    """The trace context of the caller's thread, for spans on the scheduler's."""
 
     @property
     def may_blend(self) -> bool:

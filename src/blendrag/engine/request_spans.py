@@ -20,7 +20,7 @@ def operation(options: Options, resources: Resources) -> str:
 
 
 def asked(kind: str, options: Options, model: str, defaults: Settings) -> dict[str, Any]:
-    """Of the span of a request: what was asked for."""
+    """Attributes of a request's span: what was asked for."""
     sequences = options.generate_kwargs.get("num_return_sequences", 1)
     return {
         **PROVIDER,
@@ -36,7 +36,7 @@ def asked(kind: str, options: Options, model: str, defaults: Settings) -> dict[s
 
 
 def answered(answer: Answer, model: str) -> dict[str, Any]:
-    """Of the span of a request: how it was answered."""
+    """Attributes of a request's span: how it was answered."""
     m = answer.metrics
     return {
         "gen_ai.response.model": model,

@@ -48,7 +48,7 @@ class Prefill(NamedTuple):
     batch_size: int = 1
     """Prompts in the forward that computed it."""
     keep: Callable[[tuple[int, ...]], None] | None = None
-    """Called with the ids whose KV is in ``cache``: of the whole prompt, and in the end of prompt and
+    """Called with the ids whose KV is in ``cache``: once with the prompt, at the end with prompt and
     answer."""
 
 

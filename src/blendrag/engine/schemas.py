@@ -65,11 +65,11 @@ class SchemaReport:
     """What :meth:`BlendEngine.encode_schema` did."""
 
     modules: int
-    """Including scaffolds, and the text outside of modules."""
+    """Modules of the schema, with scaffolds and the text outside of modules."""
     encoded: int
-    """Of them, those that were not stored before."""
+    """How many of them were not stored before."""
     tokens: int
-    """That were encoded."""
+    """Tokens that were encoded."""
     collected: int
     """Stored entries of an earlier version of the schema that were deleted."""
     seconds: float

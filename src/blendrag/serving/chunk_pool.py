@@ -43,7 +43,7 @@ class LoadedPrompt(Protocol):
 
     @property
     def recomputed(self) -> Sequence[torch.Tensor]:
-        """Of each layer, the loaded tokens that were computed all the same; ``[n]`` each."""
+        """The loaded tokens that each layer computed all the same; ``[n]`` each."""
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class RequestKV:
 
     @property
     def next_position(self) -> int:
-        """Of the token that is decoded next."""
+        """The position of the token that is decoded next."""
         return self.running.positions[-1] + 1 if self.running else self.cache.next_position
 
 
@@ -84,7 +84,7 @@ class ChunkPool:
     """The chunks and overlays of the running requests of one model. Used on one thread."""
 
     def __init__(self, adapter: ModelAdapter, limit_bytes: int) -> None:
-        """``limit_bytes``: of all overlays together, which stay allocated."""
+        """``limit_bytes``: the most for all overlays together, which stay allocated."""
         self.adapter = adapter
         self._limit_tokens = max(1, limit_bytes // adapter.layout.size_bytes(1))
         moves, shapes = adapter.repositioner, adapter.layout.layers
@@ -159,7 +159,7 @@ class ChunkPool:
             request.running = self._attention = None
 
     def attention(self, requests: Sequence[RequestKV]) -> SharedAttention | None:
-        """Of those that share chunks, the same until they change; ``None`` if none does."""
+        """The attention of those that share chunks, the same until they change; ``None`` if none does."""
         running = [one.running for one in requests if one.running is not None]
         if not running or self._overlays is None:
             return None
@@ -210,7 +210,7 @@ class ChunkPool:
         return self._overlays.join(held, positions, room)
 
     def _held(self, part: _Part, position: int, computed: torch.Tensor) -> HeldChunk:
-        """``position``: of its first token. ``computed`` ``[N]``: tokens that were computed in any layer."""
+        """``position``: where its first token is. ``computed`` ``[N]``: tokens computed in any layer."""
         chunk = self._chunks.get(part.key)
         if chunk is None:
             self._chunks[part.key] = chunk = part.chunk or self._read(part.span)

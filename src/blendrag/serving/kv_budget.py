@@ -27,7 +27,7 @@ class KVShare:
     prompt_tokens: int
     max_new_tokens: int
     token_bytes: int
-    """Of all its sequences; 0 for a model whose requests run one after another."""
+    """Bytes for one token of all its sequences; 0 for a model whose requests run one after another."""
     check: Callable[[], None] = lambda: None
     """Raises if the request is over."""
     is_aside: bool = False

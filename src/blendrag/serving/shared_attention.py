@@ -54,7 +54,7 @@ class SharedChunk:
 
     @cached_property
     def means(self) -> list[torch.Tensor]:
-        """Of the keys of each layer, ``[Hkv, 1, D]``, in their dtype."""
+        """The mean key of each layer, ``[Hkv, 1, D]``, in the dtype of the keys."""
         return [kv[0].mean(1, keepdim=True) for kv in self.layers]
 
 
