@@ -184,6 +184,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 _ALONE = "it does not answer alone: it drafts tokens for another model"
 _ENCODER = "an encoder reads the prompt, and the model does not continue it"
 _IMAGE = "it answers only if it gets an image"
+_THINKER = "transformers has no forward of it as a whole; its thinker is a type of its own"
 _TIMM = "its vision part needs the package timm"
 _SOUND = "its tokens are sound, several at a time"
 #: Why types are not tried.
@@ -206,6 +207,7 @@ UNTRIED = {
         _IMAGE,
     ),
     **dict.fromkeys(("fast_vlm", "perception_lm"), _TIMM),
+    **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), _THINKER),
     "gemma3n": "its vision part needs the package timm; gemma3n_text is its text part",
     "gemma4_assistant": _ALONE,
     "gemma4_unified_assistant": _ALONE,

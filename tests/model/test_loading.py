@@ -48,6 +48,15 @@ def test_the_context_window_is_known_without_the_weights(checkpoint: str) -> Non
     assert load_context_tokens(checkpoint) == tiny.adapter(tiny.llama()).context_tokens == 4096
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_a_model_without_a_forward_of_the_whole_is_refused_with_what_to_load_instead(
+    checkpoint: str, kind: str
+) -> None:
+    Path(checkpoint, "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ModelLoadError, match=f"no forward of {kind} as a whole; .* its thinker"):
+        load_adapter(checkpoint)
+
+
 def test_an_argument_that_from_pretrained_refuses_is_one_sentence(checkpoint: str) -> None:
     with pytest.raises(ModelLoadError, match=r"refuses one of model_kwargs: .*max_length_of_all"):
         load_adapter(checkpoint, model_kwargs={"max_length_of_all": 64})

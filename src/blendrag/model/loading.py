@@ -212,7 +212,13 @@ def _complete_model(
     load = _from_pretrained if method else _pretrained
     if method and target.type != "cpu":
         options.setdefault("device_map", {"": target})  # quantizers choose kernels for this device
-    model, report = load(_class_for(config), name, output_loading_info=True, **options)
+    kind = _class_for(config)
+    if kind == "AutoModelForMultimodalLM" and _lacks_forward(config):
+        raise ModelLoadError(
+            f"model {name!r} cannot be loaded: transformers has no forward of {config.model_type} as a "
+            "whole; save the part that answers text, such as its thinker, as a model of its own"
+        )
+    model, report = load(kind, name, output_loading_info=True, **options)
     missing = sorted(report["missing_keys"])
     if len(missing) == 1 and missing[0].endswith("lm_head.weight") and _ties(model, config):
         return model
@@ -223,6 +229,14 @@ def _complete_model(
             f"checkpoint{readable}"
         )
     return model
+
+
+def _lacks_forward(config: Any) -> bool:
+    """Whether its class only runs models one after another in ``generate`` (Qwen-Omni, transformers 5.23)."""
+    import transformers
+
+    made = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    return getattr(made, "forward", None) is torch.nn.Module.forward
 
 
 def _of_any_part(config: Any, name: str) -> list[Any]:
