@@ -20,6 +20,7 @@ from blendrag.engine.request import OptionFields
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.engines import shared_engine
 from blendrag.frameworks.fields import CALL_OPTIONS, RequestFields
+from blendrag.option import near_names
 from blendrag.server.bodies import BlendOptions, ChatBody
 from blendrag.server.refusals import OPTION_FIELDS, of_body
 from cli.commands import invoke
@@ -104,6 +105,14 @@ def test_help_of_a_command_is_the_help_of_the_table() -> None:
         for each in command.params:
             if each.name in OPTIONS and each.name not in ("explain", "ratio", "model"):
                 assert each.help.startswith(OPTIONS[each.name].help)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [("mdoe", "mode"), ("timeout", "timeout_s"), ("encoding", "kv_encoding"), ("template", "")],
+)
+def test_only_a_name_that_is_much_alike_is_suggested(unknown: str, meant: str) -> None:
+    assert near_names([unknown], OPTIONS)[:1] == [meant][: bool(meant)]
 
 
 # -- the same sentence ----------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from blendrag.wording import quoted
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+#: Least likeness of a misspelled name: "mdoe" is meant for "mode", and "template" not for "temperature".
+_NEAR = 0.75
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True,
            "false": False, "0": False, "no": False, "off": False}  # fmt: skip
 
@@ -84,7 +86,7 @@ class Option:
 def near_names(unknown: Iterable[str], known: Iterable[str]) -> list[str]:
     """The ``known`` names that are spelled almost like one of the ``unknown``, the nearest first."""
     names = sorted(known)
-    return [near for name in unknown for near in get_close_matches(name, names, 2, 0.7)]
+    return [near for name in unknown for near in get_close_matches(name, names, 2, _NEAR)]
 
 
 def did_you_mean(near: Iterable[str], otherwise: str) -> str:

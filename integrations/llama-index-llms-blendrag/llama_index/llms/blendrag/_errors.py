@@ -16,7 +16,7 @@ from blendrag.errors import InvalidInputError
 
 
 class _NoValueError(type):
-    """Of classes that ``except ValueError`` does not catch."""
+    """Metaclass of errors that ``except ValueError`` does not catch."""
 
     def mro(cls) -> list[type]:
         return [base for base in super().mro() if base is not ValueError]
