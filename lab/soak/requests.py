@@ -627,7 +627,7 @@ class Alone:
             _, cache, _ = Fusor(self.engine.adapter).prefill(
                 ids, tiny.request(ids, ()), check=check
             )
-            tree = prefixes._tree_now()
+            tree = prefixes._tree_for(self.engine.adapter.weights_now())
             tree.insert(_family(request), request.prompt.ids[:held], cache.buffers(held))
         return ()
 

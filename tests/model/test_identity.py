@@ -266,3 +266,15 @@ def test_a_store_of_another_tokenizer_is_refused(store):
 def test_a_store_of_other_weights_is_a_miss(store):
     with tiny.engine(tiny.llama(seed=9), store) as engine:
         assert_computes_everything(engine, tiny.prompt(engine, 0))
+
+
+def test_identified_weights_are_those_of_the_identity_without_another_look() -> None:
+    adapter = tiny.adapter(tiny.llama())
+    _ = adapter.identity
+    with tiny.counted(fingerprint, "loaded") as looks:
+        known = adapter.identified_weights
+    assert not looks
+    assert known == adapter.weights_now()
+    with torch.no_grad():
+        adapter.model.lm_head.weight.add_(1)
+    assert known != adapter.weights_now()

@@ -104,10 +104,12 @@ class ExactPrefixes:
         self._tree = None
 
     def of(self, request: Request) -> Prefixes | None:
-        """Opens the prefixes that ``request`` may use; ``None`` if it may use none."""
+        """Opens the prefixes that ``request`` may use; ``None`` if it may use none. The model's identity was
+        asked for just before."""
         if not self.may_use(request):
             return None
-        return partial(self._tree_now().join, _family(request))
+        weights = self._resources.adapter.identified_weights
+        return partial(self._tree_for(weights).join, _family(request))
 
     def join(self, request: Request) -> LoadedSpan | None:
         """The beginning that an ordinary ``generate`` of ``request`` goes on from, without a fusion: of a
@@ -116,7 +118,7 @@ class ExactPrefixes:
         going, config = adapter.continuation, adapter.model.generation_config
         if request.sequences > 1 or config.cache_implementation or not self.may_use(request):
             return None
-        reader = self._tree_now().join(_family(request), ids[:-1])
+        reader = self._tree_for(adapter.weights_now()).join(_family(request), ids[:-1])
         if reader is None:
             return None
         if reader.tokens < MIN_TOKENS or not (
@@ -295,12 +297,13 @@ class ExactPrefixes:
             _, cache, _ = resources.fusor.prefill(given, blend, check=check)
         if resources.kv_validity.namespace != namespace:
             return 0  # the weights changed meanwhile
-        return self._tree_now().insert(_family(request), ids, cache.buffers(len(ids)))
+        tree = self._tree_for(resources.adapter.identified_weights)
+        return tree.insert(_family(request), ids, cache.buffers(len(ids)))
 
-    def _tree_now(self) -> PrefixTree:
-        """The tree of the loaded model; a new one once weights or adapters have changed."""
+    def _tree_for(self, weights: Hashable) -> PrefixTree:
+        """The tree of the loaded model; a new one once its ``weights`` or adapters have changed."""
         adapter = self._resources.adapter
-        weights, going = adapter.weights_now(), adapter.continuation
+        going = adapter.continuation
         if self._tree is None or self._weights != weights:
             layout = adapter.layout if going is None else going.layout
             pool = BlockPool(layout, self._limit_bytes, adapter.device)

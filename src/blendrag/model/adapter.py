@@ -78,7 +78,7 @@ class ModelAdapter:
         self._long: Repositioner | None = None
         """That of LongRoPE's table for long sequences."""
         self._identity: ModelIdentity | None = None
-        self._identified: object = None
+        self._identified: Hashable = None
         self._digests = fingerprint.Digests()
         try:
             if learns_prompt:
@@ -221,10 +221,17 @@ class ModelAdapter:
 
         Raises :class:`UnsupportedModelError` for weights that are not visible as tensors.
         """
-        found = fingerprint.loaded(self.model)
-        config = self.model.config
-        marks = self._digests.marks(found)
-        return marks, found.adapters, self.model.dtype, attention_name(config)
+        return self._weights(fingerprint.loaded(self.model))
+
+    @property
+    def identified_weights(self) -> Hashable:
+        """:meth:`weights_now` when :attr:`identity` was last read; looks at no tensor."""
+        return self._identified
+
+    def _weights(self, found: fingerprint.Loaded) -> tuple[Any, ...]:
+        """Marks of the tensors, then what else changes what they compute."""
+        attention = attention_name(self.model.config)
+        return self._digests.marks(found), found.adapters, self.model.dtype, attention
 
     @property
     def identity(self) -> ModelIdentity:
@@ -242,14 +249,13 @@ class ModelAdapter:
         """:attr:`identity` of a model with this ``decoder`` and ``layout``, blendable or not."""
         with self.lock:
             found = fingerprint.loaded(self.model)
-            marks = self._digests.marks(found)
             config = self.model.config
-            identified = (marks, found.adapters, self.model.dtype, attention_name(config))
+            identified = self._weights(found)
             if self._identity is None or identified != self._identified:
                 self._identity = ModelIdentity(
                     model_id=self.model_id,
                     revision=self.revision,
-                    tensors_fingerprint=self._digests.fingerprint(found, marks),
+                    tensors_fingerprint=self._digests.fingerprint(found, identified[0]),
                     adapters=found.adapters,
                     weight_quantization=fingerprint.weight_quantization(config),
                     compute_dtype=dtype_name(self.model.dtype),
