@@ -44,7 +44,6 @@ from blendrag.errors import (
 from blendrag.serving.scheduler import Scheduler
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.store.kv import KVLayout
 from blendrag.text.chunking import Chunk, chunk_id_of
 from blendrag.text.readers import digest_of
 
@@ -277,11 +276,15 @@ class EncodeChunks:
 
     def _require_room(self, tokens: int) -> None:
         """Other workers' new KV is not pinned here, so nothing may be evicted for this chunk."""
-        store, layout = self._resources.store, self._resources.layout
         if self._plan.remote:
             return
-        (disk,) = (tier for tier in store.stats().tiers if tier.tier == "disk")
-        _require_room(disk.size_bytes, disk.limit_bytes, layout, tokens)
+        (disk,) = (tier for tier in self._resources.store.stats().tiers if tier.tier == "disk")
+        if disk.size_bytes + stored_chunk_bytes(self._resources.layout, tokens) > disk.limit_bytes:
+            holds, most = readable_size(disk.size_bytes), readable_size(disk.limit_bytes)
+            raise StoreFullError(
+                f"the store holds {holds} of at most {most}, and an ingest on Ray evicts nothing; allow more "
+                "with --disk-bytes, or free some with blendrag store gc"
+            )
 
     @cached_property
     def _resources(self) -> Resources:
@@ -299,11 +302,3 @@ def _pinned(resources: Resources, scheduler: Scheduler) -> Iterator[KVWriter]:
     writer = KVWriter(resources, scheduler)
     with writer.pinned():
         yield writer
-
-
-def _require_room(size_bytes: int, limit_bytes: int, layout: KVLayout, tokens: int) -> None:
-    if size_bytes + stored_chunk_bytes(layout, tokens) > limit_bytes:
-        raise StoreFullError(
-            f"the store holds {readable_size(size_bytes)} of at most {readable_size(limit_bytes)}, and an "
-            "ingest on Ray evicts nothing; allow more with --disk-bytes, or free some with blendrag store gc"
-        )
