@@ -57,7 +57,7 @@ BATCH = 500
 RENEW_S = 60.0
 #: After so long without renewal, this process was stopped, and others may take the mark for a stale one.
 LATEST_RENEWAL_S = STALE_MARK_S / 2
-#: By how much this machine's clock and the store's may differ.
+#: Largest difference between this machine's clock and the store's.
 MOST_SKEW_S = 3600.0
 
 
@@ -164,7 +164,7 @@ def clear_remote(
     names = sorted({entry_of(each.name)[0] for each in found})
     if len(names) != 1 or not namespace:
         raise InvalidInputError(
-            f"namespace {namespace!r:.80} is that of {len(names)} in remote {remote.url}, expected one; "
+            f"{len(names)} namespaces in remote {remote.url} begin with {namespace!r:.80}, expected one; "
             "blendrag store gc --remote URL --json lists those of no published corpus"
         )
     published = current(remote)
@@ -211,11 +211,13 @@ class _Mark:
         """
         now = time_there(self._remote)
         if abs(now - time.time()) > MOST_SKEW_S or now < self._latest - AHEAD_S:
-            at_store, at_home = (datetime.fromtimestamp(at, UTC) for at in (now, time.time()))
+            store_time, local_time = (
+                f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" for at in (now, time.time())
+            )
             raise StoreUnavailableError(
-                f"the clock of remote {self._remote.url} says {at_store:%Y-%m-%d %H:%M} UTC and this "
-                f"machine's {at_home:%Y-%m-%d %H:%M}, or one was set meanwhile, so it is not known what is "
-                "old; set the clocks, then repeat the command"
+                f"the clock of remote {self._remote.url} says {store_time} UTC and this machine's "
+                f"{local_time}, or one was set meanwhile, so the age of objects is not known; set the "
+                "clocks, then repeat the command"
             )
         self._latest = max(now, self._latest)
         return now

@@ -25,9 +25,9 @@ CLAIMS = "claims/"
 MARK = "corpus/gc"
 #: Objects by which the clock of the store is read.
 CLOCK = "corpus/clock/"
-#: By the clock of the store: an older mark was left by a collection that was killed.
+#: Age by the clock of the store; an older mark was left by a collection that was killed.
 STALE_MARK_S = 3600.0
-#: By how much an object may be of a later time than the clock, if that is right.
+#: How far the time of an object may be ahead of the clock, if the clock is right.
 AHEAD_S = 60.0
 _NAME_BYTES = 32
 #: Keys in one claim.
