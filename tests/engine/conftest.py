@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 import tiny
-from blendrag.engine import BlendEngine, exact_prefixes
+from blendrag.engine import BlendEngine, exact_prefixes, planner
 from blendrag.serving.chunk_pool import ChunkPool, RequestKV
 from blendrag.serving.shared_attention import RunningKV
 
@@ -33,6 +33,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
             made.generate(tiny.prompt(made, 3))
             made.drain()
         yield made
+
+
+@pytest.fixture
+def slow_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill counts as slow: a busy machine reads from no remote in the time that a tiny model takes."""
+    monkeypatch.setattr(planner, "prefill_token_s", lambda adapter: 1.0)
 
 
 class Move(NamedTuple):

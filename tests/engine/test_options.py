@@ -9,7 +9,6 @@ import tiny
 from blendrag import Options
 
 QUESTION = "What did the company of Place0 build?"
-CALLS = ("generate", "stream", "agenerate", "astream", "batch", "abatch", "ask", "ask_stream")
 
 
 def test_a_question_takes_options_as_keywords(engine):

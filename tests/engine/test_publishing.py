@@ -16,7 +16,7 @@ import tiny
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.shared import sharing, snapshots
 from blendrag.corpus.shared.collection import collect_remote
-from blendrag.engine import planner, publishing
+from blendrag.engine import publishing
 from blendrag.engine.publishing import Follower
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store.remote import claims
@@ -40,10 +40,7 @@ def machine(bucket, tmp_path):
     return make
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """A busy machine reads from no remote in the time in which a tiny model computes."""
-    monkeypatch.setattr(planner, "prefill_token_s", lambda adapter: 1.0)
+pytestmark = pytest.mark.usefixtures("slow_prefill")
 
 
 def ask(engine, number):

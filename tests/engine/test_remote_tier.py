@@ -35,10 +35,7 @@ def machine(bucket, tmp_path):
     return make
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """A busy machine reads from no remote in the time in which a tiny model computes."""
-    monkeypatch.setattr(planner, "prefill_token_s", lambda adapter: 1.0)
+pytestmark = pytest.mark.usefixtures("slow_prefill")
 
 
 def ingest(engine):
