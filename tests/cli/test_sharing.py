@@ -60,6 +60,7 @@ def test_what_cannot_be_shared_is_said_in_one_sentence(
     assert invoke("store", "publish", "--store", store, "--remote", url).exit_code == 0
     clear = ("store", "clear", "--remote", url)
     assert "expected the namespace to remove" in refused(*clear)
+    assert "expected the namespace to remove" in refused(*clear, "--namespace", "")
     assert "0 namespaces in remote" in refused(*clear, "--namespace", "x", "--yes")
     monkeypatch.setenv("BLENDRAG_REMOTE_KEY", "another secret of all machines")
     assert "BLENDRAG_REMOTE_KEY gives another key" in refused(*follow, url)

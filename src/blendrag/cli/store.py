@@ -367,7 +367,7 @@ def clear(
 
 
 def _clear_remote(remote: str, namespace: str | None, yes: bool, json: bool, verbose: bool) -> int:
-    if namespace is None:
+    if not namespace:
         raise InvalidInputError(
             "--remote without --namespace, expected the namespace to remove; a whole prefix is removed with "
             "the tools of the object store"
