@@ -112,7 +112,7 @@ def test_help_of_a_command_is_the_help_of_the_table() -> None:
     [("mdoe", "mode"), ("timeout", "timeout_s"), ("encoding", "kv_encoding"), ("template", "")],
 )
 def test_only_a_name_that_is_much_alike_is_suggested(unknown: str, meant: str) -> None:
-    assert near_names([unknown], OPTIONS)[:1] == [meant][: bool(meant)]
+    assert near_names([unknown], OPTIONS)[:1] == ([meant] if meant else [])
 
 
 # -- the same sentence ----------------------------------------------------------------------------
