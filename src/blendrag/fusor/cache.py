@@ -153,12 +153,12 @@ class BlendCache(DynamicCache):
 
     @property
     def positions(self) -> Sequence[int]:
-        """Of its tokens."""
+        """Positions of its tokens."""
         return range(self.get_seq_length())
 
     @property
     def next_position(self) -> int:
-        """Of the token after its newest one."""
+        """The position of the token after its newest one."""
         return self.get_seq_length()
 
     def visible(self, window: Window) -> slice | torch.Tensor:

@@ -7,7 +7,7 @@ a. KV of a prompt is computed at an offset and re-positioned to 0. A random non-
    policies ``hkvd`` and ``query``;
 b. the same with disturbed values must differ from a stock prefill, which shows that a. can fail. Keys are not
    disturbed: under nearly even attention they hardly matter;
-c. both on a prompt at least twice the largest window;
+c. both on a prompt more than twice the largest window, up to :data:`MAX_PROMPT_TOKENS`;
 d. r = 1.0 through the scatter and explicit-mask path, and greedy decoding over it, equal stock.
 """
 
@@ -123,9 +123,8 @@ def _measure(
     spread = torch.arange(len(computed) - 1, -1, -step, device=adapter.device).flip(0)
     seen = computed[spread]  # evenly, the last one included
     stock = _kept(adapter.model(input_ids=ids, use_cache=True, logits_to_keep=seen).logits, seen)
-    forbidden = (
-        stock == torch.finfo(stock.dtype).min
-    )  # Chameleon gives this to the tokens of images
+    # Chameleon gives this to the tokens of images
+    forbidden = stock == torch.finfo(stock.dtype).min
     scale = float(stock.float().masked_fill(forbidden, 0).abs().max()) or 1.0
     fusor = Fusor(adapter)
 
@@ -285,7 +284,7 @@ def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:
 
 
 def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
-    """Random ids ``[1, N]``, more than twice the smallest window."""
+    """Random ids ``[1, N]``, more than twice the largest window as far as the model and the limit allow."""
     config, kinds = adapter.stack.config, adapter.stack.layer_types
     if not hasattr(config, "layer_types"):
         kinds = ["sliding_attention"]

@@ -283,9 +283,8 @@ def _paying_test(real: Callable[..., Any]) -> Callable[..., Any]:
 @lru_cache(maxsize=1)
 def _environment() -> _Environment:
     """transformers' environment with its extensions, filters and globals."""
-    made: Any = compat.stock_template_compiler(
-        "{# blendrag #}"
-    ).environment  # one that nobody else has
+    own_text = "{# blendrag #}"  # so that nobody else has this environment
+    made: Any = compat.stock_template_compiler(own_text).environment
     made.__class__ = _Environment
     made.optimized = False  # the optimizer would run what it can before a rendering
     made.finalize = _spend_on

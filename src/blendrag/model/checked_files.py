@@ -112,9 +112,8 @@ def _check_config(file: Path, config: Mapping[str, Any], trust_remote_code: bool
             if isinstance(value, dict | list):
                 waiting.append(value)
             words = field.split("_")
-            for word in (
-                words if "size" not in words else ()
-            ):  # Gemma's vocab_size_per_layer_input counts tokens
+            # Gemma's vocab_size_per_layer_input counts tokens
+            for word in words if "size" not in words else ():
                 if word in _COUNTS:
                     _check_most(file, field, value, _COUNTS[word])
             if field.endswith("_implementation") and not trust_remote_code and "/" in str(value):

@@ -133,6 +133,7 @@ class TransformedTemplates(ImmutableSandboxedEnvironment):
     """
 
     def transformed(self, tree: nodes.Template) -> nodes.Template:
+        """What is compiled in place of ``tree``; each subclass has its own."""
         raise NotImplementedError
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:

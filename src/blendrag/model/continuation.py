@@ -244,10 +244,10 @@ class Continuation:
                 dtypes.add(dtype_name(keys.dtype))
         if len(dtypes) > 1 or not dtypes <= set(DTYPES):
             raise UnsupportedModelError(
-                f"KV of dtypes {', '.join(sorted(dtypes))} is not of one of {sorted(DTYPES)}; use mode full"
+                f"KV has dtypes {', '.join(sorted(dtypes))}, expected one of {sorted(DTYPES)}; use mode full"
             )
         self.layout = KVLayout(tuple(shapes), (dtypes or {dtype_name(self._model.dtype)}).pop())
-        """Of the layers of full attention."""
+        """The KV layout of the layers of full attention."""
 
     def _difference(self, ids: torch.Tensor, whole: torch.Tensor, disturb: float = 0.0) -> float:
         """How far logits are from ``whole`` ``[N, V]`` if the prompt is computed in parts, and goes on from a

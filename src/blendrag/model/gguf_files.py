@@ -67,7 +67,7 @@ def _models() -> Path:
 
 
 def _file_of(name: str) -> Path:
-    """Of a path; of a name on the hub, the downloaded file."""
+    """The file at a path, or the downloaded file of a name on the hub."""
     file = Path(os.path.expanduser(name))
     if not file.is_file() and (on_hub := _ON_HUB.fullmatch(name)):
         from huggingface_hub import hf_hub_download

@@ -189,7 +189,7 @@ def _tokenizer(name: str, **options: Any) -> Any:
 def _class_for(config: Any) -> str:
     """The class of transformers that loads a model with this ``config``.
 
-    A model that reads images or hears is loaded whole and answers text, unless its text part is known as a
+    A model that takes images or sound is loaded whole and answers text, unless its text part is known as a
     causal LM.
     """
     import transformers
@@ -220,7 +220,7 @@ def _complete_model(
         )
     model, report = load(kind, name, output_loading_info=True, **options)
     missing = sorted(report["missing_keys"])
-    if len(missing) == 1 and missing[0].endswith("lm_head.weight") and _ties(model, config):
+    if len(missing) == 1 and missing[0].endswith("lm_head.weight") and _tie_lm_head(model, config):
         return model
     if missing:
         readable = f" in a quantisation that transformers reads, not {method!r}" if method else ""
@@ -244,8 +244,9 @@ def _of_any_part(config: Any, name: str) -> list[Any]:
     return [getattr(one, name, None) for one in (config, config.get_text_config(decoder=True))]
 
 
-def _ties(model: Any, config: Any) -> bool:
-    """Make the LM head share the embedding's weights if ``config`` or that of its text part says so.
+def _tie_lm_head(model: Any, config: Any) -> bool:
+    """Make the LM head share the embedding's weights if ``config`` or that of its text part says so,
+    and tell whether it does.
 
     transformers (5.23) looks at one of the two, which differs by class.
     """

@@ -260,7 +260,7 @@ def _kind_of(
     """The kind of one layer; arguments as of :func:`classify`. ``turn(keys, Δ)`` is the model's rotary."""
 
     def fits(part: int, turns: bool) -> list[Misfit]:
-        """Of K (0) or V (1) at every offset; empty if the rotary functions do not take them."""
+        """The misfit of K (0) or V (1) at every offset; empty if the rotary functions do not take them."""
         carries = content(base[part], other[part])
         own = _own_noise(again[part], base[part], carries) if again else 0.0
         found = []

@@ -237,7 +237,7 @@ class PromptToTime:
         return self.candidates + self.fresh
 
     def point(self, seconds: float, chosen: float | None = None) -> Point:
-        """Of the fresh tokens and ``chosen`` ones spread over the chunks, by default those of the ratio."""
+        """The point of the fresh tokens and ``chosen`` ones spread over chunks; default: by the ratio."""
         chosen = round(self.ratio * self.candidates) if chosen is None else chosen
         rows = self.fresh + chosen
         fresh_keys = self.fresh * (self.candidates + (self.fresh + 1) / 2)
@@ -283,7 +283,7 @@ class Timed(NamedTuple):
 
 
 def median(runs: Sequence[Timed]) -> Timed:
-    """Of several runs of one prefill."""
+    """The median of several runs of one prefill, time by time."""
     return Timed(*map(statistics.median, zip(*runs, strict=True)))
 
 

@@ -78,7 +78,7 @@ def check_lengths(parts: Sequence[Part], count_tokens: CountTokens) -> None:
 
 
 def length_errors(parts: Sequence[Part], count_tokens: CountTokens) -> Iterator[SchemaError]:
-    """Of each argument that is longer than its parameter."""
+    """An error for each argument that is longer than its parameter."""
     for part in parts:
         if isinstance(part, FilledParameter):
             tokens, most = count_tokens(part.argument.text), part.parameter.max_tokens

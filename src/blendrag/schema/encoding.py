@@ -189,7 +189,7 @@ class TokenizedSchema:
 
     @cached_property
     def _scaffolds(self) -> dict[frozenset[str], _Tokens]:
-        """Of each scaffold, by the names of its modules; the largest first."""
+        """The tokens of each scaffold, by the names of its modules; the largest first."""
         found = {}
         for scaffold in sorted(self.schema.scaffolds, key=lambda each: -len(each.modules)):
             names = sorted(scaffold.modules, key=lambda name: self.layout[name].start)

@@ -159,7 +159,7 @@ class _Source:
                 self.at(self.tree), f"an annotation cannot be evaluated: {exc}"
             ) from exc
         self.max_tokens: dict[str, int | None] = {}
-        """Of each parameter; ``None`` without :class:`MaxTokens`."""
+        """The limit of each parameter; ``None`` without :class:`MaxTokens`."""
         self.unbounded: set[str] = set()
         """Parameters that are ``str`` and have no length."""
         for name, parameter in self.signature.parameters.items():

@@ -34,7 +34,7 @@ POLICIES: dict[str, type[SelectionPolicy]] = {
 
 
 def make_policy(text: str | SelectionPolicy) -> SelectionPolicy:
-    """The policy of ``"hkvd"``, ``"boundary(32)"``, … Raises :class:`InvalidInputError`.
+    """The policy of ``"hkvd"``, ``"boundary(32)"``, … Raises :class:`InvalidOptionError`.
 
     ``calibrated`` is the default here; an engine looks up what was found for its model.
     """

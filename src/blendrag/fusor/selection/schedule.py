@@ -154,10 +154,11 @@ def _weights(values: Sequence[float], text: object) -> tuple[float, ...]:
         )
     for layer, (before, weight) in enumerate(pairwise(values), 2):
         if weight > before * (1 + ROUNDING):
-            raise InvalidInputError(
-                f"schedule vector rises from {before:g} to {weight:g} at layer {layer}, expected no "
+            raise InvalidOptionError(
+                "schedule",
+                f"vector rises from {before:g} to {weight:g} at layer {layer}, expected no "
                 "weight above the one before: a token left out of a layer cannot come back later; lower "
-                "it, or raise those before"
+                "it, or raise those before",
             )
     return tuple(float(v) for v in values)
 
