@@ -64,7 +64,7 @@ class Result:
 
     @property
     def rows(self) -> list[ArenaRow]:
-        """Of all commands of the arena; a row that several of them printed is taken once."""
+        """Rows of all commands of the arena; one that several of them printed is taken once."""
         found: dict[Any, ArenaRow] = {}
         for row in (ArenaRow(**fields) for rows in self.printed for fields in rows):
             found.setdefault((*row.way, row.kind), row)

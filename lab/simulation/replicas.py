@@ -107,14 +107,14 @@ class Cluster:
     service_s: Mapping[tuple[int, int], float]
     """By the number of chunks in memory and of those that are on disk only."""
     requests_per_s: float
-    """Of all replicas together, at exponential intervals."""
+    """Arrivals at all replicas together, at exponential intervals."""
     queued_chunks: float
     """What a queued request is worth to the routing ``affinity``, in chunks that need not be read."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Of the requests that count, in the order of their arrival."""
+    """What was simulated of the requests that count, in the order of their arrival."""
 
     ttft_s: Sequence[float]
     memory: Sequence[int]

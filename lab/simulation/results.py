@@ -39,7 +39,7 @@ class Point:
     disk: float
     remote: float
     remote_bytes_per_s: float
-    """Of all replicas together."""
+    """Throughput of the remote for all replicas together."""
     busy: float
     """Share of the time in which a replica computes; ``busiest``: of the one that computes most."""
     busiest: float

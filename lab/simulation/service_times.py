@@ -97,7 +97,7 @@ class ServiceTimes:
 
 
 def service_times(store: Path | None, remote: str | None, ratio: float, top_k: int) -> ServiceTimes:
-    """Of the profile kept in ``store``, or assumed without one.
+    """Service times by the profile kept in ``store``, or assumed without one.
 
     ``remote``: one of :data:`REMOTES` or :data:`MEASURED`; ``None`` takes what was measured, else the
     network. Raises :class:`InvalidInputError`.

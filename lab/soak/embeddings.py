@@ -46,7 +46,7 @@ class Phase:
     """What the clients of one phase saw."""
 
     ttft_s: list[float] = field(default_factory=list)
-    """Of chats."""
+    """Times to first token of chats."""
     ended: Counter[str] = field(default_factory=Counter)
 
 

@@ -158,9 +158,9 @@ class Report:
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
-    """Of refusals."""
+    """The slowest refusal."""
     longest_s: float = 0.0
-    """Of work that was done."""
+    """The longest request that was answered."""
     grown_bytes: int = 0
 
     def fail(self, what: str, sent: bytes, got: bytes) -> None:

@@ -193,7 +193,7 @@ def fuzz(count: int, seed: int, folder: Path, limit_s: float = LIMIT_S) -> Repor
 
 
 def _largest_child_bytes() -> int:
-    """Of the children that ended, those of other tests included."""
+    """Peak memory of the largest child that ended, those of other tests included."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 

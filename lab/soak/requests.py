@@ -120,7 +120,7 @@ class Outcome:
 
     compared: int = 0
     while_changing: int = 0
-    """Of those compared, the ones during which the corpus changed."""
+    """Compared requests during which the corpus changed."""
     ties: int = 0
     """Texts that differ after a token that was as likely as another one, to rounding."""
     differences: list[str] = field(default_factory=list)
@@ -180,7 +180,7 @@ class Soak(RandomClient):
         self.server = server
         self.asked: list[Asked] = []
         self.changes: list[tuple[str, Fields]] = []
-        """Of the corpus, in order."""
+        """Changes of the corpus, in order."""
         self.over = 0
         """How many of them are over; the others have begun."""
         self.versions: dict[int, int] = {}

@@ -279,7 +279,7 @@ class Run:
         return self.model.lm_head(hidden.flatten(0, 1)[batch.rows])
 
     def _early_loss(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Of answers read off `hidden` [B, T, D], before the later layers (early exit loss of
+        """The loss of answers read off `hidden` [B, T, D], before the later layers (early exit loss of
         LayerSkip, §4.1): makes the first half of the layers resolve references."""
         logits = self._read(self.model.model.norm(hidden), batch)
         right = (logits.argmax(-1) == batch.targets)[batch.first].float().mean()

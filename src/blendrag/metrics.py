@@ -84,11 +84,11 @@ class RequestMetrics:
     """Opening the tokenizer, the model and the embedder, and checking that stored KV is theirs: about 0 but
     for the first request of an engine."""
     prefix_tokens: int = 0
-    """Of ``reused_tokens``: the beginning of the prompt, before the first chunk."""
+    """The part of ``reused_tokens`` before the first chunk."""
     queued_s: float = 0.0
-    """Of ``ttft_s``: waiting for the requests before this one."""
+    """The part of ``ttft_s`` that the request waited for those before it."""
     retrieval_s: float = 0.0
-    """Of ``ttft_s``: finding the chunks, with the waiting for it; 0 if the prompt brought its texts."""
+    """The part of ``ttft_s`` in which chunks were searched; 0 if the prompt brought its texts."""
     learned_tokens: int = 0
     """Tokens of passages that were learned from this prompt, because an earlier one had them, too."""
 

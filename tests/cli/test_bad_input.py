@@ -162,6 +162,9 @@ def test_a_refused_model_exits_3_and_names_mode_full(
     fields = printed("verify", refused_dir, status=3)
     assert fields["verdict"] == "refused"
     assert fields["reason"]
+    plan = printed(*ingest_args(docs, refused_dir, tmp_path / "store", "--dry-run"), status=3)
+    assert (plan["documents"], plan["bytes"]) == (3, 0)
+    assert "use mode full" in plan["refused"]
     fed = refused(*ingest_args(docs, refused_dir, tmp_path / "store", "--json"), status=3)
     assert "use mode full" in fed
 

@@ -50,8 +50,18 @@ def test_the_frameworks_name_of_the_longest_answer_is_accepted() -> None:
     made = wrapper(max_tokens=9)
     assert made.max_new_tokens == made.max_tokens == made.request_options().max_new_tokens == 9
     assert made.request_options(max_tokens=3) == made.request_options(max_new_tokens=3)
-    assert Wrapper(**{**made.model_dump(), "max_tokens": 4}).max_new_tokens == 4
     assert "max_tokens" not in made.model_dump()
+
+
+def test_two_names_of_one_option_with_different_values_are_refused_in_one_sentence() -> None:
+    says = "max_tokens 9 and max_new_tokens 4 are one option"
+    with pytest.raises(ValidationError, match=says):
+        wrapper(max_tokens=9, max_new_tokens=4)
+    with pytest.raises(InvalidInputError, match=says) as raised:
+        wrapper().request_options(max_tokens=9, max_new_tokens=4)
+    assert tiny.one_sentence(str(raised.value))
+    assert wrapper(timeout=3, timeout_s=3).timeout_s == 3
+    assert wrapper(max_new_tokens=9).request_options(max_tokens=4).max_new_tokens == 4
 
 
 def test_a_model_is_loaded_with_the_arguments_of_from_pretrained(

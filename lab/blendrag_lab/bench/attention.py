@@ -50,7 +50,7 @@ CLOSE = 0.02
 class AttentionRow:
     requests: int
     tokens: int
-    """Of each request, besides its own ones, which are never shared."""
+    """Tokens of each request in chunks; its other tokens are never shared."""
     shared: int
     """Those of them in chunks that all requests share."""
     ms: dict[str, Timing]

@@ -51,7 +51,7 @@ class GrammarResult:
     machine: str
     model: str
     tokens: int
-    """Of each answer."""
+    """Tokens of each answer."""
     rounds: int
     rows: tuple[GrammarRow, ...]
 

@@ -46,7 +46,7 @@ class NewcomerRow:
     running: int
     """Requests that decode when the newcomer arrives."""
     ttft: Timing
-    """Of the newcomer."""
+    """The newcomer's time to first token."""
     over_alone: float
     """TTFT against that without running requests, 1.0 being as fast; the median of the rounds' ratios."""
     token: Timing | None

@@ -41,7 +41,7 @@ class PromptTimes:
     name: str
     prompt_tokens: int
     computed_tokens: int
-    """Of the prompt, with ``schema``."""
+    """Prompt tokens that ``schema`` computes."""
     ms: dict[str, Timing]
     """TTFT by way: ``full``, ``blend``, ``schema``."""
     speedup: dict[str, float]
@@ -52,7 +52,7 @@ class PromptTimes:
 class SchemaResult(BlendResult):
     prompts: list[PromptTimes]
     token_bytes: dict[str, dict[str, float]]
-    """Of KV in bfloat16 by geometry and encoding, in modules of :attr:`module_tokens`."""
+    """Bytes of KV per token, by geometry and encoding, in modules of :attr:`module_tokens`."""
     module_tokens: int
 
 

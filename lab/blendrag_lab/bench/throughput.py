@@ -45,7 +45,7 @@ class ThroughputRow:
     way: str
     batch_size: int
     first_tokens_per_s: float
-    """Of the median round; ``spread`` has the lowest and highest."""
+    """The median round; ``spread`` has the lowest and highest."""
     spread: tuple[float, float]
     over_alone: float
     """Against the same way at batch size 1."""
@@ -55,7 +55,7 @@ class ThroughputRow:
 class ThroughputResult(BlendResult):
     requests: int
     prompt_tokens: tuple[int, int]
-    """Of the shortest and the longest prompt."""
+    """The length of the shortest and of the longest prompt."""
     rows: tuple[ThroughputRow, ...]
 
 

@@ -44,7 +44,7 @@ class TtftResult(BlendResult):
     """By mode. ``full_compiled`` (stock prefill through ``torch.compile``) is missing if it was not requested
     or is not possible."""
     speedup: float
-    """Of blend."""
+    """Full prefill over blend."""
     floor_speedup: float
     kv_bytes: int
     peak_bytes: dict[str, int | None]

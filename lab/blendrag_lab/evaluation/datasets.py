@@ -71,7 +71,7 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Of all that decides an answer and its score."""
+        """A digest of all that decides an answer and its score."""
         said = [text for turn in self.history for text in turn]
         fields = (self.kind, self.question, *self.answers, "", *self.chunks, "", *said)
         return digest_fields(field.encode("utf-8", "surrogatepass") for field in fields)

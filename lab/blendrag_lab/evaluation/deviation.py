@@ -118,7 +118,7 @@ class StoredPrompt:
         return self._prefill(self._spans, "reuse")
 
     def deviation(self, policy: str, schedule: str = "constant", ratio: float = 0.0) -> Deviation:
-        """Of a blend by ``policy``, or by :data:`ORACLE`; ratio and schedule as in
+        """The deviation of a blend by ``policy``, or by :data:`ORACLE`; ratio and schedule as in
         :class:`~blendrag.engine.Options`."""
         if policy == ORACLE:
             return self._from_full(self._mended(ratio))

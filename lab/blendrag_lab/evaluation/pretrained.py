@@ -73,7 +73,7 @@ ByTask = dict[str, list[Fidelity]]
 
 
 def fidelities(rows: Sequence[ArenaRow]) -> list[Fidelity]:
-    """Of the rows of one run over all kinds of question; summaries have no F1."""
+    """A point for each row of one run over all kinds of question; summaries have no F1."""
     whole = {row.way: row for row in rows if row.kind == ALL and row.policy != NONE}
     by_policy = {row.policy: row for row in whole.values()}
     full, reuse = by_policy[FULL], by_policy[REUSE]
@@ -90,7 +90,7 @@ def fidelities(rows: Sequence[ArenaRow]) -> list[Fidelity]:
 
 
 def mean_of(points: Sequence[Fidelity]) -> Fidelity:
-    """Of the same way on several tasks or models. Recovered is that of the mean KL, without an interval."""
+    """The mean of one way over several tasks or models. Recovered is that of the mean KL, without an interval."""
 
     def mean(name: str) -> float:
         return fmean(getattr(point, name) for point in points)

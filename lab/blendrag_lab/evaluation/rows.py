@@ -233,13 +233,13 @@ def make_rows(
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Of the values that are known."""
+    """The mean of the values that are known."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def _standard_error(values: Sequence[float | None]) -> float | None:
-    """Of the mean of the values that are known."""
+    """The standard error of :func:`_mean`."""
     known = [value for value in values if value is not None]
     return stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
 

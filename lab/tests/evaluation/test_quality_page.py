@@ -172,7 +172,7 @@ def test_a_failing_command_is_named_in_one_sentence_and_nothing_is_kept(tmp_path
 
 
 def printed_by_eval(loss: float, ttft_ms: float) -> list[ArenaRow]:
-    """Of one task: full, reuse, and the default policy, which loses ``loss`` nats of reuse's 0.4."""
+    """Rows of one task: full, reuse, and the default policy, which loses ``loss`` nats of reuse's 0.4."""
     task = {"dataset": "asked", "metric": "f1", "n": 6}
     figures = {"recovered": 1 - loss / 0.4, "recovered_low": 0.1, "recovered_high": 0.9}
     return [

@@ -22,7 +22,7 @@ def probabilities(law: Zipf) -> np.ndarray:
 
 
 def che_hit_rate(law: Zipf, capacity: int) -> float:
-    """Of an LRU cache for independent references (Che, Tung and Wang, 2002).
+    """The hit rate of an LRU cache for independent references (Che, Tung and Wang, 2002).
 
     Each number stays for the same time, in references, in which ``capacity`` different ones are asked for.
     """

@@ -42,7 +42,7 @@ class _CallRegion:
         self._opens = opens
         self._closes = closes
         self._begins = self._ends = 0
-        """Of the text of the current or last call, and of its closing tag."""
+        """Where the text of the current or last call begins, and where its closing tag ends."""
         self._read = 0
         self._in_text = False
         """Up to where quotes were counted, and whether one is open there."""

@@ -12,7 +12,7 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.extras import ray_function
-from blendrag.cli.lifecycle import DONE, FAILED, begin, interrupted, reporting
+from blendrag.cli.lifecycle import DONE, FAILED, REFUSED_MODEL, begin, interrupted, reporting
 from blendrag.cli.output import count, duration, echo, print_json, say, show
 from blendrag.cli.progress import IngestProgress
 from blendrag.errors import InvalidInputError
@@ -191,6 +191,9 @@ def _dry_run(engine: BlendEngine, paths: list[Path], patterns: Patterns, json: b
         f"{readable_size(plan.bytes)} of new KV, "
         f"about {duration(plan.seconds)}; {plan.failed} failed; nothing was written",
     )
+    if plan.refused:
+        say("error", f"{plan.refused}; an ingest would store the texts without KV")
+        return REFUSED_MODEL
     return FAILED if plan.failed else DONE
 
 

@@ -33,6 +33,8 @@ class DryRun:
     failures: list[str]
     warnings: list[str]
     skipped: dict[str, list[str]]
+    refused: str = ""
+    """Why no KV of this model can be stored."""
 
 
 def dry_run(
@@ -55,20 +57,28 @@ def dry_run(
         report.tokens += sum(chunk.tokens for chunk in of_document)
         chunks |= {chunk.chunk_id: chunk for chunk in of_document}
         unembedded |= {} if known else {chunk.chunk_id: chunk for chunk in of_document}
-    new = _without_kv(resources, [*chunks.values()]) if corpus is not None else [*chunks.values()]
     report.warnings += filter(None, [languages.warning(resources.manifest.embedder)])
-    seconds = _ingest_s(resources, scheduler, new, [*unembedded.values()])
+    new, size_bytes, seconds, refused = [*chunks.values()], 0, 0.0, ""
+    try:
+        if corpus is not None:
+            new = _without_kv(resources, new)
+        seconds = _encoding_s(resources, scheduler, new) if new else 0.0
+        size_bytes = sum(stored_chunk_bytes(resources.layout, chunk.tokens) for chunk in new)
+    except UnsupportedModelError as exc:
+        refused = str(exc)
+    seconds += _embedding_s(resources, [*unembedded.values()]) if unembedded else 0.0
     return DryRun(
         documents=report.documents,
         documents_unchanged=unchanged,
         chunks=report.chunks,
         tokens=report.tokens,
-        bytes=sum(stored_chunk_bytes(resources.layout, chunk.tokens) for chunk in new),
+        bytes=size_bytes,
         seconds=seconds,
         failed=len(report.failures),
         failures=report.failures,
         warnings=report.warnings,
         skipped=report.skipped,
+        refused=refused,
     )
 
 
@@ -79,33 +89,35 @@ def _without_kv(resources: Resources, chunks: list[Chunk]) -> list[Chunk]:
     return [chunk for chunk, key in zip(chunks, keys, strict=True) if key not in places]
 
 
-def _ingest_s(
-    resources: Resources, scheduler: Scheduler, new: list[Chunk], unembedded: list[Chunk]
-) -> float:
-    """Seconds to compute the KV of ``new`` and the vectors of ``unembedded``."""
-    total_s = 0.0
-    if new:
-        opening_s, adapter = _timed(lambda: resources.adapter)
-        adapter.require_blendable()
-        sample = [17] * max(chunk.tokens for chunk in new)
+def _encoding_s(resources: Resources, scheduler: Scheduler, new: list[Chunk]) -> float:
+    """Seconds to open and check the model and to compute the KV of ``new``.
 
-        def encode_s(tokens: int) -> float:
-            with adapter.lock:
-                return _timed(lambda: adapter.encode((), sample[:tokens]))[0]
+    Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused.
+    """
+    opening_s, adapter = _timed(lambda: resources.adapter)
+    adapter.require_blendable()
+    sample = [17] * max(chunk.tokens for chunk in new)
 
-        scheduler.run(lambda: encode_s(len(sample)))  # warm up
-        token_s = scheduler.run(lambda: encode_s(len(sample))) / len(sample)
-        verdict = scheduler.run(lambda: verdicts.recall(adapter.identity.namespace, adapter.device))
-        if verdict is not None and not verdict.blendable:
-            raise UnsupportedModelError(f"{adapter.model_id}: {verdict.reason}")
-        if verdict is None:
-            total_s += gate.expected_s(adapter, token_s, scheduler.run(lambda: encode_s(1)))
-        total_s += opening_s + token_s * sum(chunk.tokens for chunk in new)
-    if unembedded:
-        first_s, _ = _timed(lambda: resources.embedder.embed([unembedded[0].text]))
-        each_s, _ = _timed(lambda: resources.embedder.embed([unembedded[0].text]))
-        total_s += first_s + each_s * (len(unembedded) - 1)
-    return total_s
+    def encode_s(tokens: int) -> float:
+        with adapter.lock:
+            return _timed(lambda: adapter.encode((), sample[:tokens]))[0]
+
+    scheduler.run(lambda: encode_s(len(sample)))  # warm up
+    token_s = scheduler.run(lambda: encode_s(len(sample))) / len(sample)
+    verdict = scheduler.run(lambda: verdicts.recall(adapter.identity.namespace, adapter.device))
+    if verdict is not None and not verdict.blendable:
+        raise UnsupportedModelError(f"{adapter.model_id}: {verdict.reason}")
+    checking_s = 0.0
+    if verdict is None:
+        checking_s = gate.expected_s(adapter, token_s, scheduler.run(lambda: encode_s(1)))
+    return checking_s + opening_s + token_s * sum(chunk.tokens for chunk in new)
+
+
+def _embedding_s(resources: Resources, chunks: list[Chunk]) -> float:
+    """Seconds to compute the vectors of ``chunks``."""
+    first_s, _ = _timed(lambda: resources.embedder.embed([chunks[0].text]))
+    each_s, _ = _timed(lambda: resources.embedder.embed([chunks[0].text]))
+    return first_s + each_s * (len(chunks) - 1)
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, Any]:

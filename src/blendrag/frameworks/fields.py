@@ -32,6 +32,7 @@ from blendrag.frameworks.engines import (
     model_text,
 )
 from blendrag.option import refuse_unknown
+from blendrag.wording import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -109,6 +110,9 @@ class EngineFields(NamedEngineFields):
     @classmethod
     def _explain_unknown(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Say in one sentence which field was meant."""
+        if isinstance(given, dict):
+            aliases = {name: field.alias for name, field in cls.model_fields.items() if field.alias}
+            given = _one_name_each(given, aliases)
         try:
             return handler(given)
         except ValidationError as exc:
@@ -214,10 +218,7 @@ class RequestFields(EngineFields, DefaultFields):
     @model_validator(mode="before")
     @classmethod
     def _rename_standard(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not _STANDARD.keys() & given.keys():
-            return given
-        renamed = {_STANDARD[n]: given[n] for n in _STANDARD if given.get(n) is not None}
-        return {n: value for n, value in given.items() if n not in _STANDARD} | renamed
+        return _one_name_each(given, _STANDARD) if isinstance(given, dict) else given
 
     @property
     def max_tokens(self) -> int | None:
@@ -257,10 +258,30 @@ _OF_CALLS = (*_STANDARD, "tools", "tool_choice", "response_format")
 CALL_OPTIONS = {name: _STANDARD.get(name, name) for name in (*_FIELDS, *_OF_CALLS)}
 
 
+def _one_name_each(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """``given`` with each option that has two ``names`` under its second one.
+
+    Raises :class:`InvalidInputError` for an option that has different values under both.
+    """
+    kept = dict(given)
+    for other, name in names.items():
+        value = kept.pop(other, None)
+        if value is None:
+            continue
+        if kept.get(name) not in (None, value):
+            raise InvalidInputError(
+                f"{other} {quoted(value, 40)} and {name} {quoted(kept[name], 40)} are one option, expected "
+                f"one value; leave {other} out"
+            )
+        kept[name] = value
+    return kept
+
+
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     otherwise = "arguments of transformers' generate go into generate_kwargs"
     refuse_unknown(options, (*CALL_OPTIONS, "stop"), "an option of a call", otherwise)
-    return {CALL_OPTIONS[name]: value for name, value in options.items() if value is not None}
+    named = _one_name_each(options, _STANDARD)
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _spelling(option: str, call: Mapping[str, Any], top_logprobs: int | None) -> str:

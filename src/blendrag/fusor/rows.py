@@ -101,7 +101,7 @@ class PromptRows:
         self.tokens = tokens
         self.device = device
         self.planned: Gathered | None = None
-        """Of all layers' rows, if they are known before layer 0; each layer takes its stretch."""
+        """Gathered rows of all layers, if they are known before layer 0; each layer takes its stretch."""
         self._scalars: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @cached_property
