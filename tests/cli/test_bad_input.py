@@ -385,3 +385,15 @@ def test_variables_of_no_setting_are_named_in_a_warning(
     assert said in warning
     assert "NOTHING" not in warning
     assert error.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "suggested"),
+    [("ask --encoding", ""), ("ask --timeout", ""), ("ingest --encoding", "--kv-encoding"),
+     ("ask --max-tokens", "--max-new-tokens"), ("store gc --grace-hour", "--grace-hours")],
+)  # fmt: skip
+def test_only_options_that_are_spelled_alike_are_suggested(given: str, suggested: str) -> None:
+    command, option = given.rsplit(maxsplit=1)
+    hint = f" (Possible options: {suggested})" * bool(suggested)
+    error = invoke(*command.split(), option, "x").stderr.splitlines()[-1]
+    assert error == f"Error: No such option: {option}{hint}"

@@ -54,9 +54,9 @@ class Workload:
         str, typer.Option(help="constant, linear, geometric[:g], first:m or one per layer.")
     ] = DEFAULT_SCHEDULE
     rounds: Rounds = 5
-    encoding: Annotated[str, typer.Option(help="How KV is stored: native or int8.")] = (
-        NATIVE_ENCODING
-    )
+    encoding: Annotated[
+        str, typer.Option("--kv-encoding", help="How KV is stored: native or int8.")
+    ] = NATIVE_ENCODING
 
     @property
     def prompt_tokens(self) -> int:
@@ -66,7 +66,7 @@ class Workload:
         """Raise :class:`InvalidInputError` if this cannot be measured on the model."""
         if self.encoding not in ENCODINGS:
             raise InvalidInputError(
-                f"encoding {self.encoding!r} is not one of {', '.join(ENCODINGS)}; choose one of them"
+                f"kv_encoding {self.encoding!r} is not one of {', '.join(ENCODINGS)}; choose one of them"
             )
         if self.prompt_tokens > adapter.context_tokens:
             raise InvalidInputError(

@@ -90,7 +90,7 @@ def fidelities(rows: Sequence[ArenaRow]) -> list[Fidelity]:
 
 
 def mean_of(points: Sequence[Fidelity]) -> Fidelity:
-    """The mean of one way over several tasks or models. Recovered is that of the mean KL, without an interval."""
+    """The mean of one way over several tasks or models. Recovered: of the mean KL, no interval."""
 
     def mean(name: str) -> float:
         return fmean(getattr(point, name) for point in points)

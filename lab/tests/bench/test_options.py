@@ -142,7 +142,7 @@ SWEEP = ("sweep", *SMALL, "--factor")
      (("ttft", "--geometry", "huge"), "geometry 'huge' is not one of"),
      ((*TTFT, "--chunks", "5000"), "exceeds the context of 32768"),
      ((*TTFT, "--policy", "magic"), "magic"),
-     ((*TTFT, "--encoding", "int3"), "encoding 'int3' is not one of"),
+     ((*TTFT, "--kv-encoding", "int3"), "kv_encoding 'int3' is not one of"),
      ((*TTFT, "--device", "abacus"), "device 'abacus'"),
      ((*TTFT, "--dtype", "int8"), "dtype 'int8' is not one of auto, float32"),
      (("ttft", "--model", "demo", "--dtype", "int8"), "dtype 'int8' is not one of auto, float32"),

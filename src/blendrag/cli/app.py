@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from blendrag import __version__
 from blendrag.cli import options, output
@@ -21,12 +22,31 @@ from blendrag.cli.progress import StatusLine
 from blendrag.cli.schema import app as schema_commands
 from blendrag.cli.serve import serve
 from blendrag.cli.store import app as store_commands
+from blendrag.option import near_names
 
 if TYPE_CHECKING:
     from blendrag.fusor.gate import Verification
 
+
+class _Commands(TyperGroup):
+    """Suggests options that are spelled almost like an unknown one, not those that merely share letters."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (
+            Exception
+        ) as error:  # NoSuchOption is click's, or typer's copy of it, by typer's version
+            if possible := getattr(error, "possibilities", None):
+                names = {name.lstrip("-"): name for name in possible}
+                near = near_names([str(getattr(error, "option_name", "")).lstrip("-")], names)
+                error.possibilities = [names[name] for name in near]  # type: ignore[attr-defined]
+            raise
+
+
 app = typer.Typer(
     name="blendrag",
+    cls=_Commands,
     help="Answer questions over documents with a local Hugging Face model and precomputed KV.",
     no_args_is_help=True,
     add_completion=False,
