@@ -141,7 +141,7 @@ class Soak(RandomClient):
         while self.server.engine.scheduler.waiting or self.server.engine.scheduler.running:
             await asyncio.sleep(0.1)
         # these are computed, and their connections are full
-        assert self.server.service.admission.running >= SLOW
+        assert self.server.engine.scheduler.requests.counts[1] >= SLOW
         for number, (body, (reader, writer)) in enumerate(zip(asked, held, strict=True)):
             if number % 5:
                 head, _, lines = (await reader.read()).decode().partition("\r\n\r\n")

@@ -45,8 +45,7 @@ class Live:
 
     def settled(self) -> None:
         """Wait until no request waits or runs."""
-        admission = self.service.admission
-        until(lambda: admission.waiting + admission.running == 0)
+        until(lambda: not self.engine.scheduler.requests)
 
 
 @contextmanager

@@ -45,11 +45,11 @@ def outcomes(server: Live) -> dict[str, int]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request(slow: Live, stream: bool) -> None:
-    model, admission = slow.engine.adapter.model, slow.service.admission
+    model, requests = slow.engine.adapter.model, slow.engine.scheduler.requests
     before, began = outcomes(slow)["cancelled"], model.forwards
     connection = begin(slow, stream)
     until(lambda: model.forwards > began + 2)
-    assert admission.waiting + admission.running == 1
+    assert len(requests) == 1
     connection.close()
     until(lambda: outcomes(slow)["cancelled"] == before + 1)
     slow.settled()
@@ -60,11 +60,11 @@ def test_a_client_that_leaves_ends_its_request(slow: Live, stream: bool) -> None
 def test_a_client_that_leaves_the_queue_is_never_computed(slow: Live) -> None:
     model, prompts = slow.engine.adapter.model, len(slow.engine.adapter.model.prompts)
     running = begin(slow)
-    until(lambda: slow.service.admission.running == 1)
+    until(lambda: slow.engine.scheduler.requests.counts == (0, 1))
     queued = begin(slow)
-    until(lambda: slow.service.admission.waiting == 1)
+    until(lambda: slow.engine.scheduler.requests.counts[0] == 1)
     queued.close()
-    until(lambda: slow.service.admission.waiting == 0)
+    until(lambda: slow.engine.scheduler.requests.counts[0] == 0)
     running.close()
     slow.settled()
     slow.engine.drain()
@@ -124,15 +124,15 @@ def test_a_client_is_told_that_a_defect_closes_its_connection(slow: Live, monkey
 def test_more_requests_than_allowed_are_asked_to_come_back(slow: Live) -> None:
     before = outcomes(slow)["rejected"]
     held = [begin(slow) for _ in range(3)]
-    until(lambda: slow.service.admission.waiting + slow.service.admission.running == 3)
+    until(lambda: len(slow.engine.scheduler.requests) == 3)
     until(lambda: len(slow.engine.scheduler.running) == 3)
     with slow.client() as client:
         for stream, turn_s, retry_after_s in (
-            (True, 0.0, "2"),
+            (True, None, "2"),
             (False, 7.5, "8"),
             (False, 999.0, "60"),
         ):
-            slow.engine.scheduler.turn_s = turn_s
+            slow.engine.scheduler.requests.turn_s = turn_s
             refused = client.post(CHAT, json={"messages": HELLO, "stream": stream})
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == retry_after_s

@@ -305,7 +305,7 @@ def test_an_answer_streams_and_stops_on_the_server_too(slow, visit, monkeypatch)
         answer = page.locator(".turn:last-child .answer")
         answer.filter(has_text="word").wait_for()
         assert answer.get_attribute("aria-busy") == "true"
-        assert slow.service.admission.running == 1
+        assert slow.engine.scheduler.requests.counts[1] == 1
         stop()
         page.locator(".turn:last-child .ending").filter(has_text="Stopped.").wait_for()
         slow.settled()
@@ -367,10 +367,10 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(demo_engine, visit) -> None
 def test_a_full_queue_says_when_to_ask_again(slow, visit) -> None:
     page = visit(slow)
     page.get_by_label("Search the documents").uncheck()
-    admission, go_on = slow.service.admission, threading.Event()
+    requests, go_on = slow.engine.scheduler.requests, threading.Event()
     with slow.engine.adapter.model.register_forward_pre_hook(lambda *_: go_on.wait(60) and None):
         held = [begin(slow) for _ in range(2)]
-        until(lambda: admission.waiting + admission.running == 2)
+        until(lambda: len(requests) == 2)
         ask(page, "Hello")
         said = page.get_by_role("alert").filter(has_text="Ask again in 2 seconds").inner_text()
         assert said.startswith("The server is busy.")

@@ -232,7 +232,7 @@ def test_a_client_that_leaves_before_the_first_token_is_not_answered(
         until(lambda: brake.held == 1)
         if is_queued:
             connections.append(begin(server))
-            until(lambda: server.service.admission.waiting == 2)
+            until(lambda: server.engine.scheduler.requests.counts[0] == 2)
         for connection in connections:
             assert connection.recv(12) == b"HTTP/1.1 200"
             connection.close()
@@ -246,7 +246,6 @@ def test_usage_counts_no_comment_as_a_first_token(server: Live, brake: Brake) ->
     server.settled()
     with brake(), streaming(server) as lines:
         next(lines)
-        assert server.service.admission.waiting == 1
-        assert server.service.admission.running == 0
+        assert server.engine.scheduler.requests.counts == (1, 0)
         brake.open.set()
         text_of(lines)

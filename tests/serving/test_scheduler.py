@@ -179,20 +179,6 @@ def test_a_call_within_a_call_begins_at_once(scheduler):
     assert outer.future.result(0) == 7
 
 
-def test_the_usual_turn_is_the_time_between_the_beginnings_of_requests_that_wait(
-    scheduler, clock, order, monkeypatch
-):
-    monkeypatch.setattr(scheduling, "LATEST_TURN", 1.0)
-    scheduler.max_running = 1
-    scheduler.submit(*(decoding(order, name, 2) for name in "ab"))
-    turns = []
-    while scheduler.waiting or scheduler.running:
-        scheduler.step()
-        turns.append(scheduler.turn_s)
-        clock.now += 10
-    assert turns == [0, 0, 20, 20]
-
-
 # -- prefills that pause --------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope, Send
 
-from blendrag_ray.backlog import Progress
+from blendrag.serving.open_requests import OpenRequest
 
 #: What is kept of a request's scope.
 _KEPT = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers",
@@ -26,12 +26,13 @@ class WholeRequest:
 
     scope: dict[str, Any]
     body: bytes
-    progress: Progress | None = None
-    """How far it is, if it computes an answer: for the router; a replica does not use it."""
+    progress: OpenRequest | None = None
+    """How far it is, if it computes an answer: for the router, which is in the process of the ingress. A
+    replica does not use it."""
 
     @classmethod
     def of(cls, scope: Scope, body: bytes) -> WholeRequest:
-        progress = Progress() if scope["path"] in COMPUTED else None
+        progress = OpenRequest() if scope["path"] in COMPUTED else None
         return cls({name: scope[name] for name in _KEPT if name in scope}, body, progress)
 
 

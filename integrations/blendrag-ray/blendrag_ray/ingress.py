@@ -113,7 +113,7 @@ class Ingress:
             async for message in self._replicas.remote(request, chunks=chunks):
                 await reply.pass_on(message)
                 if request.progress is not None and reply.is_answer:
-                    request.progress.answered_at = request.progress.answered_at or time.monotonic()
+                    request.progress.begun_at = request.progress.begun_at or time.monotonic()
         except RayActorError:
             if not reply.has_content:
                 return False

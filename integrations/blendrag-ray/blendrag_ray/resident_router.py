@@ -2,7 +2,7 @@
 
 Replicas report what they hold as digests: the first four bytes of each key (:func:`digest`). Between two
 reports the router assumes that a replica keeps what it was sent. How busy replicas are it knows from the
-ingress, which is in its process (:mod:`blendrag_ray.backlog`).
+ingress, which is in its process (:mod:`blendrag.serving.open_requests`).
 
 Serve's request routers are alpha (Ray 2.60). No other module of this package uses their classes.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from blendrag_ray.backlog import Backlog, Progress
+from blendrag.serving.open_requests import OpenRequest, OpenRequests
 from blendrag_ray.forwarding import WholeRequest
 from blendrag_ray.routing import QUEUED_SHARE, choose_replica
 
@@ -107,7 +107,7 @@ class ResidentRouter(RequestRouter):
         self._queued_share = queued_share
         self._random = Random()
         self._assumed: dict[ReplicaID, Assumed] = {}
-        self._backlogs: dict[ReplicaID, Backlog] = {}
+        self._requests: dict[ReplicaID, OpenRequests] = {}
 
     async def choose_replicas(
         self,
@@ -118,7 +118,7 @@ class ResidentRouter(RequestRouter):
         chunks, now = _chunks_of(pending_request), time.monotonic()
         loads = [
             ReplicaLoad(
-                self._backlog_of(replica.replica_id).requests(now),
+                self._requests_of(replica.replica_id).ahead,
                 replica.routing_stats or {},
                 self._assumed_of(replica.replica_id),
             )
@@ -137,21 +137,21 @@ class ResidentRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        for known in (self._assumed, self._backlogs):
+        for known in (self._assumed, self._requests):
             for gone in set(known) - {replica.replica_id for replica in replicas}:
                 del known[gone]
 
     def _note_sent(self, pending_request: PendingRequest | None, replica_id: ReplicaID) -> None:
         """Count a request at one replica, and at no other where it was sent before."""
         progress = _progress_of(pending_request)
-        if progress is None or progress in self._backlog_of(replica_id):
+        if progress is None or progress in self._requests_of(replica_id):
             return
-        for backlog in self._backlogs.values():
-            backlog.discard(progress)
-        self._backlog_of(replica_id).add(progress, time.monotonic())
+        for requests in self._requests.values():
+            requests.discard(progress)
+        self._requests_of(replica_id).open(progress)
 
-    def _backlog_of(self, replica_id: ReplicaID) -> Backlog:
-        return self._backlogs.setdefault(replica_id, Backlog())
+    def _requests_of(self, replica_id: ReplicaID) -> OpenRequests:
+        return self._requests.setdefault(replica_id, OpenRequests())
 
     def _assumed_of(self, replica_id: ReplicaID) -> Assumed:
         return self._assumed.setdefault(replica_id, Assumed())
@@ -161,7 +161,7 @@ def _chunks_of(pending_request: PendingRequest | None) -> Chunks:
     return pending_request.kwargs.get("chunks", {}) if pending_request is not None else {}
 
 
-def _progress_of(pending_request: PendingRequest | None) -> Progress | None:
+def _progress_of(pending_request: PendingRequest | None) -> OpenRequest | None:
     if pending_request is None or not pending_request.args:
         return None
     request = pending_request.args[0]

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message
 
-from blendrag_ray.backlog import Progress
+from blendrag.serving.open_requests import OpenRequest
 from blendrag_ray.exposition import joined
 from blendrag_ray.forwarding import Relayed, WholeRequest, answered
 from blendrag_ray.ingress import TRIES, Ingress
@@ -32,7 +32,7 @@ class Replicas:
     def __init__(self, *apps: ASGIApp) -> None:
         self.apps = list(apps)
         self.chunks: list[Mapping[str, int]] = []
-        self.progress: list[Progress | None] = []
+        self.progress: list[OpenRequest | None] = []
 
     def options(self, **given: Any) -> Replicas:
         return self
@@ -112,8 +112,8 @@ async def test_the_router_learns_only_from_computed_answers(asking):
             await client.post(path, json={"model": "demo"})
     health, computed, refused = replicas.progress
     assert health is None
-    assert computed.answered_at is not None
-    assert (refused.answered_at, refused.has_ended) == (None, True)
+    assert computed.begun_at is not None
+    assert (refused.begun_at, refused.has_ended) == (None, True)
 
 
 async def test_a_replica_that_ends_before_it_answers_is_replaced(asking):

@@ -6,7 +6,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from blendrag_ray.backlog import Progress
+from blendrag.serving.open_requests import OpenRequest
 from blendrag_ray.forwarding import WholeRequest
 from blendrag_ray.resident_router import (
     ASSUMED_S,
@@ -87,7 +87,7 @@ async def test_a_request_keeps_its_replica_busy_until_it_ends():
 
     async def sent() -> tuple[Any, str]:
         kwargs = {"chunks": dict.fromkeys(KEYS[:2], 100)}
-        pending: Any = SimpleNamespace(args=[WholeRequest({}, b"", Progress())], kwargs=kwargs)
+        pending: Any = SimpleNamespace(args=[WholeRequest({}, b"", OpenRequest())], kwargs=kwargs)
         (first, *_), *_ = await router.choose_replicas(replicas, pending)
         router.on_request_routed(pending, first.replica_id, None)
         return pending, first.replica_id

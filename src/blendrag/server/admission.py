@@ -1,4 +1,4 @@
-"""How many requests wait or run, how many more are let in, and how they ended."""
+"""Whether another request is let in, and how requests ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from blendrag.metrics import RequestMetrics
 from blendrag.server.refusals import ClientGoneError, Refusal, refusal_of
-from blendrag.serving.scheduler import Scheduler
+from blendrag.serving.open_requests import OpenRequest, OpenRequests
 from blendrag.serving.thread_queue import QueueState
 
 #: Least and most seconds after which a client that was turned away should ask again.
@@ -24,32 +24,13 @@ ANSWERED, REFUSED, REJECTED, CANCELLED, FAILED = OUTCOMES = (
 )  # fmt: skip
 
 
-class Ticket:
-    """One request that was let in. It waits until its first token and runs afterwards."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-        self.has_begun = False
-        self.is_answered = False
-
-    def begun(self) -> None:
-        """The first token came."""
-        self.has_begun = True
-
-    def answered(self, metrics: RequestMetrics) -> None:
-        """The answer is complete; a client may still leave before it has read it."""
-        self.is_answered = True
-        self._admission.note(metrics)
-
-
 class Admission:
-    """Counts of this server's HTTP requests: their clients may be slower than the scheduler. Used on the
-    event loop only."""
+    """Lets requests in, and counts how they ended. Used on the event loop only."""
 
-    def __init__(self, max_requests: int, scheduler: Scheduler) -> None:
+    def __init__(self, max_requests: int, requests: OpenRequests) -> None:
+        """``requests``: those of the scheduler."""
         self.max_requests = max_requests
-        self._scheduler = scheduler
-        self._open: set[Ticket] = set()
+        self.requests = requests
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         self.tokens = Counter(dict.fromkeys(("prompt", "reused", "recomputed", "generated"), 0))
         self.embedded = Counter(dict.fromkeys(("texts", "tokens"), 0))
@@ -57,37 +38,27 @@ class Admission:
         self.within_s = Counter(dict.fromkeys(TTFT_BUCKETS_S, 0))
         """Answered requests by times to first token that they did not exceed."""
 
-    @property
-    def running(self) -> int:
-        """Requests with a first token."""
-        return sum(ticket.has_begun for ticket in self._open)
-
-    @property
-    def waiting(self) -> int:
-        """Requests without one."""
-        return len(self._open) - self.running
-
     @contextmanager
-    def ticket(self) -> Iterator[Ticket]:
-        """Let one request in and count how it ends. Raises :class:`Refusal` 429 if there are too many."""
-        if len(self._open) >= self.max_requests:
+    def admitted(self, decodes: bool = True) -> Iterator[OpenRequest]:
+        """Let one request in and count how it ends; ``decodes``: whether the model computes its answer.
+
+        Raises :class:`Refusal` 429 if there are too many."""
+        if len(self.requests) >= self.max_requests:
             self.outcomes[REJECTED] += 1
             raise self.overload()
-        ticket = Ticket(self)
-        self._open.add(ticket)
         outcome = ANSWERED
-        try:
-            yield ticket
-        except BaseException as exc:
-            outcome = ANSWERED if ticket.is_answered else _outcome_of(exc)
-            raise
-        finally:
-            self._open.remove(ticket)
-            self.outcomes[outcome] += 1
+        with self.requests.opened(decodes) as request:
+            try:
+                yield request
+            except BaseException as exc:
+                outcome = ANSWERED if request.is_answered else _outcome_of(exc)
+                raise
+            finally:
+                self.outcomes[outcome] += 1
 
     def overload(self) -> Refusal:
         """The refusal of a request; it is told to ask again when another one will have begun."""
-        retry_after_s = max(RETRY_AFTER_S, math.ceil(self._scheduler.turn_s))
+        retry_after_s = max(RETRY_AFTER_S, math.ceil(self.requests.turn_s or 0.0))
         return Refusal(
             429,
             f"{self.max_requests} requests are waiting or running, the limit of this server "
@@ -112,8 +83,9 @@ class Admission:
 
     def exposition(self) -> str:
         """The counts as Prometheus text, format 0.0.4."""
-        lines = _family("requests_waiting", "Requests without a first token.", {"": self.waiting})
-        lines += _family("requests_running", "Requests with a first token.", {"": self.running})
+        waiting, running = self.requests.counts
+        lines = _family("requests_waiting", "Requests without a first token.", {"": waiting})
+        lines += _family("requests_running", "Requests with a first token.", {"": running})
         lines += _family(
             "requests_total",
             "Requests by outcome: answered, refused (wrong input), rejected (too many), cancelled (the "

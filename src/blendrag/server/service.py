@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -90,7 +90,7 @@ class Service:
 
     @cached_property
     def admission(self) -> Admission:
-        return Admission(self.limits.max_requests, self.engine.scheduler)
+        return Admission(self.limits.max_requests, self.engine.scheduler.requests)
 
     @cached_property
     def questions(self) -> ThreadQueue:
@@ -153,16 +153,17 @@ class Service:
         ``timeout_s``: what the request asks for; ``make`` checks it.
         """
         self.check_open()
-        with self.admission.ticket() as ticket:
+        with self.admission.admitted() as request:
             asked = await _made(make, threads, timeout_s)
             streaming = astream_pieces(self.engine, asked.prompt, asked.options, tells_queued=True)
             try:
                 async with aclosing(streaming):
                     async for piece in streaming:
                         if not piece.is_queued:
-                            ticket.begun()
+                            self.admission.requests.begin(request)
                         if piece.answer is not None:
-                            ticket.answered(piece.answer.metrics)
+                            request.is_answered = True
+                            self.admission.note(piece.answer.metrics)
                         yield Told(asked, piece)
             except RequestTimeout as late:
                 raise RequestTimeout(timeout_s or late.timeout_s) from None
@@ -170,8 +171,8 @@ class Service:
     async def worked(self, work: Callable[[Check], T], threads: ThreadQueue) -> T:
         """``work(check)`` as a request, on one of ``threads``."""
         self.check_open()
-        with self.admission.ticket() as ticket:
-            return await threads.run(work, ticket.begun)
+        with self.admission.admitted(decodes=False) as request:
+            return await threads.run(work, partial(self.admission.requests.begin, request))
 
     async def read(self, work: Callable[[], T]) -> T:
         """``work()`` on a thread. Raises :class:`Refusal` 429 if too many wait."""

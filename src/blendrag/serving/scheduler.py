@@ -29,6 +29,7 @@ from blendrag.serving.coroutine import Coroutine, JointForward
 from blendrag.serving.decode_step import DecodeStep, decoded_together
 from blendrag.serving.kv_budget import KVBudget, KVShare
 from blendrag.serving.kv_room import KVRoom
+from blendrag.serving.open_requests import OpenRequests
 from blendrag.serving.thread_queue import QueueState
 
 T = TypeVar("T")
@@ -39,8 +40,6 @@ CLOSED = "this engine is closed; make a new BlendEngine"
 #: A prefill computes this many times as long as the others decoded before it lets them decode again, so they
 #: delay its first token by a sixth, and by the step that runs when it arrives.
 PREFILL_PER_STEP = 6
-#: Weight of the latest turn in the usual one.
-LATEST_TURN = 0.1
 
 
 def _never() -> bool:
@@ -90,6 +89,8 @@ class Scheduler:
         self.embedding = embedding or EmbeddingTurns()
         self.max_running = max_running
         self.joint_forward = JointForward()
+        self.requests = OpenRequests(clock)
+        """The clients whose requests these calls belong to, used on their event loop only."""
         self.closed = False
         self._clock = clock
         self._waiting: deque[Pending[Any]] = deque()
@@ -100,10 +101,6 @@ class Scheduler:
         self._stepping: int | None = None
         """The thread that computes a step now."""
         self._is_held = False
-        self.turn_s = 0.0
-        """How long the next request usually waits after the one before it has begun."""
-        self._turn_at = 0.0
-        """When the next one became the next."""
         self._submitted_at = 0.0
         """When there was something to do after there was nothing."""
         self._steps_s = 0.0, 0.0
@@ -137,11 +134,8 @@ class Scheduler:
                     pending.future.cancel()
                 return
             self._start()
-            now = self._clock()
             if not (self._waiting or self._running):
-                self._submitted_at = now
-            if not self._waiting:
-                self._turn_at = now
+                self._submitted_at = self._clock()
             (self._background if background else self._waiting).extend(calls)
             self._changed.notify_all()
 
@@ -320,10 +314,6 @@ class Scheduler:
                 if pending in queue:  # closing clears background calls; no other thread takes any
                     queue.remove(pending)
                     self._running.append(Coroutine(self, pending))
-                    if queue is self._waiting:
-                        now = self._clock()
-                        self.turn_s += LATEST_TURN * (now - self._turn_at - self.turn_s)
-                        self._turn_at = now
                     return self._running[-1]
         return None
 
