@@ -57,7 +57,7 @@ class MemoryReader(LayerReader):
 
     def read_stored(self, layer: int, buffers: list[memoryview]) -> None:
         if self._block is None:
-            raise ValueError(f"reader of {self.key[:12]}… is closed")
+            raise self.closed_error()
         stored = self._block.layers[layer]
         copy_bytes(stored, buffers)
         self._on_read(stored.nbytes)
@@ -65,8 +65,7 @@ class MemoryReader(LayerReader):
     def is_cached(self) -> bool:
         return True
 
-    def close(self) -> None:
-        """Release the block. Idempotent."""
+    def release(self) -> None:
         self._block = None
 
 

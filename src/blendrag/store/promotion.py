@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-
 from blendrag.errors import NoThreadError, StoreError, starting_thread
 from blendrag.store.base import Counters
 from blendrag.store.disk import DiskStore
@@ -31,41 +29,6 @@ QUEUE_CHUNKS = 64
 RECENCY_INTERVAL_S = 30.0
 #: Once the store is closed, how long the thread may wait for layers from a remote.
 CLOSING_S = 30.0
-
-
-class PromotingReader:
-    """A disk reader that leaves its open file to the promotion if a layer was read."""
-
-    tier = "disk"
-
-    def __init__(self, namespace: str, reader: DiskReader, promotion: Promotion) -> None:
-        self.key = reader.key
-        self.tokens = reader.tokens
-        self._namespace = namespace
-        self._reader = reader
-        self._promotion = promotion
-        self._was_read = self._failed = self._closed = False
-
-    def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        if self._closed:
-            raise ValueError(f"reader of {self.key[:12]}… is closed")
-        try:
-            self._reader.read_layer(layer, out)
-        except BaseException:
-            self._failed = True
-            raise
-        self._was_read = True
-
-    def is_cached(self) -> bool:
-        return self._reader.is_cached()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        is_offered = self._was_read and not self._failed
-        if not (is_offered and self._promotion.offer(self._namespace, self._reader)):
-            self._reader.close()
 
 
 class Promotion:
@@ -153,13 +116,15 @@ class Promotion:
                 job()
 
     def _promote(self, namespace: str, reader: DiskReader) -> None:
-        with contextlib.closing(reader):
+        try:
             if self._memory.contains(namespace, reader.key) or reader.is_unlinked():
                 return  # promoted, deleted or evicted meanwhile
             block = MemoryBlock.empty(reader.layout, reader.tokens)
             for number, layer in enumerate(block.layers):
                 reader.read_stored(number, [layer.data])
             self.insert(namespace, reader.key, block)
+        finally:
+            reader.release()
 
 
 @contextlib.contextmanager

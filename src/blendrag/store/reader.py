@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,29 +26,59 @@ PORTION_BYTES = 512 << 10
 
 
 class LayerReader:
-    """What the readers of both tiers share: layers as they are stored, decoded into a prompt."""
+    """What the readers of all tiers share: layers as they are stored, decoded into a prompt."""
 
     def __init__(self, key: str, layout: KVLayout, tokens: int) -> None:
         self.key = key
         self.layout = layout
         self.tokens = tokens
+        self.on_close: Callable[[Any], bool] | None = None
+        """Takes over a reader that was read, or is wanted, when it is closed; whether it did."""
+        self.is_wanted = False
+        """Whether the chunk is kept although no layer was read."""
         self._dtype = layout.torch_dtype
         self._staging = staging_of(layout, tokens)
+        self._lock = threading.Lock()
+        self._was_read = self._failed = self._closed = False
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         """See :meth:`KVReader.read_layer`. Runs no torch operator except to decode."""
+        if self._closed:
+            raise self.closed_error()
         shape = self.layout.layer_shape(layer, self.tokens)
         targets = target_buffers(out, shape, self._dtype)  # refuses what does not fit
-        if self._staging is None:
-            self.read_stored(layer, targets)
-        else:
-            self._staging.read(
-                layer, lambda room: self.read_stored(layer, [memoryview(room).cast("B")]), out
-            )
+        try:
+            if self._staging is None:
+                self.read_stored(layer, targets)
+            else:
+                self._staging.read(
+                    layer, lambda room: self.read_stored(layer, [memoryview(room).cast("B")]), out
+                )
+        except BaseException:
+            self._failed = True
+            raise
+        self._was_read = True
 
     def read_stored(self, layer: int, buffers: list[memoryview]) -> None:
         """Fill writable buffers of bytes with the layer's verified stored bytes."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Release it, or hand it over. Idempotent; waits for a read in progress."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        is_kept = self.is_wanted or (self._was_read and not self._failed)
+        if not (is_kept and self.on_close is not None and self.on_close(self)):
+            self.release()
+
+    def release(self) -> None:
+        """Free what it holds. Idempotent."""
+        raise NotImplementedError
+
+    def closed_error(self) -> ValueError:
+        return ValueError(f"reader of {self.key[:12]}… is closed")
 
 
 class DiskReader(LayerReader):
@@ -78,12 +109,11 @@ class DiskReader(LayerReader):
         self._checksums = checksums
         self._on_corrupt = on_corrupt
         self._on_read = on_read
-        self._lock = threading.Lock()
 
     def read_stored(self, layer: int, buffers: list[memoryview]) -> None:
         with self._lock:
             if self._fd < 0:
-                raise ValueError(f"reader of {self.key[:12]}… is closed")
+                raise self.closed_error()
             fault = self._fill(layer, buffers)
         if fault is not None:
             self._on_corrupt(fault)
@@ -130,8 +160,8 @@ class DiskReader(LayerReader):
         with self._lock:
             return self._fd < 0 or os.fstat(self._fd).st_nlink == 0
 
-    def close(self) -> None:
-        """Close the file. Idempotent; waits for a read in progress."""
+    def release(self) -> None:
+        """Close the file. Idempotent."""
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -168,20 +198,11 @@ def portions(buffers: list[memoryview]) -> Iterator[list[memoryview]]:
         yield portion
 
 
-def _read_into(fd: int, buffers: list[memoryview], offset: int) -> int:
-    """``preadv``. macOS has it since version 11; without it, only the first buffer is filled."""
-    if hasattr(os, "preadv"):
-        return os.preadv(fd, buffers[:IOV_MAX], offset)
-    read = os.pread(fd, len(buffers[0]), offset)
-    buffers[0][: len(read)] = read
-    return len(read)
-
-
 def read_exactly(fd: int, buffers: list[memoryview], offset: int) -> bool:
     """Fill all buffers from ``offset``; ``False`` if the file ends before they are full."""
     left = buffers
     while left:
-        count = _read_into(fd, left, offset)
+        count = os.preadv(fd, left[:IOV_MAX], offset)
         if not count:
             return False
         offset += count

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from blendrag.errors import StoreUnavailableError
 from blendrag.store.base import (
@@ -26,7 +27,7 @@ from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import is_learned
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.memory import MemoryBlock, MemoryStore
-from blendrag.store.promotion import PromotingReader, Promotion, best_effort
+from blendrag.store.promotion import Promotion, best_effort
 from blendrag.store.remote.shared_kv import SharedKV
 from blendrag.store.remote.tier import RemoteTier
 
@@ -130,7 +131,8 @@ class KVStore(ProcessBound):
         on_disk = self.disk.open(namespace, key, layout, tokens)
         if on_disk is None or stored_chunk_bytes(layout, tokens) > self.memory.limit_bytes:
             return on_disk
-        return PromotingReader(namespace, on_disk, self._promotion)
+        on_disk.on_close = partial(self._promotion.offer, namespace)
+        return on_disk
 
     def prefetch(
         self,

@@ -67,19 +67,19 @@ class SharedKV:
         """See :meth:`RemoteTier.found`; none if they were not compared with what this machine computes."""
         return self.tier.found(namespace, keys, durable) if self.agrees(namespace) else set()
 
-    def _keep_later(self, reader: RemoteReader) -> None:
-        """Queue a chunk that was read, to be kept on the local disk and in memory."""
+    def _keep_later(self, reader: RemoteReader) -> bool:
+        """Queue a chunk that was read, to be kept on the local disk and in memory; whether there was room."""
         size_bytes = reader.frame.file_bytes
         with self._lock:
             fits = self._kept_bytes + size_bytes <= KEPT_BYTES
             self._kept_bytes += size_bytes * fits
         if not fits:
             self._promotion.counters.add("drops")
-        elif self._promotion.submit(reader.namespace, reader.key, partial(self._keep, reader)):
-            return
-        else:
-            self._forget_kept(size_bytes)
-        reader.release()
+            return False
+        if self._promotion.submit(reader.namespace, reader.key, partial(self._keep, reader)):
+            return True
+        self._forget_kept(size_bytes)
+        return False
 
     def _keep(self, reader: RemoteReader) -> None:
         entry = reader.namespace, reader.key

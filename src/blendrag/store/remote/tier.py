@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -151,7 +150,6 @@ class RemoteReader(LayerReader):
         self.namespace, self.frame = namespace, frame(layout, tokens)
         self.checksums: list[int] = []
         """One for each layer; empty until the header is here and right."""
-        self.on_close: Callable[[RemoteReader], None] | None = None
         self.first_piece = ObjectBytes(memoryview(b""))
         self.requested_at = time.monotonic()
         self.requests = requests_of(self.frame)
@@ -164,25 +162,16 @@ class RemoteReader(LayerReader):
         """By number of the request."""
         self._unverified: dict[int, memoryview] = {}
         self._verified: dict[int, memoryview] = {}
-        self._lock = threading.Lock()
-        self._failed = self._closed = False
-        self.is_wanted = False
-        """Whether the chunk is kept although no layer was read."""
 
     @property
     def in_flight(self) -> int:
         """Requests that the remote runs at a time."""
         return self._remote.objects.in_flight
 
-    @property
-    def was_read(self) -> bool:
-        """Whether a layer was read, and all that were read are right."""
-        return bool(self._verified) and not self._failed
-
     def read_stored(self, layer: int, buffers: list[memoryview]) -> None:
         with self._lock:
             if self._closed:
-                raise ValueError(f"reader of {self.key[:12]}… is closed")
+                raise self.closed_error()
             stored = np.frombuffer(self._take(layer), dtype=np.uint8)
         copy_bytes(stored, buffers)
 
@@ -238,12 +227,8 @@ class RemoteReader(LayerReader):
     def _take(self, layer: int) -> memoryview:
         """The verified bytes of a layer. Raises :class:`CorruptKVError`, :class:`StoreUnavailableError`."""
         if layer not in self._verified:
-            try:
-                self.read_header()
-                self._verified[layer] = self._right(layer)
-            except BaseException:
-                self._failed = True
-                raise
+            self.read_header()
+            self._verified[layer] = self._right(layer)
         return self._verified[layer]
 
     def _right(self, layer: int) -> memoryview:
@@ -300,19 +285,8 @@ class RemoteReader(LayerReader):
     def is_cached(self) -> bool:
         return False
 
-    def close(self) -> None:
-        """Cancel what is under way, unless the chunk is kept. Idempotent; waits for a read in progress."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        if self.on_close is not None and (self.was_read or self.is_wanted):
-            self.on_close(self)
-        else:
-            self.release()
-
     def release(self) -> None:
-        """Cancel what is under way and free the layers, once whoever got the reader is done."""
+        """Cancel what is under way and free the layers."""
         for request in self._under_way.values():
             request.cancel()
         self._unverified.clear()
