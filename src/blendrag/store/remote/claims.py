@@ -78,16 +78,15 @@ def mark_age_s(remote: RemoteRoot) -> float | None:
     A mark of a later time was set before that clock was set back. It is written anew, or it would never
     become stale.
     """
-    if remote.objects.head(MARK) is None:
+    found = remote.objects.get(MARK)
+    if found is None:
         return None
     marks = [each for each in remote.objects.listing("corpus/") if each.name == MARK]
     if not marks:
         return None
     age_s = time_there(remote) - marks[0].modified
     if age_s < -AHEAD_S:
-        found = remote.objects.get(MARK)
-        if found is not None:  # unless the collection has ended or renewed it
-            remote.objects.replace(MARK, found.data, found)
+        remote.objects.replace(MARK, found.data, found)  # unless the collection has renewed it
     return max(0.0, age_s)
 
 

@@ -59,6 +59,8 @@ _SKEWED = re.compile("RequestTimeTooSkewed|RequestExpired", re.IGNORECASE)
 _CODE = re.compile("<Code>([A-Za-z]+)</Code>")
 #: The innermost of nested errors comes last.
 _CAUSE = re.compile(r'(?:message|error): "([^"]+)"')
+#: A store without conditional writes.
+_NO_MODE = re.compile("NotImplemented|not supported|not implemented")
 _NO_RANGE = re.compile(
     r"range was invalid|invalid range|range not satisfiable|\b416\b", re.IGNORECASE
 )
@@ -114,17 +116,8 @@ class RemoteObjects(ProcessBound):
 
     def head(self, name: str) -> int | None:
         """Bytes of an object, ``None`` if there is none. Raises :class:`StoreUnavailableError`."""
-        import obstore
-
-        async def ask() -> int | None:
-            try:
-                meta = await obstore.head_async(self.opened, name)
-            except FileNotFoundError as exc:
-                self._refuse_missing_bucket(exc)
-                return None
-            return int(meta["size"])
-
-        return self.wait(self._begin(ask), self._timeout_s)
+        piece = self.wait(self.read(name, 0, 1), self._timeout_s)
+        return None if piece is None else piece.object_bytes
 
     def read(self, name: str, offset: int, length: int) -> Future[ObjectBytes | None]:
         """Begin to read bytes of an object; ``None`` if there is none. :meth:`wait` for the result."""
@@ -165,7 +158,8 @@ class RemoteObjects(ProcessBound):
         try:
             return await ask()
         except FileNotFoundError as exc:
-            self._refuse_missing_bucket(exc)
+            if _NO_BUCKET.search(str(exc)):
+                raise
             return None
         except obstore.exceptions.BaseError as exc:
             if _NO_RANGE.search(_first_line(exc)):
@@ -180,26 +174,33 @@ class RemoteObjects(ProcessBound):
         if self._directory is not None:
             with self._changing():
                 return self._directory.put(name, data, if_absent)
+        written = self._write(name, data, "create" if if_absent else "overwrite")
+        if written is None:  # equal names have equal contents, so nothing is lost
+            written = self._write(name, data, "overwrite")
+        return bool(written)
+
+    def _write(self, name: str, data: bytes | bytearray, mode: Any) -> bool | None:
+        """Whether an object was written in a mode of obstore; ``None`` if the store lacks the mode."""
         import obstore
 
-        async def write(mode: Any) -> bool:
+        async def ask() -> bool | None:
             try:
                 put = obstore.put_async
                 await put(self._write_to, name, bytes(data), mode=mode, use_multipart=False)
-            except obstore.exceptions.AlreadyExistsError:
+            except (
+                obstore.exceptions.AlreadyExistsError,
+                obstore.exceptions.PreconditionError,
+            ):
                 return False
             except FileNotFoundError as exc:
-                self._refuse_missing_bucket(exc)
-                raise
-            return True
-
-        async def ask() -> bool:
-            try:
-                return await write("create" if if_absent else "overwrite")
-            except obstore.exceptions.BaseError as exc:
-                if not (if_absent and re.search("NotImplemented|not supported", str(exc))):
+                if isinstance(mode, str) or _NO_BUCKET.search(str(exc)):
                     raise
-            return await write("overwrite")  # equal names have equal contents, so nothing is lost
+                return False  # it was removed
+            except (obstore.exceptions.BaseError, NotImplementedError) as exc:
+                if mode == "overwrite" or not _NO_MODE.search(str(exc)):
+                    raise
+                return None
+            return True
 
         return self.wait(self._begin(ask), WRITE_S)
 
@@ -220,7 +221,8 @@ class RemoteObjects(ProcessBound):
             try:
                 found = await obstore.get_async(self._write_to, name)
             except FileNotFoundError as exc:
-                self._refuse_missing_bucket(exc)
+                if _NO_BUCKET.search(str(exc)):
+                    raise
                 return None
             self._refuse_size(name, int(found.meta["size"]), most_bytes)
             return Stored(bytes(await found.bytes_async()), _version(found.meta))
@@ -240,34 +242,10 @@ class RemoteObjects(ProcessBound):
         Compare-and-swap where the store has it, under a lock in a directory; elsewhere the object is
         compared before and read after. Raises :class:`StoreUnavailableError`.
         """
-        import obstore
-
         if self._directory is not None:
             with self._changing(), self._directory.locked(name, WRITE_S):
                 return self._is_still(name, before) and self.put(name, data, if_absent=False)
-
-        async def ask() -> bool | None:
-            mode: Any = "create" if before is None else before.version
-            try:
-                put = obstore.put_async
-                await put(self._write_to, name, data, mode=mode, use_multipart=False)
-            except (
-                obstore.exceptions.AlreadyExistsError,
-                obstore.exceptions.PreconditionError,
-            ):
-                return False
-            except FileNotFoundError as exc:
-                self._refuse_missing_bucket(exc)
-                if before is None:
-                    raise
-                return False  # it was removed
-            except (obstore.exceptions.BaseError, NotImplementedError) as exc:
-                if not re.search("NotImplemented|not supported|not implemented", str(exc)):
-                    raise
-                return None
-            return True
-
-        is_written = self.wait(self._begin(ask), WRITE_S)
+        is_written = self._write(name, data, "create" if before is None else before.version)
         if is_written is None and self._is_still(name, before):
             self.put(name, data, if_absent=False)
         if not is_written:  # a repeated request finds what the first one has written
@@ -378,21 +356,14 @@ class RemoteObjects(ProcessBound):
                 self._loop, self._thread = loop, thread
             return self._loop
 
-    def _refuse_missing_bucket(self, exc: Exception) -> None:
-        if _NO_BUCKET.search(str(exc)):
-            raise self._no_bucket() from exc
-
-    def _no_bucket(self) -> RemoteRefusedError:
-        return RemoteRefusedError(
-            f"remote {self.url}: there is no such bucket, expected one that exists; create it or choose "
-            "another --remote"
-        )
-
     def _named(self, exc: Exception) -> StoreUnavailableError:
         """An error of obstore in one sentence."""
         text = _first_line(exc)
         if _NO_BUCKET.search(str(exc)):
-            return self._no_bucket()
+            return RemoteRefusedError(
+                f"remote {self.url}: there is no such bucket, expected one that exists; create it or choose "
+                "another --remote"
+            )
         if _SKEWED.search(str(exc)):
             return RemoteRefusedError(
                 f"remote {self.url} refuses requests of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, which is "
@@ -418,14 +389,9 @@ class RemoteObjects(ProcessBound):
 
         Raises :class:`StoreUnavailableError`.
         """
-        if self._directory is None:
-            return
-        try:
-            self._directory.sync(name)
-        except OSError as exc:
-            raise StoreUnavailableError(
-                f"remote {self.url} does not make {name} durable ({exc.strerror}); check its disk or mount"
-            ) from exc
+        if self._directory is not None:
+            with self._changing():
+                self._directory.sync(name)
 
     def redate(self, name: str) -> None:
         """Give an object of a directory the present time; object stores date by their own clock.
