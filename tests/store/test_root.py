@@ -120,26 +120,26 @@ def assert_no_temporaries(root):
     assert list((root / "tmp").iterdir()) == []
 
 
-def keep(lab, root, numbers, disk_bytes, **kwargs):
+def keep(lab, root, numbers, disk_bytes, read_only=False):
     """Open the store as a process would, put, and return the entries that are there afterwards."""
-    with contextlib.closing(open_store(root, 0, disk_bytes, **kwargs)) as store:
+    with contextlib.closing(open_store(root, 0, disk_bytes, read_only)) as store:
         for number in numbers:
             lab.put(store, number)
         return [number for number in range(9) if lab.has(store, number)]
 
 
-def test_a_store_keeps_its_limit_when_opened_without_one(lab, root):
-    small = 2 * lab.entry_bytes
-    assert keep(lab, root, range(4), None, default_disk_bytes=small) == [2, 3]
+def test_a_store_keeps_its_limit_when_opened_without_one(lab, root, monkeypatch):
+    monkeypatch.setattr("blendrag.store.disk.DEFAULT_DISK_BYTES", 2 * lab.entry_bytes)
+    assert keep(lab, root, range(4), None) == [2, 3]
     assert not (root / "disk-bytes").exists()
     assert keep(lab, root, range(4), 5 * lab.entry_bytes) == [0, 1, 2, 3]
-    assert keep(lab, root, [4], None, default_disk_bytes=small) == [0, 1, 2, 3, 4]
-    assert keep(lab, root, [5], None, default_disk_bytes=small) == [1, 2, 3, 4, 5]
+    assert keep(lab, root, [4], None) == [0, 1, 2, 3, 4]
+    assert keep(lab, root, [5], None) == [1, 2, 3, 4, 5]
     assert keep(lab, root, [6], 3 * lab.entry_bytes) == [4, 5, 6]
     assert keep(lab, root, [7], None) == [5, 6, 7]
     for limit_bytes in ((1 << 63) - 1, 10**30):
         keep(lab, root, [], limit_bytes)
-        assert keep(lab, root, [8], None, default_disk_bytes=small) == [5, 6, 7, 8]
+        assert keep(lab, root, [8], None) == [5, 6, 7, 8]
     assert_no_temporaries(root)
 
 
@@ -150,8 +150,9 @@ def test_a_kill_while_the_limit_is_written_leaves_no_temporary(lab, root, killed
     assert_no_temporaries(root)
 
 
-def test_a_limit_given_meanwhile_is_followed(lab, root):
-    with contextlib.closing(open_store(root, 0, None, default_disk_bytes=lab.entry_bytes)) as store:
+def test_a_limit_given_meanwhile_is_followed(lab, root, monkeypatch):
+    monkeypatch.setattr("blendrag.store.disk.DEFAULT_DISK_BYTES", lab.entry_bytes)
+    with contextlib.closing(open_store(root, 0, None)) as store:
         assert keep(lab, root, range(3), 4 * lab.entry_bytes) == [0, 1, 2]
         lab.put(store, 3)
         assert all(lab.has(store, number) for number in range(4))

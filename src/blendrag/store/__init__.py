@@ -45,7 +45,6 @@ def open_store(
     ram_bytes: int,
     disk_bytes: int | None,
     read_only: bool = False,
-    default_disk_bytes: int = DEFAULT_DISK_BYTES,
     remote: Callable[[], RemoteTier] | None = None,
 ) -> KVStore:
     """Open or create the store at ``root``: ``ram_bytes`` of memory over ``disk_bytes`` of disk.
@@ -53,13 +52,13 @@ def open_store(
     ``remote`` opens a tier below them that other machines share.
 
     The store remembers ``disk_bytes``. ``None`` takes the remembered limit, or else
-    ``default_disk_bytes``. Raises :class:`StoreUnavailableError` when the directory cannot be used.
+    :data:`DEFAULT_DISK_BYTES`. Raises :class:`StoreUnavailableError` when the directory cannot be used.
     """
     from blendrag.store.disk import DiskStore
     from blendrag.store.memory import MemoryStore
     from blendrag.store.tiered import KVStore
 
-    disk = DiskStore(Path(root), disk_bytes, read_only, default_disk_bytes)
+    disk = DiskStore(Path(root), disk_bytes, read_only)
     try:
         return KVStore(MemoryStore(ram_bytes), disk, remote() if remote is not None else None)
     except BaseException:

@@ -50,13 +50,7 @@ _NOT_THE_FILE = (*OUT_OF_RESOURCES, errno.EACCES, errno.EBADF)
 class DiskStore(ProcessBound):
     """A :class:`KVStore` on a directory. Thread-safe; several processes may share the directory."""
 
-    def __init__(
-        self,
-        root: Path,
-        limit_bytes: int | None,
-        read_only: bool = False,
-        default_limit_bytes: int = DEFAULT_DISK_BYTES,
-    ) -> None:
+    def __init__(self, root: Path, limit_bytes: int | None, read_only: bool = False) -> None:
         """Open or create the store at ``root``, and recover it after a crash.
 
         Limits: see :func:`settle_limit`. Raises :class:`StoreUnavailableError` for a directory that cannot
@@ -65,8 +59,8 @@ class DiskStore(ProcessBound):
         super().__init__()
         self.root = Path(root).absolute()
         self.read_only = prepare(self.root, read_only)
-        self._given_limit, self._default_limit = limit_bytes, default_limit_bytes
-        settle_limit(self.root, limit_bytes, default_limit_bytes, self.read_only)
+        self._given_limit = limit_bytes
+        settle_limit(self.root, limit_bytes, DEFAULT_DISK_BYTES, self.read_only)
         self._writer = DiskWriter(self.root, lambda: self.limit_bytes, self.flush_recency)
         self._files, self._index = self._writer.files, self._writer.index
         self._counters = self._writer.counters
@@ -86,7 +80,7 @@ class DiskStore(ProcessBound):
         """The store's limit; if none was given here, other processes may change it."""
         if self._given_limit is not None:
             return self._given_limit
-        return settle_limit(self.root, None, self._default_limit, self.read_only)
+        return settle_limit(self.root, None, DEFAULT_DISK_BYTES, self.read_only)
 
     # -- the contract ----------------------------------------------------------------------------
 
