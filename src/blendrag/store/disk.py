@@ -93,7 +93,7 @@ class DiskStore(ProcessBound):
                 self._writer.recover()
             name = self._sound(self.find(namespace, key))
             if name is None or not self._writer.keep(name):
-                self._write(namespace, key, kv)
+                self._write_kv(namespace, key, kv)
                 self._counters.add("puts")
         self._writer.pins.note_put((namespace, key))
         self.note_use(namespace, key)
@@ -219,7 +219,8 @@ class DiskStore(ProcessBound):
         self._check_writable()
         with self._put_lock:
             if self._sound(self.find(namespace, key)) is None:
-                self._write_stored(namespace, key, expected, checksums, layers)
+                header = expected.header(namespace, key, checksums)
+                self._write(namespace, key, [header, *layers], expected.file_bytes)
         self.note_use(namespace, key)
 
     # -- finding and opening ---------------------------------------------------------------------
@@ -292,29 +293,22 @@ class DiskStore(ProcessBound):
 
     # -- writing, recovery and recency -----------------------------------------------------------
 
-    def _write(self, namespace: str, key: str, kv: ChunkKV) -> None:
+    def _write_kv(self, namespace: str, key: str, kv: ChunkKV) -> None:
         layers, checksums = [], []
         for number, layer in enumerate(stored_layers(key, kv)):
             layers.append(layer)
             checksums.append(layer_checksum(key, number, tensor_buffer(layer)))
-        buffers = list(map(tensor_buffer, layers))
-        self._write_stored(namespace, key, frame(kv.layout, kv.tokens), checksums, buffers)
+        expected = frame(kv.layout, kv.tokens)
+        buffers = [expected.header(namespace, key, checksums), *map(tensor_buffer, layers)]
+        self._write(namespace, key, buffers, expected.file_bytes)
 
-    def _write_stored(
-        self,
-        namespace: str,
-        key: str,
-        expected: Frame,
-        checksums: Sequence[int],
-        layers: Sequence[Any],
-    ) -> None:
-        header = expected.header(namespace, key, checksums)
+    def _write(self, namespace: str, key: str, buffers: Sequence[Any], size_bytes: int) -> None:
         # Damaged payloads that could not be set aside go first: the new one would yield to them.
         doubtful = [name for name in list(self._doubtful) if name.entry == (namespace, key)]
         if doubtful:
             self._writer.remove(doubtful)
         for _ in range(_PUT_TRIES):
-            if self._writer.put(new_name(namespace, key), [header, *layers], expected.file_bytes):
+            if self._writer.put(new_name(namespace, key), buffers, size_bytes):
                 return
         raise StoreUnavailableError(
             f"KV {key[:12]}… was removed from store {self.root} {_PUT_TRIES} times while it was put, "

@@ -95,18 +95,14 @@ def learned_namespace(namespace: str, scope: str) -> str:
     return LEARNED_BEGINNING + name[len(LEARNED_BEGINNING) :]
 
 
-def long_namespace(namespace: str) -> str:
-    """Where the KV is that a model computed by its rotary table for long prompts (LongRoPE).
-
-    It counts as learned: no remote or archive holds it, and it is evicted first.
-    """
-    return learned_namespace(namespace, "long prompts")
-
-
 def kv_namespace(namespace: str, scope: str | None, is_long: bool) -> str:
-    """Where the KV is of a document (``scope`` ``None``) or of what was learned in ``scope``."""
+    """Where the KV is of a document (``scope`` ``None``) or of what was learned in ``scope``.
+
+    ``is_long``: computed by the rotary table for long prompts (LongRoPE). That counts as learned, too: no
+    remote or archive holds it, and it is evicted first.
+    """
     if is_long:
-        namespace = long_namespace(namespace)
+        namespace = learned_namespace(namespace, "long prompts")
     return namespace if scope is None else learned_namespace(namespace, scope)
 
 
