@@ -30,7 +30,7 @@ from typing import Any
 from blendrag.errors import NoThreadError, UnreadableDocumentError
 from blendrag.store.durable import readable_size
 from blendrag.store.regular_files import MIB
-from blendrag.text.reader_process import LENGTH, OUT_OF_MEMORY
+from blendrag.text.reader_process import OUT_OF_MEMORY
 from blendrag.text.readers import Document
 
 #: Time for a child to start.
@@ -147,6 +147,7 @@ class ReaderChild:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
+        self._replies = self._socket.makefile("rb")
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -156,7 +157,7 @@ class ReaderChild:
                     stderr=subprocess.PIPE,
                 )
             except (OSError, ValueError) as exc:
-                self._socket.close()
+                self.disconnect()
                 if isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM):
                     raise NoThreadError from exc
                 raise _ChildGone(
@@ -172,7 +173,9 @@ class ReaderChild:
         try:
             # the child may have been started in another directory
             paths = {"path": os.fsencode(path), "directory": _directory()}
-            self._send({name: each.decode("latin-1") for name, each in paths.items()})
+            request = {name: each.decode("latin-1") for name, each in paths.items()}
+            self._socket.settimeout(START_S)
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
             while True:
                 reply, size_bytes = self._receive(deadline, left_bytes)
                 left_bytes -= size_bytes
@@ -212,37 +215,24 @@ class ReaderChild:
         how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
         return f"ended the process that read it ({how}); save it again, or convert it to plain text"
 
-    def _send(self, request: dict[str, Any]) -> None:
-        data = json.dumps(request).encode("ascii")
-        self._socket.settimeout(START_S)
-        self._socket.sendall(LENGTH.pack(len(data)) + data)
-
     def _receive(self, deadline: float, limit_bytes: int) -> tuple[dict[str, Any], int]:
-        """A reply and its size."""
-        (size_bytes,) = LENGTH.unpack(self._received(LENGTH.size, deadline))
-        if size_bytes > limit_bytes:
+        """A reply, which is a line, and its size."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise _Late
+        self._socket.settimeout(left_s)
+        try:
+            line = self._replies.readline(limit_bytes + 1)
+        except TimeoutError as exc:
+            raise _Late from exc
+        if len(line) > limit_bytes:
             raise _TooMuch
-        data = self._received(size_bytes, deadline)
-        return json.loads(data.decode("utf-8", "surrogatepass")), size_bytes
-
-    def _received(self, size_bytes: int, deadline: float) -> bytearray:
-        data = bytearray(size_bytes)
-        left = memoryview(data)
-        while left:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise _Late
-            self._socket.settimeout(left_s)
-            try:
-                count = self._socket.recv_into(left)
-            except TimeoutError as exc:
-                raise _Late from exc
-            if not count:
-                raise EOFError
-            left = left[count:]
-        return data
+        if not line.endswith(b"\n"):
+            raise EOFError
+        return json.loads(line.decode("utf-8", "surrogatepass")), len(line)
 
     def disconnect(self) -> None:
+        self._replies.close()
         self._socket.close()
 
     def close(self) -> str:
@@ -250,7 +240,7 @@ class ReaderChild:
         if not self.is_open:
             return ""
         self.is_open = False
-        self._socket.close()
+        self.disconnect()
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):  # it may wait for a file system that is gone
             self._process.wait(5)

@@ -1,8 +1,8 @@
 """The process that reads files for :mod:`blendrag.text.limited_reading`. It limits itself before each file.
 
 Limits are of CPU time, so that they hold on a loaded machine, and of address space. They grow with what the
-reader goes through. A process that exceeds its time is ended by ``SIGPROF``, in native code too. Replies are
-JSON in frames of a length and so many bytes.
+reader goes through. A process that exceeds its time is ended by ``SIGPROF``, in native code too. Requests
+and replies are lines of JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,10 +23,8 @@ from blendrag.errors import UnreadableDocumentError, is_out_of_memory
 from blendrag.store.regular_files import MIB
 from blendrag.text.readers import Document, open_documents
 
-#: Length of a frame in bytes.
-LENGTH = struct.Struct(">Q")
-#: Characters of documents that travel in one frame.
-FRAME_CHARS = 256 * 1024
+#: Characters of documents in one reply.
+REPLY_CHARS = 256 * 1024
 
 
 class ReadingLimits(NamedTuple):
@@ -80,24 +77,18 @@ def main() -> None:
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, end this process and not its parent
     threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
-    requests = connection.makefile("rb")
     own_bytes = _address_space_bytes()
-    while length := requests.read(LENGTH.size):
-        request = json.loads(requests.read(*LENGTH.unpack(length)))
+    for line in connection.makefile("rb"):
+        request = json.loads(line)
         path, directory = (request[name].encode("latin-1") for name in ("path", "directory"))
         with suppress(OSError):  # then a relative path is not found
             os.chdir(directory)
         for reply in replies(Path(os.fsdecode(path)), own_bytes):
-            send(connection, reply)
+            line = json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            connection.sendall(line + b"\n")
         signal.setitimer(signal.ITIMER_PROF, 0)
         if _address_space_bytes() > own_bytes + SPENT_BYTES:
             return
-
-
-def send(connection: socket.socket, reply: Any) -> None:
-    data = json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    connection.sendall(LENGTH.pack(len(data)))
-    connection.sendall(data)
 
 
 def replies(path: Path, own_bytes: int) -> Iterator[dict[str, Any]]:
@@ -138,7 +129,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[tuple[Any, ...]]]:
         for each in documents:
             batch.append((each.source, each.text, each.title, dict(each.metadata), each.damage))
             chars += len(each.text)
-            if chars >= FRAME_CHARS:
+            if chars >= REPLY_CHARS:
                 yield batch
                 batch, chars = [], 0
     except UnreadableDocumentError:
