@@ -47,7 +47,7 @@ def test_a_child_reads_as_this_process_does(tmp_path: Path, pool: ReaderPool) ->
     for name, content in (next(contents) for _ in range(6)):
         path = tmp_path / name
         path.write_bytes(content)
-        assert pool.read(path) == ([*readers.read_documents(path)], None)
+        assert pool.read(path) == ([*readers.open_documents(path).documents], None)
     lines = tmp_path / "bad.jsonl"
     lines.write_text('{"text": "a", "year": 1.5, "new": true, "tags": ["x"]}\n[]\n{"text": "b"}')
     documents, failure = pool.read(lines)

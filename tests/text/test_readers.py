@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,11 @@ import pytest
 
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
 from blendrag.store import open_store
-from blendrag.text.readers import Document, Patterns, digest_of, read_documents, scan_inputs
+from blendrag.text.readers import Document, Patterns, digest_of, open_documents, scan_inputs
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    yield from open_documents(path).documents
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -227,17 +227,12 @@ class Opened(NamedTuple):
     documents: Iterator[Document]
 
 
-def read_documents(path: Path) -> Iterator[Document]:
-    """The documents of one file, in order.
-
-    Raises :class:`UnreadableDocumentError`; for JSON lines only after all good lines were yielded. Hostile
-    files take any time and memory: :mod:`blendrag.text.limited_reading` reads with limits.
-    """
-    yield from open_documents(path).documents
-
-
 def open_documents(path: Path) -> Opened:
-    """Raises :class:`UnreadableDocumentError` for what is no document at first sight."""
+    """One file, and its documents in order.
+
+    Raises :class:`UnreadableDocumentError`, also while documents are read; for JSON lines only after all good
+    lines. Hostile files take any time and memory: :mod:`blendrag.text.limited_reading` reads with limits.
+    """
     data = _read_bytes(path)
     if kind := office_files.kind_of(path, data):
         work_bytes = office_files.work_bytes(path, kind, data)
