@@ -259,9 +259,9 @@ def test_failing_writes_end_ingest_in_a_sentence_and_it_can_be_repeated(
 
 def with_manifest(store: Path, **changes: Any) -> None:
     """Change the manifest of a store, as its maker could have written it."""
-    with Corpus.open(store) as corpus, corpus._file.writing():
+    with Corpus.open(store) as corpus, corpus.file.writing():
         manifest = replace(corpus.manifest, **changes)
-        corpus._file.set_meta("manifest", manifest.to_json())
+        corpus.file.set_meta("manifest", manifest.to_json())
 
 
 def test_a_store_does_not_choose_which_code_is_run(store: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_store_with_paths_as_they_were_spelled_goes_on_working(
 ):
     docs = ingested.parent / "docs"
     monkeypatch.chdir(docs.parent)
-    with Corpus.open(store) as corpus, corpus._file.writing() as connection:
+    with Corpus.open(store) as corpus, corpus.file.writing() as connection:
         for number, source, *rest, _ in connection.execute(
             f"SELECT {DOCUMENT.selected} FROM document"
         ).fetchall():

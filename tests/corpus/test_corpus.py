@@ -354,11 +354,11 @@ def test_an_error_of_sqlite_becomes_one_sentence(
 
 def test_a_full_disk_costs_nothing_stored(corpus: Corpus) -> None:
     put(corpus, "a", "one")
-    corpus._file.connection.execute("PRAGMA max_page_count = 1")  # SQLite then reports a full disk
+    corpus.file.connection.execute("PRAGMA max_page_count = 1")  # SQLite then reports a full disk
     with pytest.raises(StoreFullError, match="no space left"):
         put(corpus, "b", *(f"text {i} " * 200 for i in range(50)))
     assert corpus.sources() == ["a"]
-    corpus._file.connection.execute("PRAGMA max_page_count = 1000000")
+    corpus.file.connection.execute("PRAGMA max_page_count = 1000000")
     put(corpus, "b", "two")
     assert corpus.sources() == ["a", "b"]
 

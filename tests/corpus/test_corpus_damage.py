@@ -142,8 +142,8 @@ def test_ingesting_a_document_again_mends_its_rows(root: Path) -> None:
 @pytest.mark.parametrize("value", ["x", "[]", "[" * 100_000, '{"model": 1}', "null"])
 def test_an_invalid_manifest_is_one_sentence(root: Path, value: str) -> None:
     with Corpus.open(root) as corpus:
-        with corpus._file.writing():
-            corpus._file.set_meta("manifest", value)
+        with corpus.file.writing():
+            corpus.file.set_meta("manifest", value)
         with pytest.raises(CorpusError, match="not a valid manifest"):
             _ = corpus.manifest
 
@@ -163,8 +163,8 @@ def test_damaged_hashes_are_computed_from_the_text(root: Path) -> None:
 
 
 def test_forged_vectors_of_another_length_or_nan_are_left_out(root: Path) -> None:
-    with Corpus.open(root) as corpus, corpus._file.writing() as connection:
-        passages = corpus._file.sound_rows((database.PASSAGE,), "WHERE id < 3")
+    with Corpus.open(root) as corpus, corpus.file.writing() as connection:
+        passages = corpus.file.sound_rows((database.PASSAGE,), "WHERE id < 3")
         for (values,), numbers in zip(passages, ([1.0], [np.nan] * 8), strict=True):
             vector = np.asarray(numbers, np.float32).tobytes()
             connection.execute("UPDATE passage SET vector = ? WHERE id = ?", (vector, values[0]))

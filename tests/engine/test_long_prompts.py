@@ -11,7 +11,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.fusor import gate
 from blendrag.model.length_tables import own_tables
-from blendrag.store.identity import long_namespace
+from blendrag.store.identity import kv_namespace
 
 LIMIT = 300
 LONGROPE = {
@@ -116,7 +116,7 @@ def test_kv_of_one_table_is_not_loaded_for_the_other(engine):
         engine.generate(text, BLEND)
         engine.drain()
     used = engine.resources
-    long = long_namespace(used.kv_validity.namespace)
+    long = kv_namespace(used.kv_validity.namespace, scope=None, is_long=True)
     chunks = sum(len(tiny.chunk_texts(engine, i)) for i in range(3))
     assert len(list(used.store.keys(long))) == chunks
     engine.remove(["doc0.txt"])

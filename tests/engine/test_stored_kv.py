@@ -116,7 +116,7 @@ def test_a_store_in_fp8_of_an_earlier_version_is_refused_and_says_to_ingest_agai
         prompt = tiny.prompt(engine, 0)
     with Corpus.open(tmp_path / "s") as corpus:
         written = corpus.manifest.to_json().replace('"native"', '"fp8"')
-        corpus._file.set_meta("manifest", written)
+        corpus.file.set_meta("manifest", written)
     with made(tmp_path / "s") as engine:
         answer = engine.generate(prompt)
         assert answer.metrics.reused_tokens == 0

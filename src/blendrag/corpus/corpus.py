@@ -79,7 +79,7 @@ class Corpus:
     """Made by :meth:`open`. Every change is one transaction. Safe for use from several threads."""
 
     def __init__(self, file: CorpusFile) -> None:
-        self._file = file
+        self.file = file
         self._begun: Manifest | None = None
         self._chunk_index = _CurrentChunkIndex(file, self.text)
         self.vectors = VectorIndex(file)
@@ -122,7 +122,7 @@ class Corpus:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        self._file.close()
+        self.file.close()
 
     def __enter__(self) -> Corpus:
         return self
@@ -131,28 +131,23 @@ class Corpus:
         self.close()
 
     @property
-    def file(self) -> CorpusFile:
-        """The database, for the other modules of this room."""
-        return self._file
-
-    @property
     def directory(self) -> Path:
-        return self._file.directory
+        return self.file.directory
 
     @property
     def read_only(self) -> bool:
-        return self._file.read_only
+        return self.file.read_only
 
     # -- manifest -----------------------------------------------------------------------------
 
     @property
     def has_manifest(self) -> bool:
-        return self._file.meta("manifest") is not None
+        return self.file.meta("manifest") is not None
 
     @property
     def manifest(self) -> Manifest:
         """Raises :class:`CorpusError` before one was set (see :attr:`has_manifest`)."""
-        value = self._file.meta("manifest")
+        value = self.file.meta("manifest")
         if value is None:
             raise CorpusError(
                 f"the corpus at {self.directory} has no manifest, as nothing was ingested; "
@@ -161,7 +156,7 @@ class Corpus:
         try:
             return Manifest.from_json(value)
         except (ValueError, RecursionError) as exc:
-            raise damaged_settings("it is not a valid manifest", self._file.path) from exc
+            raise damaged_settings("it is not a valid manifest", self.file.path) from exc
 
     def begin(self, manifest: Manifest) -> None:
         """Set the manifest, unless there are documents already, and remember the one that holds now.
@@ -169,9 +164,9 @@ class Corpus:
         If two processes begin one corpus at once, the later one's manifest holds, and the other must not add
         its own chunks (see :meth:`require_begun`).
         """
-        with self._file.writing():
+        with self.file.writing():
             if not self.has_manifest or not self.has_documents:
-                self._file.set_meta("manifest", manifest.to_json())
+                self.file.set_meta("manifest", manifest.to_json())
             self._begun = self.manifest
 
     def require_begun(self) -> None:
@@ -189,7 +184,7 @@ class Corpus:
 
     def set_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest. Raises :class:`CorpusError` if there are vectors of another embedder."""
-        with self._file.writing():
+        with self.file.writing():
             if self.has_manifest and self.vectors.dim() is not None:
                 present, embedder = self.manifest.embedder, manifest.embedder
                 if not same_embedder(present, embedder):
@@ -197,13 +192,13 @@ class Corpus:
                         f"the corpus at {self.directory} was embedded with {present!r}, not "
                         f"{embedder!r}; use embedder {present} or ingest into another store"
                     )
-            self._file.set_meta("manifest", manifest.to_json())
+            self.file.set_meta("manifest", manifest.to_json())
 
     # -- documents ----------------------------------------------------------------------------
 
     def sources(self) -> list[str]:
         """Sources of all documents, sorted."""
-        return sorted(row[1] for (row,) in self._file.sound_rows((DOCUMENT,), "NOT INDEXED"))
+        return sorted(row[1] for (row,) in self.file.sound_rows((DOCUMENT,), "NOT INDEXED"))
 
     def file_sources(self) -> list[str]:
         """Sources of the documents that are no entries, sorted."""
@@ -221,12 +216,12 @@ class Corpus:
     def documents(self) -> list[StoredDocument]:
         """All documents that are no entries, by source."""
         tokens = dict(
-            self._file.rows(
+            self.file.rows(
                 "SELECT document, sum(tokens) FROM passage JOIN chunk ON chunk.id = passage.chunk "
                 "GROUP BY document"
             )
         )
-        rows = (row for (row,) in self._file.sound_rows((DOCUMENT,), "ORDER BY source"))
+        rows = (row for (row,) in self.file.sound_rows((DOCUMENT,), "ORDER BY source"))
         return [
             StoredDocument(source, title, chunks, tokens.get(number, 0))
             for number, source, title, *_, chunks in rows
@@ -248,23 +243,23 @@ class Corpus:
                 "added by id; expected another path"
             )
         vectors = np.ascontiguousarray(vectors, np.float32)
-        with self._file.writing() as connection:
+        with self.file.writing() as connection:
             self.require_begun()
             self.vectors.check(vectors, len(chunks))
             suspects = delete_documents(connection, _BY_SOURCE, document.source)
             insert_document(connection, document, digest, chunks, vectors)
-            return end_change(self._file, suspects)
+            return end_change(self.file, suspects)
 
     def remove_source(self, source: str) -> list[str]:
         """Remove one document; ids of chunks that are no longer used."""
-        with self._file.writing() as connection:
-            return end_change(self._file, delete_documents(connection, _BY_SOURCE, source))
+        with self.file.writing() as connection:
+            return end_change(self.file, delete_documents(connection, _BY_SOURCE, source))
 
     # -- chunks -------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Number of different chunks."""
-        return int(self._file.rows("SELECT count(*) FROM chunk")[0][0])
+        return int(self.file.rows("SELECT count(*) FROM chunk")[0][0])
 
     @property
     def has_documents(self) -> bool:
@@ -274,7 +269,7 @@ class Corpus:
         """
         learned = "SELECT document FROM entry WHERE parent = ?"
         return bool(
-            self._file.rows(f"SELECT 1 FROM document WHERE id NOT IN ({learned}) LIMIT 1", LEARNED)
+            self.file.rows(f"SELECT 1 FROM document WHERE id NOT IN ({learned}) LIMIT 1", LEARNED)
         )
 
     def __bool__(self) -> bool:
@@ -283,7 +278,7 @@ class Corpus:
 
     def chunks_of(self, source: str) -> list[Chunk]:
         """Chunks of one document, in its order; empty if it does not exist."""
-        found = stored_chunks(self._file, "WHERE source = ? ORDER BY start", source)
+        found = stored_chunks(self.file, "WHERE source = ? ORDER BY start", source)
         return [each.chunk for each in found if each.document == source]
 
     def unchanged(self, source: str, digest: str) -> list[Chunk] | None:
@@ -303,14 +298,14 @@ class Corpus:
     def _whole(self, source: str) -> tuple[str, list[Chunk]]:
         """Digest and chunks of a document; empty if it does not exist or any of its rows is damaged."""
         chunks = self.chunks_of(source)
-        for (found,) in self._file.sound_rows((DOCUMENT,), "WHERE source = ?", source):
+        for (found,) in self.file.sound_rows((DOCUMENT,), "WHERE source = ?", source):
             if (found[1], found[5]) == (source, len(chunks)):
                 return found[3], chunks
         return "", []
 
     def text(self, chunk_id: str) -> str:
         """Canonical text of a chunk. Raises :class:`KeyError` if it does not exist."""
-        for ((_, found, text, _),) in self._file.sound_rows(
+        for ((_, found, text, _),) in self.file.sound_rows(
             (CHUNK,), "WHERE chunk_id = ?", chunk_id
         ):
             if found == chunk_id:
@@ -320,7 +315,7 @@ class Corpus:
     def chunk(self, chunk_id: str) -> StoredChunk:
         """A chunk at the first place it was stored for. Raises :class:`KeyError`."""
         condition = "WHERE chunk_id = ? ORDER BY passage.id LIMIT 16"
-        for found in stored_chunks(self._file, condition, chunk_id):
+        for found in stored_chunks(self.file, condition, chunk_id):
             if found.chunk_id == chunk_id:
                 return found
         raise KeyError(chunk_id)
@@ -330,8 +325,8 @@ class Corpus:
         known = {}
         condition = "WHERE chunk_id = ? AND title = ? AND length(vector) > 0 LIMIT 1"
         for chunk_id in dict.fromkeys(chunk_ids):
-            for found in stored_chunks(self._file, condition, chunk_id, title):
-                vector = vector_of(found.vector, self._file.number("dim") or 0)
+            for found in stored_chunks(self.file, condition, chunk_id, title):
+                vector = vector_of(found.vector, self.file.number("dim") or 0)
                 if (found.chunk_id, found.title) == (chunk_id, title) and vector is not None:
                     known[chunk_id] = vector
         return known
@@ -354,7 +349,7 @@ class Corpus:
         """
 
         def accept(passage: int) -> tuple[str, StoredChunk] | None:
-            found = chunk_at(self._file, passage)
+            found = chunk_at(self.file, passage)
             return None if found is None else (found.chunk_id, found)
 
         return self.vectors.nearest(vector, k, accept)
@@ -461,12 +456,12 @@ def check_corpus(root: Path, repair: bool = False) -> CorpusCheck:
     ingest restores. Raises :class:`CorpusError` if the corpus cannot be opened or a setting is damaged.
     """
     with Corpus.open(root, read_only=not repair) as corpus:
-        with corpus._file.reading():
-            rows, damaged, faults = _scan(corpus._file)
+        with corpus.file.reading():
+            rows, damaged, faults = _scan(corpus.file)
         if repair and faults:
-            with corpus._file.writing():
-                corpus._file.generation()  # raises if a setting is damaged: no repair restores it
-                _remove_damaged(corpus._file, damaged)
+            with corpus.file.writing():
+                corpus.file.generation()  # raises if a setting is damaged: no repair restores it
+                _remove_damaged(corpus.file, damaged)
         return CorpusCheck(
             rows, len(faults), tuple(faults[:MAX_FAULTS]), repaired=repair and bool(faults)
         )

@@ -40,10 +40,10 @@ from blendrag.errors import (
     is_out_of_memory,
 )
 from blendrag.store import regular_files
+from blendrag.text.chunking import uncapped_copy
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
-    from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ class Embedder:
                 model = self._load()
                 tokenizer: Any = model.tokenizer
                 if model.max_seq_length and getattr(tokenizer, "is_fast", False):
-                    self._tokenizer = _uncapped_copy(tokenizer.backend_tokenizer)
+                    self._tokenizer = uncapped_copy(tokenizer.backend_tokenizer)
                 self._model = model
             return self._model
 
@@ -390,14 +390,6 @@ def batches(tokens: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
         batch.append(number)
     if batch:
         yield batch
-
-
-def _uncapped_copy(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy without truncation and padding, which nobody else changes."""
-    copy = type(tokenizer).from_str(tokenizer.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    return copy
 
 
 @contextmanager

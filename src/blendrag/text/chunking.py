@@ -303,11 +303,13 @@ def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
 
 def uncapped(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer, or a copy without truncation and padding, which would miscount."""
-    if tokenizer.truncation is None and tokenizer.padding is None:
-        return tokenizer
-    from tokenizers import Tokenizer
+    is_capped = tokenizer.truncation is not None or tokenizer.padding is not None
+    return uncapped_copy(tokenizer) if is_capped else tokenizer
 
-    copy = Tokenizer.from_str(tokenizer.to_str())
+
+def uncapped_copy(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy without truncation and padding, which nobody else changes."""
+    copy = type(tokenizer).from_str(tokenizer.to_str())
     copy.encode_special_tokens = tokenizer.encode_special_tokens
     copy.no_truncation()
     copy.no_padding()
