@@ -34,9 +34,8 @@ class SharedKV:
         self.agreement = Agreement(disk, tier)
         self._disk = disk
         self._promotion = promotion
-        self._uploads = None if disk.read_only else Uploads(disk, tier, self.agreement)
-        if self._uploads is not None:
-            promotion.when_idle = self._uploads.try_again
+        self._uploads = Uploads(disk, tier, self.agreement)
+        promotion.when_idle = self._uploads.try_again
         self._kept_bytes = 0
         self._lock = threading.Lock()
 
@@ -86,8 +85,8 @@ class SharedKV:
         try:
             with best_effort("a chunk from the remote was not kept on the local disk"):
                 layers = reader.whole(self._promotion.left_s)
-                if self._uploads is not None:
-                    self._uploads.note_known(*entry)
+                self._uploads.note_known(*entry)
+                if not self._disk.read_only:
                     self._disk.put_stored(*entry, reader.frame, reader.checksums, layers)
                 arrays = [np.frombuffer(layer, dtype=np.uint8) for layer in layers]
                 block = MemoryBlock(reader.layout, reader.tokens, arrays)
@@ -104,7 +103,7 @@ class SharedKV:
 
     def copy(self, namespace: str, key: str) -> None:
         """Begin to copy an entry that was just put. Raises :class:`StoreFullError` if it is gone already."""
-        if self._uploads is not None and not self._uploads.offer(namespace, key):
+        if not self._uploads.offer(namespace, key):
             raise StoreFullError(
                 f"a chunk was evicted from store {self._disk.root} before it was copied to the remote; allow "
                 "more with --disk-bytes"
@@ -112,19 +111,18 @@ class SharedKV:
 
     def copy_later(self, namespace: str, key: str) -> bool:
         """Copy an entry unless it is known to be there; ``False`` if it is not on the local disk."""
-        return self._uploads is None or self._uploads.offer(namespace, key, waits=False)
+        return self._disk.read_only or self._uploads.offer(namespace, key, waits=False)
 
     @property
     def is_behind(self) -> bool:
-        return self._uploads is not None and self._uploads.are_behind
+        return self._uploads.are_behind
 
     def flush(self) -> None:
-        if self._uploads is not None:
-            self._uploads.flush()
+        self._uploads.flush()
 
     def claim(self, namespace: str, keys: Iterable[str]) -> None:
         listed = sorted(set(keys))
-        if self._uploads is None or not listed:
+        if self._disk.read_only or not listed:
             return
         gone = self.tier.claim(namespace, listed)
         if gone:
@@ -139,7 +137,7 @@ class SharedKV:
 
         Raises :class:`StoreUnavailableError`.
         """
-        if self._uploads is None:
+        if self._disk.read_only:
             raise StoreUnavailableError(
                 f"store {self._disk.root} is read-only, expected one that copies its KV; open it for writing"
             )
@@ -158,6 +156,5 @@ class SharedKV:
 
     def close(self) -> None:
         """Finish copies, end all requests. Idempotent."""
-        if self._uploads is not None:
-            self._uploads.close()
+        self._uploads.close()
         self.tier.close()
