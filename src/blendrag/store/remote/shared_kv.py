@@ -2,26 +2,52 @@
 
 KV that is put here is copied there in the background. KV that was read from there is kept on the local disk
 and in memory afterwards; only the layers that the query did not read are requested once more.
+
+Machines with different kernels or library versions may share one remote. So each namespace there has a
+probe: the KV of a few tokens, put before any other KV and never replaced. Until this machine has compared it,
+the remote's KV of that namespace counts as absent, and none is copied there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
-from blendrag.errors import StoreFullError, StoreUnavailableError
-from blendrag.store.base import Probe, WantedKV
+from blendrag.errors import (
+    CorruptKVError,
+    InvalidInputError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
+from blendrag.store.base import ForeignKVError, Probe, WantedKV
 from blendrag.store.disk import DiskStore
+from blendrag.store.identity import probe_key
 from blendrag.store.kv import KVLayout
 from blendrag.store.memory import MemoryBlock
+from blendrag.store.payload import PayloadHeader, Read, verified_pieces
 from blendrag.store.promotion import Promotion, best_effort
-from blendrag.store.remote.agreement import Agreement
+from blendrag.store.remote.objects import WRITE_S
 from blendrag.store.remote.tier import RemoteReader, RemoteTier
-from blendrag.store.remote.uploads import Uploads
 
+logger = logging.getLogger("blendrag.store")
+
+#: Seconds until a remote that gave no probe is asked for it again.
+AGAIN_S = 10.0
+#: Copies at a time, and how many chunks may wait for one.
+UPLOADS, QUEUED_UPLOADS = 4, 32
+#: Chunks that are remembered: as known to be in the remote, so that it is not asked again, and as not copied.
+REMEMBERED = 1 << 16
+#: Chunks that are tried again at a time.
+TRIED_AGAIN = 2
 #: Bytes of chunks that may wait to be kept on the local disk.
 KEPT_BYTES = 512 << 20
 
@@ -158,3 +184,323 @@ class SharedKV:
         """Finish copies, end all requests. Idempotent."""
         self._uploads.close()
         self.tier.close()
+
+
+class Agreement:
+    """Which namespaces of the remote may be used. Thread-safe: two threads may compare the same one."""
+
+    def __init__(self, disk: DiskStore, remote: RemoteTier) -> None:
+        self._disk, self._remote = disk, remote
+        self._agreed: set[str] = set()
+        """Namespaces that were compared with the model."""
+        self._copied: set[str] = set()
+        """Those whose probe was compared with its local copy, because the model was not loaded."""
+        self._foreign: dict[str, str] = {}
+        self._again_at: dict[tuple[str, bool], float] = {}
+
+    def __contains__(self, namespace: str) -> bool:
+        return namespace in self._agreed or namespace in self._copied
+
+    def reach(
+        self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
+    ) -> bool:
+        """Whether that namespace may be used; compares its probe the first time.
+
+        ``probe`` needs the loaded model. Without it, the remote's probe is compared with the copy on the
+        local disk, which counts until the model is loaded. ``create``: put a probe into an empty namespace.
+        ``False`` if the remote has no probe or does not answer. Raises :class:`ForeignKVError` for KV that
+        this machine does not compute.
+        """
+        if namespace in self._agreed or (probe is None and namespace in self._copied):
+            return True
+        if namespace in self._foreign:
+            raise ForeignKVError(self._foreign[namespace])
+        attempt = namespace, probe is not None
+        is_early = time.monotonic() < self._again_at.get(attempt, 0.0) and not create
+        if is_early or self._remote.trouble:
+            return False
+        try:
+            self._remote.check()
+            if probe is None:
+                is_same = self._is_copied(namespace)
+            else:
+                self._copied.discard(namespace)
+                is_same = self._is_alike(namespace, probe(), create)
+        except InvalidInputError as exc:  # it was down when it was opened, and cannot be used
+            raise self._refuse(namespace, str(exc)) from exc
+        except ForeignKVError:
+            raise
+        except StoreError as exc:
+            logger.info("the probe of remote %s was not compared: %s", self._remote.url, exc)
+            is_same = False
+        if is_same:
+            (self._copied if probe is None else self._agreed).add(namespace)
+        self._again_at[attempt] = time.monotonic() + AGAIN_S
+        return is_same
+
+    def _is_alike(self, namespace: str, probe: Probe, create: bool) -> bool:
+        found = self._read(namespace, probe)
+        if found is None and create and self._create(namespace, probe):
+            found = self._read(namespace, probe)
+        if found is None:
+            return False
+        reader, layers = found
+        try:
+            if not probe.is_alike(reader):
+                raise self._refuse(
+                    namespace,
+                    f"remote {self._remote.url} holds KV of this model that it does not compute on this "
+                    "machine, expected the same; use the versions of blendrag, torch and transformers that "
+                    "filled it, or another prefix",
+                )
+            if not self._disk.read_only:
+                self._keep(namespace, reader, layers)
+        finally:
+            reader.release()
+        return True
+
+    def _read(self, namespace: str, probe: Probe) -> tuple[RemoteReader, list[memoryview]] | None:
+        """The remote's probe, which may have been repaired since it was found damaged."""
+        key = probe_key(namespace)
+        self._remote.forget_doubt(namespace, key)
+        reader = self._remote.peek(namespace, key, probe.layout, probe.tokens)
+        if reader is None:
+            return None
+        try:
+            return reader, reader.whole(self._remote.timeout_s)
+        except CorruptKVError:
+            reader.release()
+            return None
+
+    def _keep(self, namespace: str, reader: RemoteReader, layers: list[memoryview]) -> None:
+        """Copy the probe to the local disk, for :meth:`_is_copied`."""
+        key = reader.key
+        try:
+            if self._kept(namespace) != b"".join(layers):
+                self._disk.delete(namespace, key)
+                self._disk.put_stored(namespace, key, reader.frame, reader.checksums, layers)
+            self._disk.pin(namespace, key)
+        except StoreError as exc:
+            logger.info("the probe of remote %s was not kept: %s", self._remote.url, exc)
+
+    def _create(self, namespace: str, probe: Probe) -> bool:
+        """Put the probe if the namespace is empty. Another machine may put its own first.
+
+        A damaged one is replaced by a machine that has compared it before.
+        """
+        key, short = probe_key(namespace), namespace[:12]
+        if self._remote.is_doubtful(namespace, key):
+            if not self._is_kept(namespace, probe):
+                raise ForeignKVError(  # not remembered, because another machine may repair it
+                    f"the probe of namespace {short} in remote {self._remote.url} is damaged, so its KV "
+                    "cannot be compared; ingest from a machine that has used it, which repairs it, or remove "
+                    f"the KV (blendrag store clear --remote URL --namespace {short})"
+                )
+        else:
+            is_empty = next(self._remote.keys(namespace), None) is None
+            if self._remote.trouble:
+                return False
+            if not is_empty:
+                raise self._refuse(
+                    namespace,
+                    f"remote {self._remote.url} holds KV of namespace {short} without the probe by which it "
+                    "is compared, so it cannot be used; remove it (blendrag store clear --remote URL "
+                    f"--namespace {short}), or choose another prefix",
+                )
+            self._disk.delete(namespace, key)  # of another remote
+            self._disk.put(namespace, key, probe.compute())
+            self._disk.pin(namespace, key)
+        payload = self._disk.payload(namespace, key)
+        if payload is None:
+            return False
+        with payload as found:
+            self._remote.put(*found)
+        return True
+
+    def _is_kept(self, namespace: str, probe: Probe) -> bool:
+        """Whether the local disk has the probe, and the model still computes it."""
+        reader = self._disk.peek(namespace, probe_key(namespace), probe.layout, probe.tokens)
+        if reader is None:
+            return False
+        with contextlib.closing(reader):
+            return probe.is_alike(reader)
+
+    def _is_copied(self, namespace: str) -> bool:
+        """Whether the local disk and the remote have the same bytes of the probe."""
+        key = probe_key(namespace)
+        payload = self._disk.payload(namespace, key)
+        if payload is None:
+            return False
+        with payload as (header, _):
+            reader = self._remote.peek(namespace, key, header.layout, header.tokens)
+        if reader is None:
+            return False
+        try:
+            return self._kept(namespace) == b"".join(reader.whole(self._remote.timeout_s))
+        finally:
+            reader.release()
+
+    def _kept(self, namespace: str) -> bytes | None:
+        """The probe's bytes on the local disk."""
+        payload = self._disk.payload(namespace, probe_key(namespace))
+        if payload is None:
+            return None
+        with payload as (header, read):
+            return b"".join(verified_pieces(header, read))
+
+    def _refuse(self, namespace: str, why: str) -> ForeignKVError:
+        self._foreign[namespace] = why
+        logger.warning("KV of the remote is not used: %s", why)
+        return ForeignKVError(why)
+
+
+class Uploads:
+    """Copies what threads offer. Thread-safe.
+
+    An upload holds its payload's open file, which survives eviction. One that failed is tried again by the
+    :meth:`flush` of its thread, and by :meth:`try_again`.
+    """
+
+    def __init__(self, disk: DiskStore, remote: RemoteTier, agreement: Agreement) -> None:
+        self._disk, self._remote, self._agreement = disk, remote, agreement
+        self._threads = ThreadPoolExecutor(UPLOADS, "blendrag-upload")
+        self._room = threading.BoundedSemaphore(QUEUED_UPLOADS)
+        self._lock = threading.Lock()
+        self._under_way: dict[tuple[str, str], Future[None]] = {}
+        self._owed: dict[tuple[str, str], set[object]] = {}
+        """The threads (:attr:`_me`) that offered an entry which is not copied yet."""
+        self._failed: dict[tuple[str, str], str] = {}
+        self._known: dict[tuple[str, str], None] = {}
+        self._this_thread = threading.local()
+
+    @property
+    def _me(self) -> object:
+        """Stands for this thread; another thread may get its number later."""
+        me: object = self._this_thread.__dict__.setdefault("me", object())
+        return me
+
+    @property
+    def are_behind(self) -> bool:
+        """Whether there is no room for another one."""
+        return len(self._under_way) >= QUEUED_UPLOADS
+
+    def offer(self, namespace: str, key: str, is_missing: bool = False, waits: bool = True) -> bool:
+        """Copy an entry unless it is known to be there; ``False`` if it is not on the local disk.
+
+        ``is_missing``: it was looked for there and not found. ``waits``: until there is room; otherwise the
+        entry is copied by the next :meth:`flush`.
+        """
+        entry = namespace, key
+        with self._lock:
+            if is_missing:
+                self._known.pop(entry, None)
+            if entry in self._known and not self._remote.is_doubtful(*entry):
+                return True
+            self._owed.setdefault(entry, set()).add(self._me)
+            if len(self._owed) > REMEMBERED:
+                forgotten = next(iter(self._owed))
+                del self._owed[forgotten]
+                self._failed.pop(forgotten, None)
+            if entry in self._under_way:
+                return True
+        payload = self._disk.payload(namespace, key)
+        if payload is None:
+            with self._lock:
+                self._failed.pop(entry, None)
+                self._owed.get(entry, set()).discard(self._me)
+            return False
+        if not self._room.acquire(blocking=waits):
+            with self._lock:
+                self._failed[entry] = "too many chunks wait to be copied"
+            return True
+        files = contextlib.ExitStack()
+        try:
+            found = files.enter_context(payload)
+            with self._lock:
+                run = partial(self._run, entry, files, *found)
+                self._under_way[entry] = self._threads.submit(run)
+        except BaseException as exc:
+            files.close()
+            self._room.release()
+            with self._lock:
+                self._failed[entry] = str(exc)
+            if not isinstance(exc, OSError | StoreError | RuntimeError):
+                raise
+        return True
+
+    def note_known(self, namespace: str, key: str) -> None:
+        """An entry is in the remote."""
+        with self._lock:
+            self._known[namespace, key] = None
+            self._failed.pop((namespace, key), None)
+            self._owed.pop((namespace, key), None)
+            if len(self._known) > REMEMBERED:
+                del self._known[next(iter(self._known))]
+
+    def forget_known(self, namespace: str, keys: Iterable[str]) -> None:
+        """Entries are not in the remote any more."""
+        with self._lock:
+            for key in keys:
+                self._known.pop((namespace, key), None)
+
+    def _run(
+        self,
+        entry: tuple[str, str],
+        files: contextlib.ExitStack,
+        header: PayloadHeader,
+        read: Read,
+    ) -> None:
+        try:
+            with files:
+                if not self._agreement.reach(entry[0]):
+                    raise StoreUnavailableError(
+                        self._remote.trouble or "its probe could not be compared yet"
+                    )
+                self._remote.put(header, read)
+            self.note_known(*entry)
+        except Exception as exc:
+            with self._lock:
+                self._failed.pop(entry, None)  # to the end, so that others are tried again first
+                self._failed[entry] = str(exc)
+            logger.info("a chunk was not copied to the remote: %s", exc)
+        finally:
+            self._room.release()
+            with self._lock:
+                self._under_way.pop(entry, None)
+                is_copied = entry in self._known
+        if is_copied:
+            self.try_again()
+
+    def try_again(self) -> None:
+        """Offer some of what failed earlier; each that is copied is followed by more."""
+        with self._lock:
+            failed = list(islice(self._failed, TRIED_AGAIN))
+        for entry in failed:
+            self.offer(*entry, waits=False)
+
+    def flush(self) -> None:
+        """Block until all that this thread offered is durable there; what failed is tried once more.
+
+        Raises :class:`StoreUnavailableError` if it is not.
+        """
+        with self._lock:
+            mine = [entry for entry, threads in self._owed.items() if self._me in threads]
+        gone = [entry for entry in mine if not self.offer(*entry)]
+        with self._lock:
+            under_way = [self._under_way[entry] for entry in mine if entry in self._under_way]
+        wait(under_way)
+        with self._lock:
+            left = [self._failed.get(entry, "") for entry in mine if entry in self._owed]
+        left += ["they were evicted before they were copied"] * len(gone)
+        if left:
+            raise StoreUnavailableError(
+                f"{len(left)} chunks were not copied to remote {self._remote.url} ({left[0]}); run this "
+                "again when the remote works"
+            )
+
+    def close(self) -> None:
+        """Finish what is under way, and what waits if that takes no longer than one copy may."""
+        with self._lock:
+            under_way = list(self._under_way.values())
+        wait(under_way, WRITE_S)
+        self._threads.shutdown(cancel_futures=True)
