@@ -31,12 +31,10 @@ import stat
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from functools import lru_cache
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import xxhash
 
@@ -48,7 +46,13 @@ from blendrag.errors import (
     is_out_of_space,
     sqlite_code,
 )
-from blendrag.store.permissions import keep_private, refuse_if_shared
+from blendrag.store.databases import (
+    database_uri,
+    keep_private,
+    objects_made_by,
+    objects_of,
+    refuse_if_shared,
+)
 from blendrag.store.regular_files import open_regular
 
 logger = logging.getLogger(__name__)
@@ -327,8 +331,8 @@ def _connect(directory: Path, read_only: bool, create: bool) -> sqlite3.Connecti
         if not read_only:
             keep_private(path)
         connection = sqlite3.connect(
-            _read_only_uri(directory) if read_only else path,
-            uri=read_only,
+            database_uri(path, "ro" if read_only else "rwc"),
+            uri=True,
             timeout=BUSY_TIMEOUT_S,
             isolation_level=None,
             check_same_thread=False,
@@ -389,18 +393,6 @@ def _check_files(directory: Path) -> None:
             raise CorpusError(f"{journal} was not written by blendrag; delete it")
 
 
-def _read_only_uri(directory: Path) -> str:
-    path = (directory / FILE_NAME).absolute()
-    uri = f"file:{quote(os.fsencode(path))}?mode=ro"
-    # A reader of a WAL needs a file to share locks in. If it cannot create one, no other process writes, and
-    # unless a log was left over, the database is complete.
-    log = path.with_name(f"{FILE_NAME}-wal")
-    left_over = os.path.exists(log) and log.stat().st_size > 0
-    if os.access(directory, os.W_OK | os.X_OK) or left_over:
-        return uri
-    return f"{uri}&immutable=1"
-
-
 def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
     """Two processes may do so at once: the second sees the tables once it has the write lock."""
     with _transaction(connection, path, "IMMEDIATE"):
@@ -417,7 +409,7 @@ def _is_corpus(connection: sqlite3.Connection, path: Path) -> bool:
     """Whether the file is a corpus of this version (True) or still empty (False)."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    objects = _objects(connection)
+    objects = objects_of(connection)
     if application == 0 and version == 0 and not objects:
         return False
     if application != APPLICATION_ID:
@@ -432,26 +424,13 @@ def _is_corpus(connection: sqlite3.Connection, path: Path) -> bool:
             f"{path} has format {version}, expected {SCHEMA_VERSION}; it was written by "
             f"{newer if version > SCHEMA_VERSION else older}"
         )
-    if strange := objects ^ _expected_objects():
+    if strange := objects ^ objects_made_by(_SCHEMA):
         names = ", ".join(sorted(f"{kind} {name}"[:60] for kind, name, _ in strange)[:4])
         raise CorpusError(
             f"{path} has other tables than a corpus ({names}); delete the directory {path.parent} and "
             "ingest again"
         )
     return True
-
-
-def _objects(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
-    """Kind, name and SQL of everything in the schema."""
-    rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
-    return {(str(kind), str(name), str(sql or "")) for kind, name, sql in rows}
-
-
-@lru_cache(maxsize=1)
-def _expected_objects() -> frozenset[tuple[str, str, str]]:
-    with closing(sqlite3.connect(":memory:")) as empty:
-        empty.executescript(_SCHEMA)
-        return frozenset(_objects(empty))
 
 
 @contextmanager

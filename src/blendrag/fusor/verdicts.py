@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from blendrag.config import settings
 from blendrag.fusor.gate import GATE_VERSION, Verification
-from blendrag.store.permissions import keep_private
+from blendrag.store.databases import keep_private
 
 log = logging.getLogger(__name__)
 

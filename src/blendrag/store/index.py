@@ -21,17 +21,15 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import filelock
 
 from blendrag.errors import StoreError, StoreFullError, is_out_of_space, sqlite_code
+from blendrag.store.databases import database_uri, keep_private, objects_made_by, objects_of
 from blendrag.store.identity import LEARNED_BEGINNING, is_name
 from blendrag.store.payload_files import Name
-from blendrag.store.permissions import keep_private
 
 logger = logging.getLogger("blendrag.store")
 
@@ -47,10 +45,9 @@ _SYNC_WAIT_S = 1.0
 _PAGE_ROWS = 100
 
 DATABASE = "index.db"
-_WAL = f"{DATABASE}-wal"
 #: SQLite writes it before the database is in WAL mode. One that a crash left would block the database.
 _JOURNAL = f"{DATABASE}-journal"
-DATABASE_FILES = (DATABASE, _WAL, f"{DATABASE}-shm", _JOURNAL)
+DATABASE_FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", _JOURNAL)
 
 _SCHEMA = """
 CREATE TABLE payload (
@@ -342,14 +339,11 @@ class Index:
         if not self._read_only:
             keep_private(self._directory / DATABASE)
         with self._sqlite_errors():
-            # SQLite creates a WAL even to read; on a disk that cannot be written none is needed.
-            needs_wal = self._exists(_WAL) or os.access(self._directory, os.W_OK)
-            reader = self._connected("ro" if needs_wal else "ro&immutable=1")
+            reader = self._connected("ro")
             try:
-                schema = set(reader.execute("SELECT type, name, sql FROM sqlite_master"))
-                if schema != _expected_schema():
-                    odd = {str(name) for _, name, _ in schema ^ _expected_schema()}
-                    raise IndexCorrupt(f"unexpected or missing schema: {', '.join(sorted(odd))}")
+                if odd := objects_of(reader) ^ objects_made_by(_SCHEMA):
+                    names = ", ".join(sorted({name for _, name, _ in odd}))
+                    raise IndexCorrupt(f"unexpected or missing schema: {names}")
                 self._schema_version = _schema_version(reader)
                 if not self._read_only:
                     self._writer = self._connected("rw")
@@ -362,9 +356,8 @@ class Index:
             self._reader = reader
 
     def _connected(self, mode: str) -> sqlite3.Connection:
-        path = quote(str((self._directory / DATABASE).absolute()))
         database = sqlite3.connect(
-            f"file:{path}?mode={mode}",
+            database_uri(self._directory / DATABASE, mode),
             uri=True,
             timeout=BUSY_WAIT_S,
             isolation_level=None,
@@ -455,10 +448,3 @@ def _schema_version(database: sqlite3.Connection) -> int:
     """Changes with every change of a table, an index or a trigger."""
     ((version,),) = database.execute("PRAGMA schema_version").fetchall()
     return int(version)
-
-
-@cache
-def _expected_schema() -> frozenset[tuple[str, str, str | None]]:
-    with contextlib.closing(sqlite3.connect(":memory:")) as database:
-        database.executescript(_SCHEMA)
-        return frozenset(database.execute("SELECT type, name, sql FROM sqlite_master"))

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from blendrag.errors import StoreUnavailableError
 from blendrag.store import regular_files
+from blendrag.store.databases import refuse_if_shared
 from blendrag.store.durable import named_errors, sync_directory, whole_file, write_all
 from blendrag.store.identity import FORMAT_VERSION
-from blendrag.store.permissions import refuse_if_shared
 from blendrag.store.writers import new_temporary
 
 logger = logging.getLogger("blendrag.store")

@@ -1,11 +1,14 @@
-"""Who may use a store's directories and databases: their owner, and a group that the owner let in."""
+"""SQLite files, which may come from anybody: who may use them, how they are opened, what is in them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import stat
+from functools import cache
 from pathlib import Path
+from urllib.parse import quote
 
 from blendrag.errors import StoreUnavailableError
 
@@ -46,3 +49,29 @@ def _tighten(path: Path, mode: int) -> None:
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         if is_ours and stat.S_IMODE(found.st_mode) & ~mode:
             path.chmod(stat.S_IMODE(found.st_mode) & mode)
+
+
+def database_uri(path: Path, mode: str) -> str:
+    """URI of a database in a mode of SQLite: ``ro``, ``rw`` or ``rwc``."""
+    uri = f"file:{quote(os.fsencode(path.absolute()))}?mode={mode}"
+    # A reader of a WAL needs a file to share locks in. If it cannot create one, no other process writes, and
+    # unless a log was left over, the database is complete.
+    log = path.with_name(f"{path.name}-wal")
+    is_left_over = os.path.exists(log) and log.stat().st_size > 0
+    if mode != "ro" or is_left_over or os.access(path.parent, os.W_OK | os.X_OK):
+        return uri
+    return f"{uri}&immutable=1"
+
+
+def objects_of(database: sqlite3.Connection) -> set[tuple[str, str, str]]:
+    """Kind, name and SQL of everything in the schema."""
+    rows = database.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+    return {(str(kind), str(name), str(sql or "")) for kind, name, sql in rows}
+
+
+@cache
+def objects_made_by(schema: str) -> frozenset[tuple[str, str, str]]:
+    """:func:`objects_of` a database that these statements made."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(schema)
+        return frozenset(objects_of(database))
