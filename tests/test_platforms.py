@@ -1,15 +1,11 @@
-"""Systems without all of Linux's interfaces, simulated: Windows, and macOS before version 11."""
+"""Windows, simulated: it is refused in one sentence."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from blendrag.store import reader
 
 SENTENCE = "blendrag runs on Linux and macOS; on Windows use WSL 2"
 WINDOWS = "import sys; sys.modules['fcntl'] = sys.modules['resource'] = None\n"
@@ -45,17 +41,3 @@ def test_the_command_on_windows_prints_one_sentence(code: str) -> None:
     assert done.returncode == 1
     assert done.stderr == f"error: {SENTENCE}\n"
     assert done.stdout == ""
-
-
-def test_stored_kv_is_read_without_preadv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "preadv")
-    file = tmp_path / "payload"
-    file.write_bytes(bytes(range(100)))
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        buffers = [bytearray(7), bytearray(50), bytearray(3)]
-        assert reader.read_exactly(fd, [memoryview(buffer) for buffer in buffers], 10)
-        assert b"".join(buffers) == bytes(range(10, 70))
-        assert not reader.read_exactly(fd, [memoryview(bytearray(60))], 70)
-    finally:
-        os.close(fd)
