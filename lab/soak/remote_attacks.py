@@ -28,10 +28,10 @@ import tiny
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.shared.sharing import Keys, follow, publish
 from blendrag.errors import BlendragError
-from blendrag.store import open_store
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.remote.root import RemoteRoot
 from blendrag.store.remote.tier import Pause, RemoteTier
+from blendrag.store.tiered import open_store
 from corpus.small_corpus import make_corpus, put
 from store.kv_lab import Lab
 from store.s3 import Process, Server, environment, flipped

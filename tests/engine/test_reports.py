@@ -18,8 +18,7 @@ from blendrag.engine import BlendEngine, Options
 from blendrag.engine.exposition import exposition
 from blendrag.engine.request_log import NAMED, wording
 from blendrag.metrics import ChunkReport, RequestMetrics
-from blendrag.store import StoreStats
-from blendrag.store.base import TierStats
+from blendrag.store.base import StoreStats, TierStats
 
 # -- log lines ----------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from blendrag.errors import CorruptKVError
 from blendrag.fusor.loader import LayerLoader, LoadedSpan, SpanCorruptError
 from blendrag.fusor.staging import SLOTS
 from blendrag.model import ModelAdapter
-from blendrag.store import open_store
 from blendrag.store.kv import ChunkKV
+from blendrag.store.tiered import open_store
 
 IDS = tiny.random_ids(40)[0].tolist()
 LAYERS = 4

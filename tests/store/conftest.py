@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from blendrag.store import DiskStore
+from blendrag.store.disk import DiskStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from blendrag.store import DiskStore, KVStore
+from blendrag.store.disk import DiskStore
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.payload import frame
 from blendrag.store.remote.tier import RemoteTier
+from blendrag.store.tiered import KVStore
 
 TOKENS = 24
 

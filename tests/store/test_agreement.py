@@ -10,13 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from blendrag.errors import StoreFullError, StoreUnavailableError
-from blendrag.store import open_store
 from blendrag.store.base import ForeignKVError, Probe
 from blendrag.store.identity import probe_key
 from blendrag.store.remote import shared_kv
 from blendrag.store.remote.objects import RemoteObjects
 from blendrag.store.remote.root import name_of
 from blendrag.store.remote.tier import Pause, RemoteTier
+from blendrag.store.tiered import open_store
 
 pytest.importorskip("obstore")
 

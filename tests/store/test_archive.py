@@ -12,7 +12,7 @@ import tarfile
 import pytest
 
 from blendrag.errors import BlendragError, InvalidInputError, StoreFullError, StoreUnavailableError
-from blendrag.store import DiskStore
+from blendrag.store.disk import DiskStore
 from blendrag.store.maintenance import check, collect, export_archive, import_archive, survey
 from blendrag.store.maintenance.archive import FIRST, LAST
 from blendrag.store.payload_files import PayloadFiles

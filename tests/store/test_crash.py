@@ -11,7 +11,8 @@ import stat
 import pytest
 
 from blendrag.errors import StoreFullError, StoreUnavailableError
-from blendrag.store import DiskStore, maintenance
+from blendrag.store import maintenance
+from blendrag.store.disk import DiskStore
 from blendrag.store.index import Index
 from blendrag.store.payload_files import PayloadFiles
 

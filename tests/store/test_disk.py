@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from blendrag.errors import InvalidInputError, StoreFullError, StoreUnavailableError
-from blendrag.store import DiskStore, KVReader, MemoryStore
+from blendrag.store.base import KVReader
+from blendrag.store.disk import DiskStore
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
+from blendrag.store.memory import MemoryStore
 from blendrag.store.payload import frame
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from blendrag.config import KVEncoding
 from blendrag.errors import CorruptKVError, InvalidInputError
-from blendrag.store import DiskStore, KVStore, MemoryStore
+from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import (
     ENCODINGS,
     RELATIVE_ERROR,
@@ -27,8 +27,10 @@ from blendrag.store.encodings import (
 )
 from blendrag.store.encodings.stored import codec_of, staging_of
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
+from blendrag.store.memory import MemoryStore
 from blendrag.store.payload import frame, parse_header
 from blendrag.store.tensor_bytes import DTYPES
+from blendrag.store.tiered import KVStore
 from store.kv_lab import Lab
 
 FLOAT_MAX = torch.finfo(torch.float32).max

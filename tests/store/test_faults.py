@@ -7,7 +7,7 @@ import os
 import pytest
 
 from blendrag.errors import StoreError
-from blendrag.store import DiskStore
+from blendrag.store.disk import DiskStore
 from lab.soak.store.audit import Report
 from lab.soak.store.corpus_faults import CORPUS_OPERATIONS, CorpusBench, fail_corpus
 from lab.soak.store.faults import OPERATIONS, Bench, cut_everywhere, fail_everything, faults_of

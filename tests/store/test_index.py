@@ -11,7 +11,8 @@ import pytest
 from kv_lab import Lab
 
 from blendrag.errors import StoreError, StoreUnavailableError
-from blendrag.store import DiskStore, index
+from blendrag.store import index
+from blendrag.store.disk import DiskStore
 from blendrag.store.index import DATABASE_FILES, Index, IndexCorrupt, IndexLocked
 from blendrag.store.payload_files import new_name
 

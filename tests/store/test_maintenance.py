@@ -9,8 +9,9 @@ import sqlite3
 import pytest
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.store import DiskStore, maintenance
 from blendrag.store import index as store_index
+from blendrag.store import maintenance
+from blendrag.store.disk import DiskStore
 from blendrag.store.index import Index
 from blendrag.store.kv import KVLayout
 from blendrag.store.maintenance import space

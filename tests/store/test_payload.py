@@ -16,8 +16,8 @@ from kv_lab import Lab
 from safetensors.torch import load_file
 
 from blendrag.errors import CorruptKVError, InvalidInputError
-from blendrag.store import KVStore, MemoryStore
 from blendrag.store.kv import KVLayout, LayerShape
+from blendrag.store.memory import MemoryStore
 from blendrag.store.payload import (
     ALIGNMENT_BYTES,
     frame,
@@ -29,6 +29,7 @@ from blendrag.store.payload import (
 )
 from blendrag.store.payload_files import QUARANTINE_FILES, Name
 from blendrag.store.reader import PORTION_BYTES, portions
+from blendrag.store.tiered import KVStore
 
 
 @pytest.fixture

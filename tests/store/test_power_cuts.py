@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blendrag.store import DiskStore
+from blendrag.store.disk import DiskStore
 from blendrag.store.payload_files import PayloadFiles
 from lab.soak.store import remote_power
 from lab.soak.store.audit import Report, audit, make_chunks

@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.store import DiskStore, KVStore, MemoryStore, maintenance
+from blendrag.store import maintenance
+from blendrag.store.disk import DiskStore
 from blendrag.store.index import IndexLocked
+from blendrag.store.memory import MemoryStore
 from blendrag.store.payload_files import PayloadFiles
+from blendrag.store.tiered import KVStore
 
 #: The beginning of a spawned process.
 PROLOGUE = f"""
@@ -26,7 +29,7 @@ torch.set_num_threads(1)
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from kv_lab import Lab
-from blendrag.store import open_store
+from blendrag.store.tiered import open_store
 root = Path(sys.argv[1])
 store = open_store(root, 1 << 20, None)
 """

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from blendrag.errors import CorruptKVError, StoreUnavailableError
-from blendrag.store import DiskStore, maintenance, open_store
+from blendrag.store import maintenance
+from blendrag.store.disk import DiskStore
+from blendrag.store.tiered import open_store
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWUSER = 0x20000, 0x10000000

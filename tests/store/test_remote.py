@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
-from blendrag.store import DiskStore, open_store
 from blendrag.store.base import WantedKV
+from blendrag.store.disk import DiskStore
 from blendrag.store.remote import objects
 from blendrag.store.remote.directory import ObjectDirectory
 from blendrag.store.remote.objects import ObjectBytes
 from blendrag.store.remote.root import name_of
 from blendrag.store.remote.tier import MAX_WRONG, Pause, RemoteTier
+from blendrag.store.tiered import open_store
 
 pytest.importorskip("obstore")
 

@@ -13,13 +13,13 @@ from blendrag.corpus.shared import collection
 from blendrag.corpus.shared.collection import collect_remote
 from blendrag.corpus.shared.sharing import Keys, follow, publish
 from blendrag.errors import CorruptKVError, StoreUnavailableError
-from blendrag.store import open_store
 from blendrag.store.base import WantedKV
 from blendrag.store.remote import objects
 from blendrag.store.remote.claims import MARK
 from blendrag.store.remote.objects import RemoteObjects
 from blendrag.store.remote.root import RemoteRoot
 from blendrag.store.remote.tier import RemoteTier, expected_load_s, request_ahead
+from blendrag.store.tiered import open_store
 from corpus.small_corpus import make_corpus, put
 from lab.soak.remote_attacks import attack, texts
 

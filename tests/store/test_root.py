@@ -10,8 +10,10 @@ import os
 import pytest
 
 from blendrag.errors import StoreUnavailableError
-from blendrag.store import DiskStore, open_store, writers
+from blendrag.store import writers
+from blendrag.store.disk import DiskStore
 from blendrag.store.root import SUBDIRECTORIES
+from blendrag.store.tiered import open_store
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change owners")
 

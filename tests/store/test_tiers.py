@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from blendrag.errors import CorruptKVError, StoreFullError
-from blendrag.store import DiskStore, KVStore, MemoryStore, promotion
+from blendrag.store import promotion
+from blendrag.store.disk import DiskStore
 from blendrag.store.kv import KVLayout
+from blendrag.store.memory import MemoryStore
+from blendrag.store.tiered import KVStore
 
 CHUNK_BYTES = 3 * 2 * 16 * 24 * 4
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
-from blendrag.store import open_store
+from blendrag.store.tiered import open_store
 from blendrag.text.readers import Document, Patterns, digest_of, open_documents, scan_inputs
 
 

@@ -23,8 +23,8 @@ from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.model import ModelAdapter
-from blendrag.store import MemoryStore
 from blendrag.store.kv import ChunkKV
+from blendrag.store.memory import MemoryStore
 from blendrag.store.payload import frame
 from blendrag.text.prompt import Segment, SegmentedPrompt
 from blendrag_lab.bench import options

@@ -25,10 +25,10 @@ from blendrag.cli.options import Remote
 from blendrag.config import settings
 from blendrag.errors import InvalidInputError
 from blendrag.planning.measure import prefill_token_s
-from blendrag.store import KVStore, open_store
 from blendrag.store.remote.objects import ObjectBytes, RemoteObjects
 from blendrag.store.remote.root import name_of
 from blendrag.store.remote.tier import RemoteTier
+from blendrag.store.tiered import KVStore, open_store
 from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.rounds import MeasuredNothingError, Tick, Timing, clock, run_rounds, silent

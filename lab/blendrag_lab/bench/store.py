@@ -29,18 +29,19 @@ from blendrag.cli.options import Remote
 from blendrag.config import settings
 from blendrag.errors import InvalidInputError
 from blendrag.planning.tier_times import cached_share, drop_cached
-from blendrag.store import KVStore, MemoryStore, open_store
 from blendrag.store.base import WantedKV
 from blendrag.store.encodings import RELATIVE_ERROR, stored_chunk_bytes
 from blendrag.store.encodings.stored import codec_of, staging_of
 from blendrag.store.index import Index
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
+from blendrag.store.memory import MemoryStore
 from blendrag.store.payload import frame, layer_checksum
 from blendrag.store.payload_files import new_name
 from blendrag.store.remote.objects import WRITE_S
 from blendrag.store.remote.root import name_of
 from blendrag.store.remote.tier import RemoteReader, RemoteTier, request_ahead, requests_of
 from blendrag.store.tensor_bytes import Shape, target_buffers, tensor_buffer
+from blendrag.store.tiered import KVStore, open_store
 from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import config_of
 from blendrag_lab.bench.rounds import (

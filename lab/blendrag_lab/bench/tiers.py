@@ -19,10 +19,10 @@ import torch
 from blendrag.errors import InvalidInputError
 from blendrag.option import parse_size
 from blendrag.planning.tier_times import cached_share, drop_cached
-from blendrag.store import KVReader, KVStore, open_store
-from blendrag.store.base import WantedKV
+from blendrag.store.base import KVReader, WantedKV
 from blendrag.store.encodings import stored_bytes_by_layer
 from blendrag.store.kv import KVLayout
+from blendrag.store.tiered import KVStore, open_store
 from blendrag_lab.bench.scratch import scratch
 
 #: A limit that no workload reaches; the free space of the disk still applies.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from blendrag.errors import StoreError
-from blendrag.store import DiskStore
+from blendrag.store.disk import DiskStore
 from blendrag.store.kv import ChunkKV
 from lab.soak.store.children import Child, Teller
 from store.kv_lab import Lab

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from blendrag.errors import BlendragError
-from blendrag.store import DiskStore
+from blendrag.store.disk import DiskStore
 from lab.soak.store.audit import PLENTY, Report, Verdict, audit, make_chunks, put, read
 from lab.soak.store.children import Heard, Teller, summary
 from lab.soak.store.power import Disk, outcomes

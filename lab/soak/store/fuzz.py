@@ -15,7 +15,7 @@ from pathlib import Path
 
 import unpickling
 from blendrag.errors import CorruptKVError, StoreError
-from blendrag.store import DiskStore
+from blendrag.store.disk import DiskStore
 from lab.soak.store.audit import PLENTY, Report, Verdict, make_chunks, put, read
 from lab.soak.store.children import Child, Teller
 from lab.soak.store.damage import (

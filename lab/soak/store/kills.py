@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from blendrag.store import DiskStore
+from blendrag.store.disk import DiskStore
 from lab.soak.store.audit import PLENTY, Report, Verdict, audit, make_chunks, put
 from lab.soak.store.children import Child, Teller
 from store.kv_lab import Lab

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.shared.sharing import Keys, follow, publish
-from blendrag.store import DiskStore
+from blendrag.store.disk import DiskStore
 from blendrag.store.remote.root import RemoteRoot
 from blendrag.store.remote.tier import RemoteTier
 from corpus.small_corpus import make_corpus, put

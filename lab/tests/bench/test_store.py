@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from blendrag.store import KVStore, open_store
 from blendrag.store.encodings.int8 import Staging
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.payload import frame
 from blendrag.store.payload_files import PayloadFiles
+from blendrag.store.tiered import KVStore, open_store
 from blendrag_lab.bench.rounds import MeasuredNothingError, silent
 from blendrag_lab.bench.store import (
     PromptBuffers,

@@ -10,9 +10,9 @@ import torch
 
 import tiny
 from blendrag.errors import InvalidInputError
-from blendrag.store import MemoryStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
+from blendrag.store.memory import MemoryStore
 from blendrag_lab.bench import tiers
 from blendrag_lab.bench.tiers import Throttle, ThrottledStore, parse_tier
 from blendrag_lab.bench.workload import Workload

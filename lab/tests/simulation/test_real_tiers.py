@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from blendrag.store import DiskStore, KVStore, MemoryStore
+from blendrag.store.disk import DiskStore
+from blendrag.store.memory import MemoryStore
 from blendrag.store.payload import frame
 from blendrag.store.remote.tier import RemoteTier
+from blendrag.store.tiered import KVStore
 from lab.simulation.popularity import Demand
 from lab.simulation.replicas import Lru
 from store.kv_lab import Lab

@@ -83,7 +83,8 @@ from blendrag.serving.kv_budget import KVBudget
 from blendrag.serving.scheduler import CLOSED, Scheduler
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from blendrag.signatures import shows
-from blendrag.store import KVStore, StoreStats
+from blendrag.store.base import StoreStats
+from blendrag.store.tiered import KVStore
 from blendrag.text.prompt import SegmentedPrompt
 from blendrag.text.readers import ALL, Patterns
 

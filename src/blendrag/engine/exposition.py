@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from blendrag.store import StoreStats
+from blendrag.store.base import StoreStats
 
 #: ``name: (help text, field of the statistics)``, for the store as a whole; all are counters.
 _TOTALS = {

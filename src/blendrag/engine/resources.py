@@ -40,10 +40,10 @@ from blendrag.model.sharing import loaded_once
 from blendrag.model.tokens import Tokens
 from blendrag.planning.profile import ProfileCache, conditions_of
 from blendrag.serving.scheduler import CLOSED
-from blendrag.store import KVStore, open_store
 from blendrag.store.identity import is_name
 from blendrag.store.kv import KVLayout
 from blendrag.store.remote.tier import RemoteTier
+from blendrag.store.tiered import KVStore, open_store
 from blendrag.text.chunking import Chunk, Chunker
 
 logger = logging.getLogger(__name__)

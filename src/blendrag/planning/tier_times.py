@@ -24,11 +24,12 @@ import torch
 
 from blendrag.errors import InvalidInputError, StoreError
 from blendrag.planning.profile import MEMORY, REMOTE, Tier
-from blendrag.store import DiskStore, KVReader, MemoryStore
-from blendrag.store.base import WantedKV
+from blendrag.store.base import KVReader, WantedKV
+from blendrag.store.disk import DiskStore
 from blendrag.store.durable import DIRECTORY
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
+from blendrag.store.memory import MemoryStore
 from blendrag.store.payload_files import opened
 from blendrag.store.remote.root import name_of
 from blendrag.store.remote.tier import RemoteTier

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from blendrag.errors import StoreUnavailableError
 from blendrag.store.base import (
@@ -311,3 +312,24 @@ class KVStore(ProcessBound):
                 f"store {self.disk.root} has no remote, expected one to copy its KV to; open it with a remote"
             )
         return self._shared.ensure(namespace, keys)
+
+
+def open_store(
+    root: Path | str,
+    ram_bytes: int,
+    disk_bytes: int | None,
+    read_only: bool = False,
+    remote: Callable[[], RemoteTier] | None = None,
+) -> KVStore:
+    """Open or create the store at ``root``: ``ram_bytes`` of memory over ``disk_bytes`` of disk.
+
+    ``remote`` opens a tier below them that other machines share. The store remembers ``disk_bytes``.
+    ``None`` takes the remembered limit, or else :data:`blendrag.store.root.DEFAULT_DISK_BYTES`. Raises
+    :class:`StoreUnavailableError` when the directory cannot be used.
+    """
+    disk = DiskStore(Path(root), disk_bytes, read_only)
+    try:
+        return KVStore(MemoryStore(ram_bytes), disk, remote() if remote is not None else None)
+    except BaseException:
+        disk.close()
+        raise
