@@ -34,7 +34,7 @@ import scripted
 import tiny
 from blendrag.corpus.documents import NewEntry
 from blendrag.engine import BlendEngine
-from blendrag.engine.exact_prefixes import _family
+from blendrag.engine.exact_prefixes import family_of
 from blendrag.engine.kv_writer import Job
 from blendrag.engine.request import Request
 from blendrag.fusor import Fusor
@@ -533,7 +533,7 @@ class Alone:
         self._asked: Asked
         self._retrieve = self.engine.retrieve
         self.engine.retrieve = self.retrieved  # type: ignore[method-assign]
-        self.engine._prefixes.share = self.prepared  # type: ignore[method-assign]
+        self.engine.prefixes.share = self.prepared  # type: ignore[method-assign]
 
     async def compare(self, asked: Sequence[Asked], changes: Sequence[tuple[str, Fields]]) -> None:
         """Count what differs."""
@@ -591,7 +591,7 @@ class Alone:
         if passages:
             corpus.entries.remove([each.entry.id for each in passages])
             self.engine.library.repair()
-        self.engine._prefixes.close()
+        self.engine.prefixes.close()
         return reply
 
     def retrieved(self, question: str, top_k: int | None = None, **how: Any) -> Any:
@@ -621,14 +621,14 @@ class Alone:
                 self.engine.store.delete(*controller._place(segment))
             else:
                 job = Job(segment.stored_ids, controller.prefix_ids, segment.scope)
-                self.engine._background.encode_first([job], check)
+                self.engine.background.encode_first([job], check)
         if held:
-            prefixes, ids = self.engine._prefixes, torch.tensor([request.prompt.ids[:held]])
+            prefixes, ids = self.engine.prefixes, torch.tensor([request.prompt.ids[:held]])
             _, cache, _ = Fusor(self.engine.adapter).prefill(
                 ids, tiny.request(ids, ()), check=check
             )
             tree = prefixes._tree_for(self.engine.adapter.weights_now())
-            tree.insert(_family(request), request.prompt.ids[:held], cache.buffers(held))
+            tree.insert(family_of(request), request.prompt.ids[:held], cache.buffers(held))
         return ()
 
     def is_tie(self, asked: Asked, reply: Reply) -> bool:

@@ -211,10 +211,10 @@ def check_nothing_left(engine: BlendEngine) -> None:
     assert not left, f"left in memory: {dict(left)}"
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    tree = engine._prefixes._tree
+    tree = engine.prefixes.tree
     assert tree is not None
     tree.check_integrity()
-    assert not any(node.users for root in tree._roots.values() for node in root.below())
+    assert not any(node.users for _, node in tree.nodes())
 
 
 def main() -> None:

@@ -46,16 +46,16 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
 
 
 def assert_in_order(engine: BlendEngine) -> None:
-    tree = engine._prefixes._tree
+    tree = engine.prefixes.tree
     if tree is not None:
         tree.check_integrity()
-        assert not any(node.users for root in tree._roots.values() for node in root.below())
+        assert not any(node.users for _, node in tree.nodes())
 
 
 def assert_kept_as_prefilled(engine: BlendEngine) -> None:
     """All KV in the tree is that of a plain prefill."""
-    tree, adapter = engine._prefixes._tree, engine.adapter
-    leaves = [n for root in tree._roots.values() for n in root.below() if not n.children]
+    tree, adapter = engine.prefixes.tree, engine.adapter
+    leaves = [node for _, node in tree.nodes() if not node.children]
     assert leaves
     for leaf in leaves:
         path = [*leaf.path()][::-1]
@@ -291,14 +291,12 @@ def test_nothing_is_kept_under_weights_that_it_was_not_computed_with(engine):
 
 def test_a_state_that_is_disturbed_is_noticed(engine):
     conversation(engine, 1)
-    tree = engine._prefixes._tree
-    for root in tree._roots.values():
-        for node in root.below():
-            for kept in node.states.values():
-                for layer in kept.state.cache.layers:
-                    for held in getattr(layer, "recurrent_states", {}).values():
-                        with torch.inference_mode():
-                            held += 3 * held.std() * torch.randn(held.shape)
+    for _, node in engine.prefixes.tree.nodes():
+        for kept in node.states.values():
+            for layer in kept.state.cache.layers:
+                for held in getattr(layer, "recurrent_states", {}).values():
+                    with torch.inference_mode():
+                        held += 3 * held.std() * torch.randn(held.shape)
     other = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Where is it?"}]
     ids = torch.tensor([engine.segments(other, options(engine)).ids])
     with watched(engine) as (_, ours):
@@ -392,17 +390,17 @@ def test_states_and_kv_stay_within_half_of_the_budget(tmp_path):
     model = tiny.family("qwen3_5", initializer_range=0.2)
     with tiny.engine(model, tmp_path) as made:
         conversation(made, 1)
-        size = made._prefixes._tree.pool.other_bytes // 3
-        made._prefixes.close()
-        made._prefixes._limit_bytes = limit = 8 * size + 600_000
+        size = made.prefixes.tree.pool.other_bytes // 3
+        made.prefixes.close()
+        made.prefixes.limit_bytes = limit = 8 * size + 600_000
         for number in range(6):
             conversation(made, 2, system=f"{number} {SYSTEM}")
-            assert 0 < made._prefixes.size_bytes <= limit
+            assert 0 < made.prefixes.size_bytes <= limit
             assert_in_order(made)
         (latest, _) = conversation(made, 2, system=f"5 {SYSTEM}")
         assert latest[0].metrics.reused_tokens
-        made._prefixes.shrink(0)
-        assert made._prefixes.size_bytes == 0
+        made.prefixes.shrink(0)
+        assert made.prefixes.size_bytes == 0
 
 
 def test_chunks_are_computed_and_the_reason_is_said_in_plain_words(engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,13 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
         made.ingest([tiny.document(i, 4) for i in range(4)])
         yield made
         assert not users(made)
-        if made._prefixes._tree is not None:
-            made._prefixes._tree.check_integrity()
+        if made.prefixes.tree is not None:
+            made.prefixes.tree.check_integrity()
 
 
 def users(engine: BlendEngine) -> int:
-    tree = engine._prefixes._tree
-    roots = tree._roots.values() if tree else ()
-    return sum(node.users for root in roots for node in root.below())
+    tree = engine.prefixes.tree
+    return sum(node.users for _, node in tree.nodes()) if tree else 0
 
 
 def prompts(engine: BlendEngine, count: int = MANY, *documents: int) -> list[str]:
@@ -170,7 +170,8 @@ def test_nothing_of_a_salted_prompt_is_stored_or_learned(tmp_path):
                 made.drain()
             assert bool(metrics.prefix_tokens) == stored
             assert (LEARNED in {chunk.source for chunk in metrics.chunks}) == stored
-            learned.append(made._learner.passages)
+            (count,) = re.findall(r"learned_passages_total{.*} (\d+)", made.prometheus())
+            learned.append(int(count))
     assert learned[0] == 0 < learned[1] == learned[2]
 
 
@@ -272,7 +273,7 @@ def test_only_the_newest_failures_are_remembered(engine, monkeypatch, tmp_path):
         made.ingest([tiny.document(i, 4) for i in range(3)])
         for number in range(3):
             together(made, prompts(made, MANY, number))
-        newest = [ids[:40] for ids in made._prefixes._failed]
+        newest = [ids[:40] for ids in made.prefixes.failed]
         assert newest == [made.segments(prompts(made, 1, i)[0]).ids[:40] for i in (1, 2)]
 
 
@@ -286,7 +287,7 @@ def test_what_nobody_uses_makes_room_for_running_requests(engine):
 
 
 def test_a_beginning_that_does_not_fit_is_not_computed(engine, monkeypatch):
-    monkeypatch.setattr(engine._prefixes, "_limit_bytes", 10_000)
+    monkeypatch.setattr(engine.prefixes, "limit_bytes", 10_000)
     assert not any(notes(answer) for answer in together(engine, prompts(engine)))
 
 
@@ -295,7 +296,7 @@ def test_running_requests_attend_to_the_tree_without_copies(engine, moves):
     exact = [full(engine, text) for text in asked]
     assert [answer.text for answer in engine.batch(asked, BLEND)] == exact
     assert len(moves) == MANY
-    tree = engine._prefixes._tree
+    tree = engine.prefixes.tree
     assert isinstance(tree, PrefixTree)
     (slab,) = tree.pool.slabs
     (chunk,) = {one.chunk for move in moves for one in move.running.held}
@@ -316,13 +317,13 @@ def test_a_conversation_before_the_chunks_is_computed_once(engine):
     assert leading[0] >= 64
     engine.generate(asked(1), BLEND)
     for before, count in ((0, 2), (1, 3)):
-        engine._prefixes.close()
+        engine.prefixes.close()
         theirs, _ = tiny.first_logits(engine, asked(count), BLEND)
-        engine._prefixes.close()
+        engine.prefixes.close()
         engine.generate(asked(count - 1), BLEND)
         ours, answer = tiny.first_logits(engine, asked(count), BLEND)
         assert leading[before] - 8 <= answer.metrics.prefix_tokens < leading[before + 1]
         assert tiny.difference(ours, theirs) < 1e-4
-    engine._prefixes.close()
+    engine.prefixes.close()
     engine.generate(asked(1), Options(mode="full"))
     assert not engine.scheduler.budget.kept_bytes

@@ -227,7 +227,7 @@ def test_the_common_prefill_of_waiting_prompts_pauses(tmp_path, pauses, monkeypa
     monkeypatch.setattr(exact_prefixes, "MARGIN", 1)
     with tiny.engine(tiny.llama(), tmp_path) as engine:
         engine.ingest([tiny.document(number) for number in range(2)])
-        paused = within(monkeypatch, pauses, engine._prefixes, "_compute")
+        paused = within(monkeypatch, pauses, engine.prefixes, "_compute")
         asks = [f"What happened in {number}?" for number in range(6)]
         with engine.scheduler.held():
             first = stream(engine, 0)

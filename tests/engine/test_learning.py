@@ -11,6 +11,7 @@ from blendrag.cli.app import app
 from blendrag.corpus.documents import LEARNED
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import StoreFullError
+from blendrag.store.encodings import stored_chunk_bytes
 
 pytestmark = pytest.mark.timeout(120)
 TEXTS = [" ".join(tiny.sentence(10 * i + k) for k in range(3)) for i in range(6)]
@@ -218,8 +219,9 @@ def test_their_kv_is_bounded_and_the_least_recently_used_are_forgotten(engine, m
         engine.generate(prompt(*order, question=f"Where is {order}?"))
         engine.drain()
     assert sorted(learned(engine)) == sorted(TEXTS[n] for n in (0, 1, 2))
-    limit = 1.2 * sum(engine._learner._sizes[SHARED].values())
-    allow(monkeypatch, engine, int(limit))
+    layout, ids = engine.resources.layout, [engine.resources.text_ids(TEXTS[n]) for n in (0, 1, 2)]
+    size_bytes = sum(stored_chunk_bytes(layout, len(each)) for each in ids)
+    allow(monkeypatch, engine, int(1.2 * size_bytes))
     engine.generate(prompt(0, 3, 2))
     engine.drain()
     assert sorted(learned(engine)) == sorted(TEXTS[n] for n in (0, 2, 3))

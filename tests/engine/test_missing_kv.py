@@ -134,7 +134,7 @@ def test_missing_chunks_of_a_batch_are_looked_up_and_encoded_once(engine, encodi
     keys = lose(engine)
     monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
     prompts = [tiny.prompt(engine, 0, 1)] * 3
-    with tiny.counted(engine._background, "encode_first") as asked:
+    with tiny.counted(engine.background, "encode_first") as asked:
         found = engine.batch(prompts, BLEND)
     assert [computed(answer) for answer in found] == [0, 0, 0]
     assert {answer.metrics.batch_size for answer in found} == {3}
@@ -158,7 +158,7 @@ def test_a_full_store_does_not_fail_a_request(engine, encodings, monkeypatch):
 
 def test_a_cancelled_request_stops_encoding_first(engine):
     keys = lose(engine)
-    background: BackgroundWriter = engine._background
+    background: BackgroundWriter = engine.background
     used = engine.resources
     ids = [used.text_ids(text) for text in tiny.chunk_texts(engine, 1)]
     missing = [Job(each, used.prefix_ids, None) for each in ids]

@@ -194,7 +194,7 @@ def test_what_is_encoded_before_an_answer_is_not_looked_for_in_the_remote(machin
         monkeypatch.setattr(
             RemoteTier, "found", lambda self, *wanted: asked.append(wanted) or set()
         )
-        background = one._planner._background
+        background = one.background
         for ids in (range(5, 25), range(30, 50)):  # with the first, the probe is looked for
             asked.clear()
             todo = [Job(tuple(ids), one.resources.prefix_ids, None)]
@@ -227,7 +227,7 @@ def test_what_a_slow_remote_holds_is_computed_now_and_kept_for_the_next_prompt(
         ingest(one)
         ingest(two)
         monkeypatch.setattr(
-            two._planner, "_measured_token_s", 1e-9
+            two.planner, "measured_token_s", 1e-9
         )  # computes faster than any remote
         answer = ask(two)
         assert tiers(answer) == {""}
@@ -251,7 +251,7 @@ def test_what_is_read_from_the_remote_is_faster_than_computing_it(
         ingest(two)
         chunk_tokens = sum(c.tokens for c in ask(one).metrics.chunks)
         monkeypatch.setattr(controller, "expected_load_s", lambda readers: loading_s)
-        monkeypatch.setattr(two._planner, "_measured_token_s", 100 / chunk_tokens)
+        monkeypatch.setattr(two.planner, "measured_token_s", 100 / chunk_tokens)
         assert tiers(ask(two, policy=policy, ratio=0.3)) == {tier}
 
 

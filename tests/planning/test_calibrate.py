@@ -189,7 +189,7 @@ def test_deviation_is_the_divergence_of_what_generate_would_see(engine):
     adapter, fusor = engine.adapter, engine.resources.fusor
     asked = engine.segments(prompt(engine))
     ids = torch.tensor([asked.ids])
-    controller = engine._planner.controller(adapter.identity.namespace)
+    controller = engine.planner.controller(adapter.identity.namespace)
     with adapter.lock:
         answer = reference(adapter, asked)
         measured = [
@@ -258,7 +258,7 @@ def test_an_interrupt_or_the_time_limit_concludes_from_the_finished_prompts(engi
 
 
 def test_a_calibration_of_an_earlier_version_is_named_once_and_not_used(engine, monkeypatch):
-    monkeypatch.setattr(engine._planner, "_told", set())
+    monkeypatch.setattr(engine.planner, "told", set())
     path = kept(engine).path
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"calibrations": [{"policy": "hkvd", "weights": [0.5, 0.1]}]}))

@@ -212,12 +212,12 @@ def test_files_of_a_killed_measurement_are_removed_by_the_next(tmp_path):
     for left in (old, young):
         left.mkdir()
     os.utime(old, (0, 0))
-    with tier_times._scratch(tmp_path, "--dir") as running:
+    with tier_times.scratch_directory(tmp_path, "--dir") as running:
         assert not old.exists()
         assert young.exists()  # another process may be measuring now
         for clock in (0, 4_000_000_000):  # a clock that is set forth and back
             os.utime(running, (clock, clock))
-            with tier_times._scratch(tmp_path, "--dir"):
+            with tier_times.scratch_directory(tmp_path, "--dir"):
                 assert running.exists()
 
 
@@ -374,7 +374,7 @@ def test_lengths_end_where_they_take_too_long_but_there_are_at_least_two(times_s
         _time=lambda prefill: SimpleNamespace(total_s=left.pop(0)), _step=lambda what: None
     )
     lengths = [128, 256, 512, 1024, 2048][: len(bearable) + 1]
-    assert Measure._bearable(measuring, lengths) == bearable
+    assert Measure.bearable(measuring, lengths) == bearable
 
 
 # -- what their times say ----------------------------------------------------------------------------

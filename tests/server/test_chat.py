@@ -84,7 +84,7 @@ def test_a_seed_repeats_a_sample(client, asked) -> None:
 
 
 def test_a_salt_reaches_the_engine(client, asked, demo_engine) -> None:
-    with tiny.counted(demo_engine._prompts, "request") as requests:
+    with tiny.counted(demo_engine.prompts, "request") as requests:
         client.chat.completions.create(
             model="demo", messages=asked, max_tokens=1, extra_body={"cache_salt": "tenant"}
         )

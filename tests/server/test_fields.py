@@ -144,7 +144,7 @@ def test_what_is_not_supported_is_named_in_one_sentence(server: Live, path: str)
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_what_transformers_can_do_is_passed_on(server: Live, path: str, fields, given) -> None:
-    with tiny.counted(server.engine._prompts, "request") as requests:
+    with tiny.counted(server.engine.prompts, "request") as requests:
         reply = post(server, fields, path)
         assert reply.status_code == 200, reply.text
     ((_, options, _),) = requests
@@ -207,7 +207,7 @@ def test_reasoning_is_left_out_if_nobody_wants_it(server: Live) -> None:
 
 
 def test_thinking_is_switched_as_at_other_servers(server: Live) -> None:
-    with tiny.counted(server.engine._prompts, "request") as requests:
+    with tiny.counted(server.engine.prompts, "request") as requests:
         for fields in ({"thinking": {"type": "disabled"}}, {"thinking": {"type": "enabled"}}, {}):
             assert post(server, fields).status_code == 200
     assert [options.enable_thinking for _, options, _ in requests] == [False, True, None]

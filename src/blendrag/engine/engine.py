@@ -149,13 +149,13 @@ class BlendEngine:
         )
         #: What waits and runs on the model.
         self.scheduler = Scheduler(
-            KVBudget(self.settings.batch_bytes, lambda most: self._prefixes.shrink(most)),
+            KVBudget(self.settings.batch_bytes, lambda most: self.prefixes.shrink(most)),
             self.resources.embedding_turns,
             self.settings.max_running,
         )
         self.library = Library(self.resources, self.scheduler)
-        self._background = BackgroundWriter(self.resources, self.scheduler)
-        self._prefixes = ExactPrefixes(
+        self.background = BackgroundWriter(self.resources, self.scheduler)
+        self.prefixes = ExactPrefixes(
             self.resources,
             self.settings.batch_bytes // 2,
             lambda: [
@@ -164,15 +164,15 @@ class BlendEngine:
                 if isinstance(pending, PendingAnswer)
             ],
         )
-        self._planner = Planner(self.resources, self.settings, self._background, self._prefixes)
-        self._learner = Learner(self.resources, self._background, self.settings.learn)
+        self.planner = Planner(self.resources, self.settings, self.background, self.prefixes)
+        self._learner = Learner(self.resources, self.background, self.settings.learn)
         self._schemas = Schemas(self.resources, self.scheduler)
-        self._prompts = Prompts(self.resources, self._schemas)
+        self.prompts = Prompts(self.resources, self._schemas)
         self._answering = Answering(
             self.resources,
             self.scheduler,
-            self._prompts,
-            self._planner,
+            self.prompts,
+            self.planner,
             self._schemas,
             self._learner,
         )
@@ -343,7 +343,7 @@ class BlendEngine:
             if not trim_history:
                 pieces = AnswerIterator(self._start(prompt, options))
             else:
-                request, left_out = self._prompts.trimmed(prompt, question, history, options)
+                request, left_out = self.prompts.trimmed(prompt, question, history, options)
                 pieces = AnswerIterator(self._start(request, options))
                 pieces.left_out = left_out
         pieces.sources = prompt.retrieved
@@ -364,9 +364,9 @@ class BlendEngine:
         opened = time.perf_counter()
         chunks = self.retrieve(question, top_k, earlier=earlier)
         retrieval_s = time.perf_counter() - opened
-        prompt = self._prompts.over(question, chunks, history, options)
+        prompt = self.prompts.over(question, chunks, history, options)
         prompt = replace(prompt, retrieval_s=retrieval_s, opening_s=opened - began)
-        return prompt, self._prompts.ending(options)
+        return prompt, self.prompts.ending(options)
 
     def retrieve(
         self, question: str, top_k: int | None = None, *, earlier: str = "", check: Check = proceed
@@ -384,11 +384,11 @@ class BlendEngine:
     def render(self, prompt: Prompt, options: Options | None = None) -> Rendered:
         """``prompt`` as the model reads it (``.text``). It can be asked in place of ``prompt``, with the same
         options, and is not rendered again."""
-        return self._prompts.render(prompt, options or Options())
+        return self.prompts.render(prompt, options or Options())
 
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
-        return self._prompts.segments(prompt, options or Options())
+        return self.prompts.segments(prompt, options or Options())
 
     def _start(self, prompt: Prompt | Request, options: Options) -> PendingAnswer:
         """Check the request here, and submit it."""
@@ -550,7 +550,7 @@ class BlendEngine:
     def open(self) -> None:
         """Load the model and check that stored KV is its own, which the first request does otherwise."""
         _ = self.resources.adapter
-        self.scheduler.run(self._planner.open)
+        self.scheduler.run(self.planner.open)
 
     def verify(self) -> Verification:
         """The correctness gate for the loaded model, remembered in the store."""
@@ -572,7 +572,7 @@ class BlendEngine:
         s = self.settings
         options = options or CalibrationOptions(s.fixed_ratio, top_k=s.top_k)
         return calibrating.calibrate(
-            self.resources, self._planner, self.segments, self.scheduler, options, watch
+            self.resources, self.planner, self.segments, self.scheduler, options, watch
         )
 
     def calibration_offer(self, report: IngestReport) -> str:
@@ -635,7 +635,7 @@ class BlendEngine:
         loaded by name unless another open engine uses it. Idempotent.
         """
         self.scheduler.close()
-        self._prefixes.close()
+        self.prefixes.close()
         self.resources.close()
 
     def __enter__(self) -> BlendEngine:

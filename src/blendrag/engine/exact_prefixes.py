@@ -80,28 +80,28 @@ class ExactPrefixes:
     ) -> None:
         """``waiting``: requests that have not begun; may include the current one."""
         self._resources = resources
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._waiting = waiting
-        self._tree: PrefixTree | None = None
+        self.tree: PrefixTree | None = None
         self._weights: Hashable = None
         """Whose KV the tree holds."""
-        self._failed: deque[Ids] = deque(maxlen=FAILED)
+        self.failed: deque[Ids] = deque(maxlen=FAILED)
         """Beginnings that could not be computed, the newest last."""
 
     @property
     def size_bytes(self) -> int:
         """Memory of what is kept."""
-        return self._tree.size_bytes if self._tree else 0
+        return self.tree.size_bytes if self.tree else 0
 
     def shrink(self, size_bytes: int) -> int:
         """Drop what no request uses until at most ``size_bytes`` are kept; returns how many are."""
-        if self._tree is not None:
-            self._tree.shrink(max(0, size_bytes))
+        if self.tree is not None:
+            self.tree.shrink(max(0, size_bytes))
         return self.size_bytes
 
     def close(self) -> None:
         """Drop everything."""
-        self._tree = None
+        self.tree = None
 
     def of(self, request: Request) -> Prefixes | None:
         """Opens the prefixes that ``request`` may use; ``None`` if it may use none. The model's identity was
@@ -109,7 +109,7 @@ class ExactPrefixes:
         if not self.may_use(request):
             return None
         weights = self._resources.adapter.identified_weights
-        return partial(self._tree_for(weights).join, _family(request))
+        return partial(self._tree_for(weights).join, family_of(request))
 
     def join(self, request: Request) -> LoadedSpan | None:
         """The beginning that an ordinary ``generate`` of ``request`` goes on from, without a fusion: of a
@@ -118,7 +118,7 @@ class ExactPrefixes:
         going, config = adapter.continuation, adapter.model.generation_config
         if request.sequences > 1 or config.cache_implementation or not self.may_use(request):
             return None
-        reader = self._tree_for(adapter.weights_now()).join(_family(request), ids[:-1])
+        reader = self._tree_for(adapter.weights_now()).join(family_of(request), ids[:-1])
         if reader is None:
             return None
         if reader.tokens < MIN_TOKENS or not (
@@ -131,11 +131,11 @@ class ExactPrefixes:
     def state_ends(self, request: Request, start: int) -> list[int]:
         """After which tokens behind ``start`` a state should be kept while the prompt is computed."""
         adapter, ids, prompt = self._resources.adapter, request.prompt.ids, request.prompt
-        if self._tree is None or not goes_on(request, adapter):
+        if self.tree is None or not goes_on(request, adapter):
             return []
         assert adapter.continuation is not None
         # a prompt that is asked again goes on from its last token but one
-        ends = {min(self._tree.known(_family(request), ids), len(ids) - 1)}
+        ends = {min(self.tree.known(family_of(request), ids), len(ids) - 1)}
         if prompt.chunks:
             ends.add(len(prompt.leading_ids))
         text, tokens = "".join(segment.text for segment in prompt.segments), adapter.tokens
@@ -151,20 +151,20 @@ class ExactPrefixes:
 
     def keep_state(self, request: Request, ids: Ids, cache: Cache) -> None:
         """Keep what ``cache`` holds after exactly these ``ids``, for a model whose KV cannot be moved."""
-        adapter, family = self._resources.adapter, _family(request)
+        adapter, family = self._resources.adapter, family_of(request)
         going = adapter.continuation
-        if self._tree is None or going is None or len(ids) < MIN_TOKENS:
+        if self.tree is None or going is None or len(ids) < MIN_TOKENS:
             return
-        if going.length(cache) != len(ids) or self._tree.match(family, ids) == len(ids):
+        if going.length(cache) != len(ids) or self.tree.match(family, ids) == len(ids):
             return
         if not adapter.is_long(len(ids)) and self._weights == adapter.weights_now():
-            self._tree.insert(family, ids, going.kv(cache), going.state(cache))
+            self.tree.insert(family, ids, going.kv(cache), going.state(cache))
 
     def length(self, request: Request, controller: Controller) -> int:
         """How many tokens at the beginning of its prompt are in memory and can be used."""
-        if controller.prefixes is None or self._tree is None:
+        if controller.prefixes is None or self.tree is None:
             return 0
-        there = self._tree.match(_family(request), request.prompt.ids)
+        there = self.tree.match(family_of(request), request.prompt.ids)
         return controller.cut(request.prompt, there)
 
     def share(
@@ -190,7 +190,7 @@ class ExactPrefixes:
         except (RequestCancelled, RequestTimeout):
             raise
         except Exception as exc:
-            self._failed.append(shared.ids)
+            self.failed.append(shared.ids)
             log.warning("%d tokens are not shared: %s", len(shared.ids), exc)
             return ()
         check()
@@ -212,12 +212,12 @@ class ExactPrefixes:
             if request.mode == "prefix" and first.span is None and self._resources.is_dated:
                 end = max(end, first.segment.end)
             ids = ids[:end]
-        if self._tree is None or not self.may_use(request) or len(ids) < MIN_TOKENS:
+        if self.tree is None or not self.may_use(request) or len(ids) < MIN_TOKENS:
             return
-        adapter, family = self._resources.adapter, _family(request)
+        adapter, family = self._resources.adapter, family_of(request)
         if cache.get_seq_length() < len(ids) or not cache.is_one_sequence:
             return  # it is kept elsewhere by now
-        if adapter.is_long(len(ids)) or self._tree.match(family, ids) == len(ids):
+        if adapter.is_long(len(ids)) or self.tree.match(family, ids) == len(ids):
             return
         spans = [span for span in plan.spans if span.start < len(ids)]
         if not all(self._is_native or isinstance(span.reader, ResidentReader) for span in spans):
@@ -225,7 +225,7 @@ class ExactPrefixes:
         if plan.spans and plan.chunks and not self._resources.kv_validity.verification().blendable:
             return
         if self._weights == adapter.weights_now():
-            self._tree.insert(family, ids, cache.buffers(len(ids)))
+            self.tree.insert(family, ids, cache.buffers(len(ids)))
 
     @property
     def _is_native(self) -> bool:
@@ -252,21 +252,21 @@ class ExactPrefixes:
 
     def _worthwhile(self, request: Request, controller: Controller) -> SharedPrefix | None:
         """The beginning whose single prefill saves most over what the waiting requests would compute."""
-        prompt, family = request.prompt, _family(request)
+        prompt, family = request.prompt, family_of(request)
         alike = [
             (other, stream, controller.cut(prompt, common_prefix(prompt.ids, other.prompt.ids)))
             for other, stream in self._waiting()
             if other.prompt is not prompt
             and self.may_use(other)
             and other.prompt.chunks
-            and _family(other) == family
+            and family_of(other) == family
             and not stream.done
         ]
         best, most = None, 0.0
         start = self.length(request, controller)
-        most_tokens = self._limit_bytes // self._resources.adapter.layout.size_bytes(1)
+        most_tokens = self.limit_bytes // self._resources.adapter.layout.size_bytes(1)
         for end in sorted({min(end, len(prompt.ids) - 1) for _, _, end in alike}):
-            if end - start < MIN_TOKENS or end > most_tokens or prompt.ids[:end] in self._failed:
+            if end - start < MIN_TOKENS or end > most_tokens or prompt.ids[:end] in self.failed:
                 continue
 
             others = [(other, stream) for other, stream, shared in alike if shared >= end]
@@ -298,19 +298,19 @@ class ExactPrefixes:
         if resources.kv_validity.namespace != namespace:
             return 0  # the weights changed meanwhile
         tree = self._tree_for(resources.adapter.identified_weights)
-        return tree.insert(_family(request), ids, cache.buffers(len(ids)))
+        return tree.insert(family_of(request), ids, cache.buffers(len(ids)))
 
     def _tree_for(self, weights: Hashable) -> PrefixTree:
         """The tree of the loaded model; a new one once its ``weights`` or adapters have changed."""
         adapter = self._resources.adapter
         going = adapter.continuation
-        if self._tree is None or self._weights != weights:
+        if self.tree is None or self._weights != weights:
             layout = adapter.layout if going is None else going.layout
-            pool = BlockPool(layout, self._limit_bytes, adapter.device)
-            self._tree = PrefixTree(pool, has_states=going is not None)
+            pool = BlockPool(layout, self.limit_bytes, adapter.device)
+            self.tree = PrefixTree(pool, has_states=going is not None)
             self._weights = weights
-            self._failed.clear()
-        return self._tree
+            self.failed.clear()
+        return self.tree
 
 
 def goes_on(request: Request, adapter: ModelAdapter) -> bool:
@@ -338,7 +338,7 @@ def _way(request: Request) -> _Way:
     return _Way(request.mode, request.blending)
 
 
-def _family(request: Request) -> Hashable:
+def family_of(request: Request) -> Hashable:
     """Requests of different families share nothing."""
     return request.options.tenant, request.options.cache_salt
 

@@ -149,10 +149,10 @@ class Planner:
         self._background = background
         self.prefixes = prefixes
         self._is_open = False
-        self._measured_token_s: float | None = None
+        self.measured_token_s: float | None = None
         self._holds: dict[str, bool] = {}
         """Whether the store holds KV of other namespaces."""
-        self._told: set[str] = set()
+        self.told: set[str] = set()
         """Namespaces for which :data:`OLD_CALIBRATION` was given."""
 
     def note_missing(self, plan: Plan, scope: str | None) -> None:
@@ -252,9 +252,9 @@ class Planner:
 
     def _token_s(self) -> float:
         """Seconds to compute a token, timed once."""
-        if self._measured_token_s is None:
-            self._measured_token_s = prefill_token_s(self._resources.adapter)
-        return self._measured_token_s
+        if self.measured_token_s is None:
+            self.measured_token_s = prefill_token_s(self._resources.adapter)
+        return self.measured_token_s
 
     def _loaded_otherwise(self, namespace: str) -> str:
         """A note for chunks without KV if the ingest loaded the model in another way; else empty.
@@ -291,8 +291,8 @@ class Planner:
         found = known.entries()
         policy = found[-1].policy if found else DEFAULT_POLICY
         notes: tuple[str, ...] = ()
-        if not found and namespace not in self._told and known.unchecked():
-            self._told.add(namespace)
+        if not found and namespace not in self.told and known.unchecked():
+            self.told.add(namespace)
             notes = (OLD_CALIBRATION,)
         blending = replace(blending, policy=make_policy(policy), is_calibrated=False)
         return replace(request, blending=blending), notes

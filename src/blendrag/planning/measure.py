@@ -128,7 +128,7 @@ class Measure:
             self._step("reading from disk")
             tiers += measure_directory(root, kvs, self._pinned, (DISK, COLD))
         tiers += self._directory_tiers(directories, kvs)
-        prefills = prefills_to_time(self._bearable(lengths), longest, chunk)
+        prefills = prefills_to_time(self.bearable(lengths), longest, chunk)
         layers = len(self._layout.layers)
         return Profile(
             conditions=conditions,
@@ -174,7 +174,7 @@ class Measure:
         timed: Timed = self._run(partial(self._times.time, prefill))
         return timed
 
-    def _bearable(self, lengths: Sequence[int]) -> list[int]:
+    def bearable(self, lengths: Sequence[int]) -> list[int]:
         """Lengths whose prefill does not take too long, and at least the shortest ones."""
         bearable: list[int] = []
         took_s = 0.0

@@ -92,7 +92,7 @@ def measure_directory(
     warm, cold = [], []
     for kv in kvs:
         with (
-            _scratch(directory, "--store" if names else "--dir") as scratch,
+            scratch_directory(directory, "--store" if names else "--dir") as scratch,
             contextlib.closing(DiskStore(scratch, None)) as store,
         ):
             _fill(store, kv)
@@ -207,7 +207,7 @@ def _read(
 
 
 @contextlib.contextmanager
-def _scratch(directory: Path, option: str) -> Iterator[Path]:
+def scratch_directory(directory: Path, option: str) -> Iterator[Path]:
     """A temporary directory in ``directory``; also removes those left by killed processes."""
     try:
         for left in directory.glob(f"{SCRATCH}*"):

@@ -211,6 +211,11 @@ class PrefixTree:
         while self.size_bytes > size_bytes and self._evict_one():
             pass
 
+    def nodes(self) -> Iterator[tuple[Hashable, Node]]:
+        """All nodes, and the families of their prompts."""
+        for family, root in self._roots.items():
+            yield from ((family, node) for node in root.below())
+
     def check_integrity(self) -> None:
         """Every block is free or in one node, nodes and their keys are in order, users are counted."""
         runs = []
@@ -367,12 +372,7 @@ class PrefixTree:
     def _evict_one(self) -> bool:
         """Drop what was not used for the longest time: a leaf, or a state; whether there was one that is not
         in use."""
-        unused = [
-            (family, node)
-            for family, root in self._roots.items()
-            for node in root.below()
-            if not node.users
-        ]
+        unused = [(family, node) for family, node in self.nodes() if not node.users]
         if self.has_states:
             states = [
                 (kept.used_at, at, family, node)
