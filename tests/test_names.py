@@ -1,6 +1,7 @@
 """Names mean one thing."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,3 +16,43 @@ def test_every_class_has_a_name_of_its_own():
             if isinstance(node, ast.ClassDef):
                 places[node.name].add(path.relative_to(ROOT).as_posix())
     assert {name: sorted(found) for name, found in places.items() if len(found) > 1} == {}
+
+
+#: Private names of blendrag in files of tests outside of the rooms without any. Lower it with each that goes.
+MOST_PRIVATE_NAMES = 93
+WITHOUT_PRIVATE_NAMES = (
+    "tests/planning",
+    "tests/schema",
+    "tests/server",
+    "tests/serving",
+    "integrations/blendrag-ray",
+)
+
+
+def test_tests_ask_for_behaviour_or_public_names():
+    ours = set[str]()
+    for path in (
+        path for root in (ROOT / "src", ROOT / "integrations") for path in root.rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id if isinstance(node, ast.Name) else node.attr)
+    private = {name for name in ours if re.match("_[a-z]", name)}
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}: {node.attr}"
+        for root in ("tests", "integrations", "lab")
+        for path in (ROOT / root).rglob("*.py")
+        if "tests" in path.parts
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in private and _is_foreign(node.value)
+    }
+    assert not sorted(each for each in found if each.startswith(WITHOUT_PRIVATE_NAMES))
+    assert len(found) <= MOST_PRIVATE_NAMES, sorted(found)
+
+
+def _is_foreign(owner: ast.expr) -> bool:
+    """Whether it is neither the object of the method that names it nor what it inherits from."""
+    is_self = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+    return not is_self and not isinstance(owner, ast.Call)
