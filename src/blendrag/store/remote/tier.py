@@ -150,17 +150,14 @@ class RemoteReader(LayerReader):
         self.namespace, self.frame = namespace, frame(layout, tokens)
         self.checksums: list[int] = []
         """One for each layer; empty until the header is here and right."""
-        self.first_piece = ObjectBytes(memoryview(b""))
         self.requested_at = time.monotonic()
         self.requests = requests_of(self.frame)
         self._remote = tier
         self._seal_bytes = tier.seals.size_bytes(len(layout.layers))
         self._seals = b""
         self._waiting = waiting
-        self._requested = {0}
-        self._under_way: dict[int, Future[ObjectBytes | None]] = {0: self._request_first()}
+        self._begun: dict[int, Future[ObjectBytes | None]] = {0: self._request_first()}
         """By number of the request."""
-        self._unverified: dict[int, memoryview] = {}
         self._verified: dict[int, memoryview] = {}
 
     @property
@@ -177,7 +174,7 @@ class RemoteReader(LayerReader):
 
     def is_late(self) -> bool:
         """Whether the first request takes longer than its prompt waits for it; waits until then."""
-        return self._waiting.is_over_for(self._under_way[0])
+        return self._waiting.is_over_for(self._begun[0])
 
     def allow(self, seconds: float) -> None:
         """Let its prompt wait so long for the remote, if it may not anyway."""
@@ -206,10 +203,10 @@ class RemoteReader(LayerReader):
         if self.checksums:
             return
         seals, header_end = self._seal_bytes, self._seal_bytes + self.frame.header_bytes
-        for _ in range(2):  # what was damaged on the way is right the second time
-            if 0 not in self._under_way:
-                self._under_way[0] = self._request_first()
-            piece = self._remote.finish_read(self._under_way.pop(0), self._waiting)
+        for is_first in (True, False):  # what was damaged on the way is right the second time
+            if not is_first:
+                self._begun[0] = self._request_first()
+            piece = self._remote.finish_read(self._begun[0], self._waiting)
             if piece is None:
                 raise CorruptKVError(
                     f"the remote has no KV {self.key[:12]}…; the chunk counts as a miss"
@@ -220,7 +217,6 @@ class RemoteReader(LayerReader):
                 if found is not None:
                     self._seals, self.checksums = bytes(piece.data[:seals]), found
                     self.first_piece = piece
-                    self._unpack(0, piece.data[header_end:])
                     return
         raise self._remote.doubt(self.namespace, self.key, "its header or size is not what was put")
 
@@ -236,13 +232,10 @@ class RemoteReader(LayerReader):
         number = next(at for at, layers in enumerate(self.requests) if layer in layers)
         for ahead in range(number, min(number + AHEAD, len(self.requests))):
             self._request(ahead)
-        if layer not in self._unverified:
-            piece = self._remote.finish_read(self._under_way.pop(number), self._waiting)
-            self._unpack(number, memoryview(b"") if piece is None else piece.data)
-        data = self._unverified.pop(layer)
+        first = self.requests[number].start if number else None
+        data = self._received(self._begun[number], layer, first)
         if not self._is_right(layer, data):  # perhaps damaged on the way
-            piece = self._remote.finish_read(self._read(range(layer, layer + 1)), self._waiting)
-            data = memoryview(b"") if piece is None else piece.data
+            data = self._received(self._read(range(layer, layer + 1)), layer, layer)
             if not self._is_right(layer, data):
                 raise self._remote.doubt(
                     self.namespace,
@@ -262,9 +255,8 @@ class RemoteReader(LayerReader):
         return is_sum and seals.fits(self._seals, *place, data)
 
     def _request(self, number: int) -> None:
-        if number not in self._requested:
-            self._requested.add(number)
-            self._under_way[number] = self._read(self.requests[number])
+        if number not in self._begun:
+            self._begun[number] = self._read(self.requests[number])
 
     def _request_first(self) -> Future[ObjectBytes | None]:
         end = self._seal_bytes + self.frame.offsets[self.requests[0].stop]
@@ -275,21 +267,24 @@ class RemoteReader(LayerReader):
         name = name_of(self.namespace, self.key)
         return self._remote.objects.read_range(name, self._seal_bytes + begin, end - begin)
 
-    def _unpack(self, number: int, data: memoryview) -> None:
-        """Cut what a request has read into layers."""
-        layers, offsets = self.requests[number], self.frame.offsets
-        for layer in layers:
-            begin, end = (offsets[at] - offsets[layers.start] for at in (layer, layer + 1))
-            self._unverified[layer] = data[begin:end]
+    def _received(
+        self, begun: Future[ObjectBytes | None], layer: int, first: int | None
+    ) -> memoryview:
+        """The bytes of a layer from a request that begins with ``first``, or with the object."""
+        piece = self._remote.finish_read(begun, self._waiting)
+        offsets = self.frame.offsets
+        before = -self._seal_bytes if first is None else offsets[first]
+        data = memoryview(b"") if piece is None else piece.data
+        return data[offsets[layer] - before : offsets[layer + 1] - before]
 
     def is_cached(self) -> bool:
         return False
 
     def release(self) -> None:
         """Cancel what is under way and free the layers."""
-        for request in self._under_way.values():
+        for request in self._begun.values():
             request.cancel()
-        self._unverified.clear()
+        self._begun.clear()
         self._verified.clear()
 
 
