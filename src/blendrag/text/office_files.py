@@ -83,6 +83,10 @@ def read(path: Path, kind: str, data: bytes) -> tuple[str, str]:
     except Exception as exc:  # both libraries raise many types for damaged files
         if is_out_of_memory(exc):
             raise MemoryError from exc
+        if type(exc).__name__ == "DependencyError":
+            raise UnreadableDocumentError(
+                path, f"is a PDF encrypted with AES, read only with the whole extra: {INSTALL}"
+            ) from exc
         raise _unreadable(path, kind, exc) from exc
     if not text.strip():
         raise UnreadableDocumentError(
@@ -92,17 +96,6 @@ def read(path: Path, kind: str, data: bytes) -> tuple[str, str]:
 
 
 def _pdf(path: Path, data: bytes) -> tuple[str, str]:
-    from pypdf.errors import DependencyError
-
-    try:
-        return _open_pdf(path, data)
-    except DependencyError as exc:
-        raise UnreadableDocumentError(
-            path, f"is a PDF encrypted with AES, read only with the whole extra: {INSTALL}"
-        ) from exc
-
-
-def _open_pdf(path: Path, data: bytes) -> tuple[str, str]:
     from pypdf import PasswordType, PdfReader
 
     reader = PdfReader(BytesIO(data))

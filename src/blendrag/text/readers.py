@@ -236,21 +236,14 @@ def open_documents(path: Path) -> Opened:
     data = _read_bytes(path)
     if kind := office_files.kind_of(path, data):
         work_bytes = office_files.work_bytes(path, kind, data)
-        return Opened(kind, work_bytes, _limited(path, _read_office(path, kind, data)))
+        return Opened(kind, work_bytes, _checked(path, _read_office(path, kind, data)))
     text, damage = _text_of(path, data)
     kind = _KINDS.get(path.suffix.lower(), "HTML" if _HTML.match(text) else "text")
-    documents = _with_damage(_READERS[kind](path, text), damage)
-    return Opened(kind, len(data), _limited(path, documents))
+    return Opened(kind, len(data), _checked(path, _READERS[kind](path, text), damage))
 
 
-def _with_damage(documents: Iterator[Document], damage: str) -> Iterator[Document]:
-    """The first document carries the damage of the file."""
-    for document in documents:
-        yield replace(document, damage=damage) if damage else document
-        damage = ""
-
-
-def _limited(path: Path, documents: Iterator[Document]) -> Iterator[Document]:
+def _checked(path: Path, documents: Iterator[Document], damage: str = "") -> Iterator[Document]:
+    """The documents within the limits; the first carries the damage of the file."""
     for number, document in enumerate(documents):
         if number == MAX_FILE_DOCUMENTS:
             raise UnreadableDocumentError(
@@ -261,7 +254,7 @@ def _limited(path: Path, documents: Iterator[Document]) -> Iterator[Document]:
             check_document(document)
         except InvalidInputError as bad:
             raise UnreadableDocumentError(path, f"is refused: {bad}") from bad
-        yield document
+        yield document if number else replace(document, damage=damage)
 
 
 def _read_office(path: Path, kind: str, data: bytes) -> Iterator[Document]:
