@@ -6,12 +6,13 @@ memory. Files are written to a temporary file in the same directory, which is th
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
+import secrets
 import stat
-import tempfile
 from pathlib import Path
+
+from blendrag.store.durable import whole_file, write_all
 
 MIB = 1024**2
 
@@ -59,13 +60,6 @@ def read_text(path: Path, limit_bytes: int, follow: bool = False, encoding: str 
 
 def replace(path: Path, *parts: bytes | memoryview) -> None:
     """Write a whole file, replacing the one at ``path``. Raises :class:`OSError`."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            for part in parts:
-                file.write(part)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with whole_file(path.with_name(f".{secrets.token_hex(8)}.tmp"), path) as fd:
+        for part in parts:
+            write_all(fd, part)
