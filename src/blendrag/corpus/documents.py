@@ -189,16 +189,11 @@ def end_change(file: CorpusFile, suspects: Sequence[int]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(Chunk):
     """A chunk of a document; ``vector`` is empty if search must not find it."""
 
     __pydantic_config__: ClassVar = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
-    chunk_id: str
-    text: str
-    tokens: int
-    start: int
-    end: int
     vector: bytes
 
 
@@ -223,7 +218,7 @@ def record_of(file: CorpusFile, source: str) -> Record | None:
         for (found,) in file.sound_rows((ENTRY,), "WHERE document = ?", number):
             entry = found[0], found[2], found[3]
         places = tuple(
-            Place(each.chunk_id, each.text, each.tokens, each.start, each.end, each.vector)
+            Place(**vars(each.chunk), vector=each.vector)
             for each in stored_chunks(file, "WHERE document.id = ? ORDER BY passage.id", number)
         )
         if len(places) == passages and (entry is not None) == source.startswith(ENTRY_SOURCE):
@@ -238,9 +233,8 @@ def insert_record(
     vectors = [np.frombuffer(place.vector, np.float32) for place in record.places]
     for vector in vectors:
         check(vector[None], 1)
-    chunks = [Chunk(p.text, p.start, p.end, p.tokens, p.chunk_id) for p in record.places]
     document = Document(record.source, "", record.title, record.metadata)
-    row = insert_document(connection, document, record.digest, chunks, vectors)
+    row = insert_document(connection, document, record.digest, record.places, vectors)
     if record.entry is not None:
         entry_id, parent, given = record.entry
         ENTRY.put(connection, entry_id, row, parent, given)
