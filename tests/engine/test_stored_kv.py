@@ -19,7 +19,7 @@ from blendrag.engine.kv_validity import PROBE_TOLERANCE, _alike, _encoded
 from blendrag.errors import CorpusError
 from blendrag.fusor import gate
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.store.encodings.int8 import CodedBlock, Int8
+from blendrag.store.encodings.codec import CodedBlock, Int8
 from blendrag.store.kv import ChunkKV
 from cli.commands import refused
 

@@ -25,7 +25,7 @@ from blendrag.store.encodings import (
     stored_bytes_by_layer,
     stored_chunk_bytes,
 )
-from blendrag.store.encodings.stored import codec_of, staging_of
+from blendrag.store.encodings.codec import codec_of, staging_of
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.memory import MemoryStore
 from blendrag.store.payload import frame, parse_header
@@ -138,7 +138,7 @@ def test_no_byte_is_nan_or_beyond_the_last_step_for_numbers_next_to_nothing():
 COUNT_THREADS = """
 import ctypes, os, threading, time, torch
 from blendrag.store.kv import KVLayout, LayerShape
-from blendrag.store.encodings.stored import codec_of, staging_of
+from blendrag.store.encodings.codec import codec_of, staging_of
 torch.set_num_threads(2)
 layer = torch.zeros(2, 4, 1024, 128, dtype=torch.bfloat16)
 def threads():

@@ -31,7 +31,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.planning.tier_times import cached_share, drop_cached
 from blendrag.store.base import WantedKV
 from blendrag.store.encodings import RELATIVE_ERROR, stored_chunk_bytes
-from blendrag.store.encodings.stored import codec_of, staging_of
+from blendrag.store.encodings.codec import codec_of, staging_of
 from blendrag.store.index import Index
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.memory import MemoryStore

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blendrag.store.encodings.int8 import Staging
+from blendrag.store.encodings.codec import Staging
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.payload import frame
 from blendrag.store.payload_files import PayloadFiles

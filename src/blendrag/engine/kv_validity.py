@@ -33,7 +33,7 @@ from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.model.sharing import ModelLock, before_layers
 from blendrag.serving.coroutine import let_texts_in
 from blendrag.store.base import ForeignKVError, KVReader, Probe
-from blendrag.store.encodings.stored import codec_of, staging_of
+from blendrag.store.encodings.codec import codec_of, staging_of
 from blendrag.store.identity import ModelIdentity, chunk_key, probe_key
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
 from blendrag.store.tiered import KVStore

@@ -19,7 +19,7 @@ from blendrag.errors import CorruptKVError, StoreError, StoreUnavailableError
 from blendrag.store.base import PinScope, ProcessBound, StoreStats
 from blendrag.store.disk_writer import DiskWriter
 from blendrag.store.durable import OUT_OF_RESOURCES, named_errors
-from blendrag.store.encodings.stored import stored_layers
+from blendrag.store.encodings.codec import stored_layers
 from blendrag.store.identity import require_name
 from blendrag.store.index import IndexCorrupt
 from blendrag.store.kv import ChunkKV, KVLayout

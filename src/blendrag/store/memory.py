@@ -19,7 +19,7 @@ from blendrag.errors import StoreFullError
 from blendrag.store.base import Counters, ProcessBound, StoreStats
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_bytes_by_layer
-from blendrag.store.encodings.stored import stored_layers
+from blendrag.store.encodings.codec import stored_layers
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.reader import LayerReader, copy_bytes
 from blendrag.store.tensor_bytes import tensor_buffer

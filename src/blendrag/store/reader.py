@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from blendrag.errors import CorruptKVError
-from blendrag.store.encodings.stored import staging_of
+from blendrag.store.encodings.codec import staging_of
 from blendrag.store.kv import KVLayout
 from blendrag.store.payload import Frame, layer_seed
 from blendrag.store.tensor_bytes import target_buffers
