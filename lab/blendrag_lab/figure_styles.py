@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from blendrag.cli.plots import COLOURS, FULL_PREFILL, GREY, LineStyle
+from blendrag_lab.plots import COLOURS, FULL_PREFILL, GREY, LineStyle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 import typer
 
-from blendrag.cli.plots import COLOURS, GREY, STYLE, require_place, write_png
+from blendrag.cli.options import require_place
 from blendrag.metrics import LOAD, WAIT, Span, Timeline
 from blendrag.model import ModelAdapter
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.tiers import ON_DISK, tier_store
 from blendrag_lab.bench.workload import PromptBench, Workload
+from blendrag_lab.plots import COLOURS, GREY, STYLE, write_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

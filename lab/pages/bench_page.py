@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import say
-from blendrag.cli.plots import require_matplotlib
 from blendrag.errors import InvalidInputError
 from blendrag_lab.bench import SUMMARIES, load_bench
 from lab.pages.regions import console, picture, regions_of, write_regions
@@ -87,7 +86,6 @@ def main(
 ) -> int:
     """Write the results of blendrag bench to docs/performance.md, with figures."""
     begin(verbose=False, if_interrupted="the page did not change")
-    require_matplotlib("the page")
     say("wrote", f"{', '.join(write_page(out, source))} into {out / PAGE}")
     return DONE
 

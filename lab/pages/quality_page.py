@@ -22,7 +22,6 @@ from pydantic import TypeAdapter
 
 from blendrag.cli.lifecycle import DONE, FAILED, begin, reporting
 from blendrag.cli.output import say
-from blendrag.cli.plots import require_matplotlib, write_png
 from blendrag.config import DEFAULT_SCHEDULE
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag_lab.evaluation.deviation import DeviationReport
@@ -36,6 +35,7 @@ from blendrag_lab.evaluation.pretrained import (
 )
 from blendrag_lab.evaluation.rows import ALL, ArenaRow
 from blendrag_lab.evaluation.ways import NONE
+from blendrag_lab.plots import write_png
 from blendrag_lab.tables import NOTHING, Column, interval, number, table
 from lab.pages import quality_plots as plots
 from lab.pages.regions import write_regions
@@ -280,7 +280,6 @@ def main(
     begin(False, "finished runs are kept; repeat with --keep to continue")
     page = out / PAGE
     folder = page.with_suffix("")
-    require_matplotlib("pictures")  # before an hour of measuring
     status = DONE
     kind, runs = PRETRAINED, pretrained_runs
     if schemas:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from blendrag.cli.plots import BANDS, COLOURS, GREY, Line, LineStyle, draw, legend, panels, title
 from blendrag_lab.evaluation.rows import ALL
 from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX
 from blendrag_lab.figure_styles import DASHES, styles
+from blendrag_lab.plots import BANDS, COLOURS, GREY, Line, LineStyle, draw, legend, panels, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blendrag.cli.plots import write_png
 from blendrag.errors import InvalidInputError
+from blendrag_lab.plots import write_png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from blendrag.cli.output import count
-from blendrag.cli.plots import Line, draw, legend, panels, title
 from blendrag_lab.figure_styles import log_scale, styles
+from blendrag_lab.plots import Line, draw, legend, panels, title
 from blendrag_lab.tables import ResultTable, figure, table
 from lab.simulation.replicas import ROUTING, Cluster, Simulated
 

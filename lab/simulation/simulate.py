@@ -11,10 +11,11 @@ import typer
 
 from blendrag.cli import interrupt, options, output
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.plots import require_plot, write_png
+from blendrag.cli.options import require_plot
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import InvalidInputError
 from blendrag.store.durable import readable_size
+from blendrag_lab.plots import write_png
 from blendrag_lab.tables import figure
 from blendrag_ray.routing import QUEUED_SHARE
 from lab.simulation.popularity import Demand

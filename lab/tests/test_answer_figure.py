@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from blendrag.cli.plots import write_png
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.workload import Workload
+from blendrag_lab.plots import write_png
 from lab.pages.answer_figure import answer_figure, measure
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import typer
 
-from blendrag.cli.plots import GREY, Line, draw, legend, panels, title
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.fusor.loader import LoadedSpan
@@ -43,6 +42,7 @@ from blendrag_lab.bench.workload import (
     stock_prefill,
 )
 from blendrag_lab.figure_styles import log_scale, styles
+from blendrag_lab.plots import GREY, Line, draw, legend, panels, title
 from blendrag_lab.tables import ResultTable, figure, times
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 from rich.text import Text
 
-from blendrag.cli.options import Device, Dtype, Json, number
+from blendrag.cli.options import Device, Dtype, Json, number, require_plot
 from blendrag.cli.output import console, print_json
-from blendrag.cli.plots import require_plot, write_png
 from blendrag.model import ModelAdapter
 from blendrag.planning.profile import conditions_of, cores
+from blendrag_lab.plots import write_png
 from blendrag_lab.tables import ResultTable
 
 if TYPE_CHECKING:

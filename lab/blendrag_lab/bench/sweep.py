@@ -11,7 +11,6 @@ import torch
 import typer
 
 from blendrag.cli.output import count
-from blendrag.cli.plots import Line, draw, legend, panels, title
 from blendrag.errors import InvalidInputError
 from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import TimedModel
@@ -26,6 +25,7 @@ from blendrag_lab.bench.workload import (
     whole_numbers,
 )
 from blendrag_lab.figure_styles import log_scale, styles
+from blendrag_lab.plots import Line, draw, legend, panels, title
 from blendrag_lab.tables import ResultTable, table, times
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from blendrag.cli.plots import COLOURS, PANEL_HEIGHT, panels, title
 from blendrag.fusor.loader import LayerLoader
 from blendrag.metrics import COMPUTE, LOAD, REPOSITION, SELECT, WAIT, Span, Timeline
 from blendrag_lab.bench import options
@@ -31,6 +30,7 @@ from blendrag_lab.bench.workload import (
     prompt_bench,
     stock_prefill,
 )
+from blendrag_lab.plots import COLOURS, PANEL_HEIGHT, panels, title
 from blendrag_lab.tables import ResultTable, figure
 
 if TYPE_CHECKING:

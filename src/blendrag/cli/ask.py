@@ -16,7 +16,6 @@ import typer
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import duration, echo, print_json, say, write_piece, write_thought
-from blendrag.cli.plots import require_place
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, ContextOverflowError, check_unicode
 
@@ -53,7 +52,7 @@ def ask(
     begin(verbose, "the answer was abandoned; the store is intact")
     check_unicode(question, "the question")
     if explain is not None:
-        require_place("--explain", explain, ".html")
+        options.require_place("--explain", explain, ".html")
     top_k = context.params["top_k"]
     asked = options.request_options(context, explain=explain is not None)
     with options.engine_for(context) as engine:

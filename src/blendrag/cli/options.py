@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
@@ -59,6 +60,30 @@ def read_text(option: str, path: Path, max_bytes: int, content: str) -> str:
     if not text.strip():
         raise InvalidInputError(f"{option} {path} is empty; expected {content}, or no {option}")
     return text
+
+
+def require_place(option: str, path: Path, suffix: str) -> None:
+    """Raise :class:`InvalidInputError` unless a file of that kind can be written to ``path``."""
+    folder = path.absolute().parent
+    is_place = folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
+    if path.suffix.lower() != suffix or not is_place:
+        raise InvalidInputError(
+            f"{option} {path} cannot be written, expected a file that ends in {suffix} in a directory that "
+            "exists and is writable"
+        )
+
+
+def require_plot(path: Path | None) -> None:
+    """Raise :class:`InvalidInputError` if ``--plot`` was given and its figure cannot be drawn."""
+    if path is None:
+        return
+    require_place("--plot", path, ".png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as exc:
+        raise InvalidInputError(
+            f"--plot {path} needs matplotlib, which is not installed; pip install 'blendrag[plots]'"
+        ) from exc
 
 
 # -- options --------------------------------------------------------------------------------------

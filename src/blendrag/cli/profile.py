@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blendrag.cli import interrupt, options, plots
+from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import duration, echo, milliseconds, print_json, say
 from blendrag.cli.progress import StatusLine
 from blendrag.store.durable import readable_size
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from blendrag.engine.profiling import ProfileReport
     from blendrag.planning.profile import Profile
     from blendrag.planning.storage import StorageChoice
@@ -57,7 +54,7 @@ def profile(
     policy = str(make_policy(context.params["policy"] or settings().policy))  # fail before any work
     ratio = settings().fixed_ratio if ratio is None else ratio
     chunks = context.params["top_k"] or settings().top_k
-    plots.require_plot(plot)
+    options.require_plot(plot)
     with options.engine_for(context) as engine:
         with StatusLine() as line:
 
@@ -77,7 +74,7 @@ def profile(
         echo(f"storage for {chunks} chunks, {policy} at ratio {ratio:g}:")
         _print_choice(choice)
     if plot is not None:
-        plots.write_png(profile_figure(found, policy, chunks), plot)
+        _write_figure(plot, found, policy, chunks)
     return DONE
 
 
@@ -142,8 +139,10 @@ def _print_choice(choice: StorageChoice) -> None:
         echo(f"each adds latency; the fastest is {choice.fastest.device.name}")
 
 
-def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:
-    """Time to recompute and time to load (figure 10a of the paper): by ratio, and by size of the KV."""
+def _write_figure(path: Path, found: Profile, policy: str, chunks: int) -> None:
+    """Draw time to recompute and time to load (figure 10a of the paper): by ratio, and by size of the KV."""
+    from matplotlib.figure import Figure
+
     from blendrag.planning.storage import usual_estimate, usual_prompt
 
     def compute_ms(chunks: int, ratio: float) -> float:
@@ -151,33 +150,23 @@ def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:
         estimate, counts = usual_estimate(found, policy, ratio, chunks)
         return 1e3 * estimate.at(counts).compute_s
 
-    figure, (by_ratio, by_size) = plots.panels(2)
-    prompt = usual_prompt(found, policy, chunks)
+    numbers = sorted({1, 2, 4, chunks, 2 * chunks})
     chunk_bytes = sum(found.layer_bytes)
-    sizes = {n: n * chunk_bytes / 1e6 for n in sorted({1, 2, 4, chunks, 2 * chunks})}
-    full = [1e3 * found.prefill_s(usual_prompt(found, policy, n).tokens) for n in sizes]
-    again = [compute_ms(n, USUAL_RATIO) for n in sizes]
-    over_ratio = [
-        plots.Line("recompute", plots.FULL_PREFILL, RATIOS, [compute_ms(chunks, r) for r in RATIOS])
-    ]
-    over_size = [
-        plots.Line("recompute", plots.FULL_PREFILL, [*sizes.values()], again),
-        plots.Line("full prefill", plots.LineStyle(plots.GREY, "D", "--"), [*sizes.values()], full),
-    ]
-    for tier, colour in zip(found.tiers, cycle(plots.COLOURS), strict=False):
+    sizes = [n * chunk_bytes / 1e6 for n in numbers]
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    by_ratio, by_size = figure.subplots(1, 2)
+    by_ratio.plot(RATIOS, [compute_ms(chunks, r) for r in RATIOS], "k*-")
+    by_size.plot(sizes, [compute_ms(n, USUAL_RATIO) for n in numbers], "k*-", label="recompute")
+    prefills = [1e3 * found.prefill_s(usual_prompt(found, policy, n).tokens) for n in numbers]
+    by_size.plot(sizes, prefills, "D--", color="grey", label="full prefill")
+    for tier in found.tiers:
         name = tier.name if len(tier.name) <= 24 else f"…{tier.name[-23:]}"
-        label, style = f"load, {name}", plots.LineStyle(colour, "o")
-        load = 1e3 * sum(tier.seconds(sum(p.layer_bytes), found.layers) for p in prompt.parts)
-        over_ratio.append(plots.Line(label, style, (0.0, 1.0), (load, load)))
-        loads = [1e3 * n * tier.seconds(chunk_bytes, found.layers) for n in sizes]
-        over_size.append(plots.Line(label, style, [*sizes.values()], loads))
-    plots.draw(by_ratio, over_ratio)
+        loads = [1e3 * n * tier.seconds(chunk_bytes, found.layers) for n in numbers]
+        (line,) = by_size.plot(sizes, loads, "o-", label=f"load, {name}")
+        by_ratio.axhline(loads[numbers.index(chunks)], color=line.get_color())
     by_ratio.set(xlabel="recompute ratio r", ylabel="milliseconds", ylim=(0, None))
-    plots.title(by_ratio, f"{chunks} chunks of {found.chunk_tokens} tokens")
-    plots.draw(by_size, over_size)
+    by_ratio.set_title(f"{chunks} chunks of {found.chunk_tokens} tokens")
     by_size.set(xlabel="stored KV of the prompt's chunks, MB", xscale="log", yscale="log")
-    by_size.set_xticks([*sizes.values()], [f"{size:.3g}" for size in sizes.values()])
-    by_size.set_xticks([], minor=True)
-    plots.title(by_size, f"recompute at r = {USUAL_RATIO}")
-    plots.legend(figure, [by_ratio, by_size])
-    return figure
+    by_size.set_title(f"recompute at r = {USUAL_RATIO}")
+    figure.legend(loc="outside right center")
+    figure.savefig(path, dpi=144)

@@ -14,7 +14,6 @@ from blendrag.cli import interrupt, options
 from blendrag.cli.ask import print_answer, say_answer
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import console, count, duration, echo, print_json, say
-from blendrag.cli.plots import require_place
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import SchemaError
 
@@ -101,7 +100,7 @@ def show(
     from blendrag.schema import drawing
 
     if svg is not None:
-        require_place("--svg", svg, ".svg")
+        options.require_place("--svg", svg, ".svg")
     counted = _counted(file, model, trust_remote_code)
     layout, plain = counted.layout, counted.plain
     if svg is not None:

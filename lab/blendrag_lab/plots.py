@@ -1,18 +1,15 @@
-"""Plots: the style of every figure, the drawing of lines, and the checks of ``--plot``.
+"""Plots: the style of every figure of the lab, and the drawing of lines.
 
-Equal numbers give equal files: no dates, no versions, the fonts that come with matplotlib. matplotlib is an
-extra, so it is imported only when something is drawn.
+Equal numbers give equal files: no dates, no versions, the fonts that come with matplotlib, which is imported
+only when something is drawn.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -47,37 +44,6 @@ GREY = "#7a7a7a"
 BANDS = 3
 #: Distance between lines that are drawn side by side.
 SPREAD_POINTS = 1.6
-
-
-# -- before anything is measured ------------------------------------------------------------------
-
-
-def require_place(option: str, path: Path, suffix: str) -> None:
-    """Raise :class:`InvalidInputError` unless a file of that kind can be written to ``path``."""
-    folder = path.absolute().parent
-    is_place = folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
-    if path.suffix.lower() != suffix or not is_place:
-        raise InvalidInputError(
-            f"{option} {path} cannot be written, expected a file that ends in {suffix} in a directory that "
-            "exists and is writable"
-        )
-
-
-def require_plot(path: Path | None) -> None:
-    """Raise :class:`InvalidInputError` if ``--plot`` was given and its figure cannot be drawn."""
-    if path is not None:
-        require_place("--plot", path, ".png")
-        require_matplotlib(f"--plot {path}")
-
-
-def require_matplotlib(what: str) -> None:
-    """Raise :class:`InvalidInputError` if matplotlib, which ``what`` needs, is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as exc:
-        raise InvalidInputError(
-            f"{what} needs matplotlib, which is not installed; pip install 'blendrag[plots]'"
-        ) from exc
 
 
 @dataclass(frozen=True)
