@@ -196,7 +196,7 @@ def with_role_texts(root: Root, texts: Callable[[Role], tuple[str, str]]) -> Roo
     Neighbouring texts become one, so that they are tokenised together.
     """
 
-    return replace(root, children=_joined(_with_role_texts(root.children, texts)))
+    return replace(root, children=joined_texts(_with_role_texts(root.children, texts)))
 
 
 def _with_role_texts(
@@ -209,14 +209,15 @@ def _with_role_texts(
             yield from _with_role_texts(node.children, texts)
             yield Text(after, node.at)
         elif isinstance(node, Module):
-            yield replace(node, children=_joined(_with_role_texts(node.children, texts)))
+            yield replace(node, children=joined_texts(_with_role_texts(node.children, texts)))
         elif isinstance(node, Union):
-            yield replace(node, members=_joined(_with_role_texts(node.members, texts)))
+            yield replace(node, members=joined_texts(_with_role_texts(node.members, texts)))
         else:
             yield node
 
 
-def _joined(nodes: Iterable[Node]) -> tuple[Any, ...]:
+def joined_texts(nodes: Iterable[Node]) -> tuple[Any, ...]:
+    """``nodes`` with neighbouring texts as one, and without empty ones."""
     joined: list[Node] = []
     for node in nodes:
         if not isinstance(node, Text):

@@ -47,7 +47,7 @@ from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hin
 from xml.sax.saxutils import escape, quoteattr
 
 from blendrag.errors import InvalidInputError, SchemaError
-from blendrag.schema.markup import MAX_TOKENS, RESERVED, ProgramMarkup, is_name, parse_schema
+from blendrag.schema.markup import MAX_TOKENS, RESERVED, ProgramMarkup, is_name
 from blendrag.schema.nodes import (
     ROLES,
     Location,
@@ -55,8 +55,11 @@ from blendrag.schema.nodes import (
     Node,
     Parameter,
     Role,
+    Scaffold,
     Schema,
+    Text,
     Union,
+    joined_texts,
 )
 
 #: Passes through all loops of one program.
@@ -104,13 +107,10 @@ class Program:
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self.source = _Source(function)
-        root = _Translator().root(self.source)
-        self._root = root
-        self.markup = root.markup()
+        self._root = _Translator(self.source).root()
+        self.markup = self._root.markup()
         """The schema in the markup language."""
-        places, at = dict(_places(root.items)), self.source.at(self.source.tree)
-        parsed = parse_schema(ProgramMarkup.of(self.markup, at))
-        self.schema: Schema = replace(parsed, children=_located(parsed.children, places, at))
+        self.schema = self._root.schema(self.source.at(self.source.tree))
 
     def __call__(self, *args: Any, **kwargs: Any) -> str:
         """The markup of the prompt for these values. Raises :class:`InvalidInputError`."""
@@ -147,6 +147,8 @@ class _Source:
         self.name = function.__name__
         self.file = function.__code__.co_filename
         self.tree = self._definition(function)
+        has_docstring = ast.get_docstring(self.tree, clean=False) is not None
+        self.body = self.tree.body[has_docstring:]
         for part in ast.walk(self.tree):
             if isinstance(part, ast.NamedExpr):
                 raise SchemaError(self.at(part), f"{ast.unparse(part)!r:.80} is not translated")
@@ -205,46 +207,6 @@ def _closure(function: Callable[..., Any]) -> dict[str, Any]:
 def _max_tokens(hint: Any) -> int | None:
     extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((extra.tokens for extra in extras if isinstance(extra, MaxTokens)), None)
-
-
-@dataclass(frozen=True)
-class _Scope:
-    """What names mean in one function, in one pass of its loops."""
-
-    source: _Source
-    constants: Mapping[str, Any]
-    """Loop variables, and parameters whose argument is a constant."""
-
-    def with_constants(self, more: Mapping[str, Any]) -> _Scope:
-        return _Scope(self.source, {**self.constants, **more})
-
-    def parameters_in(self, node: ast.AST) -> list[str]:
-        """The parameters that ``node`` depends on."""
-        return [
-            name.id
-            for name in ast.walk(node)
-            if isinstance(name, ast.Name)
-            and name.id in self.source.max_tokens
-            and name.id not in self.constants
-        ]
-
-    def constant(self, node: ast.expr) -> Any:
-        return self.evaluate(_compiled(node, self.source), {}, self.source.at(node))
-
-    def evaluate(self, code: CodeType, values: Mapping[str, Any], at: Location) -> Any:
-        names = self.namespace(values)
-        try:
-            value = eval(code, names)
-        except Exception as exc:  # whatever the expression raises
-            raise SchemaError(at, f"this cannot be evaluated: {type(exc).__name__}: {exc}") from exc
-        return names.get(_CHOSEN, value)
-
-    def namespace(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self.source.names, **values, **self.constants}
-
-
-def _compiled(node: ast.expr, source: _Source) -> CodeType:
-    return compile(ast.Expression(node), source.file, "eval")
 
 
 # -- what a program consists of -------------------------------------------------------------------
@@ -327,45 +289,23 @@ def _imports(items: Iterable[_Item], values: Mapping[str, Any]) -> str:
     return "".join(found)
 
 
-def _places(
-    items: Iterable[_Item | None], module: str = ""
-) -> Iterator[tuple[tuple[str, ...], Location]]:
-    """Where modules and their parameters are in the program."""
+def _nodes(items: Iterable[_Item], at: Location) -> tuple[Any, ...]:
+    """What parsing the markup gives, with places in the program; a text has that of its module."""
+    nodes: list[Node] = []
     for item in items:
-        if isinstance(item, _Slot):
-            yield (module, item.name), item.at
-        elif isinstance(item, _RoleOf):
-            yield from _places(item.items, module)
-        elif isinstance(item, _Choice):
-            yield from _places(item.branches)
-        elif isinstance(item, _ModuleOf):
-            yield (item.name,), item.at
-            yield from _places(item.items, item.name)
-
-
-def _located(
-    nodes: Iterable[Node],
-    places: Mapping[tuple[str, ...], Location],
-    at: Location,
-    module: str = "",
-) -> tuple[Any, ...]:
-    """The nodes with their places in the program; a text has that of its module."""
-
-    def located(node: Node) -> Node:
-        if isinstance(node, Parameter):
-            return replace(node, at=places[module, node.name])
-        if isinstance(node, Module):
-            inner = places[node.name,]
-            return replace(
-                node, at=inner, children=_located(node.children, places, inner, node.name)
-            )
-        if isinstance(node, Union):
-            return replace(node, at=at, members=_located(node.members, places, at, module))
-        if isinstance(node, Role):
-            return replace(node, at=at, children=_located(node.children, places, at, module))
-        return replace(node, at=at)
-
-    return tuple(map(located, nodes))
+        match item:
+            case str():
+                nodes.append(Text(item, at))
+            case _Slot():
+                nodes.append(Parameter(item.name, item.max_tokens, item.at))
+            case _RoleOf():
+                nodes.append(Role(item.role, _nodes(item.items, at), at))
+            case _ModuleOf():
+                nodes.append(Module(item.name, _nodes(item.items, item.at), item.at))
+            case _Choice():
+                members = _nodes(filter(None, item.branches), at)
+                nodes.append(Union(members, at) if len(members) > 1 else members[0])
+    return joined_texts(nodes)
 
 
 def _slots(items: Iterable[_Item]) -> Iterator[_Slot]:
@@ -385,10 +325,10 @@ class _Uncached:
     """Text at the end of a prompt; in a role if ``role`` is not empty."""
 
     role: str
-    value: Callable[[Mapping[str, Any]], str]
+    values: Sequence[Callable[[Mapping[str, Any]], str]]
 
     def markup(self, values: Mapping[str, Any]) -> str:
-        text = _escaped(self.value(values))
+        text = _escaped("".join(value(values) for value in self.values))
         return f"<{self.role}>{text}</{self.role}>" if self.role else text
 
 
@@ -404,6 +344,10 @@ class _Root:
         inner += "".join(f'<scaffold modules="{" ".join(names)}"/>' for names in self.scaffolds)
         return f'<schema name="{self.name}" xml:space="preserve">{inner}</schema>'
 
+    def schema(self, at: Location) -> Schema:
+        scaffolds = (Scaffold(tuple(names), at) for names in self.scaffolds)
+        return Schema(self.name, _nodes(self.items, at), tuple(scaffolds), at)
+
     def prompt(self, values: Mapping[str, Any]) -> str:
         inner = _imports(self.items, values)
         inner += "".join(text.markup(values) for text in self.uncached)
@@ -414,141 +358,179 @@ class _Root:
 
 
 @dataclass
+class _Collected:
+    """What all functions of one program share."""
+
+    names: set[str] = field(default_factory=lambda: set(RESERVED))
+    """Names of modules, which are unique in it."""
+    passes: int = 0
+    scaffolds: list[Sequence[str]] = field(default_factory=list)
+
+    def unique(self, slug: str) -> str:
+        name, number = slug, 1
+        while name in self.names:
+            number += 1
+            name = f"{slug}-{number}"
+        self.names.add(name)
+        return name
+
+
+@dataclass(frozen=True)
 class _Translator:
-    """Statements → items. Names of modules are unique in one program."""
+    """Statements of one function → items, in one pass of its loops."""
 
-    _used: set[str] = field(default_factory=lambda: set(RESERVED))
-    _passes: int = 0
-    _scaffolds: list[Sequence[str]] = field(default_factory=list)
+    source: _Source
+    collected: _Collected = field(default_factory=_Collected)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Loop variables, and parameters whose argument is a constant."""
+    in_role: bool = False
 
-    def root(self, source: _Source) -> _Root:
-        scope, name = _Scope(source, {}), self._unique(source.name)
-        body = _without_docstring(source.tree.body)
-        cut = next((i for i, each in enumerate(body) if self._is_uncached(each, scope)), len(body))
-        items = self._items(body[:cut], scope)
+    def root(self) -> _Root:
+        source, name = self.source, self.collected.unique(self.source.name)
+        cut = next((i for i, each in enumerate(source.body) if self._is_uncached(each)), None)
+        items = self._items(source.body[:cut])
         if next(_slots(items), None):  # parameters are inside of modules
-            items = [_ModuleOf(name, _numbered(items, Counter()), source.at(source.tree))]
+            items = [self._module(name, items, source.at(source.tree))]
         if not items:
             raise SchemaError(
                 source.at(source.tree),
                 f"{source.name}() has no text to cache, expected yield with text",
             )
-        uncached = list(self._uncached(body[cut:], scope, ""))
-        return _Root(source.name, items, self._scaffolds, uncached)
+        rest = source.body[cut:] if cut is not None else []
+        return _Root(source.name, items, self.collected.scaffolds, [*self._uncached(rest, "")])
 
-    def _items(self, body: Sequence[ast.stmt], scope: _Scope, in_role: bool = False) -> list[_Item]:
-        items: list[_Item] = []
-        for each in body:
-            items += filter(None, self._statement(each, scope, in_role))
-        return items
+    def _items(self, body: Sequence[ast.stmt]) -> list[_Item]:
+        return [item for each in body for item in self._statement(each) if item]
 
-    def _statement(self, node: ast.stmt, scope: _Scope, in_role: bool) -> Iterable[_Item]:
+    def _statement(self, node: ast.stmt) -> Iterable[_Item]:
         match node:
             case ast.Pass():
                 return ()
-            case ast.Expr(ast.Yield(ast.Call() as call)) if self._callee(call, scope):
-                return self._call(call, scope, in_role)
+            case ast.Expr(ast.Yield(ast.Call() as call)) if callee := self._callee(call):
+                return self._call(call, callee.source)
             case ast.Expr(ast.Yield(ast.expr() as value)):
-                return self._text(value, scope)
+                return self._text(value)
             case ast.If():
-                return self._if(node, scope, in_role)
+                return self._if(node)
             case ast.Match():
-                return self._match(node, scope, in_role)
+                return self._match(node)
             case ast.For(orelse=[]):
-                return self._for(node, scope, in_role)
+                return self._for(node)
             case ast.With(items=[ast.withitem(expression, None)]):
-                role = self._tag(expression, scope)
+                role = self._tag(expression)
                 if role == scaffold.tag:
-                    return self._scaffold(node, scope, in_role)
-                if in_role:
-                    raise self._error(node, scope, "is inside a role, expected outside")
-                return [_RoleOf(role, self._items(node.body, scope, in_role=True))]
+                    return self._scaffold(node)
+                if self.in_role:
+                    raise self._error(node, "is inside a role, expected outside")
+                return [_RoleOf(role, replace(self, in_role=True)._items(node.body))]
             case ast.Expr(ast.Constant(str())):
-                raise self._error(node, scope, "does nothing; write yield before the text")
-        raise self._error(node, scope, "is not translated, expected yield, if, match, for or with")
+                raise self._error(node, "does nothing; write yield before the text")
+        raise self._error(node, "is not translated, expected yield, if, match, for or with")
 
-    def _error(self, node: ast.AST, scope: _Scope, wrong: str) -> SchemaError:
+    def _error(self, node: ast.AST, wrong: str) -> SchemaError:
         first = ast.unparse(node).split("\n")[0]
-        return SchemaError(scope.source.at(node), f"{first[:80]!r} {wrong}")
+        return SchemaError(self.source.at(node), f"{first[:80]!r} {wrong}")
+
+    # -- expressions
+
+    def _parameters_in(self, node: ast.AST) -> list[str]:
+        """The parameters that ``node`` depends on."""
+        own = self.source.max_tokens.keys() - self.constants.keys()
+        return [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and each.id in own]
+
+    def _compiled(self, node: ast.expr) -> CodeType:
+        return compile(ast.Expression(node), self.source.file, "eval")
+
+    def _constant(self, node: ast.expr) -> Any:
+        return self._evaluate(self._compiled(node), {}, self.source.at(node))
+
+    def _evaluate(self, code: CodeType, values: Mapping[str, Any], at: Location) -> Any:
+        names = self._namespace(values)
+        try:
+            value = eval(code, names)
+        except Exception as exc:  # whatever the expression raises
+            raise SchemaError(at, f"this cannot be evaluated: {type(exc).__name__}: {exc}") from exc
+        return names.get(_CHOSEN, value)
+
+    def _namespace(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self.source.names, **values, **self.constants}
 
     # -- text
 
-    def _text(self, node: ast.expr, scope: _Scope) -> Iterator[_Item]:
-        if not scope.parameters_in(node):
-            yield self._checked(node, scope, scope.constant(node))
+    def _text(self, node: ast.expr) -> Iterator[_Item]:
+        if not self._parameters_in(node):
+            yield self._checked(node, self._constant(node))
         elif isinstance(node, ast.JoinedStr):
             for value in node.values:
                 alone = ast.copy_location(ast.JoinedStr([value]), value)
-                if scope.parameters_in(value):
-                    yield self._slot(alone, scope)
+                if self._parameters_in(value):
+                    yield self._slot(alone)
                 else:
-                    yield self._checked(node, scope, scope.constant(alone))
+                    yield self._checked(node, self._constant(alone))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            yield from self._text(node.left, scope)
-            yield from self._text(node.right, scope)
-        elif isinstance(node, ast.IfExp):
-            raise self._error(node, scope, "is not translated, expected an if statement")
+            yield from self._text(node.left)
+            yield from self._text(node.right)
         else:
-            yield self._slot(node, scope)
+            yield self._slot(node)
 
-    def _checked(self, node: ast.AST, scope: _Scope, text: Any) -> str:
+    def _checked(self, node: ast.AST, text: Any) -> str:
         if not isinstance(text, str):
-            raise self._error(node, scope, f"is {text!r:.40}, expected a str; write an f-string")
+            raise self._error(node, f"is {text!r:.40}, expected a str; write an f-string")
         if wrong := _NOT_XML.search(text):
-            raise self._error(
-                node, scope, f"holds {wrong[0]!r}, which XML cannot hold; leave it out"
-            )
+            raise self._error(node, f"holds {wrong[0]!r}, which XML cannot hold; leave it out")
         return text
 
-    def _slot(self, node: ast.expr, scope: _Scope) -> _Slot:
-        names = set(scope.parameters_in(node))
+    def _slot(self, node: ast.expr) -> _Slot:
+        self._refuse_choice(node)
+        names = sorted(set(self._parameters_in(node)))
         for name in names:
-            if scope.source.max_tokens[name] is None:
+            if self.source.max_tokens[name] is None:
                 raise self._error(
                     node,
-                    scope,
                     f"uses parameter {name!r}, whose length is unknown; expected {name}: Annotated[str, "
                     "MaxTokens(n)], or its text at the end of the program",
                 )
         if len(names) > 1:
-            raise self._error(
-                node, scope, f"uses {' and '.join(sorted(names))}, expected one parameter"
-            )
+            raise self._error(node, f"uses {' and '.join(names)}, expected one parameter")
         [name] = names
-        max_tokens = scope.source.max_tokens[name]
+        max_tokens = self.source.max_tokens[name]
         assert max_tokens is not None
         if not is_name(name):
-            raise self._error(node, scope, "has a name that XML cannot have, expected another")
-        return _Slot(name, max_tokens, self._value(node, scope), scope.source.at(node))
+            raise self._error(node, "has a name that XML cannot have, expected another")
+        return _Slot(name, max_tokens, self._value(node), self.source.at(node))
 
-    def _value(self, node: ast.expr, scope: _Scope) -> Callable[[Mapping[str, Any]], str]:
-        code, at = _compiled(node, scope.source), scope.source.at(node)
-        return lambda values: self._checked(node, scope, scope.evaluate(code, values, at))
+    def _value(self, node: ast.expr) -> Callable[[Mapping[str, Any]], str]:
+        code, at = self._compiled(node), self.source.at(node)
+        return lambda values: self._checked(node, self._evaluate(code, values, at))
+
+    def _refuse_choice(self, node: ast.expr) -> None:
+        if isinstance(node, ast.IfExp):
+            raise self._error(node, "is not translated, expected an if statement")
 
     # -- calls and roles
 
-    def _callee(self, call: ast.Call, scope: _Scope) -> Program | None:
-        if scope.parameters_in(call.func):
-            return None
-        callee = scope.constant(call.func)
+    def _module(
+        self,
+        name: str,
+        items: Sequence[_Item],
+        at: Location,
+        values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+    ) -> _ModuleOf:
+        return _ModuleOf(name, _numbered(items, Counter()), at, values)
+
+    def _callee(self, call: ast.Call) -> Program | None:
+        callee = None if self._parameters_in(call.func) else self._constant(call.func)
         return callee if isinstance(callee, Program) else None
 
-    def _call(self, call: ast.Call, scope: _Scope, in_role: bool) -> list[_Item]:
-        callee = self._callee(call, scope)
-        assert callee is not None
-        source = callee.source
-        if any(isinstance(arg, ast.Starred) for arg in call.args) or any(
-            keyword.arg is None for keyword in call.keywords
-        ):
-            raise self._error(call, scope, "has * or **, expected arguments one by one")
+    def _call(self, call: ast.Call, source: _Source) -> list[_Item]:
+        keywords = {each.arg: each.value for each in call.keywords}
+        if None in keywords or any(isinstance(arg, ast.Starred) for arg in call.args):
+            raise self._error(call, "has * or **, expected arguments one by one")
         try:
-            bound = source.signature.bind(
-                *call.args, **{keyword.arg or "": keyword.value for keyword in call.keywords}
-            )
+            bound = source.signature.bind(*call.args, **keywords)  # type: ignore[arg-type]
         except TypeError as exc:
-            raise self._error(
-                call, scope, f"does not fit {source.name}{source.signature}: {exc}"
-            ) from exc
+            signature = f"{source.name}{source.signature}"
+            raise self._error(call, f"does not fit {signature}: {exc}") from exc
         constants: dict[str, Any] = {
             name: parameter.default
             for name, parameter in source.signature.parameters.items()
@@ -556,218 +538,188 @@ class _Translator:
         }
         given: dict[str, tuple[CodeType, Location]] = {}
         for name, argument in bound.arguments.items():
-            if scope.parameters_in(argument):
-                given[name] = _compiled(argument, scope.source), scope.source.at(argument)
+            if self._parameters_in(argument):
+                given[name] = self._compiled(argument), self.source.at(argument)
             else:
-                constants[name] = scope.constant(argument)
+                constants[name] = self._constant(argument)
 
         def values(outer: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: scope.evaluate(code, outer, at) for name, (code, at) in given.items()}
+            return {name: self._evaluate(code, outer, at) for name, (code, at) in given.items()}
 
-        name = self._unique(source.name)
-        body = _without_docstring(source.tree.body)
-        items = self._items(body, _Scope(source, constants), in_role)
-        if not items:
-            return []
-        return [_ModuleOf(name, _numbered(items, Counter()), scope.source.at(call), values)]
+        name = self.collected.unique(source.name)
+        callee = replace(self, source=source, constants=constants)
+        items = callee._items(source.body)
+        return [self._module(name, items, self.source.at(call), values)] if items else []
 
-    def _tag(self, node: ast.expr, scope: _Scope) -> str:
-        block = None if scope.parameters_in(node) else scope.constant(node)
+    def _tag(self, node: ast.expr) -> str:
+        block = None if self._parameters_in(node) else self._constant(node)
         if not isinstance(block, RoleBlock):
             raise self._error(
-                node,
-                scope,
-                "after with is not translated, expected system, user, assistant or scaffold",
+                node, "after with is not translated, expected system, user, assistant or scaffold"
             )
         return block.tag
 
-    def _scaffold(self, node: ast.With, scope: _Scope, in_role: bool) -> list[_Item]:
-        items = self._items(node.body, scope, in_role)
+    def _scaffold(self, node: ast.With) -> list[_Item]:
+        items = self._items(node.body)
         if _has_text(items):
             raise self._error(
-                node, scope, "holds text, expected only if, match, for and calls of programs"
+                node, "holds text, expected only if, match, for and calls of programs"
             )
-        choices: list[tuple[str, ...]] = []
-        for names in _scaffolds(items):
-            if len(names) < 2:
-                raise self._error(
-                    node, scope, "holds fewer than two modules, expected some to encode together"
-                )
-            choices.append(names)
-            if len(choices) > MAX_SCAFFOLDS:
-                raise self._error(
-                    node,
-                    scope,
-                    f"has more than {MAX_SCAFFOLDS} combinations of branches, expected fewer",
-                )
-        self._scaffolds += choices
+        choices = list(islice(_scaffolds(items), MAX_SCAFFOLDS + 1))
+        if any(len(names) < 2 for names in choices):
+            raise self._error(
+                node, "holds fewer than two modules, expected some to encode together"
+            )
+        if len(choices) > MAX_SCAFFOLDS:
+            raise self._error(
+                node, f"has more than {MAX_SCAFFOLDS} combinations of branches, expected fewer"
+            )
+        self.collected.scaffolds += choices
         return items
 
     # -- branches and loops
 
-    def _if(self, node: ast.If, scope: _Scope, in_role: bool) -> list[_Item]:
+    def _if(self, node: ast.If) -> list[_Item]:
         branches: list[_ModuleOf | None] = []
         tests: list[tuple[CodeType | None, Location]] = []
         first = ""
         for test, body in _chain(node):
-            if test is not None and not scope.parameters_in(test):
-                if not scope.constant(test):
+            if test is not None and not self._parameters_in(test):
+                if not self._constant(test):
                     continue
                 test = None
             if test is None and not branches:
-                return self._items(body, scope, in_role)
-            slug = _slug(test, scope) if test is not None else f"{first}-else"
+                return self._items(body)
+            slug = _slugged(self._written(test)) if test is not None else f"{first}-else"
             first = first or slug
-            at = scope.source.at(body[0] if test is None else test)
-            branches.append(self._branch(slug, body, at, scope, in_role))
-            tests.append((None if test is None else _compiled(test, scope.source), at))
+            at = self.source.at(body[0] if test is None else test)
+            branches.append(self._branch(slug, body, at))
+            tests.append((None if test is None else self._compiled(test), at))
             if test is None:
                 break
 
         def choose(values: Mapping[str, Any]) -> int | None:
             for i, (code, at) in enumerate(tests):
-                if code is None or scope.evaluate(code, values, at):
+                if code is None or self._evaluate(code, values, at):
                     return i
             return None
 
         return [_Choice(branches, choose)] if any(branches) else []
 
-    def _match(self, node: ast.Match, scope: _Scope, in_role: bool) -> list[_Item]:
-        for case in node.cases:
-            for part in ast.walk(case.pattern):
-                name = getattr(part, "rest", None) or getattr(part, "name", None)
-                if isinstance(part, ast.pattern) and name:
-                    raise self._error(
-                        part,
-                        scope,
-                        f"binds {name!r}, which is not translated, expected a value or _",
-                    )
-        source, at = scope.source, scope.source.at(node)
+    def _match(self, node: ast.Match) -> list[_Item]:
+        for part in (part for case in node.cases for part in ast.walk(case.pattern)):
+            name = getattr(part, "rest", None) or getattr(part, "name", None)
+            if isinstance(part, ast.pattern) and name:
+                raise self._error(
+                    part, f"binds {name!r}, which is not translated, expected a value or _"
+                )
+        at = self.source.at(node)
         cases = [
             ast.match_case(case.pattern, case.guard, [_assignment(_CHOSEN, i)])
             for i, case in enumerate(node.cases)
         ]
         chooser = ast.Module([_assignment(_CHOSEN, None), ast.Match(node.subject, cases)], [])
-        code = compile(ast.fix_missing_locations(chooser), source.file, "exec")
-        decisive = [
-            node.subject,
-            *(part for case in cases for part in (case.pattern, case.guard) if part),
-        ]
-        if not any(map(scope.parameters_in, decisive)):
-            chosen = scope.evaluate(code, {}, at)
-            return [] if chosen is None else self._items(node.cases[chosen].body, scope, in_role)
+        code = compile(ast.fix_missing_locations(chooser), self.source.file, "exec")
+        decisive = filter(None, (part for case in cases for part in (case.pattern, case.guard)))
+        if not any(map(self._parameters_in, (node.subject, *decisive))):
+            chosen = self._evaluate(code, {}, at)
+            return [] if chosen is None else self._items(node.cases[chosen].body)
         branches = []
         for case in node.cases:
             pattern = ast.unparse(case.pattern)
             pattern = "else" if pattern == "_" else pattern
-            slug = _slugged(f"{_written(node.subject, scope)} {pattern}")
-            branches.append(self._branch(slug, case.body, source.at(case.pattern), scope, in_role))
-        choose = functools.partial(scope.evaluate, code, at=at)
+            slug = _slugged(f"{self._written(node.subject)} {pattern}")
+            branches.append(self._branch(slug, case.body, self.source.at(case.pattern)))
+        choose = functools.partial(self._evaluate, code, at=at)
         return [_Choice(branches, choose)] if any(branches) else []
 
-    def _branch(
-        self, slug: str, body: Sequence[ast.stmt], at: Location, scope: _Scope, in_role: bool
-    ) -> _ModuleOf | None:
-        name = self._unique(slug)
-        items = self._items(body, scope, in_role)
-        return _ModuleOf(name, _numbered(items, Counter()), at) if items else None
+    def _branch(self, slug: str, body: Sequence[ast.stmt], at: Location) -> _ModuleOf | None:
+        name = self.collected.unique(slug)
+        items = self._items(body)
+        return self._module(name, items, at) if items else None
 
-    def _for(self, node: ast.For, scope: _Scope, in_role: bool) -> Iterator[_Item]:
-        if parameters := scope.parameters_in(node.iter):
+    def _written(self, node: ast.expr) -> str:
+        """The source of an expression, with the values of loop variables."""
+        constants = self.constants
+
+        class Constants(ast.NodeTransformer):
+            def visit_Name(self, name: ast.Name) -> ast.AST:
+                value = constants.get(name.id)
+                return ast.Constant(value) if isinstance(value, str | int) else name
+
+        return ast.unparse(Constants().visit(ast.parse(ast.unparse(node), mode="eval")))
+
+    def _for(self, node: ast.For) -> Iterator[_Item]:
+        if parameters := self._parameters_in(node.iter):
             raise self._error(
                 node,
-                scope,
                 f"depends on {parameters[0]!r}, expected a loop over constants, as loops are unrolled when "
                 "the schema is made",
             )
         targets = {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
         for part in ast.walk(node.target):
             if isinstance(part, ast.Attribute | ast.Subscript):
-                raise self._error(part, scope, "is no loop variable, expected a name")
-        if shadowed := sorted(targets & {*scope.source.max_tokens, *scope.constants}):
+                raise self._error(part, "is no loop variable, expected a name")
+        if shadowed := sorted(targets & {*self.source.max_tokens, *self.constants}):
             raise self._error(
-                node,
-                scope,
-                f"assigns {shadowed[0]!r}, which has a value already, expected another name",
+                node, f"assigns {shadowed[0]!r}, which has a value already, expected another name"
             )
         assign = ast.Module([ast.Assign([node.target], ast.Name("_value", ast.Load()))], [])
-        code = compile(ast.fix_missing_locations(assign), scope.source.file, "exec")
-        at = scope.source.at(node)
-        for value in self._passes_of(node, scope):
-            names = scope.namespace({"_value": value})
+        code = compile(ast.fix_missing_locations(assign), self.source.file, "exec")
+        try:
+            values = iter(self._constant(node.iter))
+        except TypeError as exc:
+            raise self._error(node.iter, f"is no iterable: {exc}") from exc
+        for value in values:
+            self.collected.passes += 1
+            if self.collected.passes > MAX_UNROLLED:
+                raise self._error(node, f"makes more than {MAX_UNROLLED:,} passes, expected fewer")
+            names = self._namespace({"_value": value})
             try:
                 exec(code, names)
             except Exception as exc:  # a value that cannot be unpacked
-                raise SchemaError(at, f"{value!r:.40} cannot be unpacked: {exc}") from exc
-            inner = scope.with_constants({name: names[name] for name in targets})
-            yield from self._items(node.body, inner, in_role)
-
-    def _passes_of(self, node: ast.For, scope: _Scope) -> Iterator[Any]:
-        try:
-            iterator = iter(scope.constant(node.iter))
-        except TypeError as exc:
-            raise self._error(node.iter, scope, f"is no iterable: {exc}") from exc
-        for value in iterator:
-            self._passes += 1
-            if self._passes > MAX_UNROLLED:
-                raise self._error(
-                    node, scope, f"makes more than {MAX_UNROLLED:,} passes, expected fewer"
-                )
-            yield value
+                wrong = f"{value!r:.40} cannot be unpacked: {exc}"
+                raise SchemaError(self.source.at(node), wrong) from exc
+            inner = {**self.constants, **{name: names[name] for name in targets}}
+            yield from replace(self, constants=inner)._items(node.body)
 
     # -- the end of a prompt, which is not cached
 
-    def _is_uncached(self, node: ast.stmt, scope: _Scope) -> bool:
+    def _written_text(self, node: ast.stmt) -> ast.expr | None:
+        """What ``yield`` writes, unless it calls a program."""
+        match node:
+            case ast.Expr(ast.Yield(ast.Call() as call)) if self._callee(call):
+                return None
+            case ast.Expr(ast.Yield(ast.expr() as value)):
+                return value
+        return None
+
+    def _is_uncached(self, node: ast.stmt) -> bool:
         """Whether a statement outside of branches writes a parameter without length."""
-        body = node.body if isinstance(node, ast.With) else [node]
+        texts = map(self._written_text, node.body if isinstance(node, ast.With) else [node])
         return any(
-            name in scope.source.unbounded
-            for each in body
-            if isinstance(each, ast.Expr) and isinstance(each.value, ast.Yield)
-            for name in scope.parameters_in(each)
-            if not (
-                isinstance(each.value.value, ast.Call) and self._callee(each.value.value, scope)
-            )
+            name in self.source.unbounded
+            for text in filter(None, texts)
+            for name in self._parameters_in(text)
         )
 
-    def _uncached(self, body: Sequence[ast.stmt], scope: _Scope, role: str) -> Iterator[_Uncached]:
+    def _uncached(self, body: Sequence[ast.stmt], role: str) -> Iterator[_Uncached]:
         for node in body:
+            if (text := self._written_text(node)) is not None:
+                self._refuse_choice(text)
+                yield _Uncached(role, [self._value(text)])
+                continue
             match node:
-                case ast.Expr(ast.Yield(ast.expr() as value)) if not (
-                    isinstance(value, ast.Call) and self._callee(value, scope)
-                ):
-                    if isinstance(value, ast.IfExp):
-                        raise self._error(
-                            value, scope, "is not translated, expected an if statement"
-                        )
-                    yield _Uncached(role, self._value(value, scope))
                 case ast.With(items=[ast.withitem(expression, None)]) if not role:
-                    tag = self._tag(expression, scope)
+                    tag = self._tag(expression)
                     if tag == scaffold.tag:
-                        raise self._error(
-                            node, scope, "holds text that is not cached, expected modules"
-                        )
-                    parts = list(self._uncached(node.body, scope, tag))
-                    yield _Uncached(
-                        tag,
-                        lambda values, parts=parts: "".join(part.value(values) for part in parts),  # type: ignore[misc]
-                    )
+                        raise self._error(node, "holds text that is not cached, expected modules")
+                    parts = self._uncached(node.body, tag)
+                    yield _Uncached(tag, [value for part in parts for value in part.values])
                 case _:
                     raise self._error(
-                        node,
-                        scope,
-                        "follows text whose length is unknown, expected only yield with text",
+                        node, "follows text whose length is unknown, expected only yield with text"
                     )
-
-    # -- names
-
-    def _unique(self, slug: str) -> str:
-        name, number = slug, 1
-        while name in self._used:
-            number += 1
-            name = f"{slug}-{number}"
-        self._used.add(name)
-        return name
 
 
 def _has_text(items: Iterable[_Item]) -> bool:
@@ -810,13 +762,6 @@ def _numbered(items: Iterable[_Item], counts: Counter[str]) -> list[_Item]:
     return numbered
 
 
-def _without_docstring(body: Sequence[ast.stmt]) -> Sequence[ast.stmt]:
-    match body[0]:
-        case ast.Expr(ast.Constant(str())):
-            return body[1:]
-    return body
-
-
 def _chain(node: ast.If) -> Iterator[tuple[ast.expr | None, list[ast.stmt]]]:
     """The conditions of ``if … elif … else`` with their bodies."""
     yield node.test, node.body
@@ -829,21 +774,6 @@ def _chain(node: ast.If) -> Iterator[tuple[ast.expr | None, list[ast.stmt]]]:
 
 def _assignment(name: str, value: Any) -> ast.stmt:
     return ast.Assign([ast.Name(name, ast.Store())], ast.Constant(value))
-
-
-def _written(node: ast.expr, scope: _Scope) -> str:
-    """The source of an expression, with the values of loop variables."""
-
-    class Constants(ast.NodeTransformer):
-        def visit_Name(self, name: ast.Name) -> ast.AST:
-            value = scope.constants.get(name.id)
-            return ast.Constant(value) if isinstance(value, str | int) else name
-
-    return ast.unparse(Constants().visit(ast.parse(ast.unparse(node), mode="eval")))
-
-
-def _slug(node: ast.expr, scope: _Scope) -> str:
-    return _slugged(_written(node, scope))
 
 
 def _slugged(text: str) -> str:
