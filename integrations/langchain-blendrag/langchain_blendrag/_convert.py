@@ -154,33 +154,4 @@ def identifying_params(fields: RequestFields) -> dict[str, Any]:
         **options["chat_template_kwargs"],
     }
     del chosen["timeout_s"]  # which decides when an answer comes
-    return {
-        "model_name": engine.model_name,
-        "store": str(engine.root),
-        **chosen,
-    }
-    options, defaults = fields.request_options(), engine.settings
-    return {
-        "model_name": engine.model_name,
-        "store": str(engine.root),
-        "mode": options.mode or defaults.mode,
-        "policy": options.policy or defaults.policy,
-        "schedule": options.schedule or defaults.schedule,
-        "ratio": defaults.ratio if options.ratio is None else options.ratio,
-        "min_ratio": defaults.min_ratio if options.min_ratio is None else options.min_ratio,
-        "max_new_tokens": options.max_new_tokens or defaults.max_new_tokens,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "seed": options.seed,
-        "stop": list(options.stop),
-        "logprobs": options.logprobs,
-        "apply_chat_template": options.apply_chat_template,
-        "plain_messages": defaults.plain_messages
-        if options.plain_messages is None
-        else options.plain_messages,
-        "chat_template_kwargs": options.template_arguments,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
-        "logit_bias": dict(options.logit_bias or {}),
-        "generate_kwargs": dict(options.generate_kwargs),
-    }
+    return {"model_name": engine.model_name, "store": str(engine.root), **chosen}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -34,6 +33,7 @@ from blendrag.frameworks.streaming import (
     stream_pieces,
     to_thread,
 )
+from blendrag.option import refuse_unknown
 from langchain_blendrag._convert import (
     Message,
     generation_info,
@@ -81,8 +81,8 @@ class ChatBlend(RequestFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        request = self._request(messages, stop, kwargs)
-        answer = self.engine.generate(request.prompt, request.options)
+        prompt, options = self._request(messages, stop, **kwargs)
+        answer = self.engine.generate(prompt, options)
         return chat_result(answer, self.engine)
 
     async def _agenerate(
@@ -92,8 +92,8 @@ class ChatBlend(RequestFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        request = await to_thread(self._request, messages, stop, kwargs)
-        answer = await self.engine.agenerate(request.prompt, request.options)
+        prompt, options = await to_thread(self._request, messages, stop, **kwargs)
+        answer = await self.engine.agenerate(prompt, options)
         return chat_result(answer, self.engine)
 
     def _stream(
@@ -103,8 +103,8 @@ class ChatBlend(RequestFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        request = self._request(messages, stop, kwargs)
-        for piece in stream_pieces(self.engine, request.prompt, request.options):
+        prompt, options = self._request(messages, stop, **kwargs)
+        for piece in stream_pieces(self.engine, prompt, options):
             chunk = answer_chunk(piece, self.engine)
             if run_manager:
                 run_manager.on_llm_new_token(chunk.text, chunk=chunk)
@@ -117,8 +117,8 @@ class ChatBlend(RequestFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        request = await to_thread(self._request, messages, stop, kwargs)
-        async with aclosing(astream_pieces(self.engine, request.prompt, request.options)) as pieces:
+        prompt, options = await to_thread(self._request, messages, stop, **kwargs)
+        async with aclosing(astream_pieces(self.engine, prompt, options)) as pieces:
             async for piece in pieces:
                 chunk = answer_chunk(piece, self.engine)
                 if run_manager:
@@ -126,10 +126,38 @@ class ChatBlend(RequestFields, BaseChatModel):
                 yield chunk
 
     def _request(
-        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, call: dict[str, Any]
-    ) -> ChatRequest:
-        call = {name: value for name, value in call.items() if name != "stream"}
-        return make_request(self, messages, stop, **call)
+        self,
+        messages: Sequence[BaseMessage],
+        stop: Sequence[str] | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        response_format: Mapping[str, Any] | None = None,
+        stream: bool = False,
+        may_be_empty: bool = False,
+        **call: Any,
+    ) -> tuple[Prompt, Options]:
+        """Prompt and options for the arguments of a call. Opens the tokenizer if there are tools.
+
+        Raises :class:`InvalidInputError` for arguments that this model does not support.
+        """
+        choice = chosen_tool(tool_choice, tools or ())
+        offered = () if choice == "none" else tuple(tools or ())
+        options = self.request_options(
+            stop,
+            **call,
+            tools=offered or None,
+            tool_choice=choice if offered else None,
+            response_format=response_format,
+        )
+        if (placed := schema_prompts.from_messages(messages)) is not None:
+            return placed, options
+        if not options.apply_chat_template:
+            return _flattened(messages, offered), options
+        converted = to_dicts(messages, may_be_empty)
+        if instruction := _instruction(response_format):
+            converted = _with_instruction(converted, instruction)
+        return tuple(converted), options
 
     # -- tools and structured output ------------------------------------------------------------
 
@@ -178,11 +206,8 @@ class ChatBlend(RequestFields, BaseChatModel):
         only in the schema; ``strict`` refuses a schema that cannot be enforced whole. An answer that was cut
         or does not follow the schema is an error, or with ``include_raw`` a ``parsing_error``.
         """
-        if kwargs:
-            raise InvalidInputError(
-                f"{', '.join(sorted(kwargs))}: not an option of with_structured_output; expected "
-                "method, include_raw, strict"
-            )
+        known = ("method", "include_raw", "strict")
+        refuse_unknown(kwargs, known, "an option of with_structured_output")
         return structured(self, schema, method, strict, include_raw)
 
     # -- counting -------------------------------------------------------------------------------
@@ -201,8 +226,8 @@ class ChatBlend(RequestFields, BaseChatModel):
         if not messages:
             return 0
         schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
-        request = make_request(self, messages, None, tools=schemas, may_be_empty=True)
-        return len(self.engine.segments(request.prompt, request.options).ids)
+        prompt, options = self._request(messages, None, tools=schemas, may_be_empty=True)
+        return len(self.engine.segments(prompt, options).ids)
 
     # -- identity -------------------------------------------------------------------------------
 
@@ -237,49 +262,6 @@ class ChatBlend(RequestFields, BaseChatModel):
 # -- requests ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """Prompt and options of a request."""
-
-    prompt: Prompt
-    options: Options
-
-
-def make_request(
-    fields: RequestFields,
-    messages: Sequence[BaseMessage],
-    stop: Sequence[str] | None,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    tool_choice: Any = None,
-    response_format: Mapping[str, Any] | None = None,
-    may_be_empty: bool = False,
-    **call: Any,
-) -> ChatRequest:
-    """The request for ``messages`` and the arguments of a call. Opens the tokenizer if there are tools.
-
-    Raises :class:`InvalidInputError` for arguments that this model does not support.
-    """
-    choice = chosen_tool(tool_choice, tools or ())
-    offered = () if choice == "none" else tuple(tools or ())
-    options = fields.request_options(
-        stop,
-        **call,
-        tools=offered or None,
-        tool_choice=choice if offered else None,
-        response_format=response_format,
-    )
-    if (placed := schema_prompts.from_messages(messages)) is not None:
-        return ChatRequest(placed, options)
-    if not options.apply_chat_template:
-        return ChatRequest(_flattened(messages, offered), options)
-    asked = to_dicts(messages, may_be_empty)
-    instruction = _instruction(response_format)
-    if instruction:
-        asked = with_instruction(asked, instruction)
-    return ChatRequest(tuple(asked), options)
-
-
 def _flattened(messages: Sequence[BaseMessage], tools: Sequence[Any]) -> str:
     if tools:
         raise InvalidInputError(
@@ -302,7 +284,7 @@ def _instruction(response_format: Mapping[str, Any] | None) -> str:
     return ""  # the form is enforced, or refused
 
 
-def with_instruction(messages: Sequence[Message], instruction: str) -> list[Message]:
+def _with_instruction(messages: Sequence[Message], instruction: str) -> list[Message]:
     """``messages`` with ``instruction`` at the end of the user's last message, or as a new message."""
     *before, last = messages
     if last["role"] != "user":

@@ -20,6 +20,7 @@ from langchain_core.vectorstores.utils import maximal_marginal_relevance
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.engines import EngineArguments
 from blendrag.frameworks.fields import EngineFields, check_keywords
+from blendrag.option import refuse_unknown
 from blendrag.signatures import shows
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class BlendVectorStore(VectorStore):
         same document again changes nothing. ``batch_size`` documents (default: all) are added together
         or not at all. With ``precompute=False`` the KV is computed after a prompt first misses it.
         """
-        refuse_options("add_documents", kwargs, "ids", "batch_size", "precompute")
+        refuse_unknown(kwargs, ("ids", "batch_size", "precompute"), "an option of add_documents")
         named = ids_of(documents, ids)
         size = batch_size or max(len(documents), 1)
         for start in range(0, len(documents), size):
@@ -235,7 +236,7 @@ class BlendVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """``k`` diverse documents of the ``fetch_k`` nearest; ``lambda_mult=1`` ignores diversity."""
-        refuse_options("this search", kwargs, *_MMR_OPTIONS)
+        refuse_unknown(kwargs, _MMR_OPTIONS, "an option of this search")
         _check_query(query)
         vector = self.embeddings.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(
@@ -252,7 +253,7 @@ class BlendVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """:meth:`max_marginal_relevance_search` for a vector."""
-        refuse_options("this search", kwargs, *_MMR_OPTIONS)
+        refuse_unknown(kwargs, _MMR_OPTIONS, "an option of this search")
         _check_k(k)
         _check_k(fetch_k)
         hits = self._hits_by_vector(embedding, max(fetch_k, k), filter)
@@ -360,14 +361,6 @@ def embedding_name(embedding: Embeddings | None) -> str:
 # -- checks ------------------------------------------------------------------------------------------
 
 
-def refuse_options(of: str, given: Mapping[str, Any], *expected: str) -> None:
-    """Raise :class:`InvalidInputError` for unknown options."""
-    if given:
-        raise InvalidInputError(
-            f"{', '.join(sorted(given))}: not an option of {of}; expected {', '.join(expected)}"
-        )
-
-
 def refuse_text(name: str, given: Any) -> None:
     """Raise :class:`InvalidInputError` for a text instead of a list of texts."""
     if isinstance(given, str):
@@ -377,10 +370,8 @@ def refuse_text(name: str, given: Any) -> None:
 
 
 def _refuse_unread(options: dict[str, Any]) -> None:
-    refuse_options(
-        "this search", options, "k", "filter",
-        "or search_type='similarity_score_threshold' for score_threshold",
-    )  # fmt: skip
+    known = "expected k or filter, or search_type='similarity_score_threshold' for score_threshold"
+    refuse_unknown(options, ("k", "filter"), "an option of this search", known)
 
 
 def _check_k(k: Any) -> None:

@@ -227,12 +227,8 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
     def predict_and_call(
         self,
         tools: Sequence[BaseTool],
-        user_msg: str | ChatMessage | None = None,
-        chat_history: list[ChatMessage] | None = None,
-        verbose: bool = False,
-        allow_parallel_tool_calls: bool = False,
+        *args: Any,
         error_on_no_tool_call: bool = True,
-        error_on_tool_error: bool = False,
         **kwargs: Any,
     ) -> AgentChatResponse:
         """Like LlamaIndex: a model whose template does not render tools is asked in plain text (ReAct).
@@ -240,40 +236,20 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         Raises :class:`InvalidInputError` if there are no tools, or if none was called unless
         ``error_on_no_tool_call=False``.
         """
-        response = super().predict_and_call(
-            tools,
-            user_msg,
-            chat_history,
-            verbose,
-            allow_parallel_tool_calls,
-            error_on_no_tool_call,
-            error_on_tool_error,
-            **self._asking(tools, kwargs),
-        )
+        kwargs = self._asking(tools, kwargs) | {"error_on_no_tool_call": error_on_no_tool_call}
+        response = super().predict_and_call(tools, *args, **kwargs)
         return _called(response, tools) if error_on_no_tool_call else response
 
     async def apredict_and_call(
         self,
         tools: Sequence[BaseTool],
-        user_msg: str | ChatMessage | None = None,
-        chat_history: list[ChatMessage] | None = None,
-        verbose: bool = False,
-        allow_parallel_tool_calls: bool = False,
+        *args: Any,
         error_on_no_tool_call: bool = True,
-        error_on_tool_error: bool = False,
         **kwargs: Any,
     ) -> AgentChatResponse:
         """:meth:`predict_and_call`, awaited."""
-        response = await super().apredict_and_call(
-            tools,
-            user_msg,
-            chat_history,
-            verbose,
-            allow_parallel_tool_calls,
-            error_on_no_tool_call,
-            error_on_tool_error,
-            **self._asking(tools, kwargs),
-        )
+        kwargs = self._asking(tools, kwargs) | {"error_on_no_tool_call": error_on_no_tool_call}
+        response = await super().apredict_and_call(tools, *args, **kwargs)
         return _called(response, tools) if error_on_no_tool_call else response
 
     # -- what synthesizers and query engines call -----------------------------------------------
