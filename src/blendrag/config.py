@@ -56,6 +56,7 @@ _VARIABLES = "BLENDRAG_"
 
 _MODES = Literal["blend", "full", "prefix", "reuse"]
 _ENCODINGS = Literal["native", "int8"]
+_DECODE_WEIGHTS = Literal["native", "int8", "int4"]
 
 # Who may set an option: every surface takes all options of its name.
 _ENV = "env"
@@ -103,6 +104,9 @@ Remote = Annotated[str, text("remote",
 KVEncoding = Annotated[_ENCODINGS, one_of("kv_encoding",
     f"How a new store keeps KV: {', '.join(get_args(_ENCODINGS))}.", _SETTING,
     get_args(_ENCODINGS))]
+DecodeWeights = Annotated[_DECODE_WEIGHTS, one_of("decode_weights",
+    f"Weights that decode on a CPU: {', '.join(get_args(_DECODE_WEIGHTS))}.", _SETTING,
+    get_args(_DECODE_WEIGHTS))]
 Learn = Annotated[bool, switch("learn",
     "Learn passages that return in prompts, and reuse them from the third time.", f"env {_PYTHON}")]
 ReadOnly = Annotated[bool, switch("read_only", "Write nothing into the store.", _PYTHON)]
@@ -272,6 +276,7 @@ class EngineOptions(TypedDict, total=False):
     disk_bytes: DiskBytes | None
     remote: Remote | None
     kv_encoding: KVEncoding | None
+    decode_weights: DecodeWeights | None
     learn: Learn | None
     read_only: ReadOnly | None
 
@@ -341,6 +346,7 @@ class Settings:
     remote_key: RemoteKey | None = field(default=None, repr=False)
     remote_timeout_s: RemoteTimeout = 5.0
     kv_encoding: KVEncoding = "native"
+    decode_weights: DecodeWeights = "native"
     learn: Learn = True
     prefix_min_tokens: PrefixMinTokens = 8
 

@@ -91,6 +91,8 @@ class RequestMetrics:
     """The part of ``ttft_s`` in which chunks were searched; 0 if the prompt brought its texts."""
     learned_tokens: int = 0
     """Tokens of passages that were learned from this prompt, because an earlier one had them, too."""
+    decode_weights: str = "native"
+    """Weights that the tokens behind the first were decoded with: the model's own, or packed copies."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dictionary."""

@@ -296,3 +296,16 @@ def test_the_cpu_kernel_returns_outputs_and_log_sum_exps() -> None:
     scores = query @ keys.mT * 0.5 + bias
     torch.testing.assert_close(output, scores.softmax(-1) @ values)
     torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+def test_products_of_packed_weights_are_those_of_the_weights() -> None:
+    x = torch.randn(2, 64).bfloat16()
+    eight, scales = torch.randint(-127, 128, (16, 64), dtype=torch.int8), torch.rand(16).bfloat16()
+    four, pairs = torch.randint(0, 16, (16, 64), dtype=torch.int32), torch.rand(2, 16, 2).bfloat16()
+    scale, zero = pairs.transpose(0, 1).float().repeat_interleave(32, 1).unbind(-1)  # [N, K]
+    for found, weight in (
+        (compat.int8_product(x, eight, scales), eight * scales.float()[:, None]),
+        (compat.int4_product(x, compat.int4_pack(four), pairs), (four - 8) * scale + zero),
+    ):
+        expected = x.float() @ weight.T
+        assert (found.float() - expected).abs().max() <= 2e-2 * expected.abs().max()

@@ -37,7 +37,7 @@ _REPEATABLE = ("stop", "chat_template_kwargs")
 
 MODEL = ("model", "store", "dtype", "device", "lora", "trust_remote_code")
 #: An engine over a corpus that is there.
-ENGINE = (*MODEL, "embedder", "ram_bytes", "disk_bytes", "remote")
+ENGINE = (*MODEL, "embedder", "ram_bytes", "disk_bytes", "remote", "decode_weights")
 #: An engine that may make a corpus.
 NEW_CORPUS = (*ENGINE, "chunk_tokens", "kv_encoding")
 #: Defaults of requests.

@@ -172,6 +172,10 @@ class Answering:
         with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
             road = self._road(request, stream)
             stream.opening_s += road.open()
+            began = time.perf_counter()
+            choice = self._resources.decode_weights
+            weights = choice.now()  # packs them once
+            stream.opening_s += time.perf_counter() - began
             # closed also if it is over before it is run
             with closing(batch.take(number)) as ahead, ExitStack() as held:
                 if ahead.share is not None:  # also if it is refused now
@@ -180,7 +184,7 @@ class Answering:
                 share = ahead.share or share_of(road.request, adapter, stream)
                 held.callback(budget.release, share)
                 budget.hold(share)
-                answer = Generation(road, stream, share).run()
+                answer = Generation(road, stream, share, weights, choice.note).run()
                 return self._learner.learn(road.request, answer)
 
     def _road(self, request: Request, stream: AnswerStream) -> Road:

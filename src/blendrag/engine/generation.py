@@ -31,6 +31,7 @@ from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError
 from blendrag.fusor.attention import fast_decoding
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.metrics import RequestMetrics, Timeline
+from blendrag.model.decode_weights import NATIVE, DecodeWeights
 from blendrag.planning.plan import Plan
 from blendrag.serving.coroutine import decoding_jointly
 from blendrag.serving.kv_budget import KVShare
@@ -53,13 +54,23 @@ def _ids(given: int | Sequence[int] | None) -> set[int]:
 class Generation:
     """Answers one request: plans over its road, runs ``model.generate``, reads the answer."""
 
-    def __init__(self, road: Road, stream: AnswerStream, share: KVShare | None = None) -> None:
-        """``share``: the request's part of the memory for KV."""
+    def __init__(
+        self,
+        road: Road,
+        stream: AnswerStream,
+        share: KVShare | None = None,
+        weights: DecodeWeights | None = None,
+        note: str = "",
+    ) -> None:
+        """``share``: the request's part of the memory for KV. ``weights``: what decodes, if not the model's
+        own; ``note``: why it is the model's own."""
         self._road = road
         self._adapter = adapter = road.adapter
         self._request = request = road.request
         self._stream = stream
         self._share = share
+        self._weights = weights if road.decodes_jointly else None
+        self._note = note
         self._timeline = Timeline() if request.options.explain else None
         given = request.options.generate_kwargs.get("eos_token_id")
         configured = adapter.model.generation_config.eos_token_id
@@ -99,7 +110,7 @@ class Generation:
                 if adapter.refusal is None:
                     around.enter_context(fast_decoding(adapter.stack))
                 if road.decodes_jointly:
-                    around.enter_context(decoding_jointly(adapter, self._share))
+                    around.enter_context(decoding_jointly(adapter, self._share, self._weights))
                 prefill = around.enter_context(road.prefill(plan, self._timeline))
                 output = self._generate(prefill)
                 if prefill.keep is not None:  # the last token was not computed
@@ -262,7 +273,7 @@ class Generation:
                 request.source_of,
                 shows_tiers=not request.options.is_private,
             ),
-            notes=(*request.notes, *plan.notes),
+            notes=(*request.notes, *plan.notes, *filter(None, (self._note,))),
             predicted_ttft_s=predicted.ttft_s if predicted else None,
             predicted_load_s=predicted.load_s if predicted else None,
             predicted_compute_s=predicted.compute_s if predicted else None,
@@ -272,6 +283,7 @@ class Generation:
             queued_s=stream.queued_s,
             retrieval_s=request.retrieval_s,
             prefix_tokens=plan.prefix_tokens,
+            decode_weights=NATIVE if self._weights is None else self._weights.name,
         )
 
 

@@ -22,6 +22,7 @@ from blendrag.corpus.embedder import GIVEN, Embedder, absolute_embedder, embedde
 from blendrag.corpus.embedding_turns import Check, EmbeddingTurns, proceed
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.retriever import Retriever
+from blendrag.engine.decode_weights import DecodeWeightsChoice
 from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.rendering import daily_part, prefix_token_ids
 from blendrag.errors import CorpusError, InvalidInputError
@@ -282,6 +283,10 @@ class Resources:
     @opened
     def fusor(self) -> Fusor:
         return Fusor(self.adapter)
+
+    @opened
+    def decode_weights(self) -> DecodeWeightsChoice:
+        return DecodeWeightsChoice(self.adapter, self.settings.decode_weights)
 
     @opened
     def text_ids(self) -> Callable[[str], tuple[int, ...]]:
@@ -568,7 +573,8 @@ class Resources:
         if isinstance(self._given_model, str):  # the last engine that uses a shared model frees it
             for part in ("adapter", "fusor"):
                 self.__dict__.pop(part, None)
-        self.__dict__.pop("kv_validity", None)  # holds the model
+        for part in ("kv_validity", "decode_weights"):  # they hold the model
+            self.__dict__.pop(part, None)
         if "store" in self.__dict__:
             self.store.close()
         corpus = self.__dict__.get("_corpus")

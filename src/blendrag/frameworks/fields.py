@@ -69,6 +69,7 @@ class NamedEngineFields(BaseModel):
     disk_bytes: config.DiskBytes | None = None
     remote: config.Remote | None = None
     kv_encoding: config.KVEncoding | None = None
+    decode_weights: config.DecodeWeights | None = None
 
 
 class DefaultFields(BaseModel):

@@ -9,7 +9,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import diskcache
@@ -56,6 +56,22 @@ def remember(namespace: str, device: torch.device, verification: Verification) -
             cache.set(_key(namespace, device), verification.as_dict())
     except _UNUSABLE as exc:
         log.info("the gate's verdict cannot be kept in %s: %s", settings().cache, exc)
+
+
+def recall_number(what: str) -> int | None:
+    """A whole number that was remembered as ``what``."""
+    try:
+        with _cache() as cache:
+            found = cache.get(what)
+    except _UNUSABLE:
+        return None
+    return found if isinstance(found, int) else None
+
+
+def remember_number(what: str, number: int) -> None:
+    """Keep a number that this machine measured, for :func:`recall_number`."""
+    with suppress(*_UNUSABLE), _cache() as cache:
+        cache.set(what, number)
 
 
 @contextmanager

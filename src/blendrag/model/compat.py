@@ -237,3 +237,33 @@ def cpu_multiplies_fast(dtype: torch.dtype) -> bool:
 #: torch's CPU kernel: ``(query, key, value, attn_mask=, scale=)`` → outputs and log-sum-exps, which
 #: ``scaled_dot_product_attention`` does not return (torch 2.13).
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+# -- products of packed weights ---------------------------------------------------------------------
+# Operators of torch (2.13) that nothing public calls on a CPU; gpt-fast and torchao call the same.
+
+
+def int8_product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """bfloat16 ``x`` ``[M, K]`` by int8 ``weight`` ``[N, K]`` and ``scales`` ``[N]`` → ``[M, N]``."""
+    out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, weight, scales)
+    return out
+
+
+def int4_pack(weight: torch.Tensor) -> torch.Tensor:
+    """int32 ``weight`` ``[N, K]``, numbers in [0, 15], in the layout that :func:`int4_product` reads."""
+    packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight, 1)
+    return packed
+
+
+def int4_product(
+    x: torch.Tensor, packed: torch.Tensor, scales_and_zeros: torch.Tensor
+) -> torch.Tensor:
+    """bfloat16 ``x`` ``[M, K]`` by a packed weight ``[N, K]`` → ``[M, N]``.
+
+    ``scales_and_zeros`` ``[K/group, N, 2]``: a weight is (number - 8) · scale + zero.
+    """
+    group = x.shape[1] // scales_and_zeros.shape[0]
+    out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        x, packed, group, scales_and_zeros
+    )
+    return out

@@ -20,6 +20,7 @@ from torch import nn
 
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import is_in_function_mode
+from blendrag.model.decode_weights import DecodeWeights
 from blendrag.serving.chunk_pool import LoadedPrompt, RequestKV
 from blendrag.serving.decode_step import DecodeStep, can_join
 from blendrag.serving.kv_budget import KVShare
@@ -49,6 +50,8 @@ class Coroutine(greenlet):
         """Whether it waits between two layers of a prefill."""
         self.share: KVShare | None = None
         """What it holds of the memory."""
+        self.weights: DecodeWeights | None = None
+        """What its tokens are decoded with; ``None``: the model's own weights."""
 
     @property
     def has_room(self) -> bool:
@@ -126,8 +129,9 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         joins = bool(call.kv and call.kv.running) or can_join(call.adapter, kwargs)
         if joins and call.kv is None:
             call.kv = RequestKV(kwargs["past_key_values"], call.loaded)
-        output = call.wait(DecodeStep(stock, ids, call.kv) if joins and call.kv else None)
-        return stock(**kwargs) if output is None else output
+        decode = stock if call.weights is None else functools.partial(call.weights.decode, stock)
+        output = call.wait(DecodeStep(decode, ids, call.kv) if joins and call.kv else None)
+        return decode(**kwargs) if output is None else output
 
     return forward
 
@@ -170,20 +174,24 @@ def note_loaded(prompt: LoadedPrompt) -> None:
 
 
 @contextmanager
-def decoding_jointly(adapter: ModelAdapter, share: KVShare | None = None) -> Iterator[None]:
+def decoding_jointly(
+    adapter: ModelAdapter, share: KVShare | None = None, weights: DecodeWeights | None = None
+) -> Iterator[None]:
     """Within this context, the tokens that ``adapter.model`` decodes for this call are computed with those of
-    the other calls of its scheduler, and ``share`` grows with its answer. Caller holds the adapter's
-    lock."""
+    the other calls of its scheduler, by ``weights``, and ``share`` grows with its answer. Caller holds the
+    adapter's lock."""
     call = getcurrent()
     if not isinstance(call, Coroutine):
         yield
         return
     # a processor of a request may ask, too
-    around = call.adapter, call.loaded, call.kv, call.share
-    call.adapter, call.loaded, call.kv, call.share = adapter, None, None, share
+    around = call.adapter, call.loaded, call.kv, call.share, call.weights
+    call.adapter, call.loaded, call.kv, call.share, call.weights = (
+        adapter, None, None, share, weights
+    )  # fmt: skip
     with call.scheduler.joint_forward.of(adapter.model):
         try:
             yield
         finally:
             call.scheduler.room.leave(call)
-            call.adapter, call.loaded, call.kv, call.share = around
+            call.adapter, call.loaded, call.kv, call.share, call.weights = around

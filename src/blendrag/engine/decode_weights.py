@@ -1,0 +1,201 @@
+"""Which weights a model decodes with: those of the option ``decode_weights``, where they are possible.
+
+Packed copies (:mod:`blendrag.model.decode_weights`) are made once per model and kept in the user's cache
+directory, as are the measured numbers of rows for which they are faster. A model that cannot have them
+decodes with its own weights, and the metrics say why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from blendrag.config import settings
+from blendrag.errors import is_out_of_space
+from blendrag.fusor import verdicts
+from blendrag.model import decode_weights as packing
+from blendrag.model.adapter import ModelAdapter
+from blendrag.model.decode_weights import NATIVE, DecodeWeights, Format, Packed
+from blendrag.store.durable import readable_size
+
+log = logging.getLogger(__name__)
+
+#: Counts up when copies are made in another way, so that earlier files and times are not used.
+VERSION = 1
+#: Share of the available memory that copies may take.
+MOST_OF_MEMORY = 0.8
+
+
+class DecodeWeightsChoice:
+    """The weights that one engine's requests decode with. Used under the model's lock."""
+
+    def __init__(self, adapter: ModelAdapter, wanted: str) -> None:
+        self._adapter = adapter
+        self._wanted = wanted
+        self._chosen: DecodeWeights | None = None
+        self._is_settled = False
+        self.note = ""
+        """Why the model decodes with its own weights, although others were asked for."""
+
+    def now(self) -> DecodeWeights | None:
+        """The packed weights, made now if need be; ``None``: the model's own."""
+        if self._wanted == NATIVE:
+            return None
+        if self._chosen is not None and not self._chosen.are_current:
+            self._chosen, self._is_settled = None, False
+        if not self._is_settled:
+            self._is_settled = True
+            why = self._why_not()
+            self._chosen = None if why else self._made(self._wanted)
+            self.note = ""
+            if self._chosen is None:
+                why = why or "they are not faster on this machine"
+                self.note = f"decode_weights {self._wanted} is not used, native is: {why}"
+        return self._chosen
+
+    def _why_not(self) -> str:
+        adapter = self._adapter
+        if adapter.refusal is not None:
+            return "its requests are not decoded together"
+        if adapter.is_compiled:
+            return "it is compiled"
+        if why := packing.why_not(adapter.model):
+            return why
+        needed = packing.size_bytes(adapter.model, self._wanted)
+        free = available_bytes()
+        if needed > free * MOST_OF_MEMORY:
+            return f"packed copies need {readable_size(needed)} of memory, and {readable_size(free)} are free"
+        return ""
+
+    def _made(self, name: str) -> DecodeWeights | None:
+        """The model's copies of that name; ``None`` if they are not faster."""
+        adapter, began = self._adapter, time.perf_counter()
+        made = DecodeWeights(adapter.model, name, _packed(adapter, name))
+        _limit_rows(made)
+        if not made.layers:
+            return None
+        log.info(
+            "decode weights of %s: %s, %s of memory, made in %.1f s",
+            *(adapter.model_id, name, readable_size(made.size_bytes), time.perf_counter() - began),
+        )
+        return made
+
+
+def available_bytes() -> int:
+    """Memory that new allocations may take without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(found.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+# -- rows for which copies are faster -------------------------------------------------------------
+
+
+def _limit_rows(weights: DecodeWeights) -> None:
+    """Give each layer the most rows for which its copy is faster, and forget copies that never are."""
+    by_shape: dict[tuple[int, int, bool], list[str]] = defaultdict(list)
+    for name, each in weights.layers.items():
+        by_shape[each.layer.out_features, each.layer.in_features, each.is_head].append(name)
+    machine = f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    for shape, names in by_shape.items():
+        key = f"decode rows {VERSION}, {weights.name}, {shape}, {machine}"
+        rows = verdicts.recall_number(key)
+        if rows is None:
+            rows = packing.most_rows([weights.layers[name] for name in names])
+            verdicts.remember_number(key, rows)
+        weights.limit_rows(names, rows)
+
+
+def _processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration, IndexError, UnicodeDecodeError):
+        return platform.processor() or platform.machine()
+
+
+# -- copies on disk -------------------------------------------------------------------------------
+
+
+def _packed(adapter: ModelAdapter, name: str) -> dict[str, Packed]:
+    """The packed weights of the model, from the user's cache if they are there; else made and kept there."""
+    layers = packing.linear_layers(adapter.model)
+    kinds = packing.formats_of(adapter.model, name)
+    fingerprint = adapter.identity.tensors_fingerprint
+    of_model = f"{xxhash.xxh3_64_hexdigest(adapter.model_id.encode())}-{name}"
+    file = _folder() / f"{of_model}-{VERSION}-{fingerprint}.safetensors"
+    found = _read(file, kinds)
+    if found is None:
+        found = {at: packing.pack(layers[at].weight, kind) for at, kind in kinds.items()}
+        _keep(file, found, of_model)
+    return found
+
+
+def _folder() -> Path:
+    return settings().cache.expanduser() / "decode-weights"
+
+
+def _digest(packed: Mapping[str, Packed]) -> str:
+    """xxh3-128 over names, shapes and bytes."""
+    found = xxhash.xxh3_128()
+    for name in sorted(packed):
+        for part in packed[name]:
+            found.update(f"{name}|{part.dtype}|{tuple(part.shape)}|".encode())
+            found.update(part.contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _read(file: Path, kinds: Mapping[str, Format]) -> dict[str, Packed] | None:
+    """What :func:`_keep` wrote; ``None`` if it is missing or damaged."""
+    if not file.is_file():
+        return None
+    found: dict[str, Packed] = {}
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            for name, kind in kinds.items():
+                parts = range(len(kind.axes))
+                found[name] = tuple(opened.get_tensor(f"{name}.{part}") for part in parts)
+            digest = (opened.metadata() or {}).get("xxh3")
+    except (OSError, SafetensorError, ValueError) as exc:
+        log.warning("packed weights in %s are made again: %s", file, exc)
+        return None
+    if _digest(found) != digest:
+        log.warning("packed weights in %s are made again: their checksum is wrong", file)
+        return None
+    return found
+
+
+def _keep(file: Path, packed: Mapping[str, Packed], of_model: str) -> None:
+    """Write ``packed``, and remove those of earlier weights of the model. Raises nothing: they would be made
+    again."""
+    tensors = {
+        f"{name}.{i}": part for name, parts in packed.items() for i, part in enumerate(parts)
+    }
+    temporary = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for earlier in file.parent.glob(f"{of_model}-*"):
+            earlier.unlink(missing_ok=True)
+        save_file(tensors, str(temporary), {"xxh3": _digest(packed)})
+        temporary.chmod(0o600)
+        os.replace(temporary, file)
+    except (OSError, SafetensorError) as exc:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        why = "no space" if is_out_of_space(exc) else exc
+        log.info("packed weights are not kept in %s: %s", file.parent, why)

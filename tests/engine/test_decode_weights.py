@@ -1,0 +1,232 @@
+"""Packed weights decode answers, and nothing else; a model that cannot have them keeps its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.config import settings
+from blendrag.engine import BlendEngine
+from blendrag.engine import decode_weights as choosing
+from blendrag.model import decode_weights as packing
+
+NAMES = ("int8", "int4")
+
+
+@pytest.fixture(autouse=True)
+def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if copies of layers of any size were faster for up to four rows."""
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(packing, "most_rows", lambda layers: 4)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each product with a packed copy."""
+    rows: list[int] = []
+    assert packing.is_available()  # has tried them
+
+    def counted(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def product(x: torch.Tensor, *packed: torch.Tensor) -> Any:
+            rows.append(len(x))
+            return stock(x, *packed)
+
+        return product
+
+    for name, kind in packing.FORMATS.items():
+        kind = replace(kind, product=counted(kind.product))
+        monkeypatch.setitem(packing.FORMATS, name, kind)  # type: ignore[arg-type]
+    return rows
+
+
+@pytest.fixture
+def cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    changed = replace(settings(), cache=empty_cache)
+    monkeypatch.setattr(choosing, "settings", lambda: changed)
+    return empty_cache / "decode-weights"
+
+
+def model(**changes: Any) -> Any:
+    return tiny.llama(initializer_range=0.2, **changes).bfloat16()
+
+
+@pytest.fixture
+def engines(cache: Path, tmp_path: Path) -> Iterator[Callable[..., BlendEngine]]:
+    made: list[BlendEngine] = []
+
+    def make(loaded: Any = None, **options: Any) -> BlendEngine:
+        made.append(tiny.engine(loaded or model(), tmp_path / f"store{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+QUESTION = "what did the company do in the year 1874?"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_behind_the_first_are_decoded_with_packed_weights(
+    name: str, engines: Callable[..., BlendEngine], products: list[int]
+) -> None:
+    engine = engines(decode_weights=name)
+    answer = engine.generate(QUESTION, max_new_tokens=4)
+    layers = len(packing.linear_layers(engine.resources.adapter.model))
+    assert answer.metrics.decode_weights == name
+    assert products == [1] * layers * (answer.metrics.new_tokens - 1)
+    assert not answer.metrics.notes
+
+
+def test_native_weights_decode_by_themselves(
+    engines: Callable[..., BlendEngine], products: list[int]
+) -> None:
+    answer = engines(decode_weights="native").generate(QUESTION, max_new_tokens=4)
+    assert answer.metrics.decode_weights == "native"
+    assert not products
+
+
+@pytest.mark.parametrize("mode", ["blend", "full", "reuse", "prefix"])
+def test_prefills_and_stored_kv_are_those_of_the_native_weights(
+    mode: str, engines: Callable[..., BlendEngine], products: list[int]
+) -> None:
+    native, packed = engines(), engines(decode_weights="int8")
+    texts = []
+    for engine in (native, packed):
+        engine.ingest([tiny.document(0)])
+        assert not products
+        answer = engine.generate(tiny.chunk_texts(engine, 0)[0], max_new_tokens=1, mode=mode)
+        texts.append((answer.text, answer.metrics.reused_tokens))
+    assert not products
+    assert texts[0] == texts[1]
+    namespaces = {engine.resources.kv_validity.namespace for engine in (native, packed)}
+    assert len(namespaces) == 1
+
+
+def test_joint_steps_use_packed_weights_up_to_the_rows_where_they_are_faster(
+    engines: Callable[..., BlendEngine], products: list[int]
+) -> None:
+    engine = engines(decode_weights="int8")
+    answers = engine.batch([f"{QUESTION} {i}" for i in range(6)], max_new_tokens=12)
+    assert max(products) == 4
+    assert {answer.metrics.decode_weights for answer in answers} == {"int8"}
+    products.clear()
+    engine.batch([QUESTION] * 3, max_new_tokens=6)
+    assert max(products) > 1
+
+
+def test_changed_weights_are_packed_again(
+    engines: Callable[..., BlendEngine], products: list[int]
+) -> None:
+    loaded = model()
+    engine = engines(loaded, decode_weights="int8")
+    engine.generate(QUESTION, max_new_tokens=3)
+    before = engine.resources.decode_weights.now()
+    assert before is engine.resources.decode_weights.now()
+    loaded.lm_head.weight.data.mul_(-1)  # changes no version and no address
+    engine.generate(QUESTION, max_new_tokens=3)
+    after = engine.resources.decode_weights.now()
+    assert before is not None
+    assert after is not None
+    assert after is not before
+    assert not torch.equal(before.layers["lm_head"].packed[0], after.layers["lm_head"].packed[0])
+
+
+def test_packed_weights_are_kept_and_read_again(
+    engines: Callable[..., BlendEngine], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engines(decode_weights="int4").generate(QUESTION, max_new_tokens=4)
+    [file] = cache.iterdir()
+    assert file.stat().st_mode & 0o077 == 0
+    packed: list[int] = []
+    stock = packing.pack
+    monkeypatch.setattr(packing, "pack", lambda *given: packed.append(1) or stock(*given))
+    again = engines(decode_weights="int4").generate(QUESTION, max_new_tokens=4)
+    assert not packed
+    assert again.text == first.text
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
+def test_damaged_packed_weights_are_made_again(
+    damage: str, engines: Callable[..., BlendEngine], cache: Path
+) -> None:
+    first = engines(decode_weights="int8").generate(QUESTION, max_new_tokens=4)
+    [file] = cache.iterdir()
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 255
+    file.write_bytes({"flipped": content, "cut": content[:-50], "empty": b""}[damage])
+    again = engines(decode_weights="int8").generate(QUESTION, max_new_tokens=4)
+    assert again.text == first.text
+    assert again.metrics.decode_weights == "int8"
+
+
+def test_packed_weights_of_earlier_weights_are_removed(
+    engines: Callable[..., BlendEngine], cache: Path
+) -> None:
+    for seed in range(2):
+        engines(model(seed=seed), decode_weights="int8").generate(QUESTION, max_new_tokens=2)
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    engines: Callable[..., BlendEngine], cache: Path
+) -> None:
+    cache.parent.write_text("a file")
+    answer = engines(decode_weights="int8").generate(QUESTION, max_new_tokens=2)
+    assert answer.metrics.decode_weights == "int8"
+
+
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "available_bytes", lambda: 1000)
+
+
+def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "is_available", lambda: False)
+
+
+def only_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 2**40)
+
+
+def never_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "most_rows", lambda layers: 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (no_memory, "1000 bytes are free"),
+        (no_operators, "torch has no products"),
+        (only_small_layers, "no linear layer of at least"),
+        (never_faster, "not faster on this machine"),
+    ],
+)
+def test_a_model_that_cannot_have_packed_weights_keeps_its_own_and_says_why(
+    change: Callable[[pytest.MonkeyPatch], None],
+    why: str,
+    engines: Callable[..., BlendEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    products: list[int],
+) -> None:
+    change(monkeypatch)
+    answer = engines(decode_weights="int8").generate(QUESTION, max_new_tokens=3)
+    assert answer.metrics.decode_weights == "native"
+    [note] = [note for note in answer.metrics.notes if "decode_weights int8" in note]
+    assert why in note
+    assert not products
+
+
+def test_other_dtypes_and_refused_models_keep_their_weights(
+    engines: Callable[..., BlendEngine],
+) -> None:
+    wide = engines(tiny.llama(), decode_weights="int8").generate(QUESTION, max_new_tokens=2)
+    assert any("another dtype" in note for note in wide.metrics.notes)
+    refused = engines(tiny.family("gpt2").bfloat16(), decode_weights="int8")
+    answer = refused.generate(QUESTION, max_new_tokens=2, mode="full")
+    assert any("decoded together" in note for note in answer.metrics.notes)

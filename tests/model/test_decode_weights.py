@@ -1,0 +1,152 @@
+"""Products of packed weights equal those of the weights that they stand for, row by row."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tiny
+from blendrag.model import decode_weights as packing
+from blendrag.model.decode_weights import FORMATS, DecodeWeights, Format
+
+
+def reference(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """The float32 weight that the packed one stands for."""
+    if name == "int8":
+        rounded, scales = FORMATS["int8"].pack(weight.float())
+        return rounded.float() * scales.float()[:, None]
+    rounded, scale, zero = packing.round_int4(weight.float())
+    return (rounded * scale + zero).flatten(1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(64, 32), (48, 96), (208, 160)])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_a_packed_product_is_that_of_the_rounded_weight(
+    name: str, shape: tuple[int, int], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "ROWS_AT_A_TIME", 64)  # packed in blocks, the last one shorter
+    generator = torch.Generator().manual_seed(sum(shape))
+    weight = torch.randn(shape, generator=generator).bfloat16()
+    x = torch.randn(rows, shape[1], generator=generator).bfloat16()
+    found = FORMATS[name].product(x, *packing.pack(weight, FORMATS[name])).float()
+    expected = x.float() @ reference(weight, name).T
+    assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
+    of_weight = x.float() @ weight.float().T
+    steps = {"int8": 127, "int4": 7}[name]
+    error = (found - of_weight).square().mean().sqrt() / of_weight.square().mean().sqrt()
+    assert error < 2 / steps
+
+
+def test_int4_takes_a_narrower_range_where_that_lowers_the_error() -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    groups = weight.unflatten(1, (-1, packing.GROUP))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = (high - low) / 15
+    nearest = ((groups - low) / step).round() * step + low
+    searched = reference(weight, "int4")
+    plain = (nearest.flatten(1) - weight).square().mean()
+    assert (searched - weight).square().mean() < 0.95 * plain
+
+
+def made(model: nn.Module, name: str = "int8") -> DecodeWeights:
+    kinds, layers = packing.formats_of(model, name), packing.linear_layers(model)
+    packed = {at: packing.pack(layers[at].weight, kind) for at, kind in kinds.items()}
+    return DecodeWeights(model, name, packed)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    return tiny.llama().bfloat16()
+
+
+def test_the_likeliest_logits_are_those_of_the_native_head(model: nn.Module) -> None:
+    weights = made(model, "int4")
+    assert packing.formats_of(model, "int4")["lm_head"].name == "int8"
+    head = weights.layers["lm_head"]
+    rows = torch.randn(3, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    native, found = F.linear(rows, head.layer.weight), head.multiply(rows)
+    assert torch.equal(found.argmax(-1), native.argmax(-1))
+    same = (found == native).sum(-1)
+    assert same.min() >= packing.EXACT_LOGITS
+    assert not torch.equal(found, native)
+
+
+@torch.inference_mode()
+def test_only_the_thread_that_decodes_uses_packed_weights(model: nn.Module) -> None:
+    ids = tiny.random_ids(1)
+    native = model(ids).logits
+    others: list[torch.Tensor] = []
+
+    def compute() -> None:
+        with torch.inference_mode():
+            others.append(model(ids).logits)
+
+    with made(model).used(1):
+        packed = model(ids).logits
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    assert torch.equal(others[0], native)
+    assert not torch.equal(packed, native)
+    assert torch.equal(model(ids).logits, native)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@torch.inference_mode()
+def test_biases_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    model = tiny.large_biases(4.0, values=3.0).bfloat16()
+    ids = tiny.random_ids(1)
+    native = model(ids).logits
+    with made(model).used(1):
+        packed = model(ids).logits
+    assert (packed - native).abs().max() < 0.1 * native.abs().max()
+
+
+def test_replaced_forwards_and_weights_are_noticed(model: nn.Module) -> None:
+    weights = made(model)
+    assert weights.are_current
+    layer = next(iter(weights.layers.values())).layer
+    layer.forward = layer.forward
+    assert not weights.are_current
+    del layer.forward
+    layer.weight.data.add_(1)
+    assert not weights.are_current
+
+
+class Costs:
+    """A clock that shows how much longer packed products took than native ones: these take ``native_s``,
+    those ``row_s`` for each row."""
+
+    def __init__(self, native_s: float, row_s: float) -> None:
+        self.native_s, self.row_s, self.now = native_s, row_s, 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def format(self) -> Format:
+        def product(x: torch.Tensor, *packed: torch.Tensor) -> torch.Tensor:
+            self.now += self.row_s * len(x) - self.native_s
+            return FORMATS["int8"].product(x, *packed)
+
+        return replace(FORMATS["int8"], product=product)
+
+
+@pytest.mark.parametrize(("row_s", "most"), [(0.3, 2), (0.2, 4), (2.0, 0), (0.0, 32)])
+def test_copies_are_used_up_to_the_rows_where_native_products_are_faster(
+    row_s: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs(1.0, row_s)
+    layer = nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
+    kind = costs.format()
+    one = packing.PackedLayer(
+        layer, kind, packing.pack(layer.weight, kind), False, packing._Thread()
+    )
+    assert packing.most_rows([one], costs) == most
