@@ -28,7 +28,9 @@ from blendrag.planning.calibrate import (
     MIN_CHECKED,
     REUSE,
     WORST,
+    Calibration,
     Race,
+    calibrations,
     deviation,
     divergence,
     question_about,
@@ -36,7 +38,6 @@ from blendrag.planning.calibrate import (
     sample_corpus,
     sample_questions,
 )
-from blendrag.planning.calibration import Calibration, calibrations
 from blendrag.store.records import Records
 
 RATIO = 0.2
@@ -84,11 +85,15 @@ def test_an_early_end_decides_on_the_prompts_after_the_last_drop_or_not_at_all()
 
 def test_the_default_stays_if_the_gain_is_within_noise():
     default, own = [1.0, 1.2, 0.8, 1.1], [0.5, 0.6, 0.4, 0.5]
-    sure = Calibration.of("query", "hkvd", RATIO, own, default, default)
+
+    def compared(own: list[float], default: list[float]) -> Calibration:
+        kls = zip(own, default, strict=True)
+        rows = [{"hkvd": one, "query": other, REUSE: other} for one, other in kls]
+        return Calibration.of("query", "hkvd", RATIO, rows)
+
+    sure = compared(own, default)
     assert (sure.policy, sure.gains) == ("hkvd", True)
-    noisy = Calibration.of("query", "hkvd", RATIO, [0.0, 2.0, 0.5, 1.0], default, default)
-    worse = Calibration.of("query", "hkvd", RATIO, default, own, default)
-    for unsure in (noisy, worse):
+    for unsure in (compared([0.0, 2.0, 0.5, 1.0], default), compared(default, own)):
         assert (unsure.policy, unsure.candidate, unsure.gains) == ("query", "hkvd", False)
 
 

@@ -10,7 +10,7 @@ from blendrag.config import CALIBRATED, DEFAULT_POLICY, Mode
 from blendrag.engine import Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES, Schedule, make_policy
-from blendrag.planning.calibration import calibrations
+from blendrag.planning.calibrate import calibrations
 
 FULL, NONE, PREFIX, REUSE = "full", "none", "prefix", "reuse"
 #: Chunks as modules at the positions of a schema, each encoded alone or all together.

@@ -17,7 +17,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES
 from blendrag.model.loading import load_tokens
 from blendrag.model.tokens import Tokens
-from blendrag.planning.calibration import Calibration, calibrations
+from blendrag.planning.calibrate import Calibration, calibrations
 from blendrag_lab.evaluation.asking import (
     DEMO,
     SHORT_ANSWER,

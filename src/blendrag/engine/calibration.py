@@ -28,14 +28,16 @@ from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection.base import DEEP_LAYERS
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
+    MIN_STANDARD_ERRORS,
+    Calibration,
     Race,
     SampledQuestion,
+    calibrations,
     deviation,
     reference,
     sample_corpus,
     sample_questions,
 )
-from blendrag.planning.calibration import MIN_STANDARD_ERRORS, Calibration, calibrations
 from blendrag.planning.controller import Controller
 from blendrag.serving.scheduler import Scheduler
 from blendrag.store.durable import named_errors

@@ -16,7 +16,7 @@ from blendrag.errors import ContextOverflowError, InvalidInputError
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import make_policy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.calibration import calibrations
+from blendrag.planning.calibrate import calibrations
 from blendrag.planning.controller import Controller
 from blendrag.planning.measure import prefill_token_s
 from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode

@@ -1,4 +1,4 @@
-"""Finds the policy that is closest to full prefill at a given ratio: sampled prompts, measure, choice.
+"""Finds the policy that is closest to full prefill at a given ratio: sample, measure, choose, keep.
 
 The deviation of a policy is the KL divergence of blended answers from those of a full prefill.
 """
@@ -9,12 +9,14 @@ import math
 import random
 import re
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from transformers import DynamicCache
 
 from blendrag.config import DEFAULT_POLICY
@@ -23,8 +25,8 @@ from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.fusor.selection import Blending, Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.calibration import Calibration
 from blendrag.planning.controller import Controller
+from blendrag.store.records import Records
 from blendrag.text.chunking import Chunk
 from blendrag.text.prompt import SegmentedPrompt
 
@@ -235,7 +237,55 @@ class Race:
         check = self.rows[self.chosen_by :]
         if not self.chosen_by or len(check) < MIN_CHECKED:
             return None
-        names = (self.candidates[0], DEFAULT_POLICY, REUSE)
-        return Calibration.of(
-            DEFAULT_POLICY, names[0], ratio, *([row[name] for row in check] for name in names)
-        )
+        return Calibration.of(DEFAULT_POLICY, self.candidates[0], ratio, check)
+
+
+# -- what was found, kept in the store ---------------------------------------------------------------
+
+#: A gain counts if it is more than this many standard errors.
+MIN_STANDARD_ERRORS = 2
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The policy for a model's requests that name none. KL is in nats per answer token."""
+
+    policy: str
+    """The candidate that gained, else the default."""
+    candidate: str
+    """The policy that was closest to full prefill on the first prompts, and was checked on the others."""
+    ratio: Annotated[float, Field(gt=0, lt=1)]
+    prompts: int
+    """Prompts of the check. The following are means over them."""
+    candidate_kl: float
+    default_kl: float
+    reuse_kl: float
+    """With nothing recomputed."""
+    gain: float
+    """How much closer the candidate is than the default."""
+    gain_error: float
+    """Standard error of ``gain``, paired by prompt."""
+
+    def __post_init__(self) -> None:
+        make_policy(self.policy)  # raises for a policy that no request could use
+
+    @property
+    def gains(self) -> bool:
+        return self.gain > MIN_STANDARD_ERRORS * self.gain_error
+
+    @classmethod
+    def of(
+        cls, default: str, candidate: str, ratio: float, rows: Sequence[Mapping[str, float]]
+    ) -> Calibration:
+        """From the KL of each policy on each prompt of the check, of which there are two or more."""
+        own, other, reuse = ([row[name] for row in rows] for name in (candidate, default, REUSE))
+        gains = [worse - better for worse, better in zip(other, own, strict=True)]
+        own_kl, other_kl, reuse_kl, gain = map(statistics.fmean, (own, other, reuse, gains))
+        error = statistics.stdev(gains) / math.sqrt(len(gains))
+        found = cls(default, candidate, ratio, len(gains), own_kl, other_kl, reuse_kl, gain, error)
+        return replace(found, policy=candidate) if found.gains else found
+
+
+def calibrations(root: Path, namespace: str) -> Records[Calibration]:
+    """What was found for ``namespace``: one entry, which the next calibration replaces."""
+    return Records(root, f"{namespace}.schedules", "calibrations", Calibration, ())

@@ -200,19 +200,15 @@ class Controller:
     ) -> tuple[LoadedSpan | None, tuple[int, ...]]:
         """The part before the first chunk as an exact prefix: its span, or the ids worth storing."""
         ids = prompt.leading_ids
-        if not self._may_store_leading(prompt, last):
+        fits = max(1, self.prefix_min_tokens) <= len(ids) <= LEADING_MAX_TOKENS
+        if self.scope is None or not (prompt.chunks and fits and last):
             return None, ()
-        end = min(len(ids), last)
         namespace = self._within(self.scope)
-        reader = self._open(namespace, chunk_key(namespace, (), ids), len(ids), avoid)
+        key, layout = chunk_key(namespace, (), ids), self.adapter.layout.encoded(self.encoding)
+        reader = None if key in avoid else self.store.open(namespace, key, layout, len(ids))
         if reader is None:
             return None, ids
-        return LoadedSpan(0, end, reader, 0, exact=True), ()
-
-    def _may_store_leading(self, prompt: SegmentedPrompt, last: int) -> bool:
-        fits = self.prefix_min_tokens <= len(prompt.leading_ids) <= LEADING_MAX_TOKENS
-        may = self.scope is not None
-        return bool(may and prompt.chunks and prompt.leading_ids and fits and last)
+        return LoadedSpan(0, min(len(ids), last), reader, 0, exact=True), ()
 
     def _in_memory(
         self, prompt: SegmentedPrompt, stored: LoadedSpan | None, last: int
@@ -283,14 +279,6 @@ class Controller:
         span = LoadedSpan(segment.position, end, reader, len(self.prefix_ids), exact)
         return PlannedChunk(segment, _why_loaded(segment, span), span)
 
-    def _open(
-        self, namespace: str, key: str, tokens: int, avoid: frozenset[str]
-    ) -> KVReader | None:
-        if key in avoid:
-            return None
-        layout = self.adapter.layout.encoded(self.encoding)
-        return self.store.open(namespace, key, layout, tokens)
-
     def _without_slow_remote(self, plan: Plan) -> Plan:
         """``plan`` without what is read from the remote, unless that saves time, going by the first bytes."""
         spans = [span for span in plan.spans if isinstance(span.reader, RemoteReader)]
@@ -317,18 +305,8 @@ class Controller:
         )
         for reader in readers:
             reader.is_wanted = True  # in the background, for the next prompt
-            reader.close()
-        slow = {span.start for span in spans}
-        chunks = tuple(
-            PlannedChunk(chunk.segment, why)
-            if chunk.span is not None and chunk.span.start in slow
-            else chunk
-            for chunk in plan.chunks
-        )
-        leading = plan.leading_span
-        if leading is not None and leading.start in slow:
-            leading = None
-        return replace(plan, chunks=chunks, leading_span=leading, notes=(*plan.notes, note))
+        plan = plan.without(dict.fromkeys((span.start for span in spans), why))
+        return replace(plan, notes=(*plan.notes, note))
 
     def _token_s(self, tokens: int) -> float:
         """Seconds to compute one of so many tokens."""
@@ -372,15 +350,14 @@ class Controller:
             forecast = forecast_at(estimator.loading(), blending.fixed_ratio)
             return replace(plan, forecast=forecast)
         choice = choose(estimator, forecast_at, blending.fixed_ratio, blending.policy.budgeted)
-        kept = [
-            i
-            for i, span in enumerate(plan.spans)
-            if i in choice.loaded or isinstance(span.reader, ResidentReader)
-        ]
-        choice = replace(choice, loaded=tuple(kept))
-        decision, notes = _explained(prompt, choice)
+        slow = {
+            span.start: _why_computed(part, choice.waits)
+            for i, (span, part) in enumerate(zip(plan.spans, prompt.parts, strict=True))
+            if not (i in choice.loaded or isinstance(span.reader, ResidentReader))
+        }
+        decision, notes = _explained(choice, len(prompt.parts), len(slow))
         return replace(
-            _without_slow_loads(plan, prompt, choice),
+            plan.without(slow),
             blending=blending.at(choice.ratio),
             forecast=choice.forecast,
             decision=decision,
@@ -418,25 +395,6 @@ def _part(span: LoadedSpan, stored: KVLayout) -> StoredPart:
     return StoredPart(span.start, span.end, tier, sizes, span.exact)
 
 
-def _without_slow_loads(plan: Plan, prompt: PromptParts, choice: Choice) -> Plan:
-    """``plan`` without the spans that ``choice`` does not load; closes their readers."""
-    why: dict[int, Reason] = {}
-    for i, (span, part) in enumerate(zip(plan.spans, prompt.parts, strict=True)):
-        if i not in choice.loaded:
-            span.reader.close()
-            why[span.start] = _why_computed(part, choice.waits)
-    chunks = tuple(
-        PlannedChunk(chunk.segment, why[chunk.span.start])
-        if chunk.span is not None and chunk.span.start in why
-        else chunk
-        for chunk in plan.chunks
-    )
-    leading = plan.leading_span
-    if leading is not None and leading.start in why:
-        leading = None
-    return replace(plan, chunks=chunks, leading_span=leading)
-
-
 def _why_computed(part: StoredPart, waits: bool) -> Reason:
     than = "blending it, however fast it is read"
     if waits:
@@ -444,17 +402,16 @@ def _why_computed(part: StoredPart, waits: bool) -> Reason:
     return Reason(ReasonCode.FASTER, f"computing it is faster here than {than}")
 
 
-def _explained(prompt: PromptParts, choice: Choice) -> tuple[str, tuple[str, ...]]:
-    """The decision in words, and notes for the user."""
-    given_up = len(prompt.parts) - len(choice.loaded)
+def _explained(choice: Choice, parts: int, given_up: int) -> tuple[str, tuple[str, ...]]:
+    """The decision in words, and notes for the user; ``given_up`` of the stored ``parts`` are computed."""
     if not given_up:
         return choice.reason, ()
     gain = (
         f"{1e3 * choice.forecast.ttft_s:,.0f} ms predicted, against "
         f"{1e3 * choice.load_all_s:,.0f} ms with everything loaded"
     )
-    computed = f"{given_up} of {len(prompt.parts)} stored parts computed afresh ({gain})"
-    if choice.loaded:
+    computed = f"{given_up} of {parts} stored parts computed afresh ({gain})"
+    if given_up < parts:
         return f"{computed}; {choice.reason}", ()
     what = "the store is slower" if choice.waits else "blending takes longer"
     return computed, (f"{what} than computing here, so nothing was read: {gain}",)

@@ -96,6 +96,19 @@ class Plan:
         )
         return replace(self, chunks=chunks, leading_span=beginning)
 
+    def without(self, why: Mapping[int, Reason]) -> Plan:
+        """This plan without the spans that begin at these tokens, for these reasons. Closes their readers."""
+        for span in self.spans:
+            if span.start in why:
+                span.reader.close()
+        chunks = tuple(
+            PlannedChunk(segment, why[span.start]) if span and span.start in why else chunk
+            for chunk in self.chunks
+            for segment, _, span in [chunk]
+        )
+        leads = self.leading_span is not None and self.leading_span.start not in why
+        return replace(self, chunks=chunks, leading_span=self.leading_span if leads else None)
+
     @property
     def spans(self) -> tuple[LoadedSpan, ...]:
         """Everything that is loaded, in the order of the prompt."""
