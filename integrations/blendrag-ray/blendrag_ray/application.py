@@ -9,7 +9,7 @@ from typing import Any
 
 from ray import serve
 
-from blendrag.server.limits import Limits
+from blendrag.server.access import Limits
 from blendrag.server.running import DRAIN_S
 from blendrag_ray.ingress import Ingress
 from blendrag_ray.nodes import versions

@@ -16,10 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from blendrag.errors import BlendragError
-from blendrag.server.access import AccessControlMiddleware
+from blendrag.server.access import AccessControlMiddleware, Limits
 from blendrag.server.admission import RETRY_AFTER_S
 from blendrag.server.cross_origin import CrossOriginMiddleware
-from blendrag.server.limits import Limits
 from blendrag.server.refusals import Refusal
 from blendrag_ray.chunk_keys import ChunkKeys
 from blendrag_ray.exposition import joined

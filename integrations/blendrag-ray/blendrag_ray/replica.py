@@ -11,7 +11,7 @@ from ray import serve
 from starlette.types import Message
 
 from blendrag.errors import StoreUnavailableError
-from blendrag.server.limits import Limits
+from blendrag.server.access import Limits
 from blendrag_ray.forwarding import WholeRequest, answered
 from blendrag_ray.nodes import check_versions
 from blendrag_ray.resident_router import DISK, MEMORY, digest

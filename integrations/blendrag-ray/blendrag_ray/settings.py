@@ -146,7 +146,7 @@ class ServedCluster(NamedEngineFields, DefaultFields):
 
     @property
     def limits(self) -> dict[str, int]:
-        """Fields of :class:`blendrag.server.limits.Limits`."""
+        """Fields of :class:`blendrag.server.access.Limits`."""
         return self.model_dump(include=_LIMITS, exclude_none=True)
 
 

@@ -2,7 +2,7 @@
 
 ====================================  ==========================================================
 bodies                                what requests may hold
-limits, access                        what a server takes, bearer keys
+access                                bearer keys, and what a server takes
 asking                                a body → prompt and options of the engine
 service, admission                    the engine, its limits, and what waits or runs
 replies                               an answer → OpenAI's objects

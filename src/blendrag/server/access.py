@@ -35,6 +35,17 @@ _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _WRITE = "write"
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What one server takes."""
+
+    max_requests: int = 256
+    """Waiting and running at once; more are refused with 429."""
+    max_body_bytes: int = 8 * 1024**2
+    max_tokens: int | None = None
+    """Longest answer that a request may ask for; ``None``: what fits the model's context."""
+
+
 class Bearer(NamedTuple):
     """Who sent a request."""
 

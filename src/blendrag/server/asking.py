@@ -25,7 +25,7 @@ from blendrag.server.bodies import (
     CompletionBody,
     Generating,
 )
-from blendrag.server.refusals import Refusal
+from blendrag.server.refusals import Refusal, wrong_field
 from blendrag.wording import quoted
 
 #: Arguments of the template that have their own fields.
@@ -79,16 +79,13 @@ def asked_chat(
         (choice,) = tool_names(tools)  # which ends with one call
     offered = tools if choice != "none" else []
     if offered and (body.n or 1) > 1:
-        raise Refusal(
-            400, f"n is {body.n} with tools, expected 1; send {body.n} requests", param="n"
-        )
+        raise wrong_field("n", f"is {body.n} with tools, expected 1; send {body.n} requests")
     refuse_unreadable(tokens, offered)
     template = dict(body.chat_template_kwargs or {})
     if reserved := sorted(_RESERVED.intersection(template)):
-        raise Refusal(
-            400,
-            f"chat_template_kwargs has {quoted(reserved[0])}, no argument of a template; leave it out",
-            param="chat_template_kwargs",
+        raise wrong_field(
+            "chat_template_kwargs",
+            f"has {quoted(reserved[0])}, no argument of a template; leave it out",
         )
     template |= _prompt_end(body, messages, forced=choice not in (None, "auto", "none"))
     options = _options(
@@ -123,11 +120,7 @@ def _prompt_end(body: ChatBody, messages: Sequence[Message], forced: bool) -> Ma
     elif body.add_generation_prompt or forced:
         wrong = "a tool that must be called" if forced else "add_generation_prompt"
     if wrong:
-        raise Refusal(
-            400,
-            f"continue_final_message with {wrong}; leave it out",
-            param="continue_final_message",
-        )
+        raise wrong_field("continue_final_message", f"with {wrong}; leave it out")
     return {"continue_final_message": True, "add_generation_prompt": False}
 
 
@@ -135,10 +128,8 @@ def prompts_of(body: CompletionBody) -> list[str]:
     """The prompts of a completion. Raises :class:`Refusal` for token ids."""
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        raise Refusal(
-            400,
-            "prompt is empty or holds token ids, expected a text or a list of texts",
-            param="prompt",
+        raise wrong_field(
+            "prompt", "is empty or holds token ids, expected a text or a list of texts"
         )
     return [str(prompt) for prompt in prompts]
 
@@ -156,7 +147,7 @@ def asked_completion(
     _check_length(engine, prompt)
     for name, value in (("echo", body.echo), ("suffix", body.suffix), ("best_of", best_of)):
         if value:
-            raise Refusal(400, f"{name} is not supported; leave it out", param=name)
+            raise wrong_field(name, "is not supported; leave it out")
     options = _options(
         engine, body, limit, body.longest, logprobs=body.logprobs, apply_chat_template=False
     )
@@ -215,16 +206,13 @@ def _options(
 ) -> Options:
     """Options of the engine. Raises :class:`Refusal` for what it cannot do."""
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
-        raise Refusal(
-            400, f"stop has {len(body.stop)} texts, expected at most {MAX_STOPS}", param="stop"
-        )
+        raise wrong_field("stop", f"has {len(body.stop)} texts, expected at most {MAX_STOPS}")
     if max_new_tokens is None and limit is not None:
         max_new_tokens = min(engine.settings.max_new_tokens or limit, limit)
     if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
-        raise Refusal(
-            400,
-            f"max_tokens is {max_new_tokens}, and this server allows at most {limit} (--max-tokens)",
-            param="max_tokens",
+        raise wrong_field(
+            "max_tokens",
+            f"is {max_new_tokens}, and this server allows at most {limit} (--max-tokens)",
         )
     blend = body.blendrag.model_dump(exclude_none=True) if body.blendrag else {}
     blend.pop("top_k", None)
@@ -260,10 +248,9 @@ def _generate(body: Generating) -> Mapping[str, Any]:
     n = body.n or 1
     samples = bool(_temperature(body))
     if n > 1 and not samples:
-        raise Refusal(
-            400,
-            f"n is {n} with temperature 0, so all answers would be equal; give a temperature above 0",
-            param="n",
+        raise wrong_field(
+            "n",
+            f"is {n} with temperature 0, so all answers would be equal; give a temperature above 0",
         )
     given: dict[str, Any] = {"num_return_sequences": n} if n > 1 else {}
     if samples and (body.top_k or 0) > 0:
@@ -281,10 +268,9 @@ def _lengths(body: Generating) -> Mapping[str, Any]:
     """Arguments of ``generate`` for the least length of an answer, and for repetitions in it."""
     given: dict[str, Any] = {}
     if body.longest is not None and body.min_tokens and body.min_tokens > body.longest:
-        raise Refusal(
-            400,
-            f"min_tokens is {body.min_tokens}, expected at most max_tokens, which is {body.longest}",
-            param="min_tokens",
+        raise wrong_field(
+            "min_tokens",
+            f"is {body.min_tokens}, expected at most max_tokens, which is {body.longest}",
         )
     if body.min_tokens:
         given["min_new_tokens"] = body.min_tokens
@@ -301,10 +287,9 @@ def _biases(body: Generating) -> Mapping[int, float] | None:
     try:
         return {int(token): bias for token, bias in body.logit_bias.items()}
     except ValueError:  # a word, or thousands of digits
-        raise Refusal(
-            400,
-            f"logit_bias has the key {quoted(next(iter(body.logit_bias)))}, expected ids of tokens",
-            param="logit_bias",
+        raise wrong_field(
+            "logit_bias",
+            f"has the key {quoted(next(iter(body.logit_bias)))}, expected ids of tokens",
         ) from None
 
 
@@ -331,10 +316,9 @@ def _form(body: Generating, engine: BlendEngine) -> Mapping[str, Any] | None:
         elif name in _GUIDED:
             given[field] = {"type": name, name: value}
         else:
-            raise Refusal(
-                400,
-                f"structured_outputs has {quoted(name)}, expected one of {', '.join(_GUIDED)}, json_object",
-                param="structured_outputs",
+            raise wrong_field(
+                "structured_outputs",
+                f"has {quoted(name)}, expected one of {', '.join(_GUIDED)}, json_object",
             )
     if len(given) > 1:
         raise Refusal(
@@ -344,9 +328,7 @@ def _form(body: Generating, engine: BlendEngine) -> Mapping[str, Any] | None:
             param=next(iter(given)),
         )
     if given and (body.n or 1) > 1:
-        raise Refusal(
-            400, f"n is {body.n} with a form of the answer; send {body.n} requests", param="n"
-        )
+        raise wrong_field("n", f"is {body.n} with a form of the answer; send {body.n} requests")
     for field, form in given.items():
         if field != "response_format":  # else the engine names it
             try:
@@ -372,9 +354,7 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     """Alternatives per token; ``None`` if log probabilities are not asked for."""
     if not body.logprobs:
         if body.top_logprobs:
-            raise Refusal(
-                400, "top_logprobs without logprobs; add logprobs: true", param="top_logprobs"
-            )
+            raise wrong_field("top_logprobs", "without logprobs; add logprobs: true")
         return None
     return body.top_logprobs or 0
 
@@ -394,7 +374,7 @@ def schema_prompt(body: ChatBody, messages: Sequence[Message]) -> SchemaPrompt:
     """The only message as markup of the schema that ``body`` names. Raises :class:`Refusal`."""
     for field in ("tools", "documents", "retrieve"):
         if getattr(body, field):
-            raise Refusal(400, f"schema and {field}, expected one of them", param="schema")
+            raise wrong_field("schema", f"and {field}, expected one of them")
     if len(messages) != 1 or messages[0]["role"] != "user":
         raise Refusal(
             400,
@@ -461,10 +441,8 @@ def _titled(document: str | Mapping[str, Any], number: int) -> tuple[str, str]:
         given = {"text": given}
     text = given.get("text", given.get("snippet")) if isinstance(given, Mapping) else None
     if not isinstance(text, str) or not text.strip():
-        raise Refusal(
-            400,
-            f"documents[{number}] has no text, expected a text or an object with title and text",
-            param=f"documents[{number}]",
+        raise wrong_field(
+            f"documents[{number}]", "has no text, expected a text or an object with title and text"
         )
     check_unicode(text, f"documents[{number}]")
     title = given.get("title")

@@ -11,7 +11,7 @@ from typing import Any
 from blendrag.engine import Answer
 from blendrag.server.asking import asked_completion, prompts_of
 from blendrag.server.bodies import CompletionBody
-from blendrag.server.refusals import Refusal
+from blendrag.server.refusals import Refusal, wrong_field
 from blendrag.server.replies import Envelope, Fields, blendrag_fields, finite, usage
 from blendrag.server.service import Service
 
@@ -25,11 +25,10 @@ async def completion(service: Service, body: CompletionBody) -> Fields:
     limit, most = service.limits.max_tokens, service.limits.max_requests
     prompts = prompts_of(body)
     if len(prompts) > most:
-        raise Refusal(
-            400,
-            f"prompt holds {len(prompts)} texts, expected at most {most}, the limit of this server "
+        raise wrong_field(
+            "prompt",
+            f"holds {len(prompts)} texts, expected at most {most}, the limit of this server "
             "(--max-requests)",
-            param="prompt",
         )
     answering = [
         asyncio.ensure_future(

@@ -10,7 +10,7 @@ from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.engine import BlendEngine, Document
 from blendrag.errors import check_unicode
 from blendrag.server.bodies import IngestBody
-from blendrag.server.refusals import Refusal
+from blendrag.server.refusals import Refusal, wrong_field
 from blendrag.server.replies import Fields
 from blendrag.text.names import MAX_TITLE_CHARS, check_metadata, check_name
 from blendrag.wording import quoted
@@ -27,7 +27,7 @@ def ingest(engine: BlendEngine, body: IngestBody, check: Check = proceed) -> Fie
     ``check`` may raise to end it after a chunk: documents that were stored by then stay.
     """
     if not body.documents:
-        raise Refusal(400, "documents is empty; send at least one", param="documents")
+        raise wrong_field("documents", "is empty; send at least one")
     for number, each in enumerate(body.documents):
         for name, text in (("source", each.source), ("text", each.text), ("title", each.title)):
             check_unicode(text or "", f"{name} of documents[{number}]")
@@ -35,11 +35,7 @@ def ingest(engine: BlendEngine, body: IngestBody, check: Check = proceed) -> Fie
         check_name(f"title of documents[{number}]", each.title or "", MAX_TITLE_CHARS)
         check_metadata(f"metadata of documents[{number}]", each.metadata)
         if not each.source.strip() or not each.text.strip():
-            raise Refusal(
-                400,
-                f"documents[{number}] has an empty source or text; fill both",
-                param=f"documents[{number}]",
-            )
+            raise wrong_field(f"documents[{number}]", "has an empty source or text; fill both")
         if "\0" in each.source:
             raise Refusal(
                 400,

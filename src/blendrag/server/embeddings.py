@@ -13,7 +13,7 @@ from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.engine import BlendEngine
 from blendrag.errors import check_unicode
 from blendrag.server.bodies import EmbeddingBody
-from blendrag.server.refusals import Refusal
+from blendrag.server.refusals import Refusal, wrong_field
 
 #: Most texts in one request, and most of their tokens, as in OpenAI's API.
 MAX_TEXTS, MAX_TOKENS = 2048, 300_000
@@ -25,20 +25,15 @@ def texts_of(body: EmbeddingBody) -> list[str]:
     """The texts to embed. Raises :class:`Refusal` for too many, too long or empty ones."""
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts or len(texts) > MAX_TEXTS:
-        raise Refusal(
-            400, f"input has {len(texts)} texts, expected 1 to {MAX_TEXTS}", param="input"
-        )
+        raise wrong_field("input", f"has {len(texts)} texts, expected 1 to {MAX_TEXTS}")
     if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise Refusal(
-            400,
-            "input holds token ids or empty texts, expected texts; with LangChain's OpenAIEmbeddings set "
+        raise wrong_field(
+            "input",
+            "holds token ids or empty texts, expected texts; with LangChain's OpenAIEmbeddings set "
             "check_embedding_ctx_length=False",
-            param="input",
         )
     if body.dimensions is not None:
-        raise Refusal(
-            400, "dimensions is not supported; leave it out and cut the vectors", param="dimensions"
-        )
+        raise wrong_field("dimensions", "is not supported; leave it out and cut the vectors")
     given = [str(text) for text in texts]
     for number, text in enumerate(given):
         check_unicode(text, f"input[{number}]")

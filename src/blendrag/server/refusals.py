@@ -83,6 +83,11 @@ class Refusal(BlendragError):
         )
 
 
+def wrong_field(name: str, what: str) -> Refusal:
+    """The refusal of a field of the body: ``what`` is wrong with it, and what to send."""
+    return Refusal(400, f"{name} {what}", param=name)
+
+
 class ClientGoneError(BlendragError):
     """The client closed the connection, or reads no more of it."""
 
@@ -91,6 +96,17 @@ def _type_of(status: int) -> str:
     if status == 429:
         return "rate_limit_error"
     return "server_error" if status >= 500 else "invalid_request_error"
+
+
+#: Status and field of errors, the first that fits.
+_STATUS: tuple[tuple[type[BlendragError], int, str | None], ...] = (
+    (SchemaError, 400, "messages"),
+    (InvalidInputError, 400, None),
+    (UnsupportedModelError, 400, "blendrag.mode"),
+    (RequestTimeout, 504, None),
+    (StoreFullError, 507, None),
+    (BlendragError, 503, None),  # the store, the model or the system, not the request
+)
 
 
 def refusal_of(error: BaseException) -> Refusal:
@@ -107,18 +123,9 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, InvalidOptionError):
         name = OPTION_FIELDS.get(error.name, error.name)
         return Refusal(400, str(error.called(name)), param=name)
-    if isinstance(error, SchemaError):
-        return Refusal(400, str(error), param="messages")
-    if isinstance(error, InvalidInputError):
-        return Refusal(400, str(error))
-    if isinstance(error, UnsupportedModelError):
-        return Refusal(400, str(error), param="blendrag.mode")
-    if isinstance(error, RequestTimeout):
-        return Refusal(504, str(error))
-    if isinstance(error, StoreFullError):
-        return Refusal(507, str(error))
-    if isinstance(error, BlendragError):  # the store, the model or the system, not the request
-        return Refusal(503, str(error))
+    for kind, status, param in _STATUS:
+        if isinstance(error, kind):
+            return Refusal(status, str(error), param=param)
     if is_out_of_memory(error):
         return Refusal(503, "out of memory; send a shorter prompt or fewer requests at once")
     return Refusal(500, "internal error; the log of the server has its traceback")
@@ -130,25 +137,19 @@ def install_refusals(app: FastAPI) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientGoneError):
             return Response(status_code=CLIENT_GONE)
-        return refusal_of(error).response()
-
-    async def refuse_unexpected(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            return of_http(request, error).response()
+        if isinstance(error, RequestValidationError):
+            return of_body(error).response()
         refusal = refusal_of(error)
-        refusal.headers["Connection"] = "close"  # uvicorn (0.54) closes it, and tells nobody
+        if not isinstance(
+            error, BlendragError
+        ):  # logged with its traceback by uvicorn (0.54), which
+            refusal.headers["Connection"] = "close"  # closes the connection and tells nobody
         return refusal.response()
 
-    async def refuse_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return of_http(request, error).response()
-
-    async def refuse_body(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return of_body(error).response()
-
-    app.add_exception_handler(HTTPException, refuse_http)
-    app.add_exception_handler(RequestValidationError, refuse_body)
-    app.add_exception_handler(BlendragError, refuse)
-    app.add_exception_handler(Exception, refuse_unexpected)  # logged with its traceback by uvicorn
+    for kind in (HTTPException, RequestValidationError, BlendragError, Exception):
+        app.add_exception_handler(kind, refuse)
 
 
 def of_http(request: Request, error: HTTPException) -> Refusal:
@@ -175,7 +176,7 @@ def of_body(error: RequestValidationError) -> Refusal:
         return Refusal(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}")
     if first["loc"][0] == "query":
         name = str(first["loc"][-1])
-        return Refusal(400, f"{name} is missing in the query, as in ?{name}=…", param=name)
+        return wrong_field(name, f"is missing in the query, as in ?{name}=…")
     if not isinstance(error.body, Mapping):
         return Refusal(400, "the body is not a JSON object; send one")
     # where several types are allowed, the one that fits best has its error deepest
@@ -184,9 +185,9 @@ def of_body(error: RequestValidationError) -> Refusal:
     first, place, value = max(long or found, key=lambda each: len(each[1]))
     param = _spelled(place)
     if first["type"] == "option":
-        return Refusal(400, f"{param} {first['ctx']['wrong']}", param=param)
+        return wrong_field(param, first["ctx"]["wrong"])
     if first["type"] == "missing":
-        return Refusal(400, f"{param} is missing; it is required", param=param)
+        return wrong_field(param, "is missing; it is required")
     if first["type"] == "extra_forbidden" and param in UNSUPPORTED:
         said = (
             f"{param} is {_json(first['input'])}, which this server does not support; leave it out"
@@ -194,15 +195,13 @@ def of_body(error: RequestValidationError) -> Refusal:
         return Refusal(400, said, param=param)
     if first["type"] == "extra_forbidden":
         meant = did_you_mean(_near_fields(error.body, place), "leave it out")
-        return Refusal(400, f"{param} is not a field of this request; {meant}", param=param)
+        return wrong_field(param, f"is not a field of this request; {meant}")
     if first["type"] == "too_long":
         most = first["ctx"]["max_length"]
-        return Refusal(
-            400, f"{param} has {len(value)} elements, expected at most {most}", param=param
-        )
+        return wrong_field(param, f"has {len(value)} elements, expected at most {most}")
     expected = [str(each["msg"]) for each, where, _ in found if where == place]
     joined = " or ".join(dict.fromkeys(_PYDANTIC.sub("", text) for text in expected))
-    return Refusal(400, f"{param} is {_json(value)}, expected {joined}", param=param)
+    return wrong_field(param, f"is {_json(value)}, expected {joined}")
 
 
 def _near_fields(body: Mapping[str, Any], place: Sequence[Any]) -> list[str]:

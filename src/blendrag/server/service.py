@@ -27,10 +27,9 @@ from blendrag.engine import Answer, BlendEngine
 from blendrag.engine.request import RagPrompt
 from blendrag.errors import BlendragError, RequestTimeout
 from blendrag.frameworks.streaming import Piece, astream_pieces
-from blendrag.server.access import ApiKeys
+from blendrag.server.access import ApiKeys, Limits
 from blendrag.server.admission import Admission, queues_exposition
 from blendrag.server.asking import ServedRequest
-from blendrag.server.limits import Limits
 from blendrag.server.refusals import Refusal
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from blendrag.wording import quoted
