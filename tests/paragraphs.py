@@ -62,7 +62,7 @@ def assert_reused(
     found = [chunk for request in metrics for chunk in request["chunks"]]
     assert {chunk["chunk_id"] for chunk in found} == set(chunks)
     assert {chunk["outcome"] for chunk in found} <= {"blended", "exact"}
-    tokens = sum(len(engine.resources.text_ids(text)) for text in chunks.values())
+    tokens = sum(len(engine.kv_namespace.model.text_ids(text)) for text in chunks.values())
     assert sum(request["reused_tokens"] for request in metrics) >= tokens > 100
 
 

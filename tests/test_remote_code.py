@@ -99,12 +99,12 @@ def test_trusting_code_requires_naming_the_model(command, tmp_path):
 
 def test_wrappers_trust_code_only_if_told_to(own_code, tmp_path):
     with EngineFields(model=own_code, store=tmp_path / "s") as careful:
-        assert not careful.engine.resources.trust_remote_code
+        assert not careful.engine.kv_namespace.model.trust_remote_code
         with pytest.raises(ModelLoadError, match="trust_remote_code=True"):
-            _ = careful.engine.resources.tokens
+            _ = careful.engine.tokens
         with EngineFields(model=own_code, store=tmp_path / "s", trust_remote_code=True) as trusting:
             assert trusting.engine is not careful.engine
-            assert trusting.engine.resources.tokens.decode([5])
+            assert trusting.engine.tokens.decode([5])
             with pytest.raises(ValueError, match="leave trust_remote_code out"):
                 EngineFields(engine=trusting.engine, trust_remote_code=True)
 
@@ -117,7 +117,7 @@ def test_code_of_an_embedder_runs_only_if_trusted(own_code, marker, tmp_path):
     (embedder / "own.py").write_text(Path(own_code, "own.py").read_text())
     with BlendEngine("demo", tmp_path / "s", embedder=str(embedder)) as careful:
         with pytest.raises(ModelLoadError, match="trust_remote_code"):
-            careful.resources.embedder.embed(["a"])
+            careful.kv_namespace.corpus.embedder.embed(["a"])
         assert not marker.exists()
     with (
         BlendEngine(
@@ -125,5 +125,5 @@ def test_code_of_an_embedder_runs_only_if_trusted(own_code, marker, tmp_path):
         ) as trusting,
         pytest.raises(ModelLoadError),  # the code is not an embedder
     ):
-        trusting.resources.embedder.embed(["a"])
+        trusting.kv_namespace.corpus.embedder.embed(["a"])
     assert marker.exists()

@@ -573,7 +573,7 @@ def engine(model: Any, root: Any, **changes: Any) -> BlendEngine:
     given = {"tokenizer": tokenizer(), "chunk_tokens": 128, "max_new_tokens": 6, "learn": False}
     given |= changes
     made = BlendEngine(model, root, **given)
-    made.resources.__dict__["embedder"] = WordEmbedder()
+    made.kv_namespace.corpus.__dict__["embedder"] = WordEmbedder()
     return made
 
 
@@ -590,7 +590,7 @@ def document(number: int, paragraphs: int = 8) -> Document:
 
 
 def chunk_texts(made: BlendEngine, number: int) -> list[str]:
-    corpus = made.resources.require_corpus()
+    corpus = made.require_corpus()
     return [chunk.text for chunk in corpus.chunks_of(f"doc{number}.txt")]
 
 
@@ -606,15 +606,15 @@ def prompt(made: BlendEngine, *numbers: int, ask: str = "What did the company do
 
 def chunk_keys(made: BlendEngine, number: int) -> list[str]:
     """Keys of a document's chunks, in the namespace that the engine's store uses."""
-    used = made.resources
-    ids = [used.text_ids(text) for text in chunk_texts(made, number)]
-    return [chunk_key(used.kv_validity.namespace, used.prefix_ids, each) for each in ids]
+    used = made.kv_namespace
+    ids = [used.model.text_ids(text) for text in chunk_texts(made, number)]
+    return [chunk_key(used.validity.namespace, used.corpus.prefix_ids, each) for each in ids]
 
 
 def lose_kv(made: BlendEngine, *keys: str) -> None:
     """Delete stored KV; the corpus still knows the chunks."""
     for key in keys:
-        assert made.resources.store.delete(made.resources.kv_validity.namespace, key)
+        assert made.store.delete(made.kv_namespace.validity.namespace, key)
 
 
 def stored_kv(
@@ -627,10 +627,10 @@ def stored_kv(
 
     ``scope``: of whose prompts they were learned, if they are not a document's.
     """
-    used, layout = made.resources, made.resources.layout
-    namespace = used.kv_validity.namespace
+    used, layout = made.kv_namespace, made.kv_namespace.layout
+    namespace = used.validity.namespace
     namespace = namespace if scope is None else learned_namespace(namespace, scope)
-    key = chunk_key(namespace, used.prefix_ids if prefix is None else prefix, ids)
+    key = chunk_key(namespace, used.corpus.prefix_ids if prefix is None else prefix, ids)
     reader = used.store.open(namespace, key, layout, len(ids))
     if reader is None:
         return None
@@ -643,7 +643,7 @@ def stored_kv(
 
 def damage(made: BlendEngine, key: str) -> None:
     """Flip one bit in a late layer of a stored payload; earlier layers stay valid."""
-    (file,) = (p for p in made.resources.root.rglob(f"{key}*") if p.is_file())
+    (file,) = (p for p in made.root.rglob(f"{key}*") if p.is_file())
     data = bytearray(file.read_bytes())
     data[-100] ^= 0x40
     file.write_bytes(bytes(data))

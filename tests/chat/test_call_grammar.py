@@ -107,7 +107,7 @@ def test_arguments_follow_the_schema_in_every_form(form, tmp_path):
 def test_what_the_model_says_in_its_form_stays(form, tmp_path):
     """The template's own call, from the opening on, is what the grammar allows."""
     with _engine(FORMS[form], tmp_path / "s") as engine:
-        tokens = engine.resources.tokens
+        tokens = engine.tokens
         found = call_form(tokens)
         assert found is not None
         rule = calls_rule(found, "cancel", [CANCEL], tokens, is_begun=True)
@@ -149,7 +149,7 @@ def test_a_required_call_may_be_followed_by_further_ones(tmp_path):
 
 def test_a_model_that_repeats_a_required_call_comes_to_an_end(tmp_path):
     with _engine(FORMS["hermes"], tmp_path / "s") as engine:
-        tokens = engine.resources.tokens
+        tokens = engine.tokens
         form = call_form(tokens)
         rule = calls_rule(form, "any", [CANCEL], tokens, is_begun=True)
         matcher = library().LLMatcher(vocabulary(tokens), f"start: {rule}")

@@ -143,10 +143,10 @@ def test_a_form_that_cannot_be_compiled_is_refused_before_anything_is_computed(e
 )
 def test_objects_have_the_keys_that_their_schema_names(engine, schema, is_open):
     given = {"type": "json_schema", "json_schema": {"schema": {"type": "object", **schema}}}
-    form = answer_form(given, engine.resources.tokens)
+    form = answer_form(given, engine.tokens)
     for text, fits in (('{"a":1', True), ('{"b":1', is_open)):
-        matcher = library().LLMatcher(vocabulary(engine.resources.tokens), form.lark)
-        assert matcher.consume_tokens(engine.resources.tokens.encode_text(text)) is fits
+        matcher = library().LLMatcher(vocabulary(engine.tokens), form.lark)
+        assert matcher.consume_tokens(engine.tokens.encode_text(text)) is fits
 
 
 def test_formats_that_are_only_remarks_are_no_error(engine):
@@ -157,13 +157,13 @@ def test_formats_that_are_only_remarks_are_no_error(engine):
         other: list[Settings] = []
 
     form = {"type": "json_schema", "json_schema": {"schema": Settings.model_json_schema()}}
-    made = answer_form(form, engine.resources.tokens)
+    made = answer_form(form, engine.tokens)
     days = {"2024-02-01": True, "2024-02-29": True, "2000-02-29": True, "1.2.2024": False}
     days |= dict.fromkeys(("2023-02-29", "1900-02-29", "0000-01-01", "2023-04-31"), False)
     for day, fits in days.items():
         text = json.dumps({"path": "/x", "key": "k", "day": day})
-        matcher = library().LLMatcher(vocabulary(engine.resources.tokens), made.lark)
-        assert matcher.consume_tokens(engine.resources.tokens.encode_text(text)) is fits
+        matcher = library().LLMatcher(vocabulary(engine.tokens), made.lark)
+        assert matcher.consume_tokens(engine.tokens.encode_text(text)) is fits
 
 
 def test_what_a_schema_cannot_enforce_is_a_note_if_it_is_not_strict(engine):
@@ -205,9 +205,9 @@ def test_a_form_is_for_one_answer(engine):
 def test_without_the_library_one_sentence_says_what_to_install(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidOptionError, match=r"blendrag\[grammar\]"):
-        answer_form({"type": "json_object"}, engine.resources.tokens)
-    assert answer_form({"type": "text"}, engine.resources.tokens) is None
-    assert answer_form(None, engine.resources.tokens) is None
+        answer_form({"type": "json_object"}, engine.tokens)
+    assert answer_form({"type": "text"}, engine.tokens) is None
+    assert answer_form(None, engine.tokens) is None
 
 
 def test_penalties_and_biases_change_which_token_is_chosen(tmp_path):

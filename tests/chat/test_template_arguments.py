@@ -86,7 +86,7 @@ def test_a_request_goes_before_the_defaults_of_its_engine(tmp_path: Path) -> Non
     defaults = {"chat_template_kwargs": {"tone": "dry"}, "enable_thinking": False}
     with scripted.engine([], tmp_path / "store", mode="full", **defaults) as engine:
         template = FORMS["enable_thinking"] + "{{ tone }}"
-        engine.resources.tokens.tokenizer.chat_template = template
+        engine.tokens.tokenizer.chat_template = template
 
         def prompt(**options: Any) -> str:
             engine.generate("Why?", **options)

@@ -38,7 +38,7 @@ def reply(prompt: str) -> str:
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlendEngine]:
     with scripted.engine(reply, tmp_path / "store", max_new_tokens=100, top_k=1) as made:
-        made.resources.tokens.tokenizer.chat_template = TEMPLATE
+        made.tokens.tokenizer.chat_template = TEMPLATE
         made.ingest([Document("a.txt", "The windmill is in the town. " * 8, "")]).whole()
         monkeypatch.setattr(asking.options, "engine_for", lambda *_, **__: nullcontext(made))
         yield made
@@ -101,7 +101,7 @@ def test_no_thinking_is_the_templates_own_switch(engine: BlendEngine) -> None:
 
 
 def test_a_template_without_a_switch_is_told_once(engine: BlendEngine) -> None:
-    engine.resources.tokens.tokenizer.chat_template = scripted.TEMPLATE
+    engine.tokens.tokenizer.chat_template = scripted.TEMPLATE
     result = invoke("chat", "--no-thinking", stdin=f"{QUESTION}\n" * 3)
     assert (
         result.stderr.count("note: thinking was not switched off: the chat template has no ") == 1

@@ -45,8 +45,8 @@ def test_a_store_remembers_its_model_from_the_first_moment(
     with Corpus.open(store, read_only=True) as corpus:
         assert corpus.manifest.model == str(model_dir)
     with BlendEngine(store=store) as engine:
-        assert engine.resources.model_name == str(model_dir)
-    assert shared_engine(store=store).resources.model_name == str(model_dir)
+        assert engine.model_name == str(model_dir)
+    assert shared_engine(store=store).model_name == str(model_dir)
     with pytest.raises(CorpusError, match="check the spelling"):
         shared_engine(store=tmp_path / "stroe")
     assert ask(store)["metrics"]["reused_tokens"] > 0

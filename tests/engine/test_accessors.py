@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "src" / "blendrag" / "engine"
 
 
-def test_nobody_outside_the_engine_uses_its_resources() -> None:
+def test_nobody_outside_the_engine_uses_its_insides() -> None:
     files = [
         path
         for folder in ("src", "integrations", "lab", "examples")
@@ -24,7 +24,7 @@ def test_nobody_outside_the_engine_uses_its_resources() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "resources"
+        if isinstance(node, ast.Attribute) and node.attr == "kv_namespace"
     ]
     assert not used
 
@@ -39,7 +39,7 @@ def test_names_tokens_and_context_need_no_weights(tmp_path: Path) -> None:
         rendered = engine.render("Where?")
         assert "Where?" in rendered.text
         assert engine.segments(rendered).ids == engine.segments("Where?").ids
-        assert not engine.resources.is_loaded
+        assert not engine.kv_namespace.model.is_loaded
 
 
 def test_a_rendered_prompt_is_answered_as_the_prompt_itself(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_mode_full_is_a_stock_prefill(engine):
 
 
 def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(engine):
-    adapter, used = engine.adapter, engine.resources
+    adapter, used = engine.adapter, engine.kv_namespace
     namespace = adapter.identity.namespace
     lead, chunk = tuple(tiny.random_ids(20, seed=4)[0].tolist()), (77,)
     learned = learned_namespace(namespace, "scope")
@@ -94,10 +94,11 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(engine):
         ):
             access = KVAccess(request, adapter, controller)
             planner = Mock(access=lambda request, check: access)
-            return Generation(BlendedRoad(used, planner, request, stream), stream).run()
+            return Generation(BlendedRoad(used.model, planner, request, stream), stream).run()
 
     blended = answer(
-        "blend", Controller(adapter, used.store, namespace, used.prefix_ids, 8, scope="scope")
+        "blend",
+        Controller(adapter, used.store, namespace, used.corpus.prefix_ids, 8, scope="scope"),
     )
     assert blended.metrics.reused_tokens == len(lead) - 1  # one to blend, one to begin with
     assert blended.texts == answer("full", None).texts
@@ -138,7 +139,7 @@ def test_a_chunk_cut_off_at_its_tail_is_reused_up_to_the_cut(engine):
     (chunk,) = answer.metrics.chunks
     assert chunk.outcome == "blended"
     assert "tail cut off" in chunk.reason
-    assert 0 < chunk.tokens < len(engine.resources.text_ids(whole))
+    assert 0 < chunk.tokens < len(engine.kv_namespace.model.text_ids(whole))
     assert difference < 1e-3
     assert_adds_up(answer)
 

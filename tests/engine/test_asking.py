@@ -51,7 +51,7 @@ def test_the_embedded_model_keeps_the_prompt_that_it_was_trained_on() -> None:
 def test_without_a_template_an_answer_ends_before_the_model_asks_itself(tmp_path: Path) -> None:
     said = "They did.\nQuestion: Who else?\nAnswer: Nobody."
     with scripted.engine([], tmp_path / "store", said) as engine:
-        engine.resources.tokens.tokenizer.chat_template = None
+        engine.tokens.tokenizer.chat_template = None
         engine.ingest([tiny.document(0)]).whole()
         assert engine.ask(QUESTION, stop="Nobody").text == "They did."
         assert engine.ask(QUESTION, stop="did").text == "They "
@@ -69,9 +69,9 @@ def test_opening_the_model_is_no_part_of_the_time_to_first_token(
 
     monkeypatch.setattr(time, "perf_counter", lambda: real() + passed_s[0])
 
-    monkeypatch.setattr("blendrag.engine.resources.load_adapter", slowly)
+    monkeypatch.setattr("blendrag.engine.lazy_model.load_adapter", slowly)
     monkeypatch.setattr(
-        "blendrag.engine.resources.load_tokens", lambda *_: tiny.adapter(tiny.llama()).tokens
+        "blendrag.engine.lazy_model.load_tokens", lambda *_: tiny.adapter(tiny.llama()).tokens
     )
     with tiny.engine("some/model", tmp_path / "store") as engine:
         first = engine.generate("What?", max_new_tokens=1).metrics
@@ -95,7 +95,7 @@ def test_opening_the_embedder_is_no_part_of_the_time_to_first_token(
 
     with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
         engine.ingest([tiny.document(0)])
-        engine.resources.__dict__["embedder"] = Slow()
+        engine.kv_namespace.corpus.__dict__["embedder"] = Slow()
         first = engine.ask(QUESTION, max_new_tokens=1).metrics
         second = engine.ask(QUESTION, max_new_tokens=1).metrics
     assert first.opening_s >= 1000.0
@@ -121,7 +121,7 @@ def test_waiting_for_earlier_requests_is_part_of_the_time_to_first_token(
 def test_what_was_retrieved_is_not_searched_for_in_the_prompt(tmp_path: Path) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
         engine.ingest([tiny.document(i, paragraphs=2) for i in range(2)]).whole()
-        corpus = engine.resources.corpus
+        corpus = engine.corpus
         with tiny.counted(corpus, "known_to") as searched:
             answer = engine.ask(QUESTION, top_k=2)
             list(engine.ask_stream(QUESTION, top_k=2))
@@ -142,7 +142,7 @@ def test_a_question_is_asked_in_the_light_of_those_before(
     tmp_path: Path, template: str | None
 ) -> None:
     with scripted.engine([], tmp_path / "store") as engine:
-        engine.resources.tokens.tokenizer.chat_template = template
+        engine.tokens.tokenizer.chat_template = template
         engine.ingest([tiny.document(i, paragraphs=2) for i in range(8)]).whole()
         about = "What did Paragraph 501 tell of Place3507?"
         alone = engine.ask("And when?", top_k=1)
@@ -178,10 +178,10 @@ def test_a_full_conversation_is_rendered_once_for_each_turn_that_is_left_out(
             len(engine.segments(engine.prompts.over(QUESTION, (), [turn] * n, Options())).ids)
             for n in (2, 3)
         ]
-        chunk = len(engine.resources.text_ids(engine.retrieve(QUESTION, 1)[0].text))
+        chunk = len(engine.kv_namespace.model.text_ids(engine.retrieve(QUESTION, 1)[0].text))
         # two turns fit beside the chunk and a short answer, three do not
         context = (sum(sizes) // 2 + chunk) * 4 // 3
-        monkeypatch.setattr(type(engine.resources), "context_tokens", context)
+        monkeypatch.setattr(type(engine.kv_namespace.model), "context_tokens", context)
         with tiny.counted(asking, "render") as rendered:
             pieces = engine.ask_stream(QUESTION, 1, history=[turn] * 5, trim_history=True)
         list(pieces)

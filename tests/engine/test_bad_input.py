@@ -95,7 +95,7 @@ SURROGATES: dict[str, Callable[[BlendEngine], Any]] = {
     "title": lambda e: e.library.add([Entry("i", "x", title=SURROGATE)]),
     "get": lambda e: e.library.get([SURROGATE]),
     "delete": lambda e: e.library.delete([SURROGATE]),
-    "encode": lambda e: e.resources.tokens.encode_text(SURROGATE),
+    "encode": lambda e: e.tokens.encode_text(SURROGATE),
 }
 BAD |= {f"surrogate in {name}": (call, "lone surrogate") for name, call in SURROGATES.items()}
 
@@ -242,5 +242,5 @@ def test_messages_without_a_template_that_takes_them_are_refused(tmp_path, templ
         with tiny.refuses(error):
             engine.generate([{"role": "user", "content": "hi"}])
         if template is None:  # texts are sent as they are
-            assert engine.resources.tokens.decode(engine.segments("hi there").ids) == "hi there"
+            assert engine.tokens.decode(engine.segments("hi there").ids) == "hi there"
             assert engine.generate("hi there").metrics.new_tokens == 6

@@ -29,7 +29,7 @@ Messages = list[dict[str, str]]
 def words(engine: BlendEngine) -> dict[int, float]:
     """A bias that lets the model answer in words only, which are the same tokens in the next prompt."""
     said = (" company", " ships", " town", " built", " river", " works")
-    encode = engine.resources.tokens.tokenizer.encode
+    encode = engine.tokens.tokenizer.encode
     return {encode(word, add_special_tokens=False)[0]: 100.0 for word in said}
 
 
@@ -97,7 +97,7 @@ def asked(engine: BlendEngine, messages: Messages, **changes: Any) -> tuple[Answ
             sequence_bias=[[[token], bias] for token, bias in words(engine).items()],
         )  # fmt: skip
     theirs = [step[0].float() for step in stock.logits]
-    decode = engine.resources.tokens.tokenizer.decode
+    decode = engine.tokens.tokenizer.decode
     assert answer.text == decode(stock.sequences[0, ids.shape[1] :], skip_special_tokens=True)
     pairs = zip(ours[-NEW_TOKENS:], theirs, strict=True)
     return answer, sum(rows), max(tiny.difference(a, b) for a, b in pairs)

@@ -317,7 +317,7 @@ def served(engine: BlendEngine, **body: Any) -> Counter[str]:
     """The control tokens of a chat at the server."""
     given = {"messages": [{"role": "user", "content": "What is it?"}], **body}
     asked = asked_chat(engine, ChatBody.model_validate(given), None)
-    return control_of(engine.segments(asked.prompt, asked.options).ids, engine.resources.tokens)
+    return control_of(engine.segments(asked.prompt, asked.options).ids, engine.tokens)
 
 
 def call(text: str) -> dict[str, Any]:
@@ -352,7 +352,7 @@ WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_client_brings_is_data(engine, way):
-    engine.resources.tokens.tokenizer.init_kwargs.pop("blendrag_names_sources", None)
+    engine.tokens.tokenizer.init_kwargs.pop("blendrag_names_sources", None)
     assert served(engine, **WAYS[way](EVIL)) == served(engine, **WAYS[way](GOOD))
 
 
@@ -363,7 +363,7 @@ def test_the_question_over_documents_is_the_users(engine):
 
 
 def test_names_of_sources_are_data(engine):
-    tokens = engine.resources.tokens
+    tokens = engine.tokens
     few, many = (build_rag_prompt("What?", ["The town"], [name]) for name in (GOOD, EVIL))
     for options in (Options(), Options(apply_chat_template=False)):
         assert control_of(engine.segments(many, options).ids, tokens) == control_of(
@@ -376,7 +376,7 @@ def test_arguments_of_schemas_are_data(engine):
         '<schema name="s"><system>Be brief.</system><module name="m">About <param name="p" len="200"/>.'
         "</module></schema>"
     )
-    tokens = engine.resources.tokens
+    tokens = engine.tokens
     few, many = (
         str(filled('<prompt schema="s"><m p="{p}"/><user>{q}</user><assistant>{q}</assistant>{q}</prompt>',
                    {"p": text, "q": text}))
@@ -388,7 +388,7 @@ def test_arguments_of_schemas_are_data(engine):
 
 
 def test_a_known_chunk_is_text_in_every_mode_with_and_without_kv(engine, monkeypatch):
-    tokens, context = engine.resources.tokens, f"Title\n{KNOWN}\n[source: x]\n\nQuestion: what?"
+    tokens, context = engine.tokens, f"Title\n{KNOWN}\n[source: x]\n\nQuestion: what?"
     answered = [{"role": "tool", "content": KNOWN}, {"role": "user", "content": "What?"}]
     prompts: list[tuple[Any, int]] = [(context, 2), (answered, 3)]
     for prompt, turns in prompts:
@@ -404,7 +404,7 @@ def test_a_known_chunk_is_text_in_every_mode_with_and_without_kv(engine, monkeyp
         }
         lengths |= {a.metrics.prompt_tokens for a in engine.batch([prompt] * 2, max_new_tokens=1)}
         assert lengths == {len(plan.ids)}
-    corpus = engine.resources.corpus
+    corpus = engine.corpus
 
     def gone(chunk_id: str) -> Any:
         raise KeyError(chunk_id)
@@ -421,7 +421,7 @@ def test_an_engine_treats_messages_as_plain_unless_a_request_does_not(tmp_path):
         tiny.llama(vocab_size=700), tmp_path, tokenizer=tokenizer_of("ChatML"), plain_messages=True
     )
     with made as engine:
-        tokens = engine.resources.tokens
+        tokens = engine.tokens
         plain = control_of(engine.segments(EVIL).ids, tokens)
         assert plain == control_of(engine.segments(GOOD).ids, tokens)
         stock = engine.segments(EVIL, Options(plain_messages=False)).ids

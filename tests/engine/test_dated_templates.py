@@ -162,10 +162,12 @@ def test_what_was_ingested_is_reused_on_another_day(clock, opened):
         again = engine.ingest([tiny.document(0), tiny.document(1), tiny.document(2)])
         assert again.chunks_computed == len(tiny.chunk_texts(engine, 2))
         answer = engine.generate(tiny.prompt(engine, 0), Options(mode="blend", ratio=0.3))
-        chunks = [len(engine.resources.text_ids(text)) for text in tiny.chunk_texts(engine, 0)]
+        chunks = [
+            len(engine.kv_namespace.model.text_ids(text)) for text in tiny.chunk_texts(engine, 0)
+        ]
         assert answer.metrics.reused_tokens >= sum(chunks)
         assert {chunk.outcome for chunk in answer.metrics.chunks} == {"blended"}, "none is exact"
-        text = engine.resources.tokens.decode(engine.segments(tiny.prompt(engine, 0)).ids)
+        text = engine.tokens.decode(engine.segments(tiny.prompt(engine, 0)).ids)
         assert "Today Date: 03 Dec 2026" in text
 
 
@@ -184,8 +186,8 @@ def test_two_machines_share_a_remote_on_two_days(clock, opened, tmp_path):
 def test_the_part_before_the_date_is_reused_on_another_day_in_mode_prefix(clock, opened):
     with opened() as engine:
         engine.ingest([tiny.document(0)])
-        before = len(engine.resources.undated_ids)
-        assert 8 <= before < len(engine.resources.prefix_ids)
+        before = len(engine.kv_namespace.corpus.undated_ids)
+        assert 8 <= before < len(engine.manifest.prefix_ids)
         assert reused(engine, "prefix") == before
     clock.day = DAY_2
     with opened() as engine:
@@ -200,7 +202,7 @@ def test_mode_prefix_reuses_todays_first_chunk_within_a_day(clock, opened):
         reused(engine, "prefix")
         assert reused(engine, "prefix") == end
         clock.day = DAY_2
-        assert reused(engine, "prefix") == len(engine.resources.undated_ids)
+        assert reused(engine, "prefix") == len(engine.kv_namespace.corpus.undated_ids)
         assert reused(engine, "prefix") == end
 
 

@@ -100,7 +100,7 @@ def test_a_stop_string_ends_generation_with_its_last_token(says: BlendEngine) ->
     model = says.adapter.model
     before = model.forwards
     answer = says.generate("?", Options(stop=("1874",)))
-    tokens = says.resources.tokens.encode_text(SAID[: SAID.index("1874") + 4])
+    tokens = says.tokens.encode_text(SAID[: SAID.index("1874") + 4])
     assert model.forwards - before == answer.metrics.new_tokens == len(tokens)
 
 
@@ -317,7 +317,7 @@ def test_logprobs_cover_the_answer_without_its_end_token(says: BlendEngine) -> N
     assert answer.text == SAID
     assert answer.logprobs is not None
     assert "".join(t.token for t in answer.logprobs) == SAID
-    assert [t.id for t in answer.logprobs] == says.resources.tokens.encode_text(SAID)
+    assert [t.id for t in answer.logprobs] == says.tokens.encode_text(SAID)
     assert answer.metrics.new_tokens == len(answer.logprobs) + 1
     built = next(t for t in answer.logprobs if t.token == " built")
     assert len(built.top) == 2

@@ -13,7 +13,7 @@ import torch
 import scripted
 import tiny
 from blendrag.corpus.corpus import Corpus
-from blendrag.engine import BlendEngine, Options, resources
+from blendrag.engine import BlendEngine, Options, lazy_model
 from blendrag.engine.library import Entry
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.errors import CorpusError, InvalidInputError
@@ -35,11 +35,11 @@ def made(root: Path, **changes: Any) -> BlendEngine:
 
 
 def keys(engine: BlendEngine) -> set[str]:
-    return set(engine.resources.store.keys(engine.adapter.identity.namespace))
+    return set(engine.store.keys(engine.adapter.identity.namespace))
 
 
 def probe_key(engine: BlendEngine) -> str:
-    return engine.resources.kv_validity.probe_key(engine.adapter.identity.namespace)
+    return engine.kv_namespace.validity.probe_key(engine.adapter.identity.namespace)
 
 
 def expected_keys(engine: BlendEngine, *numbers: int) -> set[str]:
@@ -67,7 +67,7 @@ def test_ingest_stores_the_kv_of_every_chunk_once(empty):
     assert (second.chunks_computed, second.documents_unchanged) == (0, 2)
     assert second.chunks_skipped == second.chunks == first.chunks
     tiny.lose_kv(empty, tiny.chunk_keys(empty, 0)[0])
-    with tiny.counted(empty.resources.embedder, "embed") as calls:
+    with tiny.counted(empty.kv_namespace.corpus.embedder, "embed") as calls:
         third = empty.ingest([replace(DOCUMENTS[0], metadata={"year": 1871}), DOCUMENTS[1]])
     assert (third.chunks_computed, calls) == (1, [])
     assert keys(empty) == expected_keys(empty, 0, 1)
@@ -102,7 +102,7 @@ def test_a_changed_row_of_a_table_encodes_few_chunks_and_each_is_recognised(empt
     assert 1 <= second.chunks_computed <= 3
     assert empty.ingest([path]).chunks_computed == 0
     text = path.read_text()
-    chunks = empty.resources.require_corpus().chunks_of(str(path))
+    chunks = empty.require_corpus().chunks_of(str(path))
     assert "\n".join(text[c.start : c.end] for c in chunks) == text
     (found,) = empty.retrieve("P-050 part 50", 1)
     assert found.text.startswith("sku,name,price,weight\n")
@@ -110,7 +110,7 @@ def test_a_changed_row_of_a_table_encodes_few_chunks_and_each_is_recognised(empt
     pasted = f"{tiny.LEAD}{found.text}\n\nQuestion: What does P-050 cost?"
     assert (
         empty.generate(pasted).metrics.reused_tokens
-        >= empty.resources.chunker().count(found.text) - 8
+        >= empty.kv_namespace.corpus.chunker().count(found.text) - 8
     )
 
 
@@ -193,7 +193,7 @@ def test_a_document_ingested_again_during_its_removal_is_removed(empty, monkeypa
     monkeypatch.setattr(Corpus, "remove_source", ingested_anew_before)
     assert empty.remove(["doc0.txt"]) == 1
     assert Corpus.remove_source is real
-    assert empty.resources.require_corpus().sources() == []
+    assert empty.require_corpus().sources() == []
     assert keys(empty) == {probe_key(empty)}
 
 
@@ -214,7 +214,7 @@ def test_an_unchanged_corpus_is_recognised_without_loading_the_model(
     with made(tmp_path / "loaded") as engine:
         assert engine.generate(text, Options(mode="full")).text == by_path.text
     with tiny.engine(checkpoint, tmp_path / "s", tokenizer=None) as engine:
-        monkeypatch.setattr(resources, "load_adapter", refuse)
+        monkeypatch.setattr(lazy_model, "load_adapter", refuse)
         report = engine.ingest(DOCUMENTS)
         assert (report.chunks_computed, report.documents_unchanged) == (0, 2)
         with pytest.raises(AssertionError, match="was loaded"):
@@ -225,7 +225,7 @@ def test_an_unchanged_corpus_is_recognised_without_loading_the_model(
 def test_a_model_that_computes_other_kv_renews_what_is_stored(
     checkpoint, tmp_path, monkeypatch, change
 ):
-    load = resources.load_adapter
+    load = lazy_model.load_adapter
 
     def with_another_kernel(*args: Any) -> Any:  # the same fingerprint, other numbers
         adapter = load(*args)
@@ -237,7 +237,7 @@ def test_a_model_that_computes_other_kv_renews_what_is_stored(
     if change == "weights":
         tiny.llama(seed=4).save_pretrained(checkpoint)
     else:
-        monkeypatch.setattr(resources, "load_adapter", with_another_kernel)
+        monkeypatch.setattr(lazy_model, "load_adapter", with_another_kernel)
     with tiny.engine(checkpoint, tmp_path / "s", tokenizer=None) as engine:
         report = engine.ingest(DOCUMENTS)
         assert report.chunks_computed == report.chunks
@@ -251,7 +251,7 @@ def test_a_model_that_computes_other_kv_renews_what_is_stored(
 def test_without_encode_prefix_chunks_are_encoded_alone(tmp_path):
     with made(tmp_path, encode_prefix=False) as engine:
         engine.ingest(DOCUMENTS[:1])
-        ids = engine.resources.text_ids(tiny.chunk_texts(engine, 0)[0])
+        ids = engine.kv_namespace.model.text_ids(tiny.chunk_texts(engine, 0)[0])
         bare = tiny.stored_kv(engine, ids, ())
         assert bare is not None
         alone = engine.adapter.encode((), ids).layers[-1]
@@ -265,14 +265,14 @@ def test_without_encode_prefix_chunks_are_encoded_alone(tmp_path):
         assert tiny.difference(blended, full) < 1e-4
         assert tiny.difference(reused, full) > 1e-2
     with made(tmp_path) as engine:
-        assert engine.resources.prefix_ids == (), "the corpus remembers it"
+        assert engine.manifest.prefix_ids == (), "the corpus remembers it"
         assert engine.generate(text).metrics.reused_tokens > 0
 
 
 def test_chunks_are_encoded_after_the_head_of_the_engines_own_prompts(tmp_path):
     with made(tmp_path) as engine:
         engine.ingest(DOCUMENTS[:2])
-        head = engine.resources.prefix_ids
+        head = engine.manifest.prefix_ids
         answer = engine.ask("What did the company of Place0 build?")
         assert len(head) > 1
         asked = engine.segments(build_rag_prompt("What?", tiny.chunk_texts(engine, 1)))
@@ -284,7 +284,7 @@ def test_chunks_are_encoded_after_the_head_of_the_engines_own_prompts(tmp_path):
 
 def before_first_document(engine: BlendEngine, action: Any) -> None:
     """Run ``action`` before ``engine`` writes its first document."""
-    corpus = engine.resources.create_corpus()
+    corpus = engine.kv_namespace.corpus.create()
     real = corpus.put_document
 
     def put_document(*args: Any) -> list[str]:
@@ -312,17 +312,17 @@ def test_of_two_first_ingests_with_other_settings_one_is_refused(tmp_path, one, 
                 slow.ingest(DOCUMENTS)
             assert "repeat the command" in str(caught.value)
             assert "\n" not in str(caught.value)
-            assert fast.resources.require_corpus().sources() == ["doc0.txt"]
+            assert fast.require_corpus().sources() == ["doc0.txt"]
         if error and one:  # settings that were named differ from the store's
             with tiny.refuses("into another store"):
                 slow.ingest(DOCUMENTS)
         else:
             assert slow.ingest(DOCUMENTS).whole().chunks > 0
-            assert slow.resources.manifest.encoding == other["kv_encoding"]
+            assert slow.manifest.encoding == other["kv_encoding"]
             assert reused_share(slow) == 1
         fast.ingest(DOCUMENTS).whole()
         assert fast.ingest(DOCUMENTS).chunks_computed == 0
-        assert fast.resources.require_corpus().manifest.namespace == fast.resources.namespace()
+        assert fast.require_corpus().manifest.namespace == fast.kv_namespace.name()
         assert reused_share(fast) == 1
 
 
@@ -330,17 +330,17 @@ def test_settings_that_another_ingest_decides_meanwhile_are_not_taken_for_a_chan
     tmp_path, monkeypatch
 ):
     with made(tmp_path, kv_encoding="int8") as gave_up:
-        gave_up.resources.create_corpus()  # the settings of an empty store can change
+        gave_up.kv_namespace.corpus.create()  # the settings of an empty store can change
     with made(tmp_path) as slow, made(tmp_path, kv_encoding="int8") as fast:
         assert slow.adapter.layout
-        real = slow.resources.store.pin
+        real = slow.store.pin
 
         def pin(namespace: str, key: str) -> None:
             monkeypatch.undo()
             fast.ingest(DOCUMENTS).whole()
             real(namespace, key)
 
-        monkeypatch.setattr(slow.resources.store, "pin", pin)
+        monkeypatch.setattr(slow.store, "pin", pin)
         with pytest.raises(CorpusError, match="encoding 'int8' instead of 'native'"):
             slow.ingest(DOCUMENTS)
         assert reused_share(fast) == 1
@@ -424,9 +424,7 @@ def test_good_files_are_stored_past_hostile_ones(empty, tmp_path):
     for name, content in good.items():
         (folder / name).write_bytes(content)
     report = empty.ingest([folder])
-    stored = {
-        Path(each.source.partition("#")[0]).name for each in empty.resources.corpus.documents()
-    }
+    stored = {Path(each.source.partition("#")[0]).name for each in empty.corpus.documents()}
     assert stored == {*good}
     failed = {Path(failure.partition(": ")[0]).name for failure in report.failures}
     assert failed == {*names}
@@ -457,6 +455,6 @@ def test_an_ingest_does_not_wait_for_answers_that_run(tmp_path: Path) -> None:
 
 
 def stored_layers(engine: BlendEngine, number: int) -> list[torch.Tensor]:
-    ids = [engine.resources.text_ids(text) for text in tiny.chunk_texts(engine, number)]
+    ids = [engine.kv_namespace.model.text_ids(text) for text in tiny.chunk_texts(engine, number)]
     found = [tiny.stored_kv(engine, each) for each in ids]
     return [layer for kv in found if kv is not None for layer in kv.layers]

@@ -213,7 +213,7 @@ def within(monkeypatch: pytest.MonkeyPatch, pauses: Pauses, target: Any, name: s
 def test_encoding_of_missing_chunks_pauses(engine, pauses, monkeypatch):
     short = Options(max_new_tokens=4, ratio=0.2)
     expected = engine.generate(asked(engine, 2), short).text
-    paused = within(monkeypatch, pauses, engine.resources.kv_validity, "encode")
+    paused = within(monkeypatch, pauses, engine.kv_namespace.validity, "encode")
     tiny.lose_kv(engine, *tiny.chunk_keys(engine, 2))
     with engine.scheduler.held():
         first = stream(engine, 0)

@@ -22,7 +22,7 @@ SHARED = Options().scope
 
 def allow(monkeypatch, engine, size_bytes):
     """Let KV of learned passages take so many bytes."""
-    writer = engine.resources.store.disk._writer
+    writer = engine.store.disk._writer
     monkeypatch.setattr(writer, "learned_limit_bytes", lambda written=0: size_bytes)
 
 
@@ -49,7 +49,7 @@ def learned(engine):
 
 def stored_text(engine):
     """Everything in the store's directory, as text."""
-    files = [file for file in engine.resources.root.rglob("*") if file.is_file()]
+    files = [file for file in engine.root.rglob("*") if file.is_file()]
     return b"".join(file.read_bytes() for file in files).decode("utf-8", "replace")
 
 
@@ -69,7 +69,7 @@ def test_a_passage_is_reused_from_its_third_prompt_on(engine, pauses):
 def test_what_was_learned_is_told_and_counted(engine):
     engine.generate(prompt(0, 1))
     second = engine.generate(prompt(1, 0, question="When?")).metrics
-    tokens = sum(len(engine.resources.text_ids(text)) for text in TEXTS[:2])
+    tokens = sum(len(engine.kv_namespace.model.text_ids(text)) for text in TEXTS[:2])
     assert second.learned_tokens == tokens
     assert second.notes[-1].startswith(f"2 passages ({tokens:,} tokens) were in an earlier prompt")
     assert 'blendrag_store_learned_passages_total{store="' in engine.prometheus()
@@ -89,10 +89,10 @@ def test_a_stored_passage_is_encoded_alone_and_full_recompute_is_a_stock_prefill
     for order in ((0, 1, 2), (2, 0, 1)):
         engine.generate(prompt(*order, question=f"Where is {order}?"))
         engine.drain()
-    ids = engine.resources.text_ids(TEXTS[1])
+    ids = engine.kv_namespace.model.text_ids(TEXTS[1])
     kv, alone = (
         tiny.stored_kv(engine, ids, scope=SHARED),
-        engine.adapter.encode(engine.resources.prefix_ids, ids),
+        engine.adapter.encode(engine.manifest.prefix_ids, ids),
     )
     assert all((a == b).all() for a, b in zip(kv.layers, alone.layers, strict=True))
     text = prompt(1, 2, 0)
@@ -184,14 +184,14 @@ def test_a_system_prompt_before_learned_passages_is_an_exact_prefix(engine):
         metrics = engine.generate(messages).metrics
         engine.drain()
     assert sorted(learned(engine)) == sorted(TEXTS[:2])
-    assert metrics.prefix_tokens > len(engine.resources.text_ids(rules))
+    assert metrics.prefix_tokens > len(engine.kv_namespace.model.text_ids(rules))
 
 
 def test_learned_passages_outlive_the_engine(engine):
     for n in range(2):
         engine.generate(prompt(0, 1, question=f"Where is {n}?"))
     engine.drain()
-    root = engine.resources.root
+    root = engine.root
     engine.close()
     listed = CliRunner().invoke(app, ["list", "--store", str(root)]).output
     assert "0 documents, 2 passages learned from prompts" in listed
@@ -205,11 +205,11 @@ def test_learned_passages_outlive_the_engine(engine):
 def test_they_do_not_bind_the_settings_of_a_corpus(engine):
     for n in range(2):
         engine.generate(prompt(0, 1, question=f"Where is {n}?"))
-    root = engine.resources.root
+    root = engine.root
     engine.close()
     with tiny.engine(tiny.llama(), root, chunk_tokens=64, prefix_text=tiny.BOS) as other:
         other.ingest([tiny.document(1)])
-        assert other.resources.manifest.chunk_tokens == 64
+        assert other.manifest.chunk_tokens == 64
         engine_prompt = tiny.prompt(other, 1)
         assert reused(other.generate(engine_prompt)) > 0.8
 
@@ -225,7 +225,9 @@ def test_their_kv_is_bounded_and_the_least_recently_used_are_forgotten(engine, m
     engine.generate(prompt(0, 3, 2))
     engine.drain()
     assert sorted(learned(engine)) == sorted(TEXTS[n] for n in (0, 2, 3))
-    assert tiny.stored_kv(engine, engine.resources.text_ids(TEXTS[1]), scope=SHARED) is None
+    assert (
+        tiny.stored_kv(engine, engine.kv_namespace.model.text_ids(TEXTS[1]), scope=SHARED) is None
+    )
     allow(monkeypatch, engine, 0)
     for _ in range(2):
         engine.generate(prompt(4, 5))
@@ -237,7 +239,7 @@ def test_an_error_ends_learning_and_fails_no_request(error, engine, monkeypatch,
     def full(*args):
         raise error("the disk is full")
 
-    monkeypatch.setattr(type(engine.resources), "create_corpus", full)
+    monkeypatch.setattr(type(engine.kv_namespace.corpus), "create", full)
     for _ in range(3):
         assert engine.generate(prompt(0, 1)).metrics.learned_tokens == 0
     assert caplog.text.count("learns no more passages from prompts: the disk is full") == 1

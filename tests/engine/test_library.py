@@ -103,7 +103,7 @@ def test_unchanged_texts_are_neither_encoded_nor_embedded_again(engine, monkeypa
         raise AssertionError("model or embedder was used")
 
     monkeypatch.setattr(engine.adapter, "encode", refuse)
-    monkeypatch.setattr(engine.resources.embedder, "embed", refuse)
+    monkeypatch.setattr(engine.kv_namespace.corpus.embedder, "embed", refuse)
     assert counts(engine.library.add([entry(2), entry(1)])) == (0, 0, 2, 0)
     moved = engine.library.add([entry(1, metadata={"new": True}), entry(3, text=tiny.sentence(2))])
     assert counts(moved) == (1, 1, 0, 0)
@@ -187,9 +187,9 @@ def test_kv_left_for_later_is_computed_after_a_query_missed_it(engine):
     assert reused(engine, tiny.sentence(1)) == 0
     engine.drain()
     assert engine.library.has_kv(["id1"]) == {"id1": True}
-    corpus = engine.resources.require_corpus()
+    corpus = engine.require_corpus()
     ((_, key),) = kv_writer.kv_keys(
-        engine.resources, corpus, chunk_id_of(tiny.sentence(1)), tiny.sentence(1)
+        engine.kv_namespace, corpus, chunk_id_of(tiny.sentence(1)), tiny.sentence(1)
     )
     tiny.lose_kv(engine, key)
     assert counts(engine.library.add([entry(1)])) == (0, 0, 1, 1), "or by the next add"
@@ -265,7 +265,7 @@ def test_a_crash_before_rows_were_written_is_resumed_or_repaired(tmp_path, monke
         assert stored(engine) == 4
         assert engine.library.ids() == ["id9"]
     with opened(tmp_path) as engine:
-        with engine.resources.require_corpus().dropped.adding():  # by another process
+        with engine.require_corpus().dropped.adding():  # by another process
             assert counts(engine.library.add([entry(0)])) == (1, 0, 0, 0), "its KV was kept"
             assert stored(engine) == 4, "the others may be that one's"
         assert engine.library.repair() == 2
@@ -293,7 +293,7 @@ def test_kv_of_a_running_addition_is_kept_whatever_the_clock_says(
 
 def test_a_stopped_process_that_removes_documents_is_an_error_of_an_addition(engine, monkeypatch):
     engine.library.add([entry(0)])
-    corpus = engine.resources.require_corpus()
+    corpus = engine.require_corpus()
     monkeypatch.setattr("blendrag.corpus.documents.BUSY_TIMEOUT_S", 0.0)
     with (corpus.directory / "adding.lock").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -340,7 +340,7 @@ def test_an_error_halfway_adds_nothing_and_leaves_no_kv(engine, monkeypatch, fai
 
 def test_an_error_of_cleaning_up_does_not_hide_a_full_store(engine, monkeypatch):
     engine.library.add([entry(0)])
-    corpus = engine.resources.require_corpus()
+    corpus = engine.require_corpus()
     note = corpus.dropped.note
 
     def until_full(chunks: Any, since: float) -> None:

@@ -59,7 +59,7 @@ def test_kv_that_a_newer_library_no_longer_computes_names_the_versions(
 ) -> None:
     with tiny.engine(tiny.llama(), tmp_path) as engine:
         engine.ingest([tiny.document(0)]).whole()
-        namespace = engine.resources.kv_validity.namespace
+        namespace = engine.kv_namespace.validity.namespace
         then = recorded(tmp_path, namespace)
         assert then is not None
         records_of(tmp_path, namespace).keep(replace(then, transformers="4.0"))

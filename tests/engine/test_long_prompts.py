@@ -115,8 +115,8 @@ def test_kv_of_one_table_is_not_loaded_for_the_other(engine):
     for _ in range(2):
         engine.generate(text, BLEND)
         engine.drain()
-    used = engine.resources
-    long = kv_namespace(used.kv_validity.namespace, scope=None, is_long=True)
+    used = engine.kv_namespace
+    long = kv_namespace(used.validity.namespace, scope=None, is_long=True)
     chunks = sum(len(tiny.chunk_texts(engine, i)) for i in range(3))
     assert len(list(used.store.keys(long))) == chunks
     engine.remove(["doc0.txt"])

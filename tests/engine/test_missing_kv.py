@@ -52,7 +52,7 @@ def notes(answer: Answer) -> list[str]:
 @pytest.fixture
 def encodings(engine: BlendEngine) -> Iterator[list[tuple]]:
     """Namespace, ids and prefix of everything that is encoded."""
-    with tiny.counted(engine.resources.kv_validity, "encode") as calls:
+    with tiny.counted(engine.kv_namespace.validity, "encode") as calls:
         yield calls
 
 
@@ -62,7 +62,7 @@ def chunks(encodings: list[tuple]) -> int:
 
 
 def test_texts_may_be_embedded_between_the_layers_of_background_encoding(engine, monkeypatch):
-    validity, within = engine.resources.kv_validity, []
+    validity, within = engine.kv_namespace.validity, []
     real = validity.encode
 
     def encode(*given):
@@ -73,7 +73,7 @@ def test_texts_may_be_embedded_between_the_layers_of_background_encoding(engine,
 
     lose(engine)
     monkeypatch.setattr(validity, "encode", encode)
-    with tiny.counted(engine.resources.embedding_turns, "before_step") as steps:
+    with tiny.counted(engine.kv_namespace.corpus.embedding_turns, "before_step") as steps:
         engine.generate(tiny.prompt(engine, 0, 1), BLEND)
         engine.drain()
     assert set(within) == {len(engine.adapter.decoder_layers)}
@@ -89,7 +89,7 @@ def test_a_missing_chunk_is_computed_and_then_encoded_alone(engine):
     assert not notes(first)
     engine.drain()
     assert computed(engine.generate(text, BLEND)) == 0
-    plan, prefix = engine.segments(text), engine.resources.prefix_ids
+    plan, prefix = engine.segments(text), engine.manifest.prefix_ids
     for segment in plan.chunks[-len(keys) :]:
         kv = tiny.stored_kv(engine, segment.stored_ids)
         assert kv is not None
@@ -149,7 +149,7 @@ def test_a_full_store_does_not_fail_a_request(engine, encodings, monkeypatch):
     def full(*args: Any) -> None:
         raise StoreFullError("the store is full")
 
-    monkeypatch.setattr(engine.resources.store, "put", full)
+    monkeypatch.setattr(engine.store, "put", full)
     first, second = answers(engine, 2)
     assert first.text == second.text
     assert chunks(encodings) == 1  # nothing more is encoded once the store is full
@@ -158,10 +158,10 @@ def test_a_full_store_does_not_fail_a_request(engine, encodings, monkeypatch):
 
 def test_a_cancelled_request_stops_encoding_first(engine):
     keys = lose(engine)
-    background: BackgroundWriter = engine.background
-    used = engine.resources
-    ids = [used.text_ids(text) for text in tiny.chunk_texts(engine, 1)]
-    missing = [Job(each, used.prefix_ids, None) for each in ids]
+    background: BackgroundWriter = engine._background
+    used = engine.kv_namespace
+    ids = [used.model.text_ids(text) for text in tiny.chunk_texts(engine, 1)]
+    missing = [Job(each, used.corpus.prefix_ids, None) for each in ids]
     checks = iter([None, RequestCancelled()])
 
     def check() -> None:
@@ -170,7 +170,7 @@ def test_a_cancelled_request_stops_encoding_first(engine):
 
     with pytest.raises(RequestCancelled):
         engine.scheduler.run(lambda: background.encode_first(missing, check))
-    store, namespace = engine.resources.store, engine.adapter.identity.namespace
+    store, namespace = engine.store, engine.adapter.identity.namespace
     assert len(store.where(namespace, keys)) == 1
 
 
@@ -178,7 +178,7 @@ def test_the_queue_of_chunks_to_encode_is_bounded(engine, monkeypatch):
     monkeypatch.setattr(kv_writer, "QUEUED_CHUNKS", 1)
     keys, text = lose(engine), tiny.prompt(engine, 0, 1)
     assert len(keys) > 1
-    store, namespace = engine.resources.store, engine.adapter.identity.namespace
+    store, namespace = engine.store, engine.adapter.identity.namespace
     for there in (1, 2):
         engine.generate(text, BLEND)
         engine.drain()

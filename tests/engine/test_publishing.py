@@ -73,7 +73,7 @@ def test_publishing_copies_what_only_this_machine_has(machine, bucket):
         assert one.publish().missing == 0
         assert all(path.exists() for path in lost)
         lost[0].unlink()
-        one.resources.store.disk.delete(lost[0].parts[-3], lost[0].stem)
+        one.store.disk.delete(lost[0].parts[-3], lost[0].stem)
         again = one.publish()
         assert (again.serial, again.missing) == (2, 1)
 
@@ -95,14 +95,14 @@ def test_a_running_engine_follows_without_failing_a_request(machine):
         one.publish()
         two.follow()
         two.open()
-        with closing(Follower(two.resources, every_s=0.05)):
+        with closing(Follower(two.kv_namespace, every_s=0.05)):
             running = two.stream(tiny.prompt(two, 0), max_new_tokens=40)
             next(running)
             one.ingest([tiny.document(1)])
             one.remove([tiny.document(0).source])
             assert one.publish().serial == 2
             until = time.monotonic() + 120
-            while two.resources.corpus.sources() != [tiny.document(1).source]:
+            while two.corpus.sources() != [tiny.document(1).source]:
                 assert time.monotonic() < until
                 time.sleep(0.02)
             assert "".join(running)
@@ -119,12 +119,12 @@ def test_following_goes_on_after_a_full_disk(machine, monkeypatch, caplog):
         one.publish()
         real, until = sharing.follow, time.monotonic() + 120
         monkeypatch.setattr(sharing, "follow", full)
-        with closing(Follower(two.resources, every_s=0.02)):
+        with closing(Follower(two.kv_namespace, every_s=0.02)):
             while "No space left" not in caplog.text:
                 assert time.monotonic() < until
                 time.sleep(0.02)
             monkeypatch.setattr(sharing, "follow", real)
-            while two.resources.corpus is None or not two.resources.corpus.has_documents:
+            while two.corpus is None or not two.corpus.has_documents:
                 assert time.monotonic() < until
                 time.sleep(0.02)
 
@@ -142,10 +142,10 @@ def test_following_ends_with_the_engine_although_the_remote_is_stopped(
         for name, value in environment(process.port).items():
             monkeypatch.setenv(name, value)
         settings = replace(two.settings, remote="s3://bucket/prefix")
-        monkeypatch.setattr(two.resources, "settings", settings)
+        monkeypatch.setattr(two.kv_namespace.corpus, "settings", settings)
         monkeypatch.setattr(sharing, "follow", follow)
         with process.suffering("frozen"):
-            follower = Follower(two.resources, every_s=0.01)
+            follower = Follower(two.kv_namespace, every_s=0.01)
             assert asked.wait(60)
             follower.close()
             assert not follower._thread.is_alive()

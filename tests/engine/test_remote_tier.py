@@ -56,13 +56,13 @@ def test_kv_that_one_machine_computed_is_loaded_by_another(machine):
         assert ingest(one).chunks_computed > 1
         assert ingest(two).chunks_computed == 0
         expected = []
-        real = two.resources.store.remote.open_all
-        two.resources.store.remote.open_all = lambda *args: expected.append(args[0]) or real(*args)
+        real = two.store.remote.open_all
+        two.store.remote.open_all = lambda *args: expected.append(args[0]) or real(*args)
         first = ask(two)
         assert len(expected[-1]) == len(first.metrics.chunks)
         assert tiers(first) == {"remote"}
         assert first.text == ask(alone).text
-        two.resources.store.drain()
+        two.store.drain()
         assert tiers(ask(two)) == {"disk"}
 
 
@@ -95,7 +95,7 @@ def test_a_chunk_that_is_wrong_in_the_remote_is_computed(machine, bucket):
         assert "failed verification" in chunks[0].reason
         ask(two)
         two.drain()  # encodes what was missed, which replaces the object
-        two.resources.store.flush()
+        two.store.flush()
         assert path.read_bytes()[-4:] != struct.pack("<f", 1e30)
 
 
@@ -159,7 +159,7 @@ def test_an_ingest_that_began_while_the_remote_was_down_is_completed_later(machi
     moved = bucket.rename(bucket.with_name("unmounted"))
     bucket.mkdir(mode=0o500)
     with machine("one") as one:
-        _ = one.resources.store  # which finds the remote working
+        _ = one.store  # which finds the remote working
         bucket.rmdir()
         bucket.write_text("no directory")
         with pytest.raises(StoreUnavailableError, match="not copied"):
@@ -176,10 +176,10 @@ def test_the_worker_does_not_wait_for_copies_to_a_slow_remote(machine, bucket, m
     with machine("one") as one:
         ingest(one)
         for key in tiny.chunk_keys(one, 0):
-            one.resources.store.delete(one.adapter.identity.namespace, key)
+            one.store.delete(one.adapter.identity.namespace, key)
             next(bucket.rglob(f"{key}.kv")).unlink()
         with monkeypatch.context() as behind:
-            behind.setattr(type(one.resources.store), "is_behind", True)
+            behind.setattr(type(one.store), "is_behind", True)
             ask(one)
             one.drain()
         assert tiers(ask(one)) == {""}
@@ -197,19 +197,19 @@ def test_what_is_encoded_before_an_answer_is_not_looked_for_in_the_remote(machin
         background = one.background
         for ids in (range(5, 25), range(30, 50)):  # with the first, the probe is looked for
             asked.clear()
-            todo = [Job(tuple(ids), one.resources.prefix_ids, None)]
+            todo = [Job(tuple(ids), one.manifest.prefix_ids, None)]
             assert one.scheduler.run(lambda todo=todo: background.encode_first(todo, int)) == 1
         assert not asked
 
 
 def test_an_ingest_ends_when_the_remote_takes_nothing(machine, bucket):
     with machine("one") as one:
-        _ = one.resources.store
+        _ = one.store
         bucket.rename(bucket.with_name("gone"))
         bucket.write_text("")
         with pytest.raises(StoreUnavailableError, match="were not copied to remote"):
             ingest(one)
-        assert not one.resources.corpus.has_documents
+        assert not one.corpus.has_documents
 
 
 def test_a_bad_remote_is_refused_before_anything_is_stored(machine):
@@ -234,7 +234,7 @@ def test_what_a_slow_remote_holds_is_computed_now_and_kept_for_the_next_prompt(
         assert all("faster here than reading it" in c.reason for c in answer.metrics.chunks)
         assert any("the remote is slower than computing" in note for note in answer.metrics.notes)
         assert answer.text == ask(two, mode="full").text
-        two.resources.store.drain()
+        two.store.drain()
         assert tiers(ask(two)) == {"disk"}
 
 

@@ -188,12 +188,12 @@ def poisoned(engine_over: Callable[..., BlendEngine]) -> BlendEngine:
 
 def control_tokens(engine: BlendEngine, prompt: Any) -> list[int]:
     """The control tokens in the plan of ``prompt``."""
-    control = engine.resources.tokens.special_among(range(600))
+    control = engine.tokens.special_among(range(600))
     return [i for i in engine.segments(prompt).ids if i in control]
 
 
 def raw(engine: BlendEngine, **given: str) -> tuple[str, Options]:
-    return engine.resources.tokens.render(messages(**given)), Options(apply_chat_template=False)
+    return engine.tokens.render(messages(**given)), Options(apply_chat_template=False)
 
 
 def test_documents_of_template_markup_change_no_prompt(clean, poisoned):
@@ -243,7 +243,7 @@ ODD = (
 def test_only_the_template_has_control_tokens(engine_over, template):
     engine = engine_over(CHUNKS | HOSTILE, template)
     if template not in ODD:
-        tokens = engine.resources.tokens
+        tokens = engine.tokens
         stock = tokens.encode_template(tokens.render(messages()))
         control = tokens.special_among(stock)
         assert control_tokens(engine, messages()) == [i for i in stock if i in control]
@@ -332,7 +332,7 @@ def test_a_question_that_is_a_chunk_is_computed(faq, form):
     assert FAQ["told"] not in loaded
     assert loaded.count(FAQ["also"]) == (form == "history")
     if form in ("stuff", "query", "context in the system message", "known"):
-        text = render(FORMS[form], faq.resources.tokens, Options()).text
+        text = render(FORMS[form], faq.tokens, Options()).text
         for prompt in (text, text.replace("<|bos|>", "")):  # as a caller renders it
             plan = faq.segments(prompt, Options(apply_chat_template=False))
             assert [segment.text for segment in plan.chunks] == list(CHUNKS.values())

@@ -180,7 +180,7 @@ def test_an_engine_counts_what_its_queries_did(tmp_path):
         for _ in range(2):
             engine.generate(tiny.prompt(engine, 1), Options(ratio=0.2, max_new_tokens=1))
             engine.drain()
-            engine.resources.store.drain()  # type: ignore[attr-defined]  # promotions
+            engine.store.drain()  # type: ignore[attr-defined]  # promotions
         text, stats = engine.prometheus(), engine.stats()
     values = parsed(text)
     assert f'store="{(tmp_path / "s").absolute()}"' in text

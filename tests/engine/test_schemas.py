@@ -247,7 +247,7 @@ def test_roles_go_through_the_chat_template(tmp_path):
         {"role": "user", "content": "What did the company do?"},
     ]
     with engine(tiny.llama(), tmp_path, schema) as made:
-        tokens = made.resources.tokens
+        tokens = made.tokens
         for asked in ("<a/>What did the company do?", "<a/><user>What did the company do?</user>"):
             ids = made.segments(SchemaPrompt(pml(asked))).ids
             assert tokens.decode(ids) == tokens.render(messages)
@@ -359,7 +359,7 @@ def test_a_damaged_module_is_encoded_again(tmp_path):
         made.encode_schema("trip")
         stored = made.schemas.validity.namespace
         expected = made.generate(pml=pml(), max_new_tokens=4)
-        for key in list(made.resources.store.keys(stored)):
+        for key in list(made.store.keys(stored)):
             if key != made.schemas.validity.probe_key(stored):
                 tiny.damage(made, key)
         with watched(model) as seen:
@@ -421,9 +421,7 @@ def test_mode_full_prefills_the_tokens_of_the_prompt(tmp_path):
         answer = made.generate(pml=pml(), max_new_tokens=4, mode="full")
         ids = torch.tensor([made.segments(SchemaPrompt(pml())).ids])
         expected = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
-        assert answer.text == made.resources.tokens.tokenizer.decode(
-            expected, skip_special_tokens=True
-        )
+        assert answer.text == made.tokens.tokenizer.decode(expected, skip_special_tokens=True)
         assert answer.metrics.fresh_tokens == answer.metrics.prompt_tokens == ids.shape[1]
 
 
@@ -477,7 +475,7 @@ def in_memory(made: BlendEngine, name: str) -> bool:
     block = made.schemas["trip"].schema._own[name].block
     namespace = made.schemas.validity.namespace
     keys = [module_key(namespace, block.ids, block.positions, *each) for each in block.stretches]
-    return all(made.resources.store.memory.contains(namespace, key) for key in keys)
+    return all(made.store.memory.contains(namespace, key) for key in keys)
 
 
 def test_siblings_in_a_union_are_read_ahead(tmp_path):
@@ -494,7 +492,7 @@ def test_reading_ahead_gives_way(reason, tmp_path, monkeypatch):
     """It evicts nothing from memory, and waits until no request does."""
     with engine(tiny.llama(), tmp_path) as made:
         made.encode_schema("trip")
-        memory = made.resources.store.memory
+        memory = made.store.memory
         calls: list[int] = []
         if reason == "no memory":
             monkeypatch.setattr(memory, "has_room", lambda size_bytes: False)

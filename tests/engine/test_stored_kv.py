@@ -133,16 +133,16 @@ def test_kv_in_another_encoding_is_never_read(tmp_path):
     with made(tmp_path / "s") as engine:
         engine.ingest(DOCUMENTS)
         before = logits(engine, REUSE)
-        native = engine.resources.kv_validity.namespace
+        native = engine.kv_namespace.validity.namespace
         assert native == engine.adapter.identity.namespace
-        old = set(engine.resources.store.keys(native))
+        old = set(engine.store.keys(native))
         for document in DOCUMENTS:
-            engine.resources.require_corpus().remove_source(document.source)
+            engine.require_corpus().remove_source(document.source)
     with made(tmp_path / "s", "int8", ram_bytes=0) as engine:
         report = engine.ingest(DOCUMENTS)
         assert report.chunks_computed == report.chunks
-        store = engine.resources.store
-        new = set(store.keys(engine.resources.kv_validity.namespace))
+        store = engine.store
+        new = set(store.keys(engine.kv_namespace.validity.namespace))
         assert len(new) == len(old)
         assert not old & new
         assert set(store.keys(native)) == old
@@ -162,21 +162,23 @@ def test_a_store_remembers_its_encoding(tmp_path):
     with made(tmp_path / "s") as engine:  # readers need not name the encoding
         assert engine.ingest(documents).chunks_computed == 0
         assert engine.ingest([tiny.document(7)]).chunks_computed > 0
-        assert engine.resources.require_corpus().manifest.encoding == "int8"
+        assert engine.require_corpus().manifest.encoding == "int8"
         (key, *_) = tiny.chunk_keys(engine, 0)
         tiny.lose_kv(engine, key)
         assert engine.generate(tiny.prompt(engine, 0), REUSE).metrics.reused_tokens > 0
         engine.drain()  # chunks that a query missed are stored in the same encoding
-        assert engine.resources.store.where(engine.resources.kv_validity.namespace, [key])
-        assert not set(engine.resources.store.keys(engine.adapter.identity.namespace))
+        assert engine.store.where(engine.kv_namespace.validity.namespace, [key])
+        assert not set(engine.store.keys(engine.adapter.identity.namespace))
 
 
 def test_ingest_reports_and_predicts_encoded_bytes(tmp_path):
     with made(tmp_path / "s", "int8") as engine:
         planned = engine.dry_run(DOCUMENTS)
         report = engine.ingest(DOCUMENTS)
-        layout = engine.resources.layout
-        lengths = [len(engine.resources.text_ids(text)) for text in tiny.chunk_texts(engine, 0)]
+        layout = engine.kv_namespace.layout
+        lengths = [
+            len(engine.kv_namespace.model.text_ids(text)) for text in tiny.chunk_texts(engine, 0)
+        ]
         assert sum(stored_chunk_bytes(layout, n) for n in lengths) < report.bytes
         native = stored_chunk_bytes(engine.adapter.layout, report.tokens)
         assert report.bytes < 0.5 * native  # of float32

@@ -105,7 +105,7 @@ def test_a_tenant_learns_and_reuses_its_own_passages_over_a_restart(tmp_path):
                 engine.drain()
         scopes = {scope_of(entry.id) for entry in engine.library.entries(parent=LEARNED)}
         assert scopes == {MINE.scope, THEIRS.scope}
-        ids = engine.resources.text_ids(TEXTS[0])
+        ids = engine.kv_namespace.model.text_ids(TEXTS[0])
         assert tiny.stored_kv(engine, ids) is None
     other = replace(LIMIT, tenant="other")
     with made(tmp_path) as engine:
@@ -126,7 +126,7 @@ def test_forgetting_a_passage_of_one_tenant_leaves_that_of_another_and_the_docum
                 engine.generate(prompt(0, question=question), tenant)
                 engine.drain()
         engine.library.add([tiny_entry(TEXTS[0])], embed=False)
-        ids = engine.resources.text_ids(TEXTS[0])
+        ids = engine.kv_namespace.model.text_ids(TEXTS[0])
         mine = [
             e.id for e in engine.library.entries(parent=LEARNED) if scope_of(e.id) == MINE.scope
         ]
@@ -206,7 +206,7 @@ def test_passages_that_earlier_versions_learned_are_forgotten(tmp_path):
         assert engine.generate(prompt(0), LIMIT).metrics.chunks == ()
         assert not list(engine.library.entries(parent=LEARNED))
         engine.ingest([tiny.document(8, 3)])
-        assert tiny.stored_kv(engine, engine.resources.text_ids(TEXTS[0])) is None
+        assert tiny.stored_kv(engine, engine.kv_namespace.model.text_ids(TEXTS[0])) is None
 
 
 def test_an_engine_takes_a_tenant_as_an_option(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import BlendEngine, Options, resources
+from blendrag.engine import BlendEngine, Options, lazy_model
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import InvalidInputError, NoThreadError, RequestTimeout
 from blendrag.frameworks.streaming import to_thread
@@ -57,8 +57,8 @@ async def test_a_loading_model_does_not_block_the_event_loop(tmp_path, monkeypat
         assert go_on.wait(BLOCKED_S)
         return tiny.adapter(tiny.llama())
 
-    monkeypatch.setattr(resources, "load_adapter", load)
-    monkeypatch.setattr(resources, "load_tokens", lambda *args: Tokens(tiny.tokenizer()))
+    monkeypatch.setattr(lazy_model, "load_adapter", load)
+    monkeypatch.setattr(lazy_model, "load_tokens", lambda *args: Tokens(tiny.tokenizer()))
     with tiny.engine("some/model", tmp_path / "s", tokenizer=None) as fresh:
         asked = [asyncio.create_task(fresh.agenerate("hello there")) for _ in range(2)]
         adapters = [asyncio.create_task(asyncio.to_thread(lambda: fresh.adapter)) for _ in "ab"]
@@ -84,12 +84,12 @@ async def test_threads_and_tasks_each_get_their_answer(engine):
 
 def test_many_threads_can_look_up_the_corpus(tmp_path):
     with tiny.engine(tiny.llama(), tmp_path / "nothing") as fresh:
-        used = fresh.resources
+        used = fresh.kv_namespace.corpus
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)  # switch threads as often as possible
         try:
             with ThreadPoolExecutor(4) as pool:
-                found = list(pool.map(lambda _: used.corpus, range(2000)))
+                found = list(pool.map(lambda _: used.current, range(2000)))
         finally:
             sys.setswitchinterval(interval)
         assert found == [None] * 2000
@@ -217,7 +217,7 @@ def test_a_request_that_waits_for_another_engine_keeps_its_timeout(model, engine
 
 
 def test_engines_of_one_model_name_load_it_once_and_the_last_frees_it(checkpoint, tmp_path):
-    with tiny.counted(resources, "load_adapter") as loads:
+    with tiny.counted(lazy_model, "load_adapter") as loads:
         a = tiny.engine(checkpoint, tmp_path / "a", tokenizer=None)
         b = tiny.engine(checkpoint, tmp_path / "b", tokenizer=None)
         with ThreadPoolExecutor(2) as pool:

@@ -50,7 +50,7 @@ def test_a_question_is_a_tree_of_spans_with_token_counts(engine, exported):
     }  # fmt: skip
     assert m.reused_tokens > 0
     chat = spans["chat"]
-    model = engine.resources.model_name
+    model = engine.model_name
     assert chat.name == f"chat {model}"
     assert dict(chat.attributes) == {
         "gen_ai.operation.name": "chat",
@@ -85,7 +85,7 @@ def test_a_search_of_a_vector_store_is_a_retrieval(engine, exported):
     engine.library.search(QUESTION, 3)
     attributes = last_spans(exported)["retrieval"].attributes
     assert attributes["gen_ai.retrieval.top_k"] == 3
-    assert attributes["gen_ai.data_source.id"] == str(engine.resources.root)
+    assert attributes["gen_ai.data_source.id"] == str(engine.root)
 
 
 def test_prompts_of_a_batch_share_the_span_of_their_prefill(engine, exported):

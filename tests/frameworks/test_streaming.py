@@ -55,13 +55,12 @@ def test_the_last_piece_has_the_answer_and_beams_come_as_one_piece(engine, strea
 @WAYS
 def test_a_streamed_request_is_searched_and_computed_once(engine, stream):
     prompt = "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nWhat?"
-    resources = engine.resources
     engine.generate(prompt)
     with ExitStack() as spies:
         calls = {
             # once more with marks around the contents of messages
-            "rendered": spies.enter_context(tiny.counted(resources.tokens, "render")),
-            "searched": spies.enter_context(tiny.counted(resources.corpus.chunk_index, "find")),
+            "rendered": spies.enter_context(tiny.counted(engine.tokens, "render")),
+            "searched": spies.enter_context(tiny.counted(engine.corpus.chunk_index, "find")),
             "computed": spies.enter_context(tiny.counted(engine.adapter.model, "generate")),
         }
         stream(engine, Options(), prompt)

@@ -45,7 +45,7 @@ def test_a_request_carries_its_blending_to_the_fusor(
     with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
         engine.ingest([tiny.document(i) for i in range(2)]).whole()
         prompt = tiny.prompt(engine, 0, 1)
-        with tiny.counted(engine.resources.fusor, "fuse") as fused:
+        with tiny.counted(engine.kv_namespace.model.fusor, "fuse") as fused:
             engine.generate(prompt, Options(max_new_tokens=1, schedule="linear", **options))
         ((_, request, *_),) = fused
         assert str(request.blending.policy) == policy

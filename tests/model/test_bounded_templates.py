@@ -184,6 +184,6 @@ def test_an_engine_of_a_model_whose_template_never_ends_opens(tmp_path: Path) ->
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = ENDLESS["addition"]
     with BlendEngine(tiny.llama(), tmp_path, tokenizer=tokenizer) as engine:
-        assert not engine.resources.tokens.has_tools
+        assert not engine.tokens.has_tools
         plain = Options(mode="full", apply_chat_template=False, max_new_tokens=2)
         assert engine.generate("hello", plain).metrics.new_tokens

@@ -242,7 +242,7 @@ def test_a_chunk_whose_kv_is_not_finite_is_rejected_by_name(tmp_path):
     model = tiny.llama()
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.verify()
-        (rare, *_) = engine.resources.text_ids("Ω")
+        (rare, *_) = engine.kv_namespace.model.text_ids("Ω")
         with torch.no_grad():
             model.model.embed_tokens.weight[rare] = float("nan")
         poisoned = replace(tiny.document(1), text=tiny.document(1).text + "\n\nΩ Ω")
@@ -251,7 +251,7 @@ def test_a_chunk_whose_kv_is_not_finite_is_rejected_by_name(tmp_path):
         (failure,) = report.failures
         assert failure.startswith("doc1.txt")
         assert tiny.one_sentence(failure)
-        assert "doc1.txt" not in engine.resources.require_corpus().sources()
+        assert "doc1.txt" not in engine.require_corpus().sources()
 
 
 def test_a_store_of_another_tokenizer_is_refused(store):

@@ -70,8 +70,8 @@ def test_a_corpus_of_other_model_kwargs_is_not_taken_for_the_same(
         for kwargs in (None, {"attn_implementation": "eager"})
     )
     with plain, given:
-        assert plain.resources.signature()
-        assert not given.resources.signature()
+        assert plain.kv_namespace.model.signature()
+        assert not given.kv_namespace.model.signature()
         assert plain.adapter is not given.adapter
 
 
@@ -191,7 +191,7 @@ def test_another_kind_of_cpu_is_another_signature(
     for fast in (True, False):
         monkeypatch.setattr(loading, "has_fast_products", lambda *a, fast=fast: fast)
         with BlendEngine(half, store=Path(half, "store"), device="cpu") as engine:
-            signatures.add(engine.resources.signature())
+            signatures.add(engine.kv_namespace.model.signature())
     assert len(signatures) == 2
 
 
@@ -219,14 +219,14 @@ def test_a_model_that_reads_images_answers_text_over_stored_kv(name: str, tmp_pa
     assert (made.refusal, made.context_tokens) == (None, 4096)
     given = {"chunk_tokens": 128, "max_new_tokens": 6, "learn": False, "dtype": "float32"}
     with BlendEngine(path, tmp_path / "store", **given) as engine:
-        engine.resources.__dict__["embedder"] = tiny.WordEmbedder()
+        engine.kv_namespace.corpus.__dict__["embedder"] = tiny.WordEmbedder()
         engine.ingest([tiny.document(0)]).whole()
         asked = [{"role": "user", "content": tiny.prompt(engine, 0)}]
         blended = engine.generate(asked, ratio=1.0)
         assert blended.metrics.reused_tokens > 50
         ids = torch.tensor([engine.segments(asked).ids])
         stock = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
-        words = engine.resources.tokens.tokenizer
+        words = engine.tokens.tokenizer
         said = words.decode(stock, skip_special_tokens=True)
         assert blended.text.rstrip("\ufffd") == said.rstrip("\ufffd")  # half a character
 

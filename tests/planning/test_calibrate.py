@@ -174,7 +174,7 @@ def best(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
 
 
 def kept(engine: BlendEngine) -> Records[Calibration]:
-    return calibrations(engine.resources.root, engine.adapter.identity.namespace)
+    return calibrations(engine.root, engine.adapter.identity.namespace)
 
 
 def options(**changes: Any) -> CalibrationOptions:
@@ -191,7 +191,7 @@ def prompt(engine: BlendEngine) -> str:
 
 def test_deviation_is_the_divergence_of_what_generate_would_see(engine):
     """The slow reference: the same answer, blended and not, token by token."""
-    adapter, fusor = engine.adapter, engine.resources.fusor
+    adapter, fusor = engine.adapter, engine.kv_namespace.model.fusor
     asked = engine.segments(prompt(engine))
     ids = torch.tensor([asked.ids])
     controller = engine.planner.controller(adapter.identity.namespace)
@@ -236,10 +236,10 @@ def test_what_was_found_runs_for_requests_that_name_no_policy(engine, best):
 
 @pytest.mark.slow
 def test_a_calibration_measures_and_stores_no_kv(engine):
-    store, namespace = engine.resources.store, engine.adapter.identity.namespace
+    store, namespace = engine.store, engine.adapter.identity.namespace
     before = sorted(store.keys(namespace))
     asked = ("What did Paragraph 3 build?", "Where is Paragraph 101?")
-    with tiny.counted(engine.resources.retriever().__class__, "retrieve") as calls:
+    with tiny.counted(engine.kv_namespace.corpus.retriever().__class__, "retrieve") as calls:
         report = engine.calibrate(options(questions=asked))
     assert sorted(call[1] for call in calls) == sorted(asked)
     assert report.calibration is None  # two prompts are too few
@@ -289,7 +289,7 @@ def test_a_model_changed_meanwhile_ends_the_calibration(tmp_path, best):
 
 
 def test_a_sample_takes_neighbours_along_and_is_repeatable(engine):
-    corpus = engine.resources.corpus
+    corpus = engine.corpus
     assert corpus is not None
     one, two = (list(sample_corpus(corpus, 6, 4)) for _ in range(2))
     assert one == two
@@ -306,7 +306,7 @@ def test_a_sample_takes_neighbours_along_and_is_repeatable(engine):
 def test_no_prompt_is_measured_twice(engine, monkeypatch):
     """A prompt that helped to choose a policy says nothing about it afterwards."""
     monkeypatch.setattr("blendrag.planning.calibrate.question_about", str)
-    corpus = engine.resources.require_corpus()
+    corpus = engine.require_corpus()
     texts = {chunk for number in range(DOCUMENTS) for chunk in tiny.chunk_texts(engine, number)}
     asked = [prompt.question for prompt in sample_corpus(corpus, 100, 4)]
     assert sorted(asked) == sorted(texts)
@@ -367,8 +367,8 @@ def test_a_store_that_cannot_be_written_or_holds_no_kv_is_refused(tmp_path):
         ):
             reader.calibrate(options())
         namespace = engine.adapter.identity.namespace
-        for key in list(engine.resources.store.keys(namespace)):
-            engine.resources.store.delete(namespace, key)
+        for key in list(engine.store.keys(namespace)):
+            engine.store.delete(namespace, key)
         with tiny.refuses("no KV"):
             engine.calibrate(options())
 

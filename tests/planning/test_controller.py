@@ -33,7 +33,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 @pytest.fixture(autouse=True)
 def _forgotten(engine: BlendEngine) -> Iterator[None]:
     yield
-    for kept in (engine.resources.root / "verified").glob("*.*.json"):
+    for kept in (engine.root / "verified").glob("*.*.json"):
         kept.unlink()
 
 
@@ -43,9 +43,9 @@ def prompt(engine: BlendEngine) -> str:
 
 def profiled(engine: BlendEngine, bytes_per_s: float, row_s: float = 1e-6, **changes: Any) -> None:
     """Have the engine remember an invented profile: one disk, and ``row_s`` per row and layer."""
-    layout = engine.resources.layout
+    layout = engine.kv_namespace.layout
     given = {
-        "conditions": conditions_of(engine.adapter, engine.resources.kv_validity.namespace),
+        "conditions": conditions_of(engine.adapter, engine.kv_namespace.validity.namespace),
         "prefill": line(LAYERS * row_s),
         "layer": line(row_s),
         "scout": line(row_s),
@@ -53,12 +53,12 @@ def profiled(engine: BlendEngine, bytes_per_s: float, row_s: float = 1e-6, **cha
         "layer_bytes": tuple(layout.layer_bytes(i, 64) for i in range(LAYERS)),
     }
     made = profile(bytes_per_s, **{**given, **changes})
-    profiles(engine.resources.root, made.conditions.namespace).keep(made)
+    profiles(engine.root, made.conditions.namespace).keep(made)
 
 
 def token_bytes(engine: BlendEngine) -> int:
     """Of one token in one layer."""
-    return engine.resources.layout.layer_bytes(0, 1)
+    return engine.kv_namespace.layout.layer_bytes(0, 1)
 
 
 def ask(engine: BlendEngine, options: Options = AUTO) -> Answer:
@@ -80,7 +80,7 @@ def planned(
     asked: SegmentedPrompt | None = None,
     avoid: tuple[str, ...] = (),
 ) -> Plan:
-    controller = engine.planner.controller(engine.resources.kv_validity.namespace)
+    controller = engine._planner.controller(engine.kv_namespace.validity.namespace)
     blending = Blending.of("random", ratio=0.5)
     asked = asked or engine.segments(prompt(engine))
     plan = controller.plan(asked, mode, blending, frozenset(avoid))
@@ -109,7 +109,7 @@ def test_readers_already_open_are_closed_if_a_later_chunk_cannot_be_opened(engin
         readers.append(tiny.Held(SimpleNamespace(tokens=given[2]), given[1]))  # type: ignore[arg-type]
         return readers[-1]
 
-    monkeypatch.setattr(engine.resources.store, "_open_here", opened)
+    monkeypatch.setattr(engine.store, "_open_here", opened)
     with pytest.raises(OSError, match="too many open files"):
         planned(engine, "blend", asked)
     assert [reader.closed for reader in readers] == [True, True]
@@ -123,7 +123,7 @@ def test_behind_a_throttled_store_the_larger_ratio_that_hides_is_taken(engine, m
     row_s = 5e-6
     bytes_per_s = token_bytes(engine) / (2 * row_s)
     profiled(engine, bytes_per_s, row_s)
-    store = engine.resources.store
+    store = engine.store
     unthrottled: Any = SimpleNamespace(open=store.disk.open)
     slow = ThrottledStore(unthrottled, Throttle(bytes_per_s), "disk")
     monkeypatch.setattr(store, "open_all", slow.open_all)
@@ -230,8 +230,8 @@ def test_without_a_profile_auto_is_the_smallest_ratio_and_names_the_command(engi
     answer = ask(engine)
     assert answer.metrics.ratio == pytest.approx(0.3, abs=0.01)
     (note,) = profile_notes(answer)
-    assert f"blendrag profile --model {engine.resources.model_name}" in note
-    assert str(engine.resources.root) in note
+    assert f"blendrag profile --model {engine.model_name}" in note
+    assert str(engine.root) in note
     assert "ratio 0.3 is used" in note
     assert tiny.one_sentence(note)
     fixed = ask(engine, replace(AUTO, ratio=0.2)).metrics
@@ -240,7 +240,7 @@ def test_without_a_profile_auto_is_the_smallest_ratio_and_names_the_command(engi
 
 
 def test_a_profile_of_another_machine_or_without_times_for_the_disk_is_not_used(engine):
-    here = conditions_of(engine.adapter, engine.resources.kv_validity.namespace)
+    here = conditions_of(engine.adapter, engine.kv_namespace.validity.namespace)
     for changes, says in (
         ({"conditions": replace(here, machine="another")}, "is for machine another"),
         ({"tiers": (Tier("memory", 1e9),)}, "no times for reading from disk"),
@@ -279,7 +279,7 @@ def test_settings_take_the_ratios_from_the_environment(monkeypatch, engine):
     with tiny.refuses("BLENDRAG_RATIO 'automatic' must be a number in"):
         Settings.from_environment()
     ratios = replace(engine.settings, ratio="auto", min_ratio=0.4)
-    monkeypatch.setattr(engine.resources, "settings", ratios)
+    monkeypatch.setattr(engine.kv_namespace.corpus, "settings", ratios)
     one = Options(policy="random", max_new_tokens=1)
     assert ask(engine, one).metrics.ratio == pytest.approx(0.4, abs=0.01)
     assert ask(engine, replace(one, min_ratio=0.0)).metrics.recomputed_tokens == 0

@@ -77,11 +77,11 @@ def engine(shared: BlendEngine) -> Iterator[BlendEngine]:
 
 
 def namespace_of(engine: BlendEngine) -> str:
-    return engine.resources.kv_validity.namespace
+    return engine.kv_namespace.validity.namespace
 
 
 def kept(engine: BlendEngine) -> Path:
-    return profiles(engine.resources.root, namespace_of(engine)).path
+    return profiles(engine.root, namespace_of(engine)).path
 
 
 # -- through an engine -------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_all_of_a_profile_is_measured_and_the_store_gains_nothing(engine, tmp_pa
     assert found.last(64, 64) > 0
     assert [done for _, done, _ in steps] == list(range(len(steps)))
     assert {total for _, _, total in steps} == {len(steps)}
-    assert recall_profile(engine.resources.root, found.conditions) == (found, "")
+    assert recall_profile(engine.root, found.conditions) == (found, "")
     after = engine.stats()
     assert (after.entries, after.size_bytes) == (before.entries, before.size_bytes)
 
@@ -116,12 +116,12 @@ def test_it_is_measured_once_and_then_remembered(engine, monkeypatch, tmp_path):
     second = engine.profile()
     assert not second.is_new
     assert second.profile == first
-    assert engine.resources.profile_of(namespace_of(engine)) == (first, "")
+    assert engine.kv_namespace.profile_of(namespace_of(engine)) == (first, "")
     more = engine.profile([tmp_path, tmp_path / "." / "."])  # only the directory, once
     assert more.is_new
     assert more.profile.layer == first.layer
     assert [tier.name for tier in more.profile.tiers].count(str(tmp_path)) == 1
-    assert engine.resources.profile_of(namespace_of(engine)) == (more.profile, "")
+    assert engine.kv_namespace.profile_of(namespace_of(engine)) == (more.profile, "")
 
 
 def test_a_remote_is_measured_once_and_ratio_auto_decides_with_it(tmp_path):
@@ -183,7 +183,7 @@ def test_a_store_of_another_model_is_refused_unless_it_is_empty(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<|more|>"])
     with tiny.engine(tiny.llama(), tmp_path / "store") as one:
-        one.resources.create_corpus()
+        one.kv_namespace.corpus.create()
         with tiny.engine(tiny.llama(), tmp_path / "store", tokenizer=tokenizer) as other:
             assert other.profile().kept
         one.ingest([tiny.document(0)])
@@ -203,8 +203,8 @@ def test_an_interrupted_measurement_keeps_nothing(engine, last, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         engine.profile(watch=interrupt if last != "reading" else lambda *step: None)
     assert not kept(engine).exists()
-    assert not list(engine.resources.root.glob(".profile-*"))
-    assert engine.resources.profile_of(namespace_of(engine)) == (None, "")
+    assert not list(engine.root.glob(".profile-*"))
+    assert engine.kv_namespace.profile_of(namespace_of(engine)) == (None, "")
 
 
 def test_files_of_a_killed_measurement_are_removed_by_the_next(tmp_path):
@@ -236,7 +236,7 @@ def test_a_damaged_record_only_takes_the_profile_away(engine, ratio):
 
 def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(engine, tmp_path):
     with (
-        tiny.engine(tiny.llama(), engine.resources.root, read_only=True) as reader,
+        tiny.engine(tiny.llama(), engine.root, read_only=True) as reader,
         mock.patch.object(tempfile, "mkdtemp", wraps=tempfile.mkdtemp) as written,
     ):
         report = reader.profile([tmp_path])
@@ -251,7 +251,7 @@ def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(engine,
 def test_a_directory_that_cannot_be_written_is_named_with_its_option(
     engine, tmp_path, monkeypatch, option
 ):
-    refused = tmp_path if option == "--dir" else engine.resources.root
+    refused = tmp_path if option == "--dir" else engine.root
     mkdtemp = tempfile.mkdtemp
 
     def made(**given: Any) -> str:

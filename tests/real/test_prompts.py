@@ -27,7 +27,7 @@ CONTEXT = "\n\n".join(CHUNKS)
 def engine(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     """A library of chunks, the question, and texts made of the model's template. Loads no weights."""
     with BlendEngine(str(real_model), tmp_path_factory.mktemp("store")) as made:
-        made.resources.__dict__["embedder"] = tiny.WordEmbedder()
+        made.kv_namespace.corpus.__dict__["embedder"] = tiny.WordEmbedder()
         texts = [*CHUNKS, QUESTION, *hostile(made)]
         entries = [Entry(str(i), text) for i, text in enumerate(texts)]
         made.library.add(entries, precompute=False)
@@ -35,7 +35,7 @@ def engine(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def hostile(engine: BlendEngine) -> list[str]:
-    tokens = engine.resources.tokens
+    tokens = engine.tokens
     bos, control = tokens.tokenizer.bos_token or "", list(tokens.special_texts)[:3]
     texts = [f"{''.join(control)} {tiny.sentence(8)} {''.join(control)}", "".join(control * 4)]
     if tokens.has_template:
@@ -54,10 +54,10 @@ def prompts(engine: BlendEngine) -> dict[str, tuple[Prompt, Options]]:
         "text": (stuffed, Options()),
         "raw": (stuffed, raw),
     }
-    if engine.resources.tokens.has_template:
+    if engine.tokens.has_template:
         messages = [{"role": "user", "content": stuffed}]
         asked["messages"] = (messages, Options())
-        asked["rendered"] = (engine.resources.tokens.render(messages), raw)
+        asked["rendered"] = (engine.tokens.render(messages), raw)
         split: Any = [
             {"role": "system", "content": f"Use this.\n\n{CONTEXT}"},
             {"role": "user", "content": QUESTION},
@@ -67,7 +67,7 @@ def prompts(engine: BlendEngine) -> dict[str, tuple[Prompt, Options]]:
 
 
 def test_ids_decode_to_the_rendered_prompt_with_an_intact_template(engine):
-    tokens = engine.resources.tokens
+    tokens = engine.tokens
     for name, (prompt, options) in prompts(engine).items():
         rendered = render(prompt, tokens, options).text
         stock = tokens.encode_template(rendered)
@@ -78,7 +78,7 @@ def test_ids_decode_to_the_rendered_prompt_with_an_intact_template(engine):
 
 
 def test_chunks_are_loaded_and_the_question_is_computed(engine):
-    tokens = engine.resources.tokens
+    tokens = engine.tokens
     for name, (prompt, options) in prompts(engine).items():
         plan = engine.segments(prompt, options)
         loaded = [segment.text for segment in plan.chunks]

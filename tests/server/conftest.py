@@ -20,7 +20,7 @@ ANSWER = "skating"
 def demo_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     root = tmp_path_factory.mktemp("served") / "store"
     with BlendEngine("demo", root, chunk_tokens=64, max_new_tokens=12, learn=False) as engine:
-        engine.resources.__dict__["embedder"] = tiny.WordEmbedder()
+        engine.kv_namespace.corpus.__dict__["embedder"] = tiny.WordEmbedder()
         engine.ingest([demo_corpus_path() / name for name in FILES]).whole()
         yield engine
 
@@ -34,6 +34,6 @@ def served(demo_engine: BlendEngine) -> Iterator[Live]:
 @pytest.fixture(scope="session")
 def context(demo_engine: BlendEngine) -> str:
     """All chunks about Anna Bell."""
-    corpus = demo_engine.resources.require_corpus()
+    corpus = demo_engine.require_corpus()
     (source,) = [each.source for each in corpus.documents() if "anna-bell" in each.source]
     return "\n\n".join(chunk.text for chunk in corpus.chunks_of(source))

@@ -202,7 +202,7 @@ def test_a_requests_template_arguments_go_before_those_of_the_server(tmp_path: P
         live(engine) as served,
         served.client() as client,
     ):
-        engine.resources.tokens.tokenizer.chat_template = scripted.TEMPLATE + (
+        engine.tokens.tokenizer.chat_template = scripted.TEMPLATE + (
             "{% if enable_thinking is defined and not enable_thinking %}"
             f"{{{{ {closed!r} }}}}{{% endif %}}"
         )

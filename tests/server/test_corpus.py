@@ -118,7 +118,7 @@ def test_documents_of_a_request_are_answered_from_and_reused(client, context, sh
 def test_a_title_with_a_slash_is_the_name_of_a_document(served: Live, client, monkeypatch) -> None:
     asked = []
     stock = served.engine.astream
-    tokens = type(served.engine.resources.tokens)
+    tokens = type(served.engine.tokens)
     monkeypatch.setattr(tokens, "names_sources", True)
     monkeypatch.setattr(
         served.engine, "astream", lambda *given: asked.append(given[0]) or stock(*given)
@@ -145,7 +145,7 @@ def test_vectors_are_those_of_the_store(served: Live) -> None:
 @pytest.fixture
 def writable(tmp_path) -> Iterator[Live]:
     with BlendEngine("demo", tmp_path / "store", chunk_tokens=64, max_new_tokens=12) as engine:
-        engine.resources.__dict__["embedder"] = tiny.WordEmbedder()
+        engine.kv_namespace.corpus.__dict__["embedder"] = tiny.WordEmbedder()
         with live(engine, keys="editor write") as server:
             yield server
 

@@ -36,8 +36,8 @@ SEARCH = {"messages": HELLO, "retrieve": True, "max_tokens": 1}
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     root = tmp_path_factory.mktemp("held") / "store"
     with tiny.engine(tiny.llama(), root, max_new_tokens=1) as made:
-        held = tiny.HeldEmbedder(made.resources.embedding_turns)
-        made.resources.__dict__["embedder"] = held
+        held = tiny.HeldEmbedder(made.kv_namespace.corpus.embedding_turns)
+        made.kv_namespace.corpus.__dict__["embedder"] = held
         held.allow(100)
         made.ingest([tiny.document(1)]).whole()
         yield made
@@ -47,8 +47,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 def held(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tiny.HeldEmbedder]:
     """Computes no batch until the test allows it."""
     monkeypatch.setattr(embedding_turns, "MAX_MUTUAL_WAIT_S", 0.01)
-    made = tiny.HeldEmbedder(engine.resources.embedding_turns)
-    engine.resources.__dict__["embedder"] = made
+    made = tiny.HeldEmbedder(engine.kv_namespace.corpus.embedding_turns)
+    engine.kv_namespace.corpus.__dict__["embedder"] = made
     yield made
     made.allow(1000)
     until(lambda: all(queue.waiting + queue.running == 0 for queue in engine.queues))
@@ -129,7 +129,7 @@ def test_long_embeddings_end_after_the_batch_in_which_their_client_leaves(
 
 def test_the_check_of_a_model_moves_with_each_layer(engine: BlendEngine, monkeypatch) -> None:
     monkeypatch.setattr(verdicts, "recall", lambda *of: None)
-    with tiny.counted(engine.resources.embedding_turns, "before_step") as steps:
+    with tiny.counted(engine.kv_namespace.corpus.embedding_turns, "before_step") as steps:
         assert engine.verify().blendable
     layers = len(engine.adapter.decoder_layers)
     assert len(steps) > layers * REMAINING_PREFILLS

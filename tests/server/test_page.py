@@ -293,7 +293,7 @@ def test_an_answer_streams_and_stops_on_the_server_too(slow, visit, monkeypatch)
     model, before = slow.engine.adapter.model, slow.service.admission.outcomes["cancelled"]
     monkeypatch.setattr(model, "default", "word " * 2900)
     for_minutes = replace(slow.engine.settings, max_new_tokens=3000)
-    monkeypatch.setattr(slow.engine.resources, "settings", for_minutes)
+    monkeypatch.setattr(slow.engine.kv_namespace.corpus, "settings", for_minutes)
     page = visit(slow)
     page.get_by_label("Search the documents").uncheck()
     for stop in (

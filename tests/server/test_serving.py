@@ -183,7 +183,7 @@ def test_an_embedder_that_cannot_be_loaded_is_a_note(demo_engine, monkeypatch) -
     def fails():
         raise ModelLoadError("embedder 'x' cannot be loaded")
 
-    monkeypatch.setattr(demo_engine.resources, "retriever", fails)
+    monkeypatch.setattr(demo_engine.kv_namespace.corpus, "retriever", fails)
     note = "retrieval and embeddings are refused: embedder 'x' cannot be loaded"
     assert open_engine(demo_engine, needs_blending=True) == note
 

@@ -34,11 +34,11 @@ def test_requests_during_churn_get_the_answers_that_each_gets_alone(tmp_path):
 
 def disturb_kv(engine: BlendEngine) -> None:
     """Store other KV, with valid checksums."""
-    used = engine.resources
+    used = engine.kv_namespace
     for number in range(DOCUMENTS):
         for text in tiny.chunk_texts(engine, number):
-            ids, namespace = used.text_ids(text), used.kv_validity.namespace
-            key, kv = chunk_key(namespace, used.prefix_ids, ids), tiny.stored_kv(engine, ids)
+            ids, namespace = used.model.text_ids(text), used.validity.namespace
+            key, kv = chunk_key(namespace, used.corpus.prefix_ids, ids), tiny.stored_kv(engine, ids)
             if kv is not None:
                 used.store.delete(namespace, key)
                 used.store.put(namespace, key, tiny.noisy(kv, 0.5))
@@ -46,7 +46,7 @@ def disturb_kv(engine: BlendEngine) -> None:
 
 def lose_documents(engine: BlendEngine) -> None:
     """Remove what was acknowledged."""
-    remove_sources(engine.resources, ["doc1.txt", "doc3.txt", "doc5.txt"])
+    remove_sources(engine.kv_namespace, ["doc1.txt", "doc3.txt", "doc5.txt"])
 
 
 @pytest.mark.parametrize("disturb", [disturb_kv, lose_documents])

@@ -90,7 +90,7 @@ def status_and_error(reply: Any) -> tuple[int, str]:
 def test_a_corpus_that_cannot_be_written_refuses_an_ingest_and_nothing_else(
     server: Live, fault: Callable[[Any], AbstractContextManager[None]], status: int, said: str
 ) -> None:
-    file = server.engine.resources.require_corpus().file
+    file = server.engine.require_corpus().file
     before = file.rows("SELECT * FROM document")
     with server.client(headers={"Authorization": "Bearer editor"}) as client:
         with fault(file):
@@ -114,7 +114,7 @@ def test_a_corpus_that_cannot_be_written_refuses_an_ingest_and_nothing_else(
 def test_a_corpus_that_cannot_be_read_refuses_what_needs_it_and_nothing_else(
     server: Live, code: int
 ) -> None:
-    file = server.engine.resources.require_corpus().file
+    file = server.engine.require_corpus().file
     asked = {"messages": HELLO, "retrieve": True}
     with server.client(headers={"Authorization": "Bearer editor"}) as client:
         with failing(code, writes_only=False)(file):

@@ -130,7 +130,7 @@ def test_a_writer_ingests_whatever_a_reader_has_the_server_learn(
                 done = client.post("/v1/ingest", json={"documents": [document]})
                 assert done.status_code == 200, done.text
         assert len(server.engine.library.ids(LEARNED)) < 40
-        corpus = server.engine.resources.require_corpus()
+        corpus = server.engine.require_corpus()
         assert len(corpus.documents()) == 2
         twice(server, "key-of-a", 0, 1)  # and learning goes on, or not, without harm
         assert server.engine.stats().size_bytes <= limit_bytes

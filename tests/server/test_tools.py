@@ -169,7 +169,7 @@ def test_tools_without_bounds_are_refused_in_a_sentence(
     served: Live, monkeypatch: pytest.MonkeyPatch, tools: str, turns: str, words: str
 ) -> None:
     encoded: list[int] = []
-    tokens = served.engine.resources.tokens
+    tokens = served.engine.tokens
     real = tokens.encode_prompt
     monkeypatch.setattr(
         tokens,
@@ -186,7 +186,7 @@ def test_tools_without_bounds_are_refused_in_a_sentence(
     assert words in message
     assert len(message) < 400
     # only the beginning of what is far over the context is tokenised
-    assert sum(encoded) <= 16 * served.engine.resources.context_tokens + 1000
+    assert sum(encoded) <= 16 * served.engine.context_tokens + 1000
 
 
 def test_the_client_assembles_a_streamed_call_and_parses_its_arguments(served: Live) -> None:

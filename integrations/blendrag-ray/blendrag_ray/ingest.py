@@ -35,7 +35,7 @@ from blendrag.engine.ingest import (
     files_at,
     named_failure,
 )
-from blendrag.engine.resources import Resources
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.errors import IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.planning.profile import cores
 from blendrag.text.chunking import Chunk, chunk_id_of
@@ -79,9 +79,7 @@ def ingest_on_ray(
             return dataset_rows(ray, plan, share, files)
 
         return engine.ingest_by(
-            lambda resources: ingest(
-                resources, compute, share.workers, paths, watch, prune, patterns
-            )
+            lambda kv: ingest(kv, compute, share.workers, paths, watch, prune, patterns)
         )
 
 
@@ -90,7 +88,7 @@ Compute = Callable[[IngestPlan, list[Row]], Generator[Row]]
 
 
 def ingest(
-    resources: Resources,
+    kv: KVNamespace,
     compute: Compute,
     workers: int,
     paths: Sequence[Path],
@@ -99,20 +97,20 @@ def ingest(
     patterns: Patterns = ALL,
 ) -> IngestReport:
     """:func:`ingest_on_ray`, by anything that runs the stages."""
-    corpus = resources.create_corpus()
+    corpus = kv.corpus.create()
 
     def run() -> IngestReport:
         begun = compute, workers, watch
-        return DistributedIngest(resources, corpus, *begun).run(paths, prune, patterns)
+        return DistributedIngest(kv, corpus, *begun).run(paths, prune, patterns)
 
     try:
         report = run()
     except IdentityChangedError:
         if not corpus.manifest.model_signature:
             raise
-        resources.forget_signature()  # the files look unchanged but hold other weights
+        kv.forget_signature()  # the files look unchanged but hold other weights
         report = run()
-    return ended(resources, corpus, report)
+    return ended(kv, corpus, report)
 
 
 # -- the cluster ----------------------------------------------------------------------------------
@@ -223,16 +221,16 @@ class DistributedIngest:
 
     def __init__(
         self,
-        resources: Resources,
+        kv: KVNamespace,
         corpus: Corpus,
         compute: Compute,
         workers: int,
         watch: Watch | None,
     ) -> None:
-        self._resources, self._corpus = resources, corpus
+        self._kv, self._corpus = kv, corpus
         self._compute, self._workers = compute, workers
         self._watch = watch or (lambda report: None)
-        self._rows = DocumentRows(resources, corpus)
+        self._rows = DocumentRows(kv, corpus)
         self._languages = Languages()
         self._report = IngestReport()
         self._computed_tokens = 0
@@ -249,7 +247,7 @@ class DistributedIngest:
         with ended_early(report, self._claim):
             files = files_at([Path(path) for path in paths], report, patterns)
             sizes = {name: size_bytes for name, (_, size_bytes) in files.items()}
-            plan = IngestPlan.of(self._resources)
+            plan = IngestPlan.of(self._kv)
             with closing(self._compute(plan, self._listed(files))) as rows:
                 for row in rows:
                     self._refuse_fatal(row)
@@ -288,10 +286,10 @@ class DistributedIngest:
         if row["namespace"]:
             if not self._namespace:
                 self._namespace = row["namespace"]
-                self._resources.note_namespace(row["namespace"], row["signature"])
+                self._kv.record(row["namespace"], row["signature"])
             if row["namespace"] != self._namespace:
                 raise IdentityChangedError(
-                    f"workers hold different weights of {self._resources.model_name}, expected the same on "
+                    f"workers hold different weights of {self._kv.model.name}, expected the same on "
                     "all machines; copy its files again, and repeat the command"
                 )
 
@@ -375,7 +373,7 @@ class DistributedIngest:
         self._done_bytes = self._report.done_bytes = self._files_bytes
 
     def _claim(self) -> None:
-        self._resources.store.claim(self._namespace, self._stored)
+        self._kv.store.claim(self._namespace, self._stored)
 
     def _count(self) -> None:
         report = self._report

@@ -22,7 +22,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from filelock import FileLock
 
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine.ingest import damage_of, documents_in, named_failure
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import KVWriter
-from blendrag.engine.resources import Resources
 from blendrag.errors import (
     BlendragError,
     InvalidInputError,
@@ -69,7 +69,7 @@ KV: Row = {
 class IngestPlan:
     """What every worker of a run is given."""
 
-    reopen_in: Callable[[Path], Resources]
+    reopen_in: Callable[..., KVNamespace]
     embedder: Embedder
     root: Path
     place: Place | None
@@ -77,16 +77,16 @@ class IngestPlan:
     remote: str
 
     @classmethod
-    def of(cls, resources: Resources) -> IngestPlan:
-        root = resources.root.resolve()
-        where = root, place_of(root), resources.model_name, resources.settings.remote or ""
-        return cls(resources.reopen_in(), resources.embedder, *where)
+    def of(cls, kv: KVNamespace) -> IngestPlan:
+        root = kv.root.resolve()
+        where = root, place_of(root), kv.model.name, kv.settings.remote or ""
+        return cls(kv.reopen_in(), kv.corpus.embedder, *where)
 
     def sees_store(self) -> bool:
         """Whether the driver's store is here, too: on the same machine or a shared file system."""
         return place_of(self.root) == self.place
 
-    def open(self) -> Resources:
+    def open(self) -> KVNamespace:
         """The model, over the driver's store or over a store of this machine on the way to the remote."""
         if self.sees_store():
             return self.reopen_in(self.root)
@@ -103,9 +103,7 @@ class IngestPlan:
             raise InvalidInputError(
                 f"{folder} can be changed by other users, expected a directory of this user only; remove it"
             )
-        made = self.reopen_in(folder / name)
-        made.settings = replace(made.settings, disk_bytes=PASSING_BYTES, ram_bytes=0)
-        return made
+        return self.reopen_in(folder / name, disk_bytes=PASSING_BYTES, ram_bytes=0)
 
 
 def place_of(root: Path) -> Place | None:
@@ -160,7 +158,7 @@ class EmbedChunks:
 
     @cached_property
     def _split(self) -> Callable[[str, str], list[Chunk]]:
-        return self._plan.reopen_in(self._plan.root).chunker().split
+        return self._plan.reopen_in(self._plan.root).corpus.chunker().split
 
     def __call__(self, row: Row) -> list[Row]:
         blank = row | CHUNK
@@ -229,7 +227,7 @@ class EncodeChunks:
                     self._writer.stored.clear()  # which the driver claims
                     if row["full"]:
                         break
-            self._resources.store.flush()
+            self._kv.store.flush()
         except BlendragError as exc:
             done[0]["fatal"] = done[0]["fatal"] or fatal(exc)
         return {name: [row[name] for row in done] for name in done[0]}
@@ -238,7 +236,7 @@ class EncodeChunks:
         """What becomes of a chunk."""
         text, start, end = str(row["text"]), int(row["start"]), int(row["end"])
         chunk = Chunk(text, start, end, int(row["tokens"]), chunk_id_of(text))
-        found: Row = {"kv_tokens": len(self._resources.text_ids(text))}
+        found: Row = {"kv_tokens": len(self._kv.model.text_ids(text))}
         try:
             if self._refused:
                 raise UnsupportedModelError(self._refused)
@@ -252,17 +250,17 @@ class EncodeChunks:
         except InvalidInputError as bad:
             found["failure"] = str(bad)
         else:
-            found |= {"namespace": self._writer.namespace, "signature": self._resources.signature()}
+            found |= {"namespace": self._writer.namespace, "signature": self._kv.model.signature()}
             found["key"] = self._writer.key_of(chunk)
         return found
 
     def _write(self, chunk: Chunk, name: str) -> Row:
         """Encode and store a chunk, unless another worker did so meanwhile."""
-        _ = self._resources.adapter
+        _ = self._kv.model.adapter
         # One worker at a time runs the gate and renews KV that is no longer valid.
-        with nullcontext() if self._is_admitted else FileLock(self._resources.root / "ingest.lock"):
+        with nullcontext() if self._is_admitted else FileLock(self._kv.root / "ingest.lock"):
             if not self._is_admitted:
-                self._writer = self._open.enter_context(_pinned(self._resources, self._scheduler))
+                self._writer = self._open.enter_context(_pinned(self._kv, self._scheduler))
                 self._seconds = 0.0
                 if not self._writer.missing([chunk]):
                     return {}
@@ -271,15 +269,15 @@ class EncodeChunks:
             self._is_admitted = True
         written, before = self._writer.written.seconds, self._seconds
         self._seconds = written
-        kv_bytes = stored_chunk_bytes(self._resources.layout, chunk.tokens)
+        kv_bytes = stored_chunk_bytes(self._kv.layout, chunk.tokens)
         return {"computed": True, "kv_bytes": kv_bytes, "seconds": written - before}
 
     def _require_room(self, tokens: int) -> None:
         """Other workers' new KV is not pinned here, so nothing may be evicted for this chunk."""
         if self._plan.remote:
             return
-        (disk,) = (tier for tier in self._resources.store.stats().tiers if tier.tier == "disk")
-        if disk.size_bytes + stored_chunk_bytes(self._resources.layout, tokens) > disk.limit_bytes:
+        (disk,) = (tier for tier in self._kv.store.stats().tiers if tier.tier == "disk")
+        if disk.size_bytes + stored_chunk_bytes(self._kv.layout, tokens) > disk.limit_bytes:
             holds, most = readable_size(disk.size_bytes), readable_size(disk.limit_bytes)
             raise StoreFullError(
                 f"the store holds {holds} of at most {most}, and an ingest on Ray evicts nothing; allow more "
@@ -287,18 +285,18 @@ class EncodeChunks:
             )
 
     @cached_property
-    def _resources(self) -> Resources:
+    def _kv(self) -> KVNamespace:
         made = self._plan.open()
         self._open.callback(made.close)
         return made
 
     @cached_property
     def _writer(self) -> KVWriter:
-        return self._open.enter_context(_pinned(self._resources, self._scheduler))
+        return self._open.enter_context(_pinned(self._kv, self._scheduler))
 
 
 @contextmanager
-def _pinned(resources: Resources, scheduler: Scheduler) -> Iterator[KVWriter]:
-    writer = KVWriter(resources, scheduler)
+def _pinned(kv: KVNamespace, scheduler: Scheduler) -> Iterator[KVWriter]:
+    writer = KVWriter(kv, scheduler)
     with writer.pinned():
         yield writer

@@ -18,7 +18,7 @@ def keys(store: Path) -> Iterator[ChunkKeys]:
     with BlendEngine("demo", store, read_only=True) as engine:
         engine.add_schema(TOWN)
         yield ChunkKeys(engine)
-        assert not engine.resources.is_loaded
+        assert not engine.kv_namespace.model.is_loaded
 
 
 TOWN = '<schema name="town"><module name="hall">The town hall is old.</module></schema>'
@@ -31,7 +31,7 @@ def found(keys: ChunkKeys, **fields: Any) -> int:
 def test_keys_are_those_of_the_store(keys: ChunkKeys, store: Path, texts: list[str]):
     asked = {"messages": [{"role": "user", "content": "\n\n".join(texts)}]}
     with BlendEngine("demo", store) as engine:
-        _, stored = engine.resources.store.resident(100)  # type: ignore[attr-defined]
+        _, stored = engine.store.resident(100)  # type: ignore[attr-defined]
     known = keys.of(json.dumps(asked).encode())
     assert len(known) == 2
     assert set(known) < set(stored)  # the probe entry is stored, too

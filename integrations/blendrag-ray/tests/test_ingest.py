@@ -78,8 +78,8 @@ def ray():
 @pytest.mark.ray
 def test_machines_that_cannot_take_part_are_named(ray, tmp_path, monkeypatch):
     with engine(save_model(tmp_path / "model"), tmp_path / "s") as made:
-        made.resources.create_corpus()
-        plan = IngestPlan.of(made.resources)
+        made.kv_namespace.corpus.create()
+        plan = IngestPlan.of(made.kv_namespace)
     check_nodes(plan)
     elsewhere = replace(plan, place=(0, 0))
     check_nodes(replace(elsewhere, remote="s3://bucket"))

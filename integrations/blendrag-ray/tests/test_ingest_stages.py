@@ -49,7 +49,7 @@ def inline(change=lambda plan: plan, batch=4):
 
 
 def ingest(made, paths, compute=None, **more):
-    return distributed.ingest(made.resources, compute or inline(), 2, paths, **more)
+    return distributed.ingest(made.kv_namespace, compute or inline(), 2, paths, **more)
 
 
 def test_the_corpus_is_that_of_one_process(model, docs, tmp_path):
@@ -58,8 +58,8 @@ def test_the_corpus_is_that_of_one_process(model, docs, tmp_path):
         for name in ("documents", "chunks", "chunks_computed", "tokens", "bytes", "done_bytes"):
             assert len({getattr(report, name) for report in reports}) == 1, name
         assert not many.calibration_offer(reports[1])
-        assert not many.resources.is_loaded
-        assert many.resources.corpus.manifest == one.resources.corpus.manifest
+        assert not many.kv_namespace.model.is_loaded
+        assert many.corpus.manifest == one.corpus.manifest
     assert digests(tmp_path / "many") == digests(tmp_path / "one")
     assert rows(tmp_path / "many") == rows(tmp_path / "one")
 
@@ -154,7 +154,7 @@ def test_a_document_that_changed_before_it_was_read_again_is_named(model, docs, 
         for compute, name in ((changing, "d0001.txt"), (losing, "d0002.txt")):
             (failure,) = ingest(made, [docs], compute).failures
             assert f"{name} changed while it was ingested" in failure
-            assert len(made.resources.corpus.documents()) == 2
+            assert len(made.corpus.documents()) == 2
             made.remove([docs])
 
 
@@ -178,17 +178,17 @@ def test_a_model_whose_kv_cannot_be_reused_is_refused_after_its_texts_are_stored
     with engine(tmp_path / "gpt2", tmp_path / "s") as made:
         with tiny.refuses("documents stored without KV: 3", UnsupportedModelError):
             ingest(made, [docs])
-        assert len(made.resources.corpus.documents()) == 3
+        assert len(made.corpus.documents()) == 3
 
 
 def test_weights_that_changed_behind_an_equal_signature_are_noticed(model, docs, tmp_path):
     with engine(model, tmp_path / "s") as made:
         ingest(made, [docs]).whole()
-        made.resources.note_namespace("ab" * 32, made.resources.corpus.manifest.model_signature)
+        made.kv_namespace.record("ab" * 32, made.corpus.manifest.model_signature)
         (docs / "d0003.txt").write_text(tiny.document(3).text)
         report = ingest(made, [docs]).whole()
         assert report.documents_unchanged == 3
-        assert made.resources.corpus.manifest.namespace != "ab" * 32
+        assert made.corpus.manifest.namespace != "ab" * 32
 
 
 def claimed(bucket):
@@ -221,7 +221,7 @@ def test_workers_that_do_not_see_the_store_write_to_the_remote(model, docs, tmp_
         assert ingest(made, [docs], inline(apart)).whole().chunks_computed == 0
         assert claimed(tmp_path / "bucket") == stored
         made.generate(tiny.document(0).text)  # does not wait for a slow remote
-        made.resources.store.drain()
+        made.store.drain()
         assert made.generate(tiny.document(0).text).metrics.reused_tokens > 0
 
 

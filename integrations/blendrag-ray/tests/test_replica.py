@@ -60,7 +60,7 @@ async def test_a_request_of_a_schema_goes_to_the_replica_that_has_its_modules(se
     with served[0].engine(is_ingress=True) as ingress:
         keys = ChunkKeys(ingress)
         anna, hans = (keys.of(asked(module)) for module in ("anna", "hans"))
-        assert not ingress.resources.is_loaded
+        assert not ingress.kv_namespace.model.is_loaded
     for number, module in enumerate(("anna", "hans")):
         assert await answered(replicas[number], asked(module)) == 200
     loads = [ReplicaLoad(report=replica.record_routing_stats()) for replica in replicas]

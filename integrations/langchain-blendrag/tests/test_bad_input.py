@@ -67,7 +67,7 @@ def test_an_empty_message_among_others_is_answered(llm: ChatBlend) -> None:
 async def test_a_prompt_longer_than_the_context_is_refused_without_warnings(
     either: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    either.engine.resources.tokens.tokenizer.deprecation_warnings.clear()  # transformers warns once
+    either.engine.tokens.tokenizer.deprecation_warnings.clear()  # transformers warns once
     with pytest.raises(ContextOverflowError, match=r"\d+ over the model's context of 4096"):
         either.invoke(TOO_LONG)
     await assert_refused(either, TOO_LONG, "")

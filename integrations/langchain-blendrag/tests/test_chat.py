@@ -24,7 +24,7 @@ def test_messages_go_through_the_models_template_once(llm: ChatBlend, engine: Bl
     assert answer.usage_metadata is not None
     assert answer.usage_metadata["input_tokens"] == expected.metrics.prompt_tokens
     assert llm.get_num_tokens_from_messages(MESSAGES) == expected.metrics.prompt_tokens
-    text_ids = engine.resources.tokens.encode_text("Where is Place32?")
+    text_ids = engine.tokens.encode_text("Where is Place32?")
     assert llm.get_num_tokens("Where is Place32?") == len(text_ids)
 
 
@@ -52,10 +52,10 @@ def test_usage_and_metadata_report_reuse(llm: ChatBlend, engine: BlendEngine) ->
         usage, told = answer.usage_metadata, answer.response_metadata
         assert usage is not None
         details = usage["input_token_details"]
-        assert details["cache_read"] >= len(engine.resources.text_ids(chunk))
+        assert details["cache_read"] >= len(engine.kv_namespace.model.text_ids(chunk))
         assert details["cache_read"] + details["cache_creation"] == usage["input_tokens"]
         assert usage["output_tokens"] == 8
-        assert told["model_name"] == engine.resources.model_name
+        assert told["model_name"] == engine.model_name
         assert told["ttft_s"] > 0
         assert told["finish_reason"] == "length"
         assert [c["outcome"] for c in told["blendrag"]["chunks"]] == ["blended"]

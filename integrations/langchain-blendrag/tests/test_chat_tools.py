@@ -76,7 +76,7 @@ def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> None:
 def test_structured_output_without_tools_is_requested_in_words(
     talker: ChatBlend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(talker.engine.resources.tokens), "has_tools", False)
+    monkeypatch.setattr(type(talker.engine.tokens), "has_tools", False)
     made = talker.with_structured_output(Joke)
     assert made.invoke("A joke.") == Joke(setup="Why did the cat sit?", punchline="It could.")
     assert '"punchline"' in last_prompt(talker.engine)
@@ -166,9 +166,9 @@ def test_calls_that_cannot_be_forced_or_read_are_asked_for_as_json(
     talker: ChatBlend, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     """Also without a word about a tool_choice, which the user did not give."""
-    tokenizer = talker.engine.resources.tokens.tokenizer
+    tokenizer = talker.engine.tokens.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    assert talker.engine.resources.tokens.has_tools
+    assert talker.engine.tokens.has_tools
     assert talker.with_structured_output(Joke).invoke("A joke.") == Joke(**JOKE)
     if template == ODD:
         with pytest.raises(InvalidInputError, match="cannot read"):

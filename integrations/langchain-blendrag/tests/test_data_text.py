@@ -23,7 +23,7 @@ CONTROL = ("<|bos|>", "<|end|>", "<|start|>")
 
 
 def control_ids(engine: BlendEngine, ids: Sequence[int]) -> list[int]:
-    control = engine.resources.tokens.tokenizer.convert_tokens_to_ids(list(CONTROL))
+    control = engine.tokens.tokenizer.convert_tokens_to_ids(list(CONTROL))
     return [i for i in ids if i in control]
 
 

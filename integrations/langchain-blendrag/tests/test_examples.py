@@ -41,7 +41,7 @@ def corpus(table: Any) -> Iterator[BlendEngine]:
 def test_a_chain_answers_and_reads_most_of_its_prompt(
     corpus: BlendEngine, capsys: pytest.CaptureFixture[str], name: str, says: str
 ) -> None:
-    example_scripts.run(name, store=corpus.resources.root if name == "langchain_rag.py" else None)
+    example_scripts.run(name, store=corpus.root if name == "langchain_rag.py" else None)
     printed = capsys.readouterr().out
     assert says in printed
     tokens, read = (
@@ -63,7 +63,9 @@ def test_an_agent_searches_and_what_it_found_is_loaded(tmp_path: Path) -> None:
         message = example_scripts.load("langchain_agent.py").ask(engine, question)
         assert message.content == "Skating."
         assert len(message.response_metadata["blendrag"]["chunks"]) == 4
-        found = sum(len(engine.resources.text_ids(c.text)) for c in engine.retrieve(question, 4))
+        found = sum(
+            len(engine.kv_namespace.model.text_ids(c.text)) for c in engine.retrieve(question, 4)
+        )
         assert message.usage_metadata["input_token_details"]["cache_read"] >= found
 
 

@@ -67,12 +67,12 @@ def test_a_rendered_prompt_survives_pickling() -> None:
 def test_a_prompt_is_rendered_once(engine: BlendEngine) -> None:
     llm = BlendLLM(engine=engine)
     llm.invoke(MESSAGES)  # the template is looked at
-    with tiny.counted(engine.resources.tokens, "render") as directly:
+    with tiny.counted(engine.tokens, "render") as directly:
         engine.segments(to_dicts(MESSAGES))
-    with tiny.counted(engine.resources.tokens, "render") as rendered:
+    with tiny.counted(engine.tokens, "render") as rendered:
         llm.invoke(MESSAGES)
     assert len(rendered) == len(directly)
-    with tiny.counted(engine.resources.tokens, "render") as rendered:
+    with tiny.counted(engine.tokens, "render") as rendered:
         assert list(llm.stream(MESSAGES))
     assert len(rendered) == len(directly)
 
@@ -83,7 +83,7 @@ def test_thinking_is_rendered_as_the_call_wants_it(engine: BlendEngine, seen: An
     )
     llm = BlendLLM(engine=engine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.resources.tokens.tokenizer, "chat_template", template)
+        patch.setattr(engine.tokens.tokenizer, "chat_template", template)
         for thinks in (True, False):
             llm.invoke([HumanMessage("Where?")], {"callbacks": [seen]}, enable_thinking=thinks)
     assert seen.prompts == ["Where?[think]", "Where?"]

@@ -34,7 +34,7 @@ def test_configurable_fields_keep_the_engine_of_a_named_wrapper(root: Path) -> N
     full, _ = made.with_config(configurable={"mode": "full"}).prepare()
     assert (full.mode, full.max_new_tokens, full.engine is llm.engine) == ("full", 3, True)
     other, _ = made.with_config(configurable={"store": root.with_name("b")}).prepare()
-    assert other.engine.resources.root == root.with_name("b")
+    assert other.engine.root == root.with_name("b")
     retriever: Any = BlendRetriever(model="demo", store=root, k=2).configurable_fields(
         k=ConfigurableField(id="k")
     )

@@ -73,7 +73,7 @@ def test_nine_tenths_of_the_context_are_reused_from_the_third_request_on(
         chain.invoke({"context": documents, "question": question}, {"callbacks": [seen]})
         metrics = seen.metrics[-1]
         texts = [document.page_content for document in documents]
-        context = sum(len(learning.resources.text_ids(text)) for text in texts)
+        context = sum(len(learning.kv_namespace.model.text_ids(text)) for text in texts)
         found = sum(c["tokens"] for c in metrics["chunks"] if c["outcome"] != "computed")
         shares.append(found / context)
         known.append(set(texts) <= pieces)

@@ -32,10 +32,10 @@ def store(engine: BlendEngine) -> BlendVectorStore:
 
 def has_kv(engine: BlendEngine, text: str) -> bool:
     """Whether the KV of ``text`` is in the store."""
-    resources = engine.resources
-    namespace = resources.namespace()
-    key = chunk_key(namespace, resources.prefix_ids, resources.text_ids(text))
-    return bool(resources.store.where(namespace, [key]))
+    kv = engine.kv_namespace
+    namespace = kv.name()
+    key = chunk_key(namespace, kv.corpus.prefix_ids, kv.model.text_ids(text))
+    return bool(kv.store.where(namespace, [key]))
 
 
 def test_kv_is_added_with_a_document_and_deleted_with_the_last_of_its_text(

@@ -19,7 +19,7 @@ CONTROL = ("<|bos|>", "<|end|>", "<|start|>")
 def control_tokens(llm: BlendLLM, messages: Any) -> list[int]:
     """Ids of the control tokens in the prompt of a call."""
     call = llm._chat_call(messages, {})
-    tokens = llm.engine.resources.tokens.tokenizer
+    tokens = llm.engine.tokens.tokenizer
     control = tokens.convert_tokens_to_ids(list(CONTROL))
     ids = llm.engine.segments(call.prompt, call.options).ids
     assert llm.count_tokens(messages) == len(ids)

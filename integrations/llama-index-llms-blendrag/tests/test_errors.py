@@ -62,7 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def broken(built: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Its template refuses everything."""
     template = "{{ raise_exception('Nothing is supported') }}"
-    monkeypatch.setattr(built.resources.tokens.tokenizer, "chat_template", template)
+    monkeypatch.setattr(built.tokens.tokenizer, "chat_template", template)
     return built
 
 
@@ -132,7 +132,7 @@ def test_structured_output_ends_with_one_call(tmp_path: Any) -> None:
     with scripted.engine([], tmp_path / "store", default=said, mode="full") as engine:
         llm = BlendLLM(engine=engine).as_structured_llm(Town)
         assert llm.complete("Which town?").raw == Town(town="Lund")
-        all_said = engine.resources.tokens.encode_prompt(said, begins=False).ids
+        all_said = engine.tokens.encode_prompt(said, begins=False).ids
         assert engine.adapter.model.forwards < len(all_said) / 2
 
 

@@ -81,7 +81,7 @@ async def test_messages_are_flattened_without_the_template(
         assert prompt_tokens(response) == expected.metrics.prompt_tokens
     assert raw.chat(MESSAGES, apply_chat_template=True).message == llm.chat(MESSAGES).message
     # a model without a template
-    monkeypatch.setattr(engine.resources.tokens.tokenizer, "chat_template", None)
+    monkeypatch.setattr(engine.tokens.tokenizer, "chat_template", None)
     flattened = engine.generate(FLAT).metrics.prompt_tokens
     assert prompt_tokens(llm.chat(MESSAGES)) == flattened
     own = BlendLLM(engine=engine, messages_to_prompt=lambda messages: "Where?")

@@ -40,13 +40,13 @@ def test_pieces_are_exact_substrings_within_the_limit(
     assert "".join("".join(n.text for n in nodes).split()) == "".join(text.split())
     for node in nodes:
         assert node.text == text[node.start_char_idx : node.end_char_idx] == node.text.strip()
-        assert len(engine.resources.tokens.encode_text(node.text)) <= 64
+        assert len(engine.tokens.encode_text(node.text)) <= 64
 
 
 def test_documents_are_cut_as_ingest_cuts_them(
     parser: BlendNodeParser, engine: BlendEngine
 ) -> None:
-    corpus = engine.resources.corpus
+    corpus = engine.corpus
     assert corpus is not None
     source = corpus.sources()[0]
     with open(source, encoding="utf-8") as file:
@@ -56,7 +56,7 @@ def test_documents_are_cut_as_ingest_cuts_them(
 
 def test_metadata_counts_against_the_limit(engine: BlendEngine) -> None:
     document = Document(text=random_text(9), metadata={"file": "a town called Place32"})
-    encode = engine.resources.tokens.encode_text
+    encode = engine.tokens.encode_text
     nodes = BlendNodeParser(engine=engine, chunk_tokens=128)([document])
     lengths = [len(encode(node.get_content(MetadataMode.LLM))) for node in nodes]
     assert max(lengths) <= 128

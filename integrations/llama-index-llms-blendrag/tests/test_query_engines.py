@@ -122,7 +122,7 @@ def test_a_query_emits_what_was_reused(
     assert event.reused_share == event.reused_tokens / event.prompt_tokens
     assert {chunk["chunk_id"] for chunk in event.chunks} == set(chunks)
     assert event.ttft_s > 0
-    assert event.model_name == engine.resources.model_name
+    assert event.model_name == engine.model_name
     assert event.model_dump(mode="json")["class_name"] == "BlendReuseEvent"
 
 

@@ -25,7 +25,7 @@ from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 def test_metadata_of_a_named_model_does_not_load_its_weights(root: Path) -> None:
     named = BlendLLM(model="demo", store=root)
     about = named.metadata
-    assert not named.engine.resources.is_loaded
+    assert not named.engine.kv_namespace.model.is_loaded
     assert about.is_chat_model
     assert about.context_window == named.engine.adapter.context_tokens
     assert named.metadata == about

@@ -150,6 +150,6 @@ class TestWithToolsThatCannotBeCalled(OverAnEngine, StructuredTests, LLMStructur
     @pytest.fixture(autouse=True)
     def _engine(self, plain: BlendEngine, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = plain
-        monkeypatch.setattr(plain.resources.tokens.tokenizer, "chat_template", template)
-        assert plain.resources.tokens.has_tools
+        monkeypatch.setattr(plain.tokens.tokenizer, "chat_template", template)
+        assert plain.tokens.has_tools
         assert not self.made().metadata.is_function_calling_model

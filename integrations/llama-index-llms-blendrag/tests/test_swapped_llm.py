@@ -49,7 +49,7 @@ def test_nine_tenths_of_the_context_are_reused_from_the_third_request_on(seen, t
         for question in QUESTIONS:
             nodes = query_engine.query(question).source_nodes
             texts = [node.node.get_content(MetadataMode.LLM) for node in nodes]
-            context = sum(len(engine.resources.text_ids(text)) for text in texts)
+            context = sum(len(engine.kv_namespace.model.text_ids(text)) for text in texts)
             chunks = seen.metrics[-1]["chunks"]
             found = sum(c["tokens"] for c in chunks if c["outcome"] != "computed")
             shares.append(found / context)

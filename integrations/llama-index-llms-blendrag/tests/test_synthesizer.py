@@ -26,7 +26,7 @@ NARROW = {"context_window": 1000, "num_output": 8}
 
 
 def texts_of(engine: BlendEngine) -> list[str]:
-    corpus = engine.resources.corpus
+    corpus = engine.corpus
     assert corpus is not None
     return [c.text for source in corpus.sources() for c in corpus.chunks_of(source)]
 

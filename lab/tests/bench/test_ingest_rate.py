@@ -39,7 +39,7 @@ def test_ingest_on_ray_is_compared_with_one_process_in_the_same_rounds(monkeypat
     asked = []
 
     def on_ray(engine: BlendEngine, paths: Any, watch: Any, workers: int) -> Any:
-        asked.append((engine.resources.root, workers))
+        asked.append((engine.root, workers))
         return engine.ingest(paths, watch)
 
     monkeypatch.setattr(ingest_rate, "require_ray", lambda: None)

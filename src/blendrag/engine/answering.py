@@ -13,17 +13,18 @@ import torch
 
 from blendrag import tracing
 from blendrag.chat.formats import hidden_ids
+from blendrag.config import Settings
 from blendrag.engine import request_spans as spans
 from blendrag.engine.answers import PendingAnswer, abandon_all, name_prompt
 from blendrag.engine.batched_prefill import BatchEntry, RequestBatch, share_of
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.generation import Generation
+from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.learning import Learner
 from blendrag.engine.planner import Planner, checked, sequences_of
 from blendrag.engine.prompts import Prompts
 from blendrag.engine.request import Answer, Options, Prompt, Request
 from blendrag.engine.request_log import log_answer, log_failure
-from blendrag.engine.resources import Resources
 from blendrag.engine.roads import BlendedRoad, FixedPositionsRoad, Road
 from blendrag.engine.schemas import Schemas
 from blendrag.engine.stream import AnswerStream
@@ -37,14 +38,16 @@ class Answering:
 
     def __init__(
         self,
-        resources: Resources,
+        model: LazyModel,
+        settings: Settings,
         scheduler: Scheduler,
         prompts: Prompts,
         planner: Planner,
         schemas: Schemas,
         learner: Learner,
     ) -> None:
-        self._resources = resources
+        self._model = model
+        self._settings = settings
         self._scheduler = scheduler
         self._prompts = prompts
         self._planner = planner
@@ -73,7 +76,7 @@ class Answering:
         requests = [one for one in checked_requests if isinstance(one, Request)]
         batch = RequestBatch(
             [BatchEntry(one, self._stream(one)) for one in requests],
-            self._resources,
+            self._model,
             self._planner,
             self._scheduler.budget,
         )
@@ -93,8 +96,8 @@ class Answering:
             if not isinstance(request, Request):
                 request = self._prompts.request(request, options, asked_at)
             request = self._learner.advised(request)
-            if self._resources.is_loaded and request.fixed is None:
-                checked(request, self._resources.adapter)  # else once it begins
+            if self._model.is_loaded and request.fixed is None:
+                checked(request, self._model.adapter)  # else once it begins
         except Exception:
             with suppress(Exception), self._span(options, None, asked_at):
                 raise
@@ -102,7 +105,7 @@ class Answering:
         return request
 
     def _stream(self, request: Request) -> AnswerStream:
-        options, tokens = request.options, self._resources.tokens
+        options, tokens = request.options, self._model.tokens
         return AnswerStream(
             tokens.tokenizer,
             options.stop,
@@ -117,10 +120,10 @@ class Answering:
         self, options: Options, parent: Any, asked_at: float
     ) -> AbstractContextManager[tracing.Add]:
         """The span of one request."""
-        resources = self._resources
-        kind = spans.operation(options, resources)
-        attributes = partial(spans.asked, kind, options, resources.model_name, resources.settings)
-        return tracing.span(f"{kind} {resources.model_name}", attributes, parent, asked_at)
+        name, tokens = self._model.name, self._model.tokens
+        kind = spans.operation(options, tokens)
+        attributes = partial(spans.asked, kind, options, name, self._settings)
+        return tracing.span(f"{kind} {name}", attributes, parent, asked_at)
 
     # -- the thread that computes -----------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class Answering:
                 with self._span(request.options, request.trace_context, request.asked_at) as add:
                     stream.check()
                     answer = self._answer(request, stream, batch, number)
-                    add(partial(spans.answered, answer, self._resources.model_name))
+                    add(partial(spans.answered, answer, self._model.name))
             except BaseException as exc:
                 log_failure(exc, request.asked_at)
                 if isinstance(exc, RequestCancelled | RequestTimeout):
@@ -147,13 +150,13 @@ class Answering:
             return answer
 
         def share() -> KVShare:
-            adapter, counted = self._resources.adapter, request
+            adapter, counted = self._model.adapter, request
             with suppress(ValueError, TypeError):  # refused once it begins
                 counted = replace(request, sequences=sequences_of(request, adapter))
             return batch.share_of(number) or share_of(counted, adapter, stream)
 
         def joins() -> bool:
-            adapter = self._resources.adapter
+            adapter = self._model.adapter
             return adapter.refusal is None and not adapter.lock.is_wanted  # by another engine
 
         return PendingAnswer(
@@ -165,7 +168,7 @@ class Answering:
     ) -> Answer:
         """The model's lock is held throughout, so that one request sees one model."""
         began = time.perf_counter()
-        adapter, budget = self._resources.adapter, self._scheduler.budget
+        adapter, budget = self._model.adapter, self._scheduler.budget
         stream.opening_s = request.opening_s + time.perf_counter() - began
         # forwards that may blend run uncompiled
         compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
@@ -189,5 +192,5 @@ class Answering:
 
     def _road(self, request: Request, stream: AnswerStream) -> Road:
         if request.fixed is None:
-            return BlendedRoad(self._resources, self._planner, request, stream)
-        return FixedPositionsRoad(self._resources, self._schemas, request, request.fixed, stream)
+            return BlendedRoad(self._model, self._planner, request, stream)
+        return FixedPositionsRoad(self._model, self._schemas, request, request.fixed, stream)

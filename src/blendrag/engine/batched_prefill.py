@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 
 from blendrag import tracing
+from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.packing_rule import Load, PackingRule
 from blendrag.engine.planner import Planner, checked
 from blendrag.engine.request import Request
-from blendrag.engine.resources import Resources
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import PackedPrompt, Prefilled
@@ -76,12 +76,12 @@ class RequestBatch:
     def __init__(
         self,
         entries: Sequence[BatchEntry],
-        resources: Resources,
+        model: LazyModel,
         planner: Planner,
         budget: KVBudget,
     ) -> None:
         self.entries = entries
-        self._resources = resources
+        self._model = model
         self._planner = planner
         self._budget = budget
         self._next = 0
@@ -95,7 +95,7 @@ class RequestBatch:
         """
         if not self._may_pack:
             return NOTHING_AHEAD
-        namespace = self._resources.kv_validity.namespace
+        namespace = self._planner.namespace
         if number >= self._next:
             self._next = number + 1  # even if this fails
             self._prefill(number, namespace)
@@ -124,7 +124,7 @@ class RequestBatch:
         ):
             return False
         with suppress(UnsupportedModelError):
-            return self._resources.adapter.refusal is None and self._resources.fusor.packs
+            return self._model.adapter.refusal is None and self._model.fusor.packs
         return False
 
     def _prefill(self, first: int, namespace: str) -> None:
@@ -137,7 +137,7 @@ class RequestBatch:
                 if number == first:
                     return
                 continue  # answered alone in its turn
-            rule = PackingRule(self._resources.adapter.device, self._budget.free_bytes)
+            rule = PackingRule(self._model.adapter.device, self._budget.free_bytes)
             loads = [each.load for each in chosen.values()]
             if chosen and not rule.admits(loads, planned.load, planned.profile):
                 planned.plan.close()
@@ -150,7 +150,7 @@ class RequestBatch:
             return
         try:
             with tracing.span("prefill", lambda: {"blendrag.batch_size": len(chosen)}):
-                outcomes = self._resources.fusor.batched_prefill(
+                outcomes = self._model.fusor.batched_prefill(
                     [self._prompt(one, self.entries[i].stream) for i, one in chosen.items()]
                 )
         except Exception as exc:
@@ -160,9 +160,7 @@ class RequestBatch:
             return
         for (number, planned), outcome in zip(chosen.items(), outcomes, strict=True):
             if isinstance(outcome, Prefilled):
-                share = share_of(
-                    planned.request, self._resources.adapter, self.entries[number].stream
-                )
+                share = share_of(planned.request, self._model.adapter, self.entries[number].stream)
                 self._budget.hold(share)
                 self._ahead[number] = Ahead(
                     namespace, planned.plan, outcome, batch_size=len(chosen), share=share
@@ -176,7 +174,7 @@ class RequestBatch:
     def _planned(self, entry: BatchEntry) -> _Planned | None:
         """``None`` for a prompt that cannot be prefilled with others; its turn reports why."""
         request, stream = entry
-        adapter = self._resources.adapter
+        adapter = self._model.adapter
         limit = adapter.blend_limit_tokens
         if limit is not None and len(request.prompt.ids) > limit:
             return None  # all rows of its forward would use another rotary table
@@ -197,7 +195,7 @@ class RequestBatch:
         return None
 
     def _prompt(self, planned: _Planned, stream: AnswerStream) -> PackedPrompt:
-        device = self._resources.adapter.device
+        device = self._model.adapter.device
         ids = torch.tensor([planned.request.prompt.ids], device=device)  # [1, N]
         request = planned.plan.request(ids.shape[1])
         room = first_room(planned.request.max_new_tokens)

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from blendrag.config import DEFAULT_POLICY
 from blendrag.engine.ingest import IngestReport
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.planner import UNTRUSTED, Planner, check_fits
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.engine.request import RagPrompt
-from blendrag.engine.resources import Resources
 from blendrag.errors import (
     CorpusError,
     CorruptKVError,
@@ -119,7 +119,7 @@ class CalibrationReport:
 
 
 def calibrate(
-    resources: Resources,
+    kv: KVNamespace,
     planner: Planner,
     segments: Callable[[RagPrompt], SegmentedPrompt],
     scheduler: Scheduler,
@@ -128,20 +128,19 @@ def calibrate(
 ) -> CalibrationReport:
     """See :meth:`BlendEngine.calibrate`."""
     began, limit_s = time.monotonic(), 60 * options.minutes
-    resources.require_corpus()  # before a store is made where there is none
-    if not resources.is_writable:
+    kv.corpus.require()  # before a store is made where there is none
+    if not kv.is_writable:
         raise StoreUnavailableError(
-            f"store {resources.root} cannot be written, so nothing found could be kept; calibrate on a "
+            f"store {kv.root} cannot be written, so nothing found could be kept; calibrate on a "
             "copy of it"
         )
     prompts = [
-        segments(build_rag_prompt(each.question, each.chunks))
-        for each in _asked(resources, options)
+        segments(build_rag_prompt(each.question, each.chunks)) for each in _asked(kv, options)
     ]
-    adapter = resources.adapter
+    adapter = kv.model.adapter
     for prompt in prompts:
         check_fits(len(prompt.ids), ANSWER_TOKENS, adapter.context_tokens)
-    controller = scheduler.run(lambda: _controller(resources, planner))
+    controller = scheduler.run(lambda: _controller(kv, planner))
     race, interrupted = Race(), False
 
     def done(measured: int) -> float:
@@ -152,9 +151,7 @@ def calibrate(
             if measured and (time.monotonic() - began) * (measured + 1) / measured > limit_s:
                 break  # the next one would take longer
             race.narrow(done(measured))
-            row = _deviations(
-                resources, scheduler, controller, prompt, race.policies, options.ratio
-            )
+            row = _deviations(kv, scheduler, controller, prompt, race.policies, options.ratio)
             if row:
                 race.rows.append(row)
                 watch(race, min(1.0, done(measured + 1)))
@@ -162,27 +159,27 @@ def calibrate(
         interrupted = True
     if not race.rows and not interrupted:
         raise InvalidInputError(
-            f"store {resources.root} holds no KV of {adapter.model_id} that could be blended; expected an "
+            f"store {kv.root} holds no KV of {adapter.model_id} that could be blended; expected an "
             "ingested corpus, ingest it with this model first"
         )
     found = race.result(options.ratio)
     if found is not None:
-        with named_errors(f"writing the calibration below {resources.root}"):
-            calibrations(resources.root, controller.namespace).keep(found)
+        with named_errors(f"writing the calibration below {kv.root}"):
+            calibrations(kv.root, controller.namespace).keep(found)
     return CalibrationReport(found, race, time.monotonic() - began, interrupted)
 
 
-def offer(resources: Resources, report: IngestReport) -> str:
+def offer(kv: KVNamespace, report: IngestReport) -> str:
     """What a calibration would do and how long it would take, for a new corpus; else empty.
 
     Shallow models have few layers to choose among, and a corpus of few chunks has few prompts.
     """
-    settings = resources.settings
+    settings = kv.settings
     prompt_tokens = settings.top_k * report.tokens / max(1, report.chunks)
-    is_new = report.chunks_computed == len(resources.require_corpus())
-    if not resources.is_loaded:  # computed by other machines
+    is_new = report.chunks_computed == len(kv.corpus.require())
+    if not kv.model.is_loaded:  # computed by other machines
         return ""
-    if not is_new or report.chunks <= settings.top_k or len(resources.layout.layers) < DEEP_LAYERS:
+    if not is_new or report.chunks <= settings.top_k or len(kv.layout.layers) < DEEP_LAYERS:
         return ""
     defaults = CalibrationOptions(settings.fixed_ratio)
     seconds = MAX_TIMES_ENCODING * defaults.samples * prompt_tokens / report.tokens_per_s
@@ -193,30 +190,30 @@ def offer(resources: Resources, report: IngestReport) -> str:
     )
 
 
-def _asked(resources: Resources, options: CalibrationOptions) -> list[SampledQuestion]:
-    corpus = resources.require_corpus()
+def _asked(kv: KVNamespace, options: CalibrationOptions) -> list[SampledQuestion]:
+    corpus = kv.corpus.require()
     if not options.questions:
         return list(sample_corpus(corpus, options.samples, options.top_k))
     drawn = sample_questions(options.questions, options.samples)
-    retriever = resources.retriever()
+    retriever = kv.corpus.retriever()
     chunks = [[c.text for c in retriever.retrieve(each, options.top_k)] for each in drawn]
     return [SampledQuestion(each, tuple(texts)) for each, texts in zip(drawn, chunks, strict=True)]
 
 
-def _controller(resources: Resources, planner: Planner) -> Controller:
+def _controller(kv: KVNamespace, planner: Planner) -> Controller:
     """On the thread that computes. Raises :class:`CorpusError` if stored KV must not be used."""
-    adapter = resources.adapter
+    adapter = kv.model.adapter
     adapter.require_blendable()
     with adapter.lock:
-        namespace = resources.kv_validity.namespace
-        if not resources.kv_validity.is_valid(namespace):
-            why = resources.kv_validity.why_invalid(namespace)
+        namespace = kv.validity.namespace
+        if not kv.validity.is_valid(namespace):
+            why = kv.validity.why_invalid(namespace)
             raise CorpusError(f"{UNTRUSTED.text}: {why}")
         return planner.controller(namespace)
 
 
 def _deviations(
-    resources: Resources,
+    kv: KVNamespace,
     scheduler: Scheduler,
     controller: Controller,
     prompt: SegmentedPrompt,
@@ -229,12 +226,12 @@ def _deviations(
     that it is still the one whose KV the controller reads. Raises :class:`IdentityChangedError`,
     :class:`CorruptKVError`.
     """
-    adapter, fusor = resources.adapter, resources.fusor
+    adapter, fusor = kv.model.adapter, kv.model.fusor
 
     def run(call: Callable[[], T]) -> T:
         def locked() -> T:
             with adapter.lock:
-                if resources.kv_validity.namespace != controller.namespace:
+                if kv.validity.namespace != controller.namespace:
                     raise IdentityChangedError(
                         f"the weights or adapters of {adapter.model_id} changed during the calibration; "
                         "nothing was kept, start it again"

@@ -9,7 +9,7 @@ from typing import Any
 
 from blendrag.corpus.languages import Languages
 from blendrag.engine.ingest import IngestReport, Inputs, documents_of
-from blendrag.engine.resources import Resources
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import gate, verdicts
 from blendrag.serving.scheduler import Scheduler
@@ -38,12 +38,12 @@ class DryRun:
 
 
 def dry_run(
-    resources: Resources, scheduler: Scheduler, inputs: Inputs, patterns: Patterns = ALL
+    kv: KVNamespace, scheduler: Scheduler, inputs: Inputs, patterns: Patterns = ALL
 ) -> DryRun:
     """See :meth:`BlendEngine.dry_run`."""
-    corpus, chunker = resources.corpus, resources.chunker()
+    corpus, chunker = kv.corpus.current, kv.corpus.chunker()
     if corpus is not None and corpus.has_manifest:
-        resources.check_corpus(corpus)
+        kv.corpus.check(corpus)
     report, unchanged, languages = IngestReport(), 0, Languages()
     chunks: dict[str, Chunk] = {}
     unembedded: dict[str, Chunk] = {}
@@ -57,16 +57,16 @@ def dry_run(
         report.tokens += sum(chunk.tokens for chunk in of_document)
         chunks |= {chunk.chunk_id: chunk for chunk in of_document}
         unembedded |= {} if known else {chunk.chunk_id: chunk for chunk in of_document}
-    report.warnings += filter(None, [languages.warning(resources.manifest.embedder)])
+    report.warnings += filter(None, [languages.warning(kv.corpus.manifest.embedder)])
     new, size_bytes, seconds, refused = [*chunks.values()], 0, 0.0, ""
     try:
         if corpus is not None:
-            new = _without_kv(resources, new)
-        seconds = _encoding_s(resources, scheduler, new) if new else 0.0
-        size_bytes = sum(stored_chunk_bytes(resources.layout, chunk.tokens) for chunk in new)
+            new = _without_kv(kv, new)
+        seconds = _encoding_s(kv, scheduler, new) if new else 0.0
+        size_bytes = sum(stored_chunk_bytes(kv.layout, chunk.tokens) for chunk in new)
     except UnsupportedModelError as exc:
         refused = str(exc)
-    seconds += _embedding_s(resources, [*unembedded.values()]) if unembedded else 0.0
+    seconds += _embedding_s(kv, [*unembedded.values()]) if unembedded else 0.0
     return DryRun(
         documents=report.documents,
         documents_unchanged=unchanged,
@@ -82,19 +82,19 @@ def dry_run(
     )
 
 
-def _without_kv(resources: Resources, chunks: list[Chunk]) -> list[Chunk]:
-    namespace, prefix, ids_of = resources.namespace(), resources.prefix_ids, resources.text_ids
+def _without_kv(kv: KVNamespace, chunks: list[Chunk]) -> list[Chunk]:
+    namespace, prefix, ids_of = kv.name(), kv.corpus.prefix_ids, kv.model.text_ids
     keys = [chunk_key(namespace, prefix, ids_of(chunk.text)) for chunk in chunks]
-    places = resources.store.where(namespace, keys)
+    places = kv.store.where(namespace, keys)
     return [chunk for chunk, key in zip(chunks, keys, strict=True) if key not in places]
 
 
-def _encoding_s(resources: Resources, scheduler: Scheduler, new: list[Chunk]) -> float:
+def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk]) -> float:
     """Seconds to open and check the model and to compute the KV of ``new``.
 
     Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused.
     """
-    opening_s, adapter = _timed(lambda: resources.adapter)
+    opening_s, adapter = _timed(lambda: kv.model.adapter)
     adapter.require_blendable()
     sample = [17] * max(chunk.tokens for chunk in new)
 
@@ -113,10 +113,10 @@ def _encoding_s(resources: Resources, scheduler: Scheduler, new: list[Chunk]) ->
     return checking_s + opening_s + token_s * sum(chunk.tokens for chunk in new)
 
 
-def _embedding_s(resources: Resources, chunks: list[Chunk]) -> float:
+def _embedding_s(kv: KVNamespace, chunks: list[Chunk]) -> float:
     """Seconds to compute the vectors of ``chunks``."""
-    first_s, _ = _timed(lambda: resources.embedder.embed([chunks[0].text]))
-    each_s, _ = _timed(lambda: resources.embedder.embed([chunks[0].text]))
+    first_s, _ = _timed(lambda: kv.corpus.embedder.embed([chunks[0].text]))
+    each_s, _ = _timed(lambda: kv.corpus.embedder.embed([chunks[0].text]))
     return first_s + each_s * (len(chunks) - 1)
 
 

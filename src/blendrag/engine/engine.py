@@ -51,9 +51,12 @@ from blendrag.engine.dry_run import DryRun, dry_run
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.exposition import exposition
 from blendrag.engine.ingest import IngestReport, Inputs, Watch
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import BackgroundWriter
+from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.learning import Learner
 from blendrag.engine.library import Library
+from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
 from blendrag.engine.planner import Planner
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.prompts import Prompts, check_history
@@ -70,7 +73,6 @@ from blendrag.engine.request import (
     takes_options,
     with_keywords,
 )
-from blendrag.engine.resources import CorpusSettings, Resources
 from blendrag.engine.schemas import Positions, SchemaReport, Schemas
 from blendrag.engine.schemas import Source as SchemaSource
 from blendrag.errors import InvalidInputError, RequestTimeout
@@ -130,15 +132,11 @@ class BlendEngine:
         )
         _check_defaults(self.settings)
         root = Path(store if store is not None else self.settings.store)
-        #: What the modules of this room share. Others use the accessors below.
-        self.resources = Resources(
+        lazy_model = LazyModel(
             model_for(model, root, trusts := bool(options.get("trust_remote_code"))),
             options.get("tokenizer"),
-            root,
             self.settings,
-            CorpusSettings(**{name: given[name] for name in _OF_CORPUS if name in given}),
             options.get("lora"),
-            bool(options.get("read_only")),
             trusts,
             checked_model_kwargs(
                 options.get("model_kwargs"),
@@ -147,16 +145,26 @@ class BlendEngine:
                 self.settings.device,
             ),
         )
+        of_corpus = {name: given[name] for name in _OF_CORPUS if name in given}
+        corpus = ModelCorpus(
+            lazy_model,
+            root,
+            self.settings,
+            CorpusSettings(**of_corpus),
+            bool(options.get("read_only")),
+        )
+        #: Model, corpus and KV, for the modules of this room. Others use the accessors below.
+        self.kv_namespace = kv = KVNamespace(lazy_model, corpus)
         #: What waits and runs on the model.
         self.scheduler = Scheduler(
-            KVBudget(self.settings.batch_bytes, lambda most: self.prefixes.shrink(most)),
-            self.resources.embedding_turns,
+            KVBudget(self.settings.batch_bytes, lambda most: self._prefixes.shrink(most)),
+            corpus.embedding_turns,
             self.settings.max_running,
         )
-        self.library = Library(self.resources, self.scheduler)
-        self.background = BackgroundWriter(self.resources, self.scheduler)
-        self.prefixes = ExactPrefixes(
-            self.resources,
+        self.library = Library(kv, self.scheduler)
+        self._background = BackgroundWriter(kv, self.scheduler)
+        self._prefixes = ExactPrefixes(
+            kv,
             self.settings.batch_bytes // 2,
             lambda: [
                 (pending.request, pending.stream)
@@ -164,12 +172,13 @@ class BlendEngine:
                 if isinstance(pending, PendingAnswer)
             ],
         )
-        self.planner = Planner(self.resources, self.settings, self.background, self.prefixes)
-        self._learner = Learner(self.resources, self.background, self.settings.learn)
-        self._schemas = Schemas(self.resources, self.scheduler)
-        self.prompts = Prompts(self.resources, self._schemas)
+        self._planner = Planner(kv, self._background, self._prefixes)
+        self._learner = Learner(kv, self._background)
+        self._schemas = Schemas(kv, self.scheduler)
+        self._prompts = Prompts(lazy_model, corpus, self._schemas)
         self._answering = Answering(
-            self.resources,
+            lazy_model,
+            self.settings,
             self.scheduler,
             self.prompts,
             self.planner,
@@ -378,8 +387,8 @@ class BlendEngine:
         ``check`` is called while the question waits to be embedded, and may raise to give up.
         """
         k = self.settings.top_k if top_k is None else top_k
-        with spans.retrieval(self.resources.root, k):
-            return self.resources.retriever().retrieve(question, k, check, earlier)
+        with spans.retrieval(self.kv_namespace.root, k):
+            return self.kv_namespace.corpus.retriever().retrieve(question, k, check, earlier)
 
     def render(self, prompt: Prompt, options: Options | None = None) -> Rendered:
         """``prompt`` as the model reads it (``.text``). It can be asked in place of ``prompt``, with the same
@@ -445,14 +454,14 @@ class BlendEngine:
         Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused, after the texts were
         stored without it, for mode ``full``.
         """
-        return ingesting.ingest(self.resources, self.scheduler, inputs, watch, prune, patterns)
+        return ingesting.ingest(self.kv_namespace, self.scheduler, inputs, watch, prune, patterns)
 
     def remove(self, paths: Sequence[Path | str]) -> int:
         """Remove documents by path or directory, in any spelling: texts, vectors and KV. Returns how many.
 
         Raises :class:`InvalidInputError` if a path is not in the corpus; then nothing is removed.
         """
-        return ingesting.remove(self.resources, paths)
+        return ingesting.remove(self.kv_namespace, paths)
 
     def publish(self, again: bool = False) -> Published:
         """Publish the corpus in the remote: an immutable snapshot, which other machines follow.
@@ -463,7 +472,7 @@ class BlendEngine:
         the corpus of another store or a newer snapshot; :class:`CorpusError`,
         :class:`StoreUnavailableError`.
         """
-        return publishing.publish(self.resources, again)
+        return publishing.publish(self.kv_namespace, again)
 
     def follow(self) -> Followed | None:
         """Make the corpus equal to the one published in the remote; ``None`` if there is none.
@@ -471,90 +480,90 @@ class BlendEngine:
         Requests that run go on. Raises :class:`InvalidInputError` if the store has documents of its own
         or changes that were not published, :class:`CorpusError`, :class:`StoreUnavailableError`.
         """
-        return publishing.follow(self.resources.root, self.settings, keep_settings=True)
+        return publishing.follow(self.kv_namespace.root, self.settings, keep_settings=True)
 
     def dry_run(self, inputs: Inputs, patterns: Patterns = ALL) -> DryRun:
         """What :meth:`ingest` would do: chunks, bytes, and seconds estimated from timed samples."""
-        return dry_run(self.resources, self.scheduler, inputs, patterns)
+        return dry_run(self.kv_namespace, self.scheduler, inputs, patterns)
 
     def remove_sources(self, sources: Iterable[str]) -> int:
         """Remove the documents with these very sources: texts, vectors and KV. Returns how many.
 
         Raises :class:`CorpusError` without a corpus.
         """
-        return ingesting.remove_sources(self.resources, sources)
+        return ingesting.remove_sources(self.kv_namespace, sources)
 
     def keep_following(self, every_s: float | None = None) -> publishing.Follower:
         """:meth:`follow` in the background, until what is returned is closed."""
-        return publishing.Follower(self.resources, every_s)
+        return publishing.Follower(self.kv_namespace, every_s)
 
-    def ingest_by(self, run: Callable[[Resources], IngestReport]) -> IngestReport:
+    def ingest_by(self, run: Callable[[KVNamespace], IngestReport]) -> IngestReport:
         """:meth:`ingest` by ``run``, which computes on other machines and may use the engine's insides."""
-        return run(self.resources)
+        return run(self.kv_namespace)
 
     @property
     def corpus(self) -> Corpus | None:
         """The corpus in the store's directory; ``None`` before the first ingest."""
-        return self.resources.corpus
+        return self.kv_namespace.corpus.current
 
     def require_corpus(self) -> Corpus:
         """:attr:`corpus`; raises :class:`CorpusError` without one, and :class:`InvalidInputError` for one of
         another model."""
-        return self.resources.require_corpus()
+        return self.kv_namespace.corpus.require()
 
     @property
     def manifest(self) -> Manifest:
         """Settings of the corpus, or those that a new one would have."""
-        return self.resources.manifest
+        return self.kv_namespace.corpus.manifest
 
     @property
     def store(self) -> KVStore:
         """The KV store; opens it."""
-        return self.resources.store
+        return self.kv_namespace.store
 
     @property
     def root(self) -> Path:
         """Directory of the store and the corpus."""
-        return self.resources.root
+        return self.kv_namespace.root
 
     def open_retrieval(self) -> None:
         """Load the embedder, which the first question does otherwise. Raises as :meth:`require_corpus`."""
-        _ = self.resources.retriever().embedder.dim
+        _ = self.kv_namespace.corpus.retriever().embedder.dim
 
     def use_embedder(self, embedder: Embedder) -> None:
         """Embed with ``embedder`` instead of the corpus's own, whose vectors must be the same."""
-        self.resources.embedder = embedder
+        self.kv_namespace.corpus.embedder = embedder
 
     # -- the model ------------------------------------------------------------------------------
 
     @property
     def model_name(self) -> str:
         """The name that the model was given by, or its id."""
-        return self.resources.model_name
+        return self.kv_namespace.model.name
 
     @property
     def tokens(self) -> Tokens:
         """The model's tokenizers and chat template. Loads no weights."""
-        return self.resources.tokens
+        return self.kv_namespace.model.tokens
 
     @property
     def context_tokens(self) -> int:
         """Length of the model's context. Loads no weights."""
-        return self.resources.context_tokens
+        return self.kv_namespace.model.context_tokens
 
     @property
     def adapter(self) -> ModelAdapter:
         """The loaded model; loads it."""
-        return self.resources.adapter
+        return self.kv_namespace.model.adapter
 
     def open(self) -> None:
         """Load the model and check that stored KV is its own, which the first request does otherwise."""
-        _ = self.resources.adapter
-        self.scheduler.run(self.planner.open)
+        _ = self.kv_namespace.model.adapter
+        self.scheduler.run(self._planner.open)
 
     def verify(self) -> Verification:
         """The correctness gate for the loaded model, remembered in the store."""
-        return self.scheduler.run(lambda: self.resources.kv_validity.verification())
+        return self.scheduler.run(lambda: self.kv_namespace.validity.verification())
 
     def calibrate(
         self,
@@ -572,12 +581,12 @@ class BlendEngine:
         s = self.settings
         options = options or CalibrationOptions(s.fixed_ratio, top_k=s.top_k)
         return calibrating.calibrate(
-            self.resources, self.planner, self.segments, self.scheduler, options, watch
+            self.kv_namespace, self._planner, self.segments, self.scheduler, options, watch
         )
 
     def calibration_offer(self, report: IngestReport) -> str:
         """After an ingest: a sentence on what :meth:`calibrate` would do, if it is worth offering."""
-        return calibrating.offer(self.resources, report)
+        return calibrating.offer(self.kv_namespace, report)
 
     def profile(
         self,
@@ -592,17 +601,17 @@ class BlendEngine:
         interrupted measurement keeps nothing. Raises :class:`InvalidInputError`,
         :class:`UnsupportedModelError`, :class:`StoreFullError`.
         """
-        return profiling.profile(self.resources, self.scheduler, directories, again, watch)
+        return profiling.profile(self.kv_namespace, self.scheduler, directories, again, watch)
 
     def stats(self) -> StoreStats:
         """What the store holds, and how this engine has used it. Opens the store."""
         if self.closed:
             raise InvalidInputError(CLOSED)
-        return self.resources.store.stats()
+        return self.kv_namespace.store.stats()
 
     def prometheus(self) -> str:
         """:meth:`stats` in Prometheus' text format, for a ``/metrics`` endpoint."""
-        learner, root = self._learner, str(self.resources.root.absolute())
+        learner, root = self._learner, str(self.kv_namespace.root.absolute())
         return exposition(self.stats(), root, learner.passages, learner.tokens)
 
     @property
@@ -617,13 +626,13 @@ class BlendEngine:
     @property
     def queues(self) -> list[QueueState]:
         """What waits in this engine: prompts, the model, batches of the embedder."""
-        embedding = self.resources.embedding_turns
+        embedding = self.kv_namespace.corpus.embedding_turns
         states = [queue.state for queue in (self._threads, self._long_threads)]
         return [*states, self.scheduler.state, QueueState("batches of texts", *embedding.counts)]
 
     def progress_at(self) -> float:
         """``time.monotonic()`` when the model or the embedder last did something."""
-        embedding = self.resources.embedding_turns
+        embedding = self.kv_namespace.corpus.embedding_turns
         return max(embedding.moved_at, embedding.stepped_at)
 
     def drain(self) -> None:
@@ -635,8 +644,8 @@ class BlendEngine:
         loaded by name unless another open engine uses it. Idempotent.
         """
         self.scheduler.close()
-        self.prefixes.close()
-        self.resources.close()
+        self._prefixes.close()
+        self.kv_namespace.close()
 
     def __enter__(self) -> BlendEngine:
         return self

@@ -25,8 +25,8 @@ from transformers.cache_utils import Cache
 
 from blendrag import tracing
 from blendrag.config import Mode
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.request import Request
-from blendrag.engine.resources import Resources
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestCancelled, RequestTimeout, UnsupportedModelError
 from blendrag.fusor import BlendCache, BlendRequest
@@ -74,13 +74,13 @@ class ExactPrefixes:
 
     def __init__(
         self,
-        resources: Resources,
+        kv: KVNamespace,
         limit_bytes: int,
         waiting: Callable[[], Sequence[tuple[Request, AnswerStream]]],
     ) -> None:
         """``waiting``: requests that have not begun; may include the current one."""
-        self._resources = resources
-        self.limit_bytes = limit_bytes
+        self._kv = kv
+        self._limit_bytes = limit_bytes
         self._waiting = waiting
         self.tree: PrefixTree | None = None
         self._weights: Hashable = None
@@ -108,13 +108,13 @@ class ExactPrefixes:
         asked for just before."""
         if not self.may_use(request):
             return None
-        weights = self._resources.adapter.identified_weights
-        return partial(self._tree_for(weights).join, family_of(request))
+        weights = self._kv.model.adapter.identified_weights
+        return partial(self._tree_for(weights).join, _family(request))
 
     def join(self, request: Request) -> LoadedSpan | None:
         """The beginning that an ordinary ``generate`` of ``request`` goes on from, without a fusion: of a
         prompt without chunks, or for a model whose KV cannot be moved."""
-        adapter, ids = self._resources.adapter, request.prompt.ids
+        adapter, ids = self._kv.model.adapter, request.prompt.ids
         going, config = adapter.continuation, adapter.model.generation_config
         if request.sequences > 1 or config.cache_implementation or not self.may_use(request):
             return None
@@ -130,8 +130,8 @@ class ExactPrefixes:
 
     def state_ends(self, request: Request, start: int) -> list[int]:
         """After which tokens behind ``start`` a state should be kept while the prompt is computed."""
-        adapter, ids, prompt = self._resources.adapter, request.prompt.ids, request.prompt
-        if self.tree is None or not goes_on(request, adapter):
+        adapter, ids, prompt = self._kv.model.adapter, request.prompt.ids, request.prompt
+        if self._tree is None or not goes_on(request, adapter):
             return []
         assert adapter.continuation is not None
         # a prompt that is asked again goes on from its last token but one
@@ -151,7 +151,7 @@ class ExactPrefixes:
 
     def keep_state(self, request: Request, ids: Ids, cache: Cache) -> None:
         """Keep what ``cache`` holds after exactly these ``ids``, for a model whose KV cannot be moved."""
-        adapter, family = self._resources.adapter, family_of(request)
+        adapter, family = self._kv.model.adapter, _family(request)
         going = adapter.continuation
         if self.tree is None or going is None or len(ids) < MIN_TOKENS:
             return
@@ -209,12 +209,12 @@ class ExactPrefixes:
         """
         if plan.chunks:
             end, first = len(plan.prompt.leading_ids), plan.chunks[0]
-            if request.mode == "prefix" and first.span is None and self._resources.is_dated:
+            if request.mode == "prefix" and first.span is None and self._kv.corpus.is_dated:
                 end = max(end, first.segment.end)
             ids = ids[:end]
         if self.tree is None or not self.may_use(request) or len(ids) < MIN_TOKENS:
             return
-        adapter, family = self._resources.adapter, family_of(request)
+        adapter, family = self._kv.model.adapter, _family(request)
         if cache.get_seq_length() < len(ids) or not cache.is_one_sequence:
             return  # it is kept elsewhere by now
         if adapter.is_long(len(ids)) or self.tree.match(family, ids) == len(ids):
@@ -222,7 +222,7 @@ class ExactPrefixes:
         spans = [span for span in plan.spans if span.start < len(ids)]
         if not all(self._is_native or isinstance(span.reader, ResidentReader) for span in spans):
             return
-        if plan.spans and plan.chunks and not self._resources.kv_validity.verification().blendable:
+        if plan.spans and plan.chunks and not self._kv.validity.verification().blendable:
             return
         if self._weights == adapter.weights_now():
             self.tree.insert(family, ids, cache.buffers(len(ids)))
@@ -230,11 +230,11 @@ class ExactPrefixes:
     @property
     def _is_native(self) -> bool:
         """Whether stored KV is what was computed, to the bit."""
-        return self._resources.manifest.encoding == NATIVE_ENCODING
+        return self._kv.corpus.manifest.encoding == NATIVE_ENCODING
 
     def may_use(self, request: Request) -> bool:
         """Whether ``request`` may go on from KV in memory, and its own be kept there."""
-        adapter = self._resources.adapter
+        adapter = self._kv.model.adapter
         if adapter.refusal is not None:
             return goes_on(request, adapter)
         if request.mode not in MODES or adapter.is_long(len(request.prompt.ids)):
@@ -245,9 +245,9 @@ class ExactPrefixes:
     def _is_checked(self) -> bool:
         """Whether attention over our cache was compared with the model's own: layer by layer, or by the
         gate. Moshi's sees a window only in transformers' own cache."""
-        resources = self._resources
+        kv = self._kv
         with suppress(UnsupportedModelError):
-            return resources.fusor.packs or resources.kv_validity.verification().blendable
+            return kv.model.fusor.packs or kv.validity.verification().blendable
         return False
 
     def _worthwhile(self, request: Request, controller: Controller) -> SharedPrefix | None:
@@ -264,7 +264,7 @@ class ExactPrefixes:
         ]
         best, most = None, 0.0
         start = self.length(request, controller)
-        most_tokens = self.limit_bytes // self._resources.adapter.layout.size_bytes(1)
+        most_tokens = self._limit_bytes // self._kv.model.adapter.layout.size_bytes(1)
         for end in sorted({min(end, len(prompt.ids) - 1) for _, _, end in alike}):
             if end - start < MIN_TOKENS or end > most_tokens or prompt.ids[:end] in self.failed:
                 continue
@@ -282,8 +282,8 @@ class ExactPrefixes:
         self, request: Request, ids: Ids, controller: Controller, check: Callable[[], None]
     ) -> int:
         """Prefill ``ids`` and keep their KV; returns how many of them are in memory now."""
-        resources, namespace = self._resources, controller.namespace
-        if not resources.kv_validity.verification().blendable:
+        kv, namespace = self._kv, controller.namespace
+        if not kv.validity.verification().blendable:
             return 0
         with closing(controller.plan(request.prompt, *_EXACT)) as plan:
             spans = tuple(
@@ -293,16 +293,16 @@ class ExactPrefixes:
                 and (self._is_native or isinstance(span.reader, ResidentReader))
             )
             blend = BlendRequest(len(ids), spans, _EXACT.blending)
-            given = torch.tensor([ids], device=resources.adapter.device)
-            _, cache, _ = resources.fusor.prefill(given, blend, check=check)
-        if resources.kv_validity.namespace != namespace:
+            given = torch.tensor([ids], device=kv.model.adapter.device)
+            _, cache, _ = kv.model.fusor.prefill(given, blend, check=check)
+        if kv.validity.namespace != namespace:
             return 0  # the weights changed meanwhile
-        tree = self._tree_for(resources.adapter.identified_weights)
-        return tree.insert(family_of(request), ids, cache.buffers(len(ids)))
+        tree = self._tree_for(kv.model.adapter.identified_weights)
+        return tree.insert(_family(request), ids, cache.buffers(len(ids)))
 
     def _tree_for(self, weights: Hashable) -> PrefixTree:
         """The tree of the loaded model; a new one once its ``weights`` or adapters have changed."""
-        adapter = self._resources.adapter
+        adapter = self._kv.model.adapter
         going = adapter.continuation
         if self.tree is None or self._weights != weights:
             layout = adapter.layout if going is None else going.layout

@@ -20,6 +20,7 @@ import numpy as np
 
 from blendrag.corpus.corpus import Corpus, files_of, is_at, resolved
 from blendrag.corpus.languages import Languages
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import (
     KVWriter,
     computed_among_requests,
@@ -27,7 +28,6 @@ from blendrag.engine.kv_writer import (
     with_loaded_identity,
     with_room,
 )
-from blendrag.engine.resources import Resources
 from blendrag.errors import (
     BlendragError,
     IdentityChangedError,
@@ -112,7 +112,7 @@ Inputs = Sequence[Path | str] | Iterable[Document]
 
 
 def ingest(
-    resources: Resources,
+    kv: KVNamespace,
     scheduler: Scheduler,
     inputs: Inputs,
     watch: Watch | None = None,
@@ -120,42 +120,42 @@ def ingest(
     patterns: Patterns = ALL,
 ) -> IngestReport:
     """See :meth:`BlendEngine.ingest`."""
-    corpus = resources.create_corpus()
+    corpus = kv.corpus.create()
     listed: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
 
     def run() -> IngestReport:
         try:
-            return IngestRun(resources, scheduler, corpus, watch).run(listed, prune, patterns)
+            return IngestRun(kv, scheduler, corpus, watch).run(listed, prune, patterns)
         except IdentityChangedError:
             corpus.require_begun()  # another process began this corpus in another encoding
             raise
 
-    report = with_loaded_identity(resources, run)
-    if not report.refused and resources.is_loaded:
-        computed_among_requests(resources, scheduler, resources.remember_namespace)
-    return ended(resources, corpus, report)
+    report = with_loaded_identity(kv, run)
+    if not report.refused and kv.model.is_loaded:
+        computed_among_requests(kv, scheduler, kv.remember)
+    return ended(kv, corpus, report)
 
 
-def ended(resources: Resources, corpus: Corpus, report: IngestReport) -> IngestReport:
+def ended(kv: KVNamespace, corpus: Corpus, report: IngestReport) -> IngestReport:
     """The report of a run. Raises :class:`UnsupportedModelError` if the model's KV was refused."""
     if report.refused:
         raise UnsupportedModelError(
             f"{report.refused}; documents stored without KV: {report.documents}; for KV, ingest with another "
             "model into another store"
         )
-    drop_orphaned_kv(resources, corpus)  # left by a run that was killed
+    drop_orphaned_kv(kv, corpus)  # left by a run that was killed
     return report
 
 
 class IngestRun:
     def __init__(
-        self, resources: Resources, scheduler: Scheduler, corpus: Corpus, watch: Watch | None = None
+        self, kv: KVNamespace, scheduler: Scheduler, corpus: Corpus, watch: Watch | None = None
     ) -> None:
-        self._resources = resources
+        self._kv = kv
         self._corpus = corpus
         self._watch = watch or (lambda report: None)
-        self._writer = KVWriter(resources, scheduler)
-        self._rows = DocumentRows(resources, corpus)
+        self._writer = KVWriter(kv, scheduler)
+        self._rows = DocumentRows(kv, corpus)
         self._languages = Languages()
         self._announced = False
         self._report = IngestReport()
@@ -196,7 +196,7 @@ class IngestRun:
                 computed = self._write_kv(document, known, size_bytes)
                 self._report.documents_unchanged += not computed
             else:
-                chunks = self._resources.chunker().split(document.text, document.source)
+                chunks = self._kv.corpus.chunker().split(document.text, document.source)
                 if not chunks:
                     raise UnreadableDocumentError(document.source, "holds no text")
                 self._write_kv(document, chunks, size_bytes)
@@ -219,7 +219,7 @@ class IngestRun:
         missing = self._missing(chunks)
         for chunk in chunks:
             report.chunks += 1
-            report.tokens += len(self._resources.text_ids(chunk.text))
+            report.tokens += len(self._kv.model.text_ids(chunk.text))
             is_new = chunk.chunk_id in missing and self._write_chunk(
                 document, chunk, chunks, size_bytes
             )
@@ -231,7 +231,7 @@ class IngestRun:
             else:
                 report.chunks_skipped += not report.refused
                 report.ready_bytes += report.done_bytes - before
-        self._resources.store.flush()
+        self._kv.store.flush()
         return computed
 
     def _missing(self, chunks: Sequence[Chunk]) -> set[str]:
@@ -262,16 +262,16 @@ class IngestRun:
     def _announce_size(self, chunks: Sequence[Chunk], size_bytes: float) -> None:
         """Say what the rest will take on disk if that is much, going by the first document's tokens."""
         self._announced = True
-        report, layout = self._report, self._resources.layout
+        report, layout = self._report, self._kv.layout
         tokens = sum(chunk.tokens for chunk in chunks)
         text_bytes = report.total_bytes - report.done_bytes
         if not (text_bytes and size_bytes):
             return  # given as documents, not as files
-        chunk_tokens = self._resources.manifest.chunk_tokens
+        chunk_tokens = self._kv.corpus.manifest.chunk_tokens
         per_token = stored_chunk_bytes(layout, chunk_tokens) / chunk_tokens
         needed_bytes = text_bytes * tokens / size_bytes * per_token
         if needed_bytes >= ANNOUNCED_BYTES:
-            root = self._resources.root
+            root = self._kv.root
             smaller = "; a new store in encoding int8 takes about half" * (
                 layout.encoding == NATIVE_ENCODING and layout.dtype != "float32"
             )
@@ -284,15 +284,15 @@ class IngestRun:
     def _write_rows(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
         """Embed new chunks, write the document's rows, drop KV that no row refers to any more."""
         titled = [(document.title, chunk) for chunk in chunks]
-        vectors = np.stack(self._resources.vectors_of(self._corpus, titled, self._tell))
+        vectors = np.stack(self._kv.corpus.vectors_of(self._corpus, titled, self._tell))
         self._rows.put(document, digest, chunks, vectors)
 
 
 class DocumentRows:
     """The rows that one run changes in the corpus. Drops KV that no row refers to any more."""
 
-    def __init__(self, resources: Resources, corpus: Corpus) -> None:
-        self._resources, self._corpus = resources, corpus
+    def __init__(self, kv: KVNamespace, corpus: Corpus) -> None:
+        self._kv, self._corpus = kv, corpus
         # sources of earlier versions are paths as they were spelled, so one file may have several
         self._known: dict[str, list[str]] = {}
         for source in corpus.file_sources():
@@ -302,8 +302,8 @@ class DocumentRows:
         self, document: Document, digest: str, chunks: Sequence[Chunk], vectors: np.ndarray
     ) -> None:
         put = partial(self._corpus.put_document, document, digest, chunks, vectors)
-        if with_room(self._resources, put):
-            drop_orphaned_kv(self._resources, self._corpus)
+        if with_room(self._kv, put):
+            drop_orphaned_kv(self._kv, self._corpus)
 
     def remove_other_spellings(self, source: str) -> None:
         """Remove the rows of a document that was stored under other spellings of its path."""
@@ -329,7 +329,7 @@ class DocumentRows:
 
     def _remove(self, source: str) -> None:
         self._corpus.remove_source(source)
-        drop_orphaned_kv(self._resources, self._corpus)
+        drop_orphaned_kv(self._kv, self._corpus)
 
 
 @contextmanager
@@ -358,28 +358,28 @@ def named_failure(source: str, bad: Exception) -> str:
     return text if text.startswith(source) else f"{short_name(source)}: {text}"
 
 
-def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
+def remove(kv: KVNamespace, paths: Sequence[Path | str]) -> int:
     """See :meth:`BlendEngine.remove`."""
-    corpus = resources.require_corpus()
+    corpus = kv.corpus.require()
     sources: list[str] = []
     for path in paths:
         found = corpus.sources_of(path)
         if not found:
             raise InvalidInputError(
-                f"{path} is not in the corpus of {resources.root}; "
+                f"{path} is not in the corpus of {kv.root}; "
                 "expected a path that blendrag list shows"
             )
         sources += found
-    return remove_sources(resources, sources)
+    return remove_sources(kv, sources)
 
 
-def remove_sources(resources: Resources, sources: Iterable[str]) -> int:
+def remove_sources(kv: KVNamespace, sources: Iterable[str]) -> int:
     """Remove the documents with these very sources: texts, vectors and KV. Returns how many."""
-    corpus = resources.require_corpus()
+    corpus = kv.corpus.require()
     known = dict.fromkeys(sources)
     for source in known:
         corpus.remove_source(source)
-        drop_orphaned_kv(resources, corpus)
+        drop_orphaned_kv(kv, corpus)
     return len(known)
 
 

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.engine.resources import Resources
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.errors import BlendragError, IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import MissingKV, Plan
@@ -58,8 +58,8 @@ class KVWriter:
     is left to evict, :meth:`write` raises :class:`StoreFullError`.
     """
 
-    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
-        self._resources = resources
+    def __init__(self, kv: KVNamespace, scheduler: Scheduler) -> None:
+        self._kv = kv
         self._scheduler = scheduler
         self._admitted = False
         self._pins: PinScope
@@ -70,26 +70,24 @@ class KVWriter:
     @contextmanager
     def pinned(self) -> Iterator[None]:
         """Within this context, entries of this run are not evicted."""
-        with self._resources.store.pin_scope() as self._pins:
+        with self._kv.store.pin_scope() as self._pins:
             yield
 
     @cached_property
     def namespace(self) -> str:
         """Where this run stores; does not change during the run."""
-        resources = self._resources
+        kv = self._kv
         # reading the model's identity waits for requests that run, unless its own thread does it
-        namespace = (
-            self._computed(resources.namespace) if resources.is_loaded else resources.namespace()
-        )
-        store = resources.store
-        if resources.is_loaded or not (store.agrees(namespace) or store.trouble):
-            self._computed(lambda: resources.kv_validity.renew(namespace))
+        namespace = self._computed(kv.name) if kv.model.is_loaded else kv.name()
+        store = kv.store
+        if kv.model.is_loaded or not (store.agrees(namespace) or store.trouble):
+            self._computed(lambda: kv.validity.renew(namespace))
         return namespace
 
     def missing(self, chunks: Sequence[Chunk], ask_remote: bool = True) -> list[Chunk]:
         """Those of ``chunks`` without stored KV; the others are pinned."""
         keys = [self.key_of(chunk) for chunk in chunks]
-        store = self._resources.store
+        store = self._kv.store
         found = store.where(self.namespace, keys, durable=True, ask_remote=ask_remote).keys()
         for key in found:
             self._pins.protect(self.namespace, key)
@@ -103,15 +101,15 @@ class KVWriter:
         and :class:`IdentityChangedError` if the loaded weights are not those the run began with.
         """
         if not self._admitted:  # loads the model and may run the gate, which is not encoding
-            admit = partial(self._resources.kv_validity.admit, self.namespace)
+            admit = partial(self._kv.validity.admit, self.namespace)
             self._computed(admit)
             self._computed(self._put_undated)
             self._admitted = True
         began = time.perf_counter()
         try:
-            encode = partial(self._encode, self._resources.text_ids(chunk.text))
+            encode = partial(self._encode, self._kv.model.text_ids(chunk.text))
             kv = self._computed(encode)
-            self._resources.store.put(self.namespace, self.key_of(chunk), kv)
+            self._kv.store.put(self.namespace, self.key_of(chunk), kv)
         except InvalidInputError as bad:
             raise InvalidInputError(f"{name}: {bad}") from bad
         self.stored.add(self.key_of(chunk))
@@ -126,49 +124,49 @@ class KVWriter:
         What is written may have been there before, under the same key.
         """
         if self.stored:
-            self._resources.store.claim(self.namespace, self.stored)
+            self._kv.store.claim(self.namespace, self.stored)
             self.stored.clear()
 
     def _computed(self, call: Callable[[], T]) -> T:
-        return computed_among_requests(self._resources, self._scheduler, call)
+        return computed_among_requests(self._kv, self._scheduler, call)
 
     def _encode(self, ids: Ids) -> ChunkKV:
-        resources = self._resources
-        with before_layers(resources.adapter.decoder_layers, pause):  # streams go on meanwhile
-            return resources.kv_validity.encode(self.namespace, ids, resources.prefix_ids)
+        kv = self._kv
+        with before_layers(kv.model.adapter.decoder_layers, pause):  # streams go on meanwhile
+            return kv.validity.encode(self.namespace, ids, kv.corpus.prefix_ids)
 
     def _put_undated(self) -> None:
         """Store the KV of the prefix up to today's date."""
-        resources, ids = self._resources, self._resources.undated_ids
+        kv, ids = self._kv, self._kv.corpus.undated_ids
         key = chunk_key(self.namespace, (), ids)
-        if ids and key not in resources.store.where(self.namespace, [key], durable=True):
-            kv = resources.kv_validity.encode(self.namespace, ids, ())
-            resources.store.put(self.namespace, key, kv)
+        if ids and key not in kv.store.where(self.namespace, [key], durable=True):
+            kv = kv.validity.encode(self.namespace, ids, ())
+            kv.store.put(self.namespace, key, kv)
             self.stored.add(key)
 
     def key_of(self, chunk: Chunk) -> str:
         """Key of the chunk's KV in this run's namespace."""
-        ids = self._resources.text_ids(chunk.text)
-        return chunk_key(self.namespace, self._resources.prefix_ids, ids)
+        ids = self._kv.model.text_ids(chunk.text)
+        return chunk_key(self.namespace, self._kv.corpus.prefix_ids, ids)
 
 
-def computed_among_requests(resources: Resources, scheduler: Scheduler, call: Callable[[], T]) -> T:
+def computed_among_requests(kv: KVNamespace, scheduler: Scheduler, call: Callable[[], T]) -> T:
     """``call()`` beside requests that run, unless the model is yet to be loaded or checked."""
 
     def joins() -> bool:
-        if not resources.is_loaded or resources.adapter.lock.is_wanted:
+        if not kv.model.is_loaded or kv.model.adapter.lock.is_wanted:
             return False
-        return resources.kv_validity.is_admitted(resources.kv_validity.namespace)
+        return kv.validity.is_admitted(kv.validity.namespace)
 
     return scheduler.run(call, joins)
 
 
-def with_loaded_identity(resources: Resources, run: Callable[[], T]) -> T:
+def with_loaded_identity(kv: KVNamespace, run: Callable[[], T]) -> T:
     """``run()``, once more if the checkpoint's files looked unchanged but hold other weights.
 
     Raises :class:`IdentityChangedError` if the model was loaded before.
     """
-    was_loaded = resources.is_loaded
+    was_loaded = kv.model.is_loaded
     try:
         return run()
     except IdentityChangedError:
@@ -177,18 +175,18 @@ def with_loaded_identity(resources: Resources, run: Callable[[], T]) -> T:
         return run()
 
 
-def with_room(resources: Resources, write: Callable[[], T]) -> T:
+def with_room(kv: KVNamespace, write: Callable[[], T]) -> T:
     """``write()``, which changes the corpus. While the disk is full, KV learned from prompts is given up."""
     while True:
         try:
             return write()
         except StoreFullError:
-            if not resources.store.give_up_learned(GIVEN_UP_BYTES):
+            if not kv.store.give_up_learned(GIVEN_UP_BYTES):
                 raise
 
 
 def kv_keys(
-    resources: Resources, corpus: Corpus, chunk_id: str, text: str, is_long: bool = False
+    kv: KVNamespace, corpus: Corpus, chunk_id: str, text: str, is_long: bool = False
 ) -> list[tuple[str, str]]:
     """Namespace and key of every KV that the chunk may have in the store. May load the model.
 
@@ -196,25 +194,25 @@ def kv_keys(
     """
     named = corpus.manifest.namespace
     namespaces = {named} if named else set()
-    if resources.is_loaded or not named:
-        namespaces.add(resources.kv_validity.namespace)
+    if kv.model.is_loaded or not named:
+        namespaces.add(kv.validity.namespace)
     scope = scope_of(chunk_id)
     namespaces = {kv_namespace(namespace, scope, is_long) for namespace in namespaces}
-    prefix_ids, ids = corpus.manifest.prefix_ids, resources.text_ids(text)
+    prefix_ids, ids = corpus.manifest.prefix_ids, kv.model.text_ids(text)
     return [(namespace, chunk_key(namespace, prefix_ids, ids)) for namespace in sorted(namespaces)]
 
 
-def drop_orphaned_kv(resources: Resources, corpus: Corpus) -> int:
+def drop_orphaned_kv(kv: KVNamespace, corpus: Corpus) -> int:
     """Delete the KV of chunks that were removed or whose addition was abandoned; returns how many."""
     dropped = corpus.dropped.texts()
     if not dropped:
         return 0
-    if resources.store.stats().entries:
+    if kv.store.stats().entries:
         for chunk_id, text in dropped.items():
             if corpus.dropped.is_removed(chunk_id):
                 for is_long in (False, True):
-                    for place in kv_keys(resources, corpus, chunk_id, text, is_long):
-                        resources.store.delete(*place)
+                    for place in kv_keys(kv, corpus, chunk_id, text, is_long):
+                        kv.store.delete(*place)
     corpus.dropped.forget(list(dropped))
     return len(dropped)
 
@@ -243,8 +241,8 @@ class Job(NamedTuple):
 class BackgroundWriter:
     """Encodes chunks that queries missed: between requests, or before a request if others wait."""
 
-    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
-        self._resources = resources
+    def __init__(self, kv: KVNamespace, scheduler: Scheduler) -> None:
+        self._kv = kv
         self._scheduler = scheduler
         self._queued: set[Job] = set()
         self._seen: dict[tuple[str, Ids], None] = {}
@@ -260,15 +258,15 @@ class BackgroundWriter:
         self.queue(todo)
 
     def _is_long(self, prompt: SegmentedPrompt) -> bool:
-        adapter = self._resources.adapter
+        adapter = self._kv.model.adapter
         return adapter.refusal is None and adapter.is_long(len(prompt.ids))
 
     def _jobs(self, missing: Sequence[MissingKV], is_long: bool) -> list[Job]:
-        return [Job(ids, self._resources.prefix_ids, scope, is_long) for ids, scope in missing]
+        return [Job(ids, self._kv.corpus.prefix_ids, scope, is_long) for ids, scope in missing]
 
     def queue(self, todo: Sequence[Job]) -> None:
         """Encode these in the background."""
-        if not todo or not self._resources.is_writable:
+        if not todo or not self._kv.is_writable:
             return
         for job in todo:
             if self._full and not job.is_learned:
@@ -286,7 +284,7 @@ class BackgroundWriter:
         """Which of a prompt's missing chunks are encoded before it runs, and why: all if other requests
         wait, else those that an earlier request missed and that have waited since."""
         waits = self._scheduler.is_waited_for
-        if not (waits or self._queued) or self._full or not self._resources.is_writable:
+        if not (waits or self._queued) or self._full or not self._kv.is_writable:
             return [], ""
         jobs = self._jobs(missing(), self._is_long(prompt))
         if waits:
@@ -316,22 +314,22 @@ class BackgroundWriter:
 
     def _encode(self, job: Job) -> bool:
         """Whether the KV is stored now."""
-        resources = self._resources
+        kv = self._kv
         try:
-            with resources.adapter.lock:  # one identity from look-up to put
-                namespace = resources.kv_validity.namespace
+            with kv.model.adapter.lock:  # one identity from look-up to put
+                namespace = kv.validity.namespace
                 place, key = job.place(namespace)
-                if key not in resources.store.where(place, [key], ask_remote=False):
-                    if not job.is_learned and resources.store.is_behind:
+                if key not in kv.store.where(place, [key], ask_remote=False):
+                    if not job.is_learned and kv.store.is_behind:
                         return False  # requests do not wait for a slow remote
-                    resources.kv_validity.admit(namespace)
-                    with before_layers(resources.adapter.decoder_layers, pause):
-                        encode = resources.kv_validity.encode
+                    kv.validity.admit(namespace)
+                    with before_layers(kv.model.adapter.decoder_layers, pause):
+                        encode = kv.validity.encode
                         if job.is_long:
-                            encoder = partial(resources.adapter.encode, is_long=True)
+                            encoder = partial(kv.model.adapter.encode, is_long=True)
                             encode = partial(encode, encoder=encoder)
                         kv = encode(namespace, job.ids, job.prefix)
-                    resources.store.put(place, key, kv)
+                    kv.store.put(place, key, kv)
             return True
         except StoreFullError as full:
             if not job.is_learned:

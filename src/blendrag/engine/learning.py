@@ -20,9 +20,9 @@ import numpy as np
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import BackgroundWriter, Job, drop_orphaned_kv
 from blendrag.engine.request import Answer, Request
-from blendrag.engine.resources import Resources
 from blendrag.errors import BlendragError
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.text.chunking import Chunk, learned_id, scope_of
@@ -48,10 +48,10 @@ TOLD_SCOPES = 1024
 class Learner:
     """Passages that the prompts of one engine have in common. Learns on the scheduler's thread."""
 
-    def __init__(self, resources: Resources, background: BackgroundWriter, learns: bool) -> None:
-        self._resources = resources
+    def __init__(self, kv: KVNamespace, background: BackgroundWriter) -> None:
+        self._kv = kv
         self._background = background
-        self._learns = learns
+        self._learns = kv.settings.learn
         self._told: dict[str | None, None] = {}
         self._memories = PromptMemories()
         self._sizes: dict[str, dict[str, int]] | None = None
@@ -66,18 +66,18 @@ class Learner:
         fresh, scope = request.fresh, request.options.scope
         if fresh is None or request.mode not in LEARNING_MODES or scope in self._told:
             return request
-        corpus = self._resources.corpus
+        corpus = self._kv.corpus.current
         known = corpus.known_to(scope) if corpus else ()
         if letters_in(fresh.text) < MIN_LETTERS or len(known) or len(self._told) >= TOLD_SCOPES:
             return request
         is_first = not self._told
         self._told[scope] = None
         advice = (
-            f"store {self._resources.root} holds no chunks, so none is reused; add them with "
+            f"store {self._kv.root} holds no chunks, so none is reused; add them with "
             "BlendVectorStore.from_documents(pieces, …) (LangChain), BlendPrecompute (LlamaIndex) or "
             "blendrag ingest"
         )
-        if self._learns and not self._resources.read_only:
+        if self._learns and not self._kv.corpus.read_only:
             advice += (
                 "; passages are learned when they return in a second prompt, and reused from the third on "
                 "(learn=False turns this off)"
@@ -107,7 +107,7 @@ class Learner:
         tokens = sum(chunk.tokens for chunk in chunks)
         self.passages += len(chunks)
         self.tokens += tokens
-        prefix, text_ids = self._resources.prefix_ids, self._resources.text_ids
+        prefix, text_ids = self._kv.corpus.prefix_ids, self._kv.model.text_ids
         self._background.queue([Job(text_ids(chunk.text), prefix, scope) for chunk in chunks])
         passages, were = (
             (f"{len(chunks)} passages", "were") if len(chunks) > 1 else ("1 passage", "was")
@@ -147,17 +147,17 @@ class Learner:
         ]
         if not passages:
             return []
-        split = partial(self._resources.chunker().split, repeat_headers=False)
+        split = partial(self._kv.corpus.chunker().split, repeat_headers=False)
         chunks = {chunk.chunk_id: chunk for passage in passages for chunk in split(passage)}
         return [chunk for chunk in chunks.values() if letters_in(chunk.text) >= MIN_LETTERS]
 
     def _stored(self, chunks: Sequence[Chunk], scope: str) -> list[Chunk]:
         """Those of ``chunks`` that there is room for, as entries of the corpus."""
-        if not chunks or not self._resources.is_writable:
+        if not chunks or not self._kv.is_writable:
             return []
-        corpus = self._resources.create_corpus()
-        self._resources.remember_namespace()
-        known, layout = corpus.known_to(scope), self._resources.layout
+        corpus = self._kv.corpus.create()
+        self._kv.remember()
+        known, layout = corpus.known_to(scope), self._kv.layout
         learned = {chunk.chunk_id: learned_id(scope, chunk.text) for chunk in chunks}
         new = {
             learned[chunk.chunk_id]: replace(chunk, chunk_id=learned[chunk.chunk_id])
@@ -166,7 +166,7 @@ class Learner:
         }
         sizes = self._known(corpus)
         own = sizes.setdefault(scope, {})
-        limit_bytes = self._resources.store.learned_limit_bytes()
+        limit_bytes = self._kv.store.learned_limit_bytes()
         forgotten, kept = _beyond(sizes, limit_bytes, ()) or [], list[Chunk]()
         for chunk_id, chunk in new.items():
             size_bytes = stored_chunk_bytes(layout, chunk.tokens)
@@ -179,14 +179,14 @@ class Learner:
             forgotten += dropped
         if forgotten:
             corpus.entries.remove(forgotten)
-            drop_orphaned_kv(self._resources, corpus)
+            drop_orphaned_kv(self._kv, corpus)
         if kept:
             corpus.entries.put([_entry(chunk) for chunk in kept])
         return kept
 
     def _known(self, corpus: Corpus) -> dict[str, dict[str, int]]:
         if self._sizes is None:
-            layout = self._resources.layout
+            layout = self._kv.layout
             self._sizes = {}
             for _, chunk in corpus.entries.read(corpus.entries.ids(LEARNED)):
                 if (scope := scope_of(chunk.chunk_id)) is not None:

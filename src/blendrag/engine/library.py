@@ -22,6 +22,7 @@ from blendrag.corpus.documents import ADDING, REMOVED, Entry, Hit, NewEntry
 from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.languages import Languages
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import (
     KVWriter,
     Written,
@@ -32,7 +33,6 @@ from blendrag.engine.kv_writer import (
     with_room,
 )
 from blendrag.engine.request_spans import retrieval
-from blendrag.engine.resources import Resources
 from blendrag.errors import BlendragError, InvalidInputError, check_unicode
 from blendrag.serving.scheduler import Scheduler
 from blendrag.store.identity import digest_fields
@@ -67,8 +67,8 @@ Where = Callable[[Entry], bool]
 class Library:
     """The entries of one engine's corpus. Thread-safe; reads do not wait for changes."""
 
-    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
-        self._resources = resources
+    def __init__(self, kv: KVNamespace, scheduler: Scheduler) -> None:
+        self._kv = kv
         self._scheduler = scheduler
         self._changing = threading.Lock()
         self._warned = False
@@ -110,7 +110,7 @@ class Library:
         if not entries:
             return Added()
         with self._changing:
-            corpus = self._resources.create_corpus()
+            corpus = self._kv.corpus.create()
             if rows is not None:
                 corpus.set_manifest(replace(corpus.manifest, embedder=GIVEN + embedder))
             new = self._rows(entries, rows, embed)
@@ -125,14 +125,14 @@ class Library:
                 with corpus.dropped.adding():
                     written = self._write_kv(corpus, chunks) if precompute else Written()
                     if changed:
-                        with_room(self._resources, partial(corpus.entries.put, changed))
+                        with_room(self._kv, partial(corpus.entries.put, changed))
             except Exception:
                 with suppress(BlendragError):  # the note left before writing drops it later
                     corpus.dropped.note(chunks, REMOVED)
-                    drop_orphaned_kv(self._resources, corpus)
+                    drop_orphaned_kv(self._kv, corpus)
                 raise
             self._remember_namespace()
-            drop_orphaned_kv(self._resources, corpus)
+            drop_orphaned_kv(self._kv, corpus)
         return Added(
             added=added,
             changed=len(changed) - added,
@@ -153,7 +153,7 @@ class Library:
             return []
         with self._changing:
             there, _ = corpus.entries.remove(ids)
-            drop_orphaned_kv(self._resources, corpus)
+            drop_orphaned_kv(self._kv, corpus)
         return there
 
     def delete_parents(self, parents: Sequence[str]) -> list[str]:
@@ -170,7 +170,7 @@ class Library:
         if corpus is None:
             return 0
         with self._changing:
-            return drop_orphaned_kv(self._resources, corpus)
+            return drop_orphaned_kv(self._kv, corpus)
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -208,15 +208,15 @@ class Library:
         :class:`InvalidInputError` for a vector of the wrong length, and for a text if vectors were given.
         """
         corpus = self._own()
-        if corpus is None and not self._resources.root.exists() and not self._warned:
+        if corpus is None and not self._kv.root.exists() and not self._warned:
             self._warned = True
             log.warning(
                 "store %s does not exist, so searches find nothing; check its path or add texts first",
-                self._resources.root,
+                self._kv.root,
             )
         if corpus is None or k < 1 or corpus.vectors.dim() is None:
             return []
-        with retrieval(self._resources.root, k):
+        with retrieval(self._kv.root, k):
             vector = self.embed_query(query) if isinstance(query, str) else unit_vector(query)
             return corpus.entries.nearest(vector, k, where)
 
@@ -225,11 +225,11 @@ class Library:
         corpus = self._own()
         if corpus is None:
             return {}
-        store = self._resources.store
+        store = self._kv.store
         return {
             entry.id: any(
                 store.where(namespace, [key])
-                for namespace, key in kv_keys(self._resources, corpus, chunk.chunk_id, chunk.text)
+                for namespace, key in kv_keys(self._kv, corpus, chunk.chunk_id, chunk.text)
             )
             for entry, chunk in corpus.entries.read(ids)
         }
@@ -256,16 +256,16 @@ class Library:
 
     def _own(self) -> Corpus | None:
         """The corpus of this model, ``None`` before anything was stored."""
-        corpus = self._resources.corpus
+        corpus = self._kv.corpus.current
         if corpus is None or not corpus.has_manifest:
             return None
-        return self._resources.require_corpus()
+        return self._kv.corpus.require()
 
     def _own_embedder(self) -> Embedder:
         corpus = self._own()
         if corpus is not None:
             refuse_given(corpus.manifest.embedder)
-        return self._resources.embedder
+        return self._kv.corpus.embedder
 
     def _rows(
         self, entries: Sequence[Entry], vectors: np.ndarray | None, embed: bool
@@ -274,7 +274,7 @@ class Library:
         rows = {}
         for i, entry in enumerate(entries):
             text = canonical(entry.text)
-            tokens = len(self._resources.text_ids(text))
+            tokens = len(self._kv.model.text_ids(text))
             chunk = Chunk(text, entry.start, entry.start + len(text), tokens, chunk_id_of(text))
             vector = np.zeros(0, np.float32) if vectors is None else vectors[i]
             rows[entry.id] = NewEntry(entry, chunk, digest_of_entry(entry, embed, vector), vector)
@@ -290,14 +290,14 @@ class Library:
                 log.warning("%s", warning)
                 self._languages = None
         titled = [(row.entry.title, row.chunk) for row in rows]
-        vectors = self._resources.vectors_of(corpus, titled)
+        vectors = self._kv.corpus.vectors_of(corpus, titled)
         return [row._replace(vector=v) for row, v in zip(rows, vectors, strict=True)]
 
     def _remember_namespace(self) -> None:
         """Record whose KV the corpus has, without waiting for requests that run."""
-        resources = self._resources
-        if resources.is_loaded:
-            computed_among_requests(resources, self._scheduler, resources.remember_namespace)
+        kv = self._kv
+        if kv.model.is_loaded:
+            computed_among_requests(kv, self._scheduler, kv.remember)
 
     def _write_kv(self, corpus: Corpus, chunks: Sequence[Chunk]) -> Written:
         """Store the KV of chunks that have none and are long enough to be recognised in a prompt."""
@@ -306,7 +306,7 @@ class Library:
             return Written()
 
         def run() -> Written:
-            writer = KVWriter(self._resources, self._scheduler)
+            writer = KVWriter(self._kv, self._scheduler)
             with writer.pinned():
                 missing = writer.missing(wanted)
                 if missing:
@@ -314,11 +314,11 @@ class Library:
                     self._remember_namespace()
                 for chunk in missing:
                     writer.write(chunk, f"the text {chunk.text[:40]!r}…")
-            self._resources.store.flush()
+            self._kv.store.flush()
             writer.claim()
             return writer.written
 
-        return with_loaded_identity(self._resources, run)
+        return with_loaded_identity(self._kv, run)
 
 
 def check_entries(entries: Sequence[Entry]) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from blendrag.config import DEFAULT_POLICY, Settings
+from blendrag.config import DEFAULT_POLICY
 from blendrag.engine.exact_prefixes import ExactPrefixes
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
-from blendrag.engine.resources import Resources
 from blendrag.errors import ContextOverflowError, InvalidInputError
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import make_policy
@@ -139,13 +139,12 @@ class Planner:
 
     def __init__(
         self,
-        resources: Resources,
-        settings: Settings,
+        kv: KVNamespace,
         background: BackgroundWriter,
         prefixes: ExactPrefixes,
     ) -> None:
-        self._resources = resources
-        self._settings = settings
+        self._kv = kv
+        self._settings = kv.settings
         self._background = background
         self.prefixes = prefixes
         self._is_open = False
@@ -154,6 +153,11 @@ class Planner:
         """Whether the store holds KV of other namespaces."""
         self.told: set[str] = set()
         """Namespaces for which :data:`OLD_CALIBRATION` was given."""
+
+    @property
+    def namespace(self) -> str:
+        """Namespace of the loaded model's KV."""
+        return self._kv.validity.namespace
 
     def note_missing(self, plan: Plan, scope: str | None) -> None:
         """Encode in the background what ``plan`` missed."""
@@ -165,10 +169,10 @@ class Planner:
         if self._is_open:
             return 0.0
         began = time.perf_counter()
-        resources = self._resources
-        if resources.adapter.refusal is None:  # else planning reports it
-            resources.kv_validity.is_valid(resources.kv_validity.namespace)
-            _ = resources.fusor
+        kv = self._kv
+        if kv.model.adapter.refusal is None:  # else planning reports it
+            kv.validity.is_valid(kv.validity.namespace)
+            _ = kv.model.fusor
             if self._settings.remote is not None:
                 self._token_s()
         self._is_open = True
@@ -181,8 +185,8 @@ class Planner:
         are computed now, so that they are not computed twice. ``check`` is called meanwhile and raises for a
         request that is over; ``None`` computes nothing.
         """
-        resources = self._resources
-        adapter = resources.adapter
+        kv = self._kv
+        adapter = kv.model.adapter
         if adapter.refusal is not None and request.mode != "full":
             why = Reason(ReasonCode.MODE, f"computed, because {adapter.why_not_movable}")
             note = f"chunks are reused only in the same beginning: {adapter.why_not_movable}"
@@ -197,10 +201,10 @@ class Planner:
             return KVAccess(request, adapter)
         if not request.prompt.chunks:
             return KVAccess(request, adapter, join=partial(self.prefixes.join, request))
-        namespace = resources.kv_validity.namespace
-        if not resources.kv_validity.is_valid(namespace):
-            resources.forget_signature()
-            why = resources.kv_validity.why_invalid(namespace)
+        namespace = kv.validity.namespace
+        if not kv.validity.is_valid(namespace):
+            kv.forget_signature()
+            why = kv.validity.why_invalid(namespace)
             return KVAccess(request, adapter, why_not=UNTRUSTED, notes=(UNTRUSTED.text, why))
         is_long = adapter.is_long(len(request.prompt.ids))
         if is_long and not (adapter.has_long_table and request.sequences == 1):
@@ -237,49 +241,49 @@ class Planner:
 
     def controller(self, namespace: str, profile: Profile | None = None) -> Controller:
         """The loading controller over what is stored under ``namespace``."""
-        resources = self._resources
+        kv = self._kv
         return Controller(
-            resources.adapter,
-            resources.store,
+            kv.model.adapter,
+            kv.store,
             namespace,
-            resources.manifest.prefix_ids,
+            kv.corpus.manifest.prefix_ids,
             self._settings.prefix_min_tokens,
-            resources.manifest.encoding,
+            kv.corpus.manifest.encoding,
             profile,
             token_s=self._token_s,
-            undated_ids=resources.undated_ids,
+            undated_ids=kv.corpus.undated_ids,
         )
 
     def _token_s(self) -> float:
         """Seconds to compute a token, timed once."""
-        if self.measured_token_s is None:
-            self.measured_token_s = prefill_token_s(self._resources.adapter)
-        return self.measured_token_s
+        if self._measured_token_s is None:
+            self._measured_token_s = prefill_token_s(self._kv.model.adapter)
+        return self._measured_token_s
 
     def _loaded_otherwise(self, namespace: str) -> str:
         """A note for chunks without KV if the ingest loaded the model in another way; else empty.
 
         The store is asked once for each namespace; a remote, which takes long to list, is not.
         """
-        resources, corpus = self._resources, self._resources.corpus
+        kv, corpus = self._kv, self._kv.corpus.current
         manifest = corpus.manifest if corpus is not None and corpus.has_manifest else None
         if manifest is None or manifest.namespace in ("", namespace):
             return ""
         if manifest.namespace not in self._holds:
-            first = next(iter(resources.store.keys(manifest.namespace)), None)
+            first = next(iter(kv.store.keys(manifest.namespace)), None)
             is_shared = self._settings.remote is not None
             self._holds[manifest.namespace] = is_shared or first is not None
         if not self._holds[manifest.namespace]:
             return ""
-        known = resources.kv_validity.difference(manifest.namespace)
-        dtype = dtype_name(resources.adapter.model.dtype)
+        known = kv.validity.difference(manifest.namespace)
+        dtype = dtype_name(kv.model.adapter.model.dtype)
         cause, remedy = known or (
             f"{dtype}: its weights, dtype, attention or adapter differ",
             "load it as then, or ingest again",
         )
         return (
-            f"chunks were computed because store {resources.root} holds the KV of {manifest.model!r} as the "
-            f"ingest loaded it, not as {resources.model_name!r} is loaded here ({cause}); {remedy}"
+            f"chunks were computed because store {kv.root} holds the KV of {manifest.model!r} as the "
+            f"ingest loaded it, not as {kv.model.name!r} is loaded here ({cause}); {remedy}"
         )
 
     def _calibrated(self, request: Request, namespace: str) -> tuple[Request, tuple[str, ...]]:
@@ -287,7 +291,7 @@ class Planner:
         blending = request.blending
         if not blending.is_calibrated:
             return request, ()
-        known = calibrations(self._resources.root, namespace)
+        known = calibrations(self._kv.root, namespace)
         found = known.entries()
         policy = found[-1].policy if found else DEFAULT_POLICY
         notes: tuple[str, ...] = ()
@@ -299,11 +303,11 @@ class Planner:
 
     def _profile(self, request: Request, namespace: str) -> tuple[Profile | None, tuple[str, ...]]:
         """The machine profile; a note if ratio auto needs one and there is none."""
-        profile, differences = self._resources.profile_of(namespace)
+        profile, differences = self._kv.profile_of(namespace)
         if profile is not None or not request.blending.is_auto or request.mode != "blend":
             return profile, ()
         other = f", and the stored one is for {differences}" if differences else ""
         return None, (
             f"ratio auto needs a machine profile{other}; ratio {request.blending.fixed_ratio:g} is used; "
-            f"run blendrag profile --model {self._resources.model_name} --store {self._resources.root}",
+            f"run blendrag profile --model {self._kv.model.name} --store {self._kv.root}",
         )

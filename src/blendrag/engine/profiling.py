@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from blendrag.engine.resources import Resources
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.errors import InvalidInputError, StoreError
 from blendrag.planning.measure import Measure, Watch
 from blendrag.planning.profile import (
@@ -41,7 +41,7 @@ class ProfileReport:
 
 
 def profile(
-    resources: Resources,
+    kv: KVNamespace,
     scheduler: Scheduler,
     directories: Sequence[str | Path] = (),
     again: bool = False,
@@ -49,21 +49,21 @@ def profile(
 ) -> ProfileReport:
     """See :meth:`BlendEngine.profile`."""
     to_time = _checked(directories)
-    root, store = resources.root, resources.store  # makes the root, with its checks
-    if resources.corpus is not None and len(resources.corpus):
-        resources.require_corpus()  # refuses a corpus of another model: its prefix holds that model's ids
-    conditions = scheduler.run(lambda: _conditions(resources))
+    root, store = kv.root, kv.store  # makes the root, with its checks
+    if kv.corpus.current is not None and len(kv.corpus.current):
+        kv.corpus.require()  # refuses a corpus of another model: its prefix holds that model's ids
+    conditions = scheduler.run(lambda: _conditions(kv))
     known, differs = recall_profile(root, conditions)
     remote = store.remote
     times_remote = remote is not None and (again or known is None or known.tier(REMOTE) is None)
     if known is not None and not to_time and not again and not times_remote:
         return ProfileReport(known, is_new=False, kept=True)
     measure = Measure(
-        resources.adapter,
-        scheduler.run(lambda: resources.fusor),
-        resources.manifest.encoding,
-        resources.prefix_ids,
-        resources.manifest.chunk_tokens,
+        kv.model.adapter,
+        scheduler.run(lambda: kv.model.fusor),
+        kv.corpus.manifest.encoding,
+        kv.corpus.prefix_ids,
+        kv.corpus.manifest.chunk_tokens,
         scheduler.run,
         watch,
     )
@@ -89,10 +89,10 @@ def profile(
     return ProfileReport(made, True, kept, "" if again else differs)
 
 
-def _conditions(resources: Resources) -> Conditions:
+def _conditions(kv: KVNamespace) -> Conditions:
     """On the thread that computes: torch counts threads per thread. Raises :class:`UnsupportedModelError`."""
-    resources.adapter.require_blendable()
-    return conditions_of(resources.adapter, resources.kv_validity.namespace)
+    kv.model.adapter.require_blendable()
+    return conditions_of(kv.model.adapter, kv.validity.namespace)
 
 
 def _checked(directories: Sequence[str | Path]) -> list[Path]:

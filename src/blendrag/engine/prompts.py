@@ -17,6 +17,8 @@ from blendrag.chat.template_arguments import EFFORT, SWITCHES, template_argument
 from blendrag.config import Mode
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.retriever import RetrievedChunk
+from blendrag.engine.lazy_model import LazyModel
+from blendrag.engine.model_corpus import ModelCorpus
 from blendrag.engine.rendering import (
     NEXT_QUESTION,
     build_rag_prompt,
@@ -33,7 +35,6 @@ from blendrag.engine.request import (
     Request,
     SchemaPrompt,
 )
-from blendrag.engine.resources import Resources
 from blendrag.engine.schemas import Schemas
 from blendrag.errors import CorpusError, InvalidInputError, RequestTimeout
 from blendrag.fusor.selection import Blending
@@ -51,8 +52,8 @@ _POLICIES = {"reuse": "reuse", "prefix": "full"}
 class Prompts:
     """Makes requests of the prompts of one engine. Keeps no state of its own. Thread-safe."""
 
-    def __init__(self, resources: Resources, schemas: Schemas) -> None:
-        self._resources = resources
+    def __init__(self, model: LazyModel, corpus: ModelCorpus, schemas: Schemas) -> None:
+        self._model, self._corpus = model, corpus
         self._schemas = schemas
 
     # -- prompts ----------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ class Prompts:
         if options.timeout_s is not None and time.perf_counter() - asked_at > options.timeout_s:
             raise RequestTimeout(options.timeout_s)  # earlier prompts took all the time
         began = time.perf_counter()
-        settings, tokens = self._resources.settings, self._resources.tokens
+        settings, tokens = self._corpus.settings, self._model.tokens
         opening_s = time.perf_counter() - began
         mode = options.mode or settings.mode
         blending = self._blending(mode, options)
@@ -124,7 +125,7 @@ class Prompts:
 
     def _blending(self, mode: Mode, options: Options) -> Blending:
         """How the request is blended. Raises :class:`InvalidOptionError`."""
-        settings = self._resources.settings
+        settings = self._corpus.settings
         policy = _POLICIES.get(mode) or options.policy or settings.policy
         return Blending.of(
             policy,
@@ -143,7 +144,7 @@ class Prompts:
         options: Options,
     ) -> RagPrompt:
         """The prompt of a question over retrieved chunks, after earlier questions and answers."""
-        tokens, texts = self._resources.tokens, [chunk.text for chunk in chunks]
+        tokens, texts = self._model.tokens, [chunk.text for chunk in chunks]
         names = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
         if not self._uses_template(options):
             prompt = build_rag_prompt(question, texts, names, history)
@@ -180,21 +181,21 @@ class Prompts:
     def _is_full(self, request: Request) -> bool:
         """Whether the prompt leaves its answer neither the longest that was asked for nor a share of the
         context."""
-        context = self._resources.context_tokens
+        context = self._model.context_tokens
         longest = min(request.max_new_tokens, context)
         return len(request.prompt.ids) > context - min(longest, round(ANSWER_SHARE * context))
 
     # -- rendering ----------------------------------------------------------------------------------
 
     def _uses_template(self, options: Options) -> bool:
-        return options.apply_chat_template and self._resources.tokens.has_template
+        return options.apply_chat_template and self._model.tokens.has_template
 
     def _templated(self, options: Options) -> tuple[Options, tuple[str, ...]]:
         """``options`` with all arguments of the chat template in ``chat_template_kwargs``, and notes on
         those without effect. The request's go before this engine's."""
         if not self._uses_template(options):
             return options, ()
-        settings = self._resources.settings
+        settings = self._corpus.settings
         thinks, effort = options.enable_thinking, options.reasoning_effort
         is_switched = thinks is not None or effort == "none"
         replaced = {*(SWITCHES if is_switched else ()), *({EFFORT} if effort else ())}
@@ -204,7 +205,7 @@ class Prompts:
             if name not in replaced
         }
         given, notes = template_arguments(
-            self._resources.tokens,
+            self._model.tokens,
             {**defaults, **options.chat_template_kwargs},
             thinks if is_switched else settings.enable_thinking,
             effort,
@@ -220,22 +221,22 @@ class Prompts:
             return replace(options, tools=(), tool_choice=None)
         if choice in (None, "auto"):
             return options
-        tokens, template = self._resources.tokens, options.template_arguments
+        tokens, template = self._model.tokens, options.template_arguments
         opening = opening_for(tokens, choice, options.tools, template)
         return replace(options, tool_choice=choice, opening=opening)
 
     def _rendered(self, prompt: Prompt, options: Options, may_be_empty: bool = False) -> Rendered:
         if options.plain_messages is None:
-            settings = self._resources.settings
+            settings = self._corpus.settings
             options = replace(options, plain_messages=settings.plain_messages)
-        rendered = render(prompt, self._resources.tokens, options)
+        rendered = render(prompt, self._model.tokens, options)
         if isinstance(prompt, Sequence) and not isinstance(prompt, str) and not may_be_empty:
             require_text(prompt)
         return rendered
 
     def _answer_form(self, options: Options, form: Format | None) -> AnswerForm | None:
         """The form that the answer must have."""
-        tokens = self._resources.tokens
+        tokens = self._model.tokens
         if not options.tools or form is None:
             return answer_form(options.response_format, tokens, form)
         calls = call_form(tokens, options.template_arguments)
@@ -254,7 +255,7 @@ class Prompts:
 
         A corpus that cannot be read is not used."""
         try:
-            return self._segments_of(*self._resources.corpus_or_reason(), rendered, scope)
+            return self._segments_of(*self._corpus.usable(), rendered, scope)
         except CorpusError as error:
             log.warning("no chunk is recognised: %s", error)
             note = f"the corpus was not used, and the prompt was prefilled normally: {error}"
@@ -264,7 +265,7 @@ class Prompts:
         self, corpus: Corpus | None, foreign: str, rendered: Rendered, scope: str | None
     ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
         """``foreign``: why the store's corpus is not used; empty if it is."""
-        tokens, text_ids = self._resources.tokens, self._resources.text_ids
+        tokens, text_ids = self._model.tokens, self._model.text_ids
         found = recognise(corpus, rendered, tokens, scope)
         segments = segment_prompt(
             rendered.text,

@@ -15,8 +15,8 @@ from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.shared import sharing
 from blendrag.corpus.shared.sharing import Followed, Keys, Published
 from blendrag.corpus.shared.snapshots import remote_root
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import drop_orphaned_kv
-from blendrag.engine.resources import Resources
 from blendrag.errors import starting_thread
 from blendrag.store.identity import chunk_key, is_name, probe_key
 from blendrag.store.remote.root import RemoteRoot
@@ -27,20 +27,20 @@ log = logging.getLogger(__name__)
 FOLLOW_EVERY_S = 10.0
 
 
-def publish(resources: Resources, again: bool = False) -> Published:
+def publish(kv: KVNamespace, again: bool = False) -> Published:
     """See :meth:`BlendEngine.publish`."""
-    with remote_root(resources.settings) as remote:
-        named = resources.require_corpus().manifest.namespace
-        store = resources.store
+    with remote_root(kv.settings) as remote:
+        named = kv.corpus.require().manifest.namespace
+        store = kv.store
         is_compared = not is_name(named) or store.read_only or store.agrees(named) or store.trouble
-        if not is_compared and resources.kv_validity.namespace == named:
-            resources.kv_validity.admit(named)
+        if not is_compared and kv.validity.namespace == named:
+            kv.validity.admit(named)
 
         def keys_of(manifest: Manifest, texts: Iterable[str]) -> Keys:
             namespace = manifest.namespace
             if not is_name(namespace):  # of a model whose KV cannot be reused
                 return Keys("", frozenset())
-            prefix, ids_of = manifest.prefix_ids, resources.text_ids
+            prefix, ids_of = manifest.prefix_ids, kv.model.text_ids
             keys = {chunk_key(namespace, prefix, ids_of(text)) for text in texts}
             probes = store.disk.pinned(namespace) | {probe_key(namespace)}
             return Keys(namespace, frozenset(keys | probes))
@@ -48,7 +48,7 @@ def publish(resources: Resources, again: bool = False) -> Published:
         def durable(keys: Keys) -> frozenset[str]:
             return store.ensure_remote(*keys) if keys.keys else frozenset()
 
-        return sharing.publish(resources.root, remote, keys_of, durable, again)
+        return sharing.publish(kv.root, remote, keys_of, durable, again)
 
 
 def follow(root: Path, settings: Settings, keep_settings: bool = False) -> Followed | None:
@@ -64,9 +64,9 @@ def follow(root: Path, settings: Settings, keep_settings: bool = False) -> Follo
 class Follower:
     """Follows the published corpus in a background thread until it is closed."""
 
-    def __init__(self, resources: Resources, every_s: float | None = None) -> None:
-        """Starts the thread. ``resources``: those of the engine whose store follows."""
-        self._resources = resources
+    def __init__(self, kv: KVNamespace, every_s: float | None = None) -> None:
+        """Starts the thread. ``kv``: those of the engine whose store follows."""
+        self._kv = kv
         self._every_s = FOLLOW_EVERY_S if every_s is None else every_s
         self._over = threading.Event()
         self._remote: RemoteRoot | None = None
@@ -101,12 +101,12 @@ class Follower:
         with self._lock:
             if self._over.is_set():
                 return None
-            self._remote = remote_root(self._resources.settings)
+            self._remote = remote_root(self._kv.settings)
         with self._remote as remote:
-            return sharing.follow(self._resources.root, remote, keep_settings=True)
+            return sharing.follow(self._kv.root, remote, keep_settings=True)
 
     def _drop_kv(self) -> None:
         """Remove local KV of documents that are no longer in the corpus."""
-        corpus = self._resources.corpus
+        corpus = self._kv.corpus.current
         if corpus is not None:
-            drop_orphaned_kv(self._resources, corpus)
+            drop_orphaned_kv(self._kv, corpus)

@@ -19,9 +19,9 @@ import torch
 
 from blendrag.engine.batched_prefill import NOTHING_AHEAD, Ahead
 from blendrag.engine.exact_prefixes import goes_on
+from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.planner import KVAccess, Planner, checked
 from blendrag.engine.request import Request
-from blendrag.engine.resources import Resources
 from blendrag.engine.schemas import Schemas
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import UnsupportedModelError
@@ -55,12 +55,12 @@ class Prefill(NamedTuple):
 class Road(ABC):
     """From one request to the KV of its prompt."""
 
-    def __init__(self, resources: Resources, request: Request, stream: AnswerStream) -> None:
-        self.adapter = resources.adapter
+    def __init__(self, model: LazyModel, request: Request, stream: AnswerStream) -> None:
+        self.adapter = model.adapter
         self.request = request
         self.ahead = NOTHING_AHEAD
         """What was done before the request's turn."""
-        self._resources = resources
+        self._model = model
         self._stream = stream
         self._check = pausing(stream.check)
 
@@ -110,7 +110,7 @@ class Road(ABC):
         if self.adapter.refusal is not None or self.adapter.is_compiled:
             return False
         with suppress(UnsupportedModelError):
-            return self._resources.fusor.packs
+            return self._model.fusor.packs
         return False
 
     @property
@@ -125,9 +125,9 @@ class BlendedRoad(Road):
     """Chunks are loaded to the positions of the prompt, and the policy's tokens recomputed."""
 
     def __init__(
-        self, resources: Resources, planner: Planner, request: Request, stream: AnswerStream
+        self, model: LazyModel, planner: Planner, request: Request, stream: AnswerStream
     ) -> None:
-        super().__init__(resources, request, stream)
+        super().__init__(model, request, stream)
         self._planner = planner
         self._access: KVAccess | None = None
 
@@ -153,7 +153,7 @@ class BlendedRoad(Road):
 
     @contextmanager
     def prefill(self, plan: Plan, timeline: Timeline | None) -> Iterator[Prefill]:
-        adapter, resources, check = self.adapter, self._resources, self._check
+        adapter, check = self.adapter, self._check
         ids = self._ids(self.request.prompt.ids)
         tokens, kept = ids.shape[1], partial(self._planner.prefixes.keep, self.request, plan)
         cache: BlendCache | None
@@ -172,14 +172,14 @@ class BlendedRoad(Road):
                 with before_layers(adapter.decoder_layers, check):
                     yield Prefill(ids, cache, keep=None if cache is None else partial(kept, cache))
             elif self.request.sequences == 1:  # the first forward is the fusion
-                fusor, blend = resources.fusor, plan.request(tokens)
+                fusor, blend = self._model.fusor, plan.request(tokens)
                 cache = fusor.new_cache(tokens, self._room)
                 with fusor.fuse(cache, blend, check, timeline, last_row_only=True) as fusion:
                     note_loaded(fusion)
                     yield Prefill(ids, cache, fusion, keep=partial(kept, cache))
             else:  # all but the last token, whose KV is repeated for each sequence
                 before = ids[:, : tokens - 1]
-                _, cache, fusion = resources.fusor.prefill(
+                _, cache, fusion = self._model.fusor.prefill(
                     before, plan.request(tokens - 1), check=check, timeline=timeline
                 )
                 cache.batch_repeat_interleave(self.request.sequences)
@@ -235,13 +235,13 @@ class FixedPositionsRoad(Road):
 
     def __init__(
         self,
-        resources: Resources,
+        model: LazyModel,
         schemas: Schemas,
         request: Request,
         fixed: FixedPrompt,
         stream: AnswerStream,
     ) -> None:
-        super().__init__(resources, request, stream)
+        super().__init__(model, request, stream)
         self._schemas = schemas
         self._fixed = fixed
         self._prompt: ConcatenatedPrompt | None = None

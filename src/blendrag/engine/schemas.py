@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from blendrag.corpus.manifest import Manifest
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_validity import KVValidity
+from blendrag.engine.lazy_model import opened
+from blendrag.engine.model_corpus import SCHEMA_RECORDS
 from blendrag.engine.request import Options, SchemaPrompt
-from blendrag.engine.resources import SCHEMA_RECORDS, Resources, opened
 from blendrag.errors import (
     InvalidInputError,
     SchemaError,
@@ -95,8 +97,8 @@ class Schemas:
     """The schemas of one engine. Methods with ``check`` or a request run on the scheduler's thread, under the
     lock."""
 
-    def __init__(self, resources: Resources, scheduler: Scheduler) -> None:
-        self._resources = resources
+    def __init__(self, kv: KVNamespace, scheduler: Scheduler) -> None:
+        self._kv = kv
         self._scheduler = scheduler
         self._added: dict[str, _Added] = {}
         self._recorded: dict[str, TokenizedSchema] = {}
@@ -110,8 +112,8 @@ class Schemas:
             raise InvalidInputError(
                 f"positions is {positions!r}, expected {' or '.join(map(repr, POSITIONS))}"
             )
-        schema = TokenizedSchema(_parsed(source), self._resources.tokens)
-        limit = self._resources.context_tokens
+        schema = TokenizedSchema(_parsed(source), self._kv.model.tokens)
+        limit = self._kv.model.context_tokens
         if positions == "schema" and schema.end >= limit:
             raise SchemaError(
                 schema.schema.at,
@@ -150,7 +152,7 @@ class Schemas:
         is_placed = added.positions == "schema" and not is_full
         limit = added.context_tokens if is_placed else sys.maxsize
         placed = added.schema.place(parsed, limit)
-        if options.opening and (ids := tuple(self._resources.tokens.encode_text(options.opening))):
+        if options.opening and (ids := tuple(self._kv.model.tokens.encode_text(options.opening))):
             at = tuple(range(placed.end, placed.end + len(ids)))
             placed = FixedPrompt(placed.schema, (*placed.parts, FreshTokens(ids, at)))
         if not placed.parts:
@@ -192,20 +194,17 @@ class Schemas:
 
     @opened
     def model(self) -> PlacedModel:
-        return PlacedModel(self._resources.adapter)
+        return PlacedModel(self._kv.model.adapter)
 
     @opened
     def validity(self) -> KVValidity:
-        resources = self._resources
+        kv = self._kv
 
         def manifest() -> Manifest:
             """Modules have no prefix, whatever that of the chunks is."""
-            return replace(resources.manifest, prefix_ids=())
+            return replace(kv.corpus.manifest, prefix_ids=())
 
-        return KVValidity(self.model, resources.store, resources.root, manifest, verify_placement)
-
-    def _opening(self, part: str) -> Any:
-        return self._resources._opening(f"schemas.{part}")
+        return KVValidity(self.model, kv.store, kv.root, manifest, verify_placement)
 
     def encode(self, name: str) -> SchemaReport:
         """See :meth:`BlendEngine.encode_schema`."""
@@ -237,36 +236,36 @@ class Schemas:
         began = time.perf_counter()
         self.model.require()
         with suppress(UnsupportedModelError):  # then requests decode alone
-            _ = self._resources.fusor
+            _ = self._kv.model.fusor
         self._namespace()
         return time.perf_counter() - began
 
     def _namespace(self) -> str:
         """Where the modules of the loaded model are stored, cleared of KV that it does not compute."""
         namespace = self.validity.namespace
-        if not self.validity.is_valid(namespace) and self._resources.is_writable:
+        if not self.validity.is_valid(namespace) and self._kv.is_writable:
             with suppress(ForeignKVError):  # then modules are encoded and not stored
                 self.validity.renew(namespace)
         return namespace
 
     def _missing(self, namespace: str, block: Block) -> bool:
         keys = {_key(namespace, block, *each) for each in block.stretches}
-        return keys > self._resources.store.where(namespace, keys, durable=True).keys()
+        return keys > self._kv.store.where(namespace, keys, durable=True).keys()
 
     def _encode(self, namespace: str, block: Block) -> dict[tuple[int, int], HeldKV]:
         """Encode ``block`` and store it, if the store can take it; readers of its stretches."""
-        validity, store = self.validity, self._resources.store
+        validity, store = self.validity, self._kv.store
         validity.require_verified()
         validity.require_identity(namespace)
         kvs = self.model.encode_at(block.ids, block.positions, block.stretches)
         readers = {s: HeldKV(kv) for s, kv in zip(block.stretches, kvs, strict=True)}
-        encoding = self._resources.manifest.encoding
+        encoding = self._kv.corpus.manifest.encoding
         for stretch, reader in readers.items():
             reader.key = _key(namespace, block, *stretch)
             if encoding != NATIVE_ENCODING:  # not what other requests read from the store
                 reader.key += NATIVE_ENCODING
         try:
-            if self._resources.is_writable:
+            if self._kv.is_writable:
                 validity.admit(namespace)
                 for stretch, kv in zip(block.stretches, kvs, strict=True):
                     store.put(namespace, _key(namespace, block, *stretch), validity.encoded(kv))
@@ -276,11 +275,11 @@ class Schemas:
 
     def _collect(self, namespace: str, schema: TokenizedSchema) -> int:
         """Delete what an earlier schema of this name stored and no schema has now; returns how many."""
-        if self._recorded.get(schema.name) is schema or not self._resources.is_writable:
+        if self._recorded.get(schema.name) is schema or not self._kv.is_writable:
             return 0
         self._recorded[schema.name] = schema
         records = Records(
-            self._resources.root,
+            self._kv.root,
             f"{namespace}{SCHEMA_RECORDS}",
             "schemas",
             _Stored,
@@ -292,7 +291,7 @@ class Schemas:
         for entry in records.entries():
             (stale if entry.name == schema.name else kept).update(entry.keys)
         records.keep(_Stored(schema.name, tuple(sorted(keys))))
-        delete = self._resources.store.delete
+        delete = self._kv.store.delete
         return sum(delete(namespace, key) for key in sorted(stale - kept))
 
     # -- answer ---------------------------------------------------------------------------------
@@ -301,9 +300,9 @@ class Schemas:
         """While no request waits, read the other members of the unions of ``placed`` into memory."""
         if placed.schema not in self._added:
             return
-        namespace, store = self.validity.namespace, self._resources.store
+        namespace, store = self.validity.namespace, self._kv.store
         scheduler = self._scheduler
-        layout = self.model.layout.encoded(self._resources.manifest.encoding)
+        layout = self.model.layout.encoded(self._kv.corpus.manifest.encoding)
         left = [
             (_key(namespace, block, start, end), end - start)
             for block in self._added[placed.schema].schema.siblings(placed)
@@ -388,8 +387,8 @@ class Schemas:
             for at, (key, part) in enumerate(zip(keys, stretches, strict=True))
             if key not in avoid
         }
-        layout = self.model.layout.encoded(self._resources.manifest.encoding)
-        readers = self._resources.store.open_all([*wanted.values()], layout)
+        layout = self.model.layout.encoded(self._kv.corpus.manifest.encoding)
+        readers = self._kv.store.open_all([*wanted.values()], layout)
         found = zip(wanted, readers, strict=True)
         return {at: reader for at, reader in found if reader is not None}
 

@@ -1,0 +1,126 @@
+"""Where the KV of one model is kept in one store, and whether it may be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from blendrag.config import Settings
+from blendrag.corpus.manifest import Manifest
+from blendrag.engine.kv_validity import KVValidity
+from blendrag.engine.lazy_model import LazyModel, opened
+from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
+from blendrag.planning.profile import ProfileCache, conditions_of
+from blendrag.store import KVStore
+from blendrag.store.kv import KVLayout
+
+
+class KVNamespace:
+    """The KV of one :attr:`model` that belongs to one :attr:`corpus`."""
+
+    def __init__(self, model: LazyModel, corpus: ModelCorpus) -> None:
+        self.model = model
+        self.corpus = corpus
+        self.root = corpus.root
+
+    def reopen_in(self) -> Callable[..., KVNamespace]:
+        """Makes this in another process, over the store that it is given; can be pickled.
+
+        Keywords replace settings. That process uses no corpus. Raises :class:`InvalidInputError` for a model
+        that was given loaded.
+        """
+        corpus = self.corpus
+        given = corpus.settings, corpus.corpus_settings, corpus.manifest
+        return partial(_reopened, self.model.reopen(), *given)
+
+    @property
+    def settings(self) -> Settings:
+        return self.corpus.settings
+
+    @property
+    def store(self) -> KVStore:
+        """The store; opens it."""
+        return self.corpus.store
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the store and the corpus can be written."""
+        corpus = self.corpus.current
+        return not (self.store.read_only or (corpus is not None and corpus.read_only))
+
+    @property
+    def layout(self) -> KVLayout:
+        """KV layout of the model in this store's encoding. Loads the model."""
+        return self.model.adapter.layout.encoded(self.corpus.manifest.encoding)
+
+    @opened
+    def validity(self) -> KVValidity:
+        """Decides whether stored KV may be used; the only way to compute KV for storing."""
+        return KVValidity(self.model.adapter, self.store, self.root, lambda: self.corpus.manifest)
+
+    @opened
+    def profile_of(self) -> ProfileCache:
+        """The machine profile of a namespace, or ``None`` and how the stored profile differs."""
+        return ProfileCache(
+            self.root, lambda namespace: conditions_of(self.model.adapter, namespace)
+        )
+
+    # -- its name ---------------------------------------------------------------------------------
+
+    def name(self) -> str:
+        """The namespace, from the manifest if the corpus was made from the same files.
+
+        This saves ingest from loading the model. Queries use the loaded model's own namespace.
+        """
+        manifest = self.corpus.recorded_manifest
+        if not self.model.is_loaded and manifest is not None:
+            signature = self.model.signature()
+            same = manifest.model_signature == signature
+            same &= manifest.encoding == self.corpus.manifest.encoding
+            if signature and manifest.namespace and same:
+                return manifest.namespace
+        return self.validity.namespace
+
+    def remember(self) -> None:
+        """Record the loaded model's namespace in the manifest."""
+        if self.model.is_loaded:
+            self.record(self.validity.namespace, self.model.signature())
+
+    def forget_signature(self) -> None:
+        """Make the next ingest load the model instead of relying on its files' signature."""
+        corpus = self.corpus.current
+        if corpus is not None and corpus.has_manifest:
+            self.record(corpus.manifest.namespace, "")
+
+    def record(self, namespace: str, signature: str) -> None:
+        """Record in the manifest which namespace the files of that signature have."""
+        corpus = self.corpus.current
+        if corpus is None or not self.is_writable:
+            return
+        manifest = corpus.manifest
+        renewed = replace(
+            manifest, model=self.model.name, model_signature=signature, namespace=namespace
+        )
+        if renewed != manifest:
+            corpus.set_manifest(renewed)
+
+    def close(self) -> None:
+        """Close what was opened. Idempotent."""
+        self.model.close()
+        self.__dict__.pop("validity", None)  # holds the model
+        self.corpus.close()
+
+
+def _reopened(
+    model: Callable[[], LazyModel],
+    settings: Settings,
+    corpus_settings: CorpusSettings,
+    manifest: Manifest,
+    root: Path,
+    **changed: Any,
+) -> KVNamespace:
+    made, settings = model(), replace(settings, **changed)
+    return KVNamespace(made, ModelCorpus(made, root, settings, corpus_settings, manifest=manifest))

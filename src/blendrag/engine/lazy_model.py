@@ -1,0 +1,182 @@
+"""The model of an engine: tokenizer, context, weights, each loaded on first use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+
+from blendrag.config import Settings, absolute_model
+from blendrag.engine.decode_weights import DecodeWeightsChoice
+from blendrag.errors import InvalidInputError
+from blendrag.fusor import Fusor
+from blendrag.model.adapter import ModelAdapter
+from blendrag.model.loading import (
+    hub_kwargs,
+    load_adapter,
+    load_context_tokens,
+    load_tokens,
+    model_signature,
+    precision_signature,
+    resolve_device,
+)
+from blendrag.model.sharing import loaded_once
+from blendrag.model.tokens import Tokens
+from blendrag.serving.scheduler import CLOSED
+
+T = TypeVar("T")
+
+
+class opened(cached_property[T]):
+    """A part that the first thread to ask opens while others who ask wait.
+
+    ``functools.cached_property`` alone lets two threads open it twice since Python 3.12. Each part has its
+    own lock: loading a model does not block the tokenizer or the corpus.
+    """
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        if instance is None:
+            return self
+        with vars(instance).setdefault(f"{self.attrname} opens", threading.RLock()):
+            return super().__get__(instance, owner)
+
+
+class LazyModel:
+    """A model that is loaded on first use. Loading is thread-safe; the engine orders its use."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: Settings,
+        lora: str | None = None,
+        trust_remote_code: bool = False,
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``model``: a name, a loaded model (then with its ``tokenizer``) or a :class:`ModelAdapter`."""
+        if model_kwargs and not isinstance(model, str | Path):
+            raise InvalidInputError(
+                f"model_kwargs {', '.join(model_kwargs)} with a loaded {type(model).__name__}, expected the "
+                "name of a model; give them to from_pretrained instead"
+            )
+        self._given = absolute_model(model) if isinstance(model, str | Path) else model
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._lora = lora
+        self._model_kwargs = dict(model_kwargs or {})
+        self.trust_remote_code = trust_remote_code
+        self._closed = False
+
+    def reopen(self) -> Callable[[], LazyModel]:
+        """Makes this model in another process; can be pickled.
+
+        Raises :class:`InvalidInputError` for a model that was given loaded.
+        """
+        if not isinstance(self._given, str):
+            raise InvalidInputError(
+                f"a loaded {type(self._given).__name__} cannot be sent to other machines, expected the "
+                "name of a model; give its hub id or directory"
+            )
+        lora = self._lora and absolute_model(self._lora)
+        more = lora, self.trust_remote_code, self._model_kwargs
+        return partial(LazyModel, self._given, None, self._settings, *more)
+
+    @property
+    def name(self) -> str:
+        """The name that it was given by, or its id."""
+        given = self._given
+        if isinstance(given, str):
+            return given
+        return given.model_id if isinstance(given, ModelAdapter) else self.adapter.model_id
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model's weights are in memory."""
+        return "adapter" in self.__dict__ or not isinstance(self._given, str)
+
+    @opened
+    def adapter(self) -> ModelAdapter:
+        given, settings = self._given, self._settings
+        if isinstance(given, ModelAdapter):
+            return given
+        if isinstance(given, str):
+            if self._closed:
+                raise InvalidInputError(CLOSED)
+            load = partial(
+                load_adapter,
+                given,
+                settings.dtype,
+                settings.device,
+                self._lora,
+                self.trust_remote_code,
+                self._model_kwargs,
+            )
+            return loaded_once(self._loaded_as(given), load)
+        if self._tokenizer is None:
+            raise InvalidInputError(
+                f"a loaded {type(given).__name__} needs its tokenizer too; give both: model=…, tokenizer=…"
+            )
+        return ModelAdapter(given, self._tokenizer)
+
+    def _loaded_as(self, name: str) -> Hashable:
+        """Key under which engines share one loaded model."""
+        s, lora = self._settings, self._lora
+        files = model_signature(name), model_signature(absolute_model(lora)) if lora else ""
+        where, more = str(resolve_device(s.device)), repr(sorted(self._model_kwargs.items()))
+        loaded = files, s.dtype, where, more, self.trust_remote_code
+        return name, lora and absolute_model(lora), loaded
+
+    @opened
+    def fusor(self) -> Fusor:
+        return Fusor(self.adapter)
+
+    @opened
+    def decode_weights(self) -> DecodeWeightsChoice:
+        return DecodeWeightsChoice(self.adapter, self._settings.decode_weights)
+
+    @opened
+    def tokens(self) -> Tokens:
+        """The model's tokenizers; does not load the weights."""
+        if not self.is_loaded:
+            files = hub_kwargs(self._model_kwargs)
+            return load_tokens(self._given, self.trust_remote_code, **files)
+        return self.adapter.tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """The model's context window; does not load the weights."""
+        if self.is_loaded:
+            return self.adapter.context_tokens
+        files = hub_kwargs(self._model_kwargs)
+        return load_context_tokens(self._given, self.trust_remote_code, **files)
+
+    @opened
+    def text_ids(self) -> Callable[[str], tuple[int, ...]]:
+        """Token ids of chunk text; the most recently used are cached."""
+        encode = self.tokens.encode_text
+        return lru_cache(maxsize=4096)(lambda text: tuple(encode(text)))
+
+    def signature(self) -> str:
+        """Signature of the checkpoint's files and of how they are loaded; empty if unknown."""
+        given, s = self._given, self._settings
+        is_plain = isinstance(given, str) and not self._lora and not self._model_kwargs
+        files = model_signature(given) if is_plain else ""
+        if not files:
+            return ""
+        dtype = s.dtype
+        if not s.device.startswith("cuda"):  # asking for CUDA here would initialise it
+            dtype = precision_signature(dtype, resolve_device(s.device))
+        return f"{files}|{dtype}|{s.device}|{torch.__version__}|{transformers.__version__}"
+
+    def close(self) -> None:
+        """Free a model that was loaded by name, once the last engine that uses it does so."""
+        self._closed = True
+        self.__dict__.pop("decode_weights", None)  # holds the model
+        if isinstance(self._given, str):
+            for part in ("adapter", "fusor"):
+                self.__dict__.pop(part, None)
