@@ -12,7 +12,7 @@ import scripted
 import tiny
 from blendrag.engine import Options
 from blendrag.engine.rendering import render
-from blendrag.engine.request import Rendered
+from blendrag.text.rendered import Rendered
 
 TURN = "<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
 END = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"

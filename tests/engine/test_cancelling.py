@@ -18,9 +18,9 @@ import pytest
 import scripted
 import tiny
 from blendrag.engine import AnswerIterator, BlendEngine, Options
-from blendrag.engine.request import Rendered
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.frameworks.streaming import astream_pieces, stream_pieces
+from blendrag.text.rendered import Rendered
 from loops import BLOCKED_S
 from server.live import until
 

@@ -22,11 +22,12 @@ from transformers import PreTrainedTokenizerFast
 import tiny
 from blendrag.engine import BlendEngine, Options, SchemaPrompt
 from blendrag.engine.library import Entry
-from blendrag.engine.rendering import build_rag_prompt, recognise, render
+from blendrag.engine.rendering import build_rag_prompt, render
 from blendrag.frameworks.schema_prompts import filled
 from blendrag.model.tokens import Tokens
 from blendrag.server.asking import asked_chat
 from blendrag.server.bodies import ChatBody
+from blendrag.text.known_chunks import recognise
 from blendrag.text.prompt import segment_prompt
 
 CHATML = """{% if tools %}<|im_start|>system
@@ -143,7 +144,7 @@ def tokens_of(form: str, kind: str = "byte-level") -> Tokens:
 
 def ids_of(prompt: Any, tokens: Tokens, options: Options) -> tuple[int, ...]:
     rendered = render(prompt, tokens, options)
-    found = recognise(None, rendered, tokens, None)
+    found = recognise(rendered, tokens.control_spans(rendered.text), None, lambda matches: {})
     return segment_prompt(rendered.text, (), tokens, lambda _: (), found.plain).ids
 
 

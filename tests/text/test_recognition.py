@@ -195,11 +195,11 @@ def test_escaped_chunks_are_noticed_and_not_matched():
     text = PROSE[:70] + '\n"' + PROSE[70:] + "\n\té" + OTHER
     index = index_of(a=text)
     for prompt in (repr([text]), json.dumps({"context": text}), json.dumps(text + "\U0001f600")):
-        matches = index.find(prompt)
+        matches, (note,) = index.found_in(prompt)
         assert not any(match.complete for match in matches)
-        assert index.looks_escaped(prompt, matches)
-    assert not index.looks_escaped(text, index.find(text))
-    assert not index.looks_escaped(r"a question about \n and \t", [])
+        assert "arrived escaped" in note
+    assert index.found_in(text)[1] == ()
+    assert "escaped" not in index.found_in(r"a question about \n and \t")[1][0]
 
 
 def test_a_header_shared_by_thousands_of_chunks_hides_none():

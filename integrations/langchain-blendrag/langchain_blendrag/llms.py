@@ -36,7 +36,7 @@ from langchain_blendrag.prompts import SchemaPromptValue
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer, Options, Prompt
-    from blendrag.engine.request import Rendered
+    from blendrag.text.rendered import Rendered
 
 #: Call options that decide how messages become text.
 _RENDERING = (

@@ -11,7 +11,7 @@ from langchain_core.prompt_values import ChatPromptValue
 
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.request import Rendered
+from blendrag.text.rendered import Rendered
 from langchain_blendrag import BlendLLM
 from langchain_blendrag._convert import to_dicts
 from langchain_blendrag.llms import RenderedPrompt

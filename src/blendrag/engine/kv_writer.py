@@ -140,8 +140,8 @@ class KVWriter:
         kv, ids = self._kv, self._kv.corpus.undated_ids
         key = chunk_key(self.namespace, (), ids)
         if ids and key not in kv.store.where(self.namespace, [key], durable=True):
-            kv = kv.validity.encode(self.namespace, ids, ())
-            kv.store.put(self.namespace, key, kv)
+            computed = kv.validity.encode(self.namespace, ids, ())
+            kv.store.put(self.namespace, key, computed)
             self.stored.add(key)
 
     def key_of(self, chunk: Chunk) -> str:
@@ -328,8 +328,8 @@ class BackgroundWriter:
                         if job.is_long:
                             encoder = partial(kv.model.adapter.encode, is_long=True)
                             encode = partial(encode, encoder=encoder)
-                        kv = encode(namespace, job.ids, job.prefix)
-                    kv.store.put(place, key, kv)
+                        computed = encode(namespace, job.ids, job.prefix)
+                    kv.store.put(place, key, computed)
             return True
         except StoreFullError as full:
             if not job.is_learned:

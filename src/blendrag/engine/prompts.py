@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from blendrag.chat.forcing import call_form, chosen_tool, opening_for
@@ -22,24 +23,24 @@ from blendrag.engine.model_corpus import ModelCorpus
 from blendrag.engine.rendering import (
     NEXT_QUESTION,
     build_rag_prompt,
-    recognise,
     render,
-    require_text,
 )
 from blendrag.engine.request import (
     TO_THE_END,
     Options,
     Prompt,
     RagPrompt,
-    Rendered,
     Request,
     SchemaPrompt,
 )
 from blendrag.engine.schemas import Schemas
 from blendrag.errors import CorpusError, InvalidInputError, RequestTimeout
 from blendrag.fusor.selection import Blending
+from blendrag.text.known_chunks import ChunkText, recognise
+from blendrag.text.matches import Match
 from blendrag.text.passages import FreshText
 from blendrag.text.prompt import SegmentedPrompt, segment_prompt
+from blendrag.text.rendered import Rendered
 
 log = logging.getLogger(__name__)
 
@@ -229,10 +230,7 @@ class Prompts:
         if options.plain_messages is None:
             settings = self._corpus.settings
             options = replace(options, plain_messages=settings.plain_messages)
-        rendered = render(prompt, self._model.tokens, options)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, str) and not may_be_empty:
-            require_text(prompt)
-        return rendered
+        return render(prompt, self._model.tokens, options, may_be_empty)
 
     def _answer_form(self, options: Options, form: Format | None) -> AnswerForm | None:
         """The form that the answer must have."""
@@ -266,7 +264,17 @@ class Prompts:
     ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
         """``foreign``: why the store's corpus is not used; empty if it is."""
         tokens, text_ids = self._model.tokens, self._model.text_ids
-        found = recognise(corpus, rendered, tokens, scope)
+
+        def look_up(matches: Sequence[Match]) -> dict[str, ChunkText]:
+            stored: dict[str, ChunkText] = {}
+            for match in matches:
+                with suppress(KeyError):  # removed by another process
+                    if corpus is not None:
+                        stored[match.chunk_id] = corpus.chunk(match.chunk_id)
+            return stored
+
+        index = corpus.known_to(scope) if corpus is not None and rendered.chunks is None else None
+        found = recognise(rendered, tokens.control_spans(rendered.text), index, look_up)
         segments = segment_prompt(
             rendered.text,
             found.chunks,
@@ -276,7 +284,7 @@ class Prompts:
         )
         notes = (*((foreign,) if foreign else found.notes), *rendered.notes)
         fresh = None if foreign or scope is None else found.fresh
-        return segments, {c.chunk_id: c.source for c in found.stored.values()}, notes, fresh
+        return segments, {i: chunk.source for i, chunk in found.stored.items()}, notes, fresh
 
 
 def check_history(history: Sequence[tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""From messages to a rendered prompt and the known chunks in it.
+"""From messages to a rendered prompt.
 
 A string is one user message through the chat template; ``apply_chat_template=False`` sends it raw, with BOS
 where the tokenizer adds one.
@@ -9,38 +9,31 @@ its marks differs from the first, each content is replaced by a random word in t
 the content. In prompts of very many messages this is left out, and contents are unknown.
 
 What of the messages is data, and therefore never markup, is decided by :mod:`blendrag.engine.data_text`.
-
-Chunks are searched only inside contents, so that a document of template markup cannot turn markup into plain
-text. If contents are unknown (the caller rendered the prompt), no match covers a control token.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 from blendrag.chat.history import Fitted, fitted
 from blendrag.chat.messages import cleaned
-from blendrag.corpus.corpus import Corpus, StoredChunk
 from blendrag.engine.data_text import Arrange, DataPrompt
 from blendrag.engine.nested import check_nested
-from blendrag.engine.request import Options, Prompt, RagPrompt, Rendered
+from blendrag.engine.request import Options, Prompt, RagPrompt
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.model.bounded_templates import FIXED_MOMENT, bounded
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
-from blendrag.text.matches import Match, common_prefix, merged
+from blendrag.text.matches import Match, common_prefix
 from blendrag.text.names import short_name
-from blendrag.text.passages import FreshText
-from blendrag.text.questions import looks_asked, without_question
-from blendrag.text.recognition import ChunkIndex
+from blendrag.text.rendered import Rendered
+from blendrag.text.spans import Span, merged, overlapping
 
 LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"
@@ -52,7 +45,6 @@ NEXT_QUESTION = "\nQuestion:"
 #: Every part of a date and a time differs between these and the fixed moment.
 _OTHER_MOMENTS = (datetime(1981, 11, 5, 13, 47, 59), datetime(2037, 2, 18, 22, 31, 8))
 
-Span = tuple[int, int]
 Change = Callable[[int, str], str]
 """The number of a message and its content, to another content."""
 
@@ -120,10 +112,11 @@ def _head_at(moment: datetime, tokens: Tokens) -> tuple[int, ...]:
     return first[: common_prefix(first, second)]
 
 
-def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
+def render(prompt: Prompt, tokens: Tokens, options: Options, may_be_empty: bool = True) -> Rendered:
     """Render ``prompt``. Raises :class:`InvalidInputError` if it cannot be rendered.
 
-    Messages are fitted to what the chat template accepts (:mod:`blendrag.chat.history`).
+    Messages are fitted to what the chat template accepts (:mod:`blendrag.chat.history`). ``may_be_empty``:
+    whether all of them may be without text.
     """
     if isinstance(prompt, Rendered):
         return prompt
@@ -146,6 +139,8 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
         )
     messages = cleaned(messages)
     _check_messages(messages, tokens)
+    if not may_be_empty:
+        require_text(messages)
     given = options.template_arguments | ({"tools": list(options.tools)} if options.tools else {})
     only_data, asked = bool(options.plain_messages), None
     if isinstance(prompt, RagPrompt) and prompt.chunks is not None:
@@ -195,8 +190,7 @@ def _opened(made: Rendered, tokens: Tokens, options: Options) -> Rendered:
 def lookalikes(text: str, data: Sequence[Span], tokens: Tokens) -> list[Span]:
     """What looks like control tokens in ``data``, which are spans of ``text``."""
     data = merged([span for span in data if span[0] < span[1]])
-    control = tokens.control_spans(text) if data else []
-    return [span for span in control if _overlaps(span, data)]
+    return overlapping(tokens.control_spans(text), data) if data else []
 
 
 def _raw(prompt: str | RagPrompt, text: str, tokens: Tokens, options: Options) -> Rendered:
@@ -374,8 +368,8 @@ def _known(made: Rendered, asked: str, chunks: Sequence[Match]) -> Rendered:
 
 
 def require_text(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise :class:`InvalidInputError` if no message has text or a tool call."""
-    said = [m["content"].strip() or m.get("tool_calls") for m in cleaned(messages)]
+    """Raise :class:`InvalidInputError` if no message has text or a tool call. Messages are ``cleaned``."""
+    said = [message["content"].strip() or message.get("tool_calls") for message in messages]
     if messages and not any(said):
         empty = "the message is" if len(messages) == 1 else f"all {len(messages)} messages are"
         raise InvalidInputError(f"{empty} empty, expected some text; ask something")
@@ -396,147 +390,3 @@ def _check_tools(tokens: Tokens, options: Options) -> None:
         )
     for number, tool in enumerate(options.tools):
         check_nested(tool, f"tools[{number}]")
-
-
-# -- known chunks and the question ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recognised:
-    chunks: tuple[Match, ...] = ()
-    """Document chunks, ascending and disjoint."""
-    stored: Mapping[str, StoredChunk] = field(default_factory=dict)
-    """The chunks as the corpus has them, by id."""
-    plain: tuple[Span, ...] = ()
-    """Other text to tokenise as plain text; ascending, outside chunks."""
-    notes: tuple[str, ...] = ()
-    fresh: FreshText | None = None
-    """``None`` if the prompt's chunks were given."""
-
-
-def recognise(
-    corpus: Corpus | None, rendered: Rendered, tokens: Tokens, scope: str | None
-) -> Recognised:
-    """The chunks of ``corpus`` in ``rendered``; of what was learned from prompts, only that of ``scope``."""
-    control = tokens.control_spans(rendered.text)
-    if rendered.chunks is not None:  # looked up, but not searched for
-        stored = _stored(corpus, rendered.chunks)
-        there = tuple(m for m in rendered.chunks if m.chunk_id in stored)
-        rest = [*_without(rendered.contents or (), there), *_outside(rendered.plain, there)]
-        return Recognised(there, stored, _text_spans(rest, control))
-    index = corpus.known_to(scope) if corpus is not None else None
-    text, contents = rendered.text, rendered.contents
-    within = _between(control, len(text)) if contents is None else contents
-    turn = rendered.turn or _last_turn(text, within)
-    found = index.find(text, within) if index is not None else []
-    chunks = without_question(found, text, turn)
-    replies = set(rendered.replies)
-    asked = [span for span in within if span not in replies]
-    fresh = FreshText(text, tuple(_without(asked, found)), tuple(found), turn, tuple(control))
-    if index is None:
-        return Recognised(plain=rendered.plain, fresh=fresh)
-    maybe = _outside(rendered.plain, chunks)
-    if contents is not None and any(_overlaps(span, control) for span in contents):
-        left = _without(contents, chunks)
-        loose = index.find(text, left, strict=False)
-        maybe += [(m.start, m.end) for m in loose]
-        maybe += [_rest(m, text, left) for m in found if not m.complete]
-    computed = [m for m in found if m not in chunks]
-    notes = _why_missed(index, text, found) + _why_computed(text, computed)
-    stored = _stored(corpus, chunks)
-    there = tuple(match for match in chunks if match.chunk_id in stored)
-    removed = [(m.start, m.end) for m in chunks if m.chunk_id not in stored]  # by another process
-    plain = [*_text_spans(maybe, control), *lookalikes(text, removed, tokens)]
-    return Recognised(there, stored, tuple(merged(plain)), notes, fresh)
-
-
-def _stored(corpus: Corpus | None, matches: Sequence[Match]) -> dict[str, StoredChunk]:
-    """The chunks of ``matches`` that ``corpus`` has, by id."""
-    stored: dict[str, StoredChunk] = {}
-    if corpus is None:
-        return stored
-    for match in matches:
-        with suppress(KeyError):
-            stored[match.chunk_id] = corpus.chunk(match.chunk_id)
-    return stored
-
-
-def _text_spans(spans: Sequence[Span], control: Sequence[Span]) -> tuple[Span, ...]:
-    """Those of ``spans`` that overlap what looks like control tokens; ascending and disjoint."""
-    return tuple(span for span in merged(spans) if _overlaps(span, control))
-
-
-def _outside(spans: Sequence[Span], chunks: Sequence[Match]) -> list[Span]:
-    """``spans`` without the characters of ``chunks``; both are ascending and disjoint."""
-    left = []
-    for low, high in spans:
-        for match in chunks[bisect_right(chunks, low, key=lambda m: m.end) :]:
-            if match.start >= high:
-                break
-            left.append((low, match.start))
-            low = match.end
-        left.append((low, high))
-    return [(low, high) for low, high in left if low < high]
-
-
-def _last_turn(text: str, pieces: Sequence[Span]) -> Span:
-    """In a prompt that the caller rendered: the last piece between control tokens with more than a role's
-    name."""
-    said = [span for span in pieces if len(text[slice(*span)].split()) > 1]
-    return said[-1] if said else (0, len(text))
-
-
-def _between(spans: Sequence[Span], size: int) -> list[Span]:
-    """The gaps between ``spans`` in a text of ``size`` characters."""
-    edges = [0, *(edge for span in spans for edge in span), size]
-    pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [(low, high) for low, high in pairs if low < high]
-
-
-def _without(contents: Sequence[Span], chunks: Sequence[Match]) -> list[Span]:
-    """``contents`` without ``chunks``, which are ascending; each lies inside one of them."""
-    left = []
-    starts = [match.start for match in chunks]
-    for start, end in contents:
-        there = chunks[bisect_left(starts, start) : bisect_left(starts, end)]
-        inside = [(m.start - start, m.end - start) for m in there]
-        left += [(start + low, start + high) for low, high in _between(inside, end - start)]
-    return left
-
-
-def _rest(match: Match, text: str, within: Sequence[Span]) -> Span:
-    """The possible rest of a chunk whose beginning was matched: up to a blank line."""
-    for low, high in within:
-        if low <= match.end < high:
-            end = text.find("\n\n", match.end, high)
-            return (match.start if low <= match.start else match.end, high if end < 0 else end)
-    return (match.end, match.end)
-
-
-def _overlaps(span: Span, others: Sequence[Span]) -> bool:
-    """Whether ``span`` shares a character with one of ``others``, which are ascending and disjoint."""
-    at = bisect_right(others, span[0], key=lambda other: other[1])
-    return at < len(others) and others[at][0] < span[1]
-
-
-def _why_computed(text: str, computed: Sequence[Match]) -> tuple[str, ...]:
-    """A note if a chunk that does not look like a question was taken for one because of its place."""
-    for match in computed:
-        if not looks_asked(text[: match.start], text[match.start : match.end]):
-            return (
-                "the last chunk was computed, as it may be the question; put the question after the chunks, "
-                "on a line that begins with Question:, to reuse all of them",
-            )
-    return ()
-
-
-def _why_missed(index: ChunkIndex, text: str, found: Sequence[Match]) -> tuple[str, ...]:
-    """Notes if nothing, or not everything, was recognised."""
-    if len(index) and index.looks_escaped(text, found):
-        return (
-            "chunk text arrived escaped (as JSON or a Python repr), so not all of it could be recognised; "
-            "pass texts, not their representation",
-        )
-    if len(index) and not found:
-        return ("no known chunk was recognised in this prompt, so no chunk was reused",)
-    return ()

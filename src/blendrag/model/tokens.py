@@ -28,8 +28,8 @@ from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode, is
 from blendrag.model.bounded_templates import FIXED_MOMENT, bounded, names_in
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import uncapped
-from blendrag.text.matches import merged
 from blendrag.text.prompt import Encoded
+from blendrag.text.spans import merged
 
 T = TypeVar("T")
 

@@ -152,17 +152,6 @@ def best_cover(matches: Sequence[Match]) -> list[Match]:
     return chosen[::-1]
 
 
-def merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same characters as ascending, disjoint spans."""
-    made: list[tuple[int, int]] = []
-    for low, high in sorted(spans):
-        if made and low < made[-1][1]:
-            made[-1] = (made[-1][0], max(high, made[-1][1]))
-        else:
-            made.append((low, high))
-    return made
-
-
 def common_prefix(a: str | tuple[int, ...], b: str | tuple[int, ...]) -> int:
     """Number of characters or ids that both begin with, by comparing slices."""
     low, high = 0, min(len(a), len(b))

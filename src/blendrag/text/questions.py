@@ -50,6 +50,22 @@ def without_question(matches: Sequence[Match], text: str, turn: tuple[int, int])
     return [m for m in matches if m not in questions]
 
 
+def split_question(
+    matches: Sequence[Match], text: str, turn: tuple[int, int]
+) -> tuple[list[Match], tuple[str, ...]]:
+    """:func:`without_question`, and a note if a chunk that does not look like a question was taken for one
+    because of its place."""
+    chunks = without_question(matches, text, turn)
+    for match in matches:
+        chunk, before = text[match.start : match.end], text[: match.start]
+        if match not in chunks and not (_asks(chunk) or _LABEL_BEFORE.search(before)):
+            return chunks, (
+                "the last chunk was computed, as it may be the question; put the question after the chunks, "
+                "on a line that begins with Question:, to reuse all of them",
+            )
+    return chunks, ()
+
+
 def is_question(before: str, chunk: str, after: str, others: bool) -> bool:
     """Whether the last chunk in the user's last message, between ``before`` and ``after``, is the question.
 
@@ -92,11 +108,6 @@ def _asks(chunk: str) -> bool:
     return len(chunk) <= QUESTION_CHARS and any(
         m in (end[0] if end else "") for m in _QUESTION_MARKS
     )
-
-
-def looks_asked(before: str, chunk: str) -> bool:
-    """Whether the chunk is a question by its own words or by the label before it."""
-    return _asks(chunk) or bool(_LABEL_BEFORE.search(before))
 
 
 def _has_text(text: str) -> bool:

@@ -364,14 +364,42 @@ class ChunkIndex:
                 self._settled, self._recent = _Table(settled.hashes | recent.hashes), _Table({})
             return [self._settled, self._recent]
 
-    def looks_escaped(self, prompt: str, matches: Sequence[Match]) -> bool:
-        """Whether ``prompt`` has chunks only as ``repr`` or JSON writes them.
-
-        Escaped text has other tokens, so it cannot be matched; the caller warns. ``matches``: what
-        :meth:`find` found in ``prompt``.
-        """
+    def found_in(
+        self, prompt: str, within: Sequence[tuple[int, int]] | None = None
+    ) -> tuple[list[Match], tuple[str, ...]]:
+        """:meth:`find`, and a note if nothing, or not everything, was recognised."""
+        matches = self.find(prompt, within)
+        if not len(self):
+            return matches, ()
+        # text that repr or JSON has escaped has other tokens, so it cannot be matched
         plain, covered = unescaped(prompt), sum(match.end - match.start for match in matches)
-        return plain != prompt and sum(m.end - m.start for m in self.find(plain)) > covered
+        if plain != prompt and sum(m.end - m.start for m in self.find(plain)) > covered:
+            return matches, (
+                "chunk text arrived escaped (as JSON or a Python repr), so not all of it could be "
+                "recognised; pass texts, not their representation",
+            )
+        if not matches:
+            return matches, (
+                "no known chunk was recognised in this prompt, so no chunk was reused",
+            )
+        return matches, ()
+
+    def loosely_in(
+        self, prompt: str, within: Sequence[tuple[int, int]], found: Sequence[Match]
+    ) -> list[tuple[int, int]]:
+        """What else ``within`` may be chunk text: short ones, and the rest of chunks that are cut off."""
+        loose = self.find(prompt, within, strict=False)
+        cut_off = [_with_rest(match, prompt, within) for match in found if not match.complete]
+        return [*((match.start, match.end) for match in loose), *cut_off]
+
+
+def _with_rest(match: Match, text: str, within: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """A chunk whose beginning was matched, with its possible rest: up to a blank line."""
+    for low, high in within:
+        if low <= match.end < high:
+            end = text.find("\n\n", match.end, high)
+            return (match.start if low <= match.start else match.end, high if end < 0 else end)
+    return (match.end, match.end)
 
 
 @dataclass
