@@ -13,12 +13,12 @@ import tiny
 from blendrag.config import Mode
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.engine.generation import Generation
-from blendrag.engine.planner import KVAccess
 from blendrag.engine.request import RagPrompt, Request
 from blendrag.engine.roads import BlendedRoad
 from blendrag.engine.stream import AnswerStream
 from blendrag.fusor.selection import Blending
 from blendrag.planning.controller import Controller
+from blendrag.planning.plan import MODE_FULL, Plan
 from blendrag.store.identity import chunk_key, learned_namespace
 from blendrag.text.chunking import chunk_id_of
 from blendrag.text.matches import Match
@@ -92,8 +92,9 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(engine):
         with (
             adapter.lock,
         ):
-            access = KVAccess(request, adapter, controller)
-            planner = Mock(access=lambda request, check: access)
+            full = Plan.computed(plan, MODE_FULL)
+            made = controller.plan(plan, mode, request.blending, reserve=2) if controller else full
+            planner = Mock(plan=lambda request, avoid, check: made)
             return Generation(BlendedRoad(used.model, planner, request, stream), stream).run()
 
     blended = answer(

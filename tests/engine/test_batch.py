@@ -478,14 +478,14 @@ class Profiled:
     ],
 )
 def test_rows_or_measured_times_memory_and_files_limit_a_pack(packed, load, is_profiled, admitted):
-    rule = PackingRule(torch.device("cpu"), limit_bytes=1000, limit_files=10)
     profile: Any = Profiled() if is_profiled else None
-    assert rule.admits(packed, load, profile) == admitted
+    rule = PackingRule(torch.device("cpu"), limit_bytes=1000, profile=profile, limit_files=10)
+    assert rule.admits(packed, load) == admitted
 
 
 def test_a_gpu_takes_more_rows_and_half_of_the_allowed_files():
     rule = PackingRule(torch.device("cuda"), 1000)
-    assert rule.admits([Load(ROWS["cpu"], 0)], Load(ROWS["cpu"], 0), None)
+    assert rule.admits([Load(ROWS["cpu"], 0)], Load(ROWS["cpu"], 0))
     assert 0 < rule.limit_files <= os.sysconf("SC_OPEN_MAX") // 2
 
 

@@ -25,7 +25,6 @@ from blendrag.fusor import PackedPrompt, Prefilled
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.plan import Plan
-from blendrag.planning.profile import Profile
 from blendrag.serving.coroutine import pausing
 from blendrag.serving.kv_budget import KVBudget, KVShare, first_room
 
@@ -66,7 +65,6 @@ class BatchEntry(NamedTuple):
 class _Planned(NamedTuple):
     request: Request
     plan: Plan
-    profile: Profile | None
     load: Load
 
 
@@ -137,9 +135,11 @@ class RequestBatch:
                 if number == first:
                     return
                 continue  # answered alone in its turn
-            rule = PackingRule(self._model.adapter.device, self._budget.free_bytes)
+            rule = PackingRule(
+                self._model.adapter.device, self._budget.free_bytes, self._planner.profile
+            )
             loads = [each.load for each in chosen.values()]
-            if chosen and not rule.admits(loads, planned.load, planned.profile):
+            if chosen and not rule.admits(loads, planned.load):
                 planned.plan.close()
                 end = number
                 break
@@ -183,15 +183,13 @@ class RequestBatch:
         with suppress(Exception):
             request = checked(request, adapter)
             if request.sequences == 1:
-                access = self._planner.access(request, stream.check)
-                plan = access.plan()
+                plan = self._planner.plan(request, check=stream.check)
                 try:
                     load = Load.of(plan, first_room(request.max_new_tokens), adapter)
                 except Exception:
                     plan.close()
                     raise
-                profile = access.controller.profile if access.controller else None
-                return _Planned(request, plan, profile, load)
+                return _Planned(request, plan, load)
         return None
 
     def _prompt(self, planned: _Planned, stream: AnswerStream) -> PackedPrompt:

@@ -56,15 +56,16 @@ def _half_of_all_files() -> int:
 class PackingRule:
     device: torch.device
     limit_bytes: int
+    profile: Profile | None = None
     limit_files: int = field(default_factory=_half_of_all_files)
 
-    def admits(self, packed: Sequence[Load], load: Load, profile: Profile | None) -> bool:
+    def admits(self, packed: Sequence[Load], load: Load) -> bool:
         """Whether ``load`` should be prefilled with those that are ``packed``."""
         size_bytes = sum(one.size_bytes for one in (*packed, load))
         files = sum(one.files for one in (*packed, load))
         if size_bytes > self.limit_bytes or files > self.limit_files:
             return False
-        rows = sum(one.rows for one in packed)
+        rows, profile = sum(one.rows for one in packed), self.profile
         if profile is None:
             return rows + load.rows <= ROWS.get(self.device.type, ROWS["cpu"])
         apart = profile.layer.base(rows) + profile.layer.base(load.rows)

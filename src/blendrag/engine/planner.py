@@ -1,11 +1,10 @@
-"""From a request to its plan: may stored KV be used, with which policy, machine profile and controller."""
+"""From a request to its plan: may stored KV be used, which chunks, at which ratio, and why."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from blendrag.config import DEFAULT_POLICY
 from blendrag.engine.exact_prefixes import ExactPrefixes
@@ -13,7 +12,6 @@ from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
 from blendrag.errors import ContextOverflowError, InvalidInputError
-from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibrate import calibrations
@@ -99,41 +97,6 @@ def _cut_to_room(request: Request, limit: int) -> Request:
     return replace(request, max_new_tokens=room, fills_context=True, notes=notes)
 
 
-@dataclass(frozen=True)
-class KVAccess:
-    """How one request may use stored KV."""
-
-    request: Request
-    adapter: ModelAdapter
-    controller: Controller | None = None
-    """``None`` if no stored KV may be used."""
-    why_not: Reason = MODE_FULL
-    notes: tuple[str, ...] = ()
-    if_missing: str = ""
-    """A further note if chunks have no KV."""
-    join: Callable[[], LoadedSpan | None] = lambda: None
-    """Opens the beginning that a model goes on from whose KV cannot be moved."""
-
-    def plan(self, avoid: frozenset[str] = frozenset()) -> Plan:
-        """Open what is loaded and decide the rest; the caller closes the plan.
-
-        ``avoid``: keys of chunks whose bytes failed verification.
-        """
-        request = self.request
-        if self.controller is None:
-            plan = Plan.computed(request.prompt, self.why_not).behind(self.join())
-        else:
-            reserve = 1 if request.sequences == 1 else 2
-            plan = self.controller.plan(
-                request.prompt, request.mode, request.blending, avoid, reserve
-            )
-        if plan.forecast is not None:  # from when the caller asked, like the measured TTFT
-            ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
-            plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
-        more = (self.if_missing,) if self.if_missing and plan.missing else ()
-        return replace(plan, notes=(*self.notes, *more, *plan.notes))
-
-
 class Planner:
     """Decides how requests of one engine use stored KV. Caller holds the model's lock."""
 
@@ -159,6 +122,11 @@ class Planner:
         """Namespace of the loaded model's KV."""
         return self._kv.validity.namespace
 
+    @property
+    def profile(self) -> Profile | None:
+        """What this machine needs for loading and computing, if that was measured."""
+        return self._kv.profile_of(self.namespace)[0]
+
     def note_missing(self, plan: Plan, scope: str | None) -> None:
         """Encode in the background what ``plan`` missed."""
         self._background.note(plan, scope)
@@ -178,51 +146,64 @@ class Planner:
         self._is_open = True
         return time.perf_counter() - began
 
-    def access(self, request: Request, check: Callable[[], None] | None) -> KVAccess:
-        """May ``request`` use stored KV, and with which policy, profile and controller?
+    def plan(
+        self,
+        request: Request,
+        avoid: frozenset[str] = frozenset(),
+        check: Callable[[], None] | None = None,
+    ) -> Plan:
+        """What of the stored KV ``request`` loads, what it computes, at which ratio and why.
 
-        If other requests wait, the beginning that they have in common with it and the chunks that it misses
-        are computed now, so that they are not computed twice. ``check`` is called meanwhile and raises for a
-        request that is over; ``None`` computes nothing.
+        ``avoid``: keys of chunks whose bytes failed verification. With ``check``, which raises for a request
+        that is over: if other requests wait, the beginning that they have in common with it and the chunks
+        that it misses are computed now, so that they are not computed twice. The caller closes the plan.
         """
-        kv = self._kv
-        adapter = kv.model.adapter
-        if adapter.refusal is not None and request.mode != "full":
+        model, validity, prompt = self._kv.model, self._kv.validity, request.prompt
+        adapter = model.adapter
+        if request.mode == "full":
+            return Plan.computed(prompt, MODE_FULL)
+        if adapter.refusal is not None:
             why = Reason(ReasonCode.MODE, f"computed, because {adapter.why_not_movable}")
             note = f"chunks are reused only in the same beginning: {adapter.why_not_movable}"
-            return KVAccess(
-                request,
-                adapter,
-                why_not=why,
-                notes=(note,) * bool(request.prompt.chunks),
-                join=partial(self.prefixes.join, request),
-            )
-        if request.mode == "full":
-            return KVAccess(request, adapter)
-        if not request.prompt.chunks:
-            return KVAccess(request, adapter, join=partial(self.prefixes.join, request))
-        namespace = kv.validity.namespace
-        if not kv.validity.is_valid(namespace):
-            kv.forget_signature()
-            why = kv.validity.why_invalid(namespace)
-            return KVAccess(request, adapter, why_not=UNTRUSTED, notes=(UNTRUSTED.text, why))
-        is_long = adapter.is_long(len(request.prompt.ids))
+            plan = Plan.computed(prompt, why, (note,) * bool(prompt.chunks))
+            return plan.behind(self.prefixes.join(request))
+        if not prompt.chunks:
+            return Plan.computed(prompt, MODE_FULL).behind(self.prefixes.join(request))
+        namespace = validity.namespace
+        if not validity.is_valid(namespace):
+            self._kv.forget_signature()
+            invalid = UNTRUSTED.text, validity.why_invalid(namespace)
+            return Plan.computed(prompt, UNTRUSTED, invalid)
+        is_long = adapter.is_long(len(prompt.ids))
         if is_long and not (adapter.has_long_table and request.sequences == 1):
             why = _other_table(adapter, request)
-            return KVAccess(request, adapter, why_not=why, notes=(why.text,))
+            return Plan.computed(prompt, why, (why.text,))
         request, notes = self._calibrated(request, namespace)
         profile, profile_notes = self._profile(request, namespace)
-        prefixes = self.prefixes.of(request)
         controller = replace(
             self.controller(namespace, profile),
-            prefixes=prefixes,
+            prefixes=self.prefixes.of(request),
             scope=request.options.scope,
             is_long=is_long,
         )
         notes += profile_notes
         if check is not None:
-            notes += self.prefixes.share(request, controller, check)
-        if check is not None and request.mode != "prefix":
+            notes += self._computed_first(request, controller, check)
+        reserve = 1 if request.sequences == 1 else 2
+        plan = controller.plan(prompt, request.mode, request.blending, avoid, reserve)
+        if plan.missing:
+            notes += self._why_missing(namespace, is_long)
+        if plan.forecast is not None:  # from when the caller asked, like the measured TTFT
+            ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
+            plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
+        return replace(plan, notes=(*notes, *plan.notes))
+
+    def _computed_first(
+        self, request: Request, controller: Controller, check: Callable[[], None]
+    ) -> tuple[str, ...]:
+        """Compute what waiting requests have in common with this one, and what it misses; notes."""
+        notes = self.prefixes.share(request, controller, check)
+        if request.mode != "prefix":
             there = self.prefixes.length(request, controller)
             first, because = self._background.due_now(
                 request.prompt, lambda: controller.missing(request.prompt, there)
@@ -230,14 +211,7 @@ class Planner:
             if encoded := self._background.encode_first(first, check):
                 chunks = "1 chunk was" if encoded == 1 else f"{encoded} chunks were"
                 notes += (f"{chunks} encoded before the answer because {because}",)
-        if_missing = self._loaded_otherwise(namespace)
-        if is_long and not if_missing:
-            if_missing = (
-                f"the prompt has more than {adapter.blend_limit_tokens} tokens, where the rotary table "
-                "changes, and some of its chunks were in none of that length before; they are encoded in the "
-                "background and reused from the next request on"
-            )
-        return KVAccess(request, adapter, controller, notes=notes, if_missing=if_missing)
+        return notes
 
     def controller(self, namespace: str, profile: Profile | None = None) -> Controller:
         """The loading controller over what is stored under ``namespace``."""
@@ -259,6 +233,19 @@ class Planner:
         if self._measured_token_s is None:
             self._measured_token_s = prefill_token_s(self._kv.model.adapter)
         return self._measured_token_s
+
+    def _why_missing(self, namespace: str, is_long: bool) -> tuple[str, ...]:
+        """A note for chunks without KV, if there is more to say than that."""
+        if note := self._loaded_otherwise(namespace):
+            return (note,)
+        if not is_long:
+            return ()
+        most = self._kv.model.adapter.blend_limit_tokens
+        return (
+            f"the prompt has more than {most} tokens, where the rotary table changes, and some of its chunks "
+            "were in none of that length before; they are encoded in the background and reused from the next "
+            "request on",
+        )
 
     def _loaded_otherwise(self, namespace: str) -> str:
         """A note for chunks without KV if the ingest loaded the model in another way; else empty.

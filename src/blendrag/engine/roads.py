@@ -20,7 +20,7 @@ import torch
 from blendrag.engine.batched_prefill import NOTHING_AHEAD, Ahead
 from blendrag.engine.exact_prefixes import goes_on
 from blendrag.engine.lazy_model import LazyModel
-from blendrag.engine.planner import KVAccess, Planner, checked
+from blendrag.engine.planner import Planner, checked
 from blendrag.engine.request import Request
 from blendrag.engine.schemas import Schemas
 from blendrag.engine.stream import AnswerStream
@@ -129,7 +129,6 @@ class BlendedRoad(Road):
     ) -> None:
         super().__init__(model, request, stream)
         self._planner = planner
-        self._access: KVAccess | None = None
 
     def open(self) -> float:
         uses_chunks = self.request.mode != "full" and self.request.prompt.chunks
@@ -146,10 +145,9 @@ class BlendedRoad(Road):
     def plan(self, avoid: Collection[str], loads: bool) -> Plan:
         if not loads:
             return Plan.computed(self.request.prompt, STILL_CORRUPT)
-        if self._access is None:
-            check = None if self.ahead.plan else self._stream.check
-            self._access = self._planner.access(self.request, check)
-        return self._access.plan(frozenset(avoid))
+        is_first = not avoid and self.ahead.plan is None
+        check = self._stream.check if is_first else None
+        return self._planner.plan(self.request, frozenset(avoid), check)
 
     @contextmanager
     def prefill(self, plan: Plan, timeline: Timeline | None) -> Iterator[Prefill]:

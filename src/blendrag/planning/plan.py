@@ -81,10 +81,10 @@ class Plan:
     """Sentences for the user."""
 
     @classmethod
-    def computed(cls, prompt: SegmentedPrompt, reason: Reason) -> Plan:
+    def computed(cls, prompt: SegmentedPrompt, reason: Reason, notes: tuple[str, ...] = ()) -> Plan:
         """Load nothing."""
         chunks = tuple(PlannedChunk(segment, reason) for segment in prompt.chunks)
-        return cls(prompt, chunks, Blending.of("full"))
+        return cls(prompt, chunks, Blending.of("full"), notes=notes)
 
     def behind(self, beginning: LoadedSpan | None) -> Plan:
         """This plan, that loads nothing, behind a ``beginning`` in memory."""
