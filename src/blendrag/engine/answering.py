@@ -15,7 +15,14 @@ from blendrag import tracing
 from blendrag.chat.formats import hidden_ids
 from blendrag.config import Settings
 from blendrag.engine import request_spans as spans
-from blendrag.engine.answers import PendingAnswer, abandon_all, name_prompt
+from blendrag.engine.answers import (
+    PendingAnswer,
+    abandon_all,
+    all_awaited,
+    name_prompt,
+    off_loop,
+    wait_all,
+)
 from blendrag.engine.batched_prefill import BatchEntry, RequestBatch, share_of
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.generation import Generation
@@ -23,7 +30,7 @@ from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.learning import Learner
 from blendrag.engine.planner import Planner, checked, sequences_of
 from blendrag.engine.prompts import Prompts
-from blendrag.engine.request import Answer, Options, Prompt, Request
+from blendrag.engine.request import Answer, Options, Prompt, Request, prompt_chars
 from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.roads import BlendedRoad, FixedPositionsRoad, Road
 from blendrag.engine.schemas import Schemas
@@ -31,6 +38,12 @@ from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestCancelled, RequestTimeout
 from blendrag.serving.kv_budget import KVShare
 from blendrag.serving.scheduler import Scheduler
+from blendrag.serving.thread_queue import QueueState, ThreadQueue
+
+#: Threads on which prompts of asynchronous calls are rendered and tokenised, and those for long ones, so that
+#: short prompts do not wait for them.
+PROMPT_THREADS, LONG_PROMPT_THREADS = 4, 2
+LONG_PROMPT_CHARS = 1 << 16
 
 
 class Answering:
@@ -53,10 +66,61 @@ class Answering:
         self._planner = planner
         self._schemas = schemas
         self._learner = learner
+        self._threads = ThreadQueue("prompts", PROMPT_THREADS)
+        self._long_threads = ThreadQueue("long prompts", LONG_PROMPT_THREADS)
 
     # -- the caller's thread ----------------------------------------------------------------------
 
-    def start(
+    def one(self, prompt: Prompt | Request, options: Options) -> PendingAnswer:
+        """Check the request here, and submit it."""
+        (pending,) = self._start([prompt], options, False, time.perf_counter())
+        assert isinstance(pending, PendingAnswer)
+        return pending
+
+    async def one_off_loop(self, prompt: Prompt, options: Options) -> PendingAnswer:
+        """:meth:`one` on another thread."""
+        (pending,) = await self._start_off_loop([prompt], options, False)
+        assert isinstance(pending, PendingAnswer)
+        return pending
+
+    def batch(
+        self, prompts: Sequence[Prompt], options: Options, keep_errors: bool
+    ) -> list[Answer | Exception]:
+        """See :meth:`BlendEngine.batch`."""
+        return wait_all(
+            self._start(prompts, options, keep_errors, time.perf_counter()), keep_errors
+        )
+
+    async def batch_off_loop(
+        self, prompts: Sequence[Prompt], options: Options, keep_errors: bool
+    ) -> list[Answer | Exception]:
+        """See :meth:`BlendEngine.abatch`."""
+        started: Sequence[PendingAnswer | Exception]
+        try:
+            started = await self._start_off_loop(prompts, options, keep_errors)
+        except RequestTimeout as late:
+            if not keep_errors:
+                raise
+            started = [RequestTimeout(late.timeout_s) for _ in prompts]
+        return await all_awaited(started, keep_errors)
+
+    def threads_for(self, characters: int) -> ThreadQueue:
+        """Where a prompt with so many characters is prepared."""
+        return self._threads if characters <= LONG_PROMPT_CHARS else self._long_threads
+
+    @property
+    def queues(self) -> list[QueueState]:
+        """Prompts of asynchronous calls that wait."""
+        return [self._threads.state, self._long_threads.state]
+
+    async def _start_off_loop(
+        self, prompts: Sequence[Prompt], options: Options, keep_errors: bool
+    ) -> list[PendingAnswer | Exception]:
+        begin = partial(self._start, prompts, options, keep_errors, time.perf_counter())
+        threads = self.threads_for(sum(map(prompt_chars, prompts)))
+        return await off_loop(begin, options.timeout_s, threads)
+
+    def _start(
         self,
         prompts: Sequence[Prompt | Request],
         options: Options,

@@ -11,7 +11,6 @@ The road of a request::
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,49 +35,41 @@ from blendrag.corpus.shared.sharing import Followed, Published
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import ingest as ingesting
 from blendrag.engine import profiling, publishing
-from blendrag.engine import request_spans as spans
 from blendrag.engine.answering import Answering
 from blendrag.engine.answers import (
     AnswerIterator,
     AsyncAnswerIterator,
     PendingAnswer,
-    all_awaited,
-    off_loop,
-    wait_all,
 )
+from blendrag.engine.asking import Asking
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.dry_run import DryRun, dry_run
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.exposition import exposition
 from blendrag.engine.ingest import IngestReport, Inputs, Watch
-from blendrag.engine.kv_namespace import KVNamespace
+from blendrag.engine.kv_namespace import KVNamespace, opened_namespace
 from blendrag.engine.kv_writer import BackgroundWriter
-from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.learning import Learner
 from blendrag.engine.library import Library
-from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
 from blendrag.engine.planner import Planner
 from blendrag.engine.profiling import ProfileReport
-from blendrag.engine.prompts import Prompts, check_history
+from blendrag.engine.prompts import Prompts
 from blendrag.engine.request import (
     Answer,
     OptionFields,
     Options,
     Prompt,
-    RagPrompt,
     Rendered,
     Request,
     SchemaPrompt,
-    prompt_chars,
     takes_options,
     with_keywords,
 )
 from blendrag.engine.schemas import Positions, SchemaReport, Schemas
 from blendrag.engine.schemas import Source as SchemaSource
-from blendrag.errors import InvalidInputError, RequestTimeout
+from blendrag.errors import InvalidInputError
 from blendrag.fusor.gate import Verification
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.loading import checked_model_kwargs
 from blendrag.model.tokens import Tokens
 from blendrag.option import refuse_unknown
 from blendrag.serving.kv_budget import KVBudget
@@ -92,11 +83,6 @@ from blendrag.text.readers import ALL, Patterns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-#: Threads on which prompts of asynchronous calls are rendered and tokenised, and those for long ones, so that
-#: short prompts do not wait for them.
-PROMPT_THREADS, LONG_PROMPT_THREADS = 4, 2
-LONG_PROMPT_CHARS = 1 << 16
 
 
 class BlendEngine:
@@ -132,33 +118,17 @@ class BlendEngine:
         )
         _check_defaults(self.settings)
         root = Path(store if store is not None else self.settings.store)
-        lazy_model = LazyModel(
-            model_for(model, root, trusts := bool(options.get("trust_remote_code"))),
-            options.get("tokenizer"),
-            self.settings,
-            options.get("lora"),
-            trusts,
-            checked_model_kwargs(
-                options.get("model_kwargs"),
-                options.get("device_map"),
-                self.settings.dtype,
-                self.settings.device,
-            ),
-        )
-        of_corpus = {name: given[name] for name in _OF_CORPUS if name in given}
-        corpus = ModelCorpus(
-            lazy_model,
+        #: Model, corpus and KV, for the modules of this room. Others use the accessors below.
+        self.kv_namespace = kv = opened_namespace(
+            model_for(model, root, bool(options.get("trust_remote_code"))),
             root,
             self.settings,
-            CorpusSettings(**of_corpus),
-            bool(options.get("read_only")),
+            given,
         )
-        #: Model, corpus and KV, for the modules of this room. Others use the accessors below.
-        self.kv_namespace = kv = KVNamespace(lazy_model, corpus)
         #: What waits and runs on the model.
         self.scheduler = Scheduler(
             KVBudget(self.settings.batch_bytes, lambda most: self._prefixes.shrink(most)),
-            corpus.embedding_turns,
+            kv.corpus.embedding_turns,
             self.settings.max_running,
         )
         self.library = Library(kv, self.scheduler)
@@ -175,9 +145,9 @@ class BlendEngine:
         self._planner = Planner(kv, self._background, self._prefixes)
         self._learner = Learner(kv, self._background)
         self._schemas = Schemas(kv, self.scheduler)
-        self._prompts = Prompts(lazy_model, corpus, self._schemas)
+        self._prompts = Prompts(kv.model, kv.corpus, self._schemas)
         self._answering = Answering(
-            lazy_model,
+            kv.model,
             self.settings,
             self.scheduler,
             self.prompts,
@@ -185,8 +155,7 @@ class BlendEngine:
             self._schemas,
             self._learner,
         )
-        self._threads = ThreadQueue("prompts", PROMPT_THREADS)
-        self._long_threads = ThreadQueue("long prompts", LONG_PROMPT_THREADS)
+        self._asking = Asking(kv.model, kv.corpus, self._prompts)
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -206,7 +175,7 @@ class BlendEngine:
         :class:`InvalidInputError` (also :class:`ContextOverflowError`), and
         :class:`UnsupportedModelError` in any mode but full for a model whose KV cannot be reused.
         """
-        return self._start(_asked(prompt, pml), with_keywords(options, given)).wait()
+        return self._answering.one(_asked(prompt, pml), with_keywords(options, given)).wait()
 
     @takes_options
     def stream(
@@ -221,7 +190,8 @@ class BlendEngine:
 
         Abandoning the iterator (``close()``, ``break``, garbage collection) stops generation.
         """
-        return AnswerIterator(self._start(_asked(prompt, pml), with_keywords(options, given)))
+        asked = _asked(prompt, pml)
+        return AnswerIterator(self._answering.one(asked, with_keywords(options, given)))
 
     @takes_options
     async def agenerate(
@@ -234,7 +204,7 @@ class BlendEngine:
     ) -> Answer:
         """:meth:`generate` without blocking the event loop; cancelling the task stops the work."""
         asked = _asked(prompt, pml)
-        started = await self._start_off_loop(asked, with_keywords(options, given))
+        started = await self._answering.one_off_loop(asked, with_keywords(options, given))
         return await started.awaited()
 
     @takes_options
@@ -248,7 +218,7 @@ class BlendEngine:
     ) -> AsyncAnswerIterator:
         """:meth:`stream` for event loops: ``async for``, then ``.answer``. Starts when iterated."""
         asked = _asked(prompt, pml)
-        begin = partial(self._start_off_loop, asked, with_keywords(options, given))
+        begin = partial(self._answering.one_off_loop, asked, with_keywords(options, given))
         return AsyncAnswerIterator(begin)
 
     @overload
@@ -284,9 +254,7 @@ class BlendEngine:
         where that is faster. The first error ends the batch, names its prompt in a note, and is raised; with
         ``return_exceptions`` errors are returned in place of answers.
         """
-        options, asked_at = with_keywords(options, given), time.perf_counter()
-        started = self._answering.start(prompts, options, return_exceptions, asked_at)
-        return wait_all(started, return_exceptions)
+        return self._answering.batch(prompts, with_keywords(options, given), return_exceptions)
 
     @takes_options
     async def abatch(
@@ -298,16 +266,8 @@ class BlendEngine:
         **given: Unpack[OptionFields],
     ) -> Any:
         """:meth:`batch` without blocking the event loop; cancelling the task stops the work."""
-        options, asked_at = with_keywords(options, given), time.perf_counter()
-        begin = partial(self._answering.start, prompts, options, return_exceptions, asked_at)
-        try:
-            threads = self.threads_for(sum(map(prompt_chars, prompts)))
-            started = await off_loop(begin, options.timeout_s, threads)
-        except RequestTimeout as late:
-            if not return_exceptions:
-                raise
-            started = [RequestTimeout(late.timeout_s) for _ in prompts]
-        return await all_awaited(started, return_exceptions)
+        options = with_keywords(options, given)
+        return await self._answering.batch_off_loop(prompts, options, return_exceptions)
 
     @takes_options
     def ask(
@@ -327,8 +287,8 @@ class BlendEngine:
         """
         options = with_keywords(options, given)
         with tracing.span("ask"):
-            prompt, options = self._rag_prompt(question, top_k, history, options)
-            return replace(self.generate(prompt, options), sources=prompt.retrieved)
+            prompt, options = self._asking.prompt(question, top_k, history, options)
+            return replace(self._answering.one(prompt, options).wait(), sources=prompt.retrieved)
 
     @takes_options
     def ask_stream(
@@ -346,36 +306,15 @@ class BlendEngine:
         ``trim_history``: if the context is full, the oldest questions and answers are left out, as many as
         the iterator's ``left_out`` says.
         """
-        options = with_keywords(options, given)
+        options, left_out = with_keywords(options, given), 0
         with tracing.span("ask"):  # ends before the answer does
-            prompt, options = self._rag_prompt(question, top_k, history, options)
-            if not trim_history:
-                pieces = AnswerIterator(self._start(prompt, options))
-            else:
-                request, left_out = self.prompts.trimmed(prompt, question, history, options)
-                pieces = AnswerIterator(self._start(request, options))
-                pieces.left_out = left_out
-        pieces.sources = prompt.retrieved
+            prompt, options = self._asking.prompt(question, top_k, history, options)
+            request: Prompt | Request = prompt
+            if trim_history:
+                request, left_out = self._asking.trimmed(prompt, question, history, options)
+            pieces = AnswerIterator(self._answering.one(request, options))
+        pieces.sources, pieces.left_out = prompt.retrieved, left_out
         return pieces
-
-    def _rag_prompt(
-        self,
-        question: str,
-        top_k: int | None,
-        history: Sequence[tuple[str, str]],
-        options: Options,
-    ) -> tuple[RagPrompt, Options]:
-        """The prompt of :meth:`ask` over what is retrieved, and options that end its answer."""
-        check_history(history)
-        earlier = history[-1][0] if history else ""
-        began = time.perf_counter()
-        self.open_retrieval()
-        opened = time.perf_counter()
-        chunks = self.retrieve(question, top_k, earlier=earlier)
-        retrieval_s = time.perf_counter() - opened
-        prompt = self.prompts.over(question, chunks, history, options)
-        prompt = replace(prompt, retrieval_s=retrieval_s, opening_s=opened - began)
-        return prompt, self.prompts.ending(options)
 
     def retrieve(
         self, question: str, top_k: int | None = None, *, earlier: str = "", check: Check = proceed
@@ -386,9 +325,7 @@ class BlendEngine:
         two together.
         ``check`` is called while the question waits to be embedded, and may raise to give up.
         """
-        k = self.settings.top_k if top_k is None else top_k
-        with spans.retrieval(self.kv_namespace.root, k):
-            return self.kv_namespace.corpus.retriever().retrieve(question, k, check, earlier)
+        return self._asking.retrieve(question, top_k, earlier, check)
 
     def render(self, prompt: Prompt, options: Options | None = None) -> Rendered:
         """``prompt`` as the model reads it (``.text``). It can be asked in place of ``prompt``, with the same
@@ -398,19 +335,6 @@ class BlendEngine:
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
         return self.prompts.segments(prompt, options or Options())
-
-    def _start(self, prompt: Prompt | Request, options: Options) -> PendingAnswer:
-        """Check the request here, and submit it."""
-        (started,) = self._answering.start([prompt], options, False, time.perf_counter())
-        assert isinstance(started, PendingAnswer)
-        return started
-
-    async def _start_off_loop(self, prompt: Prompt, options: Options) -> PendingAnswer:
-        begin = partial(self._answering.start, [prompt], options, False, time.perf_counter())
-        threads = self.threads_for(prompt_chars(prompt))
-        (started,) = await off_loop(begin, options.timeout_s, threads)
-        assert isinstance(started, PendingAnswer)
-        return started
 
     # -- prompt schemas -------------------------------------------------------------------------
 
@@ -528,7 +452,7 @@ class BlendEngine:
 
     def open_retrieval(self) -> None:
         """Load the embedder, which the first question does otherwise. Raises as :meth:`require_corpus`."""
-        _ = self.kv_namespace.corpus.retriever().embedder.dim
+        self._asking.open()
 
     def use_embedder(self, embedder: Embedder) -> None:
         """Embed with ``embedder`` instead of the corpus's own, whose vectors must be the same."""
@@ -621,14 +545,14 @@ class BlendEngine:
 
     def threads_for(self, characters: int) -> ThreadQueue:
         """Where a prompt with so many characters is prepared."""
-        return self._threads if characters <= LONG_PROMPT_CHARS else self._long_threads
+        return self._answering.threads_for(characters)
 
     @property
     def queues(self) -> list[QueueState]:
         """What waits in this engine: prompts, the model, batches of the embedder."""
         embedding = self.kv_namespace.corpus.embedding_turns
-        states = [queue.state for queue in (self._threads, self._long_threads)]
-        return [*states, self.scheduler.state, QueueState("batches of texts", *embedding.counts)]
+        texts = QueueState("batches of texts", *embedding.counts)
+        return [*self._answering.queues, self.scheduler.state, texts]
 
     def progress_at(self) -> float:
         """``time.monotonic()`` when the model or the embedder last did something."""
@@ -660,10 +584,6 @@ def _asked(prompt: Prompt | None, pml: str | None) -> Prompt:
         given = "neither a prompt nor pml" if prompt is None else "a prompt and pml"
         raise InvalidInputError(f"{given} given, expected one of them; leave out the other")
     return SchemaPrompt(pml) if pml is not None else prompt  # type: ignore[return-value]
-
-
-#: Options that a new corpus is made with, or that an existing one must have.
-_OF_CORPUS = ("prefix_text", "encode_prefix", "chunk_tokens", "embedder", "kv_encoding")
 
 
 def _check_defaults(defaults: Settings) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from blendrag.corpus.manifest import Manifest
 from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.lazy_model import LazyModel, opened
 from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
+from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.profile import ProfileCache, conditions_of
 from blendrag.store import KVStore
 from blendrag.store.kv import KVLayout
@@ -112,6 +113,25 @@ class KVNamespace:
         self.model.close()
         self.__dict__.pop("validity", None)  # holds the model
         self.corpus.close()
+
+
+def opened_namespace(
+    model: Any, root: Path, settings: Settings, options: Mapping[str, Any]
+) -> KVNamespace:
+    """Of an engine with these ``options`` of its constructor; opens nothing yet.
+
+    Raises :class:`InvalidInputError` for options that exclude one another.
+    """
+    model_kwargs = checked_model_kwargs(
+        options.get("model_kwargs"), options.get("device_map"), settings.dtype, settings.device
+    )
+    tokenizer, lora = options.get("tokenizer"), options.get("lora")
+    trusts = bool(options.get("trust_remote_code"))
+    named = {each.name for each in fields(CorpusSettings)} & options.keys()
+    corpus_settings = CorpusSettings(**{name: options[name] for name in named})
+    made = LazyModel(model, tokenizer, settings, lora, trusts, model_kwargs)
+    read_only = bool(options.get("read_only"))
+    return KVNamespace(made, ModelCorpus(made, root, settings, corpus_settings, read_only))
 
 
 def _reopened(

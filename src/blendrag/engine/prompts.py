@@ -17,12 +17,9 @@ from blendrag.chat.grammar import AnswerForm, answer_form, begun_call_form
 from blendrag.chat.template_arguments import EFFORT, SWITCHES, template_arguments
 from blendrag.config import Mode
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.model_corpus import ModelCorpus
 from blendrag.engine.rendering import (
-    NEXT_QUESTION,
-    build_rag_prompt,
     render,
 )
 from blendrag.engine.request import (
@@ -44,8 +41,6 @@ from blendrag.text.rendered import Rendered
 
 log = logging.getLogger(__name__)
 
-#: Room that a conversation leaves for an answer without a limit, as a share of the context.
-ANSWER_SHARE = 0.25
 #: Policies of modes that do not ask for one. Whatever mode prefix loads is exact, so nothing is selected.
 _POLICIES = {"reuse": "reuse", "prefix": "full"}
 
@@ -74,7 +69,7 @@ class Prompts:
         fixed, fresh = None, None
         shared_ends: tuple[int, ...] = ()
         options, template_notes = self._templated(options)
-        form = format_of(tokens) if self._uses_template(options) else None
+        form = format_of(tokens) if self.uses_template(options) else None
         options = self._with_opening(options)
         begun = options.opening
         if isinstance(prompt, SchemaPrompt):
@@ -135,66 +130,16 @@ class Prompts:
             settings.min_ratio if options.min_ratio is None else options.min_ratio,
         )
 
-    # -- retrieved chunks and a question ------------------------------------------------------------
-
-    def over(
-        self,
-        question: str,
-        chunks: Sequence[RetrievedChunk],
-        history: Sequence[tuple[str, str]],
-        options: Options,
-    ) -> RagPrompt:
-        """The prompt of a question over retrieved chunks, after earlier questions and answers."""
-        tokens, texts = self._model.tokens, [chunk.text for chunk in chunks]
-        names = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
-        if not self._uses_template(options):
-            prompt = build_rag_prompt(question, texts, names, history)
-            return replace(prompt, retrieved=tuple(chunks))
-        turns = ((("user", asked), ("assistant", answer)) for asked, answer in history)
-        messages = tuple({"role": role, "content": text} for turn in turns for role, text in turn)
-        prompt = build_rag_prompt(question, texts, names)
-        return replace(prompt, history=messages, retrieved=tuple(chunks))
-
-    def ending(self, options: Options) -> Options:
-        """``options`` with a stop string where no template ends the answer to a question."""
-        if self._uses_template(options):
-            return options
-        return replace(options, stop=(*options.stop, NEXT_QUESTION))
-
-    def trimmed(
-        self,
-        prompt: RagPrompt,
-        question: str,
-        history: Sequence[tuple[str, str]],
-        options: Options,
-    ) -> tuple[Request, int]:
-        """The request for ``prompt`` without as many of the oldest questions and answers as its answer needs
-        room, and how many those are."""
-        asked_at, left_out = time.perf_counter(), 0
-        request = self.request(prompt, options, asked_at)
-        while left_out < len(history) and self._is_full(request):
-            left_out += 1
-            shorter = self.over(question, prompt.retrieved, history[left_out:], options)
-            shorter = replace(shorter, retrieval_s=prompt.retrieval_s, opening_s=prompt.opening_s)
-            request = self.request(shorter, options, asked_at)
-        return request, left_out
-
-    def _is_full(self, request: Request) -> bool:
-        """Whether the prompt leaves its answer neither the longest that was asked for nor a share of the
-        context."""
-        context = self._model.context_tokens
-        longest = min(request.max_new_tokens, context)
-        return len(request.prompt.ids) > context - min(longest, round(ANSWER_SHARE * context))
-
     # -- rendering ----------------------------------------------------------------------------------
 
-    def _uses_template(self, options: Options) -> bool:
+    def uses_template(self, options: Options) -> bool:
+        """Whether prompts go through the chat template."""
         return options.apply_chat_template and self._model.tokens.has_template
 
     def _templated(self, options: Options) -> tuple[Options, tuple[str, ...]]:
         """``options`` with all arguments of the chat template in ``chat_template_kwargs``, and notes on
         those without effect. The request's go before this engine's."""
-        if not self._uses_template(options):
+        if not self.uses_template(options):
             return options, ()
         settings = self._corpus.settings
         thinks, effort = options.enable_thinking, options.reasoning_effort
@@ -285,14 +230,3 @@ class Prompts:
         notes = (*((foreign,) if foreign else found.notes), *rendered.notes)
         fresh = None if foreign or scope is None else found.fresh
         return segments, {i: chunk.source for i, chunk in found.stored.items()}, notes, fresh
-
-
-def check_history(history: Sequence[tuple[str, str]]) -> None:
-    """Raise :class:`InvalidInputError` for anything else than pairs of texts."""
-    for at, turn in enumerate(history):
-        pair = isinstance(turn, Sequence) and not isinstance(turn, str) and len(turn) == 2
-        if not pair or not all(isinstance(text, str) for text in turn):
-            types = ", ".join(type(x).__name__ for x in turn) if pair else type(turn).__name__
-            raise InvalidInputError(
-                f"history[{at}] is {types}, expected a pair of texts: (question, answer.text)"
-            )
