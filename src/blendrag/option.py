@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.wording import quoted
+
+T = TypeVar("T")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)}
@@ -106,6 +109,23 @@ def refuse_unknown(
             near_names(unknown, names), otherwise or f"expected {', '.join(names)}"
         )
         raise InvalidInputError(f"{', '.join(unknown)}: not {what}; {meant}")
+
+
+def refuses_unknown(what: str) -> Callable[[type[T]], type[T]]:
+    """Decorator of a dataclass that users make: :func:`refuse_unknown` for other keywords than its fields."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        init, names = cls.__init__, cls.__annotations__
+
+        @wraps(init)
+        def checked(self: T, *args: Any, **given: Any) -> None:
+            refuse_unknown(given, names, what)
+            init(self, *args, **given)
+
+        cls.__init__ = checked  # type: ignore[assignment]
+        return cls
+
+    return decorate
 
 
 # -- kinds of options -----------------------------------------------------------------------------

@@ -95,7 +95,9 @@ def test_families_with_special_layers_pass_the_gate_in_bfloat16(name):
 
 
 def test_a_rounded_model_may_differ_as_much_as_from_itself(monkeypatch):
-    monkeypatch.setattr("blendrag.fusor.gate.TOLERANCE", dict.fromkeys(gate.TOLERANCE, 1e-9))
+    monkeypatch.setattr(
+        "blendrag.fusor.gate.LOGIT_TOLERANCE", dict.fromkeys(gate.LOGIT_TOLERANCE, 1e-9)
+    )
     rounded = verify(tiny.adapter(tiny.llama().to(torch.bfloat16)))
     assert rounded.blendable, rounded.reason
     exact = verify(tiny.adapter(tiny.llama()))

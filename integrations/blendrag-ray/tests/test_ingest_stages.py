@@ -97,7 +97,7 @@ def test_a_second_run_computes_what_is_missing_and_embeds_what_changed(
         loads.clear()
         third = ingest(made, [docs], prune=True).whole()
         assert (third.chunks_computed, third.documents_unchanged, third.pruned) == (0, 2, 1)
-        assert not any(each.is_loaded for each in loads)
+        assert not any(each.model.is_loaded for each in loads)
         now = payloads(tmp_path / "s")
     assert all(kept[key] == now[key] for key in kept.keys() & now.keys())
 

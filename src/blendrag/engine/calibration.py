@@ -26,6 +26,7 @@ from blendrag.errors import (
 )
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection.base import DEEP_LAYERS
+from blendrag.option import refuses_unknown
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
     MIN_STANDARD_ERRORS,
@@ -50,6 +51,7 @@ Watch = Callable[[Race, float], None]
 MAX_TIMES_ENCODING = 2.0
 
 
+@refuses_unknown("an option of a calibration")
 @dataclass(frozen=True)
 class CalibrationOptions:
     """How to calibrate; the same options on the same store measure the same prompts."""

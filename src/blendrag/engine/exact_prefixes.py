@@ -14,6 +14,7 @@ this prompt itself parted from an earlier one.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing, suppress
@@ -139,8 +140,11 @@ class ExactPrefixes:
         if prompt.chunks:
             ends.add(len(prompt.leading_ids))
         text, tokens = "".join(segment.text for segment in prompt.segments), adapter.tokens
-        for end in request.shared_ends:
-            ends.add(common_prefix(tuple(tokens.encode_prompt(text[:end], True).ids), ids))
+        if request.shared_ends:
+            encoded = tokens.encode_prompt(text[: request.shared_ends[-1]], True)
+            same = common_prefix(tuple(encoded.ids), ids)
+            char_ends = [high for _, high in encoded.offsets[:same]]
+            ends |= {bisect_right(char_ends, end) for end in request.shared_ends}
         taken: list[int] = []
         for end in sorted(ends):
             after = taken[-1] if taken else start

@@ -18,7 +18,7 @@ from blendrag.engine.explanation import Explanation, Trace
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.fusor.selection import Blending, Schedule, make_policy
 from blendrag.metrics import RequestMetrics
-from blendrag.option import refuse_unknown
+from blendrag.option import refuse_unknown, refuses_unknown
 from blendrag.schema.concatenation import FixedPrompt
 from blendrag.signatures import shows
 from blendrag.store.identity import digest_fields
@@ -103,6 +103,7 @@ REFUSED = {
 SCOPE_DIGITS = 32
 
 
+@refuses_unknown("an option of a request")
 @dataclass(frozen=True)
 class Options:
     """How to answer one request; ``None`` takes the engine's default.

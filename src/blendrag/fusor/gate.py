@@ -27,10 +27,9 @@ from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.selection import Blending, LayerView, SelectionPolicy, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.fingerprint import is_quantised
-from blendrag.model.kv_compare import content
+from blendrag.model.kv_compare import LOGIT_TOLERANCE, content, shows_errors
 from blendrag.model.positions import Repositioner
 from blendrag.model.structure import unsupported_if_raising
-from blendrag.model.windows import window_of_type
 from blendrag.store.kv import ChunkKV, dtype_name
 
 Verdict = Literal["blendable", "refused"]
@@ -38,10 +37,6 @@ Verdict = Literal["blendable", "refused"]
 #: Counts up when the gate measures something else, so that earlier verdicts are not used.
 GATE_VERSION = 5
 
-#: Largest difference of logits, relative to the largest logit, that counts as equal.
-TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
-#: Disturbed values must move the logits by more than this, relative to the largest logit.
-MIN_DISTURBED_LOGIT_SHIFT = 1e-2
 OFFSET = 37
 #: Where the prompt is moved to, to see how noisy the model's own logits are.
 NOISE_OFFSETS = (10, 20, 30)
@@ -142,7 +137,7 @@ def _measure(
     subset = max(subset_diff(kv), policy_diff("hkvd", "geometric"), policy_diff("query", "linear"))
     perturbed = subset_diff(_disturbed(kv, adapter.repositioner, 3.0))
     full, greedy = _full_recompute(adapter, ids, seen, stock, kv)
-    tolerance = TOLERANCE[dtype_name(adapter.precision)] * max(scale, 1.0)
+    tolerance = LOGIT_TOLERANCE[dtype_name(adapter.precision)] * max(scale, 1.0)
     rounds = adapter.precision != torch.float32 or is_quantised(adapter.model)
     if rounds and max(subset, full) > tolerance:
         tolerance = max(tolerance, 2 * _own_noise(adapter, ids, seen, stock))
@@ -174,7 +169,7 @@ def _why_refused(
     allowed = f"(allowed {tolerance:.3g}); use mode full"
     if not subset <= tolerance:
         return f"recomputing a fifth of the rows over loaded KV changes logits by {subset:.3g} {allowed}"
-    if not perturbed > max(MIN_DISTURBED_LOGIT_SHIFT * scale, 2 * subset):
+    if not shows_errors(perturbed, subset, scale):
         return (
             f"disturbing the loaded values moves logits by only {perturbed:.3g}, so the check cannot see "
             "a wrong KV; use mode full"
@@ -285,10 +280,7 @@ def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:
 
 def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
     """Random ids ``[1, N]``, more than twice the largest window as far as the model and the limit allow."""
-    config, kinds = adapter.stack.config, adapter.stack.layer_types
-    if not hasattr(config, "layer_types"):
-        kinds = ["sliding_attention"]
-    windows = filter(None, (window_of_type(config, kind) for kind in kinds))
+    windows = filter(None, adapter.stack.windows.values())
     n = max([PROMPT_TOKENS, *(2 * window.tokens + 8 for window in windows)])
     limit = adapter.blend_limit_tokens or adapter.context_tokens
     n = min(n, MAX_PROMPT_TOKENS, limit - OFFSET - GREEDY_TOKENS - 1)

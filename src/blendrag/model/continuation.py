@@ -25,16 +25,13 @@ from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.model.fingerprint import depends_on_length, is_quantised
-from blendrag.model.structure import check_placement, unsupported_if_raising
+from blendrag.model.kv_compare import LOGIT_TOLERANCE, shows_errors
+from blendrag.model.structure import check_placement, decoder_list, unsupported_if_raising
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
 from blendrag.store.tensor_bytes import DTYPES
 
-#: Largest difference of logits, relative to the largest logit, that counts as equal.
-TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
 #: Below float32, at most this many times the tolerance is allowed to models whose own logits are as noisy.
 MAX_NOISE = 4
-#: A disturbed state must move the logits by more than this, relative to the largest logit.
-MIN_DISTURBED_SHIFT = 1e-2
 #: Tokens of the check's prompt, and where it is cut.
 CHECK_TOKENS, FIRST_CUT, SECOND_CUT = 42, 23, 37
 #: A forward of one token takes about as long as prefilling so many.
@@ -98,9 +95,7 @@ class Continuation:
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The decoder layers; none if they are not found."""
-        count = getattr(self._model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
-        lists = (m for m in self._model.modules() if isinstance(m, nn.ModuleList))
-        return next(([*each] for each in lists if len(each) == count), [])
+        return [*decoder_list(self._model)[2]]
 
     def is_worthwhile(self, start: int, tokens: int) -> bool:
         """Whether going on at ``start`` is faster than computing all ``tokens`` of a prompt at once."""
@@ -188,7 +183,7 @@ class Continuation:
         whole = self._model(input_ids=ids).logits[0].float()  # [N, V]
         scale = float(whole.abs().max()) or 1.0
         precision = "bfloat16" if is_quantised(self._model) else self.layout.dtype
-        allowed = TOLERANCE[precision] * scale
+        allowed = LOGIT_TOLERANCE[precision] * scale
         if precision != "float32":
             alone = self._model(input_ids=ids[:, :FIRST_CUT]).logits[0].float()
             noise = float((alone - whole[:FIRST_CUT]).abs().max())
@@ -209,7 +204,7 @@ class Continuation:
                 f"differ by {differs:.3g} (allowed {allowed:.3g}); use mode full"
             )
         disturbed = self._difference(ids, whole, disturb=1.0)
-        if not disturbed > max(MIN_DISTURBED_SHIFT * scale, 2 * differs):
+        if not shows_errors(disturbed, differs, scale):
             raise UnsupportedModelError(
                 f"disturbing the states of {name} moves logits by only {disturbed:.3g}, so the check cannot "
                 "see a wrong one; use mode full"

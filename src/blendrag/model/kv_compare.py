@@ -1,4 +1,4 @@
-"""Compare two computations of the same keys or values, up to numerical noise.
+"""Compare two computations of the same keys, values or logits, up to numerical noise.
 
 Used by the position probe, the choice of attention, the gate and the probe kept in a store. K and V are
 compared separately, and every channel (a KV head's dimension) relative to how much it differs from token to
@@ -15,6 +15,10 @@ import torch
 #: Error from computing at another position or in another order, relative to a channel's content. On real
 #: models it is up to .04 in bfloat16 and .00003 in float32; real mistakes are of order 1.
 NOISE = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+#: Largest difference of logits, relative to the largest logit, that counts as equal.
+LOGIT_TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
+#: Disturbed KV or states must move logits by more than this, relative to the largest logit.
+MIN_DISTURBED_LOGIT_SHIFT = 1e-2
 #: No channel may be off by more than this many times its allowance, however well the others fit.
 WORST_CHANNEL = 10.0
 
@@ -58,3 +62,9 @@ def misfit(actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) 
     relative = torch.where(error == 0, 0.0, error / allowed).double()  # [H, 1, D]; 0/0 is no error
     channels = relative.square().mean((0, 1)).sqrt()  # [D]
     return Misfit(float(channels.square().mean().sqrt()), float(channels.max()))
+
+
+def shows_errors(disturbed: float, differs: float, scale: float) -> bool:
+    """Whether a check of logits up to ``scale`` could see something wrong: disturbed input moves them by
+    ``disturbed``, and what should be equal ``differs``. False for NaN."""
+    return disturbed > max(MIN_DISTURBED_LOGIT_SHIFT * scale, 2 * differs)

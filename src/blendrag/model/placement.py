@@ -32,7 +32,6 @@ from blendrag.model.structure import (
     layout_of,
     unsupported_if_raising,
 )
-from blendrag.model.windows import window_of_type
 from blendrag.store.identity import ModelIdentity, digest_fields
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
 
@@ -223,10 +222,8 @@ class PlacedModel:
         """What the decoder takes as attention mask, for the last tokens of the cache at ``rows`` ``[s]``
         among all ``keys`` ``[k]``."""
         assert self._decoder is not None
-        config, kinds = self._decoder.config, set(self._decoder.layer_types)
-        if not getattr(config, "layer_types", None):
-            kinds = {"sliding_attention"}  # by its window, if it has one
-        has_runs = "chunked_attention" in kinds  # counted from position 0
+        windows = self._decoder.windows
+        has_runs = "chunked_attention" in windows  # counted from position 0
         if (
             not self._builder
             and len(rows) == len(keys)
@@ -239,13 +236,12 @@ class PlacedModel:
         # of two tokens at one position, the later one in the cache sees the other
         hidden = (keys > rows[:, None]) | ((keys == rows[:, None]) & (slots > own))
         masks = {}
-        for kind in kinds:
-            window = window_of_type(config, kind)
+        for kind, window in windows.items():
             unseen = (
                 hidden if window is None else hidden | (keys < window.first_seen(rows[:, None]))
             )
             masks[kind] = self._additive(unseen)
-        return masks if len(kinds) > 1 else masks.popitem()[1]
+        return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _additive(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """``hidden`` ``[s, k]`` as ``[1, 1, s, k]``, 0 or the smallest number of the model's dtype."""

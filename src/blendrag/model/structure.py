@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from blendrag.errors import BlendragError, UnsupportedModelError, is_out_of_memory
 from blendrag.model.compat import accelerate_hooks, unwrapped
-from blendrag.model.windows import LAYER_TYPES
+from blendrag.model.windows import LAYER_TYPES, Window, window_of_type
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
 from blendrag.store.tensor_bytes import DTYPES
 from blendrag.wording import condensed
@@ -59,6 +59,14 @@ class Decoder:
     config: Any
     layer_types: Sequence[str]
 
+    @property
+    def windows(self) -> dict[str, Window | None]:
+        """How far back tokens see, by type of layer. A config without types has its window in all layers."""
+        kinds = set(self.layer_types)
+        if not getattr(self.config, "layer_types", None):
+            kinds = {"sliding_attention"}
+        return {kind: window_of_type(self.config, kind) for kind in kinds}
+
 
 @dataclass(frozen=True)
 class DecoderStack(Decoder):
@@ -78,19 +86,7 @@ def find_decoder(model: Any) -> Decoder:
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     count = config.num_hidden_layers
-    # get_decoder() of ModernBERT's decoder is its LM head (transformers 5.23)
-    bases = (
-        getattr(model, "get_decoder", lambda: None)(),
-        getattr(model, model.base_model_prefix, model),
-    )
-    lists = (
-        (base, owner, child)
-        for base in map(unwrapped, filter(None, bases))
-        for owner in base.modules()
-        for child in owner.children()
-        if isinstance(child, nn.ModuleList) and len(child) == count
-    )
-    base, owner, layers = next(lists, (model, model, ()))
+    base, owner, layers = decoder_list(model)
     if not layers:
         raise UnsupportedModelError(
             f"{name} does not run {count} layers one after the other, as blending needs; use mode full"
@@ -104,6 +100,25 @@ def find_decoder(model: Any) -> Decoder:
         does = OTHER_LAYERS.get(kind, "blending does not know")
         raise UnsupportedModelError(f"{name} has layers of type {kind!r}, which {does}; {USE_FULL}")
     return Decoder(base, [unwrapped(layer) for layer in layers], config, types)
+
+
+def decoder_list(model: Any) -> tuple[nn.Module, nn.Module, nn.ModuleList]:
+    """The decoder, the module in it that has the list of decoder layers, and the list; empty if there is
+    none."""
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    # get_decoder() of ModernBERT's decoder is its LM head (transformers 5.23)
+    bases = (
+        getattr(model, "get_decoder", lambda: None)(),
+        getattr(model, model.base_model_prefix, model),
+    )
+    lists = (
+        (base, owner, child)
+        for base in map(unwrapped, filter(None, bases))
+        for owner in base.modules()
+        for child in owner.children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    )
+    return next(lists, (model, model, nn.ModuleList()))
 
 
 def find_stack(model: Any) -> DecoderStack:

@@ -13,7 +13,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from blendrag.errors import UnsupportedModelError
-from blendrag.fusor.gate import MIN_DISTURBED_LOGIT_SHIFT, TOLERANCE, Verification
+from blendrag.fusor.gate import Verification
+from blendrag.model.kv_compare import LOGIT_TOLERANCE, shows_errors
 from blendrag.model.placement import PlacedModel
 from blendrag.store.kv import dtype_name
 
@@ -70,14 +71,14 @@ def _measure(model: PlacedModel) -> Verification:
     expected = placed(gaps, in_order)
     difference = max(contiguous, _difference(placed(gaps, swapped), expected))
     disturbed = _difference(placed(gaps, swapped, 3.0), expected)
-    tolerance = TOLERANCE[dtype_name(model.precision)] * scale
+    tolerance = LOGIT_TOLERANCE[dtype_name(model.precision)] * scale
     reason = ""
     if not difference <= tolerance:
         reason = (
             f"placing its tokens changes logits by {difference:.3g} (allowed {tolerance:.3g}), so modules of "
             "a schema cannot be placed; use mode full"
         )
-    elif not disturbed > max(MIN_DISTURBED_LOGIT_SHIFT * scale, 2 * difference):
+    elif not shows_errors(disturbed, difference, scale):
         reason = (
             f"disturbing the values of modules moves logits by only {disturbed:.3g}, so the check cannot see "
             "a wrong KV; use mode full"
