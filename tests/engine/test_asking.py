@@ -130,7 +130,7 @@ def test_what_was_retrieved_is_not_searched_for_in_the_prompt(tmp_path: Path) ->
         removed = answer.sources[0].source
         chunks = engine.retrieve(QUESTION, 2)
         engine.remove([removed])
-        prompt = engine._asking.over(QUESTION, chunks, (), Options())
+        prompt = engine.asking.over(QUESTION, chunks, (), Options())
         assert len(engine.segments(prompt).chunks) == sum(c.source != removed for c in chunks)
 
 
@@ -175,7 +175,7 @@ def test_a_full_conversation_is_rendered_once_for_each_turn_that_is_left_out(
         engine.ingest([tiny.document(0)]).whole()
         turn = ("And when?", "Of ships. " * 40)
         sizes = [
-            len(engine.segments(engine._asking.over(QUESTION, (), [turn] * n, Options())).ids)
+            len(engine.segments(engine.asking.over(QUESTION, (), [turn] * n, Options())).ids)
             for n in (2, 3)
         ]
         chunk = len(engine.kv_namespace.model.text_ids(engine.retrieve(QUESTION, 1)[0].text))

@@ -34,7 +34,7 @@ def generate(prompt: Any = "hi", **options: Any) -> Callable[[BlendEngine], Any]
 
 BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "empty prompt": (generate(""), "ask something"),
-    "an unknown option": (generate(generate={}), "not an option of a request"),
+    "an unknown field of Options": (generate(generate={}), "not an option of a request"),
     "no messages": (generate([]), "at least one"),
     "an empty message": (generate([{"role": "user", "content": ""}]), "the message is empty"),
     "empty messages": (generate(BLANKS), "all 2 messages are empty"),

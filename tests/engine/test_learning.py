@@ -219,7 +219,10 @@ def test_their_kv_is_bounded_and_the_least_recently_used_are_forgotten(engine, m
         engine.generate(prompt(*order, question=f"Where is {order}?"))
         engine.drain()
     assert sorted(learned(engine)) == sorted(TEXTS[n] for n in (0, 1, 2))
-    layout, ids = engine.resources.layout, [engine.resources.text_ids(TEXTS[n]) for n in (0, 1, 2)]
+    layout, ids = (
+        engine.kv_namespace.layout,
+        [engine.kv_namespace.model.text_ids(TEXTS[n]) for n in (0, 1, 2)],
+    )
     size_bytes = sum(stored_chunk_bytes(layout, len(each)) for each in ids)
     allow(monkeypatch, engine, int(1.2 * size_bytes))
     engine.generate(prompt(0, 3, 2))

@@ -158,7 +158,7 @@ def test_a_full_store_does_not_fail_a_request(engine, encodings, monkeypatch):
 
 def test_a_cancelled_request_stops_encoding_first(engine):
     keys = lose(engine)
-    background: BackgroundWriter = engine._background
+    background: BackgroundWriter = engine.background
     used = engine.kv_namespace
     ids = [used.model.text_ids(text) for text in tiny.chunk_texts(engine, 1)]
     missing = [Job(each, used.corpus.prefix_ids, None) for each in ids]

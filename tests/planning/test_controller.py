@@ -80,7 +80,7 @@ def planned(
     asked: SegmentedPrompt | None = None,
     avoid: tuple[str, ...] = (),
 ) -> Plan:
-    controller = engine._planner.controller(engine.kv_namespace.validity.namespace)
+    controller = engine.planner.controller(engine.kv_namespace.validity.namespace)
     blending = Blending.of("random", ratio=0.5)
     asked = asked or engine.segments(prompt(engine))
     plan = controller.plan(asked, mode, blending, frozenset(avoid))

@@ -127,13 +127,13 @@ class BlendEngine:
         )
         #: What waits and runs on the model.
         self.scheduler = Scheduler(
-            KVBudget(self.settings.batch_bytes, lambda most: self._prefixes.shrink(most)),
+            KVBudget(self.settings.batch_bytes, lambda most: self.prefixes.shrink(most)),
             kv.corpus.embedding_turns,
             self.settings.max_running,
         )
         self.library = Library(kv, self.scheduler)
-        self._background = BackgroundWriter(kv, self.scheduler)
-        self._prefixes = ExactPrefixes(
+        self.background = BackgroundWriter(kv, self.scheduler)
+        self.prefixes = ExactPrefixes(
             kv,
             self.settings.batch_bytes // 2,
             lambda: [
@@ -142,10 +142,10 @@ class BlendEngine:
                 if isinstance(pending, PendingAnswer)
             ],
         )
-        self._planner = Planner(kv, self._background, self._prefixes)
-        self._learner = Learner(kv, self._background)
+        self.planner = Planner(kv, self.background, self.prefixes)
+        self._learner = Learner(kv, self.background)
         self._schemas = Schemas(kv, self.scheduler)
-        self._prompts = Prompts(kv.model, kv.corpus, self._schemas)
+        self.prompts = Prompts(kv.model, kv.corpus, self._schemas)
         self._answering = Answering(
             kv.model,
             self.settings,
@@ -155,7 +155,7 @@ class BlendEngine:
             self._schemas,
             self._learner,
         )
-        self._asking = Asking(kv.model, kv.corpus, self._prompts)
+        self.asking = Asking(kv.model, kv.corpus, self.prompts)
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class BlendEngine:
         """
         options = with_keywords(options, given)
         with tracing.span("ask"):
-            prompt, options = self._asking.prompt(question, top_k, history, options)
+            prompt, options = self.asking.prompt(question, top_k, history, options)
             return replace(self._answering.one(prompt, options).wait(), sources=prompt.retrieved)
 
     @takes_options
@@ -308,10 +308,10 @@ class BlendEngine:
         """
         options, left_out = with_keywords(options, given), 0
         with tracing.span("ask"):  # ends before the answer does
-            prompt, options = self._asking.prompt(question, top_k, history, options)
+            prompt, options = self.asking.prompt(question, top_k, history, options)
             request: Prompt | Request = prompt
             if trim_history:
-                request, left_out = self._asking.trimmed(prompt, question, history, options)
+                request, left_out = self.asking.trimmed(prompt, question, history, options)
             pieces = AnswerIterator(self._answering.one(request, options))
         pieces.sources, pieces.left_out = prompt.retrieved, left_out
         return pieces
@@ -325,7 +325,7 @@ class BlendEngine:
         two together.
         ``check`` is called while the question waits to be embedded, and may raise to give up.
         """
-        return self._asking.retrieve(question, top_k, earlier, check)
+        return self.asking.retrieve(question, top_k, earlier, check)
 
     def render(self, prompt: Prompt, options: Options | None = None) -> Rendered:
         """``prompt`` as the model reads it (``.text``). It can be asked in place of ``prompt``, with the same
@@ -452,7 +452,7 @@ class BlendEngine:
 
     def open_retrieval(self) -> None:
         """Load the embedder, which the first question does otherwise. Raises as :meth:`require_corpus`."""
-        self._asking.open()
+        self.asking.open()
 
     def use_embedder(self, embedder: Embedder) -> None:
         """Embed with ``embedder`` instead of the corpus's own, whose vectors must be the same."""
@@ -483,7 +483,7 @@ class BlendEngine:
     def open(self) -> None:
         """Load the model and check that stored KV is its own, which the first request does otherwise."""
         _ = self.kv_namespace.model.adapter
-        self.scheduler.run(self._planner.open)
+        self.scheduler.run(self.planner.open)
 
     def verify(self) -> Verification:
         """The correctness gate for the loaded model, remembered in the store."""
@@ -505,7 +505,7 @@ class BlendEngine:
         s = self.settings
         options = options or CalibrationOptions(s.fixed_ratio, top_k=s.top_k)
         return calibrating.calibrate(
-            self.kv_namespace, self._planner, self.segments, self.scheduler, options, watch
+            self.kv_namespace, self.planner, self.segments, self.scheduler, options, watch
         )
 
     def calibration_offer(self, report: IngestReport) -> str:
@@ -568,7 +568,7 @@ class BlendEngine:
         loaded by name unless another open engine uses it. Idempotent.
         """
         self.scheduler.close()
-        self._prefixes.close()
+        self.prefixes.close()
         self.kv_namespace.close()
 
     def __enter__(self) -> BlendEngine:

@@ -81,7 +81,7 @@ class ExactPrefixes:
     ) -> None:
         """``waiting``: requests that have not begun; may include the current one."""
         self._kv = kv
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._waiting = waiting
         self.tree: PrefixTree | None = None
         self._weights: Hashable = None
@@ -110,7 +110,7 @@ class ExactPrefixes:
         if not self.may_use(request):
             return None
         weights = self._kv.model.adapter.identified_weights
-        return partial(self._tree_for(weights).join, _family(request))
+        return partial(self._tree_for(weights).join, family_of(request))
 
     def join(self, request: Request) -> LoadedSpan | None:
         """The beginning that an ordinary ``generate`` of ``request`` goes on from, without a fusion: of a
@@ -132,7 +132,7 @@ class ExactPrefixes:
     def state_ends(self, request: Request, start: int) -> list[int]:
         """After which tokens behind ``start`` a state should be kept while the prompt is computed."""
         adapter, ids, prompt = self._kv.model.adapter, request.prompt.ids, request.prompt
-        if self._tree is None or not goes_on(request, adapter):
+        if self.tree is None or not goes_on(request, adapter):
             return []
         assert adapter.continuation is not None
         # a prompt that is asked again goes on from its last token but one
@@ -155,7 +155,7 @@ class ExactPrefixes:
 
     def keep_state(self, request: Request, ids: Ids, cache: Cache) -> None:
         """Keep what ``cache`` holds after exactly these ``ids``, for a model whose KV cannot be moved."""
-        adapter, family = self._kv.model.adapter, _family(request)
+        adapter, family = self._kv.model.adapter, family_of(request)
         going = adapter.continuation
         if self.tree is None or going is None or len(ids) < MIN_TOKENS:
             return
@@ -218,7 +218,7 @@ class ExactPrefixes:
             ids = ids[:end]
         if self.tree is None or not self.may_use(request) or len(ids) < MIN_TOKENS:
             return
-        adapter, family = self._kv.model.adapter, _family(request)
+        adapter, family = self._kv.model.adapter, family_of(request)
         if cache.get_seq_length() < len(ids) or not cache.is_one_sequence:
             return  # it is kept elsewhere by now
         if adapter.is_long(len(ids)) or self.tree.match(family, ids) == len(ids):
@@ -268,7 +268,7 @@ class ExactPrefixes:
         ]
         best, most = None, 0.0
         start = self.length(request, controller)
-        most_tokens = self._limit_bytes // self._kv.model.adapter.layout.size_bytes(1)
+        most_tokens = self.limit_bytes // self._kv.model.adapter.layout.size_bytes(1)
         for end in sorted({min(end, len(prompt.ids) - 1) for _, _, end in alike}):
             if end - start < MIN_TOKENS or end > most_tokens or prompt.ids[:end] in self.failed:
                 continue
@@ -302,7 +302,7 @@ class ExactPrefixes:
         if kv.validity.namespace != namespace:
             return 0  # the weights changed meanwhile
         tree = self._tree_for(kv.model.adapter.identified_weights)
-        return tree.insert(_family(request), ids, cache.buffers(len(ids)))
+        return tree.insert(family_of(request), ids, cache.buffers(len(ids)))
 
     def _tree_for(self, weights: Hashable) -> PrefixTree:
         """The tree of the loaded model; a new one once its ``weights`` or adapters have changed."""

@@ -15,8 +15,8 @@ from blendrag.engine.lazy_model import LazyModel, opened
 from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.profile import ProfileCache, conditions_of
-from blendrag.store import KVStore
 from blendrag.store.kv import KVLayout
+from blendrag.store.tiered import KVStore
 
 
 class KVNamespace:

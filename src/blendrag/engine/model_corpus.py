@@ -24,9 +24,9 @@ from blendrag.engine.rendering import daily_part, prefix_token_ids
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.model.tokens import Tokens
 from blendrag.serving.scheduler import CLOSED
-from blendrag.store import KVStore, open_store
 from blendrag.store.identity import is_name
 from blendrag.store.remote.tier import RemoteTier
+from blendrag.store.tiered import KVStore, open_store
 from blendrag.text.chunking import Chunk, Chunker
 
 logger = logging.getLogger(__name__)

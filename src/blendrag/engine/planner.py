@@ -230,9 +230,9 @@ class Planner:
 
     def _token_s(self) -> float:
         """Seconds to compute a token, timed once."""
-        if self._measured_token_s is None:
-            self._measured_token_s = prefill_token_s(self._kv.model.adapter)
-        return self._measured_token_s
+        if self.measured_token_s is None:
+            self.measured_token_s = prefill_token_s(self._kv.model.adapter)
+        return self.measured_token_s
 
     def _why_missing(self, namespace: str, is_long: bool) -> tuple[str, ...]:
         """A note for chunks without KV, if there is more to say than that."""
