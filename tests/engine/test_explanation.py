@@ -11,7 +11,6 @@ import pytest
 
 import tiny
 from blendrag.engine import Answer, BlendEngine, Options
-from blendrag.engine.explanation import Explanation
 from blendrag.errors import InvalidInputError
 from blendrag.metrics import COMPUTE, LOAD, SELECT
 
@@ -107,9 +106,7 @@ def test_names_of_files_and_reasons_are_text(answer):
         replace(chunk, source=f"/docs/{MARKUP}", reason=MARKUP) for chunk in answer.metrics.chunks
     ]
     metrics = replace(answer.metrics, chunks=tuple(chunks), notes=(MARKUP,))
-    page = Explanation(replace(answer, text=MARKUP, metrics=metrics), answer.explain().trace).page(
-        MARKUP
-    )
+    page = replace(answer.explain(), text=MARKUP, metrics=metrics).page(MARKUP)
     assert "<script" not in page
     assert page.count("&lt;script&gt;") >= 4 + len(chunks)
     policy = "default-src 'none'; style-src 'unsafe-inline'"

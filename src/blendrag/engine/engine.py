@@ -61,7 +61,7 @@ from blendrag.engine.request import (
     Prompt,
     Rendered,
     Request,
-    SchemaPrompt,
+    one_prompt,
     takes_options,
     with_keywords,
 )
@@ -175,7 +175,7 @@ class BlendEngine:
         :class:`InvalidInputError` (also :class:`ContextOverflowError`), and
         :class:`UnsupportedModelError` in any mode but full for a model whose KV cannot be reused.
         """
-        return self._answering.one(_asked(prompt, pml), with_keywords(options, given)).wait()
+        return self._answering.one(one_prompt(prompt, pml), with_keywords(options, given)).wait()
 
     @takes_options
     def stream(
@@ -190,7 +190,7 @@ class BlendEngine:
 
         Abandoning the iterator (``close()``, ``break``, garbage collection) stops generation.
         """
-        asked = _asked(prompt, pml)
+        asked = one_prompt(prompt, pml)
         return AnswerIterator(self._answering.one(asked, with_keywords(options, given)))
 
     @takes_options
@@ -203,7 +203,7 @@ class BlendEngine:
         **given: Unpack[OptionFields],
     ) -> Answer:
         """:meth:`generate` without blocking the event loop; cancelling the task stops the work."""
-        asked = _asked(prompt, pml)
+        asked = one_prompt(prompt, pml)
         started = await self._answering.one_off_loop(asked, with_keywords(options, given))
         return await started.awaited()
 
@@ -217,7 +217,7 @@ class BlendEngine:
         **given: Unpack[OptionFields],
     ) -> AsyncAnswerIterator:
         """:meth:`stream` for event loops: ``async for``, then ``.answer``. Starts when iterated."""
-        asked = _asked(prompt, pml)
+        asked = one_prompt(prompt, pml)
         begin = partial(self._answering.one_off_loop, asked, with_keywords(options, given))
         return AsyncAnswerIterator(begin)
 
@@ -576,14 +576,6 @@ class BlendEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _asked(prompt: Prompt | None, pml: str | None) -> Prompt:
-    """The prompt of a call. Raises :class:`InvalidInputError` unless one of the two is given."""
-    if (prompt is None) == (pml is None):
-        given = "neither a prompt nor pml" if prompt is None else "a prompt and pml"
-        raise InvalidInputError(f"{given} given, expected one of them; leave out the other")
-    return SchemaPrompt(pml) if pml is not None else prompt  # type: ignore[return-value]
 
 
 def _check_defaults(defaults: Settings) -> None:

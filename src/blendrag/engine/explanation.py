@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from blendrag.metrics import COMPUTE, LOAD, REPOSITION, SELECT, WAIT, Span, Timeline
+from blendrag.corpus.retriever import RetrievedChunk
+from blendrag.metrics import (
+    COMPUTE,
+    LOAD,
+    REPOSITION,
+    SELECT,
+    WAIT,
+    RequestMetrics,
+    Span,
+    Timeline,
+)
 
 if TYPE_CHECKING:
-    from blendrag.engine.request import Answer
     from blendrag.fusor import Fusion
     from blendrag.planning.plan import Plan
 
@@ -106,30 +115,31 @@ class Trace:
         return RECOMPUTED, round(share * (self.layers - 1)) + 1
 
 
+@dataclass(frozen=True)
 class Explanation:
     """What became of each prompt token of one answer, asked for with ``Options(explain=True)``."""
 
-    def __init__(self, answer: Answer, trace: Trace) -> None:
-        self.answer = answer
-        self.trace = trace
+    text: str
+    """The answer."""
+    sources: tuple[RetrievedChunk, ...]
+    metrics: RequestMetrics
+    trace: Trace
 
-    def page(self, title: str = "blendrag: one answer") -> str:
-        """A complete HTML document."""
-        return self._rendered(title)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return self._rendered(None)
-
-    def _rendered(self, title: str | None) -> str:
+    def page(self, title: str | None = "blendrag: one answer") -> str:
+        """A complete HTML document; without a ``title`` its body alone."""
         return _template().render(
             title=title,
-            answer=self.answer,
-            m=self.answer.metrics,
+            text=self.text,
+            sources=self.sources,
+            m=self.metrics,
             trace=self.trace,
             colours=_COLOURS,
             upper=(LOAD, REPOSITION),
         )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.page(title=None)
 
 
 #: Of the boxes of the timeline.

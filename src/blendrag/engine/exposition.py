@@ -1,6 +1,6 @@
-"""A store's counters as Prometheus text, format 0.0.4, for a server's ``/metrics``.
+"""Counters as Prometheus text, format 0.0.4, for a server's ``/metrics``: those of a store here.
 
-Every sample has the store's path as a label, so that several stores can be told apart after scraping.
+Every sample of a store has its path as a label, so that several can be told apart after scraping.
 https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 """
 
@@ -43,26 +43,28 @@ def exposition(stats: StoreStats, store: str, passages: int = 0, tokens: int = 0
     ``passages``, ``tokens``: what was learned from prompts.
     """
     label = f'store="{_escaped(store)}"'
+    of_store = f"{{{label}}}"
     lines = []
     for name, (text, field) in _TOTALS.items():
-        lines += _family(name, text, {label: getattr(stats, field)})
+        lines += family(f"store_{name}", text, {of_store: getattr(stats, field)})
     for name, (text, field) in _BY_TIER.items():
         samples = {
-            f'{label},tier="{tier.tier}"': getattr(tier, field)
+            f'{{{label},tier="{tier.tier}"}}': getattr(tier, field)
             for tier in stats.tiers
             if name.endswith("_total") or tier.tier != "remote"  # what it holds is not counted
         }
-        lines += _family(name, text, samples)
-    lines += _family("learned_passages_total", "Passages learned from prompts.", {label: passages})
-    lines += _family("learned_tokens_total", "Tokens of these passages.", {label: tokens})
+        lines += family(f"store_{name}", text, samples)
+    learned = "Passages learned from prompts.", "Tokens of these passages."
+    lines += family("store_learned_passages_total", learned[0], {of_store: passages})
+    lines += family("store_learned_tokens_total", learned[1], {of_store: tokens})
     return "".join(f"{line}\n" for line in lines)
 
 
-def _family(name: str, text: str, samples: Mapping[str, int]) -> list[str]:
-    """The lines of one metric family; ``samples`` by their labels."""
-    name, kind = f"blendrag_store_{name}", "counter" if name.endswith("_total") else "gauge"
-    described = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-    return described + [f"{name}{{{labels}}} {value}" for labels, value in samples.items()]
+def family(name: str, text: str, samples: Mapping[str, float], kind: str = "") -> list[str]:
+    """The lines of one metric family; ``samples`` by what follows the name."""
+    kind = kind or ("counter" if name.endswith("_total") else "gauge")
+    described = [f"# HELP blendrag_{name} {text}", f"# TYPE blendrag_{name} {kind}"]
+    return described + [f"blendrag_{name}{labels} {value}" for labels, value in samples.items()]
 
 
 def _escaped(path: str) -> str:

@@ -63,6 +63,14 @@ class SchemaPrompt:
 Prompt = str | Sequence[Message] | RagPrompt | SchemaPrompt | Rendered
 
 
+def one_prompt(prompt: Prompt | None, pml: str | None) -> Prompt:
+    """The prompt of a call. Raises :class:`InvalidInputError` unless one of the two is given."""
+    if (prompt is None) == (pml is None):
+        given = "neither a prompt nor pml" if prompt is None else "a prompt and pml"
+        raise InvalidInputError(f"{given} given, expected one of them; leave out the other")
+    return SchemaPrompt(pml) if pml is not None else prompt  # type: ignore[return-value]
+
+
 def prompt_chars(prompt: Prompt) -> int:
     """Characters of a prompt, without its template; 0 for a value that is none."""
     if isinstance(prompt, RagPrompt):
@@ -385,4 +393,4 @@ class Answer:
             raise InvalidInputError(
                 "this answer kept no trace of its tokens; ask again with explain=True"
             )
-        return Explanation(self, self.trace)
+        return Explanation(self.text, self.sources, self.metrics, self.trace)

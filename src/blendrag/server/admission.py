@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from blendrag.engine.exposition import family
 from blendrag.metrics import RequestMetrics
 from blendrag.server.refusals import ClientGoneError, Refusal, refusal_of
 from blendrag.serving.open_requests import OpenRequest, OpenRequests
@@ -84,26 +85,26 @@ class Admission:
     def exposition(self) -> str:
         """The counts as Prometheus text, format 0.0.4."""
         waiting, running = self.requests.counts
-        lines = _family("requests_waiting", "Requests without a first token.", {"": waiting})
-        lines += _family("requests_running", "Requests with a first token.", {"": running})
-        lines += _family(
+        lines = family("requests_waiting", "Requests without a first token.", {"": waiting})
+        lines += family("requests_running", "Requests with a first token.", {"": running})
+        lines += family(
             "requests_total",
             "Requests by outcome: answered, refused (wrong input), rejected (too many), cancelled (the "
             "client left), failed.",
             {f'{{outcome="{name}"}}': count for name, count in self.outcomes.items()},
         )
-        lines += _family(
+        lines += family(
             "tokens_total",
             "Tokens of answered requests.",
             {f'{{kind="{name}"}}': count for name, count in self.tokens.items()},
         )
         for name, count in self.embedded.items():
             text = f"{name.capitalize()} of answered requests for embeddings."
-            lines += _family(f"embedded_{name}_total", text, {"": count})
+            lines += family(f"embedded_{name}_total", text, {"": count})
         buckets = {f'_bucket{{le="{_limit(end)}"}}': n for end, n in self.within_s.items()}
         sums = {"_sum": self.ttft_s, "_count": self.within_s[math.inf]}
         text = "Times to first token of answered requests."
-        lines += _family("ttft_seconds", text, buckets | sums, "histogram")
+        lines += family("ttft_seconds", text, buckets | sums, "histogram")
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -113,18 +114,11 @@ def queues_exposition(queues: Sequence[QueueState]) -> str:
     waiting = {labels[queue.name]: queue.waiting for queue in queues}
     running = {labels[queue.name]: queue.running for queue in queues}
     still_s = {labels[queue.name]: round(queue.still_s, 3) for queue in queues}
-    lines = _family("queue_waiting", "What waits in each queue.", waiting)
-    lines += _family("queue_running", "What runs of each queue.", running)
+    lines = family("queue_waiting", "What waits in each queue.", waiting)
+    lines += family("queue_running", "What runs of each queue.", running)
     text = "Seconds since a queue that is not empty has moved."
-    lines += _family("queue_still_seconds", text, still_s)
+    lines += family("queue_still_seconds", text, still_s)
     return "".join(f"{line}\n" for line in lines)
-
-
-def _family(name: str, text: str, samples: Mapping[str, float], kind: str = "") -> list[str]:
-    """The lines of one metric family; ``samples`` by what follows the name."""
-    kind = kind or ("counter" if name.endswith("_total") else "gauge")
-    described = [f"# HELP blendrag_{name} {text}", f"# TYPE blendrag_{name} {kind}"]
-    return described + [f"blendrag_{name}{labels} {value}" for labels, value in samples.items()]
 
 
 def _limit(end_s: float) -> str:
