@@ -158,8 +158,7 @@ class Planner:
         that is over: if other requests wait, the beginning that they have in common with it and the chunks
         that it misses are computed now, so that they are not computed twice. The caller closes the plan.
         """
-        model, validity, prompt = self._kv.model, self._kv.validity, request.prompt
-        adapter = model.adapter
+        adapter, prompt = self._kv.model.adapter, request.prompt
         if request.mode == "full":
             return Plan.computed(prompt, MODE_FULL)
         if adapter.refusal is not None:
@@ -169,6 +168,7 @@ class Planner:
             return plan.behind(self.prefixes.join(request))
         if not prompt.chunks:
             return Plan.computed(prompt, MODE_FULL).behind(self.prefixes.join(request))
+        validity = self._kv.validity  # opens the store
         namespace = validity.namespace
         if not validity.is_valid(namespace):
             self._kv.forget_signature()
