@@ -78,7 +78,7 @@ def test_tokens_behind_the_first_are_decoded_with_packed_weights(
 ) -> None:
     engine = engines(decode_weights=name)
     answer = engine.generate(QUESTION, max_new_tokens=4)
-    layers = len(packing.linear_layers(engine.resources.adapter.model))
+    layers = len(packing.linear_layers(engine.adapter.model))
     assert answer.metrics.decode_weights == name
     assert products == [1] * layers * (answer.metrics.new_tokens - 1)
     assert not answer.metrics.notes
@@ -105,7 +105,7 @@ def test_prefills_and_stored_kv_are_those_of_the_native_weights(
         texts.append((answer.text, answer.metrics.reused_tokens))
     assert not products
     assert texts[0] == texts[1]
-    namespaces = {engine.resources.kv_validity.namespace for engine in (native, packed)}
+    namespaces = {engine.kv_namespace.validity.namespace for engine in (native, packed)}
     assert len(namespaces) == 1
 
 
@@ -127,11 +127,11 @@ def test_changed_weights_are_packed_again(
     loaded = model()
     engine = engines(loaded, decode_weights="int8")
     engine.generate(QUESTION, max_new_tokens=3)
-    before = engine.resources.decode_weights.now()
-    assert before is engine.resources.decode_weights.now()
+    before = engine.kv_namespace.model.decode_weights.now()
+    assert before is engine.kv_namespace.model.decode_weights.now()
     loaded.lm_head.weight.data.mul_(-1)  # changes no version and no address
     engine.generate(QUESTION, max_new_tokens=3)
-    after = engine.resources.decode_weights.now()
+    after = engine.kv_namespace.model.decode_weights.now()
     assert before is not None
     assert after is not None
     assert after is not before

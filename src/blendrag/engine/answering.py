@@ -240,7 +240,7 @@ class Answering:
             road = self._road(request, stream)
             stream.opening_s += road.open()
             began = time.perf_counter()
-            choice = self._resources.decode_weights
+            choice = self._model.decode_weights
             weights = choice.now()  # packs them once
             stream.opening_s += time.perf_counter() - began
             # closed also if it is over before it is run
