@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 #: Benches → their summaries. Listing them imports none of their modules, which need torch.
 SUMMARIES = {
     "ttft": "Time to first token of full, prefix, reuse and blend.",
+    "answer": "Time to the first and the last token: full, blend, reuse, transformers, llama.cpp.",
     "sweep": "Time to first token over one factor, all its values in one run.",
     "throughput": "First tokens per second of full, reuse and blend by batch size.",
     "schema": "Time to first token of a prompt of stored modules: full, blend and schema.",

@@ -22,14 +22,14 @@ from blendrag_lab.bench import options
 #: Fields of a Qwen2 config, and their values by geometry.
 FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "vocab_size", "tie_word_embeddings",
+    "num_key_value_heads", "vocab_size", "tie_word_embeddings", "max_position_embeddings",
 )  # fmt: skip
 GEOMETRIES = {
-    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151936, True),
-    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151936, True),
-    "llama-8b": (4096, 14336, 32, 32, 8, 128256, False),
-    "deep": (64, 128, 32, 8, 2, 3072, True),
-    "tiny": (64, 160, 4, 4, 2, 3072, True),
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151936, True, 32768),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151936, True, 32768),
+    "llama-8b": (4096, 14336, 32, 32, 8, 128256, False, 131072),
+    "deep": (64, 128, 32, 8, 2, 3072, True, 32768),
+    "tiny": (64, 160, 4, 4, 2, 3072, True, 32768),
 }
 
 
@@ -78,7 +78,6 @@ def qwen2_config(geometry: str) -> Any:
 
     return Qwen2Config(
         **config_of(geometry),
-        max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         attn_implementation="sdpa",
     )

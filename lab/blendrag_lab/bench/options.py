@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -50,6 +50,10 @@ class Bench:
     """A bench's command, the type of its results, and how they are shown."""
 
     command: Callable[..., None]
+    call: Callable[..., Any]
+    """The measurement, given what the command takes as keywords."""
+    groups: Mapping[str, Any]
+    """Parameters that are dataclasses, whose fields are options; ``call`` also takes them whole."""
     result: Any
     table: Callable[[Any], ResultTable]
     figure: Callable[[Any], Figure] | None
@@ -76,15 +80,21 @@ def bench(
         own = [p for p in signature.parameters.values() if p.name != "tick"]
         groups: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
 
+        def call(**given: Any) -> Any:
+            for name, group in groups.items():
+                known = {field.name for field in fields(group)}
+                preset = {n: v for n, v in defaults.items() if n in known and v is not OMIT}
+                named = {field: given.pop(field) for field in known & given.keys()}
+                if name not in given:
+                    given[name] = group(**{**preset, **named})
+            return measure(**given)
+
         def command(
             context: typer.Context, as_json: bool, plot: Path | None = None, **given: Any
         ) -> None:
             require_plot(plot)
-            for name, group in groups.items():
-                named = {field.name for field in fields(group)} & given.keys()
-                given[name] = group(**{field: given.pop(field) for field in named})
             with console(err=True).status("loading") as status:
-                result = measure(**given, tick=lambda text: status.update(Text(text)))
+                result = call(**given, tick=lambda text: status.update(Text(text)))
             if as_json:
                 about = {"command": command_line(context), **asdict(result)}
                 print_json(about, indent=2)
@@ -108,7 +118,9 @@ def bench(
         options.append(_option("as_json", Json, False))
         command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in options}
-        BENCHES[measure.__name__] = Bench(command, signature.return_annotation, table, figure)
+        BENCHES[measure.__name__] = Bench(
+            command, call, groups, signature.return_annotation, table, figure
+        )
         return measure
 
     return decorate

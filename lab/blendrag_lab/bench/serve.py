@@ -53,8 +53,10 @@ ARRIVING_BASELINE = "full, one by one"
 LOOP_BASELINE = "blend, 1 user"
 #: Rates of arrivals for blend, as multiples of the one for full prefill.
 RATES = (1, 4)
-#: Of the paged cache of transformers' continuous batching, its default.
+#: Of a page of transformers' continuous batching, its default.
 PAGE_TOKENS = 256
+#: Most tokens of its steps, its default if there is memory.
+STEP_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,8 @@ class Asking:
     store: Path
     new_tokens: int
     prompts: Sequence[str] = ()
+    ram_bytes: int | None = None
+    """Limit of the memory tier; ``None``: the default."""
 
     @contextmanager
     def engine(self, running: int = 1) -> Iterator[BlendEngine]:
@@ -223,6 +227,7 @@ class Asking:
         with BlendEngine(
             self.adapter, self.store, policy=workload.policy, schedule=workload.schedule,
             ratio=workload.ratio, chunk_tokens=max(64, workload.chunk_tokens), learn=False,
+            ram_bytes=self.ram_bytes,
         ) as engine:  # fmt: skip
             engine.scheduler.max_running = running
             yield engine
@@ -292,7 +297,8 @@ class Asking:
         )
         longest = max(map(len, ids)) + self.new_tokens
         batching = ContinuousBatchingConfig(
-            page_size=PAGE_TOKENS, num_blocks=len(ids) * (longest // PAGE_TOKENS + 2)
+            num_blocks=len(ids) * (longest // PAGE_TOKENS + 2),
+            max_batch_tokens=min(STEP_TOKENS, sum(map(len, ids))),
         )
         began = time.perf_counter()
         found = self.adapter.model.generate_batch(
