@@ -129,6 +129,14 @@ class NothingIsUnpickled:
         self.trap.check()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported."""
     if IS_WORKER or not config.getoption("numprocesses", None):

@@ -17,7 +17,8 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import attention
 from blendrag.fusor.attention import ROWS_KEYWORD, NotServedError, blend_attention
 from blendrag.fusor.hooks import slice_kwargs, token_arguments
-from blendrag.fusor.rows import ALIGNED, Rows
+from blendrag.fusor.rows import ALIGNED, PromptRows, Rows
+from blendrag.model import compat
 from blendrag.model.windows import Window
 
 
@@ -247,3 +248,32 @@ def test_arguments_with_an_entry_per_token_are_known_from_two_lengths_and_gather
 def test_an_unknown_argument_of_the_prompts_length_is_refused(kwargs):
     with pytest.raises(UnsupportedModelError, match="use mode full"):
         slice_kwargs(kwargs, Rows(SOME, 12), masked=True)
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_stripes_merged_by_their_log_sum_exps_equal_one_mask(sharing, monkeypatch):
+    def on_cpu(q: Any, k: Any, v: Any, bias: Any, scale: Any) -> Any:
+        mask = None if bias is None else bias.expand(*q.shape[:3], -1)
+        return compat.cpu_flash_attention(q, k, v, attn_mask=mask, scale=scale)
+
+    monkeypatch.setattr(compat, "cuda_attention", on_cpu)
+    monkeypatch.setattr(attention, "has_fused_kernels", lambda key: True)
+    monkeypatch.setattr("blendrag.fusor.rows.STRIPED_PRODUCTS", 0)
+    monkeypatch.setattr("blendrag.fusor.rows.STRIPE_ROWS", 4)
+    positions, n = torch.tensor([0, 2, 3, 7, 8, 11, 19, 20, 21]), 22
+    rows = Rows(positions, PromptRows(n, torch.device("cpu")), host=positions.numpy())
+    assert [(one.a, one.b, one.lo, one.hi) for one in rows.stripes(torch.float32, sharing)] == [
+        (0, 4, 0, 8), (4, 8, 8, 21), (8, 9, 21, 22)
+    ]  # fmt: skip
+    query = torch.randn(1, 2 * sharing, len(positions), 16)
+    key, value = torch.randn(2, 1, 2, n, 16).unbind()
+    got = attention._attend(rows, query, key, value, 0.3, None)
+    expected = reference(query, key, value, visible(positions, n, None), 0.3)
+    assert float((got - expected).abs().max()) < 1e-5
+
+
+def test_few_rows_and_rows_known_only_on_the_device_are_not_cut_into_stripes():
+    positions = torch.arange(5)
+    prompt = PromptRows(9, torch.device("cpu"))
+    assert Rows(positions, prompt, host=positions.numpy()).stripes(torch.float32, 2) == []
+    assert Rows(positions, PromptRows(1 << 30, torch.device("cpu"))).stripes(torch.float32, 2) == []

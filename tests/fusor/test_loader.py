@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from blendrag.errors import CorruptKVError
 from blendrag.fusor.loader import LayerLoader, LoadedSpan, SpanCorruptError
-from blendrag.fusor.staging import SLOTS
+from blendrag.fusor.staging import SLOTS, CudaRing, Transfer
 from blendrag.model import ModelAdapter
 from blendrag.store.kv import ChunkKV
 from blendrag.store.tiered import open_store
@@ -283,3 +283,65 @@ def test_the_reading_thread_runs_no_torch_kernel(adapter, kv, tmp_path, tier):
         reader.close()
     finally:
         store.close()
+
+
+class FakeStream:
+    """A stream whose work is done at once, and which notes what waits for it."""
+
+    waits: list[Any]
+
+    def __init__(self, *_: Any) -> None:
+        self.waits = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waits.append(other)
+
+    def wait_event(self, event: Any) -> None:
+        assert event.recorded
+        self.waits.append(event)
+
+
+class FakeEvent:
+    def __init__(self, blocking: bool) -> None:
+        self.recorded = self.waited = False
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded
+        self.waited = True
+
+    def query(self) -> bool:
+        return self.recorded
+
+
+def test_the_ring_of_a_gpu_reuses_a_slot_only_after_its_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computing = FakeStream()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(CudaRing, "pinned", False)
+    targets = [torch.zeros(2, 1, 3, 4) for _ in range(4)]
+    transfers = [[Transfer(target, (2, 1, 5, 4))] for target in targets[:3]] + [[]]
+    ring = CudaRing(transfers, torch.device("cpu"))
+    ring.start()
+    assert ring._stream.waits == [computing]  # the targets may still be read
+    for layer in range(3):
+        (filled,) = ring.fill(layer)
+        filled.fill_(layer + 1.0)
+        ring.send(layer, [filled])
+        assert ring.has_arrived(layer)
+        ring.receive(layer)
+        assert bool((targets[layer] == layer + 1.0).all())
+    assert [event.waited for event in ring._arrived] == [True, False, False, False]
+    assert len(ring._slots) == SLOTS
+    assert ring.fill(3) == []
+    ring.send(3, [])
+    assert ring.has_arrived(3)
+    assert computing.waits == ring._arrived[:3]
+    ring.close()
+    assert computing.waits[-1] is ring._stream

@@ -278,3 +278,11 @@ def test_identified_weights_are_those_of_the_identity_without_another_look() -> 
     with torch.no_grad():
         adapter.model.lm_head.weight.add_(1)
     assert known != adapter.weights_now()
+
+
+@pytest.mark.parametrize("size", [1, 9, 10, 11, 20, 55])
+def test_a_weight_is_copied_from_a_device_in_pieces(size, monkeypatch):
+    monkeypatch.setattr(fingerprint, "PIECE_BYTES", 10)
+    weight = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    copied = b"".join(piece.numpy().tobytes() for piece in fingerprint._pieces_of(weight, False))
+    assert copied == weight.numpy().tobytes()

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from blendrag.errors import is_out_of_memory
-from blendrag.fusor.rows import AnyRows, Rows
+from blendrag.fusor.rows import AnyRows, Rows, Stripe
 from blendrag.model import compat
 from blendrag.model.kv_compare import NOISE, content, magnitude, misfit
 from blendrag.model.sharing import only_here
@@ -32,6 +32,8 @@ PROBE_NAME = "blendrag_probe"
 ROWS_KEYWORD = "blend_rows"
 #: Devices without a fused kernel for a mask over shared KV heads: there a bias is folded for each call.
 FOLDS_ANYWAY = ("cuda",)
+#: Dtypes that torch's fused CUDA kernels take.
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 #: Arguments of attention implementations that this one does not serve.
 UNSERVED = ("softcap", "s_aux", "position_bias", "cache")
 
@@ -84,6 +86,11 @@ def _attend(
         return out.transpose(1, 2).contiguous()  # AFMoE takes views of it
     sharing = heads // kv_heads
     outs = []
+    if window is None and has_fused_kernels(key):
+        stripes = rows.stripes(query.dtype, sharing)
+        outs = [_striped(stripe, query, key, value, scaling) for stripe in stripes]
+        if outs:
+            return torch.cat(outs, dim=1)
     multiplies = sharing > 1 and _multiplies(query)
     keys = _centred(key) if multiplies else key
     for block in rows.blocks(window, query.dtype, sharing):
@@ -104,6 +111,34 @@ def _attend(
             )
         outs.append(out.reshape(1, heads, b - a, -1).transpose(1, 2))  # [1, s, H, D]
     return outs[0].contiguous() if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+def has_fused_kernels(key: torch.Tensor) -> bool:
+    """Whether :func:`~blendrag.model.compat.cuda_attention` serves such keys."""
+    return key.is_cuda and key.dtype in HALF_PRECISION and key.shape[-1] % 8 == 0
+
+
+def _striped(
+    stripe: Stripe,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """``[1, s, H, D]`` of the stripe's rows. Keys that all rows see need no mask, which takes GPUs far less
+    time; both parts are merged by their log-sum-exp."""
+    a, b, lo, hi, bias = stripe
+    heads, kv_heads = query.shape[1], key.shape[1]
+    rows = query[:, :, a:b].reshape(1, kv_heads, -1, query.shape[-1])  # [1, Hkv, G·s, D]
+    kv = key[:, :, lo:hi], value[:, :, lo:hi]
+    out, lse = compat.cuda_attention(rows, *kv, bias, scaling)
+    if lo:
+        seen, seen_lse = compat.cuda_attention(
+            rows, key[:, :, :lo], value[:, :, :lo], None, scaling
+        )
+        share = torch.sigmoid(seen_lse - lse)[..., None]
+        out = (out + share * (seen - out)).to(query.dtype)
+    return out.reshape(1, heads, b - a, -1).transpose(1, 2)
 
 
 def _multiplies(query: torch.Tensor) -> bool:

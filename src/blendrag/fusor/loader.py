@@ -1,8 +1,8 @@
 """Brings stored KV of layer i+1 into place while layer i computes (CacheBlend §5, §6).
 
-:class:`LayerLoader` has one thread per prompt, which only reads, verifies and decodes: torch operators there
-would start a second OpenMP team. :class:`StoredKV` waits for a layer on the computing thread and rotates its
-keys.
+:class:`LayerLoader` has one thread per prompt, with more if the model is on a GPU. They only read, verify and
+decode: torch operators there would start a second OpenMP team. :class:`StoredKV` waits for a layer on the
+computing thread and rotates its keys.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ from blendrag.metrics import LOAD, REPOSITION, WAIT, Timeline, noted
 from blendrag.model.positions import Repositioner
 from blendrag.store.base import KVReader, ResidentReader
 from blendrag.store.kv import LayerShape
+
+#: Threads that read the chunks of a layer, if the model computes elsewhere: one copies and verifies far
+#: slower than a GPU takes KV. On a CPU they would take the cores of the model.
+READERS = 6
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ class LayerLoader:
             for work in self._work
         ]
         self._ring = staging_ring(transfers, buffers[0].device)
+        most = max(map(len, self._work), default=0)
+        self._readers = min(READERS, most) if buffers[0].device.type != "cpu" else 1
         self._thread = threading.Thread(target=self._run, name="blendrag-loader", daemon=True)
 
     def start(self) -> None:
@@ -101,24 +108,36 @@ class LayerLoader:
 
     def _run(self) -> None:
         try:
-            with tracing.span("load", self._loaded, self._trace_context):
-                self._read_all()
+            with (
+                tracing.span("load", self._loaded, self._trace_context),
+                ThreadPoolExecutor(self._readers, "blendrag-reader") as readers,
+            ):
+                self._read_all(readers)
         except BaseException as exc:
             self._failure = exc
         finally:
             for event in self._ready:
                 event.set()
 
-    def _read_all(self) -> None:
+    def _read_all(self, readers: ThreadPoolExecutor) -> None:
         for layer, work in enumerate(self._work):
             slots = self._ring.fill(layer)
             staged = iter(slots)
+            began = time.perf_counter()
             with noted(self._timeline if work else None, LOAD, layer):
+                jobs = []
                 for span, view in work:
                     if self._stop.is_set():
                         return
                     target = view if _reads_in_place(span, view) else next(staged)
-                    self.fetch_kv(span, layer, target)
+                    if self._readers > 1:
+                        with starting_thread():
+                            jobs.append(readers.submit(self.fetch_kv, span, layer, target))
+                    else:
+                        self.fetch_kv(span, layer, target)
+                for job in jobs:
+                    job.result()
+            self.load_s += time.perf_counter() - began
             self._ring.send(layer, slots)
             self._ready[layer].set()
 
@@ -132,13 +151,10 @@ class LayerLoader:
 
     def fetch_kv(self, span: LoadedSpan, layer: int, target: torch.Tensor) -> None:
         """Read and verify one span's KV."""
-        began = time.perf_counter()
         try:
             span.reader.read_layer(layer, target)
         except (CorruptKVError, StoreUnavailableError) as exc:
             raise SpanCorruptError(span, exc) from exc
-        finally:
-            self.load_s += time.perf_counter() - began
 
     def synchronize(self, layer: int) -> None:
         """Block until ``layer`` and those before it are in place; raise what the reading thread raised.

@@ -21,6 +21,10 @@ from blendrag.model.windows import Window
 BLOCK_ROWS = 96
 #: The same where most rows of the prompt are computed.
 RUN_ROWS = 512
+#: Rows of a :class:`Stripe`.
+STRIPE_ROWS = 512
+#: Rows times tokens of the prompt from which stripes are faster than blocks on a GPU.
+STRIPED_PRODUCTS = 1 << 24
 #: Most memory that the folded biases of a prompt may take.
 FOLDED_BYTES = 64 << 20
 #: Layer arguments whose rows are kept: a model with windows passes two rotary tables and two masks.
@@ -47,6 +51,17 @@ class AttentionBlock(NamedTuple):
         rows, keys = self.bias.shape
         bias = _new_bias(sharing, rows, keys, self.bias)
         return self._replace(bias=bias.copy_(self.bias).flatten(0, 1))
+
+
+class Stripe(NamedTuple):
+    """Rows ``[a, b)``, which all see keys ``[0, lo)``, attending keys ``[lo, hi)`` under ``bias``
+    ``[G·(b-a), hi-lo]``, folded."""
+
+    a: int
+    b: int
+    lo: int
+    hi: int
+    bias: torch.Tensor
 
 
 class PackPart(NamedTuple):
@@ -149,6 +164,7 @@ class Rows:
         self._host = host
         self._stretch = stretch
         self._blocks: dict[tuple[Window | None, torch.dtype, int], list[AttentionBlock]] = {}
+        self._stripes: dict[tuple[torch.dtype, int], list[Stripe]] = {}
         self._biases: dict[tuple[int, int, Window | None, torch.dtype, int], torch.Tensor] = {}
 
     @property
@@ -189,6 +205,21 @@ class Rows:
         if key not in self._blocks:
             self._blocks[key] = self._cut(*key)
         return self._blocks[key]
+
+    def stripes(self, dtype: torch.dtype, sharing: int) -> list[Stripe]:
+        """The rows as stripes for ``sharing`` query heads per KV head; none if they are few, or if their
+        positions are only on the device."""
+        if self._host is None or self.count * self.prompt_tokens < STRIPED_PRODUCTS:
+            return []
+        key = (dtype, sharing)
+        if key not in self._stripes:
+            self._stripes[key] = []
+            for a in range(0, self.count, STRIPE_ROWS):
+                b = min(a + STRIPE_ROWS, self.count)
+                lo, hi = int(self._host[a]), int(self._host[b - 1]) + 1
+                hidden = self._hidden(slice(a, b), slice(lo, hi), None)
+                self._stripes[key].append(Stripe(a, b, lo, hi, self._bias(hidden, dtype, sharing)))
+        return self._stripes[key]
 
     def _cut(self, window: Window | None, dtype: torch.dtype, sharing: int) -> list[AttentionBlock]:
         """On a CPU, rows go in small blocks and keys hidden from a whole block are not multiplied. On a GPU
@@ -324,3 +355,8 @@ def nested_rows(
 def _new_bias(sharing: int, rows: int, keys: int, like: torch.Tensor) -> torch.Tensor:
     """``[sharing, rows, keys]``, uninitialised, its rows :data:`ALIGNED`."""
     return like.new_empty((sharing, rows, -(-keys // ALIGNED) * ALIGNED))[:, :, :keys]
+
+
+def aligned_zeros(rows: int, keys: int, like: torch.Tensor) -> torch.Tensor:
+    """``[rows, keys]``, its rows :data:`ALIGNED`."""
+    return _new_bias(1, rows, keys, like)[0].zero_()

@@ -239,6 +239,26 @@ def cpu_multiplies_fast(dtype: torch.dtype) -> bool:
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
+def cuda_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs ``[B, H, M, D]`` and log-sum-exps ``[B, H, M]`` of torch's CUDA kernels (torch 2.13): flash
+    attention, or with a ``bias`` that expands to ``[B, H, M, T]`` the memory-efficient one. For half
+    precision and as many heads in all three; rows of ``bias`` begin at multiples of 16 elements."""
+    if bias is None:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        out, lse, *_ = flash(query, key, value, scale=scale)
+        return out, lse
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    whole = bias.expand(*query.shape[:3], key.shape[2])
+    out, lse, *_ = efficient(query, key, value, whole, True, scale=scale)
+    return out, lse[..., : query.shape[2]]  # padded to a multiple of 32
+
+
 # -- products of packed weights ---------------------------------------------------------------------
 # Operators of torch (2.13) that nothing public calls on a CPU; gpt-fast and torchao call the same.
 

@@ -31,6 +31,8 @@ from blendrag.store.identity import digest_fields
 
 #: Values of each tensor that are compared before every request.
 SAMPLES = 16
+#: Of a tensor on a GPU, copied at a time to be hashed.
+PIECE_BYTES = 32 << 20
 #: What identifies the state of one tensor: name, quantizer's context, shape, dtype, address, version, sample.
 Mark = tuple[str, str, torch.Size, torch.dtype, int, int, bytes]
 #: By size in bytes: types that the bits of any dtype, float8 included, can be copied as.
@@ -124,7 +126,35 @@ class Digests:
 
 def hash_bytes(tensor: torch.Tensor) -> bytes:
     """xxh3-128 over all bytes of ``tensor``."""
-    return xxhash.xxh3_128_digest(_bytes_of(tensor))
+    if tensor.device.type != "cuda" or tensor.nbytes <= PIECE_BYTES:
+        return xxhash.xxh3_128_digest(_bytes_of(tensor))
+    digest = xxhash.xxh3_128()
+    for piece in _pieces_of(tensor.detach().contiguous().reshape(-1).view(torch.uint8)):
+        digest.update(piece.numpy().data)
+    return digest.digest()
+
+
+def _pieces_of(data: torch.Tensor, pinned: bool = True) -> Iterator[torch.Tensor]:
+    """``data`` uint8 ``[n]`` in host memory, piece by piece; each is valid until the next but one.
+
+    Pinned memory: copies that are far faster than :meth:`~torch.Tensor.cpu`, and run while the caller reads.
+    """
+    pieces = data.split(PIECE_BYTES)
+    slots = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+
+    def copy(number: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        there = slots[number % 2][: len(pieces[number])]
+        there.copy_(pieces[number], non_blocking=True)
+        return there, torch.cuda.current_stream(data.device).record_event() if pinned else None
+
+    following = copy(0)
+    for number in range(len(pieces)):
+        piece, copied = following
+        if number + 1 < len(pieces):
+            following = copy(number + 1)
+        if copied is not None:
+            copied.synchronize()
+        yield piece
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

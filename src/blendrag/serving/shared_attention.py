@@ -27,7 +27,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from blendrag.errors import InvalidInputError
-from blendrag.model.compat import cpu_flash_attention
+from blendrag.fusor.attention import has_fused_kernels
+from blendrag.fusor.rows import aligned_zeros
+from blendrag.model.compat import cpu_flash_attention, cuda_attention
 from blendrag.model.positions import Repositioner, Rotation, rotary_table
 from blendrag.model.windows import Window
 from blendrag.store.kv import KVLayout
@@ -309,9 +311,9 @@ class _OverlayCalls:
             tokens = torch.arange(int(lengths.max()), device=like.device)
             at = starts[:, None] + tokens.minimum(lengths[:, None] - 1)  # [n, T]
             self._gathered = at.flatten()
-            bias = like.new_zeros(at.shape)
-            bias.masked_fill_(tokens >= lengths[:, None], float("-inf"))
-            self._bias = bias.repeat(len(like), 1)[None, :, None]  # [1, Hkv·n, 1, T]
+            bias = aligned_zeros(len(like) * len(at), at.shape[1], like)
+            bias.masked_fill_((tokens >= lengths[:, None]).repeat(len(like), 1), float("-inf"))
+            self._bias = bias[None, :, None]  # [1, Hkv·n, 1, T]
             if self._long:
                 order = torch.tensor([row for row, _, _ in (*short, *self._long)])
                 self._order = rows, order.argsort().to(like.device)
@@ -500,8 +502,9 @@ def _bias(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
     """``hidden`` ``[n, T]`` as ``[n·G, T]``, 0 or -inf; ``None`` if nothing is hidden."""
     if not hidden.any():
         return None
-    bias = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
-    return bias.repeat_interleave(like.shape[2], 0).to(like.device)
+    hidden = hidden.repeat_interleave(like.shape[2], 0).to(like.device)
+    rows, tokens = hidden.shape
+    return aligned_zeros(rows, tokens, like).masked_fill_(hidden, float("-inf"))
 
 
 def attend_part(
@@ -517,6 +520,8 @@ def attend_part(
         return cpu_flash_attention(
             query.to(keys.dtype), keys, values, attn_mask=bias, scale=scaling
         )
+    if has_fused_kernels(keys):
+        return cuda_attention(query.to(keys.dtype), keys, values, bias, scaling)
     query = query.float() if scaling == 1.0 else query.float() * scaling
     scores = query @ keys.float().mT  # [B, Hkv, M, T]
     if bias is not None:
