@@ -18,7 +18,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all test-real test-oldest test-newest test-nightly lint bench bench-all answer-figure arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table docs wheels
+.PHONY: help setup demo check test test-all test-real test-oldest test-newest test-nightly lint bench bench-all gpu-round answer-figure arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table docs wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -133,6 +133,16 @@ bench-all: bench ## measure everything else in docs/performance.md, with its plo
 	$(call measure,auto,auto --geometry $(GEOMETRY) $(AUTO_ARGS))
 	$(call measure,remote,remote --geometry $(GEOMETRY) $(REMOTE_ARGS))
 	$(page)
+
+# No .venv and no network: PYTHON has torch, transformers, pytest and whatever WHEELS, a folder, does not have.
+# make gpu-round OUT=DIR WHEELS=DIR GPU_ARGS="--seconds 240 --only tests,ttft-6"
+GPU_SITE := build/gpu-site
+GPU_ARGS ?=
+gpu-round: ## tests and benches on one GPU, in under nine minutes: make gpu-round OUT=DIR
+	@test -n "$(OUT)" || { echo "a folder for the results is needed: make gpu-round OUT=DIR" >&2; exit 2; }
+	$(if $(WHEELS),$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade \
+	  --target $(GPU_SITE) $(WHEELS)/*.whl)
+	PYTHONPATH=$(GPU_SITE):src:lab:. $(PYTHON) -m lab.pages.gpu_round --out $(OUT) $(GPU_ARGS)
 
 answer-figure: $(READY) ## measure one answer and draw it: the figure of README.md
 	$(BIN)/python -m lab.pages.answer_figure docs/answer.png
