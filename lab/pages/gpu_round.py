@@ -27,10 +27,10 @@ from pydantic import TypeAdapter
 
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import echo
-from blendrag.cli.plots import COLOURS, GREY, STYLE, write_png
 from blendrag_lab.bench import load_bench
 from blendrag_lab.bench.rounds import silent
 from blendrag_lab.bench.scratch import scratch
+from blendrag_lab.plots import COLOURS, GREY, STYLE, write_png
 from blendrag_lab.tables import ResultTable, figure, times
 
 if TYPE_CHECKING:

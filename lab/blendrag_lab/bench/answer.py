@@ -22,7 +22,6 @@ import torch
 import typer
 from transformers.generation.streamers import BaseStreamer
 
-from blendrag.cli.plots import COLOURS, GREY, STYLE
 from blendrag.config import Mode
 from blendrag.corpus.documents import Entry
 from blendrag.engine import BlendEngine, Options, exact_prefixes
@@ -33,6 +32,7 @@ from blendrag_lab.bench.rounds import MeasuredNothingError, Tick, Timing, run_ro
 from blendrag_lab.bench.scratch import scratch
 from blendrag_lab.bench.serve import Asking, corpus_texts, prompts_over
 from blendrag_lab.bench.workload import BlendResult, Workload, conditions
+from blendrag_lab.plots import COLOURS, GREY, STYLE
 from blendrag_lab.tables import ResultTable, figure, table, times
 
 if TYPE_CHECKING:

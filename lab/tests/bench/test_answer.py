@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendrag.cli.plots import write_png
 from blendrag_lab.bench.answer import (
     LLAMA_CPP,
     STOCK,
@@ -23,6 +22,7 @@ from blendrag_lab.bench.answer import (
     fastest_ranges,
 )
 from blendrag_lab.bench.workload import Workload
+from blendrag_lab.plots import write_png
 from cli.commands import refused
 from lab.tests.bench.small import SMALL, timed
 
