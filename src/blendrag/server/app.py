@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -37,21 +37,20 @@ def create_app(service: Service) -> ASGIApp:
     install_refusals(app)
     engine, writers = service.engine, [Depends(require_writer)]
 
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatBody, request: Request) -> Response:
+    async def answer(body: Any, request: Request, whole: Any, chunks: Any) -> Response:
         service.check_model(body.model)
         body.sent_by(request.state.tenant)
         if body.stream:
-            return await streamed(request, chat_chunks(service, body))
-        return JSONResponse(await while_connected(request, chat_completion(service, body)))
+            return await streamed(request, chunks(service, body))
+        return JSONResponse(await while_connected(request, whole(service, body)))
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return await answer(body, request, chat_completion, chat_chunks)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionBody, request: Request) -> Response:
-        service.check_model(body.model)
-        body.sent_by(request.state.tenant)
-        if body.stream:
-            return await streamed(request, completion_chunks(service, body))
-        return JSONResponse(await while_connected(request, completion(service, body)))
+        return await answer(body, request, completion, completion_chunks)
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingBody, request: Request) -> Response:

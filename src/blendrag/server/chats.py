@@ -7,7 +7,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from blendrag.server.asking import asked_chat
+from blendrag.engine import Answer
+from blendrag.server.asking import ServedRequest, asked_chat
 from blendrag.server.bodies import ChatBody
 from blendrag.server.replies import (
     Envelope,
@@ -20,7 +21,7 @@ from blendrag.server.replies import (
     unread,
     usage,
 )
-from blendrag.server.service import Service, Told
+from blendrag.server.service import Service
 from blendrag.serving.thread_queue import ThreadQueue
 
 
@@ -36,10 +37,10 @@ def _threads(service: Service, body: ChatBody) -> ThreadQueue:
 async def chat_completion(service: Service, body: ChatBody) -> Fields:
     """A whole answer."""
     make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
-    asked, answer = await service.answered(make, _threads(service, body), body.timeout_s)
+    served, answer = await service.answered(make, _threads(service, body), body.timeout_s)
     choices = []
     for index in range(len(answer.texts)):
-        reply = asked.reply(answer, index)
+        reply = served.reply(answer, index)
         choices.append(
             {
                 "index": index,
@@ -48,7 +49,7 @@ async def chat_completion(service: Service, body: ChatBody) -> Fields:
                 "finish_reason": finish_reason(answer, index, reply),
             }
         )
-    about = blendrag_fields(answer, asked.sources)
+    about = blendrag_fields(answer, served.sources)
     return _envelope(service).whole(choices, [answer], blendrag=about)
 
 
@@ -57,21 +58,20 @@ async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields
     envelope = _envelope(service)
     begun = False
     make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
-    async with aclosing(service.pieces(make, _threads(service, body), body.timeout_s)) as telling:
-        async for told in telling:
-            if told.piece.is_queued:
+    async with aclosing(service.pieces(make, _threads(service, body), body.timeout_s)) as parts:
+        async for served, piece in parts:
+            if piece.is_queued:
                 yield None
                 continue
             if not begun:
                 begun = True
                 for index in range(body.n or 1):
                     yield envelope.chunk([_delta(index, {"role": "assistant", "content": ""})])
-            piece = told.piece
-            thought = piece.reasoning if told.asked.shows_reasoning else ""
+            thought = piece.reasoning if served.shows_reasoning else ""
             for chunk in _grown(envelope, 0, thought, piece.text):
                 yield chunk
             if piece.answer is not None:
-                for chunk in _ending(envelope, told):
+                for chunk in _ending(envelope, served, piece.answer):
                     yield chunk
                 if body.includes_usage:
                     yield envelope.chunk([], usage=usage([piece.answer]))
@@ -84,12 +84,10 @@ def _grown(envelope: Envelope, index: int, reasoning: str, text: str) -> Iterato
         yield envelope.chunk([_delta(index, {"content": text})])
 
 
-def _ending(envelope: Envelope, told: Told) -> Iterator[Fields]:
+def _ending(envelope: Envelope, served: ServedRequest, answer: Answer) -> Iterator[Fields]:
     """What was not streamed: further answers, calls, log probabilities, and how it ended."""
-    asked, answer = told.asked, told.piece.answer
-    assert answer is not None
     for index in range(len(answer.texts)):
-        parsed = asked.reply(answer, index)
+        parsed = served.reply(answer, index)
         if index:
             yield from _grown(envelope, index, parsed.reasoning, parsed.text)
         yield from _grown(envelope, index, "", unread(parsed))
@@ -99,7 +97,7 @@ def _ending(envelope: Envelope, told: Told) -> Iterator[Fields]:
         if (likely := chat_logprobs(answer)) is not None:
             yield envelope.chunk([_delta(index, {}, logprobs=likely)])
         last = _delta(index, {}, finish_reason=finish_reason(answer, index, parsed))
-        about = {} if index else {"blendrag": blendrag_fields(answer, asked.sources)}
+        about = {} if index else {"blendrag": blendrag_fields(answer, served.sources)}
         yield envelope.chunk([last], **about)
 
 

@@ -71,8 +71,8 @@ async def completion_chunks(
     envelope = _envelope(service)
     make = partial(asked_completion, service.engine, body, prompt, service.limits.max_tokens)
     threads = service.engine.threads_for(len(prompt))
-    async with aclosing(service.pieces(make, threads, body.timeout_s)) as telling:
-        async for _, piece in telling:
+    async with aclosing(service.pieces(make, threads, body.timeout_s)) as parts:
+        async for _, piece in parts:
             answer = piece.answer
             if answer is None:
                 yield None if piece.is_queued else envelope.chunk([_choice(0, piece.text)])

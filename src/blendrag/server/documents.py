@@ -49,24 +49,19 @@ def ingest(engine: BlendEngine, body: IngestBody, check: Check = proceed) -> Fie
     return {"object": "ingest", **{name: getattr(report, name) for name in _REPORTED}}
 
 
-def documents(engine: BlendEngine) -> Fields:
-    """All documents with their sources, titles, chunks and tokens."""
-    corpus = engine.corpus
-    found = [] if corpus is None else corpus.documents()
-    return {"object": "list", "data": [{"object": "document", **asdict(each)} for each in found]}
-
-
 def document_list(engine: BlendEngine) -> bytes:
-    """:func:`documents` as JSON, written one by one: a long list holds the interpreter's lock only for a
-    moment at a time."""
-    found = documents(engine)["data"]
-    written = ",".join(json.dumps(each, ensure_ascii=False) for each in found)
+    """All documents with their sources, titles, chunks and tokens as JSON, written one by one: a long list
+    holds the interpreter's lock only for a moment at a time."""
+    found = engine.corpus.documents() if engine.corpus is not None else ()
+    objects = ({"object": "document", **asdict(each)} for each in found)
+    written = ",".join(json.dumps(each, ensure_ascii=False) for each in objects)
     return f'{{"object":"list","data":[{written}]}}'.encode()
 
 
 def delete_documents(engine: BlendEngine, sources: Sequence[str]) -> Fields:
     """Remove documents with these very sources; all or none."""
-    known = {each["source"] for each in documents(engine)["data"]}
+    corpus = engine.corpus
+    known = set() if corpus is None else {each.source for each in corpus.documents()}
     if unknown := [source for source in sources if source not in known]:
         raise Refusal(
             404,

@@ -65,10 +65,10 @@ def open_engine(engine: BlendEngine, needs_blending: bool) -> str:
     return ""
 
 
-class Told(NamedTuple):
+class ReplyPart(NamedTuple):
     """A piece of an answer, and the request it belongs to. The first piece ``is_queued``."""
 
-    asked: ServedRequest
+    served: ServedRequest
     piece: Piece
 
 
@@ -146,15 +146,16 @@ class Service:
 
     async def pieces(
         self, make: Make, threads: ThreadQueue, timeout_s: float | None = None
-    ) -> AsyncGenerator[Told, None]:
+    ) -> AsyncGenerator[ReplyPart, None]:
         """The answer to a request in pieces, from the queue to its end. ``make`` runs on one of ``threads``.
 
         ``timeout_s``: what the request asks for; ``make`` checks it.
         """
         self.check_open()
         with self.admission.admitted() as request:
-            asked = await _made(make, threads, timeout_s)
-            streaming = astream_pieces(self.engine, asked.prompt, asked.options, tells_queued=True)
+            served = await _made(make, threads, timeout_s)
+            prompt, options = served.prompt, served.options
+            streaming = astream_pieces(self.engine, prompt, options, tells_queued=True)
             try:
                 async with aclosing(streaming):
                     async for piece in streaming:
@@ -163,7 +164,7 @@ class Service:
                         if piece.answer is not None:
                             request.is_answered = True
                             self.admission.note(piece.answer.metrics)
-                        yield Told(asked, piece)
+                        yield ReplyPart(served, piece)
             except RequestTimeout as late:
                 raise RequestTimeout(timeout_s or late.timeout_s) from None
 
@@ -196,10 +197,10 @@ class Service:
         self, make: Make, threads: ThreadQueue, timeout_s: float | None = None
     ) -> tuple[ServedRequest, Answer]:
         """The whole answer to a request."""
-        async with aclosing(self.pieces(make, threads, timeout_s)) as telling:
-            async for asked, piece in telling:
+        async with aclosing(self.pieces(make, threads, timeout_s)) as parts:
+            async for served, piece in parts:
                 if piece.answer is not None:
-                    return asked, piece.answer
+                    return served, piece.answer
         raise AssertionError("the last piece has the answer")
 
 
@@ -210,20 +211,20 @@ async def _made(make: Make, threads: ThreadQueue, timeout_s: float | None) -> Se
     limited = timeout_s is not None and timeout_s > 0
     try:
         async with asyncio.timeout(timeout_s if limited else None) as limit:
-            asked = await threads.run(make)
+            served = await threads.run(make)
     except TimeoutError:
         if timeout_s is not None and limit.expired():
             raise RequestTimeout(timeout_s) from None
         raise
     took_s = time.perf_counter() - began
-    if isinstance(asked.prompt, RagPrompt):
-        asked = replace(asked, prompt=replace(asked.prompt, retrieval_s=took_s))
+    if isinstance(served.prompt, RagPrompt):
+        served = replace(served, prompt=replace(served.prompt, retrieval_s=took_s))
     if timeout_s is None:
-        return asked
+        return served
     left_s = timeout_s - took_s
     if left_s <= 0:
         raise RequestTimeout(timeout_s)
-    return replace(asked, options=replace(asked.options, timeout_s=left_s))
+    return replace(served, options=replace(served.options, timeout_s=left_s))
 
 
 def _short(name: str) -> str:
