@@ -240,13 +240,14 @@ def insert_record(
         ENTRY.put(connection, entry_id, row, parent, given)
 
 
+#: Chunks of other documents than entries of one parent.
+_OTHERS = "(SELECT chunk FROM passage WHERE document NOT IN (SELECT document FROM entry WHERE parent = ?))"
+
+
 def published_texts(file: CorpusFile) -> Iterator[str]:
     """Texts of all chunks but those that were only learned from prompts, each once."""
-    used = (
-        "WHERE id IN (SELECT chunk FROM passage WHERE document NOT IN "
-        "(SELECT document FROM entry WHERE parent = ?))"
-    )
-    return (text for ((_, _, text, _),) in file.sound_rows((CHUNK,), used, LEARNED))
+    chunks = file.sound_rows((CHUNK,), f"WHERE id IN {_OTHERS}", LEARNED)
+    return (text for ((_, _, text, _),) in chunks)
 
 
 def entries_learned_earlier(file: CorpusFile) -> list[str]:
@@ -257,18 +258,10 @@ def entries_learned_earlier(file: CorpusFile) -> list[str]:
 
 def learned_earlier(file: CorpusFile) -> set[str]:
     """Ids of the chunks that only :func:`entries_learned_earlier` hold."""
-    earlier = entries_learned_earlier(file)
-    if not earlier:
+    if not entries_learned_earlier(file):
         return set()
-    of_learned = "SELECT document FROM entry WHERE parent = ?"
-    rows = file.rows(
-        "SELECT chunk_id FROM chunk WHERE id IN "
-        f"(SELECT chunk FROM passage WHERE document IN ({of_learned})) AND id NOT IN "
-        f"(SELECT chunk FROM passage WHERE document NOT IN ({of_learned}))",
-        LEARNED,
-        LEARNED,
-    )
-    return {chunk_id for (chunk_id,) in rows if scope_of(chunk_id) is None}
+    learned = file.rows(f"SELECT chunk_id FROM chunk WHERE id NOT IN {_OTHERS}", LEARNED)
+    return {chunk_id for (chunk_id,) in learned if scope_of(chunk_id) is None}
 
 
 #: Why a text is recorded as dropped: no document holds it any more, or not yet. Not a time: clocks are wrong.
