@@ -134,10 +134,6 @@ class _ChildGone(Exception):
     """The child ended before it began to read, for this reason."""
 
 
-class _Late(Exception):
-    """No reply within the time."""
-
-
 class _TooMuch(Exception):
     """The replies are larger than allowed."""
 
@@ -186,15 +182,15 @@ class ReaderChild:
                 elif "end" in reply:
                     end = reply["end"]
                     return documents, UnreadableDocumentError(*end) if end else None
+        except TimeoutError:
+            self.close()
+            wall_s = START_S if limits is None else limits["wall_s"]
+            return documents, UnreadableDocumentError(path, _slow(wall_s))
         except (OSError, EOFError, ValueError, TypeError, KeyError) as exc:
             said = self.close()
             if limits is None:
                 raise _ChildGone(said) from exc
             return documents, UnreadableDocumentError(path, self._why(limits))
-        except _Late:
-            self.close()
-            wall_s = START_S if limits is None else limits["wall_s"]
-            return documents, UnreadableDocumentError(path, _slow(wall_s))
         except _TooMuch:
             self.close()
             return documents, UnreadableDocumentError(
@@ -219,12 +215,9 @@ class ReaderChild:
         """A reply, which is a line, and its size."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise _Late
+            raise TimeoutError
         self._socket.settimeout(left_s)
-        try:
-            line = self._replies.readline(limit_bytes + 1)
-        except TimeoutError as exc:
-            raise _Late from exc
+        line = self._replies.readline(limit_bytes + 1)
         if len(line) > limit_bytes:
             raise _TooMuch
         if not line.endswith(b"\n"):
