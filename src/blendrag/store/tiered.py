@@ -189,13 +189,14 @@ class KVStore(ProcessBound):
         )
         if self.remote is None:
             return found
-        tier = self.remote.tier_stats()
+        counters = self.remote.counters
+        (tier,) = counters.stats("remote", 0, 0, 0).tiers  # what the remote holds is not counted
         return replace(
             found,
             hits=found.hits + tier.hits,
             misses=found.misses - tier.hits,
-            uploads=self.remote.counters["puts"],
-            remote_failures=self.remote.counters["failures"],
+            uploads=counters["puts"],
+            remote_failures=counters["failures"],
             tiers=(*found.tiers, tier),
         )
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
@@ -276,7 +277,8 @@ class Agreement:
         """Copy the probe to the local disk, for :meth:`_is_copied`."""
         key = reader.key
         try:
-            if self._kept(namespace) != b"".join(layers):
+            kept = self._kept(namespace)
+            if kept is None or kept[1] != b"".join(layers):
                 self._disk.delete(namespace, key)
                 self._disk.put_stored(namespace, key, reader.frame, reader.checksums, layers)
             self._disk.pin(namespace, key)
@@ -327,31 +329,40 @@ class Agreement:
 
     def _is_copied(self, namespace: str) -> bool:
         """Whether the local disk and the remote have the same bytes of the probe."""
-        key = probe_key(namespace)
-        payload = self._disk.payload(namespace, key)
-        if payload is None:
+        kept = self._kept(namespace)
+        if kept is None:
             return False
-        with payload as (header, _):
-            reader = self._remote.peek(namespace, key, header.layout, header.tokens)
+        header, data = kept
+        reader = self._remote.peek(namespace, header.key, header.layout, header.tokens)
         if reader is None:
             return False
         try:
-            return self._kept(namespace) == b"".join(reader.whole(self._remote.timeout_s))
+            return data == b"".join(reader.whole(self._remote.timeout_s))
         finally:
             reader.release()
 
-    def _kept(self, namespace: str) -> bytes | None:
-        """The probe's bytes on the local disk."""
+    def _kept(self, namespace: str) -> tuple[PayloadHeader, bytes] | None:
+        """The probe on the local disk."""
         payload = self._disk.payload(namespace, probe_key(namespace))
         if payload is None:
             return None
         with payload as (header, read):
-            return b"".join(verified_pieces(header, read))
+            return header, b"".join(verified_pieces(header, read))
 
     def _refuse(self, namespace: str, why: str) -> ForeignKVError:
         self._foreign[namespace] = why
         logger.warning("KV of the remote is not used: %s", why)
         return ForeignKVError(why)
+
+
+@dataclass
+class _Owed:
+    """An entry that is not copied yet."""
+
+    threads: set[threading.Thread] = field(default_factory=set)
+    """Those that offered it."""
+    failure: str = ""
+    """Why the last attempt failed."""
 
 
 class Uploads:
@@ -367,17 +378,8 @@ class Uploads:
         self._room = threading.BoundedSemaphore(QUEUED_UPLOADS)
         self._lock = threading.Lock()
         self._under_way: dict[tuple[str, str], Future[None]] = {}
-        self._owed: dict[tuple[str, str], set[object]] = {}
-        """The threads (:attr:`_me`) that offered an entry which is not copied yet."""
-        self._failed: dict[tuple[str, str], str] = {}
+        self._owed: dict[tuple[str, str], _Owed] = {}
         self._known: dict[tuple[str, str], None] = {}
-        self._this_thread = threading.local()
-
-    @property
-    def _me(self) -> object:
-        """Stands for this thread; another thread may get its number later."""
-        me: object = self._this_thread.__dict__.setdefault("me", object())
-        return me
 
     @property
     def are_behind(self) -> bool:
@@ -396,22 +398,20 @@ class Uploads:
                 self._known.pop(entry, None)
             if entry in self._known and not self._remote.is_doubtful(*entry):
                 return True
-            self._owed.setdefault(entry, set()).add(self._me)
+            owed = self._owed.setdefault(entry, _Owed())
+            owed.threads.add(threading.current_thread())
             if len(self._owed) > REMEMBERED:
-                forgotten = next(iter(self._owed))
-                del self._owed[forgotten]
-                self._failed.pop(forgotten, None)
+                del self._owed[next(iter(self._owed))]
             if entry in self._under_way:
                 return True
         payload = self._disk.payload(namespace, key)
         if payload is None:
             with self._lock:
-                self._failed.pop(entry, None)
-                self._owed.get(entry, set()).discard(self._me)
+                owed.failure = ""
+                owed.threads.discard(threading.current_thread())
             return False
         if not self._room.acquire(blocking=waits):
-            with self._lock:
-                self._failed[entry] = "too many chunks wait to be copied"
+            owed.failure = "too many chunks wait to be copied"
             return True
         files = contextlib.ExitStack()
         try:
@@ -422,8 +422,7 @@ class Uploads:
         except BaseException as exc:
             files.close()
             self._room.release()
-            with self._lock:
-                self._failed[entry] = str(exc)
+            owed.failure = str(exc)
             if not isinstance(exc, OSError | StoreError | RuntimeError):
                 raise
         return True
@@ -432,7 +431,6 @@ class Uploads:
         """An entry is in the remote."""
         with self._lock:
             self._known[namespace, key] = None
-            self._failed.pop((namespace, key), None)
             self._owed.pop((namespace, key), None)
             if len(self._known) > REMEMBERED:
                 del self._known[next(iter(self._known))]
@@ -460,8 +458,9 @@ class Uploads:
             self.note_known(*entry)
         except Exception as exc:
             with self._lock:
-                self._failed.pop(entry, None)  # to the end, so that others are tried again first
-                self._failed[entry] = str(exc)
+                owed = self._owed.pop(entry, _Owed())
+                owed.failure = str(exc)
+                self._owed[entry] = owed  # at the end, so that others are tried again first
             logger.info("a chunk was not copied to the remote: %s", exc)
         finally:
             self._room.release()
@@ -474,7 +473,9 @@ class Uploads:
     def try_again(self) -> None:
         """Offer some of what failed earlier; each that is copied is followed by more."""
         with self._lock:
-            failed = list(islice(self._failed, TRIED_AGAIN))
+            failed = list(
+                islice((each for each, owed in self._owed.items() if owed.failure), TRIED_AGAIN)
+            )
         for entry in failed:
             self.offer(*entry, waits=False)
 
@@ -484,13 +485,14 @@ class Uploads:
         Raises :class:`StoreUnavailableError` if it is not.
         """
         with self._lock:
-            mine = [entry for entry, threads in self._owed.items() if self._me in threads]
+            me = threading.current_thread()
+            mine = [entry for entry, owed in self._owed.items() if me in owed.threads]
         gone = [entry for entry in mine if not self.offer(*entry)]
         with self._lock:
             under_way = [self._under_way[entry] for entry in mine if entry in self._under_way]
         wait(under_way)
         with self._lock:
-            left = [self._failed.get(entry, "") for entry in mine if entry in self._owed]
+            left = [self._owed[entry].failure for entry in mine if entry in self._owed]
         left += ["they were evicted before they were copied"] * len(gone)
         if left:
             raise StoreUnavailableError(

@@ -27,7 +27,7 @@ from functools import lru_cache
 import numpy as np
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
-from blendrag.store.base import Counters, ProcessBound, TierStats, WantedKV
+from blendrag.store.base import Counters, ProcessBound, WantedKV
 from blendrag.store.identity import require_name
 from blendrag.store.kv import KVLayout
 from blendrag.store.payload import (
@@ -575,11 +575,6 @@ class RemoteTier(ProcessBound):
                 sealing.update(view[offsets[layer] : offsets[layer + 1]])
                 seals += sealing.digest()
         return seals + view
-
-    def tier_stats(self) -> TierStats:
-        """Counters; what the remote holds is not counted."""
-        hits, read_bytes = self.counters["hits"], self.counters["read_bytes"]
-        return TierStats("remote", 0, 0, 0, hits, read_bytes, 0)
 
     def close(self) -> None:
         """End all requests. Idempotent."""
