@@ -195,8 +195,8 @@ class PayloadFiles:
             with self._shard(name.shard) as directory:
                 os.rename(name.file, name.file, src_dir_fd=directory, dst_dir_fd=target)
             ages = [
-                (os.stat(file, dir_fd=target, follow_symlinks=False).st_ctime_ns, file)
-                for file in os.listdir(target)
+                (status.st_ctime_ns, file)
+                for file, status in listed(target)
                 if FILE_NAME.fullmatch(file)
             ]
             for _, file in sorted(ages)[:-QUARANTINE_FILES]:
@@ -241,6 +241,15 @@ def opened(path: Path | str, parent: int | None = None) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def listed(directory: int) -> list[tuple[str, os.stat_result]]:
+    """Names in an open directory and their status, sorted, without what is removed meanwhile."""
+    found = []
+    for name in sorted(os.listdir(directory)):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((name, os.stat(name, dir_fd=directory, follow_symlinks=False)))
+    return found
 
 
 @contextlib.contextmanager

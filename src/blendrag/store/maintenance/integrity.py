@@ -6,7 +6,6 @@ A check only reads. Foreign files, which the store did not name, are counted and
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import stat
 import time
@@ -28,7 +27,15 @@ from blendrag.store.maintenance.opening import (
     require_writable,
 )
 from blendrag.store.payload import open_payload, verified_pieces
-from blendrag.store.payload_files import FILE_NAME, PIN_NAME, PREFIX, Name, PayloadFiles, opened
+from blendrag.store.payload_files import (
+    FILE_NAME,
+    PIN_NAME,
+    PREFIX,
+    Name,
+    PayloadFiles,
+    listed,
+    opened,
+)
 from blendrag.store.writers import MARKER, PART
 
 #: Faults described in words; all are counted.
@@ -200,21 +207,13 @@ def _foreign_below(root: Path, path: str, *rules: Callable[[str], object]) -> It
     """``rules``: what the names of directories match, level by level, and last those of files."""
     rule, *rest = rules
     namespace = path.split("/")[1] if "/" in path else ""
-    for name, mode in _listed(root / path):
-        is_expected_kind = stat.S_ISDIR(mode) if rest else stat.S_ISREG(mode)
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), opened(root / path) as fd:
+        found = listed(fd)
+    for name, status in found:
+        is_expected_kind = (stat.S_ISDIR if rest else stat.S_ISREG)(status.st_mode)
         is_in_its_shard = path.count("/") < 2 or name.startswith(path[-2:])
         if not (is_expected_kind and rule(name) and is_in_its_shard):
             yield namespace
         elif rest:
             yield from _foreign_below(root, f"{path}/{name}", *rest)
-
-
-def _listed(path: Path) -> list[tuple[str, int]]:
-    """Name and mode of each entry; empty if there is no such directory."""
-    found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), opened(path) as directory:
-        for name in os.listdir(directory):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                found.append((name, status.st_mode))
-    return found

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blendrag.store.durable import CREATE, DIRECTORY, lock_file, write_all
-from blendrag.store.payload_files import NO_DIRECTORY, opened
+from blendrag.store.payload_files import NO_DIRECTORY, listed, opened
 from blendrag.store.regular_files import open_regular
 
 #: How a file is named that is being written. obstore does not list such names either.
@@ -199,20 +199,13 @@ class ObjectDirectory:
         """Names and status of regular files below a directory, if there is one."""
         try:
             with self._opened(way) as directory:
-                names = sorted(os.listdir(directory))
-                found = [(name, _status(name, directory)) for name in names]
+                found = listed(directory)
         except OSError as exc:
             if exc.errno in NO_DIRECTORY and way:
                 return
             raise
         for name, status in found:
-            if status is not None and stat.S_ISDIR(status.st_mode):
+            if stat.S_ISDIR(status.st_mode):
                 yield from self._files((*way, name))
-            elif status is not None and stat.S_ISREG(status.st_mode):
+            elif stat.S_ISREG(status.st_mode):
                 yield "/".join((*way, name)), status
-
-
-def _status(name: str, directory: int) -> os.stat_result | None:
-    with contextlib.suppress(FileNotFoundError):
-        return os.stat(name, dir_fd=directory, follow_symlinks=False)
-    return None
