@@ -47,7 +47,7 @@ class KVReader(Protocol):
         """
 
     def is_cached(self) -> bool:
-        """Whether reading needs no device access; ``True`` if the system cannot tell."""
+        """Whether reading from disk needs no device access; ``True`` if the system cannot tell."""
 
     def close(self) -> None:
         """Release the file or reference. Idempotent."""

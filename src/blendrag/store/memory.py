@@ -62,9 +62,6 @@ class MemoryReader(LayerReader):
         copy_bytes(stored, buffers)
         self._on_read(stored.nbytes)
 
-    def is_cached(self) -> bool:
-        return True
-
     def release(self) -> None:
         self._block = None
 

@@ -63,6 +63,9 @@ class LayerReader:
         """Fill writable buffers of bytes with the layer's verified stored bytes."""
         raise NotImplementedError
 
+    def is_cached(self) -> bool:
+        return True
+
     def close(self) -> None:
         """Release it, or hand it over. Idempotent; waits for a read in progress."""
         with self._lock:

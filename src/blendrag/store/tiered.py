@@ -13,8 +13,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from blendrag.errors import StoreUnavailableError
+from blendrag.errors import StoreFullError, StoreUnavailableError
 from blendrag.store.base import (
+    Counters,
     KVReader,
     PinScope,
     Place,
@@ -78,7 +79,7 @@ class KVStore(ProcessBound):
             if not durable and self.memory.contains(namespace, key):
                 places[key] = "memory"
             elif self.disk.contains(namespace, key) and not (
-                durable and shared is not None and not shared.copy_later(namespace, key)
+                durable and shared is not None and not shared.copy(namespace, key, waits=False)
             ):
                 places[key] = "disk"
             else:
@@ -180,24 +181,17 @@ class KVStore(ProcessBound):
         Evictions are those from disk: after one from memory nothing has to be computed again.
         """
         disk, memory = self.disk.stats(), self.memory.stats()
-        found = replace(
+        remote = Counters() if self.remote is None else self.remote.counters
+        shared = remote.stats("remote", 0, 0, 0)  # what a remote holds is not counted
+        return replace(
             disk,
-            hits=disk.hits + memory.hits,
+            hits=disk.hits + memory.hits + shared.hits,
+            misses=disk.misses - shared.hits,
             promotions=self._promotion.counters["promotions"],
             queue_drops=self._promotion.counters["drops"],
-            tiers=memory.tiers + disk.tiers,
-        )
-        if self.remote is None:
-            return found
-        counters = self.remote.counters
-        (tier,) = counters.stats("remote", 0, 0, 0).tiers  # what the remote holds is not counted
-        return replace(
-            found,
-            hits=found.hits + tier.hits,
-            misses=found.misses - tier.hits,
-            uploads=counters["puts"],
-            remote_failures=counters["failures"],
-            tiers=(*found.tiers, tier),
+            uploads=shared.puts,
+            remote_failures=remote["failures"],
+            tiers=memory.tiers + disk.tiers + (() if self.remote is None else shared.tiers),
         )
 
     # -- writing ---------------------------------------------------------------------------------
@@ -210,8 +204,13 @@ class KVStore(ProcessBound):
         Raises :class:`StoreFullError` when there is no room, :class:`InvalidInputError` for NaN or infinity.
         """
         self.disk.put(namespace, key, kv)
-        if self._shared is not None and not is_learned(namespace):
-            self._shared.copy(namespace, key)
+        if self._shared is None or is_learned(namespace):
+            return
+        if not self._shared.copy(namespace, key):
+            raise StoreFullError(
+                f"a chunk was evicted from store {self.disk.root} before it was copied to the remote; allow "
+                "more with --disk-bytes"
+            )
 
     def delete(self, namespace: str, key: str) -> bool:
         """Remove an entry from this machine; whether there was one. A reader that is open now promotes
@@ -276,7 +275,7 @@ class KVStore(ProcessBound):
     @property
     def is_behind(self) -> bool:
         """Whether :meth:`put` would wait for earlier copies to a remote."""
-        return self._shared is not None and self._shared.is_behind
+        return self._shared is not None and self._shared.uploads.are_behind
 
     def agrees(
         self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
@@ -285,7 +284,7 @@ class KVStore(ProcessBound):
 
         ``True`` without a remote. See :meth:`blendrag.store.remote.shared_kv.Agreement.reach`.
         """
-        return self._shared is None or self._shared.agrees(namespace, probe, create)
+        return self._shared is None or self._shared.agreement.reach(namespace, probe, create)
 
     def flush(self) -> None:
         """Block until everything that this thread put is in the remote tier too.
@@ -293,7 +292,7 @@ class KVStore(ProcessBound):
         Raises :class:`StoreUnavailableError` if that fails.
         """
         if self._shared is not None:
-            self._shared.flush()
+            self._shared.uploads.flush()
 
     def claim(self, namespace: str, keys: Iterable[str]) -> None:
         """Keep entries from being collected in a remote until they are published.

@@ -26,7 +26,6 @@ from blendrag.errors import (
     CorruptKVError,
     InvalidInputError,
     StoreError,
-    StoreFullError,
     StoreUnavailableError,
 )
 from blendrag.store.base import ForeignKVError, Probe, WantedKV
@@ -61,17 +60,12 @@ class SharedKV:
         self.agreement = Agreement(disk, tier)
         self._disk = disk
         self._promotion = promotion
-        self._uploads = Uploads(disk, tier, self.agreement)
-        promotion.when_idle = self._uploads.try_again
+        self.uploads = Uploads(disk, tier, self.agreement)
+        promotion.when_idle = self.uploads.try_again
         self._kept_bytes = 0
         self._lock = threading.Lock()
 
     # -- reading ---------------------------------------------------------------------------------
-
-    def agrees(
-        self, namespace: str, probe: Callable[[], Probe] | None = None, create: bool = False
-    ) -> bool:
-        return self.agreement.reach(namespace, probe, create)
 
     def open_all(
         self,
@@ -91,7 +85,8 @@ class SharedKV:
 
     def found(self, namespace: str, keys: Iterable[str], durable: bool) -> set[str]:
         """See :meth:`RemoteTier.found`; none if they were not compared with what this machine computes."""
-        return self.tier.found(namespace, keys, durable) if self.agrees(namespace) else set()
+        agrees = self.agreement.reach(namespace)
+        return self.tier.found(namespace, keys, durable) if agrees else set()
 
     def _keep_later(self, reader: RemoteReader) -> bool:
         """Queue a chunk that was read, to be kept on the local disk and in memory; whether there was room."""
@@ -112,7 +107,7 @@ class SharedKV:
         try:
             with best_effort("a chunk from the remote was not kept on the local disk"):
                 layers = reader.whole(self._promotion.left_s)
-                self._uploads.note_known(*entry)
+                self.uploads.note_known(*entry)
                 if not self._disk.read_only:
                     self._disk.put_stored(*entry, reader.frame, reader.checksums, layers)
                 arrays = [np.frombuffer(layer, dtype=np.uint8) for layer in layers]
@@ -128,24 +123,9 @@ class SharedKV:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def copy(self, namespace: str, key: str) -> None:
-        """Begin to copy an entry that was just put. Raises :class:`StoreFullError` if it is gone already."""
-        if not self._uploads.offer(namespace, key):
-            raise StoreFullError(
-                f"a chunk was evicted from store {self._disk.root} before it was copied to the remote; allow "
-                "more with --disk-bytes"
-            )
-
-    def copy_later(self, namespace: str, key: str) -> bool:
-        """Copy an entry unless it is known to be there; ``False`` if it is not on the local disk."""
-        return self._disk.read_only or self._uploads.offer(namespace, key, waits=False)
-
-    @property
-    def is_behind(self) -> bool:
-        return self._uploads.are_behind
-
-    def flush(self) -> None:
-        self._uploads.flush()
+    def copy(self, namespace: str, key: str, waits: bool = True) -> bool:
+        """See :meth:`Uploads.offer`; nothing is copied from a read-only store."""
+        return self._disk.read_only or self.uploads.offer(namespace, key, waits=waits)
 
     def claim(self, namespace: str, keys: Iterable[str]) -> None:
         listed = sorted(set(keys))
@@ -153,7 +133,7 @@ class SharedKV:
             return
         gone = self.tier.claim(namespace, listed)
         if gone:
-            self._uploads.forget_known(namespace, gone)
+            self.uploads.forget_known(namespace, gone)
             raise StoreUnavailableError(
                 f"{len(gone)} chunks are no longer in remote {self.tier.url} (blendrag store gc --remote?) "
                 "or are damaged; run this again, which copies or computes them"
@@ -168,7 +148,7 @@ class SharedKV:
             raise StoreUnavailableError(
                 f"store {self._disk.root} is read-only, expected one that copies its KV; open it for writing"
             )
-        if not self.agrees(namespace):
+        if not self.agreement.reach(namespace):
             raise StoreUnavailableError(
                 self.tier.trouble
                 or f"KV of remote {self.tier.url} was not compared with what this machine computes; ingest "
@@ -177,13 +157,13 @@ class SharedKV:
         durable = self.tier.durable(namespace, keys)
         copied = {key for key in keys - durable if self._disk.contains(namespace, key)}
         for key in sorted(copied):
-            self._uploads.offer(namespace, key, is_missing=True)
-        self._uploads.flush()
+            self.uploads.offer(namespace, key, is_missing=True)
+        self.uploads.flush()
         return frozenset(durable | copied)
 
     def close(self) -> None:
         """Finish copies, end all requests. Idempotent."""
-        self._uploads.close()
+        self.uploads.close()
         self.tier.close()
 
 

@@ -277,9 +277,6 @@ class RemoteReader(LayerReader):
         data = memoryview(b"") if piece is None else piece.data
         return data[offsets[layer] - before : offsets[layer + 1] - before]
 
-    def is_cached(self) -> bool:
-        return False
-
     def release(self) -> None:
         """Cancel what is under way and free the layers."""
         for request in self._begun.values():
