@@ -215,7 +215,7 @@ async def run(soak: Soak, most: int) -> dict[str, Any]:
 
 
 def measure(directory: Path, replicas: int) -> dict[str, Any]:
-    from blendrag_ray.deployment import deployed
+    from blendrag_ray.application import deployed
     from blendrag_ray.ray_session import ray_session
     from blendrag_ray.settings import ServedCluster
 

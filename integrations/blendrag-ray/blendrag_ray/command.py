@@ -49,7 +49,7 @@ def serve(given: Mapping[str, Any], limits: Mapping[str, Any]) -> int:
     from blendrag.cli.serve import warn_of_others
     from blendrag.config import absolute_model, settings
     from blendrag.server.running import DRAIN_S, bound_socket
-    from blendrag_ray.deployment import check_nodes, deployed, sigterm_exits
+    from blendrag_ray.application import check_nodes, deployed, sigterm_exits
     from blendrag_ray.settings import ServedCluster
 
     least, most = _range_of(given["replicas"] or "1")

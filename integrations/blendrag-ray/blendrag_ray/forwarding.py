@@ -55,7 +55,6 @@ class Relayed:
         return self.has_content and self._is_ok
 
     async def pass_on(self, message: Message) -> None:
-        """Send a message of a replica."""
         if message["type"] == "http.response.start":
             await self._begin(message)
             return

@@ -233,7 +233,6 @@ class EncodeChunks:
         return {name: [row[name] for row in done] for name in done[0]}
 
     def _stored(self, row: Row) -> Row:
-        """What becomes of a chunk."""
         text, start, end = str(row["text"]), int(row["start"]), int(row["end"])
         chunk = Chunk(text, start, end, int(row["tokens"]), chunk_id_of(text))
         found: Row = {"kv_tokens": len(self._kv.model.text_ids(text))}

@@ -42,7 +42,6 @@ def digest(keys: Iterable[str]) -> bytes:
 
 
 def holds(digested: bytes, key: str) -> bool:
-    """Whether ``key`` is in that :func:`digest`."""
     heads, head = np.frombuffer(digested, "<u4"), np.uint32(int(key[:8], 16))
     at = int(np.searchsorted(heads, head))
     return at < len(heads) and bool(heads[at] == head)

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("ray")
 
 import tiny
-from blendrag_ray import deployment
-from blendrag_ray.deployment import NAME, deployed
+from blendrag_ray import application
+from blendrag_ray.application import NAME, deployed
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Stands for Serve, with the applications that its attribute ``served`` names."""
     made = mock.Mock(served={})
     made.status = lambda: SimpleNamespace(applications=made.served)
-    monkeypatch.setattr(deployment, "serve", made)
-    monkeypatch.setattr(deployment, "application", lambda served, **options: "application")
+    monkeypatch.setattr(application, "serve", made)
+    monkeypatch.setattr(application, "application", lambda served, **options: "application")
     return made
 
 

@@ -30,7 +30,7 @@ from blendrag.server.running import bound_socket
 from blendrag_lab.bench import options
 from blendrag_lab.bench.rounds import Tick, silent
 from blendrag_lab.tables import ResultTable, table, times
-from blendrag_ray.deployment import NAME, deployed
+from blendrag_ray.application import NAME, deployed
 from blendrag_ray.ray_session import ray_session
 from blendrag_ray.replica import Replica
 from blendrag_ray.resident_router import ASSUMED_S, REPORT_S, ResidentRouter

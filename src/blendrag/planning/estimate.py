@@ -77,7 +77,6 @@ class Estimator:
             self.loads[:, i] = reads, tier.busy * reads, sizes
 
     def load_s(self, part: int) -> float:
-        """Seconds to read one part."""
         return float(self.loads[0, part].sum())
 
     def loading(self, parts: Iterable[int] | None = None) -> LoadEstimate:
@@ -159,7 +158,6 @@ class LoadEstimate:
         return seconds
 
     def _entering(self, counts: Sequence[float]) -> float:
-        """Candidates computed in layer 0."""
         return self.candidates if self._needs_deviation or not counts else counts[0]
 
     def _scouting(self) -> tuple[float, float]:

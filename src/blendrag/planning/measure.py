@@ -283,7 +283,6 @@ class Timed(NamedTuple):
 
 
 def median(runs: Sequence[Timed]) -> Timed:
-    """The median of several runs of one prefill, time by time."""
     return Timed(*map(statistics.median, zip(*runs, strict=True)))
 
 
@@ -347,7 +346,6 @@ class ModelTimes:
         return self._kv[tokens]
 
     def time(self, prefill: PromptToTime) -> Timed:
-        """One run, to its first token."""
         ids = self._ids(prefill.tokens)
         kv = self.chunk(prefill.chunk_tokens) if prefill.chunks else None  # before the clock starts
         with self._adapter.lock, torch.inference_mode(), self._watched() as times:
@@ -379,7 +377,6 @@ class ModelTimes:
         return torch.randint(0, vocab, (1, tokens), generator=generator).to(self._adapter.device)
 
     def _generate_s(self, ids: torch.Tensor, **more: Any) -> float:
-        """Seconds of ``generate`` to its first token."""
         began = self._now()
         mask = torch.ones_like(ids)
         self._adapter.model.generate(

@@ -117,7 +117,6 @@ class Plan:
 
     @property
     def missing(self) -> tuple[MissingKV, ...]:
-        """The whole chunks that have no stored KV."""
         missing = (c.segment for c in self.chunks if c.reason.code is ReasonCode.NO_KV)
         return tuple(map(MissingKV.of, missing))
 

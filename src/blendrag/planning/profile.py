@@ -101,7 +101,6 @@ class Conditions:
     machine: str
 
     def differences(self, other: Conditions) -> tuple[str, ...]:
-        """Where ``other`` differs, in words."""
         return tuple(
             f"{f.name} {getattr(other, f.name)}"
             for f in fields(self)
@@ -143,7 +142,6 @@ class Profile:
         return len(self.layer_bytes)
 
     def prefill_s(self, tokens: int) -> float:
-        """T_prefill of ``tokens``, to the first new one."""
         return self.prefill(tokens, tokens / 2)
 
     def tier(self, name: str) -> Tier | None:
@@ -206,7 +204,6 @@ def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -16,8 +16,6 @@ QUESTION_TOKENS = 32
 
 @dataclass(frozen=True)
 class Device:
-    """Something to keep KV on."""
-
     name: str
     bytes_per_s: float
     price_per_gb_month: float

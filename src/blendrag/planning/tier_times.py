@@ -151,7 +151,6 @@ def measure_device(device: torch.device) -> float | None:
 
 
 def _count(kv: ChunkKV) -> int:
-    """How many such chunks are read at a time."""
     return max(2, min(MAX_CHUNKS, READ_BYTES // stored_chunk_bytes(kv.layout, kv.tokens)))
 
 

@@ -83,7 +83,6 @@ class Admission:
         self.tokens["generated"] += metrics.new_tokens
 
     def exposition(self) -> str:
-        """The counts as Prometheus text, format 0.0.4."""
         waiting, running = self.requests.counts
         lines = family("requests_waiting", "Requests without a first token.", {"": waiting})
         lines += family("requests_running", "Requests with a first token.", {"": running})

@@ -203,7 +203,6 @@ class Generating(Body):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 

@@ -35,7 +35,6 @@ def _threads(service: Service, body: ChatBody) -> ThreadQueue:
 
 
 async def chat_completion(service: Service, body: ChatBody) -> Fields:
-    """A whole answer."""
     make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
     served, answer = await service.answered(make, _threads(service, body), body.timeout_s)
     choices = []

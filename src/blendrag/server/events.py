@@ -99,7 +99,6 @@ class EventStream(StreamingResponse):
 
 
 async def _ended(task: asyncio.Future[Any]) -> None:
-    """Cancel a task that runs and wait for its end."""
     task.cancel()
     # anyio, and so Starlette, cancels whatever a cancelled task awaits
     with CancelScope(shield=True):

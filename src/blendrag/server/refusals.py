@@ -73,7 +73,6 @@ class Refusal(BlendragError):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The error object."""
         about = {"type": _type_of(self.status), "param": self.param, "code": self.code}
         return {"error": {"message": printable(str(self)), **about}}
 

@@ -76,7 +76,6 @@ def chat_message(parsed: Reply) -> Fields:
 
 
 def unread(parsed: Reply) -> str:
-    """The text of calls that cannot be read."""
     return "".join(call.text for call in parsed.invalid)
 
 

@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -72,40 +72,29 @@ class ReplyPart(NamedTuple):
     piece: Piece
 
 
-@dataclass(frozen=True)
 class Service:
     """An engine whose model is open."""
 
-    engine: BlendEngine
-    limits: Limits = field(default_factory=Limits)
-    keys: ApiKeys = field(default_factory=ApiKeys)
-    hosts: tuple[str, ...] = ()
-    """Further names of this machine: :func:`blendrag.server.access.checked_hosts`."""
-    origins: tuple[str, ...] = ()
-    """Whose pages may ask: :func:`blendrag.server.cross_origin.checked_origins`."""
-    began: int = field(default_factory=lambda: int(time.time()))
-    clock: Callable[[], float] = time.monotonic
-    _last_known: dict[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def admission(self) -> Admission:
-        return Admission(self.limits.max_requests, self.engine.scheduler.requests)
-
-    @cached_property
-    def questions(self) -> ThreadQueue:
-        return ThreadQueue("questions", QUESTION_THREADS, self.clock)
-
-    @cached_property
-    def embeddings(self) -> ThreadQueue:
-        return ThreadQueue("embeddings", EMBEDDING_THREADS, self.clock, self.engine.progress_at)
-
-    @cached_property
-    def changes(self) -> ThreadQueue:
-        return ThreadQueue("changes", 1, self.clock, self.engine.progress_at)
-
-    @cached_property
-    def reads(self) -> ThreadQueue:
-        return ThreadQueue("reads", READ_THREADS, self.clock)
+    def __init__(
+        self,
+        engine: BlendEngine,
+        limits: Limits | None = None,
+        keys: ApiKeys | None = None,
+        hosts: tuple[str, ...] = (),
+        origins: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``hosts``: further names of this machine (:func:`blendrag.server.access.checked_hosts`);
+        ``origins``: whose pages may ask (:func:`blendrag.server.cross_origin.checked_origins`)."""
+        self.engine, self.limits, self.keys = engine, limits or Limits(), keys or ApiKeys()
+        self.hosts, self.origins, self.clock = hosts, origins, clock
+        self.began = int(time.time())
+        self.admission = Admission(self.limits.max_requests, engine.scheduler.requests)
+        self.questions = ThreadQueue("questions", QUESTION_THREADS, clock)
+        self.embeddings = ThreadQueue("embeddings", EMBEDDING_THREADS, clock, engine.progress_at)
+        self.changes = ThreadQueue("changes", 1, clock, engine.progress_at)
+        self.reads = ThreadQueue("reads", READ_THREADS, clock)
+        self._last_known: dict[str, str] = {}
 
     @property
     def queues(self) -> list[QueueState]:
@@ -196,7 +185,6 @@ class Service:
     async def answered(
         self, make: Make, threads: ThreadQueue, timeout_s: float | None = None
     ) -> tuple[ServedRequest, Answer]:
-        """The whole answer to a request."""
         async with aclosing(self.pieces(make, threads, timeout_s)) as parts:
             async for served, piece in parts:
                 if piece.answer is not None:

@@ -55,12 +55,10 @@ class Coroutine(greenlet):
 
     @property
     def has_room(self) -> bool:
-        """Whether its next token can be decoded at once."""
         return self.share is None or self.share.has_room
 
     @property
     def is_aside(self) -> bool:
-        """Whether its KV is elsewhere while it waits."""
         return self.share is not None and self.share.is_aside
 
     @property
@@ -157,8 +155,6 @@ def pause() -> None:
 
 
 def pausing(check: Callable[[], None]) -> Callable[[], None]:
-    """``check`` after :func:`pause`."""
-
     def checked() -> None:
         pause()
         check()

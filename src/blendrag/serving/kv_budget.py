@@ -45,12 +45,10 @@ class KVShare:
 
     @property
     def has_room(self) -> bool:
-        """Whether the next token can be decoded at once."""
         return self.used <= self.room and not self.is_aside
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it holds."""
         return self.token_bytes * (self.pinned_tokens + (0 if self.is_aside else self.room))
 
     @property
@@ -66,7 +64,6 @@ class KVShare:
 
     @property
     def step_bytes(self) -> int:
-        """Memory of that step."""
         return self.token_bytes * (self.next_room - self.room)
 
     @property
@@ -89,17 +86,14 @@ class KVBudget:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that all hold."""
         return sum(share.size_bytes for share in self._shares)
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of KV that is kept for later."""
         return self._kept(self.limit_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """Memory that nothing holds."""
         return self.limit_bytes - self.size_bytes - self.kept_bytes
 
     def hold(self, share: KVShare) -> None:

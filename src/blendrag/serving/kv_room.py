@@ -33,7 +33,6 @@ class KVRoom:
         return self._pool
 
     def leave(self, call: Coroutine) -> None:
-        """The call decodes no more tokens."""
         if call.kv is not None and self._pool is not None:
             self._pool.leave(call.kv)
 

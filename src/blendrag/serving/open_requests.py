@@ -46,7 +46,6 @@ class OpenRequests:
 
     @contextmanager
     def opened(self, decodes: bool = True) -> Iterator[OpenRequest]:
-        """A request that is open within this context."""
         request = OpenRequest(decodes)
         self.open(request)
         try:

@@ -73,7 +73,6 @@ class Node:
 
     @property
     def key(self) -> Ids:
-        """Its ids in its first block."""
         return self.ids[:BLOCK_TOKENS]
 
     @cached_property
@@ -84,7 +83,6 @@ class Node:
         return SharedChunk([self.run.view(i, 0, len(self.ids)) for i in layers], self.start)
 
     def become(self, ids: Ids, start: int, run: Run | None) -> None:
-        """Hold other tokens."""
         self.ids, self.start, self.run = ids, start, run
         self.__dict__.pop("chunk", None)
 
@@ -153,25 +151,19 @@ class PrefixTree:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all KV and states."""
         return self.pool.size_bytes + self.pool.other_bytes
 
     def match(self, family: Hashable, ids: Ids) -> int:
         """With how many tokens of ``ids`` a request would join."""
-        root = self._roots.get(family)
-        return self._joinable(root, ids)[1] if root else 0
+        return self._joinable(self._root(family), ids)[1]
 
     def known(self, family: Hashable, ids: Ids) -> int:
         """How many tokens at the beginning of ``ids`` are there, whether or not a state ends them."""
-        root = self._roots.get(family)
-        return self._found(root, ids)[1] if root else 0
+        return self._found(self._root(family), ids)[1]
 
     def join(self, family: Hashable, ids: Ids) -> PrefixReader | None:
         """The KV of the longest beginning of ``ids`` that is there; ``None`` if it has no token."""
-        root = self._roots.get(family)
-        if root is None:
-            return None
-        node, tokens = self._joinable(root, ids)
+        node, tokens = self._joinable(self._root(family), ids)
         if not tokens:
             return None
         self._use(node, tokens)
@@ -179,7 +171,6 @@ class PrefixTree:
         return PrefixReader(self, node, tokens)
 
     def leave(self, node: Node) -> None:
-        """A request that joined there has ended."""
         for each in node.path():
             each.users -= 1
 
@@ -190,7 +181,7 @@ class PrefixTree:
 
         Returns how many of the tokens are there now: fewer if there is no room, because what requests use is
         not evicted."""
-        root = self._roots.get(family) or self._new_node(None, (), 0, None)
+        root = self._root(family)
         node, at = self._found(root, ids)
         if at < len(ids):
             node, at = self._fork(node, at)
@@ -247,6 +238,10 @@ class PrefixTree:
 
     # -- finding --------------------------------------------------------------------------------------
 
+    def _root(self, family: Hashable) -> Node:
+        """Without any node below it if no prompt of ``family`` is there."""
+        return self._roots.get(family) or Node(None, (), 0, None, -1)
+
     def _found(self, root: Node, ids: Ids) -> tuple[Node, int]:
         """The node in which the longest match of ``ids`` ends, and its length."""
         node, at = root, 0
@@ -296,10 +291,9 @@ class PrefixTree:
 
     # -- changing -------------------------------------------------------------------------------------
 
-    def _new_node(self, parent: Node | None, ids: Ids, start: int, run: Run | None) -> Node:
+    def _new_node(self, parent: Node, ids: Ids, start: int, run: Run) -> Node:
         node = Node(parent, ids, start, run, next(_numbers))
-        if parent is not None:
-            parent.children[node.key] = node
+        parent.children[node.key] = node
         return node
 
     def _fork(self, node: Node, at: int) -> tuple[Node, int]:
@@ -402,6 +396,5 @@ class PrefixTree:
         assert leaf.run is not None
         del leaf.parent.children[leaf.key]
         self.pool.give(leaf.run)
-        root = self._roots.get(family)
-        if root is not None and not root.children:
-            del self._roots[family]
+        if not self._root(family).children:
+            self._roots.pop(family, None)

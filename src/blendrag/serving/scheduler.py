@@ -140,7 +140,6 @@ class Scheduler:
             self._changed.notify_all()
 
     def run(self, call: Callable[[], T], joins: Callable[[], bool] = _never) -> T:
-        """Submit ``call`` and wait for its result."""
         pending = Pending(call, joins)
         self.submit(pending)
         return pending.future.result()
