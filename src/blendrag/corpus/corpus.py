@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from blendrag.corpus import documents
 from blendrag.corpus.database import (
     CHUNK,
     DIRECTORY,
@@ -25,19 +26,7 @@ from blendrag.corpus.database import (
     can_write,
     damaged_settings,
 )
-from blendrag.corpus.documents import (
-    LEARNED,
-    DroppedTexts,
-    EntryTable,
-    StoredChunk,
-    chunk_at,
-    delete_documents,
-    end_change,
-    entries_learned_earlier,
-    insert_document,
-    learned_earlier,
-    stored_chunks,
-)
+from blendrag.corpus.documents import StoredChunk
 from blendrag.corpus.embedder import same_embedder
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.vectors import VectorIndex, vector_of
@@ -83,8 +72,8 @@ class Corpus:
         self._begun: Manifest | None = None
         self._chunk_index = _CurrentChunkIndex(file, self.text)
         self.vectors = VectorIndex(file)
-        self.dropped = DroppedTexts(file)
-        self.entries = EntryTable(file, self.vectors, self.require_begun)
+        self.dropped = documents.DroppedTexts(file)
+        self.entries = documents.EntryTable(file, self.vectors, self.require_begun)
 
     @classmethod
     def open(cls, root: Path, create: bool = False, read_only: bool = False) -> Corpus:
@@ -116,7 +105,7 @@ class Corpus:
         corpus = cls(CorpusFile(directory, create=create))
         if exists:
             with suppress(BlendragError):  # then it is not found in prompts all the same
-                if earlier := entries_learned_earlier(corpus.file):
+                if earlier := documents.entries_learned_earlier(corpus.file):
                     corpus.entries.remove(earlier)
         return corpus
 
@@ -246,14 +235,16 @@ class Corpus:
         with self.file.writing() as connection:
             self.require_begun()
             self.vectors.check(vectors, len(chunks))
-            suspects = delete_documents(connection, _BY_SOURCE, document.source)
-            insert_document(connection, document, digest, chunks, vectors)
-            return end_change(self.file, suspects)
+            suspects = documents.delete_documents(connection, _BY_SOURCE, document.source)
+            documents.insert_document(connection, document, digest, chunks, vectors)
+            return documents.end_change(self.file, suspects)
 
     def remove_source(self, source: str) -> list[str]:
         """Remove one document; ids of chunks that are no longer used."""
         with self.file.writing() as connection:
-            return end_change(self.file, delete_documents(connection, _BY_SOURCE, source))
+            return documents.end_change(
+                self.file, documents.delete_documents(connection, _BY_SOURCE, source)
+            )
 
     # -- chunks -------------------------------------------------------------------------------
 
@@ -269,7 +260,9 @@ class Corpus:
         """
         learned = "SELECT document FROM entry WHERE parent = ?"
         return bool(
-            self.file.rows(f"SELECT 1 FROM document WHERE id NOT IN ({learned}) LIMIT 1", LEARNED)
+            self.file.rows(
+                f"SELECT 1 FROM document WHERE id NOT IN ({learned}) LIMIT 1", documents.LEARNED
+            )
         )
 
     def __bool__(self) -> bool:
@@ -278,7 +271,7 @@ class Corpus:
 
     def chunks_of(self, source: str) -> list[Chunk]:
         """Chunks of one document, in its order; empty if it does not exist."""
-        found = stored_chunks(self.file, "WHERE source = ? ORDER BY start", source)
+        found = documents.stored_chunks(self.file, "WHERE source = ? ORDER BY start", source)
         return [each.chunk for each in found if each.document == source]
 
     def unchanged(self, source: str, digest: str) -> list[Chunk] | None:
@@ -315,7 +308,7 @@ class Corpus:
     def chunk(self, chunk_id: str) -> StoredChunk:
         """A chunk at the first place it was stored for. Raises :class:`KeyError`."""
         condition = "WHERE chunk_id = ? ORDER BY passage.id LIMIT 16"
-        for found in stored_chunks(self.file, condition, chunk_id):
+        for found in documents.stored_chunks(self.file, condition, chunk_id):
             if found.chunk_id == chunk_id:
                 return found
         raise KeyError(chunk_id)
@@ -325,7 +318,7 @@ class Corpus:
         known = {}
         condition = "WHERE chunk_id = ? AND title = ? AND length(vector) > 0 LIMIT 1"
         for chunk_id in dict.fromkeys(chunk_ids):
-            for found in stored_chunks(self.file, condition, chunk_id, title):
+            for found in documents.stored_chunks(self.file, condition, chunk_id, title):
                 vector = vector_of(found.vector, self.file.number("dim") or 0)
                 if (found.chunk_id, found.title) == (chunk_id, title) and vector is not None:
                     known[chunk_id] = vector
@@ -349,7 +342,7 @@ class Corpus:
         """
 
         def accept(passage: int) -> tuple[str, StoredChunk] | None:
-            found = chunk_at(self.file, passage)
+            found = documents.chunk_at(self.file, passage)
             return None if found is None else (found.chunk_id, found)
 
         return self.vectors.nearest(vector, k, accept)
@@ -387,7 +380,7 @@ class _CurrentChunkIndex:
         sound = [row for row in rows if _is_sound(row)]
         ((count,),) = self._file.rows(f"SELECT count(*) FROM {HASHES.name}")
         if not self._last:
-            self._hidden = learned_earlier(self._file)
+            self._hidden = documents.learned_earlier(self._file)
         base = len(self._documents)
         size = base + sum(len(index) - base for index in self._learned.values())
         if self._last and count != size + len(self._hidden) + len(rows):
@@ -506,4 +499,4 @@ def _remove_damaged(file: CorpusFile, damaged: list[tuple[CheckedTable, Any]]) -
     ):
         execute(statement)
     orphans = execute("SELECT id FROM chunk WHERE id NOT IN (SELECT chunk FROM passage)").fetchall()
-    end_change(file, [row for (row,) in orphans])
+    documents.end_change(file, [row for (row,) in orphans])

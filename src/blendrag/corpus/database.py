@@ -46,13 +46,7 @@ from blendrag.errors import (
     is_out_of_space,
     sqlite_code,
 )
-from blendrag.store.databases import (
-    database_uri,
-    keep_private,
-    objects_made_by,
-    objects_of,
-    refuse_if_shared,
-)
+from blendrag.store import databases
 from blendrag.store.regular_files import open_regular
 
 logger = logging.getLogger(__name__)
@@ -329,9 +323,9 @@ def _connect(directory: Path, read_only: bool, create: bool) -> sqlite3.Connecti
     try:
         _check_files(directory)
         if not read_only:
-            keep_private(path)
+            databases.keep_private(path)
         connection = sqlite3.connect(
-            database_uri(path, "ro" if read_only else "rwc"),
+            databases.database_uri(path, "ro" if read_only else "rwc"),
             uri=True,
             timeout=BUSY_TIMEOUT_S,
             isolation_level=None,
@@ -379,8 +373,8 @@ def _check_files(directory: Path) -> None:
                 "another store"
             )
     try:
-        refuse_if_shared(f"store {directory.parent}", directory.parent.stat().st_mode)
-        refuse_if_shared(str(directory), directory.stat().st_mode)
+        databases.refuse_if_shared(f"store {directory.parent}", directory.parent.stat().st_mode)
+        databases.refuse_if_shared(str(directory), directory.stat().st_mode)
     except StoreUnavailableError as exc:
         raise CorpusError(str(exc)) from exc
     journal = directory / f"{FILE_NAME}-journal"
@@ -409,7 +403,7 @@ def _is_corpus(connection: sqlite3.Connection, path: Path) -> bool:
     """Whether the file is a corpus of this version (True) or still empty (False)."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    objects = objects_of(connection)
+    objects = databases.objects_of(connection)
     if application == 0 and version == 0 and not objects:
         return False
     if application != APPLICATION_ID:
@@ -424,7 +418,7 @@ def _is_corpus(connection: sqlite3.Connection, path: Path) -> bool:
             f"{path} has format {version}, expected {SCHEMA_VERSION}; it was written by "
             f"{newer if version > SCHEMA_VERSION else older}"
         )
-    if strange := objects ^ objects_made_by(_SCHEMA):
+    if strange := objects ^ databases.objects_made_by(_SCHEMA):
         names = ", ".join(sorted(f"{kind} {name}"[:60] for kind, name, _ in strange)[:4])
         raise CorpusError(
             f"{path} has other tables than a corpus ({names}); delete the directory {path.parent} and "

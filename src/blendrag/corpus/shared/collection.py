@@ -24,15 +24,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from blendrag.corpus.shared.snapshots import (
-    MANIFESTS,
-    PARTS,
-    Snapshot,
-    current,
-    read_keys,
-    read_manifest,
-    renew_pointer,
-)
+from blendrag.corpus.shared import snapshots
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store.identity import probe_key
 from blendrag.store.remote.claims import (
@@ -87,7 +79,7 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
     Raises :class:`InvalidInputError` if nothing is published, and :class:`StoreUnavailableError`.
     """
     remote.check()
-    if current(remote) is None:
+    if snapshots.current(remote) is None:
         raise InvalidInputError(
             f"remote {remote.url} has no published corpus, so it is not known which KV is needed; publish "
             "first (blendrag store publish)"
@@ -97,15 +89,15 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
     try:
         now = mark.now()
         before = now - grace_s
-        pointer = renew_pointer(remote)
-        snapshot = read_manifest(remote, pointer.snapshot)
+        pointer = snapshots.renew_pointer(remote)
+        snapshot = snapshots.read_manifest(remote, pointer.snapshot)
         listed = list(remote.objects.listing("corpus/"))
         live, old_manifests = [snapshot], []
         for each in mark.kept_for(listed):
-            name = each.name.removeprefix(MANIFESTS)
-            if each.name.startswith(MANIFESTS) and name != pointer.snapshot:
+            name = each.name.removeprefix(snapshots.MANIFESTS)
+            if each.name.startswith(snapshots.MANIFESTS) and name != pointer.snapshot:
                 if each.modified >= before:
-                    live.append(read_manifest(remote, name))
+                    live.append(snapshots.read_manifest(remote, name))
                 else:
                     old_manifests.append(each)
         claims = list(remote.objects.listing(CLAIMS))
@@ -115,13 +107,13 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
         for namespace, keys in claimed(remote, mark.kept_for(counted)).items():
             if namespace in named:
                 named[namespace] |= keys
-        needed = {(snapshot.namespace, key) for key in read_keys(remote, snapshot)}
+        needed = {(snapshot.namespace, key) for key in snapshots.read_keys(remote, snapshot)}
         parts = {part.name for one in live for part in one.parts} | {one.keys for one in live}
         unused = [
             each
             for each in listed
-            if each.name.startswith((PARTS, CLOCK))
-            and each.name.removeprefix(PARTS) not in parts
+            if each.name.startswith((snapshots.PARTS, CLOCK))
+            and each.name.removeprefix(snapshots.PARTS) not in parts
             and each.modified < before
         ]
         kv, left, left_bytes, young, others = [], 0, 0, 0, set()
@@ -167,7 +159,7 @@ def clear_remote(
             f"{len(names)} namespaces in remote {remote.url} begin with {namespace!r:.80}, expected one; "
             "blendrag store gc --remote URL --json lists those of no published corpus"
         )
-    published = current(remote)
+    published = snapshots.current(remote)
     if published is not None and published[1].namespace == names[0]:
         raise InvalidInputError(
             f"namespace {names[0][:12]}… of remote {remote.url} is that of the published corpus; remove "
@@ -181,12 +173,12 @@ def clear_remote(
     return len(found), size_bytes
 
 
-def _named(remote: RemoteRoot, live: Iterable[Snapshot]) -> dict[str, set[str]]:
+def _named(remote: RemoteRoot, live: Iterable[snapshots.Snapshot]) -> dict[str, set[str]]:
     """Keys by namespace, with that of its probe."""
     named: dict[str, set[str]] = {}
     for snapshot in live:
         keys = named.setdefault(snapshot.namespace, {probe_key(snapshot.namespace)})
-        keys.update(read_keys(remote, snapshot))
+        keys.update(snapshots.read_keys(remote, snapshot))
     return named
 
 

@@ -37,13 +37,8 @@ from blendrag.errors import (
 from blendrag.store.disk_writer import DiskWriter
 from blendrag.store.durable import named_errors, sync_directory, whole_file
 from blendrag.store.identity import FORMAT_VERSION, is_learned
-from blendrag.store.maintenance.opening import (
-    Progress,
-    no_progress,
-    open_for_changes,
-    open_for_reading,
-    require_writable,
-)
+from blendrag.store.maintenance import opening
+from blendrag.store.maintenance.opening import Progress, no_progress
 from blendrag.store.payload import PIECE_BYTES, open_payload, read_header, verified_pieces
 from blendrag.store.payload_files import Name, PayloadFiles, new_name
 from blendrag.store.regular_files import open_regular
@@ -98,7 +93,7 @@ def export_archive(
     file is refused. Damaged payloads are left out. Raises :class:`InvalidInputError`,
     :class:`StoreFullError` and :class:`StoreUnavailableError`.
     """
-    with open_for_reading(root) as files:
+    with opening.open_for_reading(root) as files:
         _require_replaceable(root, archive)
         report = ExportReport(str(archive))
         with _whole_archive(archive) as file:
@@ -219,10 +214,10 @@ def import_archive(
         with named_errors(f"opening store {root}"):
             is_new = not os.path.lexists(root) or (root.is_dir() and not any(root.iterdir()))
         if not is_new:
-            require_writable(root)
+            opening.require_writable(root)
         limit = partial(settle_limit, root, disk_bytes, DEFAULT_DISK_BYTES, read_only=False)
         report = ImportReport(str(root), str(archive))
-        with open_for_changes(root, limit) as store, store.pins.scope():
+        with opening.open_for_changes(root, limit) as store, store.pins.scope():
             limit()  # remember it even if nothing is put
             _take_all(store, source, report, progress)
     return report

@@ -19,13 +19,8 @@ from blendrag.errors import CorruptKVError, StoreError
 from blendrag.store.durable import named_errors
 from blendrag.store.identity import is_name
 from blendrag.store.index import DATABASE_FILES, Index, IndexCorrupt
-from blendrag.store.maintenance.opening import (
-    Progress,
-    no_progress,
-    open_for_changes,
-    open_for_reading,
-    require_writable,
-)
+from blendrag.store.maintenance import opening
+from blendrag.store.maintenance.opening import Progress, no_progress
 from blendrag.store.payload import open_payload, verified_pieces
 from blendrag.store.payload_files import (
     FILE_NAME,
@@ -101,9 +96,9 @@ def check(root: Path, repair: bool = False, progress: Progress = no_progress) ->
     """
     began = time.monotonic()
     if repair:
-        require_writable(root)
+        opening.require_writable(root)
     report, found = CheckReport(str(root), repaired=repair), _Namespaces()
-    with open_for_reading(root) as files, named_errors(f"checking store {root}"):
+    with opening.open_for_reading(root) as files, named_errors(f"checking store {root}"):
         damaged = _check_payloads(files, report, found, progress)
         for namespace in _foreign_files(root):
             report.foreign_files += 1
@@ -155,7 +150,7 @@ def verify(files: PayloadFiles, name: Name) -> int:
 
 
 def _repair(root: Path, damaged: list[Name]) -> None:
-    with open_for_changes(root) as store:
+    with opening.open_for_changes(root) as store:
         for name in damaged:
             try:
                 verify(store.files, name)  # again: the disk may have failed for a moment only

@@ -19,14 +19,9 @@ from blendrag.errors import CorruptKVError
 from blendrag.store.disk_writer import DiskWriter, oldest_first
 from blendrag.store.durable import named_errors
 from blendrag.store.identity import FORMAT_VERSION
+from blendrag.store.maintenance import opening
 from blendrag.store.maintenance.integrity import QUARANTINED
-from blendrag.store.maintenance.opening import (
-    Progress,
-    no_progress,
-    open_for_changes,
-    open_for_reading,
-    require_writable,
-)
+from blendrag.store.maintenance.opening import Progress, no_progress
 from blendrag.store.payload import PayloadHeader, open_payload
 from blendrag.store.payload_files import Name, PayloadFiles, opened
 from blendrag.store.root import DEFAULT_DISK_BYTES, settle_limit
@@ -89,7 +84,7 @@ def survey(root: Path) -> StoreSurvey:
     Costs one ``stat`` per chunk. Reads one header per namespace and file size, because files of one
     namespace have equal sizes only if they have equal token counts. Verifies nothing.
     """
-    with open_for_reading(root) as files, named_errors(f"listing store {root}"):
+    with opening.open_for_reading(root) as files, named_errors(f"listing store {root}"):
         namespaces = _survey_namespaces(files)
         quarantine = _file_sizes(root / "quarantine")
         remembered = settle_limit(root, None, -1, read_only=False)
@@ -155,11 +150,11 @@ def collect(root: Path, max_bytes: int | None = None, progress: Progress = no_pr
     ``None`` is the limit of the store. The limit itself is not changed. Pinned entries stay, even if
     they take more. Raises :class:`StoreUnavailableError`.
     """
-    require_writable(root)
+    opening.require_writable(root)
     if max_bytes is None:
         max_bytes = settle_limit(root, None, DEFAULT_DISK_BYTES, read_only=False)
     removed = removed_bytes = 0
-    with open_for_changes(root) as store, named_errors(f"evicting from store {root}"):
+    with opening.open_for_changes(root) as store, named_errors(f"evicting from store {root}"):
         goal = max(0, store.with_index(store.index.totals)[1] - max_bytes)
         while sizes := store.with_index(partial(_evict_batch, store, max_bytes)):
             removed += len(sizes)
@@ -186,9 +181,9 @@ def clear(root: Path, namespace: str | None = None, progress: Progress = no_prog
     and foreign files stay. Pinned entries go last, because the other chunks are not trusted without
     them. Raises :class:`StoreUnavailableError`, and :class:`InvalidInputError` for a bad namespace.
     """
-    require_writable(root)
+    opening.require_writable(root)
     removed = removed_bytes = 0
-    with open_for_changes(root) as store, named_errors(f"clearing store {root}"):
+    with opening.open_for_changes(root) as store, named_errors(f"clearing store {root}"):
         total_bytes = sum(map(store.files.size, store.files.walk(namespace)))
         for batch in _batches(store.files, namespace):
             size_bytes = sum(map(store.files.size, batch))

@@ -27,17 +27,10 @@ from functools import lru_cache
 import numpy as np
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
+from blendrag.store import payload
 from blendrag.store.base import Counters, ProcessBound, WantedKV
 from blendrag.store.identity import require_name
 from blendrag.store.kv import KVLayout
-from blendrag.store.payload import (
-    Frame,
-    PayloadHeader,
-    Read,
-    frame,
-    layer_checksum,
-    verified_pieces,
-)
 from blendrag.store.reader import LayerReader, copy_bytes
 from blendrag.store.remote import claims
 from blendrag.store.remote.objects import ObjectBytes, RemoteRefusedError
@@ -118,7 +111,7 @@ class Pause:
 
 
 @lru_cache(maxsize=1024)
-def requests_of(expected: Frame) -> tuple[range, ...]:
+def requests_of(expected: payload.Frame) -> tuple[range, ...]:
     """The layers that each request for a chunk reads; the first one also reads its header."""
     offsets, layers = expected.offsets, len(expected.offsets) - 1
     requests, begin = [range(min(FIRST_LAYERS, layers))], min(FIRST_LAYERS, layers)
@@ -147,7 +140,7 @@ class RemoteReader(LayerReader):
         """Makes the first request."""
         super().__init__(key, layout, tokens)
         self.tier = "remote"
-        self.namespace, self.frame = namespace, frame(layout, tokens)
+        self.namespace, self.frame = namespace, payload.frame(layout, tokens)
         self.checksums: list[int] = []
         """One for each layer; empty until the header is here and right."""
         self.requested_at = time.monotonic()
@@ -249,7 +242,7 @@ class RemoteReader(LayerReader):
         begin, end = self.frame.offsets[layer : layer + 2]
         is_sum = (
             len(data) == end - begin
-            and layer_checksum(self.key, layer, data) == self.checksums[layer]
+            and payload.layer_checksum(self.key, layer, data) == self.checksums[layer]
         )
         seals, place = self._remote.seals, (self.namespace, self.key, layer)
         return is_sum and seals.fits(self._seals, *place, data)
@@ -532,7 +525,7 @@ class RemoteTier(ProcessBound):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def put(self, header: PayloadHeader, read: Read) -> None:
+    def put(self, header: payload.PayloadHeader, read: payload.Read) -> None:
         """Write a payload whose bytes after the header ``read`` gives, unless it is there already.
 
         Durable when this returns. Raises :class:`StoreUnavailableError`, and :class:`CorruptKVError` if the
@@ -559,10 +552,10 @@ class RemoteTier(ProcessBound):
         self._doubtful.discard(entry)
         self.counters.add("puts")
 
-    def _sealed(self, header: PayloadHeader, read: Read) -> bytearray:
+    def _sealed(self, header: payload.PayloadHeader, read: payload.Read) -> bytearray:
         """The object of a payload: seals, header, layers."""
         body = bytearray(header.encoded)
-        for piece in verified_pieces(header, read):
+        for piece in payload.verified_pieces(header, read):
             body += piece
         seals, view = bytearray(), memoryview(body)
         offsets = header.frame.offsets
