@@ -11,21 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from blendrag.corpus import documents
-from blendrag.corpus.database import (
-    CHUNK,
-    DIRECTORY,
-    DOCUMENT,
-    ENTRY_SOURCE,
-    FILE_NAME,
-    HASHES,
-    TABLES,
-    CheckedTable,
-    CorpusFile,
-    DamagedRow,
-    can_write,
-    damaged_settings,
-)
+from blendrag.corpus import database, documents
+from blendrag.corpus.database import CorpusFile
 from blendrag.corpus.documents import StoredChunk
 from blendrag.corpus.embedder import same_embedder
 from blendrag.corpus.manifest import Manifest
@@ -83,8 +70,8 @@ class Corpus:
         would change the corpus raises :class:`CorpusError`. Raises :class:`CorpusError` if the corpus does
         not exist, is not a corpus, or has another format.
         """
-        directory = Path(root) / DIRECTORY
-        exists = os.path.lexists(directory / FILE_NAME)
+        directory = Path(root) / database.DIRECTORY
+        exists = os.path.lexists(directory / database.FILE_NAME)
         if not exists and (read_only or not create):
             if Path(root).is_file():
                 raise CorpusError(
@@ -94,7 +81,7 @@ class Corpus:
                 f"there is no corpus at {directory}; check the spelling, or ingest first "
                 f"(blendrag ingest PATH… --model MODEL --store {root}), or blendrag store follow"
             )
-        if read_only or (exists and not can_write(directory)):
+        if read_only or (exists and not database.can_write(directory)):
             return cls(CorpusFile(directory, read_only=True))
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -145,7 +132,7 @@ class Corpus:
         try:
             return Manifest.from_json(value)
         except (ValueError, RecursionError) as exc:
-            raise damaged_settings("it is not a valid manifest", self.file.path) from exc
+            raise database.damaged_settings("it is not a valid manifest", self.file.path) from exc
 
     def begin(self, manifest: Manifest) -> None:
         """Set the manifest, unless there are documents already, and remember the one that holds now.
@@ -187,11 +174,13 @@ class Corpus:
 
     def sources(self) -> list[str]:
         """Sources of all documents, sorted."""
-        return sorted(row[1] for (row,) in self.file.sound_rows((DOCUMENT,), "NOT INDEXED"))
+        return sorted(
+            row[1] for (row,) in self.file.sound_rows((database.DOCUMENT,), "NOT INDEXED")
+        )
 
     def file_sources(self) -> list[str]:
         """Sources of the documents that are no entries, sorted."""
-        return [source for source in self.sources() if not source.startswith(ENTRY_SOURCE)]
+        return [source for source in self.sources() if not source.startswith(database.ENTRY_SOURCE)]
 
     def sources_of(self, path: Path | str) -> list[str]:
         """Sources of the documents read from a file, or from the files below a directory, in any spelling."""
@@ -210,11 +199,11 @@ class Corpus:
                 "GROUP BY document"
             )
         )
-        rows = (row for (row,) in self.file.sound_rows((DOCUMENT,), "ORDER BY source"))
+        rows = (row for (row,) in self.file.sound_rows((database.DOCUMENT,), "ORDER BY source"))
         return [
             StoredDocument(source, title, chunks, tokens.get(number, 0))
             for number, source, title, *_, chunks in rows
-            if not source.startswith(ENTRY_SOURCE)
+            if not source.startswith(database.ENTRY_SOURCE)
         ]
 
     def put_document(
@@ -226,10 +215,10 @@ class Corpus:
         used. Raises :class:`InvalidInputError` for vectors of another shape, and :class:`CorpusError` if
         another process began this corpus (see :meth:`begin`).
         """
-        if document.source.startswith(ENTRY_SOURCE):
+        if document.source.startswith(database.ENTRY_SOURCE):
             raise InvalidInputError(
-                f"source {quoted(document.source)} begins with {ENTRY_SOURCE!r}, which is reserved for texts "
-                "added by id; expected another path"
+                f"source {quoted(document.source)} begins with {database.ENTRY_SOURCE!r}, which is reserved "
+                "for texts added by id; expected another path"
             )
         vectors = np.ascontiguousarray(vectors, np.float32)
         with self.file.writing() as connection:
@@ -291,7 +280,7 @@ class Corpus:
     def _whole(self, source: str) -> tuple[str, list[Chunk]]:
         """Digest and chunks of a document; empty if it does not exist or any of its rows is damaged."""
         chunks = self.chunks_of(source)
-        for (found,) in self.file.sound_rows((DOCUMENT,), "WHERE source = ?", source):
+        for (found,) in self.file.sound_rows((database.DOCUMENT,), "WHERE source = ?", source):
             if (found[1], found[5]) == (source, len(chunks)):
                 return found[3], chunks
         return "", []
@@ -299,7 +288,7 @@ class Corpus:
     def text(self, chunk_id: str) -> str:
         """Canonical text of a chunk. Raises :class:`KeyError` if it does not exist."""
         for ((_, found, text, _),) in self.file.sound_rows(
-            (CHUNK,), "WHERE chunk_id = ?", chunk_id
+            (database.CHUNK,), "WHERE chunk_id = ?", chunk_id
         ):
             if found == chunk_id:
                 return str(text)
@@ -375,10 +364,11 @@ class _CurrentChunkIndex:
 
     def _refresh(self) -> None:
         rows = self._file.rows(
-            f"SELECT {HASHES.selected} FROM {HASHES.name} WHERE id > ? ORDER BY id", self._last
+            f"SELECT {database.HASHES.selected} FROM {database.HASHES.name} WHERE id > ? ORDER BY id",
+            self._last,
         )
         sound = [row for row in rows if _is_sound(row)]
-        ((count,),) = self._file.rows(f"SELECT count(*) FROM {HASHES.name}")
+        ((count,),) = self._file.rows(f"SELECT count(*) FROM {database.HASHES.name}")
         if not self._last:
             self._hidden = documents.learned_earlier(self._file)
         base = len(self._documents)
@@ -391,7 +381,7 @@ class _CurrentChunkIndex:
                         index.discard(chunk_id)
         self._add({row[2]: row[3] for row in sound})
         if len(sound) < len(rows):  # hashes that are damaged are computed from the text
-            texts = self._file.sound_rows((CHUNK,), "NOT INDEXED")
+            texts = self._file.sound_rows((database.CHUNK,), "NOT INDEXED")
             self._add({row[1]: chunk_hashes(row[2]) for (row,) in texts if not self._has(row[1])})
         self._last = rows[-1][0] if rows else self._last
 
@@ -413,8 +403,8 @@ class _CurrentChunkIndex:
 
 def _is_sound(row: Sequence[Any]) -> bool:
     try:
-        *_, packed = HASHES.checked(row)
-    except DamagedRow:
+        *_, packed = database.HASHES.checked(row)
+    except database.DamagedRow:
         return False
     return len(packed) == HASHES_BYTES and 0 <= int.from_bytes(packed[:8], "little") < 1 << 40
 
@@ -460,19 +450,19 @@ def check_corpus(root: Path, repair: bool = False) -> CorpusCheck:
         )
 
 
-def _scan(file: CorpusFile) -> tuple[int, list[tuple[CheckedTable, Any]], list[str]]:
+def _scan(file: CorpusFile) -> tuple[int, list[tuple[database.CheckedTable, Any]], list[str]]:
     """Number of rows; table and key of damaged ones; all faults in words."""
     execute = file.connection.execute
     structure = [str(r[0]) for r in execute(f"PRAGMA integrity_check({_MAX_STRUCTURE_FAULTS})")]
     faults = [f"structure: {fault}" for fault in structure if fault != "ok"]
     rows = 0
-    damaged: list[tuple[CheckedTable, Any]] = []
-    for table in TABLES:
+    damaged: list[tuple[database.CheckedTable, Any]] = []
+    for table in database.TABLES:
         for row in execute(f"SELECT {table.selected} FROM {table.name} NOT INDEXED"):
             rows += 1
             try:
                 table.checked(row)
-            except DamagedRow as exc:
+            except database.DamagedRow as exc:
                 damaged.append((table, row[0]))
                 faults.append(f"row {exc} is not what was written")
     for name, key, parent, _ in execute("PRAGMA foreign_key_check"):
@@ -482,12 +472,12 @@ def _scan(file: CorpusFile) -> tuple[int, list[tuple[CheckedTable, Any]], list[s
     return rows, damaged, faults
 
 
-def _remove_damaged(file: CorpusFile, damaged: list[tuple[CheckedTable, Any]]) -> None:
+def _remove_damaged(file: CorpusFile, damaged: list[tuple[database.CheckedTable, Any]]) -> None:
     """In a transaction."""
     execute = file.connection.execute
     execute("REINDEX")
     for table, key in damaged:
-        if table is CHUNK:  # a document that lost a chunk is incomplete
+        if table is database.CHUNK:  # a document that lost a chunk is incomplete
             execute("DELETE FROM passage WHERE chunk = ?", (key,))
         execute(f"DELETE FROM {table.name} WHERE {table.key} = ?", (key,))
     for statement in (
@@ -495,7 +485,7 @@ def _remove_damaged(file: CorpusFile, damaged: list[tuple[CheckedTable, Any]]) -
         "OR chunk NOT IN (SELECT id FROM chunk)",
         f"DELETE FROM document WHERE {_LOST_PASSAGES}",
         "DELETE FROM entry WHERE document NOT IN (SELECT id FROM document)",
-        f"DELETE FROM {HASHES.name} WHERE chunk NOT IN (SELECT id FROM chunk)",
+        f"DELETE FROM {database.HASHES.name} WHERE chunk NOT IN (SELECT id FROM chunk)",
     ):
         execute(statement)
     orphans = execute("SELECT id FROM chunk WHERE id NOT IN (SELECT chunk FROM passage)").fetchall()

@@ -49,7 +49,7 @@ class Manifest:
     def differences(self, other: Manifest) -> dict[str, tuple[object, object]]:
         """This and the other value of each field that chunks and their KV depend on, where they differ."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in _BINDING}
-        return {name: (ours, theirs) for name, (ours, theirs) in pairs.items() if ours != theirs}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -142,13 +142,13 @@ class ReaderChild:
     """One child process. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_end = socket.socketpair()
         self._replies = self._socket.makefile("rb")
-        with theirs:
+        with child_end:
             try:
                 self._process = subprocess.Popen(
                     _command(),
-                    stdin=theirs.fileno(),
+                    stdin=child_end.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                 )

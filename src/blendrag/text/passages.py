@@ -187,8 +187,8 @@ class PromptMemory:
         begins = start - back == 0 and at - back == 0
         ends = start + after == high and old[at + after : at + after + 1] in ("", _GAP)
         here = _edges(text, start - back, start + after, low, high)
-        there = _edges(old, at - back, at + after, 0, len(old))
-        opens, closes = here[0] and there[0], here[1] and there[1]
+        earlier = _edges(old, at - back, at + after, 0, len(old))
+        opens, closes = here[0] and earlier[0], here[1] and earlier[1]
         return CommonText(start - back, start + after, begins, ends, opens, closes)
 
     def _remember(self, text: str, hashes: np.ndarray, starts: np.ndarray) -> None:

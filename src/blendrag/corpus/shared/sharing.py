@@ -222,12 +222,12 @@ def _overtaken(remote: RemoteRoot, before: Pointer | None) -> BlendragError:
 def _require_whole(remote: RemoteRoot, name: str, snapshot: Snapshot) -> None:
     """Raise :class:`StoreUnavailableError` unless all objects of a snapshot are there."""
     parts = {PARTS + part.name for part in snapshot.parts} | {PARTS + snapshot.keys}
-    there = {each.name for each in remote.objects.listing("corpus/")}
-    if MANIFESTS + name not in there:
+    names = {each.name for each in remote.objects.listing("corpus/")}
+    if MANIFESTS + name not in names:
         raise StoreUnavailableError(
             f"remote {remote.url} was collected while this published; repeat the command"
         )
-    if lost := parts - there:
+    if lost := parts - names:
         raise StoreUnavailableError(
             f"{len(lost)} of {len(parts)} parts of the snapshot are no longer in remote {remote.url}; "
             "publish everything again (blendrag store publish --again)"
