@@ -15,7 +15,7 @@ from semantic_text_splitter import TextSplitter
 
 import blendrag.demo.tour
 from blendrag.demo import demo_questions, handbook_path, handbook_questions, smollm2
-from blendrag.demo.tables import handbook_table, handbook_totals
+from blendrag.demo.tables import table, totals
 from blendrag.demo.tour import HANDBOOK_MODES, Stop, Tour, TourReply, take_tour
 from cli.commands import invoke
 
@@ -143,20 +143,20 @@ def stop(full: bool, blend: bool, number: int = 0) -> Stop:
 def test_the_table_shows_answers_sources_times_and_what_was_reused() -> None:
     tour = Tour(14, 44, tuple(stop(full, blend) for full, blend in [(True, True), (True, False)]))
     console = Console(file=io.StringIO(), width=140)
-    console.print(handbook_table(tour))
+    console.print(table(tour))
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
     assert "14 documents, 44 chunks" in drawn
-    for shown in ("It is [red].", "✗ It is blue.", "05-battery.md", "6.00", "1.50", "83%"):
+    for shown in ("It is [red].", "✗ It is blue.", "05-battery.md", "6,000", "1,500", "83%"):
         assert shown in drawn
 
 
 def test_the_last_line_counts_equal_and_right_answers_and_the_median_speedup() -> None:
     outcomes = [(True, True), (True, False), (False, False)]
     tour = Tour(14, 44, tuple(stop(*of, number=n) for n, of in enumerate(outcomes)))
-    line = handbook_totals(tour)
+    line = totals(tour)
     assert "answered alike by full and blend: 2/3" in line
     assert "right: full 2/3, blend 1/3" in line
-    assert "2.4× faster" in line
+    assert "speed over full prefill: blend 2.4×" in line
     assert "\n" not in line
     assert json.loads(json.dumps(tour.as_dict()))["alike"] == 2
 

@@ -36,6 +36,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.fusor.selection import Blending
 from blendrag.model import ModelAdapter, load_adapter
+from blendrag.model.bounded_templates import FIXED_MOMENT, bounded
 from blendrag.model.tokens import Tokens
 from blendrag.store.kv import ChunkKV
 from blendrag.text.chunking import canonical, chunk_id_of
@@ -338,12 +339,21 @@ def main(
     """Print the KV and attention deviation of generated prompts as JSON."""
     begin(verbose=False, if_interrupted="nothing was measured")
     adapter = load_adapter(absolute_model(model), "auto", "auto")
-    tokens, prefix_ids = adapter.tokens, adapter.tokens.default_prefix_ids()
+    tokens, prefix_ids = adapter.tokens, _prefix_ids(adapter.tokens)
     dataset = synthetic_dataset(tokens, seed, "test", contexts, chunks, chunk_tokens, n_questions=1)
     cases = track(dataset.cases, "prompts", console=console(err=True), transient=True)
     prompts = (StoredPrompt(adapter, plan_of(tokens, case), prefix_ids) for case in cases)
     print_json(asdict(measure(prompts, policies.split(","), schedules.split(","), ratio)))
     return DONE
+
+
+def _prefix_ids(tokens: Tokens) -> tuple[int, ...]:
+    """The prefix that chunks are encoded after: BOS, else the chat template's first token."""
+    if tokens.bos_id is not None:
+        return (tokens.bos_id,)
+    with bounded(FIXED_MOMENT):
+        first = tokens.render([{"role": "user", "content": "a"}]) if tokens.has_template else "\n"
+    return tuple(tokens.encode_template(first)[:1])
 
 
 if __name__ == "__main__":

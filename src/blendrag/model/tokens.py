@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode, is_panic
-from blendrag.model.bounded_templates import FIXED_MOMENT, bounded, names_in
+from blendrag.model.bounded_templates import bounded, names_in
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import uncapped
 from blendrag.text.prompt import Encoded
@@ -335,14 +335,6 @@ class Tokens:
             shown = self._render([{"role": "user", "content": parts}])
             return said in shown and more not in shown  # the text, not the list as Python writes it
         return False
-
-    def default_prefix_ids(self) -> tuple[int, ...]:
-        """The default prefix of chunks: BOS, else the template's first token."""
-        if self.bos_id is not None:
-            return (self.bos_id,)
-        with bounded(FIXED_MOMENT):
-            first = self.render([{"role": "user", "content": "a"}]) if self.has_template else "\n"
-        return tuple(self.encode_template(first)[:1])
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
