@@ -37,18 +37,18 @@ class Recording(QueryPolicy):
 
     attention: torch.Tensor
 
-    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
-        self.attention = super().worth(view, budget)
+    def scores(self, view: LayerView, budget: int) -> torch.Tensor:
+        self.attention = super().scores(view, budget)
         return self.attention
 
 
 class RecordingBlend(BlendPolicy):
     attention: torch.Tensor
 
-    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
+    def scores(self, view: LayerView, budget: int) -> torch.Tensor:
         assert view.attention is not None
         self.attention = view.attention
-        return super().worth(view, budget)
+        return super().scores(view, budget)
 
 
 @torch.inference_mode()

@@ -61,8 +61,8 @@ def _to_dict(message: BaseMessage) -> Message:
 
 
 def _answer_fields(message: AIMessage) -> Message:
-    about = message.additional_kwargs
-    fields = {k: about[k] for k in ("reasoning_content", "function_call") if about.get(k)}
+    extras = message.additional_kwargs
+    fields = {k: extras[k] for k in ("reasoning_content", "function_call") if extras.get(k)}
     # calls that could not be parsed, as the model wrote them
     invalid = [call for call in message.invalid_tool_calls if call["name"]]
     if calls := [*message.tool_calls, *invalid]:

@@ -42,12 +42,12 @@ def structured(
         raise InvalidInputError(
             f"method {method!r} needs a schema; only json_mode works without one"
         )
-    asked, parser = (
+    bound, parser = (
         _by_call(model, schema, strict)
         if method == "function_calling"
         else _by_asking(model, schema, method, strict)
     )
-    return _with_raw(asked, parser) if include_raw else asked | parser
+    return _with_raw(bound, parser) if include_raw else bound | parser
 
 
 def _can_force(model: ChatBlend) -> bool:
@@ -58,14 +58,14 @@ def _can_force(model: ChatBlend) -> bool:
 def _by_call(model: ChatBlend, schema: Any, strict: bool | None) -> tuple[Any, Any]:
     tool = convert_to_openai_tool(schema, strict=strict)
     name = tool["function"]["name"]
-    asked = model.bind_tools(
+    bound = model.bind_tools(
         [tool],
         tool_choice=name if _can_force(model) else None,
         ls_structured_output_format=_traced("function_calling", schema),
     )
     if _is_model(schema):
-        return asked, _CalledModel(tools=[schema], first_tool_only=True)
-    return asked, _CalledKey(key_name=name, first_tool_only=True)
+        return bound, _CalledModel(tools=[schema], first_tool_only=True)
+    return bound, _CalledKey(key_name=name, first_tool_only=True)
 
 
 def _by_asking(
@@ -78,8 +78,8 @@ def _by_asking(
         named = {"schema": convert_to_json_schema(schema), "strict": strict is True}
         wanted = {"type": "json_schema", "json_schema": named}
     traced = {} if schema is None else {"ls_structured_output_format": _traced(method, schema)}
-    asked = model.bind(response_format=wanted, **traced)
-    return asked, _AnsweredModel(pydantic_object=schema) if _is_model(schema) else _AnsweredJson()
+    bound = model.bind(response_format=wanted, **traced)
+    return bound, _AnsweredModel(pydantic_object=schema) if _is_model(schema) else _AnsweredJson()
 
 
 def _traced(method: Method, schema: Any) -> dict[str, Any]:
@@ -90,13 +90,13 @@ def _is_model(schema: Any) -> bool:
     return isinstance(schema, type) and is_basemodel_subclass(schema)
 
 
-def _with_raw(asked: Runnable[Any, AIMessage], parser: Any) -> Runnable[Any, Mapping[str, Any]]:
+def _with_raw(bound: Runnable[Any, AIMessage], parser: Any) -> Runnable[Any, Mapping[str, Any]]:
     """``raw``, ``parsed`` and ``parsing_error``, as in ``BaseChatModel.with_structured_output``."""
     parsed = RunnablePassthrough.assign(
         parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
     )
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=asked) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
 
 # -- parsers -----------------------------------------------------------------------------------------

@@ -81,15 +81,15 @@ def _found_form(tokens: Tokens, given: tuple[tuple[str, Any], ...]) -> CallForm 
     form = format_of(tokens)
     known = None if form.call is None else CallForm(*form.call, arguments="json")
     try:
-        asked = tokens.render([USER], tools=[TOOL], **dict(given))
+        prompt = tokens.render([USER], tools=[TOOL], **dict(given))
     except Exception:  # jinja errors of many kinds: a template that takes no tools
         return known
-    thought = _thought(form, asked)
+    thought = _thought(form, prompt)
     for empty, probe, twice in _renderings(tokens, dict(given)):
         at = empty.rfind(NAME)
         if at < 0 or probe[: at + len(NAME)] != empty[: at + len(NAME)]:
             continue
-        begins = len(asked) if empty.startswith(asked) else form.call_begins(empty, at)
+        begins = len(prompt) if empty.startswith(prompt) else form.call_begins(empty, at)
         if begins is None or begins > at:
             continue
         rest, other = (text[at + len(NAME) :] for text in (empty, probe))

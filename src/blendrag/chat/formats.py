@@ -128,8 +128,8 @@ class Format:
     @cached_property
     def markup(self) -> str:
         """All literals and patterns, to tell which control tokens the form needs."""
-        about = self.own or {"regions": dict(self.regions), "begun": self.begun}
-        return json.dumps(about, ensure_ascii=False).replace("\\\\", "").replace('\\"', '"')
+        described = self.own or {"regions": dict(self.regions), "begun": self.begun}
+        return json.dumps(described, ensure_ascii=False).replace("\\\\", "").replace('\\"', '"')
 
 
 def _pattern(region: Mapping[str, Any], edge: str) -> str:

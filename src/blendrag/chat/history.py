@@ -61,9 +61,9 @@ def _styled(messages: Sequence[Message], style: Style) -> list[Message]:
     made = []
     for message in messages:
         message = dict(message)
-        told = message.pop(REASONING, None)
-        if told and style.reasoning:
-            message[style.reasoning] = told
+        thought = message.pop(REASONING, None)
+        if thought and style.reasoning:
+            message[style.reasoning] = thought
         if message.get("tool_calls"):
             message["tool_calls"] = [_styled_call(c, style, names) for c in message["tool_calls"]]
         elif message["role"] == "tool":
@@ -217,9 +217,9 @@ def fitted(messages: Sequence[Message], tokens: Tokens, given: Mapping[str, Any]
     not know.
     """
     scalars = {k: v for k, v in given.items() if isinstance(v, str | int | float | None)}
-    about = Given(bool(given.get("tools")), tuple(sorted(scalars.items(), key=str)))
+    arguments_given = Given(bool(given.get("tools")), tuple(sorted(scalars.items(), key=str)))
     shape = tuple(_shape(messages))
-    style, order, missing = _arrangement(tokens, tokens.template_text, about, shape)
+    style, order, missing = _arrangement(tokens, tokens.template_text, arguments_given, shape)
     for number, message in enumerate(messages):
         if number in missing and message["role"] not in _KNOWN_ROLES:
             raise InvalidOptionError(

@@ -84,9 +84,9 @@ def _answer(tokens: Tokens, whole: str, header: str) -> str:
     """``whole`` without the prompt."""
     for asks in (True, False):
         with suppress(Exception):
-            asked = tokens.render([USER], tools=[TOOL], add_generation_prompt=asks)
-            if whole.startswith(asked):
-                return whole[len(asked) :]
+            prompt = tokens.render([USER], tools=[TOOL], add_generation_prompt=asks)
+            if whole.startswith(prompt):
+                return whole[len(prompt) :]
     return whole[common_prefix(whole, header) :]
 
 

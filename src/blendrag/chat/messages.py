@@ -146,12 +146,12 @@ def _cleaned(message: Mapping[str, Any], field: str, calls: _Calls) -> Iterator[
         yield made
         return
     thoughts = [message.get(name) for name in (REASONING, *_THOUGHTS)]
-    told = next((t for t in thoughts if isinstance(t, str) and t.strip()), read.reasoning)
+    thought = next((t for t in thoughts if isinstance(t, str) and t.strip()), read.reasoning)
     for name in ("tool_calls", "function_call", REASONING, *_THOUGHTS):
         made.pop(name, None)
-    if told.strip():
-        check_unicode(told, f"{field}.{REASONING}")
-        made[REASONING] = told
+    if thought.strip():
+        check_unicode(thought, f"{field}.{REASONING}")
+        made[REASONING] = thought
     made_calls = [*_calls_of(message, read.calls, field, calls)]
     yield {**made, "tool_calls": made_calls} if made_calls else made
 
@@ -236,8 +236,8 @@ class _Content:
                 self.calls.append(part)
         elif kind in _RESULTS:
             inner = part.get("content", part.get("output"))
-            told = _Content(inner, f"{field}.content", "tool").text
-            self.results.append((part.get("tool_use_id", part.get("call_id")), told))
+            result = _Content(inner, f"{field}.content", "tool").text
+            self.results.append((part.get("tool_use_id", part.get("call_id")), result))
         elif kind == "refusal" and isinstance(part.get("refusal"), str):
             return str(part["refusal"])
         elif not _is_media(kind) and isinstance(part.get("text"), str):

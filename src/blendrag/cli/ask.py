@@ -54,13 +54,13 @@ def ask(
     if explain is not None:
         options.require_place("--explain", explain, ".html")
     top_k = context.params["top_k"]
-    asked = options.request_options(context, explain=explain is not None)
+    request = options.request_options(context, explain=explain is not None)
     with options.engine_for(context) as engine:
-        answer = print_answer(engine.ask_stream(question, top_k, asked), silent=json)
+        answer = print_answer(engine.ask_stream(question, top_k, request), silent=json)
         if json:
             print_json(_fields(answer))
         else:
-            say_answer(answer, sources, asked.max_new_tokens or engine.settings.max_new_tokens)
+            say_answer(answer, sources, request.max_new_tokens or engine.settings.max_new_tokens)
         if explain is not None:
             explain.write_text(answer.explain().page(question), encoding="utf-8")
         interrupt.expect("the answer is complete; some chunks are not precomputed yet")
@@ -85,7 +85,7 @@ def chat(
     begin(verbose, "the conversation was not begun")
     with suppress(ImportError):
         import readline  # noqa: F401  # lets input() edit lines
-    top_k, asked = context.params["top_k"], options.request_options(context)
+    top_k, request = context.params["top_k"], options.request_options(context)
     with options.engine_for(context) as engine:
         began = time.perf_counter()
         with StatusLine("opening the model"):
@@ -94,11 +94,11 @@ def chat(
         opened = f"{engine.adapter.model_id} in {duration(time.perf_counter() - began)}"
         say("note", f"opened {opened}; Ctrl-C ends an answer, Ctrl-D the conversation")
         history: list[tuple[str, str]] = []
-        told: set[str] = set()
+        shown_notes: set[str] = set()
         with interrupt.left_to_caller():
             while (question := read_question()) is not None:
                 if question.strip():
-                    _turn(engine, question, top_k, asked, history, sources, json, told)
+                    _turn(engine, question, top_k, request, history, sources, json, shown_notes)
         interrupt.expect("some chunks are not precomputed yet")
         engine.drain()
     return DONE
@@ -121,11 +121,11 @@ def _turn(
     engine: BlendEngine,
     question: str,
     top_k: int | None,
-    asked: Options,
+    request: Options,
     history: list[tuple[str, str]],
     sources: bool,
     json: bool,
-    told: set[str],
+    shown_notes: set[str],
 ) -> None:
     """Answer one question and add it to ``history``, whose oldest turns go if the context is full.
 
@@ -134,7 +134,7 @@ def _turn(
     said: list[str] = []
     try:
         check_unicode(question, "the question")
-        pieces = engine.ask_stream(question, top_k, asked, history=history, trim_history=True)
+        pieces = engine.ask_stream(question, top_k, request, history=history, trim_history=True)
         if pieces.left_out:
             del history[: pieces.left_out]
             turns = "turn is" if pieces.left_out == 1 else f"{pieces.left_out} turns are"
@@ -143,8 +143,8 @@ def _turn(
         if json:
             print_json(_fields(answer))
         else:
-            most_tokens = asked.max_new_tokens or engine.settings.max_new_tokens
-            say_answer(answer, sources, most_tokens, told)
+            most_tokens = request.max_new_tokens or engine.settings.max_new_tokens
+            say_answer(answer, sources, most_tokens, shown_notes)
     except KeyboardInterrupt:
         say("note", "the answer was ended")
     except BlendragError as error:
@@ -187,7 +187,7 @@ def print_answer(
 
 
 def say_answer(
-    answer: Answer, sources: bool, most_tokens: int | None, told: set[str] | None = None
+    answer: Answer, sources: bool, most_tokens: int | None, shown_notes: set[str] | None = None
 ) -> None:
     """Print the sources, if they are wanted, and the figures on stderr; also if ``most_tokens`` cut the
     answer."""
@@ -195,10 +195,10 @@ def say_answer(
         say_sources(answer.sources)
     metrics = answer.metrics
     if answer.finish_reason != "length" or metrics.new_tokens != most_tokens:
-        say_metrics(metrics, told)
+        say_metrics(metrics, shown_notes)
         return
     notes = tuple(note for note in metrics.notes if not note.startswith("the answer was cut"))
-    say_metrics(replace(metrics, notes=notes), told)  # what follows names the options
+    say_metrics(replace(metrics, notes=notes), shown_notes)  # what follows names the options
     if answer.reasoning and not answer.text:
         wrong, remedy = " while the model was still thinking", ", or --no-thinking makes it shorter"
     else:
@@ -230,9 +230,9 @@ def say_sources(sources: Sequence[RetrievedChunk]) -> None:
         )
 
 
-def say_metrics(metrics: RequestMetrics, told: set[str] | None = None) -> None:
+def say_metrics(metrics: RequestMetrics, shown_notes: set[str] | None = None) -> None:
     """Print one line of figures on stderr, then the decision of ``ratio=auto`` and the notes, except for
-    those that were ``told`` before."""
+    ``shown_notes``."""
     predicted = metrics.predicted_ttft_s
     expected = "" if predicted is None else f", {1e3 * predicted:,.0f} predicted"
     opened = f" once the model was open ({metrics.opening_s:,.1f} s)"
@@ -249,11 +249,11 @@ def say_metrics(metrics: RequestMetrics, told: set[str] | None = None) -> None:
     )
     if metrics.decision:
         say("decision", metrics.decision)
-    told = set() if told is None else told
+    shown_notes = set() if shown_notes is None else shown_notes
     for note in metrics.notes:
-        if note not in told:
+        if note not in shown_notes:
             say("note", note)
-            told.add(note)
+            shown_notes.add(note)
 
 
 def _schedule(metrics: RequestMetrics) -> str:

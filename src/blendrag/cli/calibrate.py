@@ -44,7 +44,7 @@ def calibrate(
     from blendrag.engine import CalibrationOptions
 
     defaults = settings()
-    asked = CalibrationOptions(
+    sample = CalibrationOptions(
         ratio=defaults.fixed_ratio if ratio is None else ratio,
         samples=samples,
         minutes=minutes,
@@ -59,7 +59,7 @@ def calibrate(
                 left = ", ".join(f"{name} {race.kl(name):.3g}" for name in race.policies)
                 line.show(f"prompt {len(race.rows)}, KL: {left}", round(100 * done), 100)
 
-            report = engine.calibrate(asked, show)
+            report = engine.calibrate(sample, show)
         if json:
             print_json(report.as_dict())
         else:

@@ -196,14 +196,14 @@ def run(
 ) -> int:
     """Answer a prompt of a schema; the answer streams to stdout. Modules are encoded at their first use."""
     begin(verbose, "the answer was abandoned; the store is intact")
-    asked = options.request_options(context)
+    request = options.request_options(context)
     with options.engine_for(context) as engine:
         engine.add_schema(file, positions)  # type: ignore[arg-type]
-        answer = print_answer(engine.stream(_prompt(prompt), asked), silent=json)
+        answer = print_answer(engine.stream(_prompt(prompt), request), silent=json)
         if json:
             print_json({"answer": answer.text, "metrics": answer.metrics.as_dict()})
         else:
-            say_answer(answer, False, asked.max_new_tokens or engine.settings.max_new_tokens)
+            say_answer(answer, False, request.max_new_tokens or engine.settings.max_new_tokens)
         interrupt.expect("the answer is complete; some modules are not precomputed yet")
         engine.drain()
     return DONE

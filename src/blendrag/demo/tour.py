@@ -157,7 +157,7 @@ def take_tour(
     """
     from blendrag.engine import BlendEngine
 
-    asked = tuple(questions if questions is not None else demo_questions())
+    chosen = tuple(questions if questions is not None else demo_questions())
     tell: Show = show or (lambda text: None)
     defaults: dict[str, Any] = {
         "chunk_tokens": CHUNK_TOKENS,
@@ -175,10 +175,10 @@ def take_tour(
         report = engine.ingest(documents, lambda so_far: tell(_ingested(so_far))).whole()
         tell("warming up")
         for mode in modes:  # the first answer of a mode takes longer
-            _reply(engine, asked[0], mode, stop)
+            _reply(engine, chosen[0], mode, stop)
         stops = []
-        for number, question in enumerate(asked, start=1):
-            tell(f"question {number} of {len(asked)}")
+        for number, question in enumerate(chosen, start=1):
+            tell(f"question {number} of {len(chosen)}")
             stops.append(_stop(engine, question, modes, stop))
     return Tour(report.documents, report.chunks, tuple(stops))
 

@@ -149,9 +149,9 @@ class TokenSelector:
         if not self.policy.ranks_once or not self.candidates.numel():
             return []
         view = self._view(self.candidates)
-        worth = self.policy.worth(view, self._budgets[0]).cpu().numpy()
-        rank = np.empty(len(worth), dtype=np.int64)
-        rank[np.argsort(-worth, kind="stable")] = np.arange(len(worth))
+        scores = self.policy.scores(view, self._budgets[0]).cpu().numpy()
+        rank = np.empty(len(scores), dtype=np.int64)
+        rank[np.argsort(-scores, kind="stable")] = np.arange(len(scores))
         return nested_rows(prompt, *self._host, rank, self._budgets, force_masks)
 
     def entry(self) -> torch.Tensor:

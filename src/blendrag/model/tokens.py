@@ -320,8 +320,8 @@ class Tokens:
         changed = template.replace(_TOOLS_DEFINED, f"({_TOOLS_DEFINED} and tools is not none)")
         for source in (template, changed):
             with suppress(Exception), bounded():
-                asked = [{"role": "user", "content": "a"}]
-                self.tokenizer.apply_chat_template(asked, tokenize=False, chat_template=source)
+                probe = [{"role": "user", "content": "a"}]
+                self.tokenizer.apply_chat_template(probe, tokenize=False, chat_template=source)
                 return "" if source == template else source
         return ""
 

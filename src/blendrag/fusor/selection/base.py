@@ -4,7 +4,7 @@ A policy is one class in one file. What it needs are class attributes, read by t
 controller: ``needs_deviation`` costs layer 0 for every candidate and a peek at layer 1, ``needs_attention`` a
 scout pass over the fresh tokens. It chooses in one of two ways:
 
-- ``ranks_once``: :meth:`SelectionPolicy.worth` scores every candidate before layer 0, and each layer computes
+- ``ranks_once``: :meth:`SelectionPolicy.scores` rates every candidate before layer 0, and each layer computes
   the best of them, as many as its budget.
 - otherwise :meth:`SelectionPolicy.select` chooses the tokens of each layer among those of the layer before.
 
@@ -147,11 +147,13 @@ class SelectionPolicy:
         """
         if budget >= view.tokens.numel():
             return view.tokens
-        return top(self.worth(view, budget), view.tokens, budget)
+        return top(self.scores(view, budget), view.tokens, budget)
 
-    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
-        """``[n]`` float32; each layer computes the candidates of highest worth. ``budget`` is that of layers
-        0 and 1."""
+    def scores(self, view: LayerView, budget: int) -> torch.Tensor:
+        """``[n]`` float32; each layer computes the candidates that score highest.
+
+        ``budget``: that of layers 0 and 1.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not rank tokens once")
 
     def __eq__(self, other: object) -> bool:

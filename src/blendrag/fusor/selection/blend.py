@@ -23,7 +23,7 @@ class BlendPolicy(SelectionPolicy):
     sqrt_attention = True
     ranks_once = True
 
-    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
+    def scores(self, view: LayerView, budget: int) -> torch.Tensor:
         assert view.attention is not None
         heads = min(self.k, budget // (HEADS_PART * len(view.geometry.chunk_spans)))
         return view.attention.masked_fill(view.index_in_chunk < heads, float("inf"))

@@ -1,6 +1,6 @@
 """``query``: the tokens that the question attends to (ProphetKV, QCFuse).
 
-A scout pass runs the fresh tokens over stored KV first. A token's worth is the attention that the tokens
+A scout pass runs the fresh tokens over stored KV first. A token's score is the attention that the tokens
 after the last chunk pay to it, summed over heads and layers. Unlike a deviation in the first layers, this
 finds tokens whose KV goes wrong only in later ones. Layer 0 is computed for the chosen tokens alone.
 
@@ -21,6 +21,6 @@ class QueryPolicy(SelectionPolicy):
     deep_attention_depth = LAST_HALF
     ranks_once = True
 
-    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
+    def scores(self, view: LayerView, budget: int) -> torch.Tensor:
         assert view.attention is not None
         return view.attention

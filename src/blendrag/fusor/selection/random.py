@@ -15,7 +15,7 @@ class RandomPolicy(SelectionPolicy):
     name = "random"
     ranks_once = True
 
-    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
+    def scores(self, view: LayerView, budget: int) -> torch.Tensor:
         geometry = view.geometry
         seed = xxhash.xxh32_intdigest(repr((geometry.prompt_tokens, geometry.chunk_spans)).encode())
         generator = torch.Generator().manual_seed(seed)

@@ -55,14 +55,14 @@ def _to_dict(message: ChatMessage, field: str) -> Message:
                 f"is a content block of type {block.block_type!r}, expected text only; describe it in words "
                 "or leave it out",
             )
-    about = message.additional_kwargs
+    fields = message.additional_kwargs
     converted: Message = {"role": message.role.value, "content": "\n".join(texts)}
     if thoughts:
         converted["reasoning_content"] = "".join(thoughts)
-    if calls or about.get("tool_calls"):
-        converted["tool_calls"] = calls or [_from_openai(each) for each in about["tool_calls"]]
+    if calls or fields.get("tool_calls"):
+        converted["tool_calls"] = calls or [_from_openai(each) for each in fields["tool_calls"]]
     names = ("tool_call_id", "name", "function_call", "reasoning_content")
-    return {**{name: about[name] for name in names if about.get(name)}, **converted}
+    return {**{name: fields[name] for name in names if fields.get(name)}, **converted}
 
 
 def _from_openai(call: Any) -> Any:
@@ -124,11 +124,11 @@ def message_of(parsed: Reply) -> dict[str, Any]:
     # LlamaIndex looks here for calls when it streams structured output
     known = {"tool_calls": [_as_openai(call) for call in parsed.calls]} if parsed.calls else {}
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=known)
-    about: dict[str, Any] = {"message": message}
+    fields: dict[str, Any] = {"message": message}
     if parsed.invalid:
         invalid = [{"text": call.text, "error": call.error} for call in parsed.invalid]
-        about["additional_kwargs"] = {"invalid_tool_calls": invalid}
-    return about
+        fields["additional_kwargs"] = {"invalid_tool_calls": invalid}
+    return fields
 
 
 def _as_openai(call: ToolCall) -> dict[str, Any]:
@@ -136,18 +136,18 @@ def _as_openai(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def completion(said: str | Reply, delta: str | None, **about: Any) -> CompletionResponse:
+def completion(said: str | Reply, delta: str | None, **fields: Any) -> CompletionResponse:
     """A response with the text so far or the whole reply, and ``delta``, its newest piece."""
     if isinstance(said, str):
-        return CompletionResponse(text=said, delta=delta, **about)
+        return CompletionResponse(text=said, delta=delta, **fields)
     if said.reasoning:
-        about["additional_kwargs"] = {"reasoning_content": said.reasoning}
-    return CompletionResponse(text=said.text, delta=delta, **about)
+        fields["additional_kwargs"] = {"reasoning_content": said.reasoning}
+    return CompletionResponse(text=said.text, delta=delta, **fields)
 
 
-def chat(said: str | Reply, delta: str | None, **about: Any) -> ChatResponse:
+def chat(said: str | Reply, delta: str | None, **fields: Any) -> ChatResponse:
     """:func:`completion` as a message of the assistant."""
     if isinstance(said, str):
         message = ChatMessage(role=MessageRole.ASSISTANT, content=said)
-        return ChatResponse(message=message, delta=delta, **about)
-    return ChatResponse(delta=delta, **{**message_of(said), **about})
+        return ChatResponse(message=message, delta=delta, **fields)
+    return ChatResponse(delta=delta, **{**message_of(said), **fields})

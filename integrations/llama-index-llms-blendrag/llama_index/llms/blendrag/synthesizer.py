@@ -47,9 +47,9 @@ class BlendPromptHelper(PromptHelper):
     _blend: BlendLLM = PrivateAttr()
 
     def __init__(self, llm: BlendLLM, **kwargs: Any) -> None:
-        about = llm.metadata
-        kwargs.setdefault("context_window", about.context_window)
-        kwargs.setdefault("num_output", about.num_output)
+        metadata = llm.metadata
+        kwargs.setdefault("context_window", metadata.context_window)
+        kwargs.setdefault("num_output", metadata.num_output)
         kwargs.setdefault("tokenizer", llm.engine.tokens.encode_text)
         super().__init__(**kwargs)
         self._blend = llm
@@ -90,8 +90,8 @@ class BlendPromptHelper(PromptHelper):
         for chunk in filter(None, (text.strip() for text in text_chunks)):
             tokens = self._token_counter.get_string_tokens(chunk)
             if tokens > most:
-                asked = self.context_window - self.num_output - most + tokens
-                raise ContextOverflowError(asked, self.num_output, self.context_window)
+                prompt_tokens = self.context_window - self.num_output - most + tokens
+                raise ContextOverflowError(prompt_tokens, self.num_output, self.context_window)
             if packs and used + between + tokens <= room:
                 packs[-1].append(chunk)
                 used += between + tokens
