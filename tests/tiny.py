@@ -311,6 +311,16 @@ def llama(seed: int = 0, **changes: Any) -> Any:
     return family("llama", seed, **{"initializer_range": 0.2, **changes})
 
 
+def beam(layer_types: list[str], **changes: Any) -> Any:
+    """A BEAM, whose layers of full attention scale queries by their positions; skips where transformers has
+    none."""
+    if not hasattr(transformers, "BeamConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no BEAM")
+    extra = {**EXPERTS, **SLIDES, "head_dim": 16, "n_group": 1, "topk_group": 1}
+    classes = ("BeamForCausalLM", "BeamConfig", extra)
+    return build(classes, layer_types=layer_types, **changes)
+
+
 def large_biases(size: float = 300.0, values: float = 0.0, **changes: Any) -> Any:
     """A Qwen2 whose first layer adds ``size`` to the key channels that rotate least, as trained ones do, and
     ``values`` to all value channels; a token contributes about 1."""

@@ -50,7 +50,7 @@ class Phase:
     ended: Counter[str] = field(default_factory=Counter)
 
 
-class Load:
+class EmbeddingLoad:
     def __init__(self, client: httpx.AsyncClient, size_bytes: int, seed: int) -> None:
         self.client = client
         self.random = random.Random(seed)
@@ -117,7 +117,7 @@ async def run(
     limits = httpx.Limits(max_connections=2 * clients, max_keepalive_connections=clients)
     without, beside = Phase(), Phase()
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        load = Load(client, size_bytes, seed)
+        load = EmbeddingLoad(client, size_bytes, seed)
         await load.phase(max(1, clients // 8), 0, 0)  # opens what the first request opens
         for number in range(1, rounds + 1):
             for total, embedders in ((without, 0), (beside, clients - clients // 2)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 import tiny
+from blendrag.config import settings
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import RequestCancelled, UnsupportedModelError
 from blendrag.model import continuation
@@ -386,18 +388,17 @@ def test_a_cache_that_the_generation_config_names_is_its_own(engine):
     assert answer.metrics.reused_tokens == 0
 
 
-def test_states_and_kv_stay_within_half_of_the_budget(tmp_path):
-    model = tiny.family("qwen3_5", initializer_range=0.2)
-    with tiny.engine(model, tmp_path) as made:
-        conversation(made, 1)
-        size = made.prefixes.tree.pool.other_bytes // 3
-        made.prefixes.close()
-        made.prefixes.limit_bytes = limit = 8 * size + 600_000
-        for number in range(6):
+def test_states_and_kv_stay_within_half_of_the_budget(tmp_path, monkeypatch):
+    budget = 1_200_000
+    allowed = replace(settings(), batch_bytes=budget)
+    monkeypatch.setattr("blendrag.engine.engine.settings", lambda: allowed)
+    with tiny.engine(tiny.family("qwen3_5", initializer_range=0.2), tmp_path) as made:
+        for number in range(5):
             conversation(made, 2, system=f"{number} {SYSTEM}")
-            assert 0 < made.prefixes.size_bytes <= limit
+            assert made.prefixes.size_bytes <= budget // 2
             assert_in_order(made)
-        (latest, _) = conversation(made, 2, system=f"5 {SYSTEM}")
+        assert made.prefixes.size_bytes > budget // 4
+        (latest, _) = conversation(made, 2, system=f"4 {SYSTEM}")
         assert latest[0].metrics.reused_tokens
         made.prefixes.shrink(0)
         assert made.prefixes.size_bytes == 0

@@ -159,12 +159,7 @@ def test_windows_that_only_masks_know_go_to_the_models_own_attention():
 def test_arguments_of_which_only_some_layers_have_one_per_token_are_sliced():
     """BEAM scales the queries of its full-attention layers by their positions."""
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
-    config = transformers.BeamConfig(
-        **{**tiny.COMMON, **tiny.EXPERTS, **tiny.SLIDES, "head_dim": 16, "layer_types": kinds},
-        n_group=1, topk_group=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    result = verify(tiny.adapter(transformers.BeamForCausalLM(config).eval()))
+    result = verify(tiny.adapter(tiny.beam(kinds)))
     assert result.blendable, result.reason
     assert result.fast_attention
 

@@ -149,7 +149,10 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
             {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40})),
         "normalizer of the tokenizer makes texts",
     ),
-    "no tokenizer": (tokenizer(lambda t: t["model"]["vocab"].update(zzz=2**32 - 1)), "token of id"),
+    # transformers 5.17 copies the tokenizer, which fails before its ids are looked at
+    "the largest id": (
+        tokenizer(lambda t: t["model"]["vocab"].update(zzz=2**32 - 1)), "token of id|out of vocabulary",
+    ),
 }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import tiny
 from blendrag.model import ModelAdapter
@@ -201,12 +200,8 @@ def test_a_model_without_positions_may_not_depend_on_the_order_of_tokens_in_any_
 
 def test_attention_that_depends_on_the_position_is_refused():
     """BEAM's queries are scaled by their positions; only KV of its last layer may come after that."""
-    config = transformers.BeamConfig(
-        **{**tiny.COMMON, **tiny.EXPERTS, **tiny.SLIDES, "head_dim": 16, "initializer_range": 0.2},
-        layer_types=["full_attention", "sliding_attention"] * 2, n_group=1, topk_group=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    refusal = tiny.adapter(transformers.BeamForCausalLM(config).eval()).refusal or ""
+    model = tiny.beam(["full_attention", "sliding_attention"] * 2, initializer_range=0.2)
+    refusal = tiny.adapter(model).refusal or ""
     assert refusal.startswith("the attention below layer 1 depends on where")
 
 

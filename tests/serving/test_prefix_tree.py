@@ -352,6 +352,26 @@ def test_a_state_in_use_is_not_evicted_and_one_that_is_too_large_is_not_kept():
     assert made.match("", other) == 0
 
 
+def test_kv_takes_only_what_states_leave_of_the_limit():
+    pool = BlockPool(LAYOUT, 8 * BLOCK_BYTES)
+    pool.other_bytes = 3 * BLOCK_BYTES
+    run = pool.take(8)
+    assert run.blocks == 5
+    assert pool.take(1) is None
+    pool.check_integrity([run])
+
+
+def test_another_state_goes_for_one_that_needs_no_more_kv():
+    made, first, other = stateful(blocks=8), tuple(range(64)), tuple(range(900, 964))
+    for ids in (first, other):
+        made.insert("", ids, kv_of("", ids), state(3 * BLOCK_BYTES))
+    made.insert("", first[:40], kv_of("", first[:40]), state(3 * BLOCK_BYTES))
+    assert made.match("", first[:40]) == 40
+    assert made.match("", first) == 64
+    assert made.match("", other) == 0
+    made.check_integrity()
+
+
 def test_other_families_have_other_states():
     made, ids = stateful(), tuple(range(64))
     kept = keep(made, ids, "a")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
 import sys
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -19,8 +19,9 @@ from blendrag.store.remote import objects
 from blendrag.store.remote.directory import ObjectDirectory
 from blendrag.store.remote.objects import ObjectBytes
 from blendrag.store.remote.root import name_of
-from blendrag.store.remote.tier import MAX_WRONG, Pause, RemoteTier
+from blendrag.store.remote.tier import ASKED_TOGETHER, MAX_WRONG, Pause, RemoteTier
 from blendrag.store.tiered import open_store
+from clocks import Clock
 
 pytest.importorskip("obstore")
 
@@ -285,16 +286,28 @@ def test_whether_chunks_are_there_is_asked_for_all_at_once(lab, make_remote, mon
     assert tier.found(lab.namespace, keys) == set(keys[:2])
 
 
-def test_as_many_chunks_as_a_document_has_are_looked_for_in_time(lab, make_remote, monkeypatch):
-    tier = make_remote(timeout_s=1.0)
+def test_the_time_limit_is_that_of_each_request_however_many_chunks_are_looked_for(
+    lab, make_remote, monkeypatch
+):
+    tier, clock, under_way = make_remote(timeout_s=1.0), Clock(), set()
+    monkeypatch.setattr("blendrag.store.remote.tier.time.monotonic", clock)
 
-    async def answer():
-        await asyncio.sleep(0.02)
+    def read(*args):
+        under_way.add(request := Future())
+        assert len(under_way) <= ASKED_TOGETHER
+        return request
+
+    def wait(request, timeout_s):
+        under_way.remove(request)
+        clock.now += 0.9 / ASKED_TOGETHER
+        assert timeout_s > 0
         return ObjectBytes(memoryview(b"x"), 100)
 
-    monkeypatch.setattr(tier.objects, "read", lambda *args: tier.objects._begin(answer))
+    monkeypatch.setattr(tier.objects, "read", read)
+    monkeypatch.setattr(tier.objects, "wait", wait)
     keys = [f"{number:064x}" for number in range(1500)]
-    assert len(tier.found(lab.namespace, keys)) == 1500  # which takes about 2 s
+    assert len(tier.found(lab.namespace, keys)) == 1500
+    assert clock.now > 105  # by its start at 100 s
 
 
 # -- below memory and disk ---------------------------------------------------------------------------

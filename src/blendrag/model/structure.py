@@ -43,6 +43,7 @@ OTHER_LAYERS = {
     "hybrid": _STATE,
     "hybrid_sliding": _STATE,
     "indexed_attention": _CHOICE,
+    "deepseek_sparse_attention": _CHOICE,  # the same by its older name
     "compressed_sparse_attention": _CHOICE,
     "heavily_compressed_attention": _CHOICE,
 }
