@@ -17,7 +17,7 @@ from cli.commands import QUESTION, ask, invoke, printed, refused, said
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "LENGTHS", (64, 128))
-    monkeypatch.setattr(measure, "QUESTIONS", (8,))
+    monkeypatch.setattr(measure, "SCOUTED_FRESH_TOKENS", (8,))
     monkeypatch.setattr(measure, "ROUNDS", 1)
 
 

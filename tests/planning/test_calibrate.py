@@ -24,10 +24,10 @@ from blendrag.fusor.selection import Blending
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
     CANDIDATES,
-    CONSTANT,
-    MIN_CHECKED,
+    CONSTANT_SCHEDULE,
+    MAX_KL,
+    MIN_CHECK_PROMPTS,
     REUSE,
-    WORST,
     Calibration,
     Race,
     calibrations,
@@ -59,13 +59,13 @@ def race(kl: dict[str, float], prompts: int, samples: int) -> Race:
     for number in range(prompts):
         running.narrow(number / samples)
         scale = 1 + 0.1 * (number % 3 - 1)
-        running.rows.append({name: scale * kl.get(name, 1.0) for name in running.policies})
+        running.kls.append({name: scale * kl.get(name, 1.0) for name in running.policies})
     return running
 
 
 def test_candidates_are_dropped_early_and_the_last_is_checked_on_other_prompts():
     kl = {name: 0.1 + i / 10 for i, name in enumerate(reversed(CANDIDATES))}
-    measured = [len(row) for row in race(kl, 32, 32).rows]
+    measured = [len(row) for row in race(kl, 32, 32).kls]
     assert measured == [7] * 4 + [4] * 8 + [3] * 20
     result = race(kl, 32, 32).result(RATIO)
     assert result is not None
@@ -76,10 +76,10 @@ def test_candidates_are_dropped_early_and_the_last_is_checked_on_other_prompts()
 
 def test_an_early_end_decides_on_the_prompts_after_the_last_drop_or_not_at_all():
     kl = {name: 0.1 + i / 10 for i, name in enumerate(CANDIDATES)}
-    result = race(kl, 4 + MIN_CHECKED, 32).result(RATIO)
+    result = race(kl, 4 + MIN_CHECK_PROMPTS, 32).result(RATIO)
     assert result is not None
-    assert (result.policy, result.prompts) == (FIRST, MIN_CHECKED)
-    for prompts in (0, 4, 3 + MIN_CHECKED):
+    assert (result.policy, result.prompts) == (FIRST, MIN_CHECK_PROMPTS)
+    for prompts in (0, 4, 3 + MIN_CHECK_PROMPTS):
         assert race(kl, prompts, 32).result(RATIO) is None
 
 
@@ -121,7 +121,7 @@ def test_divergence_is_the_kl_and_large_if_it_is_not_a_number():
     full = torch.tensor([[0.5, 0.5, 0.0]]).log()
     assert divergence(full, full) == 0.0
     assert divergence(full, torch.tensor([[0.25, 0.25, 0.5]]).log()) == pytest.approx(math.log(2))
-    assert divergence(full, torch.full((1, 3), math.nan)) == WORST
+    assert divergence(full, torch.full((1, 3), math.nan)) == MAX_KL
 
 
 # -- the record ---------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_deviation_is_the_divergence_of_what_generate_would_see(engine):
     said = adapter.model.generate(ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
     assert answer.answer == tuple(said[0, ids.shape[1] :].tolist())
     full = tiny.stock(adapter.model, said)[0, ids.shape[1] - 1 : -1].log_softmax(-1)
-    plan = controller.plan(asked, "blend", Blending.of("query", CONSTANT, RATIO))
+    plan = controller.plan(asked, "blend", Blending.of("query", CONSTANT_SCHEDULE, RATIO))
     logits, cache, _ = fusor.prefill(ids, plan.request(ids.shape[1]), ANSWER_TOKENS)
     rows = [logits[0, -1]]
     with torch.inference_mode():
@@ -244,21 +244,21 @@ def test_a_calibration_measures_and_stores_no_kv(engine):
     assert sorted(call[1] for call in calls) == sorted(asked)
     assert report.calibration is None  # two prompts are too few
     assert kept(engine).entries() == []
-    for row in report.race.rows:
+    for row in report.race.kls:
         assert 0 < row[DEFAULT_POLICY] < row[REUSE]
     assert sorted(store.keys(namespace)) == before
 
 
 def test_an_interrupt_or_the_time_limit_concludes_from_the_finished_prompts(engine, best):
     def interrupt(race: Race, done: float) -> None:
-        if len(race.rows) == 2 + MIN_CHECKED:
+        if len(race.kls) == 2 + MIN_CHECK_PROMPTS:
             raise KeyboardInterrupt
 
     report = engine.calibrate(options(), interrupt)
     assert report.interrupted
     assert kept(engine).entries() == [report.calibration]
     late = engine.calibrate(options(minutes=1e-9))
-    assert (len(late.race.rows), late.calibration) == (1, None)
+    assert (len(late.race.kls), late.calibration) == (1, None)
     assert kept(engine).entries() == [report.calibration]
 
 

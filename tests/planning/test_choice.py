@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from blendrag.planning.choice import HIDDEN_SLACK, MIN_SPEEDUP_SHARE, STEP
+from blendrag.planning.choice import HIDDEN_SLACK, MIN_SPEEDUP_SHARE, RATIO_STEP
 from blendrag.planning.estimate import Forecast, PromptParts, StoredPart
 from blendrag.planning.profile import Curve, Profile, Tier
 from planning.invented import CHUNK, LAYER_BYTES, LAYERS, chosen, evenly, line, profile, prompt
@@ -45,7 +45,7 @@ def test_the_ratio_is_the_largest_that_hides_or_the_smallest(bytes_per_s, flags)
         longer, added = more.ttft_s - least.ttft_s, more.compute_s - least.compute_s
         return longer <= HIDDEN_SLACK * least.ttft_s + 1e-9 and longer <= added / 2 + 1e-9
 
-    hiding = [ratio for ratio in (i * STEP for i in range(15, 101)) if is_hidden(ratio)]
+    hiding = [ratio for ratio in (i * RATIO_STEP for i in range(15, 101)) if is_hidden(ratio)]
     assert found.ratio == pytest.approx(max(hiding, default=0.15))
     assert flags or bytes_per_s > 1e5 or found.ratio > 0.15
     assert found.forecast == at(made, asked, found.ratio, found.loaded)

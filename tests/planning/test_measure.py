@@ -26,12 +26,12 @@ from blendrag.fusor import Fusor
 from blendrag.planning import measure, tier_times
 from blendrag.planning.measure import (
     DEVIATION_POLICY,
-    FAR_TOKENS,
-    FRESH,
+    FRESH_TOKENS,
+    MAX_FAR_TOKENS,
+    MIN_PROMPT_TOKENS,
     PLAIN_POLICY,
     RATIOS,
     SCOUT_POLICY,
-    SHORTEST,
     STOCK,
     Measure,
     ModelTimes,
@@ -54,7 +54,7 @@ LAYERS = 4
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "LENGTHS", (64, 128))
-    monkeypatch.setattr(measure, "QUESTIONS", (8,))
+    monkeypatch.setattr(measure, "SCOUTED_FRESH_TOKENS", (8,))
     monkeypatch.setattr(measure, "RATIOS", (0.0, 0.15, 1.0))
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(tier_times, "ROUNDS", 1)
@@ -271,8 +271,10 @@ def test_a_directory_that_cannot_be_written_is_named_with_its_option(
 def test_a_prefix_must_leave_room_for_a_prompt():
     adapter = tiny.adapter(tiny.llama(max_position_embeddings=256))
     fusor = Fusor(adapter)
-    assert ModelTimes(adapter, fusor, range(256 - SHORTEST - 2)).longest == SHORTEST
-    for left in (SHORTEST + 1, 0):
+    assert (
+        ModelTimes(adapter, fusor, range(256 - MIN_PROMPT_TOKENS - 2)).longest == MIN_PROMPT_TOKENS
+    )
+    for left in (MIN_PROMPT_TOKENS + 1, 0):
         with pytest.raises(InvalidInputError, match="use a shorter prefix"):
             ModelTimes(adapter, fusor, range(256 - left))
 
@@ -343,7 +345,7 @@ def test_a_far_longer_prompt_is_timed_at_ratios_that_compute_few_tokens(monkeypa
     ratios: dict[PromptToTime, list[float]] = {}
     for prefill in of(made, PLAIN_POLICY):
         ratios.setdefault(replace(prefill, ratio=0.0), []).append(prefill.ratio)
-    far = PromptToTime(PLAIN_POLICY, FRESH, 5, 512)  # six times 512 tokens, in whole chunks
+    far = PromptToTime(PLAIN_POLICY, FRESH_TOKENS, 5, 512)  # six times 512 tokens, in whole chunks
     assert ratios.pop(far) == [0.0, 0.05, 0.15]
     assert list(ratios.values()) == [list(RATIOS)] * 2
     assert max(prompt.tokens for prompt in ratios) <= 512
@@ -357,7 +359,7 @@ def test_no_prompt_exceeds_the_context_or_the_limit(longest, context):
     for policy in (PLAIN_POLICY, SCOUT_POLICY, DEVIATION_POLICY):
         assert of(made, policy)
         for prefill in of(made, policy):
-            assert prefill.tokens <= min(context, max(FAR_TOKENS, longest))
+            assert prefill.tokens <= min(context, max(MAX_FAR_TOKENS, longest))
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ def test_counters_and_names_do_not_wait_for_a_store_that_is_busy(
     server: Live, engine, monkeypatch
 ) -> None:
     may_go_on = threading.Event()
-    monkeypatch.setattr(service, "BUSY_S", 0.01)
+    monkeypatch.setattr(service, "MAX_READ_WAIT_S", 0.01)
     monkeypatch.setattr(engine, "prometheus", lambda: str(may_go_on.wait()))
     with server.client(headers=WRITER) as client:
         for _ in range(4):  # more than there are threads

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from blendrag.serving.open_requests import ANSWERED, LATEST, OpenRequest, OpenRequests
+from blendrag.serving.open_requests import (
+    ANSWERED_WEIGHT,
+    LATEST_TURN_WEIGHT,
+    OpenRequest,
+    OpenRequests,
+)
 from clocks import Clock
 
 
@@ -46,17 +51,17 @@ def test_the_turn_of_a_request_begins_when_the_one_before_it_is_answered(request
     first, second = opened(requests, 0, 1)
     first.begun_at = 4
     second.begun_at = 10
-    assert ahead(requests, 10) == 2 * ANSWERED
+    assert ahead(requests, 10) == 2 * ANSWERED_WEIGHT
     first.has_ended = second.has_ended = True
     opened(requests, 10)
-    assert requests.turn_s == 4 + LATEST * (6 - 4)
+    assert requests.turn_s == 4 + LATEST_TURN_WEIGHT * (6 - 4)
     assert ahead(requests, 12) == pytest.approx(1 - 2 / requests.turn_s)
 
 
 def test_a_request_that_is_being_answered_counts_little_until_it_ends(requests):
     (request,) = opened(requests, 0)
     request.begun_at = 1
-    assert ahead(requests, 100) == ANSWERED
+    assert ahead(requests, 100) == ANSWERED_WEIGHT
     request.has_ended = True
     assert ahead(requests, 100) == 0
 

@@ -123,14 +123,14 @@ def _run(app: Any) -> None:
     except RuntimeError as exc:
         found = serve.status().applications.get(NAME)
         deployments = found.deployments.values() if found is not None else ()
-        told = "\n".join([str(exc), *(deployment.message for deployment in deployments)])
-        sentences = _SENTENCE.findall(told)
-        raise InvalidInputError(sentences[-1] if sentences else _last_line(told)) from exc
+        report = "\n".join([str(exc), *(deployment.message for deployment in deployments)])
+        sentences = _SENTENCE.findall(report)
+        raise InvalidInputError(sentences[-1] if sentences else _last_line(report)) from exc
 
 
-def _last_line(told: str) -> str:
+def _last_line(report: str) -> str:
     """What Serve says of a deployment that did not start for another reason."""
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
     return f"the replicas do not start: {lines[-1][:300]}; --verbose shows their logs"
 
 

@@ -98,11 +98,11 @@ def require_room(served: ServedCluster, cores: int) -> None:
     gpus = ray.cluster_resources().get("GPU", 0)
     has = {"--cpus-per-replica": (served.cpus_per_replica, cores, "cores"),
            "--gpus-per-replica": (served.gpus_per_replica * served.min_replicas, gpus, "GPUs")}  # fmt: skip
-    for name, (wanted, there, what) in has.items():
-        if wanted > there:
+    for name, (wanted, available, what) in has.items():
+        if wanted > available:
             raise InvalidInputError(
-                f"{name} asks for {wanted:g} {what}, and this machine has {there:g}; ask for fewer, or name "
-                "a cluster with RAY_ADDRESS"
+                f"{name} asks for {wanted:g} {what}, and this machine has {available:g}; ask for fewer, or "
+                "name a cluster with RAY_ADDRESS"
             )
 
 

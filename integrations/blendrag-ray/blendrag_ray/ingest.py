@@ -51,9 +51,9 @@ READ_BYTES = 256 << 10
 #: Memory that reading asks for; not what the next stage asks for, which keeps them apart.
 READ_MEMORY = 64 << 20
 #: Actors that may die in a row while they start.
-START_DEATHS = 100
+MAX_START_DEATHS = 100
 #: Workers on CPUs for each actor that embeds; on GPUs each has its own, with this many CPUs at most.
-EMBEDDED_WORKERS, EMBEDDER_CPUS = 4, 4
+WORKERS_PER_EMBEDDER, EMBEDDER_CPUS = 4, 4
 
 
 def ingest_on_ray(
@@ -146,7 +146,7 @@ class Share:
         if not gpus:
             sizes = range(1, max(cpus) + 1)
             each = max(size for size in sizes if sum(have // size for have in cpus) >= workers)
-            return cls(workers, each, 0.0, -(-workers // EMBEDDED_WORKERS), 0)
+            return cls(workers, each, 0.0, -(-workers // WORKERS_PER_EMBEDDER), 0)
         spare = sum(cpus) // workers - 1
         return cls(workers, 1, gpus, workers, max(0, min(EMBEDDER_CPUS, spare)))
 
@@ -185,7 +185,7 @@ def dataset_rows(ray: Any, plan: IngestPlan, share: Share, files: list[Row]) -> 
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.preserve_order = True
     context.target_max_block_size = BLOCK_BYTES
-    context.max_consecutive_actor_init_deaths = START_DEATHS
+    context.max_consecutive_actor_init_deaths = MAX_START_DEATHS
     here: dict[str, Any] = {}
     if len(ray.nodes()) > 1:  # the files may be on this machine only
         node = ray.get_runtime_context().get_node_id()

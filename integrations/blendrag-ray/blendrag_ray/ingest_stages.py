@@ -131,7 +131,7 @@ def read_file(row: Row) -> list[Row]:
     for document, size_bytes in documents:
         digest = digest_of(document)
         stored_digest, places = known.get(document.source, ("", ()))
-        made = {
+        fields = {
             "file": row["file"],
             "source": document.source,
             "title": document.title,
@@ -142,7 +142,7 @@ def read_file(row: Row) -> list[Row]:
             "characters": len(document.text),
             "places": json.dumps(places) if digest == stored_digest else "",
         }
-        rows.append(DOCUMENT | made)
+        rows.append(DOCUMENT | fields)
     end = {"failure": failure, "warnings": json.dumps(damage_of(documents))}
     return [*rows, DOCUMENT | {"file": row["file"]} | end]
 
@@ -285,9 +285,9 @@ class EncodeChunks:
 
     @cached_property
     def _kv(self) -> KVNamespace:
-        made = self._plan.open()
-        self._open.callback(made.close)
-        return made
+        kv = self._plan.open()
+        self._open.callback(kv.close)
+        return kv
 
     @cached_property
     def _writer(self) -> KVWriter:

@@ -29,15 +29,15 @@ from blendrag_ray.settings import ServedCluster
 log = logging.getLogger(__name__)
 
 #: Replicas that a request is sent to, one after another, if they end before they have sent anything.
-TRIES = 3
+MAX_REPLICAS_TRIED = 3
 METRICS_S = 5.0
 #: Requests that would change the corpus of one node.
-CHANGES = {("POST", "/v1/ingest"), ("DELETE", "/v1/documents")}
-UNCHANGED = (
+CHANGING_ROUTES = {("POST", "/v1/ingest"), ("DELETE", "/v1/documents")}
+CHANGES_REFUSED = (
     "replicas do not change documents; use blendrag ingest and blendrag remove on the store, and with a "
     "remote blendrag store publish, which the replicas follow"
 )
-LOST = "the replica that answered ended; send the request again"
+REPLICA_LOST = "the replica that answered ended; send the request again"
 
 
 class Ingress:
@@ -59,8 +59,8 @@ class Ingress:
         return _ThroughApp(self._door)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (scope["method"], scope["path"]) in CHANGES:
-            return await Refusal(403, UNCHANGED).response()(scope, receive, send)
+        if (scope["method"], scope["path"]) in CHANGING_ROUTES:
+            return await Refusal(403, CHANGES_REFUSED).response()(scope, receive, send)
         if scope["path"] == "/metrics":
             return await (await self._metrics())(scope, receive, send)
         return await self._forward(scope, receive, send)
@@ -74,8 +74,8 @@ class Ingress:
             )
         except TimeoutError:
             texts = []
-        told: dict[str, str] = dict(each for each in texts if isinstance(each, tuple))
-        return PlainTextResponse(joined(told), media_type=EXPOSITION)
+        by_replica: dict[str, str] = dict(each for each in texts if isinstance(each, tuple))
+        return PlainTextResponse(joined(by_replica), media_type=EXPOSITION)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive())["body"]  # AccessControlMiddleware has read all of it
@@ -83,10 +83,10 @@ class Ingress:
         request = WholeRequest.of(scope, body)
         reply = Relayed(send)
         try:
-            for _ in range(TRIES):
+            for _ in range(MAX_REPLICAS_TRIED):
                 if await self._is_answered(request, chunks, reply):
                     return
-            raise Refusal(503, LOST)
+            raise Refusal(503, REPLICA_LOST)
         except BackPressureError:
             refusal = Refusal(
                 429,
@@ -118,7 +118,7 @@ class Ingress:
                 return False
             if not reply.is_stream:
                 raise
-            await reply.fail(json.dumps(Refusal(503, LOST).fields).encode())
+            await reply.fail(json.dumps(Refusal(503, REPLICA_LOST).fields).encode())
         return True
 
     def _chunks_of(self, body: bytes) -> dict[str, int]:

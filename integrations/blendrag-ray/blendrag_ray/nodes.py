@@ -57,8 +57,10 @@ def on_every_node(check: Callable[[], Any]) -> list[Any]:
             check_versions(expected)
             return check()
         except BlendragError as error:
-            told = str(error)
-            return InvalidInputError(told if told.startswith("node ") else f"{_here()}: {told}")
+            message = str(error)
+            return InvalidInputError(
+                message if message.startswith("node ") else f"{_here()}: {message}"
+            )
 
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     begun = [

@@ -24,7 +24,7 @@ from blendrag_ray.forwarding import WholeRequest
 from blendrag_ray.routing import QUEUED_SHARE, choose_replica
 
 #: A chunk on the node's disk counts this much of one in the replica's memory.
-DISK_WORTH = 0.75
+DISK_SCORE = 0.75
 #: Seconds between two reports of a replica, and for which a request's chunks count as held without one.
 REPORT_S, ASSUMED_S = 2.0, 6.0
 #: Most chunks that are assumed, per replica.
@@ -75,12 +75,12 @@ class ReplicaLoad:
 
     def resident_tokens(self, chunks: Chunks, now: float) -> float:
         """Tokens whose KV need not be read from the remote; a token has the same bytes in every chunk."""
-        return sum(tokens * self._worth(key, now) for key, tokens in chunks.items())
+        return sum(tokens * self._score_of(key, now) for key, tokens in chunks.items())
 
-    def _worth(self, key: str, now: float) -> float:
+    def _score_of(self, key: str, now: float) -> float:
         if self.assumed.holds(key, now) or holds(self.report.get(MEMORY, b""), key):
             return 1.0
-        return DISK_WORTH if holds(self.report.get(DISK, b""), key) else 0.0
+        return DISK_SCORE if holds(self.report.get(DISK, b""), key) else 0.0
 
 
 def chosen(

@@ -28,8 +28,8 @@ def choose_replica(
 ) -> int:
     """The index of the replica with the highest score; of equals, the least busy one, or one at random."""
     ranks = [
-        (score(there, queue, queued_bytes), -queue)
-        for there, queue in zip(resident_bytes, queues, strict=True)
+        (score(resident, queue, queued_bytes), -queue)
+        for resident, queue in zip(resident_bytes, queues, strict=True)
     ]
     best = max(ranks)
     return random.choice([i for i, each in enumerate(ranks) if each == best])

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message
 from blendrag.serving.open_requests import OpenRequest
 from blendrag_ray.exposition import joined
 from blendrag_ray.forwarding import Relayed, WholeRequest, answered
-from blendrag_ray.ingress import TRIES, Ingress
+from blendrag_ray.ingress import MAX_REPLICAS_TRIED, Ingress
 from blendrag_ray.nodes import versions
 from blendrag_ray.settings import ServedCluster
 from server.live import CHAT, HELLO
@@ -117,7 +117,7 @@ async def test_the_router_learns_only_from_computed_answers(asking):
 
 
 async def test_a_replica_that_ends_before_it_answers_is_replaced(asking):
-    replicas = Replicas(*[dies_after()] * (TRIES - 1), echo)
+    replicas = Replicas(*[dies_after()] * (MAX_REPLICAS_TRIED - 1), echo)
     assert (await asking(replicas).post("/v1/x")).status_code == 200
     reply = await asking(Replicas(dies_after())).post("/v1/x")
     assert reply.status_code == 503

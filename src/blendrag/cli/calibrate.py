@@ -57,14 +57,14 @@ def calibrate(
             def show(race: Race, done: float) -> None:
                 interrupt.expect("the prompts measured so far were used", grace_s=10.0)
                 left = ", ".join(f"{name} {race.kl(name):.3g}" for name in race.policies)
-                line.show(f"prompt {len(race.rows)}, KL: {left}", round(100 * done), 100)
+                line.show(f"prompt {len(race.kls)}, KL: {left}", round(100 * done), 100)
 
             report = engine.calibrate(sample, show)
         if json:
             print_json(report.as_dict())
         else:
             echo(*report.conclusion.splitlines())
-            echo(f"{len(report.race.rows)} prompts in {duration(report.seconds)}")
+            echo(f"{len(report.race.kls)} prompts in {duration(report.seconds)}")
     return interrupted() if report.interrupted else DONE
 
 

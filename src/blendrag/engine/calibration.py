@@ -91,7 +91,7 @@ class CalibrationReport:
 
     @property
     def conclusion(self) -> str:
-        found, prompts = self.calibration, len(self.race.rows)
+        found, prompts = self.calibration, len(self.race.kls)
         if found is None:
             return (
                 f"{prompts} prompts are too few to choose a policy, and nothing was kept; measure more with "
@@ -113,7 +113,7 @@ class CalibrationReport:
     def as_dict(self) -> dict[str, Any]:
         return {
             "calibration": asdict(self.calibration) if self.calibration else None,
-            "rows": self.race.rows,
+            "rows": self.race.kls,
             "seconds": self.seconds,
             "interrupted": self.interrupted,
             "conclusion": self.conclusion,
@@ -155,11 +155,11 @@ def calibrate(
             race.narrow(done(measured))
             row = _deviations(kv, scheduler, controller, prompt, race.policies, options.ratio)
             if row:
-                race.rows.append(row)
+                race.kls.append(row)
                 watch(race, min(1.0, done(measured + 1)))
     except KeyboardInterrupt:
         interrupted = True
-    if not race.rows and not interrupted:
+    if not race.kls and not interrupted:
         raise InvalidInputError(
             f"store {kv.root} holds no KV of {adapter.model_id} that could be blended; expected an "
             "ingested corpus, ingest it with this model first"

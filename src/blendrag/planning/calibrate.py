@@ -33,7 +33,7 @@ from blendrag.text.prompt import SegmentedPrompt
 # -- sample: questions over chunks of the user's corpus -------------------------------------------
 
 #: Chunks of a document taken together: one and those before it, to which it may refer.
-RUN = 3
+RUN_CHUNKS = 3
 #: Longest subject of a question.
 SUBJECT_CHARS = 60
 _PUNCTUATION = re.compile(r"[^\w\s'-]+")
@@ -91,10 +91,10 @@ def _chunks_to_ask_about(
 
 def sample_questions(questions: Sequence[str], prompts: int) -> list[str]:
     """At most ``prompts`` of ``questions``, drawn at random, each once."""
-    asked = list(dict.fromkeys(question.strip() for question in questions if question.strip()))
-    if not asked:
+    distinct = list(dict.fromkeys(question.strip() for question in questions if question.strip()))
+    if not distinct:
         raise InvalidInputError("there is no question to calibrate on; expected one a line")
-    return random.Random("calibrate").sample(asked, min(prompts, len(asked)))
+    return random.Random("calibrate").sample(distinct, min(prompts, len(distinct)))
 
 
 def question_about(text: str) -> str:
@@ -111,7 +111,7 @@ def question_about(text: str) -> str:
 
 def _run(chunks: Sequence[Chunk], last: int, at_most: int) -> list[str]:
     """A chunk of a document and those before it."""
-    return [chunk.text for chunk in chunks[: last + 1][-min(RUN, at_most) :]]
+    return [chunk.text for chunk in chunks[: last + 1][-min(RUN_CHUNKS, at_most) :]]
 
 
 # -- measure: deviation from full prefill ---------------------------------------------------------
@@ -119,10 +119,10 @@ def _run(chunks: Sequence[Chunk], last: int, at_most: int) -> list[str]:
 #: Answer tokens compared. Policies differ little in the first ones.
 ANSWER_TOKENS = 16
 #: The largest deviation: means and errors stay finite.
-WORST = 1e3
+MAX_KL = 1e3
 REUSE = "reuse"
 #: The best on every pretrained model measured.
-CONSTANT = Schedule("constant")
+CONSTANT_SCHEDULE = Schedule("constant")
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def deviation(
     :class:`SpanCorruptError`.
     """
     prompt, adapter = expected.prompt, fusor.adapter
-    plan = controller.plan(prompt, "blend", Blending(make_policy(policy), CONSTANT, ratio))
+    plan = controller.plan(prompt, "blend", Blending(make_policy(policy), CONSTANT_SCHEDULE, ratio))
     try:
         request = plan.request(len(prompt.ids))
         if not request.candidates:
@@ -181,11 +181,11 @@ def deviation(
 
 
 def divergence(full: torch.Tensor, blended: torch.Tensor) -> float:
-    """Mean KL of ``[T, V]`` log probabilities, in nats per token; :data:`WORST` if it is not a number."""
+    """Mean KL of ``[T, V]`` log probabilities, in nats per token; :data:`MAX_KL` if it is not a number."""
     parts = full.exp() * (full - blended)
     parts = parts.masked_fill(full == -math.inf, 0.0)  # 0 · log 0 counts as 0
     mean = float(parts.sum(-1).mean())
-    return min(max(0.0, mean), WORST) if math.isfinite(mean) else WORST
+    return min(max(0.0, mean), MAX_KL) if math.isfinite(mean) else MAX_KL
 
 
 def _logits(adapter: ModelAdapter, ids: Sequence[int], cache: Any, keep: int) -> torch.Tensor:
@@ -203,7 +203,7 @@ CANDIDATES = ("query(33-67)", "query(0-100)", "query+hkvd", "hkvd", "blend")
 #: Candidates left from these parts of the calibration on. The last one is checked on the remaining prompts.
 ROUNDS = ((1 / 8, 2), (3 / 8, 1))
 #: The fewest prompts of a check.
-MIN_CHECKED = 4
+MIN_CHECK_PROMPTS = 4
 
 
 @dataclass
@@ -212,7 +212,7 @@ class Race:
     that are left, the best first once some were dropped."""
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
-    rows: list[dict[str, float]] = field(default_factory=list)
+    kls: list[dict[str, float]] = field(default_factory=list)
     chosen_by: int = 0
     """Prompts on which the candidates left were chosen; the later ones check the first of them."""
 
@@ -224,18 +224,18 @@ class Race:
     def narrow(self, done: float) -> None:
         """Drop the worst candidates, if it is time: ``done`` is the part of the calibration that is over."""
         left = min((left for part, left in ROUNDS if done >= part), default=len(CANDIDATES))
-        if self.rows and left < len(self.candidates):
+        if self.kls and left < len(self.candidates):
             self.candidates = sorted(self.candidates, key=self.kl)[:left]
-            self.chosen_by = len(self.rows)
+            self.chosen_by = len(self.kls)
 
     def kl(self, policy: str) -> float:
         """Mean over the prompts."""
-        return statistics.fmean(row[policy] for row in self.rows)
+        return statistics.fmean(prompt[policy] for prompt in self.kls)
 
     def result(self, ratio: float) -> Calibration | None:
         """``None`` if too few prompts were measured."""
-        check = self.rows[self.chosen_by :]
-        if not self.chosen_by or len(check) < MIN_CHECKED:
+        check = self.kls[self.chosen_by :]
+        if not self.chosen_by or len(check) < MIN_CHECK_PROMPTS:
             return None
         return Calibration.of(DEFAULT_POLICY, self.candidates[0], ratio, check)
 
@@ -275,10 +275,12 @@ class Calibration:
 
     @classmethod
     def of(
-        cls, default: str, candidate: str, ratio: float, rows: Sequence[Mapping[str, float]]
+        cls, default: str, candidate: str, ratio: float, kls: Sequence[Mapping[str, float]]
     ) -> Calibration:
         """From the KL of each policy on each prompt of the check, of which there are two or more."""
-        own, other, reuse = ([row[name] for row in rows] for name in (candidate, default, REUSE))
+        own, other, reuse = (
+            [prompt[name] for prompt in kls] for name in (candidate, default, REUSE)
+        )
         gains = [worse - better for worse, better in zip(other, own, strict=True)]
         own_kl, other_kl, reuse_kl, gain = map(statistics.fmean, (own, other, reuse, gains))
         error = statistics.stdev(gains) / math.sqrt(len(gains))

@@ -19,9 +19,9 @@ HIDDEN_SLACK, HIDDEN_SHARE = 0.03, 0.5
 #: Computing what could be loaded must make the prompt faster by this share: estimates are no more precise.
 MIN_SPEEDUP_SHARE = 0.1
 #: Step between the ratios that are tried.
-STEP = 0.01
+RATIO_STEP = 0.01
 #: Error of a sum of times, as a share of it.
-ROUNDING = 1e-9
+TIME_ROUNDING = 1e-9
 
 #: ``at(estimate, ratio)``: the forecast with what a policy recomputes at that ratio.
 At = Callable[[LoadEstimate, float], Forecast]
@@ -58,7 +58,7 @@ def choose(estimator: Estimator, at: At, min_ratio: float, budgeted: bool) -> Ch
         chosen = at(estimate, ratio)
         if ratio <= min_ratio:
             why = "the smallest that keeps quality; more would not hide behind the load"
-        elif chosen.compute_s - least.compute_s <= 2 * ROUNDING * least.ttft_s:
+        elif chosen.compute_s - least.compute_s <= 2 * TIME_ROUNDING * least.ttft_s:
             why = "the largest that is computed in no more time than the smallest"
         else:
             why = "the largest whose recompute hides behind the load"
@@ -104,9 +104,9 @@ def _largest_ratio(at: Callable[[float], Forecast], least: Forecast, min_ratio: 
     """
 
     def stepped(steps: int) -> float:
-        return min(1.0, min_ratio + steps * STEP)
+        return min(1.0, min_ratio + steps * RATIO_STEP)
 
-    low, high = 0, math.ceil((1 - min_ratio) / STEP)
+    low, high = 0, math.ceil((1 - min_ratio) / RATIO_STEP)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if _hides(at(stepped(middle)), least) else (low, middle - 1)
@@ -115,6 +115,6 @@ def _largest_ratio(at: Callable[[float], Forecast], least: Forecast, min_ratio: 
 
 def _hides(more: Forecast, least: Forecast) -> bool:
     """Whether ``more`` recompute costs no time over the least."""
-    longer = more.ttft_s - least.ttft_s - ROUNDING * least.ttft_s
+    longer = more.ttft_s - least.ttft_s - TIME_ROUNDING * least.ttft_s
     shown = (1 - HIDDEN_SHARE) * (more.compute_s - least.compute_s)
     return longer <= HIDDEN_SLACK * least.ttft_s and longer <= shown

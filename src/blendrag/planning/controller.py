@@ -43,7 +43,7 @@ LEADING_MAX_TOKENS = 4096
 REMOTE_WAIT_SHARE = 0.05
 MIN_REMOTE_WAIT_S = 0.02
 #: Loading from the remote and blending must take at most this share of computing.
-WORTHWHILE = 0.9
+MAX_REMOTE_SHARE = 0.9
 #: The remote may take this many times as long as its first bytes promise.
 REMOTE_SLOWDOWN_ALLOWED = 2.0
 
@@ -90,7 +90,7 @@ class Controller:
     """Whether prompts have LongRoPE's table for long ones, and KV of it is loaded."""
     undated_ids: tuple[int, ...] = ()
     """Beginning of ``prefix_ids`` that is stored by itself, because the rest changes from day to day."""
-    _asked: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stored: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Whether the store had a key when it was asked."""
 
     def plan(
@@ -140,21 +140,23 @@ class Controller:
         """The whole chunks in ``prompt`` from ``start`` on that no tier has, each once. Opens nothing."""
         chunks = (s for s in prompt.chunks if s.complete and s.position >= start)
         whole = {MissingKV.of(segment): segment for segment in chunks}
-        there = self._there(prompt)
-        return [each for each, segment in whole.items() if self._place(segment)[1] not in there]
+        stored_keys = self._stored_keys(prompt)
+        return [
+            each for each, segment in whole.items() if self._place(segment)[1] not in stored_keys
+        ]
 
     def rows(
         self, prompt: SegmentedPrompt, mode: Mode, blending: Blending, start: int, end: int
     ) -> float:
         """Rows per layer that a request computes for its tokens ``[start, end)`` by what is stored."""
         fresh, blended, chunks = end - start, 0, 0
-        there = self._there(prompt)
+        stored_keys = self._stored_keys(prompt)
         for segment in prompt.chunks:
             tokens = min(segment.end, end) - max(segment.position, start)
             exact = self._is_exact(segment, prompt)
             if tokens <= 0 or not (exact or mode == "blend"):
                 continue
-            if self._place(segment)[1] in there:
+            if self._place(segment)[1] in stored_keys:
                 fresh -= tokens
                 blended += tokens * (not exact)
                 chunks += not exact
@@ -170,15 +172,15 @@ class Controller:
         split = (s.position for s in prompt.chunks if s.position < end < min(s.end, last))
         return next(split, end)
 
-    def _there(self, prompt: SegmentedPrompt) -> set[str]:
+    def _stored_keys(self, prompt: SegmentedPrompt) -> set[str]:
         """Keys of its chunks that the store has."""
         places = set(map(self._place, prompt.chunks))
         for namespace in {namespace for namespace, _ in places}:
             keys = {key for within, key in places if within == namespace}
-            if new := keys - self._asked.keys():
-                there = self.store.where(namespace, new)
-                self._asked.update((key, key in there) for key in new)
-        return {key for _, key in places if self._asked[key]}
+            if new := keys - self._stored.keys():
+                found = self.store.where(namespace, new)
+                self._stored.update((key, key in found) for key in new)
+        return {key for _, key in places if self._stored[key]}
 
     def _is_exact(self, segment: Segment, prompt: SegmentedPrompt) -> bool:
         """Whether the chunk directly follows the prefix that it was encoded with."""
@@ -292,7 +294,7 @@ class Controller:
         )
         loading_s = expected_load_s(readers)
         share = self._scouted_share(plan)
-        if blended_s(loading_s, recomputing_s, share) <= WORTHWHILE * computing_s:
+        if blended_s(loading_s, recomputing_s, share) <= MAX_REMOTE_SHARE * computing_s:
             readers[0].allow(REMOTE_SLOWDOWN_ALLOWED * loading_s)
             request_ahead(readers)
             return plan

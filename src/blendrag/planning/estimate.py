@@ -186,16 +186,16 @@ class LoadEstimate:
 
 def arrivals(reads: Sequence[float], copies: Sequence[float]) -> list[float]:
     """When each layer's KV is in place: copied after it was read and after the copy before."""
-    done, there = 0.0, []
+    done, arrived = 0.0, []
     for read, copy in zip(accumulate(reads), copies, strict=True):
         done = max(read, done) + copy
-        there.append(done)
-    return there
+        arrived.append(done)
+    return arrived
 
 
 def finish(arrived: Sequence[float], computes: Sequence[float]) -> float:
     """When the last layer is computed: each after it arrived and after the layer before."""
     done = 0.0
-    for there, compute in zip(arrived, computes, strict=True):
-        done = max(done, there) + compute
+    for arrival, compute in zip(arrived, computes, strict=True):
+        done = max(done, arrival) + compute
     return done

@@ -43,25 +43,25 @@ Watch = Callable[[str, int, int], None]
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 #: Shortest prompt that is timed, of a model that takes no longer one.
-SHORTEST = 64
+MIN_PROMPT_TOKENS = 64
 #: No length is timed after one that takes this long, but at least so many lengths are.
-LONG_S, LEAST_LENGTHS = 2.0, 2
+MAX_PREFILL_S, MIN_LENGTHS = 2.0, 2
 #: With no more lengths than these the quadratic term of the prefill is taken from the layers.
-FEW = 3
+MAX_LENGTHS_WITHOUT_PAIR_TERM = 3
 #: How often every prefill is timed, and the least if that takes longer than this.
-ROUNDS, LEAST_ROUNDS, ROUNDS_S = 6, 4, 75.0
+ROUNDS, MIN_ROUNDS, MAX_ROUNDS_S = 6, 4, 75.0
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
 USUAL_RATIO = 0.15
-FRESH = 24
+FRESH_TOKENS = 24
 #: Fresh tokens of the scout passes that are timed.
-QUESTIONS = (16, 64, 256)
+SCOUTED_FRESH_TOKENS = (16, 64, 256)
 STOCK = "prefill"
 #: Policies that recompute rows and nothing else, that need deviations, and whose scout pass runs through all
 #: layers.
 PLAIN_POLICY, DEVIATION_POLICY, SCOUT_POLICY = "random", "hkvd", "blend"
 #: The longest prompt, in longest stock prefills and in tokens: requests compute few rows that see many keys.
-FAR, FAR_TOKENS = 6, 8192
+FAR_PROMPT_LENGTHS, MAX_FAR_TOKENS = 6, 8192
 
 
 #: Tokens and seconds of the prefill that tells how fast this machine computes, where nothing was measured.
@@ -118,7 +118,7 @@ class Measure:
         model. Takes half a minute for a small model, two for a large one."""
         began = time.monotonic()
         device, longest, chunk = self._adapter.device, self._times.longest, self._chunk_tokens
-        lengths = [n for n in LENGTHS if n <= longest] or [SHORTEST]
+        lengths = [n for n in LENGTHS if n <= longest] or [MIN_PROMPT_TOKENS]
         timed = ROUNDS * len(prefills_to_time(lengths, longest, chunk))
         self._steps = 2 + (root is not None) + len(directories) + len(lengths) + timed
         kvs = self._chunks()
@@ -160,8 +160,8 @@ class Measure:
         """A long chunk and a short one, as the store keeps them."""
         self._step("encoding a chunk")
         lengths = (self._chunk_tokens, max(8, self._chunk_tokens // 8))
-        made = [self._run(partial(self._times.chunk, n)) for n in lengths]
-        return [replace(kv, layout=self._layout) for kv in made]
+        encoded = [self._run(partial(self._times.chunk, n)) for n in lengths]
+        return [replace(kv, layout=self._layout) for kv in encoded]
 
     def _directory_tiers(self, directories: Sequence[Path], kvs: Sequence[ChunkKV]) -> list[Tier]:
         tiers: list[Tier] = []
@@ -182,7 +182,7 @@ class Measure:
             stock = PromptToTime(STOCK, tokens)
             self._step(str(stock))
             # the next is twice as long and takes more than twice the time
-            if len(bearable) < LEAST_LENGTHS or took_s <= LONG_S / 2:
+            if len(bearable) < MIN_LENGTHS or took_s <= MAX_PREFILL_S / 2:
                 if not bearable:
                     self._time(stock)  # warms up
                 took_s = self._time(stock).total_s
@@ -197,7 +197,7 @@ class Measure:
         began = time.monotonic()
         for number in range(ROUNDS):
             expected_s = (time.monotonic() - began) * (number + 1) / max(number, 1)
-            if number >= LEAST_ROUNDS and expected_s > ROUNDS_S:
+            if number >= MIN_ROUNDS and expected_s > MAX_ROUNDS_S:
                 break
             for prefill, timed in runs.items():
                 self._step(str(prefill))
@@ -254,19 +254,25 @@ def prefills_to_time(lengths: Sequence[int], longest: int, chunk_tokens: int) ->
     """Stock prefills of ``lengths``; blended ones over two such prompts at any ratio, and over a far longer
     one at ratios that compute no more tokens. No prompt exceeds ``longest``."""
     most = lengths[-1]
-    chunk = min(chunk_tokens, max(8, (most - FRESH) // 4))
-    chunks = max(2, (most - FRESH) // chunk)
-    far_chunks = max(1, (min(FAR * most, FAR_TOKENS, longest) - FRESH) // chunk_tokens)
-    prompts = [PromptToTime(PLAIN_POLICY, FRESH, n, chunk) for n in (chunks, max(1, chunks // 2))]
+    chunk = min(chunk_tokens, max(8, (most - FRESH_TOKENS) // 4))
+    chunks = max(2, (most - FRESH_TOKENS) // chunk)
+    far_chunks = max(
+        1, (min(FAR_PROMPT_LENGTHS * most, MAX_FAR_TOKENS, longest) - FRESH_TOKENS) // chunk_tokens
+    )
+    prompts = [
+        PromptToTime(PLAIN_POLICY, FRESH_TOKENS, n, chunk) for n in (chunks, max(1, chunks // 2))
+    ]
     plain = [replace(prompt, ratio=ratio) for prompt in prompts for ratio in RATIOS]
-    far = PromptToTime(PLAIN_POLICY, FRESH, far_chunks, chunk_tokens)
+    far = PromptToTime(PLAIN_POLICY, FRESH_TOKENS, far_chunks, chunk_tokens)
     if far.tokens > prompts[0].tokens:
         prompts.insert(0, far)
-        plain += [replace(far, ratio=r) for r in RATIOS if FRESH + r * far.candidates <= most]
+        plain += [
+            replace(far, ratio=r) for r in RATIOS if FRESH_TOKENS + r * far.candidates <= most
+        ]
     scouts = [
         replace(prompt, policy=SCOUT_POLICY, fresh=max(1, min(n, longest - prompt.candidates)))
         for prompt in prompts[:2]
-        for n in QUESTIONS
+        for n in SCOUTED_FRESH_TOKENS
     ]
     peeks = [replace(each, policy=DEVIATION_POLICY, ratio=USUAL_RATIO) for each in prompts[-2:]]
     return [*(PromptToTime(STOCK, n) for n in lengths), *plain, *scouts, *peeks]
@@ -297,7 +303,7 @@ def figures(timed: Mapping[PromptToTime, Timed], layers: int) -> dict[str, Any]:
     if layers > 1:
         layer = fit(p.point((t.first_pass_s - t.last_layer_s) / (layers - 1)) for p, t in plain)
     # A few lengths do not separate what is linear in the length from what is quadratic.
-    pair_s = layers * layer.pair_s if len(stock) <= FEW else None
+    pair_s = layers * layer.pair_s if len(stock) <= MAX_LENGTHS_WITHOUT_PAIR_TERM else None
     peeks = [
         _peek_s(prefill, times, timed[replace(prefill, policy=PLAIN_POLICY)], layer)
         for prefill, times in by_policy[DEVIATION_POLICY]
@@ -331,10 +337,11 @@ class ModelTimes:
         limits = (adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
         self.longest = min(limits) - len(self._prefix_ids) - 2
         """Tokens of the longest prompt that can be blended and answered with one token."""
-        if self.longest < SHORTEST:
+        if self.longest < MIN_PROMPT_TOKENS:
             raise InvalidInputError(
                 f"{adapter.model_id} takes prompts of {self.longest} tokens after the corpus's prefix, "
-                f"expected {SHORTEST} or more to measure; use a shorter prefix or a model of a longer context"
+                f"expected {MIN_PROMPT_TOKENS} or more to measure; use a shorter prefix or a model of a "
+                "longer context"
             )
 
     def chunk(self, tokens: int) -> ChunkKV:

@@ -62,8 +62,8 @@ def choose_storage(
     """The cheapest device that adds no latency to a usual prompt of ``chunks`` chunks at ``ratio``."""
 
     def rated(device: Device) -> RatedDevice:
-        there = replace(profile, tiers=(Tier(DISK, device.bytes_per_s),))
-        estimate, counts = usual_estimate(there, policy, ratio, chunks)
+        on_device = replace(profile, tiers=(Tier(DISK, device.bytes_per_s),))
+        estimate, counts = usual_estimate(on_device, policy, ratio, chunks)
         predicted, waiting_s = estimate.at(counts), estimate.waiting_s(counts)
         allowed_s = estimate.first_load_s(counts) + HIDDEN_SLACK * predicted.compute_s
         cost = corpus_bytes / 1e9 * device.price_per_gb_month

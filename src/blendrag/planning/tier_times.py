@@ -135,13 +135,13 @@ def measure_device(device: torch.device) -> float | None:
     """Bytes per second from pinned host memory to ``device``; ``None`` if that is the host."""
     if device.type != "cuda":
         return None
-    there = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
-    here = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    on_host = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
     times = []
     for _ in range(1 + ROUNDS):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        there.copy_(here, non_blocking=True)
+        on_device.copy_(on_host, non_blocking=True)
         torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
     return COPIED_BYTES / statistics.median(times[1:])
@@ -212,8 +212,8 @@ def scratch_directory(directory: Path, option: str) -> Iterator[Path]:
         for left in directory.glob(f"{SCRATCH}*"):
             if _is_left(left):
                 shutil.rmtree(left, ignore_errors=True)
-        made = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=directory))
-        fd = os.open(made, DIRECTORY)
+        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=directory))
+        fd = os.open(scratch, DIRECTORY)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         raise InvalidInputError(
@@ -221,9 +221,9 @@ def scratch_directory(directory: Path, option: str) -> Iterator[Path]:
             f"be timed; choose another {option}"
         ) from exc
     try:
-        yield made
+        yield scratch
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
         os.close(fd)
 
 

@@ -30,7 +30,7 @@ GUARDED = "/v1"
 #: Ends of names that no web site has, because the public DNS never holds them: RFC 6761 (localhost), RFC 6762
 #: (local, which only machines of the same network answer for), RFC 8375 (home.arpa) and internal, which ICANN
 #: reserved for private use. So no site of the internet can point such a name to 127.0.0.1.
-LOCAL_ENDS = (".localhost", ".local", ".internal", ".home.arpa")
+LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _WRITE = "write"
 
@@ -130,7 +130,12 @@ def check_host(scope: Scope, host: str, allowed: Collection[str] = ()) -> None:
     address, _ = scope.get("server") or ("", None)
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     name = name.strip("[]").rstrip(".").lower()
-    if not is_loopback(address) or "." not in name or name.endswith(LOCAL_ENDS) or name in allowed:
+    if (
+        not is_loopback(address)
+        or "." not in name
+        or name.endswith(LOCAL_SUFFIXES)
+        or name in allowed
+    ):
         return
     try:
         ipaddress.ip_address(name)

@@ -303,9 +303,9 @@ def _form(body: Generating, engine: BlendEngine) -> Mapping[str, Any] | None:
     given: dict[str, dict[str, Any]] = {}
     if body.response_format is not None:
         given["response_format"] = dict(body.response_format)
-    asked = {f"guided_{name}": getattr(body, f"guided_{name}") for name in _GUIDED}
-    asked |= {f"structured_outputs.{n}": v for n, v in (body.structured_outputs or {}).items()}
-    for field, value in asked.items():
+    requested = {f"guided_{name}": getattr(body, f"guided_{name}") for name in _GUIDED}
+    requested |= {f"structured_outputs.{n}": v for n, v in (body.structured_outputs or {}).items()}
+    for field, value in requested.items():
         name = field.removeprefix("guided_").removeprefix("structured_outputs.")
         if value is None or (name == "json_object" and value is False):
             continue

@@ -48,8 +48,8 @@ async def chat_completion(service: Service, body: ChatBody) -> Fields:
                 "finish_reason": finish_reason(answer, index, reply),
             }
         )
-    about = blendrag_fields(answer, served.sources)
-    return _envelope(service).whole(choices, [answer], blendrag=about)
+    blending = blendrag_fields(answer, served.sources)
+    return _envelope(service).whole(choices, [answer], blendrag=blending)
 
 
 async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields | None, None]:
@@ -96,8 +96,8 @@ def _ending(envelope: Envelope, served: ServedRequest, answer: Answer) -> Iterat
         if (likely := chat_logprobs(answer)) is not None:
             yield envelope.chunk([_delta(index, {}, logprobs=likely)])
         last = _delta(index, {}, finish_reason=finish_reason(answer, index, parsed))
-        about = {} if index else {"blendrag": blendrag_fields(answer, served.sources)}
-        yield envelope.chunk([last], **about)
+        extra = {} if index else {"blendrag": blendrag_fields(answer, served.sources)}
+        yield envelope.chunk([last], **extra)
 
 
 def _delta(index: int, fields: Fields, **more: Any) -> Fields:

@@ -51,9 +51,9 @@ async def completion(service: Service, body: CompletionBody) -> Fields:
         for text, reason in zip(answer.texts, answer.finish_reasons, strict=True)
     ]
     choices = [_choice(index, text, **ending) for index, (text, ending) in enumerate(ends)]
-    about: Any = [blendrag_fields(answer) for answer in answers]
+    blending: Any = [blendrag_fields(answer) for answer in answers]
     return _envelope(service).whole(
-        choices, answers, blendrag=about if len(about) > 1 else about[0]
+        choices, answers, blendrag=blending if len(blending) > 1 else blending[0]
     )
 
 
@@ -83,8 +83,8 @@ async def completion_chunks(
                     "finish_reason": answer.finish_reasons[index],
                     "logprobs": _logprobs(answer),
                 }
-                about = {} if index else {"blendrag": blendrag_fields(answer)}
-                yield envelope.chunk([_choice(index, rest, **ending)], **about)
+                extra = {} if index else {"blendrag": blendrag_fields(answer)}
+                yield envelope.chunk([_choice(index, rest, **ending)], **extra)
             if body.includes_usage:
                 yield envelope.chunk([], usage=usage([answer]))
 

@@ -59,12 +59,12 @@ class CrossOriginMiddleware(CORSMiddleware):
     def preflight_response(self, request_headers: Headers) -> Response:
         """What Starlette answers, as 204 without a body or an error object. A page of an allowed origin may
         ask a server of the browser's own machine or network."""
-        asked = MutableHeaders(raw=list(request_headers.raw))
-        is_private = _PRIVATE_NETWORK in asked
-        del asked[_PRIVATE_NETWORK]  # Starlette before 0.51 ignores it, later ones refuse it
-        made = super().preflight_response(asked)
-        if made.status_code != 200:
-            origin, method = asked["origin"], asked["access-control-request-method"]
+        headers = MutableHeaders(raw=list(request_headers.raw))
+        is_private = _PRIVATE_NETWORK in headers
+        del headers[_PRIVATE_NETWORK]  # Starlette before 0.51 ignores it, later ones refuse it
+        response = super().preflight_response(headers)
+        if response.status_code != 200:
+            origin, method = headers["origin"], headers["access-control-request-method"]
             why = f"pages of {quoted(origin)} may not ask this server; start it with --cors-origin"
             if self.is_allowed_origin(origin):
                 why = f"{quoted(method)} is no method of this server; use {', '.join(self.allow_methods)}"
@@ -72,7 +72,9 @@ class CrossOriginMiddleware(CORSMiddleware):
                 403, why, code="origin_not_allowed", headers={"Vary": "Origin"}
             ).response()
         kept = {
-            name: value for name, value in made.headers.items() if not name.startswith("content-")
+            name: value
+            for name, value in response.headers.items()
+            if not name.startswith("content-")
         }
         if is_private:
             kept["Access-Control-Allow-Private-Network"] = "true"

@@ -73,8 +73,8 @@ class Refusal(BlendragError):
 
     @property
     def fields(self) -> dict[str, Any]:
-        about = {"type": _type_of(self.status), "param": self.param, "code": self.code}
-        return {"error": {"message": printable(str(self)), **about}}
+        attributes = {"type": _type_of(self.status), "param": self.param, "code": self.code}
+        return {"error": {"message": printable(str(self)), **attributes}}
 
     def response(self) -> Response:
         return Response(

@@ -32,8 +32,8 @@ class Envelope:
         }
 
     def whole(self, choices: Sequence[Fields], answers: Sequence[Answer], **more: Any) -> Fields:
-        about = {"object": self._kind, "choices": list(choices), "usage": usage(answers)}
-        return {**self._about, **about, **more}
+        fields = {"object": self._kind, "choices": list(choices), "usage": usage(answers)}
+        return {**self._about, **fields, **more}
 
     def chunk(self, choices: Sequence[Fields], **more: Any) -> Fields:
         return {**self._about, "object": self._chunk_kind, "choices": list(choices), **more}

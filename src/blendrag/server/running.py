@@ -80,13 +80,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
     Raises :class:`InvalidInputError` if the address cannot be used.
     """
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
-        return made
+        bound.bind((host, port))
+        return bound
     except OSError as exc:
-        made.close()
+        bound.close()
         raise InvalidInputError(
             f"cannot listen on {host} port {port} ({exc.strerror or exc}); choose another --port or --host"
         ) from exc

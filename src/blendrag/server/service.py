@@ -39,13 +39,13 @@ T = TypeVar("T")
 Make = Callable[[Check], ServedRequest]
 
 #: How clients name a model if they do not care which.
-UNNAMED = "default"
+ANY_MODEL = "default"
 #: Threads of each kind of work. Batches of the embedder take turns, so more would only wait.
 QUESTION_THREADS, EMBEDDING_THREADS, READ_THREADS = 4, 4, 2
 #: Seconds without any progress after which ``/health`` names a queue.
 STUCK_S = 120.0
 #: Seconds that a counter or a name is waited for; then the last known one is told.
-BUSY_S = 1.0
+MAX_READ_WAIT_S = 1.0
 
 
 def open_engine(engine: BlendEngine, needs_blending: bool) -> str:
@@ -172,7 +172,7 @@ class Service:
     async def read_or_last(self, name: str, work: Callable[[], str], otherwise: str = "") -> str:
         """``work()`` on a thread; what it gave last if the store is busy, at first ``otherwise``."""
         try:
-            async with asyncio.timeout(BUSY_S):
+            async with asyncio.timeout(MAX_READ_WAIT_S):
                 self._last_known[name] = await self.reads.run(lambda check: work())
         except TimeoutError:
             pass
@@ -221,7 +221,7 @@ def _short(name: str) -> str:
 
 
 def _check(name: str | None, *known: str) -> None:
-    if name and name not in (UNNAMED, *known):
+    if name and name not in (ANY_MODEL, *known):
         raise Refusal(
             404,
             f"the model {quoted(name)} is not served here; expected {known[0]!r}",

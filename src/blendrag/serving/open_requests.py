@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 #: What a request that is being answered counts: it slows the next one down, but does not block it.
-ANSWERED = 1 / 8
+ANSWERED_WEIGHT = 1 / 8
 #: Weight of the latest turn in the usual one.
-LATEST = 0.1
+LATEST_TURN_WEIGHT = 0.1
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class OpenRequests:
         """
         with self._lock:
             self._look()
-            ahead = len(self._running) * ANSWERED
+            ahead = len(self._running) * ANSWERED_WEIGHT
             if self._waiting:
                 done_s = self.clock() - max(self._waiting[0].opened_at, self._last_begun_at)
                 left = max(0.0, 1 - done_s / self.turn_s) if self.turn_s else 1.0
@@ -104,7 +104,7 @@ class OpenRequests:
             if request.decodes:
                 took_s = max(0.0, begun_at - max(request.opened_at, self._last_begun_at))
                 usual_s = took_s if self.turn_s is None else self.turn_s
-                self.turn_s = usual_s + LATEST * (took_s - usual_s)
+                self.turn_s = usual_s + LATEST_TURN_WEIGHT * (took_s - usual_s)
                 self._last_begun_at = begun_at
             self._running.append(request)
         self._waiting = [r for r in self._waiting if r.begun_at is None and not r.has_ended]
