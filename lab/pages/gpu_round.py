@@ -89,8 +89,8 @@ def round_parts(on_gpu: bool, rounds: int = 3) -> list[Part]:
     """The parts, the most important first."""
     if on_gpu:
         model, shapes, question = "llama-8b", ((6, 512), (20, 512), (8, 4096)), 32
-        many = {"requests": 16, "new_tokens": 32, "corpus_chunks": 20}
-        new_tokens, limit_s = 64, 60.0
+        many = {"requests": 8, "new_tokens": 32, "corpus_chunks": 20}
+        new_tokens, limit_s = 64, 90.0
     else:
         model, shapes, question = "tiny", ((2, 64), (3, 64), (2, 128)), 8
         many = {"requests": 2, "new_tokens": 3, "corpus_chunks": 3}

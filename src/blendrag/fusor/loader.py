@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
+from typing import cast
 
 import torch
 
@@ -24,8 +26,9 @@ from blendrag.store.base import KVReader, ResidentReader
 from blendrag.store.kv import LayerShape
 
 #: Threads that read the chunks of a layer, if the model computes elsewhere: one copies and verifies far
-#: slower than a GPU takes KV. On a CPU they would take the cores of the model.
-READERS = 6
+#: slower than a GPU takes KV, and more hold up the thread that queues kernels, as they share the interpreter.
+#: On a CPU they would take the cores of the model.
+READERS = 3
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,10 @@ class LayerLoader:
             [(span, buffer[:, :, span.start : span.end]) for span in spans]
             for buffer, spans in zip(buffers, per_layer, strict=True)
         ]
-        self._work = [[one for one in layer if not _is_resident(one[0])] for layer in placed]
-        self._resident = [[one for one in layer if _is_resident(one[0])] for layer in placed]
+        # asked once for each span: it looks at every attribute
+        are = {id(span): isinstance(span.reader, ResidentReader) for span in chain(*per_layer)}
+        self._work = [[one for one in layer if not are[id(one[0])]] for layer in placed]
+        self._resident = [[one for one in layer if are[id(one[0])]] for layer in placed]
         transfers = [
             [
                 Transfer(view, (*view.shape[:2], span.reader.tokens, view.shape[3]))
@@ -96,8 +101,8 @@ class LayerLoader:
             for work in self._work
         ]
         self._ring = staging_ring(transfers, buffers[0].device)
-        most = max(map(len, self._work), default=0)
-        self._readers = min(READERS, most) if buffers[0].device.type != "cpu" else 1
+        most = max(map(len, self._work), default=1)
+        self._readers = max(1, min(READERS, most)) if buffers[0].device.type != "cpu" else 1
         self._thread = threading.Thread(target=self._run, name="blendrag-loader", daemon=True)
 
     def start(self) -> None:
@@ -125,18 +130,18 @@ class LayerLoader:
             staged = iter(slots)
             began = time.perf_counter()
             with noted(self._timeline if work else None, LOAD, layer):
-                jobs = []
-                for span, view in work:
-                    if self._stop.is_set():
-                        return
-                    target = view if _reads_in_place(span, view) else next(staged)
-                    if self._readers > 1:
-                        with starting_thread():
-                            jobs.append(readers.submit(self.fetch_kv, span, layer, target))
-                    else:
-                        self.fetch_kv(span, layer, target)
+                targets = [
+                    (span, view if _reads_in_place(span, view) else next(staged))
+                    for span, view in work
+                ]
+                own, *others = (targets[i :: self._readers] for i in range(self._readers))
+                with starting_thread():
+                    jobs = [readers.submit(self._fetch_all, layer, each) for each in others]
+                self._fetch_all(layer, own)
                 for job in jobs:
                     job.result()
+                if self._stop.is_set():
+                    return
             self.load_s += time.perf_counter() - began
             self._ring.send(layer, slots)
             self._ready[layer].set()
@@ -148,6 +153,12 @@ class LayerLoader:
             "blendrag.tokens.loaded": sum(span.tokens for span in spans.values()),
             "blendrag.bytes.loaded": sum(view.numel() * view.itemsize for view in views),
         }
+
+    def _fetch_all(self, layer: int, targets: Sequence[tuple[LoadedSpan, torch.Tensor]]) -> None:
+        for span, target in targets:
+            if self._stop.is_set():
+                return
+            self.fetch_kv(span, layer, target)
 
     def fetch_kv(self, span: LoadedSpan, layer: int, target: torch.Tensor) -> None:
         """Read and verify one span's KV."""
@@ -167,8 +178,7 @@ class LayerLoader:
                 raise self._failure
             self._ring.receive(self._in_place)
             for span, view in self._resident[self._in_place]:
-                assert isinstance(span.reader, ResidentReader)
-                span.reader.copy_layer(self._in_place, view)
+                cast(ResidentReader, span.reader).copy_layer(self._in_place, view)
             self._in_place += 1
 
     def is_ready(self, layer: int) -> bool:
@@ -185,10 +195,6 @@ class LayerLoader:
         self._failure = None  # its frames hold this loader
         self._ring.close()
         self._work = self._resident = []  # views of the prompt's buffers
-
-
-def _is_resident(span: LoadedSpan) -> bool:
-    return isinstance(span.reader, ResidentReader)
 
 
 def _reads_in_place(span: LoadedSpan, view: torch.Tensor) -> bool:

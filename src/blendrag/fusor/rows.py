@@ -24,7 +24,7 @@ RUN_ROWS = 512
 #: Rows of a :class:`Stripe`.
 STRIPE_ROWS = 512
 #: Rows times tokens of the prompt from which stripes are faster than blocks on a GPU.
-STRIPED_PRODUCTS = 1 << 24
+STRIPED_PRODUCTS = 1 << 26
 #: Most memory that the folded biases of a prompt may take.
 FOLDED_BYTES = 64 << 20
 #: Layer arguments whose rows are kept: a model with windows passes two rotary tables and two masks.

@@ -57,11 +57,13 @@ class StagingRing(ABC):
             self._slots.append(slot)
         else:
             self._wait_until_free(at)
-        if self._closed:
-            return []
+        return [] if self._closed else self._parts(self._slots[at], layer)
+
+    def _parts(self, slot: torch.Tensor, layer: int) -> list[torch.Tensor]:
+        """The layer's transfers in ``slot``, one after another."""
         parts, begin = [], 0
         for transfer in self._transfers[layer]:
-            part = self._slots[at][begin : begin + transfer.size_bytes]
+            part = slot[begin : begin + transfer.size_bytes]
             parts.append(part.view(transfer.target.dtype).view(transfer.shape))
             begin += transfer.size_bytes
         return parts
@@ -151,14 +153,16 @@ class CudaRing(StagingRing):
     def send(self, layer: int, filled: Sequence[torch.Tensor]) -> None:
         if not filled:
             return
+        at, transfers = (self._used - 1) % SLOTS, self._transfers[layer]
         with torch.cuda.stream(self._stream):
-            for (target, _), staged in zip(self._transfers[layer], filled, strict=True):
-                # Whole to the device and from there into its stripes: the only copy of this shape that is
-                # asynchronous and needs no second one in host memory.
-                arrived = staged.to(self._device, non_blocking=True)
-                target.copy_(arrived[:, :, : target.shape[2]])
+            # Whole to the device and from there to its places: the only copy of this shape that is
+            # asynchronous and needs no second one in host memory.
+            used = self._slots[at][: sum(transfer.size_bytes for transfer in transfers)]
+            arrived = self._parts(used.to(self._device, non_blocking=True), layer)
+            for (target, _), part in zip(transfers, arrived, strict=True):
+                target.copy_(part[:, :, : target.shape[2]])
             self._arrived[layer].record(self._stream)
-        self._last[(self._used - 1) % SLOTS] = layer
+        self._last[at] = layer
 
     def has_arrived(self, layer: int) -> bool:
         return not self._transfers[layer] or self._arrived[layer].query()

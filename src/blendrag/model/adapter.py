@@ -295,7 +295,7 @@ class ModelAdapter:
             shape.joined(layer.keys[0, :, skip:], layer.values[0, :, skip:])
             for shape, layer in zip(layout.layers, cache.layers, strict=True)
         ]
-        return ChunkKV(layout, tokens, [layer.to("cpu", layout.torch_dtype) for layer in layers])
+        return ChunkKV(layout, tokens, _on_host([layer.to(layout.torch_dtype) for layer in layers]))
 
     def prefill_at(self, ids: Sequence[int], offset: int = 0, step: int = 1) -> DynamicCache:
         """KV of ``ids`` at positions ``offset``…, ``step`` apart.
@@ -403,3 +403,14 @@ def context_tokens_of(config: Any) -> int:
     parameters = getattr(text, "rope_parameters", None) or {}
     stretch = (parameters.get("factor") or 1) if parameters.get("rope_type") == "dynamic" else 1
     return int(limit * max(1, stretch)) if limit and limit > 0 else 1 << 20  # XLNet says -1
+
+
+def _on_host(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``layers`` in host memory: from a GPU through pinned memory, which takes a tenth of the time."""
+    if not layers[0].is_cuda:
+        return [layer.cpu() for layer in layers]
+    host = [torch.empty_like(layer, device="cpu", pin_memory=True) for layer in layers]
+    for there, layer in zip(host, layers, strict=True):
+        there.copy_(layer, non_blocking=True)
+    torch.cuda.current_stream(layers[0].device).synchronize()
+    return host
