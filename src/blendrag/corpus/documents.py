@@ -189,7 +189,7 @@ def end_change(file: CorpusFile, suspects: Sequence[int]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Place(Chunk):
+class PlacedChunk(Chunk):
     """A chunk of a document; ``vector`` is empty if search must not find it."""
 
     __pydantic_config__: ClassVar = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
@@ -207,7 +207,7 @@ class Record:
     metadata: dict[str, Any]
     entry: tuple[str, str, str | None] | None
     """Id, parent and the text as given, of an entry."""
-    places: tuple[Place, ...]
+    places: tuple[PlacedChunk, ...]
 
 
 def record_of(file: CorpusFile, source: str) -> Record | None:
@@ -218,7 +218,7 @@ def record_of(file: CorpusFile, source: str) -> Record | None:
         for (found,) in file.sound_rows((ENTRY,), "WHERE document = ?", number):
             entry = found[0], found[2], found[3]
         places = tuple(
-            Place(**vars(each.chunk), vector=each.vector)
+            PlacedChunk(**vars(each.chunk), vector=each.vector)
             for each in stored_chunks(file, "WHERE document.id = ? ORDER BY passage.id", number)
         )
         if len(places) == passages and (entry is not None) == source.startswith(ENTRY_SOURCE):

@@ -28,7 +28,7 @@ from blendrag.wording import quoted
 #: are below, and few questions that change the topic.
 FOLLOW_UP_DISTANCE = 0.88
 
-Hit = tuple[StoredChunk, float]
+NearChunk = tuple[StoredChunk, float]
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,13 @@ class Retriever:
         return sorted(chunks, key=lambda chunk: (best[chunk.source], chunk.source, chunk.start))
 
 
-def _merged(alone: Sequence[Hit], together: Sequence[Hit], top_k: int) -> list[Hit]:
+def _merged(
+    alone: Sequence[NearChunk], together: Sequence[NearChunk], top_k: int
+) -> list[NearChunk]:
     """The first ``top_k`` different chunks of both searches in turn, each with its smaller distance."""
     goes_on = bool(alone and together) and together[0][1] < FOLLOW_UP_DISTANCE * alone[0][1]
     first, second = (together, alone) if goes_on else (alone, together)
-    merged: dict[str, Hit] = {}
+    merged: dict[str, NearChunk] = {}
     for hit in chain.from_iterable(zip_longest(first, second)):
         if hit is not None and (hit[0].chunk_id in merged or len(merged) < top_k):
             known = merged.setdefault(hit[0].chunk_id, hit)
