@@ -289,7 +289,7 @@ def test_what_failed_is_copied_once_the_remote_takes_chunks_again(
     one.remote._write_pause = Pause()
     with ThreadPoolExecutor(1) as thread:  # which owes nothing of what failed
         thread.submit(lab.put, one, 8).result()
-    for _ in wait_until(lambda: not one._shared.uploads._owed):
+    for _ in wait_until(lambda: all(lab.has(one.remote, number) for number in range(2, 9))):
         pass
     assert all(lab.is_right(one.remote, number) for number in range(2, 9))
 
