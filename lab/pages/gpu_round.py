@@ -45,6 +45,8 @@ TESTS = "tests"
 LOG = "worker.log"
 #: Names of the page, the JSON and the figure.
 NAME = "gpu-round"
+#: What the engine may hold in host memory, and KV of running requests: the defaults are for smaller models.
+LIMITS = {"BLENDRAG_RAM_BYTES": "16GiB", "BLENDRAG_BATCH_BYTES": "16GiB"}
 #: Seconds between two looks at a worker.
 POLL_S = 0.1
 #: What the worker of a part may take longer: imports, and making the model.
@@ -228,6 +230,7 @@ def start_worker(parts: Sequence[Part], folder: Path) -> subprocess.Popen[Any]:
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
+            env={**LIMITS, **os.environ},
             start_new_session=True,
         )
 
@@ -406,6 +409,7 @@ def machine() -> str:
     )
     if not torch.cuda.is_available():
         return f"Without a GPU, a tiny model on the CPU; {versions}."
+    limits = " ".join(f"{name}={value}" for name, value in LIMITS.items())
     properties = torch.cuda.get_device_properties(0)
     driver = ""
     with suppress(OSError, subprocess.SubprocessError):
@@ -414,7 +418,7 @@ def machine() -> str:
         driver = f", driver {found[0]}" if found else ""
     return (
         f"One {properties.name} ({properties.total_memory / 2**30:.0f} GiB{driver}), {os.cpu_count()} CPU "
-        f"cores; {versions}. Random weights of the named geometry in bfloat16."
+        f"cores; {versions}. Random weights of the named geometry in bfloat16; {limits}."
     )
 
 
