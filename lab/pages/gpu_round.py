@@ -112,17 +112,13 @@ def round_parts(on_gpu: bool, rounds: int = 3) -> list[Part]:
         }  # fmt: skip
         return Part(f"answer-{chunks}x{tokens}", limit_s, "answer", given)
 
-    first, *others = shapes
     small = {} if on_gpu else {"chunks": 2, "chunk_tokens": 64}
     serve = Part("serve", 2 * limit_s, "serve", {"geometry": model, **many, **small})
     tiny = {} if on_gpu else {"chunks": "2", "chunk_tokens": 8, "policies": "reuse,query"}
     overhead = Part("overhead", limit_s, "overhead", {"geometry": "deep", "rounds": rounds, **tiny})
-    parts = [Part(TESTS, 2 * limit_s)]
-    parts += [ttft(*first, tier) for tier in ("memory", "disk")]
-    parts += [answer(*first), serve]
-    for shape in others:
-        parts += [ttft(*shape, tier) for tier in ("memory", "disk")] + [answer(*shape)]
-    return [*parts, overhead]
+    prompts = [ttft(*shape, tier) for shape in shapes for tier in ("memory", "disk")]
+    short, middle, long = (answer(*shape) for shape in shapes)
+    return [Part(TESTS, 2 * limit_s), *prompts, short, serve, middle, long, overhead]
 
 
 # -- the worker -------------------------------------------------------------------------------------
