@@ -35,6 +35,7 @@ from blendrag.planning.controller import IN_MEMORY
 from blendrag.server import events
 from blendrag.serving.chunk_pool import RequestKV
 from blendrag.serving.coroutine import Coroutine
+from integrity import check_tree
 from server.conftest import FILES
 from server.live import Live, live
 from server.random_client import CHAT, WRONG, RandomClient, Reply
@@ -213,7 +214,7 @@ def check_nothing_left(engine: BlendEngine) -> None:
     assert not engine.scheduler.waiting
     tree = engine.prefixes.tree
     assert tree is not None
-    tree.check_integrity()
+    check_tree(tree)
     assert not any(node.users for _, node in tree.nodes())
 
 

@@ -18,6 +18,7 @@ from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import RequestCancelled, UnsupportedModelError
 from blendrag.model import continuation
 from blendrag.model.continuation import Continuation
+from integrity import check_tree
 
 pytestmark = pytest.mark.timeout(120)
 NEW_TOKENS = 6
@@ -50,7 +51,7 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
 def assert_in_order(engine: BlendEngine) -> None:
     tree = engine.prefixes.tree
     if tree is not None:
-        tree.check_integrity()
+        check_tree(tree)
         assert not any(node.users for _, node in tree.nodes())
 
 

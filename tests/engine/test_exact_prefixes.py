@@ -17,6 +17,7 @@ from blendrag.errors import BlendragError, RequestCancelled
 from blendrag.fusor import Fusor
 from blendrag.planning.plan import IN_MEMORY
 from blendrag.serving.prefix_tree import PrefixTree
+from integrity import check_tree
 
 pytestmark = pytest.mark.timeout(120)
 BLEND = Options(mode="blend", ratio=0.3, max_new_tokens=6)
@@ -36,7 +37,7 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
         yield made
         assert not users(made)
         if made.prefixes.tree is not None:
-            made.prefixes.tree.check_integrity()
+            check_tree(made.prefixes.tree)
 
 
 def users(engine: BlendEngine) -> int:

@@ -17,6 +17,7 @@ from blendrag.serving import block_pool
 from blendrag.serving.block_pool import BLOCK_TOKENS, BlockPool
 from blendrag.serving.prefix_tree import PrefixReader, PrefixTree
 from blendrag.store.kv import KVLayout, LayerShape
+from integrity import check_pool, check_tree
 
 LAYOUT = KVLayout((LayerShape(1, 2), LayerShape(2, 4)), "float32")
 BLOCK_BYTES = LAYOUT.size_bytes(BLOCK_TOKENS)
@@ -55,7 +56,7 @@ def tree(blocks: int = 1000) -> PrefixTree:
 
 def insert(made: PrefixTree, ids: Ids, family: str = "") -> int:
     there = made.insert(family, ids, kv_of(family, ids))
-    made.check_integrity()
+    check_tree(made)
     return there
 
 
@@ -143,7 +144,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_mixed_up(self) -> None:
-        self.tree.check_integrity()
+        check_tree(self.tree)
         for reader, family, ids in self.readers:
             check_content(reader, family, ids)
             assert self.tree.match(family, ids) >= reader.tokens
@@ -210,7 +211,7 @@ def test_memory_is_returned_to_the_system():
     with joined(made, (3,) * 200):
         made.shrink(0)
         assert 4 * BLOCK_BYTES <= made.pool.size_bytes <= 8 * BLOCK_BYTES
-        made.check_integrity()
+        check_tree(made)
     made.shrink(0)
     assert not made.pool.size_bytes
 
@@ -258,7 +259,7 @@ def stateful(blocks: int = 1000) -> PrefixTree:
 def keep(made: PrefixTree, ids: Ids, family: str = "") -> State:
     kept = state()
     made.insert(family, ids, kv_of(family, ids), kept)
-    made.check_integrity()
+    check_tree(made)
     return kept
 
 
@@ -282,7 +283,7 @@ def test_a_prompt_joins_at_its_longest_beginning_with_a_state(length):
         with joined(made, prompt) as reader:
             assert reader.tokens == tokens
             assert reader.state is expected
-    made.check_integrity()
+    check_tree(made)
 
 
 def test_a_state_is_found_when_another_prompt_repeats_its_part_of_a_block():
@@ -323,7 +324,7 @@ def test_memory_of_states_is_counted_and_the_least_recently_used_goes_first():
         assert made.match("", prompts[1]) == 0 or number < 2
     assert made.match("", prompts[0]) == 64
     made.shrink(0)
-    made.check_integrity()
+    check_tree(made)
     assert made.size_bytes == 0
     assert made.match("", prompts[0]) == 0
 
@@ -334,7 +335,7 @@ def test_kv_without_a_state_behind_it_is_given_back():
     keep(made, ids)
     made.join("", ids[:100]).close()  # the first is used again, so the other goes first
     made.shrink(made.size_bytes - 1)
-    made.check_integrity()
+    check_tree(made)
     assert made.match("", ids) == made.known("", ids) == 64
     assert made.pool.used == 1
 
@@ -348,7 +349,7 @@ def test_a_state_in_use_is_not_evicted_and_one_that_is_too_large_is_not_kept():
     reader.close()
     other = tuple(range(900, 964))
     made.insert("", other, kv_of("", other), state(100 * BLOCK_BYTES))
-    made.check_integrity()
+    check_tree(made)
     assert made.match("", other) == 0
 
 
@@ -358,7 +359,7 @@ def test_kv_takes_only_what_states_leave_of_the_limit():
     run = pool.take(8)
     assert run.blocks == 5
     assert pool.take(1) is None
-    pool.check_integrity([run])
+    check_pool(pool, [run])
 
 
 def test_another_state_goes_for_one_that_needs_no_more_kv():
@@ -369,7 +370,7 @@ def test_another_state_goes_for_one_that_needs_no_more_kv():
     assert made.match("", first[:40]) == 40
     assert made.match("", first) == 64
     assert made.match("", other) == 0
-    made.check_integrity()
+    check_tree(made)
 
 
 def test_other_families_have_other_states():

@@ -39,7 +39,8 @@ from blendrag.engine import Answer, BlendEngine, Options, exact_prefixes
 from blendrag.errors import InvalidInputError
 from blendrag.model import ModelAdapter
 from blendrag.serving import chunk_pool
-from blendrag.serving.chunk_pool import ChunkPool, RequestKV, kv_tokens
+from blendrag.serving.chunk_pool import ChunkPool, RequestKV
+from blendrag.serving.shared_attention import SharedChunk
 from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.rounds import MeasuredNothingError, Tick, run_rounds, silent
@@ -310,14 +311,30 @@ class Asking:
         return Served(seconds)
 
 
+def _kv_tokens(requests: Sequence[RequestKV]) -> tuple[int, int]:
+    """For how many tokens ``requests`` hold KV, and for how many they would if each had its own. Both count
+    the room for new tokens."""
+    held = private = 0
+    chunks: set[SharedChunk] = set()
+    for one in requests:
+        if one.running is None:
+            own, shared = one.cache.get_seq_length() + one.cache.room, 0
+        else:
+            own, shared = one.running.room, sum(each.visible for each in one.running.held)
+            chunks.update(each.chunk for each in one.running.held)
+        held += own
+        private += own + shared
+    return held + sum(chunk.tokens for chunk in chunks), private
+
+
 @contextmanager
 def _kv_of_steps() -> Iterator[list[tuple[int, int]]]:
-    """A list that gets :func:`kv_tokens` of each joint step, before newcomers share their chunks."""
+    """A list that gets :func:`_kv_tokens` of each joint step, before newcomers share their chunks."""
     tokens: list[tuple[int, int]] = []
     stock = ChunkPool.share
 
     def share(pool: ChunkPool, requests: Sequence[RequestKV]) -> None:
-        tokens.append(kv_tokens(requests))
+        tokens.append(_kv_tokens(requests))
         stock(pool, requests)
 
     with mock.patch.object(ChunkPool, "share", share):

@@ -42,7 +42,6 @@ MAX_TOKEN_CHARS = 16
 class ServedRequest:
     """One request to the engine, and what its answer is read with."""
 
-    engine: BlendEngine
     prompt: Prompt
     options: Options
     sources: tuple[RetrievedChunk, ...] = ()
@@ -102,9 +101,9 @@ def asked_chat(
     )
     if body.schema_name is not None:
         imports = schema_prompt(body, messages)
-        return ServedRequest(engine, imports, options, shows_reasoning=body.shows_reasoning)
+        return ServedRequest(imports, options, shows_reasoning=body.shows_reasoning)
     prompt, sources = _with_texts(engine, body, messages, check)
-    return ServedRequest(engine, prompt, options, sources, parallel, body.shows_reasoning)
+    return ServedRequest(prompt, options, sources, parallel, body.shows_reasoning)
 
 
 def _prompt_end(body: ChatBody, messages: Sequence[Message], forced: bool) -> Mapping[str, bool]:
@@ -151,7 +150,7 @@ def asked_completion(
     options = _options(
         engine, body, limit, body.longest, logprobs=body.logprobs, apply_chat_template=False
     )
-    return ServedRequest(engine, prompt, options)
+    return ServedRequest(prompt, options)
 
 
 def _check_length(
@@ -252,33 +251,22 @@ def _generate(body: Generating) -> Mapping[str, Any]:
             "n",
             f"is {n} with temperature 0, so all answers would be equal; give a temperature above 0",
         )
-    given: dict[str, Any] = {"num_return_sequences": n} if n > 1 else {}
-    if samples and (body.top_k or 0) > 0:
-        given["top_k"] = body.top_k
-    if samples and body.min_p:
-        given["min_p"] = body.min_p
-    if body.repetition_penalty is not None:
-        given["repetition_penalty"] = body.repetition_penalty
-    if samples and (body.typical_p or 1) < 1:
-        given["typical_p"] = body.typical_p
-    return {**given, **_lengths(body)}
-
-
-def _lengths(body: Generating) -> Mapping[str, Any]:
-    """Arguments of ``generate`` for the least length of an answer, and for repetitions in it."""
-    given: dict[str, Any] = {}
     if body.longest is not None and body.min_tokens and body.min_tokens > body.longest:
         raise wrong_field(
             "min_tokens",
             f"is {body.min_tokens}, expected at most max_tokens, which is {body.longest}",
         )
-    if body.min_tokens:
-        given["min_new_tokens"] = body.min_tokens
-    if body.no_repeat_ngram_size:
-        given["no_repeat_ngram_size"] = body.no_repeat_ngram_size
-    if body.ignore_eos:
-        given["eos_token_id"] = []
-    return given
+    arguments = {
+        "num_return_sequences": n if n > 1 else None,
+        "top_k": max(0, body.top_k or 0) if samples else None,
+        "min_p": body.min_p if samples else None,
+        "repetition_penalty": body.repetition_penalty,
+        "typical_p": body.typical_p if samples and body.typical_p != 1 else None,
+        "min_new_tokens": body.min_tokens,
+        "no_repeat_ngram_size": body.no_repeat_ngram_size,
+    }
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value}
+    return given | {"eos_token_id": []} if body.ignore_eos else given
 
 
 def _biases(body: Generating) -> Mapping[int, float] | None:

@@ -112,24 +112,6 @@ class BlockPool:
         if merged == [(0, slab.blocks)]:
             self.slabs.remove(slab)
 
-    def check_integrity(self, runs: Sequence[Run]) -> None:
-        """``runs`` are those that are taken: every block is in one of them or free, and none is in two."""
-        parts: dict[int, list[tuple[int, int]]] = {id(slab): list(slab.free) for slab in self.slabs}
-        for run in runs:
-            parts[id(run.slab)].append((run.first, run.blocks))
-        for slab in self.slabs:
-            end = 0
-            for first, length in sorted(parts[id(slab)]):
-                assert first == end
-                assert length > 0
-                end += length
-            assert end == slab.blocks
-            assert slab.free == sorted(slab.free)
-            assert all(a + n < b for (a, n), (b, _) in zip(slab.free, slab.free[1:], strict=False))
-            assert slab.free != [(0, slab.blocks)]
-        assert self.used == sum(run.blocks for run in runs)
-        assert sum(slab.blocks for slab in self.slabs) <= self.limit
-
     def _cut(self, length: int, first: int, slab: Slab, blocks: int) -> Run:
         at = slab.free.index((first, length))
         slab.free[at : at + 1] = [(first + blocks, length - blocks)] if length > blocks else []

@@ -64,22 +64,6 @@ class RequestKV:
         return self.running.positions[-1] + 1 if self.running else self.cache.next_position
 
 
-def kv_tokens(requests: Sequence[RequestKV]) -> tuple[int, int]:
-    """For how many tokens ``requests`` hold KV, and for how many they would if each had its own. Both count
-    the room for new tokens."""
-    held = private = 0
-    chunks: set[SharedChunk] = set()
-    for one in requests:
-        if one.running is None:
-            own, shared = one.cache.get_seq_length() + one.cache.room, 0
-        else:
-            own, shared = one.running.room, sum(each.visible for each in one.running.held)
-            chunks.update(each.chunk for each in one.running.held)
-        held += own
-        private += own + shared
-    return held + sum(chunk.tokens for chunk in chunks), private
-
-
 class ChunkPool:
     """The chunks and overlays of the running requests of one model. Used on one thread."""
 

@@ -146,7 +146,7 @@ class PrefixTree:
     def __init__(self, pool: BlockPool, has_states: bool = False) -> None:
         self.pool = pool
         self.has_states = has_states
-        self._roots: dict[Hashable, Node] = {}
+        self.roots: dict[Hashable, Node] = {}
         self._clock = count(1)
 
     @property
@@ -192,7 +192,7 @@ class PrefixTree:
             self._keep_state(node, at, state)
         self._use(node, at)
         if root.children:
-            self._roots[family] = root
+            self.roots[family] = root
         if self.has_states:
             self._drop_if_useless(family, node)
         return self._joinable(root, ids)[1]
@@ -204,43 +204,14 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[tuple[Hashable, Node]]:
         """All nodes, and the families of their prompts."""
-        for family, root in self._roots.items():
+        for family, root in self.roots.items():
             yield from ((family, node) for node in root.below())
-
-    def check_integrity(self) -> None:
-        """Every block is free or in one node, nodes and their keys are in order, users are counted."""
-        runs = []
-        states: list[State] = []
-        for root in self._roots.values():
-            assert root.children
-            assert root.parent is None
-            assert root.ids == ()
-            for node in root.below():
-                parent = node.parent
-                assert parent is not None
-                assert parent.children[node.key] is node
-                assert node.start == parent.end
-                assert node.start % BLOCK_TOKENS == 0
-                assert node.ids
-                assert node.run is not None
-                assert node.run.blocks == blocks_of(len(node.ids))
-                assert not node.children or len(node.ids) % BLOCK_TOKENS == 0
-                assert node.users >= sum(child.users for child in node.children.values())
-                assert node.used_at >= max((c.used_at for c in node.children.values()), default=0)
-                assert not self.pool.layout.layers or node.chunk.tokens == len(node.ids)
-                assert all(node.start < at <= node.end for at in node.states)
-                if self.has_states:
-                    assert node.states or node.children or node.users
-                runs.append(node.run)
-                states += [kept.state for kept in node.states.values()]
-        assert self.pool.other_bytes == sum(state.size_bytes for state in states)
-        self.pool.check_integrity(runs)
 
     # -- finding --------------------------------------------------------------------------------------
 
     def _root(self, family: Hashable) -> Node:
         """Without any node below it if no prompt of ``family`` is there."""
-        return self._roots.get(family) or Node(None, (), 0, None, -1)
+        return self.roots.get(family) or Node(None, (), 0, None, -1)
 
     def _found(self, root: Node, ids: Ids) -> tuple[Node, int]:
         """The node in which the longest match of ``ids`` ends, and its length."""
@@ -397,4 +368,4 @@ class PrefixTree:
         del leaf.parent.children[leaf.key]
         self.pool.give(leaf.run)
         if not self._root(family).children:
-            self._roots.pop(family, None)
+            self.roots.pop(family, None)
