@@ -42,10 +42,7 @@ def current() -> Any:
 
 @contextmanager
 def span(
-    name: str,
-    attributes: Attributes = dict,
-    parent: Any = None,
-    began: float | None = None,
+    name: str, attributes: Attributes = dict, parent: Any = None, began: float | None = None
 ) -> Iterator[Add]:
     """A span around the body, the parent of spans in it; an error is recorded.
 

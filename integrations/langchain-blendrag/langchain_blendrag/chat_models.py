@@ -27,12 +27,7 @@ from blendrag.chat.lark import schema_of
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks import schema_prompts
 from blendrag.frameworks.fields import CONFIG, RequestFields
-from blendrag.frameworks.streaming import (
-    Piece,
-    astream_pieces,
-    stream_pieces,
-    to_thread,
-)
+from blendrag.frameworks.streaming import Piece, astream_pieces, stream_pieces, to_thread
 from blendrag.option import refuse_unknown
 from langchain_blendrag._convert import (
     Message,

@@ -44,11 +44,7 @@ class SchemaPromptTemplate(BasePromptTemplate[str]):
     @classmethod
     def from_template(cls, template: str, **given: Any) -> SchemaPromptTemplate:
         """A template of ``<prompt schema="…">…</prompt>`` with variables in braces."""
-        return cls(
-            template=template,
-            input_variables=variables_of(template),
-            **given,
-        )
+        return cls(template=template, input_variables=variables_of(template), **given)
 
     def format(self, **kwargs: Any) -> str:
         return filled(self.template, self._merge_partial_and_user_variables(**kwargs))

@@ -204,10 +204,7 @@ def _thought(form: Format, prompt: str) -> str:
 
 
 def opening_for(
-    tokens: Tokens,
-    choice: str | None,
-    tools: Tools,
-    template: Mapping[str, Any] | None = None,
+    tokens: Tokens, choice: str | None, tools: Tools, template: Mapping[str, Any] | None = None
 ) -> str:
     """The beginning of an answer that must be a call, by :func:`chosen_tool`; empty if it need not be.
 

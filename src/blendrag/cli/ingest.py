@@ -136,12 +136,7 @@ def _say_skipped(skipped: dict[str, list[str]]) -> None:
 
 
 def _ingest(
-    engine: BlendEngine,
-    run: Runner,
-    paths: list[Path],
-    patterns: Patterns,
-    prune: bool,
-    json: bool,
+    engine: BlendEngine, run: Runner, paths: list[Path], patterns: Patterns, prune: bool, json: bool
 ) -> int:
     interrupt.expect("what was stored is kept; repeat the command to go on", grace_s=10.0)
     with IngestProgress() as progress:

@@ -165,10 +165,7 @@ def _counted(file: Path, model: str | None, trust_remote_code: bool) -> _Counted
 @reporting
 @options.takes(*options.NEW_CORPUS)
 def encode(
-    context: typer.Context,
-    file: File,
-    json: options.Json = False,
-    verbose: options.Verbose = False,
+    context: typer.Context, file: File, json: options.Json = False, verbose: options.Verbose = False
 ) -> int:
     """Compute and store the KV of every module that is not stored yet."""
     begin(verbose, "modules that were encoded are kept")
@@ -188,8 +185,7 @@ def run(
     file: File,
     prompt: Prompt,
     positions: Annotated[
-        str,
-        typer.Option(help="schema: fixed, nothing recomputed; blend: as in any other prompt."),
+        str, typer.Option(help="schema: fixed, nothing recomputed; blend: as in any other prompt.")
     ] = "schema",
     json: options.Json = False,
     verbose: options.Verbose = False,

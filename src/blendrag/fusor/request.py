@@ -12,13 +12,7 @@ import torch
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows, nested_rows
 from blendrag.fusor.scout import Scout
-from blendrag.fusor.selection import (
-    Blending,
-    Fetch,
-    LayerView,
-    PromptGeometry,
-    make_policy,
-)
+from blendrag.fusor.selection import Blending, Fetch, LayerView, PromptGeometry, make_policy
 
 
 @dataclass(frozen=True)

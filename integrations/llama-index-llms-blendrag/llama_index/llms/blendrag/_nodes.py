@@ -42,13 +42,7 @@ def to_entry(node: BaseNode) -> Entry:
 
 
 def to_node(
-    text: str,
-    metadata: Mapping[str, Any],
-    *,
-    id_: str,
-    source: str,
-    start: int,
-    end: int | None,
+    text: str, metadata: Mapping[str, Any], *, id_: str, source: str, start: int, end: int | None
 ) -> BaseNode:
     """The node an entry was made of, or a new node for a chunk of an ingested document.
 
