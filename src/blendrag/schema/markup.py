@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from xml.parsers import expat
 
 from blendrag.errors import SchemaError
@@ -50,7 +50,9 @@ PARAMETERS = ("param", "parameter")
 #: Names that no module can have, as imports are tags.
 RESERVED = ("schema", "prompt", "module", "union", "scaffold", *PARAMETERS, *ROLES)
 
-_COMMENT = "\0"  # cannot occur in XML
+# These cannot occur in XML.
+_COMMENT = "\0"
+_TAG, _PARAMETER = "\5", "\6"
 _COMMENT_LINES = re.compile(r"^[ \t]*\0[\0 \t]*\n", re.MULTILINE)
 _SPACE = " \t\r\n"
 #: Stand for whitespace that is written as a reference, as in &#10;, which is text and no layout.
@@ -288,84 +290,42 @@ def _without_layout(
     A line with text or a parameter is kept with its line break, less the indentation that all such lines have
     in common. Other lines are layout, except blank lines between two lines of text.
     """
-    lines = [_Line(0, "")]
-    for number, text in enumerate(texts):
-        # The first piece continues a line, so a comment in it is no line of its own.
-        if _COMMENT in text:
-            first, separator, rest = text.partition("\n")
-            text = (first + separator + _COMMENT_LINES.sub("", rest)).replace(_COMMENT, "")
-        first, *others = text.split("\n")
-        lines[-1].add(number, first)
-        lines += [_Line(number, piece) for piece in others]
-        if number < len(children):
-            lines[-1].add_tag(children[number].tag in PARAMETERS)
-    indent = os.path.commonprefix([line.indent() for line in lines[1:] if line.is_written])  # noqa: RUF071
-    kept: list[list[str]] = [[] for _ in texts]
-    blank: list[
-        int
-    ] = []  # numbers of the texts that hold the blank lines since the last written line
+    marks = [_PARAMETER if child.tag in PARAMETERS else _TAG for child in children]
+    pairs = zip(map(_without_comments, texts), [*marks, ""], strict=True)
+    lines = "".join(text + mark for text, mark in pairs).split("\n")
+    is_written = [bool(line.strip(f" \t{_TAG}")) for line in lines]
+    indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines]
+    common = os.path.commonprefix([*compress(indents[1:], is_written[1:])])  # noqa: RUF071
+    kept, blank = "", ""
     follows_text = False
     for i, line in enumerate(lines):
-        if line.is_written:
-            for number in blank:
-                kept[number].append("\n")
-            for number, piece in line.kept(len(indent) if i else 0):
-                kept[number].append(piece)
-            if i < len(lines) - 1:
-                kept[line.last_number].append("\n")
-        elif not line.has_tag and follows_text:
-            blank.append(line.last_number)
+        if is_written[i]:
+            kept += blank + _without_gaps(line[len(common) if i else 0 :])
+            kept += "\n" * (i < len(lines) - 1)
+        elif _TAG not in line and follows_text:
+            blank += "\n"
             continue
-        blank.clear()
-        follows_text = line.is_written
-    if drops_last_break and kept[-1] and kept[-1][-1] == "\n":
-        kept[-1].pop()
-    return ["".join(pieces) for pieces in kept]
+        else:
+            kept += _TAG * line.count(_TAG)
+        blank, follows_text = "", is_written[i]
+    if drops_last_break:
+        kept = kept.removesuffix("\n")
+    return re.split(f"[{_TAG}{_PARAMETER}]", kept)
 
 
-class _Line:
-    """One line inside an element: pieces of text with the number of the text they belong to, and tags."""
-
-    __slots__ = ("_items", "has_tag", "is_written", "last_number")
-
-    def __init__(self, number: int, piece: str) -> None:
-        self._items: list[tuple[int, str] | bool] = [(number, piece)]
-        """Pieces, and for each tag whether it is a parameter."""
-        self.is_written = not _is_blank(piece)
-        self.has_tag = False
-        self.last_number = number
-
-    def add(self, number: int, piece: str) -> None:
-        self._items.append((number, piece))
-        self.last_number = number
-        self.is_written = self.is_written or not _is_blank(piece)
-
-    def add_tag(self, is_parameter: bool) -> None:
-        self._items.append(is_parameter)
-        self.has_tag = True
-        self.is_written |= is_parameter
-
-    def indent(self) -> str:
-        first = self._items[0]
-        assert isinstance(first, tuple)
-        return first[1][: len(first[1]) - len(first[1].lstrip(" \t"))]
-
-    def kept(self, indent: int) -> Iterator[tuple[int, str]]:
-        """Pieces without indentation. A blank one is kept next to a parameter only."""
-        if len(self._items) == 1:
-            number, piece = self._items[0]  # type: ignore[misc]
-            yield number, piece[indent:]
-            return
-        for k, item in enumerate(self._items):
-            if isinstance(item, tuple):
-                number, piece = item
-                near = self._items[max(k - 1, 0) : k + 2]
-                if not _is_blank(piece) or any(other is True for other in near):
-                    yield number, piece[indent:] if k == 0 else piece
+def _without_comments(text: str) -> str:
+    """A comment that is alone on its lines goes with them; the first line belongs to what is before."""
+    first, separator, rest = text.partition("\n")
+    return (first + separator + _COMMENT_LINES.sub("", rest)).replace(_COMMENT, "")
 
 
-def _is_blank(text: str) -> bool:
-    return not text.strip(" \t")
+def _without_gaps(line: str) -> str:
+    """A line without the blanks between tags, but for those next to a parameter."""
+    parts = re.split(f"([{_TAG}{_PARAMETER}])", line)
+    for i in range(0, len(parts), 2):
+        if not parts[i].strip(" \t") and _PARAMETER not in parts[max(i - 1, 0) : i + 2]:
+            parts[i] = ""
+    return "".join(parts)
 
 
 # -- tags → nodes ---------------------------------------------------------------------------------
