@@ -51,12 +51,12 @@ def shortened(text: str, chars: int = SHOWN_CHARS) -> str:
     return text if len(text) <= chars else f"{text[: chars - 1]}…"
 
 
-def condensed(message: str, chars: int = MESSAGE_CHARS) -> str:
+def condensed(message: str) -> str:
     """A message without its middle if it is long: it begins with what is wrong, and ends with the remedy."""
-    if len(message) <= chars:
+    if len(message) <= MESSAGE_CHARS:
         return message
-    end = chars // 3
-    return f"{message[: chars - end - 3]} … {message[-end:]}"
+    end = MESSAGE_CHARS // 3
+    return f"{message[: MESSAGE_CHARS - end - 3]} … {message[-end:]}"
 
 
 def quoted(value: Any, chars: int = SHOWN_CHARS) -> str:

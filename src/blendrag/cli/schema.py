@@ -18,7 +18,7 @@ from blendrag.cli.progress import StatusLine
 from blendrag.errors import SchemaError
 
 if TYPE_CHECKING:
-    from blendrag.engine import SchemaPrompt, SchemaReport
+    from blendrag.engine import SchemaReport
     from blendrag.schema.encoding import TokenizedSchema
     from blendrag.schema.layout import CountTokens, Layout
 
@@ -192,10 +192,12 @@ def run(
 ) -> int:
     """Answer a prompt of a schema; the answer streams to stdout. Modules are encoded at their first use."""
     begin(verbose, "the answer was abandoned; the store is intact")
+    from blendrag.engine import SchemaPrompt
+
     request = options.request_options(context)
     with options.engine_for(context) as engine:
         engine.add_schema(file, positions)  # type: ignore[arg-type]
-        answer = print_answer(engine.stream(_prompt(prompt), request), silent=json)
+        answer = print_answer(engine.stream(SchemaPrompt(*_markup(prompt)), request), silent=json)
         if json:
             print_json({"answer": answer.text, "metrics": answer.metrics.as_dict()})
         else:
@@ -203,13 +205,6 @@ def run(
         interrupt.expect("the answer is complete; some modules are not precomputed yet")
         engine.drain()
     return DONE
-
-
-def _prompt(given: str) -> SchemaPrompt:
-    """A prompt from the command line: markup, or the name of a file."""
-    from blendrag.engine import SchemaPrompt
-
-    return SchemaPrompt(*_markup(given))
 
 
 def _raise_all(wrong: list[SchemaError]) -> None:

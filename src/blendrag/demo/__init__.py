@@ -4,8 +4,10 @@ Importing this loads neither torch nor transformers.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Paragraph = tuple[str, int]
 """(doc_id, index) of a paragraph."""
@@ -50,11 +52,7 @@ def demo_corpus_path() -> Path:
 
 def demo_questions() -> tuple[Question, ...]:
     """The questions on the demo corpus; ``document_id`` is the file name without ``.txt``."""
-    records = json.loads((_HERE / "questions.json").read_text(encoding="utf-8"))
-    return tuple(
-        Question(**record | {"needs": tuple((doc_id, index) for doc_id, index in record["needs"])})
-        for record in records
-    )
+    return _questions("questions.json")
 
 
 def handbook_path() -> Path:
@@ -69,25 +67,16 @@ def handbook_questions() -> tuple[Question, ...]:
     difference in log probability between a token and the next best one, up to the end of the accepted text.
     Blending had no part in this choice, but the handbook was reworded where it mixed up similar sentences.
     """
-    records = json.loads((_HERE / "handbook_questions.json").read_text(encoding="utf-8"))
-    return tuple(
-        Question(
-            record["text"],
-            record["accepted"][0],
-            "direct",
-            record["document_id"],
-            accepted=tuple(record["accepted"]),
-        )
-        for record in records
-    )
+    return _questions("handbook_questions.json")
 
 
-__all__ = [
-    "Paragraph",
-    "Question",
-    "demo_corpus_path",
-    "demo_model_path",
-    "demo_questions",
-    "handbook_path",
-    "handbook_questions",
-]
+def _questions(file: str) -> tuple[Question, ...]:
+    def read(
+        text: str, document_id: str, answer: str = "", kind: str = "direct",
+        needs: Sequence[Sequence[Any]] = (), accepted: Sequence[str] = (),
+    ) -> Question:  # fmt: skip
+        paragraphs = tuple((name, index) for name, index in needs)
+        return Question(text, answer or accepted[0], kind, document_id, paragraphs, tuple(accepted))
+
+    records = json.loads((_HERE / file).read_text(encoding="utf-8"))
+    return tuple(read(**record) for record in records)

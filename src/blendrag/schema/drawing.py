@@ -46,19 +46,17 @@ def outline(layout: Layout, plain: Callable[[str], str] = str) -> Iterator[Drawn
 
 
 def _drawn(node: Node, layout: Layout, plain: Callable[[str], str], guide: str = "") -> Drawn:
-    kind, label = "role", ""
-    if isinstance(node, Text):
-        words = " ".join(plain(node.text).split())
-        cut = words[: _PREVIEW_CHARS - 1] + "…" if len(words) > _PREVIEW_CHARS else words
-        kind, label = "text", f'"{cut}"'
-    elif isinstance(node, Parameter):
-        kind, label = "param", node.name
-    elif isinstance(node, Module):
-        kind, label = "module", node.name
-    elif isinstance(node, Union):
-        kind = "union"
-    elif isinstance(node, Role):
-        label = node.role
+    match node:
+        case Text():
+            words = " ".join(plain(node.text).split())
+            cut = words[: _PREVIEW_CHARS - 1] + "…" if len(words) > _PREVIEW_CHARS else words
+            kind, label = "text", f'"{cut}"'
+        case Parameter() | Module():
+            kind, label = "param" if isinstance(node, Parameter) else "module", node.name
+        case Role():
+            kind, label = "role", node.role
+        case _:
+            kind, label = "union", ""
     extent = layout[node]
     return Drawn(kind, label, extent.start, extent.length, guide)
 

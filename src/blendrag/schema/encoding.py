@@ -133,9 +133,9 @@ class TokenizedSchema:
             placed.append(CachedStretch(self._anonymous.block, 0, len(self._first)))
         for part, extent in zip(parts, extents, strict=True):
             if isinstance(part, CachedText):
-                block, where = encoded_in[part.module.name if part.module else None]
-                if part.text in where:
-                    placed.append(CachedStretch(block, *where[part.text]))
+                together = encoded_in[part.module.name] if part.module else self._anonymous
+                if part.text in together.where:
+                    placed.append(CachedStretch(together.block, *together.where[part.text]))
                 continue
             text = part.argument.text if isinstance(part, FilledParameter) else part.text.text
             if ids := self._texts.ids(text):
@@ -250,18 +250,12 @@ class TokenizedSchema:
         answer = Text(opening, prompt.at)
         return PromptMarkup(chat.schema, (*chat.children, answer), chat.at)
 
-    def _encoded_in(
-        self, imported: Collection[str]
-    ) -> dict[str | None, tuple[Block, dict[Text, tuple[int, int]]]]:
-        """The block that holds each imported module: a complete scaffold's, or its own."""
+    def _encoded_in(self, imported: Collection[str]) -> dict[str, _Tokens]:
+        """What holds each imported module: a complete scaffold, or the module itself."""
         found = {name: self._own[name] for name in imported}
         left = set(imported)
         for names, together in self._scaffolds.items():
             if names <= left:
                 left -= names
                 found |= dict.fromkeys(names, together)
-        encoded: dict[str | None, tuple[Block, dict[Text, tuple[int, int]]]] = {
-            name: (tokens.block, tokens.where) for name, tokens in found.items()
-        }
-        encoded[None] = self._anonymous.block, self._anonymous.where
-        return encoded
+        return found
