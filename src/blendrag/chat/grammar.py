@@ -31,9 +31,9 @@ from blendrag.chat.lark import (
     schema_of,
     vocabulary,
     written_ids,
+    wrong_form,
 )
 from blendrag.chat.reply import ReplyStream
-from blendrag.errors import InvalidOptionError
 from blendrag.model.tokens import Tokens
 from blendrag.wording import quoted, shortened
 
@@ -89,9 +89,7 @@ def answer_form(
         return None
     rule = _rule(kind, given)
     if len(rule) > MAX_FORM_CHARS:
-        raise InvalidOptionError(
-            "response_format", f"has {len(rule):,} characters, expected at most {MAX_FORM_CHARS:,}"
-        )
+        raise wrong_form(f"has {len(rule):,} characters, expected at most {MAX_FORM_CHARS:,}")
     library()
     notes: tuple[str, ...] = ()
     wrong = checked(f"start: {rule}\n", tokens)
@@ -100,10 +98,7 @@ def answer_form(
         wrong = checked(f"start: {rule}\n", tokens)
         notes = (f"the form of the answer is enforced only in part ({shortened(why, 200)})",)
     if wrong:
-        raise InvalidOptionError(
-            "response_format",
-            f"of type {kind} cannot be compiled ({shortened(wrong, 200)}); change it",
-        )
+        raise wrong_form(f"of type {kind} cannot be compiled ({shortened(wrong, 200)}); change it")
     if calls is not None and tools and form is not None and not form.answer_begins:
         plain = calls._replace(before=_THOUGHT.sub("", calls.before).lstrip())
         # calls without a tag cannot be told from an answer in JSON
@@ -159,7 +154,7 @@ def _rule(kind: Any, given: Mapping[str, Any], guidance: Mapping[str, Any] | Non
         return " | ".join(json.dumps(str(each), ensure_ascii=False) for each in choices)
     if kind == "grammar" and isinstance(given.get("grammar"), str):
         return "begin\n" + re.sub(r"(?m)^start\s*:", "begin:", given["grammar"])
-    raise InvalidOptionError("response_format", f"{quoted(dict(given))} is not one of {_KINDS}")
+    raise wrong_form(f"{quoted(dict(given))} is not one of {_KINDS}")
 
 
 class Constraint(LogitsProcessor):
@@ -212,10 +207,7 @@ class Constraint(LogitsProcessor):
         """Which tokens may come next.  bool [V]"""
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():  # a dead end of the form, or its limits
-            raise InvalidOptionError(
-                "response_format",
-                "has a form that cannot be continued after this answer; simplify it",
-            )
+            raise wrong_form("has a form that cannot be continued after this answer; simplify it")
         unpacked = np.unpackbits(
             bits, count=vocabulary_size, bitorder="little"
         )  # padded with zeros

@@ -20,14 +20,16 @@ _WHITE_SPACE = {"whitespace_pattern": "\\n? {0,12}"}
 LENIENT = {"lenient": True}
 
 
+def wrong_form(why: str) -> InvalidOptionError:
+    return InvalidOptionError("response_format", why)
+
+
 def library() -> Any:
     """llguidance. Raises :class:`InvalidOptionError` without it."""
     try:
         import llguidance
     except ImportError:
-        raise InvalidOptionError(
-            "response_format", "needs llguidance; pip install 'blendrag[grammar]'"
-        ) from None
+        raise wrong_form("needs llguidance; pip install 'blendrag[grammar]'") from None
     return llguidance
 
 
@@ -52,10 +54,9 @@ def schema_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
     named = given.get("json_schema", given)
     schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, Mapping):
-        raise InvalidOptionError(
-            "response_format",
+        raise wrong_form(
             "of type json_schema has no schema, expected "
-            '{"type": "json_schema", "json_schema": {"schema": {…}}}',
+            '{"type": "json_schema", "json_schema": {"schema": {…}}}'
         )
     return schema
 
@@ -70,25 +71,16 @@ def dumped(schema: Mapping[str, Any], guidance: Mapping[str, Any] | None = None)
         adapted = _adapted(schema, closes=not _has_conjunction(schema))
         return json.dumps({**adapted, **more}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as exc:
-        raise InvalidOptionError(
-            "response_format", f"has a schema that cannot be written as JSON ({exc}); change it"
+        raise wrong_form(
+            f"has a schema that cannot be written as JSON ({exc}); change it"
         ) from None
 
 
 #: Keywords whose values are schemas by name, schemas, or lists of them.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _INNER = (
-    "items",
-    "additionalProperties",
-    "prefixItems",
-    "anyOf",
-    "oneOf",
-    "allOf",
-    "not",
-    "if",
-    "then",
-    "else",
-)
+    "items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf", "not", "if", "then", "else",
+)  # fmt: skip
 #: Formats that llguidance enforces.
 _FORMATS = (
     "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
@@ -101,14 +93,8 @@ _DATE = (
 )
 #: Keywords by which an object must have the form of several schemas at once.
 _CONJUNCTIONS = {
-    "allOf",
-    "$ref",
-    "anyOf",
-    "oneOf",
-    "if",
-    "dependentSchemas",
-    "unevaluatedProperties",
-}
+    "allOf", "$ref", "anyOf", "oneOf", "if", "dependentSchemas", "unevaluatedProperties",
+}  # fmt: skip
 
 
 def _has_conjunction(schema: Any) -> bool:

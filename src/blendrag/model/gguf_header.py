@@ -25,18 +25,8 @@ _MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 #: Bytes and format of a value, by type.
 _SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
 _VERSIONS = (2, 3)
 
 

@@ -52,30 +52,19 @@ class Schedule:
         if name == "geometric":
             growth = _number(argument, text) if argument else DEFAULT_GROWTH
             if not 0.0 < growth <= 1.0:
-                raise InvalidOptionError(
-                    "schedule", f"{quoted(text)}: the growth must lie in (0, 1]"
-                )
+                raise _wrong(text, ": the growth must lie in (0, 1]")
             return cls(name, growth=growth)
         if name == "first":
             if not _POSITIVE.fullmatch(argument):
-                raise InvalidOptionError(
-                    "schedule", f"{quoted(text)}: expected first:m, m layers, 1 or more"
-                )
+                raise _wrong(text, ": expected first:m, m layers, 1 or more")
             return cls(name, first=int(argument))
         if "," in text:
             parts = text.split(",", MAX_WEIGHTS)
             if len(parts) > MAX_WEIGHTS:
-                raise InvalidOptionError(
-                    "schedule",
-                    f"{quoted(text)} has more than {MAX_WEIGHTS} weights, expected one for each "
-                    "layer but the first",
-                )
+                raise _wrong(text, f" has more than {MAX_WEIGHTS} weights, expected one a layer")
             return cls("vector", _weights([_number(part, text) for part in parts], text))
-        raise InvalidOptionError(
-            "schedule",
-            f"{quoted(text)} is not constant, linear, geometric[:g], first:m or comma-separated "
-            "weights for layers 1…L-1",
-        )
+        families = "constant, linear, geometric[:g], first:m or comma-separated weights"
+        raise _wrong(text, f" is not {families} for layers 1…L-1")
 
     def __str__(self) -> str:
         if self.name == "geometric":
@@ -149,9 +138,7 @@ def _capped(shape: list[float], ratio: float) -> list[float]:
 
 def _weights(values: Sequence[float], text: object) -> tuple[float, ...]:
     if not values or not all(math.isfinite(v) and v >= 0 for v in values) or max(values) <= 0:
-        raise InvalidOptionError(
-            "schedule", f"{quoted(text)}: weights must be 0 or more, and not all 0"
-        )
+        raise _wrong(text, ": weights must be 0 or more, and not all 0")
     for layer, (before, weight) in enumerate(pairwise(values), 2):
         if weight > before * (1 + ROUNDING):
             raise InvalidOptionError(
@@ -167,6 +154,8 @@ def _number(text: str, whole: str) -> float:
     try:
         return float(text)
     except ValueError as exc:
-        raise InvalidOptionError(
-            "schedule", f"{quoted(whole)}: {quoted(text, 40)} is not a number"
-        ) from exc
+        raise _wrong(whole, f": {quoted(text, 40)} is not a number") from exc
+
+
+def _wrong(text: object, why: str) -> InvalidOptionError:
+    return InvalidOptionError("schedule", f"{quoted(text)}{why}")
