@@ -83,6 +83,9 @@ class _Element:
     """One more than ``children``: before, between and after them."""
     children: list[_Element] = field(default_factory=list)
 
+    def wrong(self, why: str) -> SchemaError:
+        return SchemaError(self.at, why)
+
 
 class ProgramMarkup(str):
     """Markup that a program made. Errors name its place in the program."""
@@ -121,7 +124,7 @@ def check_schema(text: str, file: str = "<string>") -> tuple[Schema, list[Schema
     schema = Schema(name, children, tuple(scaffolds), root.at)
     wrong = reader.wrong
     if not wrong and not children:
-        wrong.append(SchemaError(root.at, "the schema is empty, expected text or <module>"))
+        wrong.append(root.wrong("the schema is empty, expected text or <module>"))
     wrong += _name_errors(schema)
     if not wrong:  # else a scaffold may name what could not be read
         for scaffold in scaffolds:
@@ -160,7 +163,7 @@ def _parsed(text: str, file: str, root_tag: str) -> _Element:
     program = text.at if isinstance(text, ProgramMarkup) else None
     root = _TreeBuilder(file, program).build(data)
     if root.tag != root_tag:
-        raise SchemaError(root.at, f"the root is <{root.tag}>, expected <{root_tag}>")
+        raise root.wrong(f"the root is <{root.tag}>, expected <{root_tag}>")
     return root
 
 
@@ -361,27 +364,25 @@ class _SchemaReader:
             return self._union(item, in_role)
         if item.tag in PARAMETERS:
             if module is None:
-                raise SchemaError(
-                    item.at, f"<{item.tag}> is outside of a module, expected inside <module name=…>"
+                raise item.wrong(
+                    f"<{item.tag}> is outside of a module, expected inside <module name=…>"
                 )
             return _parameter(item)
         if item.tag not in ROLES:
-            raise SchemaError(item.at, _misplaced(item, parent))
+            raise item.wrong(_misplaced(item, parent))
         if in_role:
-            raise SchemaError(item.at, f"<{item.tag}> is inside a role, expected outside")
+            raise item.wrong(f"<{item.tag}> is inside a role, expected outside")
         _attributes(item, ())
         return Role(item.tag, tuple(self.nodes(item, module, in_role=True)), item.at)
 
     def _module(self, element: _Element, in_role: bool) -> Module:
         name = _name(element, _attributes(element, ("name",))["name"], "module")
         if name in RESERVED:
-            raise SchemaError(element.at, f"{name!r} is a tag of the markup, expected another name")
+            raise element.wrong(f"{name!r} is a tag of the markup, expected another name")
         before = len(self.wrong)
         children = tuple(self.nodes(element, name, in_role))
         if not children and len(self.wrong) == before:
-            raise SchemaError(
-                element.at, f"module {name!r} is empty, expected text or modules in it"
-            )
+            raise element.wrong(f"module {name!r} is empty, expected text or modules in it")
         seen: set[str] = set()
         for node in without_roles(children):
             if isinstance(node, Parameter):
@@ -404,13 +405,11 @@ class _SchemaReader:
                             f"text {quoted(item.text.strip(_SPACE), 40)} in <union>, expected only <module>",
                         )
                 elif item.tag != "module":
-                    raise SchemaError(
-                        item.at, f"<{item.tag:.80}> in <union>, expected only <module>"
-                    )
+                    raise item.wrong(f"<{item.tag:.80}> in <union>, expected only <module>")
                 else:
                     members.append(self._module(item, in_role))
         if not members and len(self.wrong) == before:
-            raise SchemaError(element.at, "<union> is empty, expected <module> tags in it")
+            raise element.wrong("<union> is empty, expected <module> tags in it")
         return Union(tuple(members), element.at)
 
 
@@ -431,13 +430,12 @@ def _parameter(element: _Element) -> Parameter:
     lengths = [name for name in ("len", "length") if name in element.attributes]
     if len(lengths) != 1:
         found = "both len and length" if lengths else "no len"
-        raise SchemaError(element.at, f"<{element.tag}> has {found}, expected name and len")
+        raise element.wrong(f"<{element.tag}> has {found}, expected name and len")
     attributes = _attributes(element, ("name", lengths[0]))
     name = _name(element, attributes["name"], "parameter")
     given = attributes[lengths[0]]
     if not re.fullmatch(r"0{0,9}[1-9][0-9]{0,6}", given) or int(given) > MAX_TOKENS:
-        raise SchemaError(
-            element.at,
+        raise element.wrong(
             f"{lengths[0]} of parameter {name!r} is {quoted(given, 40)}, expected a number of "
             "tokens from 1 to "
             f"{MAX_TOKENS:,}",
@@ -445,20 +443,18 @@ def _parameter(element: _Element) -> Parameter:
     if element.children or any(
         text.strip(_SPACE) for text in "".join(element.runs[0].pieces).split(_COMMENT)
     ):
-        raise SchemaError(element.at, f"<{element.tag}> has content, expected none")
+        raise element.wrong(f"<{element.tag}> has content, expected none")
     return Parameter(name, int(given), element.at)
 
 
 def _scaffold(element: _Element) -> Scaffold:
     names = tuple(_attributes(element, ("modules",))["modules"].split())
     if any(isinstance(item, _Element) or item.text.strip(_SPACE) for item in _content(element)):
-        raise SchemaError(
-            element.at,
+        raise element.wrong(
             "<scaffold> has content, expected names only, as in <scaffold modules='a b'/>",
         )
     if len(names) < 2 or len(set(names)) < len(names):
-        raise SchemaError(
-            element.at,
+        raise element.wrong(
             f"modules of <scaffold> is {quoted(' '.join(names), 80)}, expected two or more different modules",
         )
     return Scaffold(names, element.at)
@@ -473,9 +469,7 @@ def _prompt_nodes(element: _Element, inside: str) -> Iterator[PromptNode]:
             yield Role(item.tag, tuple(_prompt_nodes(item, "role")), item.at)
         elif item.tag in RESERVED:
             why = "is inside another tag" if item.tag in ROLES else "is a tag of schemas"
-            raise SchemaError(
-                item.at, f"<{item.tag}> {why}, expected an import such as <name/>, or text"
-            )
+            raise item.wrong(f"<{item.tag}> {why}, expected an import such as <name/>, or text")
         else:
             arguments = tuple(
                 Argument(name, text, item.at) for name, text in _attributes(item, None).items()
@@ -489,23 +483,19 @@ def _attributes(element: _Element, required: tuple[str, ...] | None) -> dict[str
     for name in element.attributes:
         if ":" in name or (required is not None and name not in required):
             expected = ", ".join(required or ()) or "no attributes"
-            raise SchemaError(
-                element.at,
+            raise element.wrong(
                 f"<{element.tag:.80}> has no attribute {quoted(name, 80)}, expected {expected}",
             )
     for name in required or ():
         if name not in element.attributes:
-            raise SchemaError(
-                element.at, f"<{element.tag}> has no {name}, expected <{element.tag} {name}=…>"
-            )
+            raise element.wrong(f"<{element.tag}> has no {name}, expected <{element.tag} {name}=…>")
     return element.attributes
 
 
 def _name(element: _Element, name: str, of: str) -> str:
     if is_name(name):
         return name
-    raise SchemaError(
-        element.at,
+    raise element.wrong(
         f"name of the {of} is {quoted(name, 60)}, expected a letter or _, then letters, digits, "
         "'.', '-' or '_', "
         f"at most {MAX_NAME_CHARS} characters",
