@@ -56,7 +56,7 @@ _VARIABLES = "BLENDRAG_"
 
 _MODES = Literal["blend", "full", "prefix", "reuse"]
 _ENCODINGS = Literal["native", "int8"]
-_DECODE_WEIGHTS = Literal["native", "int8", "int4"]
+_DECODE_WEIGHTS = Literal["auto", "native", "int8", "int4"]
 
 # Who may set an option: every surface takes all options of its name.
 _ENV = "env"
@@ -346,7 +346,8 @@ class Settings:
     remote_key: RemoteKey | None = field(default=None, repr=False)
     remote_timeout_s: RemoteTimeout = 5.0
     kv_encoding: KVEncoding = "native"
-    decode_weights: DecodeWeights = "native"
+    decode_weights: DecodeWeights = "auto"
+    """``auto``: packed ones on a CPU if, measured on the model, they choose the same tokens."""
     learn: Learn = True
     prefix_min_tokens: PrefixMinTokens = 8
 

@@ -14,7 +14,9 @@ import tiny
 from blendrag.config import settings
 from blendrag.engine import BlendEngine
 from blendrag.engine import decode_weights as choosing
+from blendrag.fusor import decode_agreement as agreeing
 from blendrag.model import decode_weights as packing
+from cli.commands import invoke, printed
 
 NAMES = ("int8", "int4")
 
@@ -230,3 +232,135 @@ def test_other_dtypes_and_refused_models_keep_their_weights(
     refused = engines(tiny.family("gpt2").bfloat16(), decode_weights="int8")
     answer = refused.generate(QUESTION, max_new_tokens=2, mode="full")
     assert any("decoded together" in note for note in answer.metrics.notes)
+
+
+# -- auto -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of any size are measured, on one short text."""
+    monkeypatch.setattr(choosing, "LEAST_BYTES", 0)
+    monkeypatch.setattr(agreeing, "TEXTS", ("the company of the old town",))
+    monkeypatch.setattr(agreeing, "TOKENS", 10)
+
+
+@pytest.fixture
+def agrees(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    def set_least(suffices: bool) -> None:
+        monkeypatch.setattr(agreeing, "LEAST_AGREEMENT", 0.0 if suffices else 1.1)
+
+    return set_least
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize(("suffices", "name"), [(True, "int8"), (False, "native")])
+def test_auto_measures_in_the_background_and_then_uses_weights_that_agree(
+    suffices: bool,
+    name: str,
+    engines: Callable[..., BlendEngine],
+    agrees: Callable[[bool], None],
+) -> None:
+    agrees(suffices)
+    engine = engines(decode_weights="auto")
+    choice = engine.kv_namespace.model.decode_weights
+    assert engine.generate(QUESTION, max_new_tokens=3).metrics.decode_weights == "native"
+    while choice.is_measurable:
+        engine.drain()
+    assert engine.generate(QUESTION, max_new_tokens=3).metrics.decode_weights == name
+    again = engines(decode_weights="auto")
+    answer = again.generate(QUESTION, max_new_tokens=3)
+    assert answer.metrics.decode_weights == name  # remembered
+    assert not answer.metrics.notes
+
+
+@pytest.mark.usefixtures("texts")
+def test_an_ingest_measures_with_the_gate(
+    engines: Callable[..., BlendEngine],
+    agrees: Callable[[bool], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    agrees(True)
+    engine = engines(decode_weights="auto")
+    engine.ingest([tiny.document(0)])
+    assert "measuring once" in caplog.text
+    assert engine.generate(QUESTION, max_new_tokens=3).metrics.decode_weights == "int8"
+
+
+@pytest.mark.usefixtures("texts")
+def test_weights_that_change_while_they_are_measured_are_measured_again(
+    engines: Callable[..., BlendEngine], agrees: Callable[[bool], None]
+) -> None:
+    agrees(True)
+    loaded = model()
+    engine = engines(loaded, decode_weights="auto")
+    choice = engine.kv_namespace.model.decode_weights
+    with engine.kv_namespace.model.adapter.lock, torch.inference_mode():
+        choice.now()
+        choice.measure()
+        loaded.lm_head.weight.data.mul_(-1)
+        choice.measure()
+        assert not choice.is_measurable
+        assert choice.now() is None
+        assert choice.is_measurable
+        choice.measure_all()
+        assert choice.now() is not None
+
+
+@pytest.mark.usefixtures("texts")
+def test_a_measurement_that_fails_leaves_the_native_weights(
+    engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(agreeing.AgreementMeasurement, "_decode", fail)
+    engine = engines(decode_weights="auto")
+    engine.ingest([tiny.document(0)])
+    assert engine.generate(QUESTION, max_new_tokens=3).metrics.decode_weights == "native"
+    assert not engine.kv_namespace.model.decode_weights.is_measurable
+
+
+def test_auto_leaves_small_models_alone(
+    engines: Callable[..., BlendEngine], products: list[int]
+) -> None:
+    engine = engines(decode_weights="auto")
+    engine.ingest([tiny.document(0)])
+    answer = engine.generate(QUESTION, max_new_tokens=3)
+    assert answer.metrics.decode_weights == "native"
+    assert not any("decode_weights" in note for note in answer.metrics.notes)
+    assert not products
+
+
+@pytest.mark.usefixtures("texts")
+def test_exact_ties_count_as_agreement_and_other_tokens_do_not() -> None:
+    adapter = tiny.adapter(model())
+
+    def measured(change: Callable[[torch.Tensor], torch.Tensor]) -> agreeing.Agreement:
+        class Fake:
+            def decode(self, forward: Any, **given: Any) -> Any:
+                out = forward(**given)
+                out.logits = change(out.logits)
+                return out
+
+        return agreeing.AgreementMeasurement(adapter, Fake()).run()  # type: ignore[arg-type]
+
+    same = measured(lambda logits: logits)
+    assert (same.tokens, same.share, same.kl) == (10, 1.0, 0.0)
+    assert measured(lambda logits: -logits).share == 0.0
+    head = adapter.model.lm_head.weight.data
+    head[5], head[7], head[9], head[11] = 100.0, 100.0, -100.0, -100.0  # two are always the highest
+    last = torch.arange(len(head)) * 1e-6
+    assert measured(lambda logits: logits.float() + last).share == 1.0
+
+
+@pytest.mark.usefixtures("texts", "cache")
+def test_verify_prints_agreement_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tiny.llama().bfloat16()
+    monkeypatch.setattr("blendrag.model.loading.load_adapter", lambda *_: tiny.adapter(kept))
+    fields = printed("verify", "tiny")["decode_weights"]
+    assert [fields[name]["tokens"] for name in NAMES] == [10, 10]
+    assert 0 <= fields["int8"]["share"] <= 1
+    shown = invoke("verify", "tiny").stdout
+    assert "decoding with int8 weights: " in shown
+    assert "of 10 steps, KL " in shown

@@ -34,7 +34,7 @@ def test_a_packed_product_is_that_of_the_rounded_weight(
     generator = torch.Generator().manual_seed(sum(shape))
     weight = torch.randn(shape, generator=generator).bfloat16()
     x = torch.randn(rows, shape[1], generator=generator).bfloat16()
-    found = FORMATS[name].product(x, *packing.pack(weight, FORMATS[name])).float()
+    found = FORMATS[name].product(x, *packing.packed(weight, FORMATS[name])).float()
     expected = x.float() @ reference(weight, name).T
     assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
     of_weight = x.float() @ weight.float().T
@@ -55,9 +55,7 @@ def test_int4_takes_a_narrower_range_where_that_lowers_the_error() -> None:
 
 
 def made(model: nn.Module, name: str = "int8") -> DecodeWeights:
-    kinds, layers = packing.formats_of(model, name), packing.linear_layers(model)
-    packed = {at: packing.pack(layers[at].weight, kind) for at, kind in kinds.items()}
-    return DecodeWeights(model, name, packed)
+    return DecodeWeights(model, name, packing.pack(model, name))
 
 
 @pytest.fixture
@@ -68,8 +66,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 def test_the_likeliest_logits_are_those_of_the_native_head(model: nn.Module) -> None:
     weights = made(model, "int4")
-    assert packing.formats_of(model, "int4")["lm_head"].name == "int8"
     head = weights.layers["lm_head"]
+    assert {layer.kind.name for layer in weights.layers.values()} == {"int8", "int4"}
+    assert head.kind.name == "int8"
     rows = torch.randn(3, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     native, found = F.linear(rows, head.layer.weight), head.multiply(rows)
     assert torch.equal(found.argmax(-1), native.argmax(-1))
@@ -132,11 +131,13 @@ class Costs:
         return self.now
 
     def format(self) -> Format:
+        stock = FORMATS["int8"]
+
         def product(x: torch.Tensor, *packed: torch.Tensor) -> torch.Tensor:
             self.now += self.row_s * len(x) - self.native_s
-            return FORMATS["int8"].product(x, *packed)
+            return stock.product(x, *packed)
 
-        return replace(FORMATS["int8"], product=product)
+        return replace(stock, product=product)
 
 
 @pytest.mark.parametrize(("row_s", "most"), [(0.3, 2), (0.2, 4), (2.0, 0), (0.0, 32)])
@@ -145,8 +146,16 @@ def test_copies_are_used_up_to_the_rows_where_native_products_are_faster(
 ) -> None:
     costs = Costs(1.0, row_s)
     layer = nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
-    kind = costs.format()
-    one = packing.PackedLayer(
-        layer, kind, packing.pack(layer.weight, kind), False, packing._Thread()
-    )
+    monkeypatch.setitem(FORMATS, "int8", costs.format())  # type: ignore[arg-type]
+    copy = packing.packed(layer.weight, FORMATS["int8"])
+    one = packing.PackedLayer(layer, copy, False, packing._Thread())
     assert packing.most_rows([one], costs) == most
+
+
+def test_int8_takes_4_bits_where_the_weights_came_from_4_bits(model: nn.Module) -> None:
+    layers = packing.linear_layers(model)
+    from_file = "model.layers.1.mlp.up_proj"
+    rounded = reference(layers[from_file].weight, "int4")
+    layers[from_file].weight.data.copy_(rounded)
+    kinds = {at: layer.kind.name for at, layer in made(model).layers.items()}
+    assert {at for at, kind in kinds.items() if kind == "int4"} == {from_file}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ from blendrag.cli.store import app as store_commands
 from blendrag.option import near_names
 
 if TYPE_CHECKING:
+    from blendrag.fusor.decode_agreement import Agreement
     from blendrag.fusor.gate import Verification
 
 
@@ -86,7 +88,9 @@ def verify(
     """Measure whether a model's stored KV can be reused; exit status 3 if not."""
     begin(verbose, "the model was not verified")
     from blendrag.config import settings
+    from blendrag.engine.decode_weights import compare
     from blendrag.fusor.gate import verify as run_gate
+    from blendrag.model.decode_weights import FORMATS
     from blendrag.model.loading import load_adapter
 
     with StatusLine(f"loading {model}") as line:
@@ -104,7 +108,20 @@ def verify(
                 f"checking on a prompt of {count(tokens, 'token')}, about {duration(seconds)} left"
             ),
         )
-    output.print_json(result.as_dict()) if json else _print_verification(model, result)
+        weights: dict[str, Agreement | str] = {}
+        if result.blendable:
+            for name in FORMATS:
+                line.show(f"comparing decoding with {name} weights to native ones")
+                weights[name] = compare(adapter, name)
+    if json:
+        measured = {
+            name: found if isinstance(found, str) else asdict(found) | {"share": found.share}
+            for name, found in weights.items()
+        }
+        output.print_json({**result.as_dict(), "decode_weights": measured})
+    else:
+        _print_verification(model, result)
+        _print_decode_weights(weights)
     return DONE if result.blendable else REFUSED_MODEL
 
 
@@ -130,6 +147,18 @@ def _print_verification(model: str, result: Verification) -> None:
     )
     equal = "yes" if result.greedy_equal else "no, which only float32 requires"
     echo(f"  the next 32 tokens are those of the model without blendrag: {equal}")
+
+
+def _print_decode_weights(weights: dict[str, Agreement | str]) -> None:
+    """Why the model decodes with its own weights, or a table."""
+    for why in sorted({found for found in weights.values() if isinstance(found, str)}):
+        echo(f"  decodes with its own weights: {why}")
+    measured = {name: found for name, found in weights.items() if not isinstance(found, str)}
+    for name, found in measured.items():
+        echo(
+            f"  decoding with {name} weights: {found.native_s * 1e3:.0f} → {found.packed_s * 1e3:.0f} ms per "
+            f"token, the same token in {found.share:.1%} of {found.tokens} steps, KL {found.kl:.4f}"
+        )
 
 
 for command in (ingest, remove, ask, chat, serve, verify, demo, calibrate, profile):

@@ -37,7 +37,7 @@ from blendrag.engine.schemas import Schemas
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestCancelled, RequestTimeout
 from blendrag.serving.kv_budget import KVShare
-from blendrag.serving.scheduler import Scheduler
+from blendrag.serving.scheduler import Pending, Scheduler
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
 
 #: Threads on which prompts of asynchronous calls are rendered and tokenised, and those for long ones, so that
@@ -68,6 +68,8 @@ class Answering:
         self._learner = learner
         self._threads = ThreadQueue("prompts", PROMPT_THREADS)
         self._long_threads = ThreadQueue("long prompts", LONG_PROMPT_THREADS)
+        self._is_measuring = False
+        """Whether a piece of the measurement of decode weights is in the queue."""
 
     # -- the caller's thread ----------------------------------------------------------------------
 
@@ -252,7 +254,23 @@ class Answering:
                 held.callback(budget.release, share)
                 budget.hold(share)
                 answer = Generation(road, stream, share, weights, choice.note).run()
+                self._measure_in_background()
                 return self._learner.learn(road.request, answer)
+
+    def _measure_in_background(self) -> None:
+        """Go on to find out with which weights the model decodes, a few tokens at a time."""
+        choice, adapter = self._model.decode_weights, self._model.adapter
+        if not choice.is_measurable or self._is_measuring:
+            return
+        self._is_measuring = True
+
+        def measure() -> None:
+            self._is_measuring = False
+            with adapter.lock:
+                choice.measure()
+            self._measure_in_background()
+
+        self._scheduler.submit(Pending(measure), background=True)
 
     def _road(self, request: Request, stream: AnswerStream) -> Road:
         if request.fixed is None:

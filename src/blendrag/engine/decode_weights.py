@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,17 +24,25 @@ from safetensors.torch import save_file
 from blendrag.config import settings
 from blendrag.errors import is_out_of_space
 from blendrag.fusor import verdicts
+from blendrag.fusor.decode_agreement import TEXTS, TOKENS, Agreement, AgreementMeasurement
 from blendrag.model import decode_weights as packing
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.decode_weights import NATIVE, DecodeWeights, Format, Packed
+from blendrag.model.decode_weights import NATIVE, DecodeWeights, Packed
 from blendrag.store.durable import readable_size
 
 log = logging.getLogger(__name__)
 
 #: Counts up when copies are made in another way, so that earlier files and times are not used.
 VERSION = 1
+AUTO = "auto"
+#: The format of ``auto``. ``int4`` takes as long for one row, but for the reading of the LM head, and agrees
+#: less (docs/performance.md).
+AUTOMATIC = "int8"
+#: Least size of all copies for ``auto``: smaller models are read from the processor's caches.
+LEAST_BYTES = 32 * 2**20
 #: Share of the available memory that copies may take.
 MOST_OF_MEMORY = 0.8
+NOT_FASTER = "they are not faster on this machine"
 
 
 class DecodeWeightsChoice:
@@ -44,52 +52,126 @@ class DecodeWeightsChoice:
         self._adapter = adapter
         self._wanted = wanted
         self._chosen: DecodeWeights | None = None
-        self._is_settled = False
+        self._is_settled = wanted == NATIVE
+        self._measurement: AgreementMeasurement | None = None
         self.note = ""
         """Why the model decodes with its own weights, although others were asked for."""
 
     def now(self) -> DecodeWeights | None:
         """The packed weights, made now if need be; ``None``: the model's own."""
-        if self._wanted == NATIVE:
-            return None
         if self._chosen is not None and not self._chosen.are_current:
             self._chosen, self._is_settled = None, False
         if not self._is_settled:
-            self._is_settled = True
-            why = self._why_not()
-            self._chosen = None if why else self._made(self._wanted)
-            self.note = ""
-            if self._chosen is None:
-                why = why or "they are not faster on this machine"
-                self.note = f"decode_weights {self._wanted} is not used, native is: {why}"
+            self._settle()
         return self._chosen
 
-    def _why_not(self) -> str:
-        adapter = self._adapter
-        if adapter.refusal is not None:
-            return "its requests are not decoded together"
-        if adapter.is_compiled:
-            return "it is compiled"
-        if why := packing.why_not(adapter.model):
-            return why
-        needed = packing.size_bytes(adapter.model, self._wanted)
-        free = available_bytes()
-        if needed > free * MOST_OF_MEMORY:
-            return f"packed copies need {readable_size(needed)} of memory, and {readable_size(free)} are free"
-        return ""
+    @property
+    def is_measurable(self) -> bool:
+        """Whether :meth:`measure` would find out whether packed weights may be used."""
+        return self._measurement is not None
 
-    def _made(self, name: str) -> DecodeWeights | None:
-        """The model's copies of that name; ``None`` if they are not faster."""
-        adapter, began = self._adapter, time.perf_counter()
-        made = DecodeWeights(adapter.model, name, _packed(adapter, name))
-        _limit_rows(made)
-        if not made.layers:
-            return None
+    def _settle(self) -> None:
+        self._is_settled, self.note, self._measurement = True, "", None
+        is_auto = self._wanted == AUTO
+        name = AUTOMATIC if is_auto else self._wanted
+        why = _why_not(self._adapter)
+        if is_auto and not why:
+            known = verdicts.recall_measured(_key(self._adapter, name), Agreement)
+            if packing.size_bytes(self._adapter.model) < LEAST_BYTES:
+                why = "the model is small"
+            elif known is not None and not known.suffices:
+                why = f"they choose the same token in {known.share:.1%} of steps"
+            elif known is None and (made := _made(self._adapter, name)) is not None:
+                self._measurement = AgreementMeasurement(self._adapter, made)
+                return
+        self._chosen = None if why else _made(self._adapter, name)
+        if self._chosen is None and not is_auto:
+            why = why or NOT_FASTER
+            self.note = f"decode_weights {name} is not used, native is: {why}"
+
+    # -- auto -----------------------------------------------------------------------------------
+
+    def measure_all(self) -> None:
+        """Find out now whether packed weights may be used, if that is not known."""
+        self.now()
+        if self.is_measurable:
+            log.warning(
+                "measuring once whether %s decodes alike with %s weights: %d tokens",
+                *(self._adapter.model_id, AUTOMATIC, TOKENS * len(TEXTS)),
+            )
+        while self.is_measurable:
+            self.measure()
+
+    def measure(self) -> None:
+        """Do the next piece of the measurement; the last one chooses the weights."""
+        measurement = self._measurement
+        if measurement is None:
+            return
+        if not measurement.weights.are_current:
+            self._is_settled, self._measurement = False, None
+            return
+        try:
+            found = measurement.step()
+        except Exception as exc:  # a model that decodes otherwise than generate lets it
+            log.warning("decode weights cannot be measured, native is used: %s", exc)
+            self._measurement = None
+            return
+        if found is None:
+            return
+        self._measurement = None
+        verdicts.remember_measured(_key(self._adapter, AUTOMATIC), found)
         log.info(
-            "decode weights of %s: %s, %s of memory, made in %.1f s",
-            *(adapter.model_id, name, readable_size(made.size_bytes), time.perf_counter() - began),
+            "%s chooses the same token with %s weights in %.1f%% of %d steps, KL %.4f",
+            *(self._adapter.model_id, AUTOMATIC, 100 * found.share, found.tokens, found.kl),
         )
-        return made
+        self._chosen = measurement.weights if found.suffices else None
+
+
+def compare(adapter: ModelAdapter, name: str) -> Agreement | str:
+    """How the model decodes with ``name`` weights, measured now and remembered; or why it keeps its own."""
+    with adapter.lock:
+        if why := _why_not(adapter):
+            return why
+        made = _made(adapter, name)
+        if made is None:
+            return NOT_FASTER
+        found = AgreementMeasurement(adapter, made).run()
+        verdicts.remember_measured(_key(adapter, name), found)
+        return found
+
+
+def _key(adapter: ModelAdapter, name: str) -> str:
+    """Under which the agreement of the loaded model is remembered."""
+    namespace = adapter.identity.namespace
+    return f"decode weights {VERSION}, {name}, {namespace}, {verdicts.libraries()}"
+
+
+def _why_not(adapter: ModelAdapter) -> str:
+    """Why the model keeps its own weights, in a clause, or empty."""
+    if adapter.refusal is not None:
+        return "its requests are not decoded together"
+    if adapter.is_compiled:
+        return "it is compiled"
+    if why := packing.why_not(adapter.model):
+        return why
+    needed, free = packing.size_bytes(adapter.model), available_bytes()
+    if needed > free * MOST_OF_MEMORY:
+        return f"packed copies need {readable_size(needed)} of memory, and {readable_size(free)} are free"
+    return ""
+
+
+def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | None:
+    """The model's copies of that name; ``None`` if they are not faster."""
+    began = time.perf_counter()
+    made = DecodeWeights(adapter.model, name, _packed(adapter, name))
+    _limit_rows(made)
+    if not made.layers:
+        return None
+    log.info(
+        "decode weights of %s: %s, %s of memory, made in %.1f s",
+        *(adapter.model_id, name, readable_size(made.size_bytes), time.perf_counter() - began),
+    )
+    return made
 
 
 def available_bytes() -> int:
@@ -107,16 +189,17 @@ def available_bytes() -> int:
 
 def _limit_rows(weights: DecodeWeights) -> None:
     """Give each layer the most rows for which its copy is faster, and forget copies that never are."""
-    by_shape: dict[tuple[int, int, bool], list[str]] = defaultdict(list)
+    by_shape: dict[tuple[str, int, int, bool], list[str]] = defaultdict(list)
     for name, each in weights.layers.items():
-        by_shape[each.layer.out_features, each.layer.in_features, each.is_head].append(name)
+        sizes = each.layer.out_features, each.layer.in_features
+        by_shape[each.kind.name, *sizes, each.is_head].append(name)
     machine = f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     for shape, names in by_shape.items():
-        key = f"decode rows {VERSION}, {weights.name}, {shape}, {machine}"
-        rows = verdicts.recall_number(key)
+        key = f"decode rows {VERSION}, {shape}, {machine}"
+        rows = verdicts.recall_measured(key, int)
         if rows is None:
             rows = packing.most_rows([weights.layers[name] for name in names])
-            verdicts.remember_number(key, rows)
+            verdicts.remember_measured(key, rows)
         weights.limit_rows(names, rows)
 
 
@@ -134,14 +217,12 @@ def _processor() -> str:
 
 def _packed(adapter: ModelAdapter, name: str) -> dict[str, Packed]:
     """The packed weights of the model, from the user's cache if they are there; else made and kept there."""
-    layers = packing.linear_layers(adapter.model)
-    kinds = packing.formats_of(adapter.model, name)
     fingerprint = adapter.identity.tensors_fingerprint
     of_model = f"{xxhash.xxh3_64_hexdigest(adapter.model_id.encode())}-{name}"
     file = _folder() / f"{of_model}-{VERSION}-{fingerprint}.safetensors"
-    found = _read(file, kinds)
+    found = _read(file, packing.linear_layers(adapter.model))
     if found is None:
-        found = {at: packing.pack(layers[at].weight, kind) for at, kind in kinds.items()}
+        found = packing.pack(adapter.model, name)
         _keep(file, found, of_model)
     return found
 
@@ -160,16 +241,15 @@ def _digest(packed: Mapping[str, Packed]) -> str:
     return found.hexdigest()
 
 
-def _read(file: Path, kinds: Mapping[str, Format]) -> dict[str, Packed] | None:
+def _read(file: Path, layers: Iterable[str]) -> dict[str, Packed] | None:
     """What :func:`_keep` wrote; ``None`` if it is missing or damaged."""
     if not file.is_file():
         return None
-    found: dict[str, Packed] = {}
     try:
         with safe_open(str(file), framework="pt") as opened:
-            for name, kind in kinds.items():
-                parts = range(len(kind.axes))
-                found[name] = tuple(opened.get_tensor(f"{name}.{part}") for part in parts)
+            found: dict[str, Packed] = {
+                at: (opened.get_tensor(f"{at}.0"), opened.get_tensor(f"{at}.1")) for at in layers
+            }
             digest = (opened.metadata() or {}).get("xxh3")
     except (OSError, SafetensorError, ValueError) as exc:
         log.warning("packed weights in %s are made again: %s", file, exc)

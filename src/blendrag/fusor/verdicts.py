@@ -10,7 +10,8 @@ import logging
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 import diskcache
 import torch
@@ -24,6 +25,7 @@ from blendrag.store.databases import keep_private
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _VERIFICATION = TypeAdapter(Verification)
 #: How a cache that is damaged, locked or cannot be written shows itself.
 _UNUSABLE = (OSError, ValueError, TypeError, sqlite3.Error, diskcache.Timeout)
@@ -58,20 +60,24 @@ def remember(namespace: str, device: torch.device, verification: Verification) -
         log.info("the gate's verdict cannot be kept in %s: %s", settings().cache, exc)
 
 
-def recall_number(what: str) -> int | None:
-    """A whole number that was remembered as ``what``."""
+def recall_measured(what: str, kind: type[T]) -> T | None:
+    """What this machine has measured as ``what``, if it is of that ``kind``."""
     try:
         with _cache() as cache:
-            found = cache.get(what)
-    except _UNUSABLE:
+            return TypeAdapter(kind).validate_python(cache.get(what))
+    except (*_UNUSABLE, ValidationError):
         return None
-    return found if isinstance(found, int) else None
 
 
-def remember_number(what: str, number: int) -> None:
-    """Keep a number that this machine measured, for :func:`recall_number`."""
+def remember_measured(what: str, found: Any) -> None:
+    """Keep a number or a dataclass for :func:`recall_measured`."""
     with suppress(*_UNUSABLE), _cache() as cache:
-        cache.set(what, number)
+        cache.set(what, found if isinstance(found, int) else asdict(found))
+
+
+def libraries() -> str:
+    """The versions of what computes."""
+    return f"torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 @contextmanager
@@ -86,5 +92,4 @@ def _cache() -> Iterator[diskcache.Cache]:
 
 
 def _key(namespace: str, device: torch.device) -> str:
-    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"gate {GATE_VERSION}, {namespace}, {libraries}, {device.type}"
+    return f"gate {GATE_VERSION}, {namespace}, {libraries()}, {device.type}"

@@ -37,6 +37,8 @@ GROUP = 32
 MIN_WEIGHTS = 2**16
 #: Rows of a weight that are packed at a time, as float32 copies are twice as large as the weight.
 ROWS_AT_A_TIME = 8192
+#: Outputs of a layer by which a format is chosen.
+COMPARED_ROWS = 64
 #: Logits of the likeliest tokens that are computed by the LM head's own weights.
 EXACT_LOGITS = 32
 #: Numbers of rows that are timed.
@@ -59,8 +61,6 @@ class Format:
     """Rows of a weight, in float32."""
     product: Callable[..., torch.Tensor]
     """``(x [M, K], *packed)`` → ``[M, N]``"""
-    bits: float
-    """Of memory for each weight."""
     axes: tuple[int, ...]
     """Along which the tensors of blocks of outputs are joined."""
     fits: Callable[[int, int], bool]
@@ -117,9 +117,9 @@ def packed_int4(rounded: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) 
 FORMATS: Mapping[str, Format] = {
     each.name: each
     for each in (
-        Format("int8", _pack_int8, int8_product, 8, (0, 0), lambda n, k: True),
+        Format("int8", _pack_int8, int8_product, (0, 0), lambda n, k: True),
         Format(
-            "int4", _pack_int4, int4_product, 4 + 32 / GROUP, (0, 1),
+            "int4", _pack_int4, int4_product, (0, 1),
             lambda n, k: n % 16 == 0 and k % GROUP == 0,
         ),
     )
@@ -173,34 +173,53 @@ def is_available() -> bool:
     return True
 
 
-def formats_of(model: nn.Module, name: str) -> dict[str, Format]:
-    """By name, the format of each layer of ``model`` that is packed for decode weights ``name``.
-
-    The LM head has 8 bits in any case: its rounding would change more tokens than that of all other layers.
-    """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    kind, more = FORMATS[name], FORMATS["int8"]
-    return {
-        at: kind if layer is not head and kind.fits(*layer.weight.shape) else more
-        for at, layer in linear_layers(model).items()
-    }
-
-
-def size_bytes(model: nn.Module, name: str) -> int:
-    """Memory that packed copies of ``model`` take."""
-    layers = linear_layers(model)
-    kinds = formats_of(model, name)
-    return round(sum(layers[at].weight.numel() * kinds[at].bits / 8 for at in kinds))
+def size_bytes(model: nn.Module) -> int:
+    """Memory that packed copies of ``model`` take at most."""
+    return sum(layer.weight.numel() for layer in linear_layers(model).values())
 
 
 @torch.inference_mode()
-def pack(weight: torch.Tensor, kind: Format) -> Packed:
+def pack(model: nn.Module, name: str) -> dict[str, Packed]:
+    """Packed copies of the :func:`linear_layers` of ``model`` for decode weights ``name``.
+
+    With ``int8``, a layer whose weights are nearer to a copy in 4 bits gets that: they were unpacked from a
+    file with 4 bits. With ``int4``, all have 4 bits but the LM head, whose rounding changes more tokens than
+    that of all others.
+    """
+    eight, four = FORMATS["int8"], FORMATS["int4"]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+
+    def kind_of(layer: nn.Linear) -> Format:
+        if not four.fits(*layer.weight.shape):
+            return eight
+        if name == "int4":
+            return eight if layer is head else four
+        return four if _is_nearer_in_4_bits(layer.weight) else eight
+
+    return {at: packed(one.weight, kind_of(one)) for at, one in linear_layers(model).items()}
+
+
+def _is_nearer_in_4_bits(weight: torch.Tensor) -> bool:
+    """By some of the outputs."""
+    rows = weight.detach()[:: -(-len(weight) // COMPARED_ROWS)].float()
+    rounded, scales = _pack_int8(rows)
+    eight = (rounded.float() * scales.float()[:, None] - rows).square().sum()
+    numbers, scale, zero = round_int4(rows)
+    return bool(((numbers * scale + zero).flatten(1) - rows).square().sum() < eight)
+
+
+def packed(weight: torch.Tensor, kind: Format) -> Packed:
     """A packed copy of ``weight`` ``[N, K]``."""
     blocks = [kind.pack(rows.float()) for rows in weight.detach().split(ROWS_AT_A_TIME)]
     return tuple(
         torch.cat(parts, axis)
         for axis, parts in zip(kind.axes, zip(*blocks, strict=True), strict=True)
     )
+
+
+def format_of(copy: Packed) -> Format:
+    """That of a packed weight."""
+    return FORMATS["int8" if copy[0].dtype == torch.int8 else "int4"]
 
 
 # -- decoding with them ---------------------------------------------------------------------------
@@ -215,16 +234,20 @@ class _Thread:
 class PackedLayer:
     """A linear layer and its packed copy."""
 
-    def __init__(
-        self, layer: nn.Linear, kind: Format, packed: Packed, is_head: bool, using: _Thread
-    ) -> None:
+    def __init__(self, layer: nn.Linear, packed: Packed, is_head: bool, using: _Thread) -> None:
         """``is_head``: its outputs are logits."""
         self.layer = layer
         self.packed = packed
+        self.kind = format_of(packed)
         self.is_head = is_head
         self.max_rows = TIMED_ROWS[-1]
         """Most rows for which the copy is used."""
-        product, weight, bias, outputs = kind.product, layer.weight, layer.bias, layer.out_features
+        product, weight, bias, outputs = (
+            self.kind.product,
+            layer.weight,
+            layer.bias,
+            layer.out_features,
+        )
         exact = min(EXACT_LOGITS, outputs)
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
@@ -256,13 +279,13 @@ class DecodeWeights:
     """The packed copies of one model. Used under the model's lock."""
 
     def __init__(self, model: nn.Module, name: str, packed: Mapping[str, Packed]) -> None:
-        """``packed``: by name, the copies of layers of ``model`` in their :func:`formats_of` ``name``."""
+        """``packed``: what :func:`pack` made of ``model`` for that ``name``."""
         self.name = name
         self._using = _Thread()
-        head, kinds = model.get_output_embeddings(), formats_of(model, name)  # type: ignore[operator]
+        head = model.get_output_embeddings()  # type: ignore[operator]
         layers = linear_layers(model)
         self.layers = {
-            at: PackedLayer(layers[at], kinds[at], copy, layers[at] is head, self._using)
+            at: PackedLayer(layers[at], copy, layers[at] is head, self._using)
             for at, copy in packed.items()
         }
         self._by_rows: dict[int, list[tuple[dict[str, Any], Callable[..., Any]]]] = {}
