@@ -22,7 +22,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from blendrag.config import Settings
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine.ingest import damage_of, documents_in, named_failure
 from blendrag.engine.kv_namespace import KVNamespace
@@ -74,12 +75,16 @@ class IngestPlan:
     root: Path
     place: Place | None
     model: str
-    remote: str
+    settings: Settings
+
+    @property
+    def remote(self) -> str:
+        return self.settings.remote or ""
 
     @classmethod
     def of(cls, kv: KVNamespace) -> IngestPlan:
         root = kv.root.resolve()
-        where = root, place_of(root), kv.model.name, kv.settings.remote or ""
+        where = root, place_of(root), kv.model.name, kv.settings
         return cls(kv.reopen_in(), kv.corpus.embedder, *where)
 
     def sees_store(self) -> bool:
@@ -103,7 +108,8 @@ class IngestPlan:
             raise InvalidInputError(
                 f"{folder} can be changed by other users, expected a directory of this user only; remove it"
             )
-        return self.reopen_in(folder / name, disk_bytes=PASSING_BYTES, ram_bytes=0)
+        settings = replace(self.settings, disk_bytes=PASSING_BYTES, ram_bytes=0)
+        return self.reopen_in(folder / name, settings=settings)
 
 
 def place_of(root: Path) -> Place | None:

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from blendrag.config import Settings
+from blendrag.config import Settings, absolute_model
 from blendrag.corpus.manifest import Manifest
 from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.lazy_model import LazyModel, opened
 from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
+from blendrag.errors import InvalidInputError
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.profile import ProfileCache, conditions_of
 from blendrag.store.kv import KVLayout
@@ -22,20 +23,29 @@ from blendrag.store.tiered import KVStore
 class KVNamespace:
     """The KV of one :attr:`model` that belongs to one :attr:`corpus`."""
 
-    def __init__(self, model: LazyModel, corpus: ModelCorpus) -> None:
+    def __init__(self, model: LazyModel, corpus: ModelCorpus, options: Mapping[str, Any]) -> None:
+        """``options``: of :func:`opened_namespace`."""
         self.model = model
         self.corpus = corpus
         self.root = corpus.root
+        self._options = options
 
     def reopen_in(self) -> Callable[..., KVNamespace]:
         """Makes this in another process, over the store that it is given; can be pickled.
 
-        Keywords replace settings. That process uses no corpus. Raises :class:`InvalidInputError` for a model
-        that was given loaded.
+        ``settings`` may replace these. That process uses no corpus. Raises :class:`InvalidInputError` for a
+        model that was given loaded.
         """
-        corpus = self.corpus
-        given = corpus.settings, corpus.corpus_settings, corpus.manifest
-        return partial(_reopened, self.model.reopen(), *given)
+        name = self.model.given
+        if not isinstance(name, str):
+            raise InvalidInputError(
+                f"a loaded {type(name).__name__} cannot be sent to other machines, expected the name of a "
+                "model; give its hub id or directory"
+            )
+        given, manifest = self._options, self.corpus.manifest
+        return partial(
+            opened_namespace, name, settings=self.settings, options=given, manifest=manifest
+        )
 
     @property
     def settings(self) -> Settings:
@@ -116,31 +126,26 @@ class KVNamespace:
 
 
 def opened_namespace(
-    model: Any, root: Path, settings: Settings, options: Mapping[str, Any]
+    model: Any,
+    root: Path,
+    settings: Settings,
+    options: Mapping[str, Any],
+    manifest: Manifest | None = None,
 ) -> KVNamespace:
     """Of an engine with these ``options`` of its constructor; opens nothing yet.
 
-    Raises :class:`InvalidInputError` for options that exclude one another.
+    ``manifest``: of the corpus that another process keeps for this one. Raises :class:`InvalidInputError` for
+    options that exclude one another.
     """
     model_kwargs = checked_model_kwargs(
         options.get("model_kwargs"), options.get("device_map"), settings.dtype, settings.device
     )
     tokenizer, lora = options.get("tokenizer"), options.get("lora")
+    lora = lora and absolute_model(lora)
     trusts = bool(options.get("trust_remote_code"))
     named = {each.name for each in fields(CorpusSettings)} & options.keys()
     corpus_settings = CorpusSettings(**{name: options[name] for name in named})
     made = LazyModel(model, tokenizer, settings, lora, trusts, model_kwargs)
     read_only = bool(options.get("read_only"))
-    return KVNamespace(made, ModelCorpus(made, root, settings, corpus_settings, read_only))
-
-
-def _reopened(
-    model: Callable[[], LazyModel],
-    settings: Settings,
-    corpus_settings: CorpusSettings,
-    manifest: Manifest,
-    root: Path,
-    **changed: Any,
-) -> KVNamespace:
-    made, settings = model(), replace(settings, **changed)
-    return KVNamespace(made, ModelCorpus(made, root, settings, corpus_settings, manifest=manifest))
+    corpus = ModelCorpus(made, root, settings, corpus_settings, read_only, manifest)
+    return KVNamespace(made, corpus, {**options, "lora": lora})

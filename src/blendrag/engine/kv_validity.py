@@ -14,10 +14,9 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from blendrag.corpus.manifest import Manifest
 from blendrag.engine.loaded_as import LoadedAs, difference, recorded, records_of
@@ -29,13 +28,15 @@ from blendrag.errors import (
 )
 from blendrag.fusor import verdicts
 from blendrag.fusor.gate import Verification, verify
+from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content, magnitude, misfit
-from blendrag.model.sharing import ModelLock, before_layers
+from blendrag.model.placement import PlacedModel
+from blendrag.model.sharing import before_layers
 from blendrag.serving.coroutine import let_texts_in
 from blendrag.store.base import ForeignKVError, KVReader, Probe
 from blendrag.store.encodings.codec import codec_of, staging_of
-from blendrag.store.identity import ModelIdentity, chunk_key, probe_key
-from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
+from blendrag.store.identity import chunk_key, probe_key
+from blendrag.store.kv import ChunkKV, dtype_name
 from blendrag.store.tiered import KVStore
 
 log = logging.getLogger(__name__)
@@ -48,27 +49,8 @@ PROBE_TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 ANNOUNCED_S = 3.0
 
 
-class Encodes(Protocol):
-    """A model that computes KV: :class:`ModelAdapter`, or one whose tokens are placed."""
-
-    model: Any
-    model_id: str
-    lock: ModelLock
-    refusal: str | None
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def precision(self) -> torch.dtype: ...
-    @property
-    def layout(self) -> KVLayout: ...
-    @property
-    def identity(self) -> ModelIdentity: ...
-    @property
-    def decoder_layers(self) -> Sequence[nn.Module]: ...
-    def encode(self, prefix_ids: Sequence[int], chunk_ids: Sequence[int], /) -> ChunkKV: ...
-
-
+#: A model that computes KV. The tokens of the second are placed.
+Encodes = ModelAdapter | PlacedModel
 #: Measures whether a model's KV may be reused; takes the model, and what announces how long the rest takes.
 Gate = Callable[[Any, Callable[[int, float], None]], Verification]
 

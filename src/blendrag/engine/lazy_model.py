@@ -64,7 +64,7 @@ class LazyModel:
                 f"model_kwargs {', '.join(model_kwargs)} with a loaded {type(model).__name__}, expected the "
                 "name of a model; give them to from_pretrained instead"
             )
-        self._given = absolute_model(model) if isinstance(model, str | Path) else model
+        self.given = absolute_model(model) if isinstance(model, str | Path) else model
         self._tokenizer = tokenizer
         self._settings = settings
         self._lora = lora
@@ -72,24 +72,10 @@ class LazyModel:
         self.trust_remote_code = trust_remote_code
         self._closed = False
 
-    def reopen(self) -> Callable[[], LazyModel]:
-        """Makes this model in another process; can be pickled.
-
-        Raises :class:`InvalidInputError` for a model that was given loaded.
-        """
-        if not isinstance(self._given, str):
-            raise InvalidInputError(
-                f"a loaded {type(self._given).__name__} cannot be sent to other machines, expected the "
-                "name of a model; give its hub id or directory"
-            )
-        lora = self._lora and absolute_model(self._lora)
-        more = lora, self.trust_remote_code, self._model_kwargs
-        return partial(LazyModel, self._given, None, self._settings, *more)
-
     @property
     def name(self) -> str:
         """The name that it was given by, or its id."""
-        given = self._given
+        given = self.given
         if isinstance(given, str):
             return given
         return given.model_id if isinstance(given, ModelAdapter) else self.adapter.model_id
@@ -97,25 +83,18 @@ class LazyModel:
     @property
     def is_loaded(self) -> bool:
         """Whether the model's weights are in memory."""
-        return "adapter" in self.__dict__ or not isinstance(self._given, str)
+        return "adapter" in self.__dict__ or not isinstance(self.given, str)
 
     @opened
     def adapter(self) -> ModelAdapter:
-        given, settings = self._given, self._settings
+        given, s = self.given, self._settings
         if isinstance(given, ModelAdapter):
             return given
         if isinstance(given, str):
             if self._closed:
                 raise InvalidInputError(CLOSED)
-            load = partial(
-                load_adapter,
-                given,
-                settings.dtype,
-                settings.device,
-                self._lora,
-                self.trust_remote_code,
-                self._model_kwargs,
-            )
+            more = self._lora, self.trust_remote_code, self._model_kwargs
+            load = partial(load_adapter, given, s.dtype, s.device, *more)
             return loaded_once(self._loaded_as(given), load)
         if self._tokenizer is None:
             raise InvalidInputError(
@@ -126,10 +105,9 @@ class LazyModel:
     def _loaded_as(self, name: str) -> Hashable:
         """Key under which engines share one loaded model."""
         s, lora = self._settings, self._lora
-        files = model_signature(name), model_signature(absolute_model(lora)) if lora else ""
+        files = model_signature(name), model_signature(lora) if lora else ""
         where, more = str(resolve_device(s.device)), repr(sorted(self._model_kwargs.items()))
-        loaded = files, s.dtype, where, more, self.trust_remote_code
-        return name, lora and absolute_model(lora), loaded
+        return name, lora, files, s.dtype, where, more, self.trust_remote_code
 
     @opened
     def fusor(self) -> Fusor:
@@ -144,7 +122,7 @@ class LazyModel:
         """The model's tokenizers; does not load the weights."""
         if not self.is_loaded:
             files = hub_kwargs(self._model_kwargs)
-            return load_tokens(self._given, self.trust_remote_code, **files)
+            return load_tokens(self.given, self.trust_remote_code, **files)
         return self.adapter.tokens
 
     @property
@@ -153,7 +131,7 @@ class LazyModel:
         if self.is_loaded:
             return self.adapter.context_tokens
         files = hub_kwargs(self._model_kwargs)
-        return load_context_tokens(self._given, self.trust_remote_code, **files)
+        return load_context_tokens(self.given, self.trust_remote_code, **files)
 
     @opened
     def text_ids(self) -> Callable[[str], tuple[int, ...]]:
@@ -163,7 +141,7 @@ class LazyModel:
 
     def signature(self) -> str:
         """Signature of the checkpoint's files and of how they are loaded; empty if unknown."""
-        given, s = self._given, self._settings
+        given, s = self.given, self._settings
         is_plain = isinstance(given, str) and not self._lora and not self._model_kwargs
         files = model_signature(given) if is_plain else ""
         if not files:
@@ -177,6 +155,6 @@ class LazyModel:
         """Free a model that was loaded by name, once the last engine that uses it does so."""
         self._closed = True
         self.__dict__.pop("decode_weights", None)  # holds the model
-        if isinstance(self._given, str):
+        if isinstance(self.given, str):
             for part in ("adapter", "fusor"):
                 self.__dict__.pop(part, None)

@@ -119,7 +119,7 @@ class ModelCorpus:
         self._model = model
         self.root = root
         self.settings = settings
-        self.corpus_settings = corpus_settings
+        self._corpus_settings = corpus_settings
         self.read_only = read_only
         self._given_manifest = manifest
         self.embedding_turns = EmbeddingTurns()
@@ -229,7 +229,7 @@ class ModelCorpus:
     def check(self, corpus: Corpus) -> None:
         """Raise :class:`InvalidInputError` if ``corpus`` has another model or other settings."""
         self._check_owner(corpus)
-        self.corpus_settings.check(corpus.manifest, self.root)
+        self._corpus_settings.check(corpus.manifest, self.root)
 
     def _check_owner(self, corpus: Corpus) -> None:
         manifest = corpus.manifest
@@ -262,7 +262,7 @@ class ModelCorpus:
     @opened
     def _new_manifest(self) -> Manifest:
         model = self._model
-        return self.corpus_settings.manifest(model.name, model.tokens, self.settings)
+        return self._corpus_settings.manifest(model.name, model.tokens, self.settings)
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -302,7 +302,7 @@ class ModelCorpus:
         trusted, turns = self._model.trust_remote_code, self.embedding_turns
         if manifest is None:
             return Embedder(given or DEFAULT_EMBEDDER, trust_remote_code=trusted, turns=turns)
-        self.corpus_settings.check_embedder(manifest, self.root)
+        self._corpus_settings.check_embedder(manifest, self.root)
         return embedder_of(manifest, self.root, given, trusted, turns)
 
     def vectors_of(
