@@ -178,7 +178,7 @@ def print_answer(
             if not silent:
                 write_piece(piece)
     finally:
-        pieces.abandon()
+        pieces.close()
         if thinks:
             write_thought("\n")
         if said and not silent:

@@ -186,8 +186,8 @@ class Answering:
         self, options: Options, parent: Any, asked_at: float
     ) -> AbstractContextManager[tracing.Add]:
         """The span of one request."""
-        name, tokens = self._model.name, self._model.tokens
-        kind = spans.operation(options, tokens)
+        name, has_template = self._model.name, self._model.tokens.has_template
+        kind = "chat" if options.apply_chat_template and has_template else "text_completion"
         attributes = partial(spans.asked, kind, options, name, self._settings)
         return tracing.span(f"{kind} {name}", attributes, parent, asked_at)
 

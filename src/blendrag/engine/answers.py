@@ -73,14 +73,14 @@ class Pieces:
     pending: PendingAnswer | None = None
     _over = False
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Stop generation and return at once; the model is free within one layer or token."""
         self._over = True
         if self.pending is not None:
             self.pending.stream.cancel()
 
     def __del__(self) -> None:
-        self.abandon()
+        self.close()
 
 
 class AnswerIterator(Pieces):
@@ -105,7 +105,7 @@ class AnswerIterator(Pieces):
             while not self.with_reasoning and isinstance(piece, Reasoning):
                 piece = self.pending.stream.take()
         except BaseException:
-            self.abandon()
+            self.close()
             raise
         if piece is not None:
             return piece
@@ -120,10 +120,6 @@ class AnswerIterator(Pieces):
         if self._over and not self.pending.future.done():
             self.pending.stream.check()
         return replace(self.pending.wait(), sources=self.sources)
-
-    def close(self) -> None:
-        """:meth:`abandon`, under the name that ``contextlib.closing`` calls."""
-        self.abandon()
 
 
 class AsyncAnswerIterator(Pieces):
@@ -145,7 +141,7 @@ class AsyncAnswerIterator(Pieces):
             while not self.with_reasoning and isinstance(piece, Reasoning):
                 piece = await self._take(started.stream)
         except BaseException:
-            self.abandon()
+            self.close()
             raise
         if piece is not None:
             return piece
@@ -159,7 +155,7 @@ class AsyncAnswerIterator(Pieces):
         try:
             self.pending or await self._begin()
         except BaseException:
-            self.abandon()
+            self.close()
             raise
 
     async def _begin(self) -> PendingAnswer:
@@ -191,8 +187,8 @@ class AsyncAnswerIterator(Pieces):
         return self.pending.future.result()
 
     async def aclose(self) -> None:
-        """:meth:`abandon`, under the name that ``contextlib.aclosing`` calls."""
-        self.abandon()
+        """:meth:`close`, for ``contextlib.aclosing``."""
+        self.close()
 
 
 def _setter_of(event: asyncio.Event) -> Callable[..., None]:

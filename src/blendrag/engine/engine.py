@@ -39,7 +39,6 @@ from blendrag.engine.answering import Answering
 from blendrag.engine.answers import (
     AnswerIterator,
     AsyncAnswerIterator,
-    PendingAnswer,
 )
 from blendrag.engine.asking import Asking
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
@@ -133,26 +132,18 @@ class BlendEngine:
         )
         self.library = Library(kv, self.scheduler)
         self.background = BackgroundWriter(kv, self.scheduler)
-        self.prefixes = ExactPrefixes(
-            kv,
-            self.settings.batch_bytes // 2,
-            lambda: [
-                (pending.request, pending.stream)
-                for pending in self.scheduler.waiting
-                if isinstance(pending, PendingAnswer)
-            ],
-        )
+        self.prefixes = ExactPrefixes(kv, self.scheduler)
         self.planner = Planner(kv, self.background, self.prefixes)
         self._learner = Learner(kv, self.background)
-        self._schemas = Schemas(kv, self.scheduler)
-        self.prompts = Prompts(kv.model, kv.corpus, self._schemas)
+        self.schemas = Schemas(kv, self.scheduler)
+        self.prompts = Prompts(kv.model, kv.corpus, self.schemas)
         self._answering = Answering(
             kv.model,
             self.settings,
             self.scheduler,
             self.prompts,
             self.planner,
-            self._schemas,
+            self.schemas,
             self._learner,
         )
         self.asking = Asking(kv.model, kv.corpus, self.prompts)
@@ -348,19 +339,14 @@ class BlendEngine:
         their first use, or by :meth:`encode_schema`. Raises :class:`SchemaError` and
         :class:`InvalidInputError`.
         """
-        return self._schemas.add(source, positions).name
+        return self.schemas.add(source, positions).name
 
     def encode_schema(self, name: str) -> SchemaReport:
         """Encode the modules of a schema that are not stored yet.
 
         Raises :class:`UnsupportedModelError` for a model whose tokens cannot be placed.
         """
-        return self._schemas.encode(name)
-
-    @property
-    def schemas(self) -> Schemas:
-        """The schemas that were added."""
-        return self._schemas
+        return self.schemas.encode(name)
 
     # -- the corpus -----------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 
 from blendrag import tracing
 from blendrag.config import Mode
+from blendrag.engine.answers import PendingAnswer
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.request import Request
 from blendrag.engine.stream import AnswerStream
@@ -39,6 +40,7 @@ from blendrag.planning.plan import Plan
 from blendrag.serving.block_pool import BlockPool
 from blendrag.serving.coroutine import pausing
 from blendrag.serving.prefix_tree import PrefixTree
+from blendrag.serving.scheduler import Scheduler
 from blendrag.store.base import ResidentReader
 from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.text.matches import common_prefix
@@ -73,16 +75,10 @@ class SharedPrefix(NamedTuple):
 class ExactPrefixes:
     """The exact prefixes of one engine. Used on the scheduler's thread; the caller holds the model's lock."""
 
-    def __init__(
-        self,
-        kv: KVNamespace,
-        limit_bytes: int,
-        waiting: Callable[[], Sequence[tuple[Request, AnswerStream]]],
-    ) -> None:
-        """``waiting``: requests that have not begun; may include the current one."""
+    def __init__(self, kv: KVNamespace, scheduler: Scheduler) -> None:
         self._kv = kv
-        self.limit_bytes = limit_bytes
-        self._waiting = waiting
+        self._scheduler = scheduler
+        self.limit_bytes = kv.settings.batch_bytes // 2
         self.tree: PrefixTree | None = None
         self._weights: Hashable = None
         """Whose KV the tree holds."""
@@ -257,9 +253,10 @@ class ExactPrefixes:
     def _worthwhile(self, request: Request, controller: Controller) -> SharedPrefix | None:
         """The beginning whose single prefill saves most over what the waiting requests would compute."""
         prompt, family = request.prompt, family_of(request)
+        waiting = (each for each in self._scheduler.waiting if isinstance(each, PendingAnswer))
         alike = [
             (other, stream, controller.cut(prompt, common_prefix(prompt.ids, other.prompt.ids)))
-            for other, stream in self._waiting()
+            for other, stream in ((each.request, each.stream) for each in waiting)
             if other.prompt is not prompt
             and self.may_use(other)
             and other.prompt.chunks

@@ -108,7 +108,7 @@ class Planner:
     ) -> None:
         self._kv = kv
         self._settings = kv.settings
-        self._background = background
+        self.background = background
         self.prefixes = prefixes
         self._is_open = False
         self.measured_token_s: float | None = None
@@ -126,10 +126,6 @@ class Planner:
     def profile(self) -> Profile | None:
         """What this machine needs for loading and computing, if that was measured."""
         return self._kv.profile_of(self.namespace)[0]
-
-    def note_missing(self, plan: Plan, scope: str | None) -> None:
-        """Encode in the background what ``plan`` missed."""
-        self._background.note(plan, scope)
 
     def open(self) -> float:
         """Identify the model, check that stored KV is what it computes, prepare blending; once. Returns the
@@ -205,10 +201,10 @@ class Planner:
         notes = self.prefixes.share(request, controller, check)
         if request.mode != "prefix":
             there = self.prefixes.length(request, controller)
-            first, because = self._background.due_now(
+            first, because = self.background.due_now(
                 request.prompt, lambda: controller.missing(request.prompt, there)
             )
-            if encoded := self._background.encode_first(first, check):
+            if encoded := self.background.encode_first(first, check):
                 chunks = "1 chunk was" if encoded == 1 else f"{encoded} chunks were"
                 notes += (f"{chunks} encoded before the answer because {because}",)
         return notes

@@ -9,14 +9,8 @@ from typing import Any
 from blendrag.config import Settings
 from blendrag.engine.request import Answer, Options
 from blendrag.metrics import RequestMetrics
-from blendrag.model.tokens import Tokens
 from blendrag.planning.plan import Plan
 from blendrag.tracing import PROVIDER, Add, span
-
-
-def operation(options: Options, tokens: Tokens) -> str:
-    templated = options.apply_chat_template and tokens.has_template
-    return "chat" if templated else "text_completion"
 
 
 def asked(kind: str, options: Options, model: str, defaults: Settings) -> dict[str, Any]:
