@@ -82,7 +82,7 @@ def test_machines_that_cannot_take_part_are_named(ray, tmp_path, monkeypatch):
         plan = IngestPlan.of(made.kv_namespace)
     check_nodes(plan)
     elsewhere = replace(plan, place=(0, 0))
-    check_nodes(replace(elsewhere, remote="s3://bucket"))
+    check_nodes(replace(elsewhere, settings=replace(elsewhere.settings, remote="s3://bucket")))
     with tiny.refuses("is not seen, and there is no remote"):
         check_nodes(elsewhere)
     with tiny.refuses("node .*: there is no model"):

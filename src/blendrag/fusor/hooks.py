@@ -70,10 +70,14 @@ def hooked(
             if "logits_to_keep" in kwargs:
                 kwargs = {**kwargs, "logits_to_keep": 0}
             if pack.needs_scout:
-                # MPT's forward fails without the mask that only its own attention gets (transformers 5.23)
-                unseen = () if observes else (AttributeError,)
-                with pack.scout_pass(stack), suppress(*unseen):
-                    module.forward(*args, **kwargs)
+                with pack.scout_pass(stack):
+                    try:
+                        module.forward(*args, **kwargs)
+                    except AttributeError as exc:
+                        # MPT's forward asks the mask for its size, which only its own attention gets
+                        # (transformers 5.23)
+                        if observes or exc.obj is not None:
+                            raise
             return args, kwargs
 
         def finish(*_: Any) -> None:

@@ -69,7 +69,8 @@ class ModelAdapter:
         self.tokens = Tokens(tokenizer)
         self.lock = lock_of(self.model)
         """Belongs to the model, not to this adapter. Held from the first hook to the last token."""
-        self.refusal: str | None = None
+        self.why_not_movable = ""
+        """Why the KV of a refused model cannot be moved, without the remedy."""
         self.continuation: Continuation | None = None
         """How a refused model goes on from stored beginnings of prompts; ``None`` if it cannot."""
         self._stack: DecoderStack | None = None
@@ -89,7 +90,7 @@ class ModelAdapter:
             with unsupported_if_raising(type(self.model).__name__):
                 self._probe()
         except UnsupportedModelError as refused:
-            self.refusal = str(refused)
+            self.why_not_movable = str(refused).partition(f"; {USE_FULL}")[0]
             if not learns_prompt:
                 self._find_continuation()
 
@@ -188,9 +189,11 @@ class ModelAdapter:
         return self._long
 
     @property
-    def why_not_movable(self) -> str:
-        """Why KV of a refused model cannot be moved, without the remedy."""
-        return (self.refusal or "").partition(f"; {USE_FULL}")[0]
+    def refusal(self) -> str | None:
+        """Why this model's KV cannot be reused, and what to do; ``None`` if it can."""
+        if not self.why_not_movable:
+            return None
+        return f"{self.why_not_movable}; {USE_FULL if self.continuation is None else USE_PREFIX}"
 
     def require_mode(self, mode: str) -> None:
         """Raise :class:`UnsupportedModelError` if requests of that mode cannot be answered."""
@@ -316,7 +319,6 @@ class ModelAdapter:
     @torch.inference_mode()
     def _find_continuation(self) -> None:
         """Measure whether the refused model can go on from a stored beginning."""
-        assert self.refusal is not None
         try:
             with uncompiled() if self.is_compiled else nullcontext():
                 going = Continuation(self.model, self.device)
@@ -324,8 +326,6 @@ class ModelAdapter:
             self.continuation = going
         except UnsupportedModelError as exc:
             log.debug("no beginnings of prompts are reused: %s", exc)
-        else:
-            self.refusal = self.refusal.replace(USE_FULL, USE_PREFIX)
 
     @torch.inference_mode()
     def _probe(self) -> None:
