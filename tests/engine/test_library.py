@@ -15,8 +15,8 @@ import pytest
 
 import tiny
 from blendrag.corpus.documents import REMOVED
-from blendrag.engine import BlendEngine, Options, kv_writer
-from blendrag.engine import library as libraries
+from blendrag.engine import BlendEngine, Options
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.engine.library import Added, Entry, Library
 from blendrag.errors import CorpusError, InvalidInputError, StoreFullError
@@ -187,10 +187,8 @@ def test_kv_left_for_later_is_computed_after_a_query_missed_it(engine):
     assert reused(engine, tiny.sentence(1)) == 0
     engine.drain()
     assert engine.library.has_kv(["id1"]) == {"id1": True}
-    corpus = engine.require_corpus()
-    ((_, key),) = kv_writer.kv_keys(
-        engine.kv_namespace, corpus, chunk_id_of(tiny.sentence(1)), tiny.sentence(1)
-    )
+    text = tiny.sentence(1)
+    ((_, key),) = engine.kv_namespace.places_of(chunk_id_of(text), text)
     tiny.lose_kv(engine, key)
     assert counts(engine.library.add([entry(1)])) == (0, 0, 1, 1), "or by the next add"
 
@@ -245,7 +243,7 @@ def killed(*args: Any, **kwargs: Any) -> Any:
 def test_a_crash_after_rows_were_removed_is_repaired_by_the_next_change(tmp_path, monkeypatch):
     with opened(tmp_path) as engine, monkeypatch.context() as patch:
         engine.library.add(entries(3))
-        patch.setattr(libraries, "drop_orphaned_kv", killed)
+        patch.setattr(KVNamespace, "drop_orphaned", killed)
         with pytest.raises(Killed):
             engine.library.delete(["id0", "id1"])
         assert stored(engine) == 3

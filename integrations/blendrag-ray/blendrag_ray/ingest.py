@@ -110,7 +110,7 @@ def ingest(
             raise
         kv.forget_signature()  # the files look unchanged but hold other weights
         report = run()
-    return ended(kv, corpus, report)
+    return ended(kv, report)
 
 
 # -- the cluster ----------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import gate, verdicts
 from blendrag.serving.scheduler import Scheduler
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.store.identity import chunk_key
 from blendrag.text.chunking import Chunk
 from blendrag.text.readers import ALL, Patterns, digest_of
 
@@ -83,8 +82,8 @@ def dry_run(
 
 
 def _without_kv(kv: KVNamespace, chunks: list[Chunk]) -> list[Chunk]:
-    namespace, prefix, ids_of = kv.name(), kv.corpus.prefix_ids, kv.model.text_ids
-    keys = [chunk_key(namespace, prefix, ids_of(chunk.text)) for chunk in chunks]
+    namespace = kv.name()
+    keys = [kv.key_of(namespace, chunk.text) for chunk in chunks]
     places = kv.store.where(namespace, keys)
     return [chunk for chunk, key in zip(chunks, keys, strict=True) if key not in places]
 

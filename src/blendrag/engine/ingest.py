@@ -23,10 +23,8 @@ from blendrag.corpus.languages import Languages
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import (
     KVWriter,
-    computed_among_requests,
-    drop_orphaned_kv,
+    remember_namespace,
     with_loaded_identity,
-    with_room,
 )
 from blendrag.errors import (
     BlendragError,
@@ -131,19 +129,19 @@ def ingest(
             raise
 
     report = with_loaded_identity(kv, run)
-    if not report.refused and kv.model.is_loaded:
-        computed_among_requests(kv, scheduler, kv.remember)
-    return ended(kv, corpus, report)
+    if not report.refused:
+        remember_namespace(kv, scheduler)
+    return ended(kv, report)
 
 
-def ended(kv: KVNamespace, corpus: Corpus, report: IngestReport) -> IngestReport:
+def ended(kv: KVNamespace, report: IngestReport) -> IngestReport:
     """The report of a run. Raises :class:`UnsupportedModelError` if the model's KV was refused."""
     if report.refused:
         raise UnsupportedModelError(
             f"{report.refused}; documents stored without KV: {report.documents}; for KV, ingest with another "
             "model into another store"
         )
-    drop_orphaned_kv(kv, corpus)  # left by a run that was killed
+    kv.drop_orphaned()  # left by a run that was killed
     return report
 
 
@@ -302,8 +300,8 @@ class DocumentRows:
         self, document: Document, digest: str, chunks: Sequence[Chunk], vectors: np.ndarray
     ) -> None:
         put = partial(self._corpus.put_document, document, digest, chunks, vectors)
-        if with_room(self._kv, put):
-            drop_orphaned_kv(self._kv, self._corpus)
+        if self._kv.with_room(put):
+            self._kv.drop_orphaned()
 
     def remove_other_spellings(self, source: str) -> None:
         """Remove the rows of a document that was stored under other spellings of its path."""
@@ -329,7 +327,7 @@ class DocumentRows:
 
     def _remove(self, source: str) -> None:
         self._corpus.remove_source(source)
-        drop_orphaned_kv(self._kv, self._corpus)
+        self._kv.drop_orphaned()
 
 
 @contextmanager
@@ -379,7 +377,7 @@ def remove_sources(kv: KVNamespace, sources: Iterable[str]) -> int:
     known = dict.fromkeys(sources)
     for source in known:
         corpus.remove_source(source)
-        drop_orphaned_kv(kv, corpus)
+        kv.drop_orphaned()
     return len(known)
 
 

@@ -6,18 +6,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blendrag.config import Settings, absolute_model
 from blendrag.corpus.manifest import Manifest
 from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.lazy_model import LazyModel, opened
 from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.profile import ProfileCache, conditions_of
+from blendrag.store.identity import chunk_key, kv_namespace
 from blendrag.store.kv import KVLayout
 from blendrag.store.tiered import KVStore
+from blendrag.text.chunking import scope_of
+
+T = TypeVar("T")
+
+#: KV learned from prompts that is given up at a time if there is no room to write the corpus.
+GIVEN_UP_BYTES = 64 << 20
 
 
 class KVNamespace:
@@ -117,6 +124,51 @@ class KVNamespace:
         )
         if renewed != manifest:
             corpus.set_manifest(renewed)
+
+    # -- its entries ------------------------------------------------------------------------------
+
+    def key_of(self, namespace: str, text: str) -> str:
+        """Key of the KV of a chunk with this text after the corpus's prefix."""
+        return chunk_key(namespace, self.corpus.prefix_ids, self.model.text_ids(text))
+
+    def places_of(self, chunk_id: str, text: str, is_long: bool = False) -> list[tuple[str, str]]:
+        """Namespace and key of every KV that the chunk may have in the store. May load the model.
+
+        ``is_long``: whether it is the KV for long prompts.
+        """
+        manifest = self.corpus.recorded_manifest or self.corpus.manifest
+        namespaces = {manifest.namespace} if manifest.namespace else set()
+        if self.model.is_loaded or not namespaces:
+            namespaces.add(self.validity.namespace)
+        scope = scope_of(chunk_id)
+        within = sorted(kv_namespace(each, scope, is_long) for each in namespaces)
+        after = manifest.prefix_ids, self.model.text_ids(text)
+        return [(namespace, chunk_key(namespace, *after)) for namespace in within]
+
+    def drop_orphaned(self) -> int:
+        """Delete the KV of chunks that were removed or whose addition was abandoned; returns how many."""
+        corpus = self.corpus.current
+        dropped = corpus.dropped.texts() if corpus is not None else {}
+        if corpus is None or not dropped:
+            return 0
+        if self.store.stats().entries:
+            for chunk_id, text in dropped.items():
+                if corpus.dropped.is_removed(chunk_id):
+                    for is_long in (False, True):
+                        for place in self.places_of(chunk_id, text, is_long):
+                            self.store.delete(*place)
+        corpus.dropped.forget(list(dropped))
+        return len(dropped)
+
+    def with_room(self, write: Callable[[], T]) -> T:
+        """``write()``, which changes the corpus. While the disk is full, KV learned from prompts is given
+        up."""
+        while True:
+            try:
+                return write()
+            except StoreFullError:
+                if not self.store.give_up_learned(GIVEN_UP_BYTES):
+                    raise
 
     def close(self) -> None:
         """Close what was opened. Idempotent."""

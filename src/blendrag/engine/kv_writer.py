@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
-from blendrag.corpus.corpus import Corpus
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.errors import BlendragError, IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.model.sharing import before_layers
@@ -25,7 +24,7 @@ from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import chunk_key, kv_namespace
 from blendrag.store.kv import ChunkKV
-from blendrag.text.chunking import Chunk, scope_of
+from blendrag.text.chunking import Chunk
 from blendrag.text.prompt import SegmentedPrompt
 
 log = logging.getLogger(__name__)
@@ -33,8 +32,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Ids = tuple[int, ...]
 
-#: KV learned from prompts that is given up at a time if there is no room to write the corpus.
-GIVEN_UP_BYTES = 64 << 20
 #: Leading parts remembered as seen once; one is stored when it comes back.
 SEEN_LEADING = 1024
 #: Most chunks that wait for background encoding; further ones are dropped until they are missed again.
@@ -147,8 +144,7 @@ class KVWriter:
 
     def key_of(self, chunk: Chunk) -> str:
         """Key of the chunk's KV in this run's namespace."""
-        ids = self._kv.model.text_ids(chunk.text)
-        return chunk_key(self.namespace, self._kv.corpus.prefix_ids, ids)
+        return self._kv.key_of(self.namespace, chunk.text)
 
 
 def computed_among_requests(kv: KVNamespace, scheduler: Scheduler, call: Callable[[], T]) -> T:
@@ -176,46 +172,10 @@ def with_loaded_identity(kv: KVNamespace, run: Callable[[], T]) -> T:
         return run()
 
 
-def with_room(kv: KVNamespace, write: Callable[[], T]) -> T:
-    """``write()``, which changes the corpus. While the disk is full, KV learned from prompts is given up."""
-    while True:
-        try:
-            return write()
-        except StoreFullError:
-            if not kv.store.give_up_learned(GIVEN_UP_BYTES):
-                raise
-
-
-def kv_keys(
-    kv: KVNamespace, corpus: Corpus, chunk_id: str, text: str, is_long: bool = False
-) -> list[tuple[str, str]]:
-    """Namespace and key of every KV that the chunk may have in the store. May load the model.
-
-    ``is_long``: whether it is the KV for long prompts.
-    """
-    named = corpus.manifest.namespace
-    namespaces = {named} if named else set()
-    if kv.model.is_loaded or not named:
-        namespaces.add(kv.validity.namespace)
-    scope = scope_of(chunk_id)
-    namespaces = {kv_namespace(namespace, scope, is_long) for namespace in namespaces}
-    prefix_ids, ids = corpus.manifest.prefix_ids, kv.model.text_ids(text)
-    return [(namespace, chunk_key(namespace, prefix_ids, ids)) for namespace in sorted(namespaces)]
-
-
-def drop_orphaned_kv(kv: KVNamespace, corpus: Corpus) -> int:
-    """Delete the KV of chunks that were removed or whose addition was abandoned; returns how many."""
-    dropped = corpus.dropped.texts()
-    if not dropped:
-        return 0
-    if kv.store.stats().entries:
-        for chunk_id, text in dropped.items():
-            if corpus.dropped.is_removed(chunk_id):
-                for is_long in (False, True):
-                    for place in kv_keys(kv, corpus, chunk_id, text, is_long):
-                        kv.store.delete(*place)
-    corpus.dropped.forget(list(dropped))
-    return len(dropped)
+def remember_namespace(kv: KVNamespace, scheduler: Scheduler) -> None:
+    """Record whose KV the corpus has, without waiting for requests that run."""
+    if kv.model.is_loaded:
+        computed_among_requests(kv, scheduler, kv.remember)
 
 
 class Job(NamedTuple):

@@ -21,7 +21,7 @@ import numpy as np
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import BackgroundWriter, Job, drop_orphaned_kv
+from blendrag.engine.kv_writer import BackgroundWriter, Job
 from blendrag.engine.request import Answer, Request
 from blendrag.errors import BlendragError
 from blendrag.store.encodings import stored_chunk_bytes
@@ -179,7 +179,7 @@ class Learner:
             forgotten += dropped
         if forgotten:
             corpus.entries.remove(forgotten)
-            drop_orphaned_kv(self._kv, corpus)
+            self._kv.drop_orphaned()
         if kept:
             corpus.entries.put([_entry(chunk) for chunk in kept])
         return kept

@@ -26,11 +26,8 @@ from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import (
     KVWriter,
     Written,
-    computed_among_requests,
-    drop_orphaned_kv,
-    kv_keys,
+    remember_namespace,
     with_loaded_identity,
-    with_room,
 )
 from blendrag.engine.request_spans import retrieval
 from blendrag.errors import BlendragError, InvalidInputError, check_unicode
@@ -125,14 +122,14 @@ class Library:
                 with corpus.dropped.adding():
                     written = self._write_kv(corpus, chunks) if precompute else Written()
                     if changed:
-                        with_room(self._kv, partial(corpus.entries.put, changed))
+                        self._kv.with_room(partial(corpus.entries.put, changed))
             except Exception:
                 with suppress(BlendragError):  # the note left before writing drops it later
                     corpus.dropped.note(chunks, REMOVED)
-                    drop_orphaned_kv(self._kv, corpus)
+                    self._kv.drop_orphaned()
                 raise
-            self._remember_namespace()
-            drop_orphaned_kv(self._kv, corpus)
+            remember_namespace(self._kv, self._scheduler)
+            self._kv.drop_orphaned()
         return Added(
             added=added,
             changed=len(changed) - added,
@@ -153,7 +150,7 @@ class Library:
             return []
         with self._changing:
             there, _ = corpus.entries.remove(ids)
-            drop_orphaned_kv(self._kv, corpus)
+            self._kv.drop_orphaned()
         return there
 
     def delete_parents(self, parents: Sequence[str]) -> list[str]:
@@ -170,7 +167,7 @@ class Library:
         if corpus is None:
             return 0
         with self._changing:
-            return drop_orphaned_kv(self._kv, corpus)
+            return self._kv.drop_orphaned()
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -229,7 +226,7 @@ class Library:
         return {
             entry.id: any(
                 store.where(namespace, [key])
-                for namespace, key in kv_keys(self._kv, corpus, chunk.chunk_id, chunk.text)
+                for namespace, key in self._kv.places_of(chunk.chunk_id, chunk.text)
             )
             for entry, chunk in corpus.entries.read(ids)
         }
@@ -293,12 +290,6 @@ class Library:
         vectors = self._kv.corpus.vectors_of(corpus, titled)
         return [row._replace(vector=v) for row, v in zip(rows, vectors, strict=True)]
 
-    def _remember_namespace(self) -> None:
-        """Record whose KV the corpus has, without waiting for requests that run."""
-        kv = self._kv
-        if kv.model.is_loaded:
-            computed_among_requests(kv, self._scheduler, kv.remember)
-
     def _write_kv(self, corpus: Corpus, chunks: Sequence[Chunk]) -> Written:
         """Store the KV of chunks that have none and are long enough to be recognised in a prompt."""
         wanted = list({c.chunk_id: c for c in chunks if is_recognisable(c.text)}.values())
@@ -311,7 +302,7 @@ class Library:
                 missing = writer.missing(wanted)
                 if missing:
                     corpus.dropped.note(missing, ADDING)  # dropped again if this is killed
-                    self._remember_namespace()
+                    remember_namespace(self._kv, self._scheduler)
                 for chunk in missing:
                     writer.write(chunk, f"the text {chunk.text[:40]!r}…")
             self._kv.store.flush()

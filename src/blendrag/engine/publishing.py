@@ -16,7 +16,6 @@ from blendrag.corpus.shared import sharing
 from blendrag.corpus.shared.sharing import Followed, Keys, Published
 from blendrag.corpus.shared.snapshots import remote_root
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import drop_orphaned_kv
 from blendrag.errors import starting_thread
 from blendrag.store.identity import chunk_key, is_name, probe_key
 from blendrag.store.remote.root import RemoteRoot
@@ -91,7 +90,7 @@ class Follower:
                 self._told = ""
                 if followed is not None and followed.changed:
                     log.info("followed to snapshot %d of the corpus", followed.serial)
-                    self._drop_kv()
+                    self._kv.drop_orphaned()
             except Exception as error:  # such as a full disk: the thread goes on
                 if str(error) != self._told and not self._over.is_set():
                     log.warning("the published corpus is not followed: %s", error)
@@ -104,9 +103,3 @@ class Follower:
             self._remote = remote_root(self._kv.settings)
         with self._remote as remote:
             return sharing.follow(self._kv.root, remote, keep_settings=True)
-
-    def _drop_kv(self) -> None:
-        """Remove local KV of documents that are no longer in the corpus."""
-        corpus = self._kv.corpus.current
-        if corpus is not None:
-            drop_orphaned_kv(self._kv, corpus)
