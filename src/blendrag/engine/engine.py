@@ -4,7 +4,7 @@ The road of a request::
 
     Prompts.request      rendered, its chunks recognised, tokenised: a Request   caller's thread
     Scheduler.submit     waits until it may begin
-    Road.plan            per chunk: exact, blend or compute, and why: a Plan     scheduler's thread
+    Planner.plan         per chunk: exact, blend or compute, and why: a Plan     scheduler's thread
     Road.prefill         blended, or at fixed positions
     Generation.run       ``model.generate``: an Answer
 """
