@@ -394,7 +394,7 @@ def test_a_store_that_holds_a_long_name_answers(empty, monkeypatch):
     monkeypatch.setattr("blendrag.engine.ingest.check_document", lambda document: None)
     empty.ingest([replace(DOCUMENTS[0], source=f"/documents/{LONG}"), DOCUMENTS[1]])
     question = "What did the company of Place0 build?"
-    prompt = empty.prompts.over(question, empty.retrieve(question, 1), (), Options())
+    prompt = empty.asking.over(question, empty.retrieve(question, 1), (), Options())
     assert prompt.retrieved[0].file_name == LONG
     assert f"\n[{'x' * 170}…{'x' * 85}]\n" in prompt.text
 
