@@ -51,6 +51,12 @@ def shortened(text: str, chars: int = SHOWN_CHARS) -> str:
     return text if len(text) <= chars else f"{text[: chars - 1]}…"
 
 
+def first_line(error: BaseException, chars: int = 200) -> str:
+    """What an error says, without the lines that follow; its type if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:chars].rstrip(" .:") if lines else type(error).__name__
+
+
 def condensed(message: str) -> str:
     """A message without its middle if it is long: it begins with what is wrong, and ends with the remedy."""
     if len(message) <= MESSAGE_CHARS:

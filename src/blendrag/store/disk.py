@@ -82,8 +82,6 @@ class DiskStore(ProcessBound):
             return self._given_limit
         return settle_limit(self.root, None, DEFAULT_DISK_BYTES, self.read_only)
 
-    # -- the contract ----------------------------------------------------------------------------
-
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
         self._check(namespace, key)
         self._check_writable()

@@ -12,6 +12,7 @@ from blendrag.errors import UnreadableDocumentError, is_out_of_memory
 from blendrag.store.durable import readable_size
 from blendrag.store.regular_files import MIB
 from blendrag.text import docx_files
+from blendrag.wording import first_line
 
 INSTALL = "pip install 'blendrag[files]'"
 #: Module that reads each kind.
@@ -64,9 +65,8 @@ def work_bytes(path: Path, kind: str, data: bytes) -> int:
 
 
 def _unreadable(path: Path, kind: str, exc: Exception) -> UnreadableDocumentError:
-    first = (str(exc).strip().split("\n")[0] or type(exc).__name__)[:200]
     return UnreadableDocumentError(
-        path, f"cannot be read as {kind} ({first}); save it again, or as text"
+        path, f"cannot be read as {kind} ({first_line(exc)}); save it again, or as text"
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from blendrag.errors import UnreadableDocumentError, is_out_of_memory
 from blendrag.store.regular_files import MIB
 from blendrag.text.readers import Document, open_documents
+from blendrag.wording import first_line
 
 #: Characters of documents in one reply.
 REPLY_CHARS = 256 * 1024
@@ -112,8 +113,8 @@ def replies(path: Path, own_bytes: int) -> Iterator[dict[str, Any]]:
     except Exception as exc:
         if is_out_of_memory(exc):
             os._exit(OUT_OF_MEMORY)
-        first = (str(exc).strip().split("\n")[0] or type(exc).__name__)[:200]
-        failure = [str(path), f"cannot be read ({first}); save it again, or convert it to text"]
+        why = f"cannot be read ({first_line(exc)}); save it again, or convert it to text"
+        failure = [str(path), why]
     yield {"end": failure}
 
 

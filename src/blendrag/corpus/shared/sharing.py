@@ -50,6 +50,7 @@ from blendrag.errors import BlendragError, CorpusError, InvalidInputError, Store
 from blendrag.store.identity import digest_fields
 from blendrag.store.remote.claims import require_no_collection
 from blendrag.store.remote.root import RemoteRoot
+from blendrag.wording import first_line
 
 #: Bytes of a part, about, before compression; and the most that is read of one.
 PART_BYTES, MAX_PART_BYTES = 4 << 20, 1 << 30
@@ -454,7 +455,7 @@ def _records(scratch: Path, part: SnapshotPart) -> Iterator[Record]:
     except (zlib.error, ValueError, RecursionError) as exc:
         raise StoreUnavailableError(
             f"part {part.name[:12]}… of the published corpus is not what blendrag writes "
-            f"({str(exc).splitlines()[0]:.80}); publish again with this version of blendrag"
+            f"({first_line(exc, 80)}); publish again with this version of blendrag"
         ) from exc
 
 

@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 from blendrag.errors import InvalidInputError, StoreUnavailableError, starting_thread
 from blendrag.store.base import ProcessBound
 from blendrag.store.remote.directory import Listed, ObjectDirectory
-from blendrag.wording import quoted
+from blendrag.wording import first_line, quoted
 
 T = TypeVar("T")
 
@@ -112,8 +112,6 @@ class RemoteObjects(ProcessBound):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    # -- the contract ----------------------------------------------------------------------------
-
     def head(self, name: str) -> int | None:
         """Bytes of an object, ``None`` if there is none. Raises :class:`StoreUnavailableError`."""
         piece = self.wait(self.read(name, 0, 1), self._timeout_s)
@@ -162,7 +160,7 @@ class RemoteObjects(ProcessBound):
                 raise
             return None
         except obstore.exceptions.BaseError as exc:
-            if _NO_RANGE.search(_first_line(exc)):
+            if _NO_RANGE.search(first_line(exc)):
                 return ObjectBytes(memoryview(b""))
             raise
 
@@ -329,8 +327,6 @@ class RemoteObjects(ProcessBound):
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
 
-    # -- details ---------------------------------------------------------------------------------
-
     def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         """Run on the loop, after those that wait already."""
         self.check_process()
@@ -358,7 +354,7 @@ class RemoteObjects(ProcessBound):
 
     def _named(self, exc: Exception) -> StoreUnavailableError:
         """An error of obstore in one sentence."""
-        text = _first_line(exc)
+        text = first_line(exc, 300)
         if _NO_BUCKET.search(str(exc)):
             return RemoteRefusedError(
                 f"remote {self.url}: there is no such bucket, expected one that exists; create it or choose "
@@ -454,7 +450,7 @@ def _opened(url: str, timeout_s: float) -> Any:
         return from_url(url, client_options=client, retry_config=retry)
     except (obstore.exceptions.BaseError, ValueError) as exc:
         raise InvalidInputError(
-            f"remote {url} cannot be used ({_first_line(exc)}), expected scheme://bucket/prefix"
+            f"remote {url} cannot be used ({first_line(exc)}), expected scheme://bucket/prefix"
         ) from exc
 
 
@@ -480,9 +476,3 @@ async def _next_page(pages: Any) -> Any:
 
 def _version(meta: Any) -> dict[str, str]:
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
-
-
-def _first_line(exc: BaseException) -> str:
-    """What obstore says, without the debug output that follows."""
-    lines = str(exc).strip().splitlines()
-    return lines[0][:300].rstrip(" .:") if lines else type(exc).__name__
