@@ -25,7 +25,7 @@ from blendrag.engine.library import Entry
 from blendrag.engine.rendering import build_rag_prompt, render
 from blendrag.frameworks.schema_prompts import filled
 from blendrag.model.tokens import Tokens
-from blendrag.server.asking import asked_chat
+from blendrag.server.asking import chat_request
 from blendrag.server.bodies import ChatBody
 from blendrag.text.known_chunks import recognise
 from blendrag.text.prompt import segment_prompt
@@ -317,7 +317,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 def served(engine: BlendEngine, **body: Any) -> Counter[str]:
     """The control tokens of a chat at the server."""
     given = {"messages": [{"role": "user", "content": "What is it?"}], **body}
-    asked = asked_chat(engine, ChatBody.model_validate(given), None)
+    asked = chat_request(engine, ChatBody.model_validate(given), None)
     return control_of(engine.segments(asked.prompt, asked.options).ids, engine.tokens)
 
 

@@ -18,7 +18,7 @@ import scripted
 from blendrag.engine import BlendEngine, Options, Prompt
 from blendrag.frameworks.streaming import astream_pieces
 from blendrag.server import chats, events, running, service
-from blendrag.server.asking import ServedRequest, asked_chat
+from blendrag.server.asking import ServedRequest, chat_request
 from blendrag.server.service import Limits
 from server.conftest import ANSWER, QUESTION
 from server.live import CHAT, HELLO, Live, begin, live, until
@@ -87,13 +87,13 @@ def test_the_timeout_counts_what_precedes_the_queue(slow: Live, monkeypatch) -> 
 
     def prepared(*given: Any) -> ServedRequest:
         may_go_on.wait()
-        return asked_chat(*given)
+        return chat_request(*given)
 
     def begun(engine: BlendEngine, prompt: Prompt, options: Options, **more: Any) -> Any:
         seen.append(options.timeout_s)
         return astream_pieces(engine, prompt, options, **more)
 
-    monkeypatch.setattr(chats, "asked_chat", prepared)
+    monkeypatch.setattr(chats, "chat_request", prepared)
     monkeypatch.setattr(service, "astream_pieces", begun)
     with slow.client() as client:
         body = {"messages": HELLO, "blendrag": {"timeout_s": 0.1}, "max_tokens": 1}
@@ -113,7 +113,7 @@ def test_a_client_is_told_that_a_defect_closes_its_connection(slow: Live, monkey
     def failed(*given: Any) -> ServedRequest:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(chats, "asked_chat", failed)
+    monkeypatch.setattr(chats, "chat_request", failed)
     with slow.client() as client:
         for _ in range(3):  # a closed connection that is used again is no answer
             response = client.post(CHAT, json={"messages": HELLO})

@@ -101,7 +101,7 @@ def test_answers_streams_and_errors_are_readable_by_pages(guarded: Live, monkeyp
             client.post(CHAT, content="x", headers=known),
             client.post(CHAT, json={**body, "temperature": -1}, headers=known),
         ]
-        monkeypatch.setattr(chats, "asked_chat", failed)
+        monkeypatch.setattr(chats, "chat_request", failed)
         replies.append(client.post(CHAT, json=body, headers=known))
     statuses = [reply.status_code for reply in replies]
     assert statuses == [200, 200, 401, 403, 404, 405, 413, 415, 400, 500]

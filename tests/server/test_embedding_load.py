@@ -236,7 +236,7 @@ def test_short_prompts_do_not_wait_for_long_ones(server: Live, monkeypatch) -> N
     may_go_on, begun = threading.Event(), []
     from blendrag.server import chats
 
-    stock = chats.asked_chat
+    stock = chats.chat_request
 
     def slow(engine, body, *more):
         if body.characters > 100_000:
@@ -244,7 +244,7 @@ def test_short_prompts_do_not_wait_for_long_ones(server: Live, monkeypatch) -> N
             may_go_on.wait()
         return stock(engine, body, *more)
 
-    monkeypatch.setattr(chats, "asked_chat", slow)
+    monkeypatch.setattr(chats, "chat_request", slow)
     long = {"messages": [{"role": "user", "content": "word " * 30_000}]}
     connections = [send(server, CHAT, long) for _ in range(10)]
     until(lambda: len(begun) == 2)

@@ -17,7 +17,7 @@ from llama_index.llms.openai_like import OpenAILike
 import scripted
 import tiny
 from blendrag.server import chats, events
-from blendrag.server.asking import asked_chat
+from blendrag.server.asking import chat_request
 from server.live import CHAT, HELLO, Live, begin, live, until
 
 NAME = "unnamed"
@@ -208,9 +208,9 @@ def test_a_request_that_is_long_in_preparation_begins_its_stream(
 
     def prepared(*given: Any) -> Any:
         assert may_go_on.wait(120)
-        return asked_chat(*given)
+        return chat_request(*given)
 
-    monkeypatch.setattr(chats, "asked_chat", prepared)
+    monkeypatch.setattr(chats, "chat_request", prepared)
     with streaming(server, tool_choice="weather") as lines:
         assert next(lines) == PING
         may_go_on.set()

@@ -14,21 +14,17 @@ from random import Random
 QUEUED_SHARE = 2.5
 
 
-def score(resident_bytes: float, queue: float, queued_bytes: float) -> float:
-    """The bytes that a replica need not read from the remote, minus a price for each request before this one.
-
-    ``queue``: requests that wait or run there; parts of one count as parts. ``queued_bytes``: the price; see
-    :data:`QUEUED_SHARE`.
-    """
-    return resident_bytes - queue * queued_bytes
-
-
 def choose_replica(
     resident_bytes: Sequence[float], queues: Sequence[float], queued_bytes: float, random: Random
 ) -> int:
-    """The index of the replica with the highest score; of equals, the least busy one, or one at random."""
+    """The index of the replica with the highest score: the bytes that it need not read from the remote, minus
+    a price for each request before this one. Of equals, the least busy one, or one at random.
+
+    ``queues``: requests that wait or run there; parts of one count as parts. ``queued_bytes``: the price; see
+    :data:`QUEUED_SHARE`.
+    """
     ranks = [
-        (score(resident, queue, queued_bytes), -queue)
+        (resident - queue * queued_bytes, -queue)
         for resident, queue in zip(resident_bytes, queues, strict=True)
     ]
     best = max(ranks)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from random import Random
 
-from blendrag_ray.routing import choose_replica, score
+from blendrag_ray.routing import choose_replica
 
 
 def chosen(resident_bytes: list[float], queues: list[float], tries: int = 200) -> set[int]:
@@ -15,14 +15,11 @@ def chosen(resident_bytes: list[float], queues: list[float], tries: int = 200) -
     return {choose_replica(resident_bytes, queues, 100, random) for _ in range(tries)}
 
 
-def test_a_queued_request_outweighs_the_bytes_it_is_worth():
-    assert score(100, 0, 100) > score(50, 0, 100) > score(100, 1, 100) == score(0, 0, 100)
-
-
 def test_the_replica_with_the_chunks_is_chosen_until_its_queue_is_too_long():
     assert chosen([0, 60, 30], [0, 0, 0]) == {1}
     assert chosen([0, 60, 30], [2, 1, 0]) == {2}
     assert chosen([0, 60, 0], [0, 1, 1]) == {0}
+    assert chosen([0, 100, 0], [0, 1, 0]) == {0, 2}
 
 
 def test_equal_replicas_share_the_requests():

@@ -57,7 +57,7 @@ class ServedRequest:
         return found if self.parallel_calls else replace(found, calls=found.calls[:1])
 
 
-def asked_chat(
+def chat_request(
     engine: BlendEngine, body: ChatBody, limit: int | None, check: Check = proceed
 ) -> ServedRequest:
     """The request of a chat; ``limit``: the longest answer. Opens the tokenizer, searches the corpus.
@@ -133,7 +133,7 @@ def prompts_of(body: CompletionBody) -> list[str]:
     return [str(prompt) for prompt in prompts]
 
 
-def asked_completion(
+def completion_request(
     engine: BlendEngine,
     body: CompletionBody,
     prompt: str,

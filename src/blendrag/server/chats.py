@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from blendrag.engine import Answer
-from blendrag.server.asking import ServedRequest, asked_chat
+from blendrag.server.asking import ServedRequest, chat_request
 from blendrag.server.bodies import ChatBody
 from blendrag.server.replies import (
     Envelope,
@@ -35,7 +35,7 @@ def _threads(service: Service, body: ChatBody) -> ThreadQueue:
 
 
 async def chat_completion(service: Service, body: ChatBody) -> Fields:
-    make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
+    make = partial(chat_request, service.engine, body, service.limits.max_tokens)
     served, answer = await service.answered(make, _threads(service, body), body.timeout_s)
     choices = []
     for index in range(len(answer.texts)):
@@ -56,7 +56,7 @@ async def chat_chunks(service: Service, body: ChatBody) -> AsyncGenerator[Fields
     """The chunks of a streamed answer; ``None`` once the request is in the queue."""
     envelope = _envelope(service)
     begun = False
-    make = partial(asked_chat, service.engine, body, service.limits.max_tokens)
+    make = partial(chat_request, service.engine, body, service.limits.max_tokens)
     async with aclosing(service.pieces(make, _threads(service, body), body.timeout_s)) as parts:
         async for served, piece in parts:
             if piece.is_queued:

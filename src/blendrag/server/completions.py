@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from blendrag.engine import Answer
-from blendrag.server.asking import asked_completion, prompts_of
+from blendrag.server.asking import completion_request, prompts_of
 from blendrag.server.bodies import CompletionBody
 from blendrag.server.refusals import Refusal, wrong_field
 from blendrag.server.replies import Envelope, Fields, blendrag_fields, finite, usage
@@ -33,7 +33,7 @@ async def completion(service: Service, body: CompletionBody) -> Fields:
     answering = [
         asyncio.ensure_future(
             service.answered(
-                partial(asked_completion, service.engine, body, prompt, limit),
+                partial(completion_request, service.engine, body, prompt, limit),
                 service.engine.threads_for(len(prompt)),
                 body.timeout_s,
             )
@@ -69,7 +69,7 @@ async def completion_chunks(
             param="prompt",
         )
     envelope = _envelope(service)
-    make = partial(asked_completion, service.engine, body, prompt, service.limits.max_tokens)
+    make = partial(completion_request, service.engine, body, prompt, service.limits.max_tokens)
     threads = service.engine.threads_for(len(prompt))
     async with aclosing(service.pieces(make, threads, body.timeout_s)) as parts:
         async for _, piece in parts:

@@ -320,14 +320,12 @@ class PrefixTree:
     def _keep_state(self, node: Node, at: int, state: State) -> None:
         """Keep ``state`` after the first ``at`` tokens, which end in ``node``, if there is room for it."""
         self._forget_state(node, at)
-        pool = self.pool
+        most_bytes = self.pool.limit_bytes - state.size_bytes
         self._hold(node)
-        while pool.size_bytes + pool.other_bytes + state.size_bytes > pool.limit_bytes:
-            if not self._evict_one():
-                break
+        self.shrink(most_bytes)
         self.leave(node)
-        if pool.size_bytes + pool.other_bytes + state.size_bytes <= pool.limit_bytes:
-            pool.other_bytes += state.size_bytes
+        if self.size_bytes <= most_bytes:
+            self.pool.other_bytes += state.size_bytes
             node.states[at] = KeptState(state, next(self._clock))
 
     def _forget_state(self, node: Node, at: int) -> None:
@@ -338,22 +336,24 @@ class PrefixTree:
         """Drop what was not used for the longest time: a leaf, or a state; whether there was one that is not
         in use."""
         unused = [(family, node) for family, node in self.nodes() if not node.users]
+        candidates: list[tuple[int, int | None, Hashable, Node]]
         if self.has_states:
-            states = [
+            candidates = [
                 (kept.used_at, at, family, node)
                 for family, node in unused
                 for at, kept in node.states.items()
             ]
-            if states:
-                _, at, family, node = min(states, key=lambda one: one[0])
-                self._forget_state(node, at)
-                self._drop_if_useless(family, node)
-            return bool(states)
-        leaves = [(node.used_at, family, node) for family, node in unused if not node.children]
-        if leaves:
-            _, family, node = min(leaves, key=lambda one: one[0])
+        else:
+            candidates = [(n.used_at, None, family, n) for family, n in unused if not n.children]
+        if not candidates:
+            return False
+        _, at, family, node = min(candidates, key=lambda each: each[0])
+        if at is None:
             self._drop(family, node)
-        return bool(leaves)
+        else:
+            self._forget_state(node, at)
+            self._drop_if_useless(family, node)
+        return True
 
     def _drop_if_useless(self, family: Hashable, node: Node) -> None:
         """Drop ``node``, and those above it, if no state is at its end or behind it."""
