@@ -32,7 +32,7 @@ from blendrag.fusor import BlendCache, Fusor
 from blendrag.fusor.selection import Blending, Schedule
 from blendrag.model import ModelAdapter
 from blendrag.planning.controller import Controller
-from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
+from blendrag.planning.plan import Plan, PlannedChunk, Reason
 from blendrag.planning.profile import Curve
 from blendrag.text.prompt import Segment, SegmentedPrompt
 from loops import BLOCKED_S
@@ -498,7 +498,7 @@ def planned(adapter: ModelAdapter, policy: str, ratio: float) -> Plan:
         tiny.span(adapter, ids, 50, 80, stored_at=1),
     )
     asked = SegmentedPrompt((Segment("", tuple(ids[0].tolist()), 0, None, ()),))
-    schedule, why = Schedule("constant"), Reason(ReasonCode.MOVED, "")
+    schedule, why = Schedule("constant"), Reason("")
     chunks = tuple(PlannedChunk(Segment("", (), span.start), why, span) for span in spans)
     return Plan(asked, chunks, Blending.of(policy, schedule, ratio))
 

@@ -13,7 +13,8 @@ import tiny
 from blendrag.config import Settings
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.fusor.selection import Blending
-from blendrag.planning.plan import Plan, ReasonCode
+from blendrag.planning.controller import CORRUPT
+from blendrag.planning.plan import Plan
 from blendrag.planning.profile import Tier, conditions_of, profiles
 from blendrag.text.prompt import SegmentedPrompt
 from blendrag_lab.bench.tiers import Throttle, ThrottledStore
@@ -91,7 +92,7 @@ def planned(
 def test_chunks_that_failed_verification_are_computed_and_not_missing(engine):
     plan = planned(engine, "reuse", avoid=tuple(tiny.chunk_keys(engine, 2)[-1:]))
     *others, last = plan.chunks
-    assert (last.span, last.reason.code) == (None, ReasonCode.CORRUPT)
+    assert (last.span, last.reason) == (None, CORRUPT)
     assert "verification" in last.reason.text
     assert len(plan.spans) == len(others) > 0
     assert plan.missing == ()

@@ -17,7 +17,7 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibrate import calibrations
 from blendrag.planning.controller import Controller
 from blendrag.planning.measure import prefill_token_s
-from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode
+from blendrag.planning.plan import MODE_FULL, Plan, Reason
 from blendrag.planning.profile import Profile
 from blendrag.store.kv import dtype_name
 
@@ -27,15 +27,12 @@ OLD_CALIBRATION = (
 )
 
 
-UNTRUSTED = Reason(
-    ReasonCode.UNTRUSTED, "stored KV is not used, because a check of it failed on this machine"
-)
+UNTRUSTED = Reason("stored KV is not used, because a check of it failed on this machine")
 
 
 def _other_table(adapter: ModelAdapter, request: Request) -> Reason:
     several = " and several sequences" if adapter.has_long_table else ""
     return Reason(
-        ReasonCode.OTHER_TABLE,
         f"stored KV is not used: the prompt has {len(request.prompt.ids)} tokens{several}, and beyond "
         f"{adapter.blend_limit_tokens} this model's {adapter.beyond_blend_limit}",
     )
@@ -158,7 +155,7 @@ class Planner:
         if request.mode == "full":
             return Plan.computed(prompt, MODE_FULL)
         if adapter.refusal is not None:
-            why = Reason(ReasonCode.MODE, f"computed, because {adapter.why_not_movable}")
+            why = Reason(f"computed, because {adapter.why_not_movable}")
             note = f"chunks are reused only in the same beginning: {adapter.why_not_movable}"
             plan = Plan.computed(prompt, why, (note,) * bool(prompt.chunks))
             return plan.behind(self.prefixes.join(request))

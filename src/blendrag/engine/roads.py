@@ -28,13 +28,13 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import BlendCache, Fusion
 from blendrag.metrics import Timeline
 from blendrag.model.sharing import before_layers
-from blendrag.planning.plan import Plan, Reason, ReasonCode
+from blendrag.planning.plan import Plan, Reason
 from blendrag.schema.concatenation import ConcatenatedPrompt, FixedPrompt, ModuleCache
 from blendrag.serving.coroutine import note_loaded, pausing
 from blendrag.serving.kv_budget import first_room
 from blendrag.serving.prefix_tree import PrefixReader
 
-STILL_CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification again and again")
+STILL_CORRUPT = Reason("stored KV failed verification again and again")
 
 
 class Prefill(NamedTuple):

@@ -31,7 +31,7 @@ from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.selection import Blending
 from blendrag.model.placement import PlacedModel
 from blendrag.model.sharing import before_layers
-from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
+from blendrag.planning.plan import Plan, PlannedChunk, Reason
 from blendrag.schema.concatenation import (
     Block,
     CachedStretch,
@@ -58,8 +58,8 @@ Positions = Literal["schema", "blend"]
 #: Largest file of markup.
 MAX_MARKUP_BYTES = 64 * regular_files.MIB
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
-FIXED = Reason(ReasonCode.FIXED_POSITIONS, "module at the positions of its schema")
-ENCODED_NOW = Reason(ReasonCode.NO_KV, "module was not encoded before; encoded for this request")
+FIXED = Reason("module at the positions of its schema")
+ENCODED_NOW = Reason("module was not encoded before; encoded for this request", is_missing=True)
 
 
 @dataclass(frozen=True)

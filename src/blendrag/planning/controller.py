@@ -23,7 +23,6 @@ from blendrag.planning.plan import (
     Plan,
     PlannedChunk,
     Reason,
-    ReasonCode,
 )
 from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, ResidentReader, WantedKV
@@ -47,16 +46,12 @@ MAX_REMOTE_SHARE = 0.9
 #: The remote may take this many times as long as its first bytes promise.
 REMOTE_SLOWDOWN_ALLOWED = 2.0
 
-NO_KV = Reason(ReasonCode.NO_KV, "no KV stored for this model and prefix; encoded after the answer")
-CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification and was set aside; computed")
-NOT_ASKED = Reason(ReasonCode.NO_KV, "no KV stored here, and the remote is not asked at the moment")
-NOT_LEADING = Reason(
-    ReasonCode.MODE, "mode prefix reuses a chunk only directly after the corpus's prefix"
-)
-PROMPT_END = Reason(
-    ReasonCode.PROMPT_END, "the prompt ends in the chunk, and its last tokens are always computed"
-)
-EXACT_PREFIX = Reason(ReasonCode.EXACT_PREFIX, "exact prefix match")
+NO_KV = Reason("no KV stored for this model and prefix; encoded after the answer", is_missing=True)
+CORRUPT = Reason("stored KV failed verification and was set aside; computed")
+NOT_ASKED = Reason("no KV stored here, and the remote is not asked at the moment", is_missing=True)
+NOT_LEADING = Reason("mode prefix reuses a chunk only directly after the corpus's prefix")
+PROMPT_END = Reason("the prompt ends in the chunk, and its last tokens are always computed")
+EXACT_PREFIX = Reason("exact prefix match")
 
 #: Opens what is in memory of the longest exact prefix of these ids.
 Prefixes = Callable[[tuple[int, ...]], ResidentReader | None]
@@ -302,9 +297,7 @@ class Controller:
             f"the remote is slower than computing here, so {len(spans)} of {len(plan.spans)} stored parts "
             f"were not read: computing them takes about {computing_s:.1f} s"
         )
-        why = Reason(
-            ReasonCode.FASTER, "computing it is faster here than reading it from the remote"
-        )
+        why = Reason("computing it is faster here than reading it from the remote")
         for reader in readers:
             reader.is_wanted = True  # in the background, for the next prompt
         plan = plan.without(dict.fromkeys((span.start for span in spans), why))
@@ -385,9 +378,9 @@ def _why_loaded(segment: Segment, span: LoadedSpan) -> Reason:
         return EXACT_PREFIX
     moved = f"moved by {span.offset} positions"
     if segment.complete:
-        return Reason(ReasonCode.MOVED, moved)
+        return Reason(moved)
     shown = f"{len(segment.ids)} of {len(segment.stored_ids)} tokens"
-    return Reason(ReasonCode.CUT_OFF, f"tail cut off: {shown}, {moved}")
+    return Reason(f"tail cut off: {shown}, {moved}")
 
 
 def _part(span: LoadedSpan, stored: KVLayout) -> StoredPart:
@@ -401,7 +394,7 @@ def _why_computed(part: StoredPart, waits: bool) -> Reason:
     than = "blending it, however fast it is read"
     if waits:
         than = f"waiting for its {readable_size(sum(part.layer_bytes))} from {part.tier}"
-    return Reason(ReasonCode.FASTER, f"computing it is faster here than {than}")
+    return Reason(f"computing it is faster here than {than}")
 
 
 def _explained(choice: Choice, parts: int, given_up: int) -> tuple[str, tuple[str, ...]]:

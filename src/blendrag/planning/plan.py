@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import NamedTuple
 
 from blendrag.fusor import BlendRequest
@@ -15,31 +14,19 @@ from blendrag.planning.estimate import Forecast
 from blendrag.text.prompt import Segment, SegmentedPrompt
 
 
-class ReasonCode(Enum):
+class Reason(NamedTuple):
     """Why a chunk is loaded or computed."""
 
-    EXACT_PREFIX = auto()
-    MOVED = auto()
-    CUT_OFF = auto()
-    NO_KV = auto()
-    CORRUPT = auto()
-    UNTRUSTED = auto()
-    OTHER_TABLE = auto()
-    MODE = auto()
-    PROMPT_END = auto()
-    FIXED_POSITIONS = auto()
-    FASTER = auto()
-
-
-class Reason(NamedTuple):
-    """``code`` is for programs, ``text`` for people."""
-
-    code: ReasonCode
     text: str
+    """For people."""
+    is_missing: bool = False
+    """Whether the store has no KV of the chunk."""
+    is_leading: bool = False
+    """Whether the chunk is part of the leading span."""
 
 
-MODE_FULL = Reason(ReasonCode.MODE, "mode full computes every token")
-IN_MEMORY = Reason(ReasonCode.EXACT_PREFIX, "part of an exact prefix in memory")
+MODE_FULL = Reason("mode full computes every token")
+IN_MEMORY = Reason("part of an exact prefix in memory", is_leading=True)
 
 
 class MissingKV(NamedTuple):
@@ -117,7 +104,7 @@ class Plan:
 
     @property
     def missing(self) -> tuple[MissingKV, ...]:
-        missing = (c.segment for c in self.chunks if c.reason.code is ReasonCode.NO_KV)
+        missing = (c.segment for c in self.chunks if c.reason.is_missing)
         return tuple(map(MissingKV.of, missing))
 
     @property
@@ -155,7 +142,7 @@ class Plan:
         for segment, reason, span in self.chunks:
             assert segment.chunk_id is not None
             loaded = span
-            if loaded is None and reason.code is ReasonCode.EXACT_PREFIX:
+            if loaded is None and reason.is_leading:
                 loaded = self.leading_span
             source = source_of.get(segment.chunk_id, "")
             tier = loaded.reader.tier if loaded and shows_tiers else ""
