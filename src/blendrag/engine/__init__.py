@@ -6,14 +6,7 @@ from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.dry_run import DryRun
 from blendrag.engine.engine import BlendEngine
 from blendrag.engine.ingest import IngestReport
-from blendrag.engine.request import (
-    Answer,
-    Message,
-    Options,
-    Prompt,
-    SchemaPrompt,
-    TokenLogprob,
-)
+from blendrag.engine.request import Answer, Message, Options, Prompt, SchemaPrompt, TokenLogprob
 from blendrag.engine.schemas import SchemaReport
 from blendrag.text.readers import Document
 

@@ -27,11 +27,7 @@ class Asking:
         self._model, self._corpus, self._prompts = model, corpus, prompts
 
     def prompt(
-        self,
-        question: str,
-        top_k: int | None,
-        history: Sequence[tuple[str, str]],
-        options: Options,
+        self, question: str, top_k: int | None, history: Sequence[tuple[str, str]], options: Options
     ) -> tuple[RagPrompt, Options]:
         """The prompt of ``question`` over what is retrieved, and options that end its answer."""
         check_history(history)
@@ -77,11 +73,7 @@ class Asking:
         return replace(prompt, history=messages, retrieved=tuple(chunks))
 
     def trimmed(
-        self,
-        prompt: RagPrompt,
-        question: str,
-        history: Sequence[tuple[str, str]],
-        options: Options,
+        self, prompt: RagPrompt, question: str, history: Sequence[tuple[str, str]], options: Options
     ) -> tuple[Request, int]:
         """The request for ``prompt`` without as many of the oldest questions and answers as its answer needs
         room, and how many those are."""

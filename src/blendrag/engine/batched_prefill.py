@@ -72,11 +72,7 @@ class RequestBatch:
     """The prompts of one call, in order. Used on the scheduler's thread only."""
 
     def __init__(
-        self,
-        entries: Sequence[BatchEntry],
-        model: LazyModel,
-        planner: Planner,
-        budget: KVBudget,
+        self, entries: Sequence[BatchEntry], model: LazyModel, planner: Planner, budget: KVBudget
     ) -> None:
         self.entries = entries
         self._model = model

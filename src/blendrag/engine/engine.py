@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from blendrag import tracing
-from blendrag.config import (
-    ConstructorOptions,
-    RequestDefaults,
-    Settings,
-    check_options,
-    settings,
-)
+from blendrag.config import ConstructorOptions, RequestDefaults, Settings, check_options, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder
 from blendrag.corpus.embedding_turns import Check, proceed
@@ -36,10 +30,7 @@ from blendrag.engine import calibration as calibrating
 from blendrag.engine import ingest as ingesting
 from blendrag.engine import profiling, publishing
 from blendrag.engine.answering import Answering
-from blendrag.engine.answers import (
-    AnswerIterator,
-    AsyncAnswerIterator,
-)
+from blendrag.engine.answers import AnswerIterator, AsyncAnswerIterator
 from blendrag.engine.asking import Asking
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.dry_run import DryRun, dry_run

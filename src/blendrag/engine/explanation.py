@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from blendrag.corpus.retriever import RetrievedChunk
-from blendrag.metrics import (
-    COMPUTE,
-    LOAD,
-    REPOSITION,
-    SELECT,
-    WAIT,
-    RequestMetrics,
-    Span,
-    Timeline,
-)
+from blendrag.metrics import COMPUTE, LOAD, REPOSITION, SELECT, WAIT, RequestMetrics, Span, Timeline
 
 if TYPE_CHECKING:
     from blendrag.fusor import Fusion
@@ -72,11 +63,7 @@ class Trace:
 
     @classmethod
     def of(
-        cls,
-        plan: Plan,
-        fusion: Fusion | None,
-        timeline: Timeline,
-        texts: Sequence[str],
+        cls, plan: Plan, fusion: Fusion | None, timeline: Timeline, texts: Sequence[str]
     ) -> Trace:
         """Call after the forward. ``texts``: the text of each prompt token."""
         counts = [0] * len(plan.prompt.ids)

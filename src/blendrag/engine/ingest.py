@@ -21,11 +21,7 @@ import numpy as np
 from blendrag.corpus.corpus import Corpus, files_of, is_at, resolved
 from blendrag.corpus.languages import Languages
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import (
-    KVWriter,
-    remember_namespace,
-    with_loaded_identity,
-)
+from blendrag.engine.kv_writer import KVWriter, remember_namespace, with_loaded_identity
 from blendrag.errors import (
     BlendragError,
     IdentityChangedError,
@@ -41,14 +37,7 @@ from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.text.chunking import Chunk
 from blendrag.text.limited_reading import read_documents
 from blendrag.text.names import short_name
-from blendrag.text.readers import (
-    ALL,
-    Document,
-    Patterns,
-    check_document,
-    digest_of,
-    scan_inputs,
-)
+from blendrag.text.readers import ALL, Document, Patterns, check_document, digest_of, scan_inputs
 
 log = logging.getLogger(__name__)
 
@@ -382,10 +371,7 @@ def remove_sources(kv: KVNamespace, sources: Iterable[str]) -> int:
 
 
 def documents_of(
-    inputs: Inputs,
-    report: IngestReport,
-    patterns: Patterns = ALL,
-    read: set[str] | None = None,
+    inputs: Inputs, report: IngestReport, patterns: Patterns = ALL, read: set[str] | None = None
 ) -> Iterator[tuple[Document, float]]:
     """Given documents and those of given paths, whose sources are their resolved paths.
 

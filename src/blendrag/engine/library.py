@@ -23,12 +23,7 @@ from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.languages import Languages
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import (
-    KVWriter,
-    Written,
-    remember_namespace,
-    with_loaded_identity,
-)
+from blendrag.engine.kv_writer import KVWriter, Written, remember_namespace, with_loaded_identity
 from blendrag.engine.request_spans import retrieval
 from blendrag.errors import BlendragError, InvalidInputError, check_unicode
 from blendrag.serving.scheduler import Scheduler

@@ -98,10 +98,7 @@ class Planner:
     """Decides how requests of one engine use stored KV. Caller holds the model's lock."""
 
     def __init__(
-        self,
-        kv: KVNamespace,
-        background: BackgroundWriter,
-        prefixes: ExactPrefixes,
+        self, kv: KVNamespace, background: BackgroundWriter, prefixes: ExactPrefixes
     ) -> None:
         self._kv = kv
         self._settings = kv.settings

@@ -19,17 +19,8 @@ from blendrag.config import Mode
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.model_corpus import ModelCorpus
-from blendrag.engine.rendering import (
-    render,
-)
-from blendrag.engine.request import (
-    TO_THE_END,
-    Options,
-    Prompt,
-    RagPrompt,
-    Request,
-    SchemaPrompt,
-)
+from blendrag.engine.rendering import render
+from blendrag.engine.request import TO_THE_END, Options, Prompt, RagPrompt, Request, SchemaPrompt
 from blendrag.engine.schemas import Schemas
 from blendrag.errors import CorpusError, InvalidInputError, RequestTimeout
 from blendrag.fusor.selection import Blending

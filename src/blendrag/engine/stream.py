@@ -235,10 +235,7 @@ class StopWhenDone(StoppingCriteria):
     """
 
     def __init__(
-        self,
-        stream: AnswerStream,
-        feeds: bool = True,
-        prefilled: Callable[[], None] | None = None,
+        self, stream: AnswerStream, feeds: bool = True, prefilled: Callable[[], None] | None = None
     ) -> None:
         """``feeds``: the generated sequence is the answer, which it is not with beams. ``prefilled()`` is
         called once the prompt's KV is complete."""
