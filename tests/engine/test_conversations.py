@@ -251,6 +251,21 @@ def test_another_conversation_reuses_the_system_prompt(engine):
     assert differs < 1e-3
 
 
+def test_a_prompt_is_tokenised_once_more_for_all_ends_of_its_states(engine):
+    conversation(engine, 2)
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "Where is it?"},
+        {"role": "assistant", "content": "Near the town."},
+        {"role": "user", "content": "And the town of Place?"},
+    ]
+    request = engine.prompts.request(messages, options(engine), 0.0)
+    assert len(request.shared_ends) > 1
+    with tiny.counted(engine.tokens, "encode_prompt") as encoded:
+        assert engine.prefixes.state_ends(request, 0)
+    assert len(encoded) == 1
+
+
 def test_a_prompt_that_parts_from_an_earlier_one_leaves_a_state_there(engine):
     """Nothing says where the common part of rendered prompts ends, until a second one comes."""
     texts = [SYSTEM + f"Number {i} of the ships was built by whom? Answer:" for i in range(3)]

@@ -179,3 +179,21 @@ def test_no_mask_of_the_whole_prompt_is_made_for_sliding_windows(name):
     with Squares() as squares:
         tiny.fuse(fusor, IDS, spans, "query", 0.3)
     assert not squares.count
+
+
+@pytest.mark.usefixtures("ends_early")
+def test_only_a_mask_that_is_missing_ends_the_scout_of_attention_that_cannot_be_seen(monkeypatch):
+    adapter = tiny.adapter(tiny.family("mpt"))
+    fusor, spans = Fusor(adapter), exact_spans(adapter)
+    _, _, fusion = tiny.fuse(fusor, IDS, spans, "query", 0.3)
+    assert str(fusion.policy) == "hkvd"
+    layer, calls = adapter.stack.layers[0], []
+    forward = layer.forward
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return forward(*args, **kwargs) if len(calls) > 1 else layer.not_there
+
+    monkeypatch.setattr(layer, "forward", broken)
+    with pytest.raises(AttributeError, match="not_there"):
+        tiny.fuse(fusor, IDS, exact_spans(adapter), "query", 0.3)
