@@ -45,8 +45,9 @@ EXACT_LOGITS = 32
 TIMED_ROWS = (1, 2, 4, 8, 16, 32)
 #: How often, and over how many layers of a shape: enough weights that no cache holds them all.
 TIMED_ROUNDS, TIMED_LAYERS = 3, 8
-#: Shares of a group's range that ``int4`` tries; the one with the smallest squared error is taken.
-_RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+#: Steps in shares of a group's range that ``int4`` tries; the one with the smallest squared error is taken:
+#: weights that were unpacked from 4 bits need not have all 16 values, and others gain by a narrower range.
+_STEPS = [(levels, 1.0) for levels in range(15, 9, -1)] + [(15, 0.9), (15, 0.8)]
 
 #: A packed weight: the tensors that its format's product takes.
 Packed = tuple[torch.Tensor, ...]
@@ -90,8 +91,8 @@ def round_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
     best: tuple[torch.Tensor, ...] | None = None
-    for share in _RANGES:
-        scale = (half * share * 2 / 15).clamp_min(1e-8).bfloat16().float()  # [N, K/32, 1]
+    for levels, share in _STEPS:
+        scale = (half * share * 2 / levels).clamp_min(1e-8).bfloat16().float()  # [N, K/32, 1]
         zero = (middle - half * share + 8 * scale).bfloat16().float()
         rounded = ((groups - zero) / scale).round_().clamp_(-8, 7)
         error = (rounded * scale + zero - groups).square_().sum(-1, keepdim=True)
