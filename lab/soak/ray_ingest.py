@@ -136,6 +136,11 @@ def main(
     kills: int = 100, per_run: int = 10, documents: int = 200, layers: int = 12, seed: int = 1
 ) -> None:
     """Runs of ``--per-run`` kills each, until there were ``--kills``."""
+    from lab.soak.ray_driver import crash_driver
+
+    with tempfile.TemporaryDirectory(prefix="crash-") as name:
+        kept = crash_driver(Path(name), save_model(Path(name) / "model"), documents=30)
+        typer.echo(f"driver killed; {kept} payloads kept, and the next ingest completed")
     with tempfile.TemporaryDirectory(prefix="crash-") as name, local_ray():
         model = save_model(
             Path(name) / "model", num_hidden_layers=layers, hidden_size=256, intermediate_size=512

@@ -77,9 +77,6 @@ CALL = {
     "function": {"name": "weather", "arguments": '{"town": "Place"}'},
 }
 
-#: Makes something of the served engine wrong; for the tests of this soak.
-Disturb = Callable[[BlendEngine], None]
-
 
 @dataclass
 class Asked:
@@ -708,7 +705,6 @@ async def run(
     requests: int,
     clients: int,
     seed: int,
-    disturb: Disturb = lambda engine: None,
     say: Callable[[str], None] = lambda line: None,
     parts: int = 10,
 ) -> Outcome:
@@ -725,7 +721,6 @@ async def run(
         for number in range(DOCUMENTS - 2):
             await soak.put(number)
         soak.watch()
-        disturb(server.engine)
         counts = [requests * (i + 1) // parts - requests * i // parts for i in range(parts)]
         for number, count in enumerate(counts):
             hook = server.engine.adapter.decoder_layers[1].register_forward_pre_hook(soak.fail)
@@ -753,7 +748,6 @@ async def run(
                 server = first.enter_context(serving(folder / "served", True, DISK_BYTES))
                 soak.client, soak.server = connected(server), server
                 soak.watch()
-                disturb(server.engine)
                 soak.counts["restarted"] += 1
         await soak.client.aclose()
         await alone.client.client.aclose()

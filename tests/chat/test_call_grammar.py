@@ -84,9 +84,10 @@ def _engine(template: str, root: Any, default: str = "I do not know. " * 9) -> A
     torch.manual_seed(0)  # for the rows of new tokens
     model.resize_token_embeddings(len(made))
     model.words = made
-    return tiny.engine(model, root, tokenizer=made, max_new_tokens=500, mode="full")
+    return tiny.engine(model, root, tokenizer=made, max_new_tokens=350, mode="full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_arguments_follow_the_schema_in_every_form(form, tmp_path):
     with _engine(FORMS[form], tmp_path / "s") as engine:

@@ -16,7 +16,7 @@ from lab.soak.store.tracer import unavailable
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 #: Of the thousands of each operation; ``make soak`` runs all.
-FAULTS = 5
+FAULTS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,14 @@ def test_a_failing_system_call_loses_nothing_and_leaves_the_store_usable(tmp_pat
     report = Report()
     fail_everything(tmp_path, name, report, FAULTS)
     report.check()
-    assert report.done["faults"] > FAULTS // 2
+    assert report.done["faults"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["put", "evict", "recover after a crash"])
 def test_a_power_cut_loses_nothing_that_was_acknowledged(tmp_path, name):
     report = Report()
-    cut_everywhere(tmp_path, name, report, mixtures=0, seed=1, stride=20)
+    cut_everywhere(tmp_path, name, report, mixtures=0, seed=1, stride=40)
     report.check()
     assert report.done["power cuts"] > 2
 
@@ -48,7 +48,7 @@ def test_a_failing_system_call_loses_no_document_and_leaves_the_corpus_usable(tm
     report = Report()
     fail_corpus(tmp_path, name, report, FAULTS)
     report.check()
-    assert report.done["corpus faults"] > FAULTS // 2
+    assert report.done["corpus faults"] > 0
 
 
 def test_a_corpus_that_the_disk_does_not_find_is_one_named_error(tmp_path):
@@ -73,7 +73,7 @@ def test_calls_of_sqlite_are_traced_too(tmp_path):
 def test_a_missing_fsync_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     report = Report()
-    cut_everywhere(tmp_path, "put", report, mixtures=0, seed=1, stride=20)
+    cut_everywhere(tmp_path, "put", report, mixtures=0, seed=1, stride=40)
     assert report.failed["acknowledged lost"] > 0
 
 
