@@ -18,7 +18,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all test-real test-oldest test-newest test-nightly lint bench bench-all gpu-round answer-figure arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table docs wheels
+.PHONY: help setup demo check test test-fast test-all test-real test-oldest test-newest test-nightly lint bench bench-all gpu-round answer-figure arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table docs wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -47,15 +47,23 @@ ifneq ($(DEMO_MODEL),embedded)
 endif
 	@$(BIN)/blendrag demo $(if $(filter embedded,$(DEMO_MODEL)),--model embedded)
 
-check: lint ## lint and the fast tests of blendrag and blendrag-ray, before every commit
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests integrations/blendrag-ray/tests
-
 # mypy takes one core for half a minute, so lint and tests run at the same time.
+check: $(READY) ## lint and fast tests of the parts, in a minute, before every commit
+	@$(MAKE) --no-print-directory --jobs 2 lint test-fast
+
 test: $(READY) ## everything: lint and all tests
 	@$(MAKE) --no-print-directory --jobs 2 lint test-all
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The rooms below the engine, and one file of each room that needs whole engines.
+FAST := chat corpus frameworks planning schema serving store text engine/test_answers.py fusor/test_fusion.py \
+  server/test_streams.py test_errors.py test_names.py test_options.py
+
+test-fast: $(READY)
+	$(PYTEST) -m "not slow" $(FAST:%=tests/%)
+
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 lint: $(READY) ## style, types and the order of the packages
 	$(BIN)/ruff check .
