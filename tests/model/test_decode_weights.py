@@ -12,7 +12,7 @@ from torch import nn
 
 import tiny
 from blendrag.model import decode_weights as packing
-from blendrag.model.decode_weights import FORMATS, DecodeWeights, Format
+from blendrag.model.decode_weights import FORMATS, DecodeWeights, PackedFormat
 
 
 def reference(weight: torch.Tensor, name: str) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Costs:
     def __call__(self) -> float:
         return self.now
 
-    def format(self) -> Format:
+    def format(self) -> PackedFormat:
         stock = FORMATS["int8"]
 
         def product(x: torch.Tensor, *packed: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ Packed = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Format:
+class PackedFormat:
     """One way to pack a weight ``[N, K]``."""
 
     name: str
@@ -115,11 +115,11 @@ def packed_int4(rounded: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) 
     return packed, torch.cat((scale, zero), -1).bfloat16().transpose(0, 1).contiguous()
 
 
-FORMATS: Mapping[str, Format] = {
+FORMATS: Mapping[str, PackedFormat] = {
     each.name: each
     for each in (
-        Format("int8", _pack_int8, int8_product, (0, 0), lambda n, k: True),
-        Format(
+        PackedFormat("int8", _pack_int8, int8_product, (0, 0), lambda n, k: True),
+        PackedFormat(
             "int4", _pack_int4, int4_product, (0, 1),
             lambda n, k: n % 16 == 0 and k % GROUP == 0,
         ),
@@ -190,7 +190,7 @@ def pack(model: nn.Module, name: str) -> dict[str, Packed]:
     eight, four = FORMATS["int8"], FORMATS["int4"]
     head = model.get_output_embeddings()  # type: ignore[operator]
 
-    def kind_of(layer: nn.Linear) -> Format:
+    def kind_of(layer: nn.Linear) -> PackedFormat:
         if not four.fits(*layer.weight.shape):
             return eight
         if name == "int4":
@@ -209,7 +209,7 @@ def _is_nearer_in_4_bits(weight: torch.Tensor) -> bool:
     return bool(((numbers * scale + zero).flatten(1) - rows).square().sum() < eight)
 
 
-def packed(weight: torch.Tensor, kind: Format) -> Packed:
+def packed(weight: torch.Tensor, kind: PackedFormat) -> Packed:
     """A packed copy of ``weight`` ``[N, K]``."""
     blocks = [kind.pack(rows.float()) for rows in weight.detach().split(ROWS_AT_A_TIME)]
     return tuple(
@@ -218,7 +218,7 @@ def packed(weight: torch.Tensor, kind: Format) -> Packed:
     )
 
 
-def format_of(copy: Packed) -> Format:
+def format_of(copy: Packed) -> PackedFormat:
     """That of a packed weight."""
     return FORMATS["int8" if copy[0].dtype == torch.int8 else "int4"]
 
