@@ -322,3 +322,21 @@ def test_logprobs_cover_the_answer_without_its_end_token(says: BlendEngine) -> N
     built = next(t for t in answer.logprobs if t.token == " built")
     assert len(built.top) == 2
     assert built.top[0][0] == " built"
+
+
+def test_the_first_token_is_timed_when_the_host_has_it(monkeypatch):
+    """A GPU computes it while the host goes on; reading it waits."""
+    now = [5.0]
+    monkeypatch.setattr("blendrag.engine.stream.time.perf_counter", lambda: now[0])
+
+    class Computing:
+        def reshape(self, *shape: int) -> Computing:
+            return self
+
+        def tolist(self) -> list[int]:
+            now[0] = 7.0
+            return [5]
+
+    stream = AnswerStream(tiny.tokenizer(), (), 5.0)
+    stream.put(Computing())
+    assert stream.ttft_s == 2.0

@@ -91,8 +91,9 @@ class AnswerStream:
 
     def put(self, value: torch.Tensor) -> None:
         """Take the newest token ids ``[n]``."""
-        self.mark_first_token()
-        for token in value.reshape(-1).tolist():
+        tokens = value.reshape(-1).tolist()
+        self.mark_first_token()  # only now is it computed, if the model is on a GPU
+        for token in tokens:
             hidden = self.hidden is not None and token in self.hidden
             piece = "" if hidden else self._steps.add(token)
             self.tokens.append((token, piece))
@@ -246,9 +247,11 @@ class StopWhenDone(StoppingCriteria):
     def __call__(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
     ) -> torch.BoolTensor:
-        self._stream.mark_first_token()
         if self._feeds and not self._stream.done:  # on mps, transformers stops one forward late
             self._stream.put(input_ids[0, -1:])
+        elif not self._stream.ttft_s:
+            input_ids[0, -1].item()  # computed only now, if the model is on a GPU
+            self._stream.mark_first_token()
         if self._prefilled is not None:  # copies KV, for which the first token does not wait
             self._prefilled()
             self._prefilled = None
