@@ -22,7 +22,7 @@ import torch
 import typer
 from transformers.generation.streamers import BaseStreamer
 
-from blendrag.config import Mode
+from blendrag.config import Mode, settings
 from blendrag.corpus.documents import Entry
 from blendrag.engine import BlendEngine, Options, exact_prefixes
 from blendrag.errors import InvalidInputError
@@ -142,7 +142,10 @@ def answer(
     workload.check(adapter)
     with scratch() as root, ExitStack() as stack:
         ram_bytes = None if tier == "memory" else 0
-        asking = Asking(adapter, workload, root / "store", new_tokens, ram_bytes=ram_bytes)
+        asking = Asking(
+            adapter, workload, root / "store", new_tokens,
+            ram_bytes=ram_bytes, decode_weights=settings().decode_weights,
+        )  # fmt: skip
         engine = stack.enter_context(asking.engine())
         tick("storing the chunks")
         texts = corpus_texts(engine, workload, workload.chunks)

@@ -86,7 +86,10 @@ def grammar(
         ),
         True: Options(mode="full", max_new_tokens=tokens, response_format=form),
     }
-    with scratch() as root, BlendEngine(adapter, root / "store", learn=False) as engine:
+    with (
+        scratch() as root,
+        BlendEngine(adapter, root / "store", learn=False, decode_weights="native") as engine,
+    ):
         engine.open()
         ways = {
             (number, formed): lambda number=number, formed=formed: _token_ms(

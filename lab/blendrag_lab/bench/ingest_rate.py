@@ -118,6 +118,7 @@ def ingest(
                 "model": str(model),
                 "store": str(root / "store"),
                 "chunk_tokens": reingest_chunk_tokens,
+                "decode_weights": "native",
                 "embedder": MINILM_OFFLINE,
                 "dtype": adapter.layout.dtype,
                 "device": str(adapter.device),
@@ -184,7 +185,11 @@ def _measure_rates(
     with (
         tier_store(ON_DISK) as there,
         BlendEngine(
-            adapter, root / "engine", chunk_tokens=tokens, disk_bytes=AMPLE_BYTES
+            adapter,
+            root / "engine",
+            chunk_tokens=tokens,
+            disk_bytes=AMPLE_BYTES,
+            decode_weights="native",
         ) as engine,
     ):
         stored = StoredChunks(adapter, Workload(), there)

@@ -120,7 +120,7 @@ def schema(
         scratch() as directory,
         BlendEngine(
             adapter, directory / "store", kv_encoding=workload.encoding,  # type: ignore[arg-type]
-            ram_bytes=RAM_BYTES.get(kept, 0), learn=False,
+            ram_bytes=RAM_BYTES.get(kept, 0), learn=False, decode_weights="native",
         ) as engine,
     ):  # fmt: skip
         prompts = [_times_of(engine, case, words, workload, tick) for case in cases]

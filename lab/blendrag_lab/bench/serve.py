@@ -32,7 +32,7 @@ import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from blendrag.cli.output import count
-from blendrag.config import Mode
+from blendrag.config import DecodeWeights, Mode
 from blendrag.corpus.documents import Entry
 from blendrag.demo import demo_corpus_path
 from blendrag.engine import Answer, BlendEngine, Options, exact_prefixes
@@ -220,6 +220,7 @@ class Asking:
     prompts: Sequence[str] = ()
     ram_bytes: int | None = None
     """Limit of the memory tier; ``None``: the default."""
+    decode_weights: DecodeWeights = "native"
 
     @contextmanager
     def engine(self, running: int = 1) -> Iterator[BlendEngine]:
@@ -228,7 +229,7 @@ class Asking:
         with BlendEngine(
             self.adapter, self.store, policy=workload.policy, schedule=workload.schedule,
             ratio=workload.ratio, chunk_tokens=max(64, workload.chunk_tokens), learn=False,
-            ram_bytes=self.ram_bytes,
+            ram_bytes=self.ram_bytes, decode_weights=self.decode_weights,
         ) as engine:  # fmt: skip
             engine.scheduler.max_running = running
             yield engine

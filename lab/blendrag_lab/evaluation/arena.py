@@ -144,6 +144,7 @@ def open_engines(
                 encode_prefix=kind is not False,
                 kv_encoding="native" if is_ideal else kv_encoding,
                 ram_bytes=IDEAL_RAM_BYTES if is_ideal else 0,
+                decode_weights="native",
                 learn=False,
             )
             engine.use_embedder(NoEmbedder("none"))
