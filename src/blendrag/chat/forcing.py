@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blendrag.chat.calls import Tools, tool_names
 from blendrag.chat.formats import Format, format_of
+from blendrag.chat.messages import function_call
 from blendrag.chat.reply import take_apart
 from blendrag.errors import InvalidInputError
 from blendrag.text.matches import common_prefix
@@ -168,17 +169,17 @@ def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, st
     forms of history that templates take."""
 
     def rendered(*calls: dict[str, Any], as_text: bool) -> str:
-        answer = {
-            "role": "assistant",
-            "content": None if as_text else "",
-            "tool_calls": list(calls),
-        }
+        content = None if as_text else ""
+        answer = {"role": "assistant", "content": content, "tool_calls": list(calls)}
         options = {"tools": [TOOL], "add_generation_prompt": False, **given}
         return tokens.render([USER, answer], **options)
 
     for call_id in _IDS:
         for as_text in (False, True):
-            none, one = (_call(arguments, call_id, as_text) for arguments in ({}, _PROBE))
+            none, one = (
+                function_call(call_id, NAME, json.dumps(arguments) if as_text else arguments)
+                for arguments in ({}, _PROBE)
+            )
             try:
                 empty, probe = (rendered(call, as_text=as_text) for call in (none, one))
             except Exception:
@@ -187,11 +188,6 @@ def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, st
             with suppress(Exception):
                 twice = rendered(one, one, as_text=as_text)
             yield empty, probe, twice
-
-
-def _call(arguments: Mapping[str, Any], call_id: str, as_text: bool) -> dict[str, Any]:
-    given = json.dumps(arguments) if as_text else arguments
-    return {"type": "function", "id": call_id, "function": {"name": NAME, "arguments": given}}
 
 
 def _thought(form: Format, prompt: str) -> str:

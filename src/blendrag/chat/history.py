@@ -19,7 +19,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blendrag.chat.forcing import TOOL
-from blendrag.chat.messages import REASONING, Message
+from blendrag.chat.messages import REASONING, Message, function_call
 from blendrag.errors import InvalidOptionError
 from blendrag.model.bounded_templates import bounded
 from blendrag.wording import quoted
@@ -103,29 +103,25 @@ def _style_of(tokens: Tokens, template: str, given: Given, has_calls: bool) -> S
     if not has_calls:
         return found
     render = _Renderer(tokens, given)
-    call = {"name": "probename", "arguments": {"probekey": "probevalue"}}
     words = ("probeuser", "probename", "probekey", "probevalue", "proberesult")
     for ids, as_text, is_none in product(_IDS, (False, True), (False, True)):
         style = Style(ids=ids, arguments_as_text=as_text, empty_is_none=is_none)
-        text = render(_probe(call, style))
+        text = render(_probe(style))
         if text is not None and all(word in text for word in words) and _is_right(text, as_text):
             found = style
             break
     else:
         return found
-    named = render(_probe(call, replace(found, names_results=True), "probeother"))
+    named = render(_probe(replace(found, names_results=True), "probeother"))
     return replace(found, names_results=named is not None and "probeother" in named)
 
 
-def _probe(call: Message, style: Style, name: str = "") -> list[Message]:
+def _probe(style: Style, name: str = "") -> list[Message]:
     call_id = "call_abc123def456"
+    call = function_call(call_id, "probename", {"probekey": "probevalue"})
     made = [
         _user("probeuser"),
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "id": call_id, "function": call}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "proberesult", "tool_call_id": call_id, "name": name},
     ]
     return [_finished(message, style) for message in _styled(made, style)]
@@ -144,8 +140,7 @@ def _reasoning_name(tokens: Tokens, template: str, given: Given, style: Style) -
         if name not in template:
             continue
         thinks = replace(style, reasoning=name)
-        call = {"name": "probename", "arguments": {"probekey": "probevalue"}}
-        with_call = _probe(call, thinks)
+        with_call = _probe(thinks)
         with_call[1] = {**with_call[1], name: "probethought"}
         answer = {"role": "assistant", "content": "probeanswer", name: "probethought"}
         plain = [_finished(m, thinks) for m in (_user("probeuser"), answer)]
@@ -325,14 +320,9 @@ def _probe_of(shape: Sequence[Turn]) -> tuple[list[Message], list[tuple[int, str
             message |= {"tool_call_id": f"call{turn.calls[0]:05d}", "name": "probe"}
         elif turn.calls:
             message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": f"call{call:05d}",
-                    "function": {
-                        "name": word(number, "name"),
-                        "arguments": {"key": word(number, "value")},
-                    },
-                }
+                function_call(
+                    f"call{call:05d}", word(number, "name"), {"key": word(number, "value")}
+                )
                 for call in turn.calls
             ]
         messages.append(message)

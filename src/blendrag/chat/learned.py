@@ -18,6 +18,7 @@ import regex
 from blendrag.chat.calls import ToolCall, read_calls
 from blendrag.chat.forcing import KEY, NAME, TOOL, USER
 from blendrag.chat.formats import THINKING, Format
+from blendrag.chat.messages import function_call
 from blendrag.chat.reply import take_apart
 from blendrag.text.matches import common_prefix
 
@@ -51,12 +52,10 @@ def learned_form(tokens: Tokens, known: Format) -> Format:
 def _render(tokens: Tokens, answer: Mapping[str, Any]) -> str:
     """The first rendering that the template does not refuse, or empty."""
     for as_text in (False, True):
-        calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            if as_text
-            else call
-            for call in answer.get("tool_calls", ())
-        ]  # fmt: skip
+        calls = list(answer.get("tool_calls", ()))
+        if as_text:
+            functions = [(call["id"], call["function"]["arguments"]) for call in calls]
+            calls = [function_call(each, NAME, json.dumps(given)) for each, given in functions]
         for tools in ([TOOL], None):
             with suppress(Exception):  # jinja errors of many kinds
                 given = {**answer, "tool_calls": calls} if calls else dict(answer)
@@ -72,10 +71,8 @@ def _frame(tokens: Tokens) -> tuple[str, str]:
 
 def _said(tokens: Tokens, header: str, end: str, count: int) -> str:
     """An answer with its text and calls, as the model would have said it."""
-    calls = [
-        {"type": "function", "id": _IDS.format(i), "function": {"name": NAME, "arguments": {KEY: value}}}
-        for i, value in enumerate((_VALUE, _OTHER)[:count])
-    ]  # fmt: skip
+    values = enumerate((_VALUE, _OTHER)[:count])
+    calls = [function_call(_IDS.format(i), NAME, {KEY: value}) for i, value in values]
     whole = _render(tokens, {"role": "assistant", "content": _TEXT, "tool_calls": calls})
     return _answer(tokens, whole, header).removesuffix(end)
 

@@ -183,11 +183,13 @@ def _calls_of(
         except RecursionError:
             raise InvalidInputError(f"the arguments of {at} are nested too deeply") from None
         call_id = call.get("id") or call.get("call_id")
-        yield {
-            "type": "function",
-            "id": calls.add(call_id, name),
-            "function": {"name": name, "arguments": read},
-        }
+        yield function_call(calls.add(call_id, name), name, read)
+
+
+def function_call(call_id: str, name: str, arguments: dict[str, Any] | str) -> Message:
+    """A call in OpenAI's form."""
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": call_id, "function": function}
 
 
 _ARGUMENTS = ("arguments", "args", "input", "parameters")
