@@ -336,7 +336,7 @@ def test_auto_leaves_small_models_alone(
 def test_exact_ties_count_as_agreement_and_other_tokens_do_not() -> None:
     adapter = tiny.adapter(model())
 
-    def measured(change: Callable[[torch.Tensor], torch.Tensor]) -> agreeing.Agreement:
+    def measured(change: Callable[[torch.Tensor], torch.Tensor]) -> agreeing.DecodeAgreement:
         class Fake:
             def decode(self, forward: Any, **given: Any) -> Any:
                 out = forward(**given)

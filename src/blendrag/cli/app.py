@@ -26,7 +26,7 @@ from blendrag.cli.store import app as store_commands
 from blendrag.option import near_names
 
 if TYPE_CHECKING:
-    from blendrag.fusor.decode_agreement import Agreement
+    from blendrag.fusor.decode_agreement import DecodeAgreement
     from blendrag.fusor.gate import Verification
 
 
@@ -108,7 +108,7 @@ def verify(
                 f"checking on a prompt of {count(tokens, 'token')}, about {duration(seconds)} left"
             ),
         )
-        weights: dict[str, Agreement | str] = {}
+        weights: dict[str, DecodeAgreement | str] = {}
         if result.blendable:
             for name in FORMATS:
                 line.show(f"comparing decoding with {name} weights to native ones")
@@ -149,7 +149,7 @@ def _print_verification(model: str, result: Verification) -> None:
     echo(f"  the next 32 tokens are those of the model without blendrag: {equal}")
 
 
-def _print_decode_weights(weights: dict[str, Agreement | str]) -> None:
+def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
     """Why the model decodes with its own weights, or a table."""
     for why in sorted({found for found in weights.values() if isinstance(found, str)}):
         echo(f"  decodes with its own weights: {why}")

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from blendrag.config import settings
 from blendrag.errors import is_out_of_space
 from blendrag.fusor import verdicts
-from blendrag.fusor.decode_agreement import TEXTS, TOKENS, Agreement, AgreementMeasurement
+from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement, DecodeAgreement
 from blendrag.model import decode_weights as packing
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.decode_weights import NATIVE, DecodeWeights, Packed
@@ -76,7 +76,7 @@ class DecodeWeightsChoice:
         name = AUTOMATIC if is_auto else self._wanted
         why = _why_not(self._adapter)
         if is_auto and not why:
-            known = verdicts.recall_measured(_key(self._adapter, name), Agreement)
+            known = verdicts.recall_measured(_key(self._adapter, name), DecodeAgreement)
             if packing.size_bytes(self._adapter.model) < LEAST_BYTES:
                 why = "the model is small"
             elif known is not None and not known.suffices:
@@ -127,7 +127,7 @@ class DecodeWeightsChoice:
         self._chosen = measurement.weights if found.suffices else None
 
 
-def compare(adapter: ModelAdapter, name: str) -> Agreement | str:
+def compare(adapter: ModelAdapter, name: str) -> DecodeAgreement | str:
     """How the model decodes with ``name`` weights, measured now and remembered; or why it keeps its own."""
     with adapter.lock:
         if why := _why_not(adapter):

@@ -29,7 +29,7 @@ TOKENS_AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
-class Agreement:
+class DecodeAgreement:
     """What was measured over all texts."""
 
     tokens: int
@@ -66,7 +66,7 @@ class AgreementMeasurement:
         self._seconds = [0.0, 0.0]
 
     @torch.inference_mode()
-    def step(self) -> Agreement | None:
+    def step(self) -> DecodeAgreement | None:
         """Measure the next few tokens; the result once all are measured."""
         with self._adapter.uncompiled(), fast_decoding(self._adapter.stack):
             if not self._left:
@@ -78,9 +78,9 @@ class AgreementMeasurement:
             return None
         count = len(self._agreed)
         native_s, packed_s = (seconds / count for seconds in self._seconds)
-        return Agreement(count, sum(self._agreed), sum(self._kl) / count, native_s, packed_s)
+        return DecodeAgreement(count, sum(self._agreed), sum(self._kl) / count, native_s, packed_s)
 
-    def run(self) -> Agreement:
+    def run(self) -> DecodeAgreement:
         """All of it."""
         while (found := self.step()) is None:
             pass
