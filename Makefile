@@ -228,7 +228,7 @@ fuzz-server: $(READY) ## send 20,000 hostile requests to every endpoint: a statu
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m lab.soak.fields_fuzz \
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
 
-# make crash-ray KILLS=20 SEED=7
+# make crash-ray KILLS=20 SEED=7; the driver is killed first
 crash-ray: $(READY) ## kill workers of ingests on Ray at 100 random moments: nothing lost, nothing computed twice
 	@PYTHONPATH=tests $(BIN)/python -m lab.soak.ray_ingest \
 	  $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))

@@ -73,6 +73,11 @@ def damage_row(path: Path, rng: random.Random, forge: bool) -> str:
 # -- reading ------------------------------------------------------------------------------------
 
 
+def raised_nothing(_: object) -> tuple[str, ...]:
+    """No wrong answers: a check or a change has only errors to tell."""
+    return ()
+
+
 def wrong_answers(root: Path, truth: Truth, read_only: bool) -> Iterator[str]:
     """Use a corpus in every way."""
     with Corpus.open(root, read_only=read_only) as corpus:
@@ -136,9 +141,9 @@ class Fuzzing:
         for read in (
             lambda: wrong_answers(root, self.truth, read_only=True),
             lambda: wrong_answers(root, self.truth, read_only=False),
-            lambda: check_corpus(root) and (),
-            lambda: change(root) or (),
-            lambda: check_corpus(root, repair=True) and (),
+            lambda: raised_nothing(check_corpus(root)),
+            lambda: raised_nothing(change(root)),
+            lambda: raised_nothing(check_corpus(root, repair=True)),
             lambda: wrong_answers(root, self.truth, read_only=False),
         ):
             try:

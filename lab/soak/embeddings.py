@@ -18,6 +18,7 @@ import re
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -88,7 +89,7 @@ class EmbeddingLoad:
     async def phase(self, chats: int, embedders: int, seconds: float) -> Phase:
         phase, until = Phase(), time.monotonic() + seconds
 
-        async def again(one) -> None:
+        async def again(one: Callable[[Phase], Awaitable[None]]) -> None:
             while True:
                 await one(phase)
                 if time.monotonic() >= until:

@@ -91,7 +91,7 @@ VALUES: tuple[Any, ...] = (
     {"type": "function", "function": {"name": "f"}}, {"function": {"name": "\ud800", "arguments": "{"}},
 )  # fmt: skip
 #: What makes bodies large; sent less often.
-LARGE = (
+LARGE: tuple[Callable[[], Any], ...] = (
     lambda: [0] * 1_000_000,
     lambda: [{}] * 500_000,
     lambda: {f"k{i}": i for i in range(200_000)},

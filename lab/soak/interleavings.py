@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,7 +71,7 @@ class Turns:
         self._back.release()
         self._go[name].acquire()
 
-    def run(self, works: dict[str, Callable[[], None]]) -> None:
+    def run(self, works: Mapping[str, Callable[[], None]]) -> None:
         """Run all to their ends. Raises what one of them raises."""
         self._go = {name: threading.Semaphore(0) for name in works}
         stopped = dict.fromkeys(works, 0)

@@ -73,7 +73,7 @@ def prepare(directory: Path, streams: int, tokens: int) -> None:
     (directory / ASKED).write_text(json.dumps(asdict(Asked(load, long, alone))))
 
 
-def model_and_store(directory: Path) -> dict[str, str]:
+def model_and_store(directory: Path) -> dict[str, Any]:
     """float32, so that a token does not depend on the requests that are decoded with it."""
     model, store = str(directory / "model"), str(directory / "store")
     return {"model": model, "store": store, "dtype": "float32"}

@@ -529,8 +529,8 @@ class Alone:
         self.changes: list[tuple[str, Fields]] = []
         self._asked: Asked
         self._retrieve = self.engine.retrieve
-        self.engine.retrieve = self.retrieved  # type: ignore[method-assign]
-        self.engine.prefixes.share = self.prepared  # type: ignore[method-assign]
+        self.engine.retrieve = self.retrieved
+        self.engine.prefixes.share = self.prepared
 
     async def compare(self, asked: Sequence[Asked], changes: Sequence[tuple[str, Fields]]) -> None:
         """Count what differs."""

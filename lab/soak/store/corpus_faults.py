@@ -38,8 +38,11 @@ class CorpusOperation:
 
     may_lose: int = 0
 
-    def build(self, root: Path) -> object:
-        return root.mkdir() if self.creates else make_corpus(root)
+    def build(self, root: Path) -> None:
+        if self.creates:
+            root.mkdir()
+        else:
+            make_corpus(root)
 
     def prepare(self, root: Path, attempts: int, teller: Teller) -> Callable[[], None]:
         """For the child: get ready, and return the action, whose second attempt must succeed."""

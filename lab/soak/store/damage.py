@@ -189,7 +189,7 @@ def _replace(path: Path, target: Target) -> None:
         path.mkdir()
         (path / "inside").write_bytes(b"mine")
     elif kind == 2:
-        path.symlink_to(chance.choice([target.outside, path.parent, "nowhere"]))
+        path.symlink_to(chance.choice([target.outside, path.parent, Path("nowhere")]))
     elif kind == 3:  # a link to the right bytes, which must not be followed
         elsewhere = target.outside.with_name("elsewhere")
         elsewhere.write_bytes(data)

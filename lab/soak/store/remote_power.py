@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.shared.sharing import Keys, follow, publish
@@ -41,13 +42,13 @@ def before_changes(before: Cut, disk: Disk) -> Iterator[None]:
     real = {name: getattr(os, name) for name in _CHANGES}
     is_inside, me = False, threading.get_ident()
 
-    def changing(name: str, *args: object, **kwargs: object) -> object:
+    def changing(name: str, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_inside
         if (
             is_inside
             or threading.get_ident() != me
             or (name == "open" and not int(args[1]) & os.O_CREAT)
-        ):  # type: ignore[call-overload]
+        ):
             return real[name](*args, **kwargs)
         is_inside = True
         try:
