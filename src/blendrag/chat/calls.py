@@ -486,18 +486,12 @@ def _value(text: str, types: Sequence[str]) -> Any:
             return text
     if isinstance(found, float) and found.is_integer() and "number" not in types:
         found = int(found)
-    return found if _JSON_TYPES.get(type(found), "") in _allowed(types) and _finite(found) else text
+    allowed = {*types, "integer"} if "number" in types else {*types}
+    is_finite = not isinstance(found, float) or math.isfinite(found)
+    return found if is_finite and _JSON_TYPES.get(type(found)) in allowed else text
 
 
 _JSON_TYPES: dict[type, str] = {
     bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
     type(None): "null",
 }  # fmt: skip
-
-
-def _allowed(types: Sequence[str]) -> set[str]:
-    return {*types, "integer"} if "number" in types else set(types)
-
-
-def _finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)

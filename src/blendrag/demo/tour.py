@@ -39,12 +39,6 @@ TOP_K = 6
 MAX_NEW_TOKENS = 16
 
 HANDBOOK_MODES: tuple[Mode, ...] = ("full", "blend")
-HANDBOOK_CHUNK_TOKENS = 512
-#: The questions need one sentence; a small model would go on.
-HANDBOOK_MAX_NEW_TOKENS = 32
-HANDBOOK_STOP = ("\n",)
-#: Less than the engine's default: recomputing costs most of a model this small's time to first token.
-HANDBOOK_RATIO = 0.15
 
 Show = Callable[[str], None]
 """Shows how far the tour is."""
@@ -125,17 +119,12 @@ class Tour:
 def take_handbook_tour(model: Any, store: Path | None = None, show: Show | None = None) -> Tour:
     """Ask the questions on the handbook of ``model``, in the modes ``full`` and ``blend``."""
     return take_tour(
-        store,
-        model,
-        handbook_path(),
-        handbook_questions(),
-        HANDBOOK_MODES,
-        show,
-        HANDBOOK_STOP,
-        chunk_tokens=HANDBOOK_CHUNK_TOKENS,
-        max_new_tokens=HANDBOOK_MAX_NEW_TOKENS,
-        ratio=HANDBOOK_RATIO,
-    )
+        store, model, handbook_path(), handbook_questions(), HANDBOOK_MODES, show,
+        stop=("\n",),  # the questions need one sentence; a small model would go on
+        chunk_tokens=512,
+        max_new_tokens=32,
+        ratio=0.15,  # recomputing costs most of so small a model's time to first token
+    )  # fmt: skip
 
 
 def take_tour(

@@ -281,9 +281,9 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         **prompt_args: Any,
     ) -> Model:
         """Like LlamaIndex. A model that calls no tools can only answer in the schema of ``output_cls``."""
-        asked = self._formed(output_cls, llm_kwargs)
+        llm_kwargs = self._formed(output_cls, llm_kwargs)
         with never_empty():
-            return super().structured_predict(output_cls, prompt, asked, **prompt_args)
+            return super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
 
     async def astructured_predict(
         self,
@@ -292,9 +292,9 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Model:
-        asked = self._formed(output_cls, llm_kwargs)
+        llm_kwargs = self._formed(output_cls, llm_kwargs)
         with never_empty():
-            return await super().astructured_predict(output_cls, prompt, asked, **prompt_args)
+            return await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
 
     def stream_structured_predict(
         self,
@@ -303,8 +303,9 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        asked = self._formed(output_cls, llm_kwargs)
-        return _raising(super().stream_structured_predict(output_cls, prompt, asked, **prompt_args))
+        llm_kwargs = self._formed(output_cls, llm_kwargs)
+        pieces = super().stream_structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+        return _raising(pieces)
 
     async def astream_structured_predict(
         self,
@@ -313,10 +314,10 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        asked = self._formed(output_cls, llm_kwargs)
+        llm_kwargs = self._formed(output_cls, llm_kwargs)
         with never_empty():
             pieces = await super().astream_structured_predict(
-                output_cls, prompt, asked, **prompt_args
+                output_cls, prompt, llm_kwargs, **prompt_args
             )
         return _araising(pieces)
 
