@@ -308,6 +308,18 @@ def test_weights_that_change_while_they_are_measured_are_measured_again(
 
 
 @pytest.mark.usefixtures("texts")
+def test_an_ingest_lets_requests_in_while_it_measures(engines: Callable[..., BlendEngine]) -> None:
+    pieces: list[str] = []
+
+    def computed(call: Callable[[], object]) -> object:
+        pieces.append("piece")
+        return call()
+
+    engines(decode_weights="auto").kv_namespace.model.decode_weights.measure_all(computed)
+    assert len(pieces) == 3  # packing, and 10 tokens of which 8 are measured at a time
+
+
+@pytest.mark.usefixtures("texts")
 def test_a_measurement_that_fails_leaves_the_native_weights(
     engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +350,8 @@ def test_exact_ties_count_as_agreement_and_other_tokens_do_not() -> None:
 
     def measured(change: Callable[[torch.Tensor], torch.Tensor]) -> agreeing.DecodeAgreement:
         class Fake:
+            size_bytes = 1024
+
             def decode(self, forward: Any, **given: Any) -> Any:
                 out = forward(**given)
                 out.logits = change(out.logits)
@@ -362,5 +376,5 @@ def test_verify_prints_agreement_and_times(monkeypatch: pytest.MonkeyPatch) -> N
     assert [fields[name]["tokens"] for name in NAMES] == [10, 10]
     assert 0 <= fields["int8"]["share"] <= 1
     shown = invoke("verify", "tiny").stdout
-    assert "decoding with int8 weights: " in shown
+    assert "decoding with int8 weights, " in shown
     assert "of 10 steps, KL " in shown

@@ -24,6 +24,7 @@ from blendrag.cli.schema import app as schema_commands
 from blendrag.cli.serve import serve
 from blendrag.cli.store import app as store_commands
 from blendrag.option import near_names
+from blendrag.store.durable import readable_size
 
 if TYPE_CHECKING:
     from blendrag.fusor.decode_agreement import DecodeAgreement
@@ -156,8 +157,9 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
     measured = {name: found for name, found in weights.items() if not isinstance(found, str)}
     for name, found in measured.items():
         echo(
-            f"  decoding with {name} weights: {found.native_s * 1e3:.0f} → {found.packed_s * 1e3:.0f} ms per "
-            f"token, the same token in {found.share:.1%} of {found.tokens} steps, KL {found.kl:.4f}"
+            f"  decoding with {name} weights, {readable_size(found.size_bytes)} more: "
+            f"{found.native_s * 1e3:.0f} → {found.packed_s * 1e3:.0f} ms per token, the same token in "
+            f"{found.share:.1%} of {found.tokens} steps, KL {found.kl:.4f}"
         )
 
 

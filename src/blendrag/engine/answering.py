@@ -259,15 +259,14 @@ class Answering:
 
     def _measure_in_background(self) -> None:
         """Go on to find out with which weights the model decodes, a few tokens at a time."""
-        choice, adapter = self._model.decode_weights, self._model.adapter
+        choice = self._model.decode_weights
         if not choice.is_measurable or self._is_measuring:
             return
         self._is_measuring = True
 
         def measure() -> None:
             self._is_measuring = False
-            with adapter.lock:
-                choice.measure()
+            choice.measure()
             self._measure_in_background()
 
         self._scheduler.submit(Pending(measure), background=True)

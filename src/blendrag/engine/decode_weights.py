@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,7 +46,7 @@ NOT_FASTER = "they are not faster on this machine"
 
 
 class DecodeWeightsChoice:
-    """The weights that one engine's requests decode with. Used under the model's lock."""
+    """The weights that one engine's requests decode with. Its methods take the model's lock."""
 
     def __init__(self, adapter: ModelAdapter, wanted: str) -> None:
         self._adapter = adapter
@@ -59,11 +59,12 @@ class DecodeWeightsChoice:
 
     def now(self) -> DecodeWeights | None:
         """The packed weights, made now if need be; ``None``: the model's own."""
-        if self._chosen is not None and not self._chosen.are_current:
-            self._chosen, self._is_settled = None, False
-        if not self._is_settled:
-            self._settle()
-        return self._chosen
+        with self._adapter.lock:
+            if self._chosen is not None and not self._chosen.are_current:
+                self._chosen, self._is_settled = None, False
+            if not self._is_settled:
+                self._settle()
+            return self._chosen
 
     @property
     def is_measurable(self) -> bool:
@@ -91,19 +92,26 @@ class DecodeWeightsChoice:
 
     # -- auto -----------------------------------------------------------------------------------
 
-    def measure_all(self) -> None:
-        """Find out now whether packed weights may be used, if that is not known."""
-        self.now()
+    def measure_all(
+        self, computed: Callable[[Callable[[], object]], object] = lambda call: call()
+    ) -> None:
+        """Find out now whether packed weights may be used, if that is not known. ``computed`` calls each
+        piece."""
+        computed(self.now)
         if self.is_measurable:
             log.warning(
                 "measuring once whether %s decodes alike with %s weights: %d tokens",
                 *(self._adapter.model_id, AUTOMATIC, TOKENS * len(TEXTS)),
             )
         while self.is_measurable:
-            self.measure()
+            computed(self.measure)
 
     def measure(self) -> None:
         """Do the next piece of the measurement; the last one chooses the weights."""
+        with self._adapter.lock:
+            self._measure()
+
+    def _measure(self) -> None:
         measurement = self._measurement
         if measurement is None:
             return

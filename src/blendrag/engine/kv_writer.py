@@ -101,7 +101,7 @@ class KVWriter:
             admit = partial(self._kv.validity.admit, self.namespace)
             self._computed(admit)
             self._computed(self._put_undated)
-            self._computed(self._kv.model.decode_weights.measure_all)
+            self._kv.model.decode_weights.measure_all(self._computed)
             self._admitted = True
         began = time.perf_counter()
         try:

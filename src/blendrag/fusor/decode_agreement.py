@@ -39,6 +39,8 @@ class DecodeAgreement:
     native_s: float
     """A token by the model's own weights, behind a short text."""
     packed_s: float
+    size_bytes: int = 0
+    """Memory of the packed weights."""
 
     @property
     def share(self) -> float:
@@ -78,7 +80,14 @@ class AgreementMeasurement:
             return None
         count = len(self._agreed)
         native_s, packed_s = (seconds / count for seconds in self._seconds)
-        return DecodeAgreement(count, sum(self._agreed), sum(self._kl) / count, native_s, packed_s)
+        return DecodeAgreement(
+            count,
+            sum(self._agreed),
+            sum(self._kl) / count,
+            native_s,
+            packed_s,
+            self.weights.size_bytes,
+        )
 
     def run(self) -> DecodeAgreement:
         """All of it."""
