@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 #: Which documents may be found: by metadata (a list gives several values), or by a function.
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 
-_MMR_OPTIONS = ("k", "filter", "fetch_k", "lambda_mult")
-
 
 class CorpusEmbeddings(Embeddings):
     """The corpus's embedding model as LangChain's Embeddings."""
@@ -227,21 +225,12 @@ class BlendVectorStore(VectorStore):
         return [to_document(hit.entry) for hit in self._hits_by_vector(embedding, k, filter)]
 
     def max_marginal_relevance_search(
-        self,
-        query: str,
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        filter: Filter | None = None,
-        **kwargs: Any,
+        self, query: str, *args: Any, **kwargs: Any
     ) -> list[Document]:
-        """``k`` diverse documents of the ``fetch_k`` nearest; ``lambda_mult=1`` ignores diversity."""
-        refuse_unknown(kwargs, _MMR_OPTIONS, "an option of this search")
+        """:meth:`max_marginal_relevance_search_by_vector` for a question."""
         _check_query(query)
         vector = self.embeddings.embed_query(query)
-        return self.max_marginal_relevance_search_by_vector(
-            vector, k, fetch_k, lambda_mult, filter=filter
-        )
+        return self.max_marginal_relevance_search_by_vector(vector, *args, **kwargs)
 
     def max_marginal_relevance_search_by_vector(
         self,
@@ -252,8 +241,9 @@ class BlendVectorStore(VectorStore):
         filter: Filter | None = None,
         **kwargs: Any,
     ) -> list[Document]:
-        """:meth:`max_marginal_relevance_search` for a vector."""
-        refuse_unknown(kwargs, _MMR_OPTIONS, "an option of this search")
+        """``k`` diverse documents of the ``fetch_k`` nearest; ``lambda_mult=1`` ignores diversity."""
+        known = ("k", "filter", "fetch_k", "lambda_mult")
+        refuse_unknown(kwargs, known, "an option of this search")
         _check_k(k)
         _check_k(fetch_k)
         hits = self._hits_by_vector(embedding, max(fetch_k, k), filter)
