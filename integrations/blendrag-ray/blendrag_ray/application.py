@@ -18,7 +18,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.server.access import Limits
 from blendrag.server.running import DRAIN_S
 from blendrag_ray.ingress import Ingress
-from blendrag_ray.nodes import on_every_node, versions
+from blendrag_ray.nodes import last_line, on_every_node, versions
 from blendrag_ray.replica import Replica
 from blendrag_ray.resident_router import REPORT_S
 from blendrag_ray.settings import ServedCluster
@@ -125,13 +125,8 @@ def _run(app: Any) -> None:
         deployments = found.deployments.values() if found is not None else ()
         report = "\n".join([str(exc), *(deployment.message for deployment in deployments)])
         sentences = _SENTENCE.findall(report)
-        raise InvalidInputError(sentences[-1] if sentences else _last_line(report)) from exc
-
-
-def _last_line(report: str) -> str:
-    """What Serve says of a deployment that did not start for another reason."""
-    lines = [line.strip() for line in report.splitlines() if line.strip()]
-    return f"the replicas do not start: {lines[-1][:300]}; --verbose shows their logs"
+        other = f"the replicas do not start: {last_line(report)}; --verbose shows their logs"
+        raise InvalidInputError(sentences[-1] if sentences else other) from exc
 
 
 @contextmanager

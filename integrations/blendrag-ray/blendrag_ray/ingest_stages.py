@@ -87,13 +87,9 @@ class IngestPlan:
         where = root, place_of(root), kv.model.name, kv.settings
         return cls(kv.reopen_in(), kv.corpus.embedder, *where)
 
-    def sees_store(self) -> bool:
-        """Whether the driver's store is here, too: on the same machine or a shared file system."""
-        return place_of(self.root) == self.place
-
     def open(self) -> KVNamespace:
         """The model, over the driver's store or over a store of this machine on the way to the remote."""
-        if self.sees_store():
+        if place_of(self.root) == self.place:  # on the same machine or a shared file system
             return self.reopen_in(self.root)
         if not self.remote:
             raise InvalidInputError(

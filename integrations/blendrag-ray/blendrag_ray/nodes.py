@@ -72,8 +72,9 @@ def on_every_node(check: Callable[[], Any]) -> list[Any]:
     try:
         results = ray.get(begun, timeout=CHECK_S)
     except (ray.exceptions.RayError, ModuleNotFoundError) as exc:
+        cause = last_line(str(exc)) or type(exc).__name__
         raise InvalidInputError(
-            f"a node of the cluster cannot run blendrag ({_cause(exc)}); install blendrag {__version__} on "
+            f"a node of the cluster cannot run blendrag ({cause}); install blendrag {__version__} on "
             "all nodes"
         ) from exc
     for result in results:
@@ -88,7 +89,7 @@ def _here() -> str:
     return f"node {ray.util.get_node_ip_address()}"
 
 
-def _cause(error: BaseException) -> str:
-    """The last line of what Ray tells, which is the error of the node."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:200]
+def last_line(report: str) -> str:
+    """The last line of what Ray tells of an error elsewhere, which is that error."""
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
