@@ -44,7 +44,7 @@ def test_tests_ask_for_behaviour_or_public_names():
         f"{path.relative_to(ROOT).as_posix()}: {node.attr}"
         for root in ("tests", "integrations", "lab")
         for path in (ROOT / root).rglob("*.py")
-        if "tests" in path.parts
+        if "tests" in path.relative_to(ROOT).parts
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in private and _is_foreign(node.value)
     }
