@@ -28,7 +28,11 @@ IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-if not IS_WORKER:  # the workers and every command of the tests share it
+#: Where a file that is synced is not waited for, if there is room for what the tests write.
+MEMORY, MEMORY_BYTES = Path("/dev/shm"), 4 << 30
+if not IS_WORKER:  # the workers and every command of the tests share these
+    if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     os.environ["BLENDRAG_CACHE"] = tempfile.mkdtemp(prefix="blendrag-cache-")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
