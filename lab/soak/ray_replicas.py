@@ -41,7 +41,7 @@ QUICK = {
 #: Seconds between two requests of a client while there is load, and while there is little.
 BUSY_S, IDLE_S = 0.2, 3.0
 #: Longest wait for a number of replicas; their start imports torch.
-START_S = 240.0
+START_S = 600.0
 #: Seconds in which requests arrive at replicas, before one is killed.
 AT_REPLICAS_S = 0.05
 COMPLETIONS, ASKED = "/v1/completions", "asked.json"

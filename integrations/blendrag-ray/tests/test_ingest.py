@@ -93,6 +93,7 @@ def test_machines_that_cannot_take_part_are_named(ray, tmp_path, monkeypatch):
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # on a busy machine
 def test_killed_workers_are_replaced_and_nothing_is_lost_or_computed_twice(ray, tmp_path):
     kills = crash(tmp_path, save_model(tmp_path / "model"), 10, 1, 1, lambda: 1.0, seed=1)
     assert kills == 1

@@ -15,6 +15,9 @@ import pytest
 from lab.soak.ray_replicas import prepare
 
 ROOT = Path(__file__).resolve().parents[3]
+#: On a busy machine each process takes a minute to import torch.
+TIMEOUT_S = 900
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def report() -> dict[str, Any]:
                 # Serve kills a proxy that is not ready after 5 s, as on a busy machine
                 "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
             },
-            timeout=280,
+            timeout=TIMEOUT_S - 20,
         )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
