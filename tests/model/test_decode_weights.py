@@ -184,3 +184,49 @@ def test_weights_of_files_with_4_bits_are_packed_without_a_second_rounding(
     assert error < (0.006 if kind == "int4" else 0.012)  # bfloat16 alone rounds by 0.002
     again = (reference(own, "int4") - own).square().mean().sqrt() / own.square().mean().sqrt()
     assert again > 0.03 or kind == "int4"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "phi3", "deepseek_v3", "bloom"])
+def test_other_architectures_decode_nearly_alike_with_packed_weights(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them experts, tied embeddings, fused projections and latent attention."""
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    model = tiny.family(family, initializer_range=0.05).bfloat16().eval()
+    ids = tiny.random_ids(1)
+    native = model(ids).logits
+    weights = made(model)
+    assert not any("experts" in at for at in weights.layers if "shared" not in at)
+    with weights.used(1):
+        packed = model(ids).logits
+    assert not torch.equal(packed, native)
+    assert (packed - native).abs().max() < 0.1 * native.abs().max()
+
+
+@pytest.mark.parametrize("inputs", [4, 36, 48, 100])
+def test_layers_whose_inputs_are_no_whole_groups_keep_their_weights(
+    inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's products would read what lies behind the weight."""
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    layers = nn.ModuleList([nn.Linear(inputs, 64), nn.Linear(64, inputs)])
+    assert list(packing.linear_layers(layers)) == ["1"]
+
+
+@torch.inference_mode()
+def test_layers_below_a_lora_adapter_are_packed_and_the_adapter_is_added(
+    model: nn.Module,
+) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).bfloat16()
+    base = adapted.get_base_model()
+    ids = tiny.random_ids(1)
+    native = adapted(ids).logits
+    weights = made(base)
+    assert any("base_layer" in at for at in weights.layers)
+    with weights.used(1):
+        packed = adapted(ids).logits
+    assert not torch.equal(packed, native)
+    assert (packed - native).abs().max() < 0.1 * native.abs().max()

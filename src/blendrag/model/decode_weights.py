@@ -35,8 +35,8 @@ NATIVE = "native"
 GROUP = 32
 #: Layers with fewer weights keep their own: there the call takes longer than the reading.
 MIN_WEIGHTS = 2**16
-#: Rows of a weight that are packed at a time, as float32 copies are twice as large as the weight.
-ROWS_AT_A_TIME = 8192
+#: Rows of a weight that are packed at a time, so that float32 copies stay in the processor's caches.
+ROWS_AT_A_TIME = 512
 #: Outputs of a layer by which a format is chosen.
 COMPARED_ROWS = 64
 #: Logits of the likeliest tokens that are computed by the LM head's own weights.
@@ -90,22 +90,24 @@ def round_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     groups = weight.unflatten(1, (-1, GROUP))  # [N, K/32, 32]
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
-    best: tuple[torch.Tensor, ...] | None = None
+    best: tuple[torch.Tensor, ...] = ()
     for levels, share in _STEPS:
         scale = (half * share * 2 / levels).clamp_min(1e-8).bfloat16().float()  # [N, K/32, 1]
         zero = (middle - half * share + 8 * scale).bfloat16().float()
-        rounded = ((groups - zero) / scale).round_().clamp_(-8, 7)
-        error = (rounded * scale + zero - groups).square_().sum(-1, keepdim=True)
-        tried = error, rounded, scale, zero
-        if best is None:
-            best = tried
-        else:
-            better = error < best[0]
-            best = tuple(
+        error = _rounded(groups, scale, zero).mul_(scale).add_(zero).sub_(groups)
+        tried: tuple[torch.Tensor, ...] = error.square_().sum(-1, keepdim=True), scale, zero
+        if best:
+            better = tried[0] < best[0]
+            tried = tuple(
                 torch.where(better, new, old) for new, old in zip(tried, best, strict=True)
             )
-    assert best is not None
-    return best[1], best[2], best[3]
+        best = tried
+    _, scale, zero = best
+    return _rounded(groups, scale, zero), scale, zero
+
+
+def _rounded(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return ((groups - zero) / scale).round_().clamp_(-8, 7)
 
 
 def packed_int4(rounded: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> Packed:
@@ -141,6 +143,8 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
         if type(module) is nn.Linear
         and "forward" not in vars(module)
         and module.weight.numel() >= MIN_WEIGHTS
+        # torch's products (2.13) read 16 inputs or a group at a time, also beyond the end of a row
+        and module.in_features % GROUP == 0
     }
 
 
