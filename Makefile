@@ -18,7 +18,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-fast test-all test-real test-oldest test-newest test-nightly lint bench bench-all gpu-round answer-figure arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table docs wheels
+.PHONY: help setup demo check test test-fast test-all test-real test-oldest test-newest test-nightly lint bench bench-all gpu-round arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table docs wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -96,49 +96,38 @@ test-nightly: ## everything with the newest releases of all packages
 
 # Each bench writes build/bench/NAME.json, completely or not at all; docs/performance.md is made from them.
 # More arguments: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64". Some benches have no
-# --rounds, --ratio or --tier, so they take LOAD_ARGS, AUTO_ARGS, OVERHEAD_ARGS, ATTENTION_ARGS,
-# SERVE_ARGS, NEWCOMER_ARGS and REMOTE_ARGS instead.
+# --rounds, --ratio or --tier, so they take ANSWER_ARGS, OVERHEAD_ARGS, ATTENTION_ARGS, SERVE_ARGS,
+# NEWCOMER_ARGS and REMOTE_ARGS instead.
 GEOMETRY ?= qwen2.5-0.5b
 BENCH_ARGS ?=
-LOAD_ARGS  ?=
-AUTO_ARGS  ?=
+ANSWER_ARGS ?=
 OVERHEAD_ARGS ?=
 ATTENTION_ARGS ?=
 SERVE_ARGS ?=
 NEWCOMER_ARGS ?=
 REMOTE_ARGS ?=
-SHARES := 0,0.5,0.75,1
 measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) --json > build/bench/$(1).part \
   && mv build/bench/$(1).part build/bench/$(1).json
 page = $(BIN)/python -m lab.pages.bench_page --from build/bench --out docs
 
-bench: $(READY) ## measure time to first token: docs/performance.md
+# A quarter of an hour on two cores. With pretrained models, and their GGUF files for llama.cpp:
+# make bench MODELS="DIR/smollm2-135m DIR/qwen25-coder-0.5b" GGUFS=DIR
+bench: $(READY) ## measure whole answers and time to first token: docs/performance.md
 	$(call measure,ttft,ttft --geometry $(GEOMETRY) --chunks 6 --chunk-tokens 512 \
 	  --question-tokens 32 --ratio 0.3 $(BENCH_ARGS))
+	for model in $(MODELS); do \
+	  name=$$(basename $$model); gguf=$(GGUFS)/$$name.gguf; \
+	  test -n "$(GGUFS)" && test -f $$gguf && with="--gguf $$gguf" || with=; \
+	  $(call measure,answer-$$name,answer --model $$model $$with --rounds 2 $(ANSWER_ARGS)) || exit 1; \
+	done
 	$(page)
 
-# Hours on two cores. Factors of the sweep can be measured one by one: make bench-all FACTORS="tier encoding"
-FACTORS  ?= ratio chunks chunk-tokens context tier encoding geometry
-bench-all: bench ## measure everything else in docs/performance.md, with its plots
-	$(call measure,ttft-compiled,ttft --geometry $(GEOMETRY) --chunks 4 --chunk-tokens 256 \
-	  --question-tokens 32 --ratio 0.15 --compiled $(BENCH_ARGS))
-	for factor in $(FACTORS); do \
-	  case $$factor in geometry) on= ;; *) on="--geometry $(GEOMETRY)" ;; esac; \
-	  $(call measure,sweep-$$factor,sweep $$on --factor $$factor $(BENCH_ARGS)) || exit 1; \
-	done
+bench-all: bench ## measure everything else in docs/performance.md
 	$(call measure,overhead,overhead $(OVERHEAD_ARGS))
-	$(call measure,trace,trace --geometry $(GEOMETRY) $(BENCH_ARGS))
-	$(call measure,throughput,throughput --geometry $(GEOMETRY) $(BENCH_ARGS))
 	$(call measure,schema,schema --geometry $(GEOMETRY) $(BENCH_ARGS))
-	$(call measure,load,load --geometry $(GEOMETRY) $(LOAD_ARGS))
-	$(call measure,load-smaller-store,load --geometry $(GEOMETRY) --store-chunks 40 $(LOAD_ARGS))
 	$(call measure,attention,attention $(ATTENTION_ARGS))
-	$(call measure,attention-wider,attention --geometry qwen2.5-1.5b $(ATTENTION_ARGS))
-	$(call measure,attention-recomputed,attention --requests 32 --ratio 0.15 $(ATTENTION_ARGS))
-	$(call measure,attention-prefix,attention --requests 32 --shared $(SHARES) $(ATTENTION_ARGS))
 	$(call measure,serve,serve --geometry $(GEOMETRY) --corpus-chunks 6 --contexts 1 --only blend $(SERVE_ARGS))
 	$(call measure,newcomer,newcomer --geometry $(GEOMETRY) $(NEWCOMER_ARGS))
-	$(call measure,auto,auto --geometry $(GEOMETRY) $(AUTO_ARGS))
 	$(call measure,remote,remote --geometry $(GEOMETRY) $(REMOTE_ARGS))
 	$(page)
 
@@ -151,9 +140,6 @@ gpu-round: ## tests and benches on one GPU, in under nine minutes: make gpu-roun
 	$(if $(WHEELS),$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade \
 	  --target $(GPU_SITE) $(WHEELS)/*.whl)
 	PYTHONPATH=$(GPU_SITE):src:lab:. $(PYTHON) -m lab.pages.gpu_round --out $(OUT) $(GPU_ARGS)
-
-answer-figure: $(READY) ## measure one answer and draw it: the figure of README.md
-	$(BIN)/python -m lab.pages.answer_figure docs/answer.png
 
 # An hour on two cores. After an interruption: make arena ARENA_ARGS=--keep
 arena: $(READY) ## compare the policies: docs/quality.md, its figures and numbers

@@ -48,6 +48,8 @@ LLAMA_CPP_BATCH = 512
 class AnswerTimes:
     first_s: float
     last_s: float
+    weights: str = ""
+    """What the engine decoded with."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class AnswerRow:
     """Number of new tokens from which this is the fastest way; ``None``: for none up to the context."""
     fastest_to: int | None
     """The last such number; ``None``: up to the context."""
+    weights: str = ""
+    """What the engine decoded with; empty for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,7 @@ def answer_table(result: AnswerResult) -> ResultTable:
     gguf = f", {result.gguf} in llama.cpp" if result.gguf else ""
     return table(
         [
-            ("way", lambda row: row.way),
+            ("way", lambda row: row.way + f", {row.weights} weights" * bool(row.weights)),
             ("first token, ms (lowest to highest)", lambda row: str(row.first_ms)),
             ("over stock", lambda row: times(stock.first_ms.median / row.first_ms.median)),
             ("ms per token", lambda row: figure(row.token_ms)),
@@ -130,6 +134,9 @@ def answer(
     workload: Workload,
     new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     tier: Annotated[str, typer.Option(help="memory or disk.")] = "disk",
+    decode_weights: Annotated[
+        str | None, typer.Option(help="auto, native, int8 or int4.", show_default=False)
+    ] = None,
     gguf: Annotated[
         Path | None, typer.Option(help="GGUF file of the model, for llama.cpp.", show_default=False)
     ] = None,
@@ -144,7 +151,7 @@ def answer(
         ram_bytes = None if tier == "memory" else 0
         asking = Asking(
             adapter, workload, root / "store", new_tokens,
-            ram_bytes=ram_bytes, decode_weights=settings().decode_weights,
+            ram_bytes=ram_bytes, decode_weights=cast(Any, decode_weights or settings().decode_weights),
         )  # fmt: skip
         engine = stack.enter_context(asking.engine())
         tick("storing the chunks")
@@ -180,11 +187,13 @@ def answer_rows(
     ranges = fastest_ranges({way: (firsts[way], steps[way]) for way in samples}, most_tokens)
     return tuple(
         AnswerRow(
-            way,
-            Timing.of([1e3 * one.first_s for one in found]),
-            Timing.of([1e3 * one.last_s for one in found]),
-            1e3 * steps[way],
-            *ranges.get(way, (None, None)),
+            way=way,
+            first_ms=Timing.of([1e3 * one.first_s for one in found]),
+            last_ms=Timing.of([1e3 * one.last_s for one in found]),
+            token_ms=1e3 * steps[way],
+            fastest_from=ranges.get(way, (None, None))[0],
+            fastest_to=ranges.get(way, (None, None))[1],
+            weights=found[-1].weights,
         )
         for way, found in samples.items()
     )
@@ -229,7 +238,7 @@ def _engine(engine: BlendEngine, prompt: str, asked: Options) -> AnswerTimes:
         raise MeasuredNothingError("stored KV was not used as asked")
     if metrics.new_tokens != asked.max_new_tokens:
         raise MeasuredNothingError("the engine gave too short an answer")
-    return AnswerTimes(metrics.ttft_s, metrics.total_s)
+    return AnswerTimes(metrics.ttft_s, metrics.total_s, metrics.decode_weights)
 
 
 class FirstToken(BaseStreamer):

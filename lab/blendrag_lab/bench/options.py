@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -139,8 +140,13 @@ def command_line(context: typer.Context) -> str:
         if source is not None and source.name == "COMMANDLINE" and name not in DESTINATIONS:
             words.append(max(parameter.opts, key=len))
             value = context.params[name]
-            words += [] if isinstance(value, bool) else [str(value)]
+            words += [] if isinstance(value, bool) else [without_place(str(value))]
     return shlex.join(words)
+
+
+def without_place(text: str) -> str:
+    """An absolute path without its directories, which are this machine's; other texts unchanged."""
+    return os.path.basename(text) if os.path.isabs(text) else text
 
 
 def machine_of(adapter: ModelAdapter) -> str:

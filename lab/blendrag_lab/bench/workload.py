@@ -29,7 +29,7 @@ from blendrag.store.identity import NATIVE_ENCODING, chunk_key
 from blendrag.store.kv import ChunkKV
 from blendrag.text.prompt import Segment, SegmentedPrompt
 from blendrag_lab.bench.geometry import TimedModel
-from blendrag_lab.bench.options import Count, Ratio, Rounds, machine_of
+from blendrag_lab.bench.options import Count, Ratio, Rounds, machine_of, without_place
 from blendrag_lab.bench.rounds import Tick, milliseconds
 from blendrag_lab.bench.tiers import BenchTier, TierStore, tier_store
 
@@ -100,7 +100,7 @@ class BlendResult:
 def conditions(adapter: ModelAdapter, workload: Workload, tier: str) -> dict[str, Any]:
     return {
         "machine": machine_of(adapter),
-        "model": adapter.model_id,
+        "model": without_place(adapter.model_id),
         "policy": workload.policy,
         "schedule": str(Schedule.parse(workload.schedule)),
         "ratio": workload.ratio,

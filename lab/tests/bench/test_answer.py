@@ -73,7 +73,7 @@ def gguf(tmp_path: Path) -> Path:
 
 
 def test_every_way_gives_the_first_and_the_last_token(llama, gguf, tmp_path):
-    found = answer(timed(), WORKLOAD, new_tokens=4, gguf=gguf)
+    found = answer(timed(), WORKLOAD, new_tokens=4, decode_weights="native", gguf=gguf)
     rows = {row.way: row for row in found.rows}
     assert list(rows) == [
         "blendrag, full", "blendrag, blend, r = 0.3", "blendrag, reuse", STOCK, LLAMA_CPP
@@ -85,7 +85,9 @@ def test_every_way_gives_the_first_and_the_last_token(llama, gguf, tmp_path):
     assert made.given["flash_attn"]
     assert made.closed
     shown = answer_table(found)
-    assert [line[0] for line in shown.rows] == list(rows)
+    assert [line[0] for line in shown.rows] == [
+        *(f"{way}, native weights" for way in list(rows)[:3]), STOCK, LLAMA_CPP
+    ]  # fmt: skip
     assert "model.gguf in llama.cpp" in shown.title
     write_png(answer_figure(found), tmp_path / "answer.png")
     assert (tmp_path / "answer.png").read_bytes().startswith(b"\x89PNG")
@@ -123,6 +125,10 @@ def test_ranges_name_the_fastest_way_for_every_number(lines, most):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
+        (
+            ("--decode-weights", "int2"),
+            "decode_weights 'int2' must be one of auto, native, int8, int4",
+        ),
         (("--tier", "cold"), "tier 'cold' is not one of memory, disk"),
         (("--gguf", "nowhere.gguf"), "--gguf needs llama-cpp-python, which is not installed"),
     ],
