@@ -34,6 +34,9 @@ ROWS_KEYWORD = "blend_rows"
 FOLDS_ANYWAY = ("cuda",)
 #: Dtypes that torch's fused CUDA kernels take.
 HALF_PRECISION = (torch.bfloat16, torch.float16)
+#: Query heads per KV head from which torch's CPU kernel (2.13) is faster with 16-bit heads as rows of one than
+#: one by one. In float32 it always is.
+FOLDED_HEADS = 4
 #: Arguments of attention implementations that this one does not serve.
 UNSERVED = ("softcap", "s_aux", "position_bias", "cache")
 
@@ -175,23 +178,42 @@ def decode_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' ``sdpa``, in which the heads of one token that share KV are rows of one head.
+    """transformers' ``sdpa``, and :func:`attend_token` for one token.
 
-    ``query`` ``[B, H, S, D]`` over ``key``/``value`` ``[B, Hkv, N, D]`` → ``[B, S, H, D]``. torch's CPU
-    kernel (2.13) would pack K and V again for every query head, which takes far longer than the products.
+    ``query`` ``[B, H, S, D]`` over ``key``/``value`` ``[B, Hkv, N, D]`` → ``[B, S, H, D]``.
     """
-    batch, heads, rows, width = query.shape
-    kv_heads = key.shape[1]
     has_more = dropout or any(kwargs.get(name) is not None for name in UNSERVED)
     is_masked_by_head = attention_mask is not None and attention_mask.shape[1] != 1
-    if rows != 1 or heads == kv_heads or has_more or is_masked_by_head:
+    same_heads = query.shape[1] == key.shape[1]
+    if query.shape[2] != 1 or same_heads or has_more or is_masked_by_head:
         arguments = (module, query, key, value, attention_mask)
         return compat.stock_sdpa(*arguments, scaling=scaling, dropout=dropout, **kwargs)
-    folded = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    return attend_token(query, key, value, scaling, attention_mask), None
+
+
+def attend_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one token: ``query`` ``[B, H, 1, D]`` over ``key``/``value`` ``[B, Hkv, N, D]`` →
+    ``[B, 1, H, D]``, with a ``mask`` for all heads.
+
+    K and V are read where they are. Heads that share them are rows of one head, which read them once, unless
+    they are so few that torch's CPU kernel is faster with each of them alone.
+    """
+    batch, heads, _, width = query.shape
+    kv_heads = key.shape[1]
+    sharing = heads // kv_heads
+    is_short = query.device.type == "cpu" and query.element_size() == 2 and sharing < FOLDED_HEADS
+    if not is_short or key.shape[3] != value.shape[3]:
+        query = query.reshape(batch, kv_heads, sharing, width)
     out = F.scaled_dot_product_attention(
-        folded, key, value, attn_mask=attention_mask, scale=scaling
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != kv_heads
     )
-    return out.reshape(batch, 1, heads, -1), None
+    return out.reshape(batch, 1, heads, -1)
 
 
 @contextmanager

@@ -31,23 +31,44 @@ class BlendLayer(DynamicLayer):
     is_sliding = False
 
     def __init__(self, buffer: torch.Tensor, shape: LayerShape) -> None:
-        super().__init__()
+        self.length = 0
+        """Tokens of :attr:`buffer` that are the cache's content."""
+        self._replaced: list[torch.Tensor | None] = [None, None]
+        """K and V that transformers put in their place."""
         self._shape = shape
+        self._keep_in(buffer)
+        super().__init__()
         self.dtype, self.device = buffer.dtype, buffer.device
         self.is_initialized = True
-        self._keep_in(buffer)
-        self.show(0)
 
     def _keep_in(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         with torch.inference_mode(False):  # they are written in and outside inference mode
             self._both = self._shape.split(buffer)
 
+    def _content(self, kind: int) -> torch.Tensor:
+        """K (0) or V (1), ``[1, Hkv, n, D]``."""
+        replaced = self._replaced[kind]
+        return self._both[kind].narrow(2, 0, self.length) if replaced is None else replaced
+
+    def _replace(self, kind: int, content: torch.Tensor | None) -> None:
+        """transformers repeats, reorders, crops and drops what a layer holds."""
+        self._replaced[kind] = content
+        if content is None:
+            self.length = 0
+
+    keys = property(lambda self: self._content(0), lambda self, keys: self._replace(0, keys))
+    values = property(lambda self: self._content(1), lambda self, values: self._replace(1, values))
+
+    def get_seq_length(self) -> int:
+        replaced = self._replaced[0]
+        return self.length if replaced is None else replaced.shape[-2]
+
     def show(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the first ``length`` tokens the cache's content; returns K and V ``[1, Hkv, n, D]``."""
+        self.length, self._replaced = length, [None, None]
         keys, values = self._both
-        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
-        return self.keys, self.values
+        return keys.narrow(2, 0, length), values.narrow(2, 0, length)
 
     def scatter(
         self, at: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, length: int
@@ -63,16 +84,18 @@ class BlendLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append in place; concatenates once beams have replaced the views."""
+        """Append in place; concatenates once beams have replaced the content."""
         if not self.is_view or key_states.shape[0] != 1:
             return super().update(key_states, value_states)
-        start = self.keys.shape[-2]
-        end = start + key_states.shape[-2]
+        start, count = self.length, key_states.shape[-2]
+        end = start + count
         if end > self.buffer.shape[-2]:
             self.reserve(end + max(64, end // 8))
-        for buffer, fresh in zip(self._both, (key_states, value_states), strict=True):
-            buffer[:, :, start:end] = fresh
-        return self.show(end)
+        keys, values = self._both
+        keys.narrow(2, start, count).copy_(key_states)
+        values.narrow(2, start, count).copy_(value_states)
+        self.length = end
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def release(self) -> None:
         """Drop all KV."""
@@ -82,18 +105,21 @@ class BlendLayer(DynamicLayer):
     @property
     def is_view(self) -> bool:
         """Whether its content is the beginning of :attr:`buffer`."""
-        # An empty view has no address.
-        same = not self.keys.numel() or self.keys.data_ptr() == self.buffer.data_ptr()
-        return self.keys.shape[0] == 1 and same
+        keys = self._replaced[0]
+        if keys is None:
+            return True
+        # cropped; an empty view has no address
+        same = not keys.numel() or keys.data_ptr() == self.buffer.data_ptr()
+        if keys.shape[0] == 1 and same:
+            self.show(keys.shape[-2])
+        return self._replaced[0] is None
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens``, in a buffer of its own."""
         *dims, _, width = self.buffer.shape
-        used = self.keys.shape[-2]
         wider = self.buffer.new_empty((*dims, tokens, width))
-        wider[..., :used, :] = self.buffer[..., :used, :]
+        wider[..., : self.length, :] = self.buffer[..., : self.length, :]
         self._keep_in(wider)
-        self.show(used)
 
 
 class BlendCache(DynamicCache):
@@ -169,7 +195,7 @@ class BlendCache(DynamicCache):
     def room(self) -> int:
         """Tokens that can still be appended in place."""
         layer = self.layers[0]
-        return layer.buffer.shape[-2] - layer.keys.shape[-2]
+        return layer.buffer.shape[-2] - layer.length
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` in buffers of its own, layer by layer."""

@@ -7,9 +7,9 @@ them unchanged is dropped, and the rest becomes its overlay (:mod:`blendrag.serv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,6 +27,8 @@ from blendrag.serving.shared_attention import (
     SharedAttention,
     SharedChunk,
 )
+
+T = TypeVar("T")
 
 #: A request shares its chunks if others hold so many of the tokens that it took unchanged.
 MIN_SHARED_TOKENS = 128
@@ -79,6 +81,7 @@ class ChunkPool:
         self._considered: set[int | str] = set()
         """Requests and chunks when it was last decided who shares."""
         self._attention: tuple[list[RunningKV], SharedAttention] | None = None
+        self._prepared: tuple[list[RequestKV], Any] | None = None
 
     def share(self, requests: Sequence[RequestKV]) -> None:
         """Let those of ``requests`` share chunks that have some in common, with each other or with requests
@@ -95,6 +98,7 @@ class ChunkPool:
             holders.update({part.key for part in self._parts(one)})
         for one in alone:
             one.running = self._moved(one, holders)
+        self._prepared = None
 
     def reserve(self, request: RequestKV, room: int) -> None:
         """Make room for ``room`` more tokens."""
@@ -106,6 +110,7 @@ class ChunkPool:
 
     def put_aside(self, request: RequestKV) -> None:
         """Move the request's own KV to where it takes no memory of the others."""
+        self._prepared = None
         request.aside = SetAside(self._own(request))
         if request.running is None:
             request.cache.release()
@@ -137,10 +142,19 @@ class ChunkPool:
 
     def leave(self, request: RequestKV) -> None:
         """The request has ended."""
+        self._prepared = None
         if request.running is not None:
             assert self._overlays is not None
             self._overlays.leave(request.running)
             request.running = self._attention = None
+
+    def prepared(self, requests: Sequence[RequestKV], prepare: Callable[[], T]) -> T:
+        """What ``prepare`` made for the steps of ``requests``, the same until they or their KV change."""
+        if self._prepared is None or self._prepared[0] != requests:
+            self._prepared = None  # frees the other one first
+            self._prepared = [*requests], prepare()
+        made: T = self._prepared[1]
+        return made
 
     def attention(self, requests: Sequence[RequestKV]) -> SharedAttention | None:
         """The attention of those that share chunks, the same until they change; ``None`` if none does."""

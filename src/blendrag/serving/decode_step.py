@@ -1,4 +1,4 @@
-"""One forward that decodes a token for each of several requests.
+"""One forward that decodes a token for each of the running requests, or of a single one.
 
 The model sees a batch of one-token sequences, each at its own position, without padding. Keys and values go
 to each request's own cache or overlay. A row attends to its cache, or to its overlay and the chunks that it
@@ -11,21 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from blendrag.fusor.attention import UNSERVED, NotServedError, implementation
+from blendrag.fusor.attention import UNSERVED, NotServedError, attend_token, implementation
 from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import register_attention
 from blendrag.model.windows import window_of
 from blendrag.serving.chunk_pool import ChunkPool, RequestKV
-from blendrag.serving.shared_attention import SharedAttention
 
 NAME = "blendrag_decode"
 #: Arguments of a forward that joint steps provide themselves, or that do not matter for one token.
@@ -68,32 +65,25 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
     After an error all KV is as before.
     """
     requests = [step.kv for step in steps]
-    lengths = [one.cache.get_seq_length() for one in requests]
-    positions = [one.next_position for one in requests]
-    shared = pool.attention(requests)
-    rows = _Rows(requests, shared, pool.adapter)
-    if shared is not None:
-        shared.advance()
+    rows = pool.prepared(requests, lambda: _Rows(requests, pool))
+    rows.advance()
     try:
         with torch.inference_mode(), _attending(pool.adapter, rows):
-            output = steps[0].forward(
+            output = steps[
+                0
+            ].forward(
                 input_ids=torch.cat([step.ids for step in steps]),  # [R, 1]
-                position_ids=torch.tensor(positions, device=pool.adapter.device)[:, None],  # [R, 1]
+                position_ids=rows.ends[1:, None],  # [R, 1]
                 past_key_values=rows,
                 use_cache=True,
                 return_dict=True,
             )
     except BaseException:
-        if shared is not None:
-            shared.retract()
-        for one, length in zip(requests, lengths, strict=True):
-            if one.running is None:
-                one.cache.show(length)
+        rows.retract()
         raise
-    logits = output.logits  # [R, 1, V]
     return [
-        type(output)(logits=logits[row : row + 1], past_key_values=one.cache)
-        for row, one in enumerate(requests)
+        type(output)(logits=logits, past_key_values=one.cache)
+        for logits, one in zip(output.logits.split(1), requests, strict=True)
     ]
 
 
@@ -120,33 +110,41 @@ class _RowsLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append rows ``[R, Hkv, 1, D]`` to caches; :func:`attend` appends to overlays. Returns them or, in
         latent layers, all that the rows hold, one after another: ``[1, Hkv, ΣN, D]``."""
-        self.held = [
-            layer.update(key_states[row : row + 1], value_states[row : row + 1])
-            for row, layer in zip(self._rows.alone, self._layers, strict=True)
-        ]
+        rows = self._rows.alone
+        if len(rows) == len(key_states):
+            fresh = zip(key_states.split(1), value_states.split(1), strict=True)
+        else:
+            fresh = ((key_states[row, None], value_states[row, None]) for row in rows)  # type: ignore[assignment]
+        self.held = [layer.update(*each) for layer, each in zip(self._layers, fresh, strict=True)]
         if self.is_latent:
+            if len(rows) == 1:
+                return self._noted(*self.held[0])
             key_states, value_states = (torch.cat(each, 2) for each in zip(*self.held, strict=True))
-        self.newest = key_states
-        return key_states, value_states
+        return self._noted(key_states, value_states)
+
+    def _noted(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.newest = keys
+        return keys, values
 
 
 class _Rows(Cache):
-    """The KV of several requests, one a row."""
+    """The KV of several requests, one a row: prepared once, for all tokens until one joins or leaves.
+
+    For every new token :meth:`advance`, then a forward.
+    """
 
     layers: list[_RowsLayer]
 
-    def __init__(
-        self, requests: Sequence[RequestKV], shared: SharedAttention | None, adapter: ModelAdapter
-    ) -> None:
-        self._positions = [one.next_position for one in requests]
+    def __init__(self, requests: Sequence[RequestKV], pool: ChunkPool) -> None:
+        adapter = pool.adapter
+        self._requests = requests
         self._device = adapter.device
-        self.length = max(self._positions)
         self.alone = [row for row, one in enumerate(requests) if one.running is None]
         """Rows with a cache of their own."""
-        self.shared = shared
+        self.shared = pool.attention(requests)
         self.sharing: slice | torch.Tensor = slice(None)
         """Rows that ``shared`` attends."""
-        if self.alone and shared is not None:
+        if self.alone and self.shared is not None:
             sharing = [row for row, one in enumerate(requests) if one.running is not None]
             self.sharing = torch.tensor(sharing, device=self._device)
         caches = self.caches = [requests[row].cache for row in self.alone]
@@ -157,17 +155,29 @@ class _Rows(Cache):
             ]
         )
 
-    @cached_property
-    def _ends(self) -> torch.Tensor:
-        """The length of the longest row, and the position of each: ``[1 + R]``."""
-        return torch.tensor([self.length, *self._positions], device=self._device)
+    def advance(self) -> None:
+        """Make place for the next token of each request."""
+        self._lengths = [cache.get_seq_length() for cache in self.caches]
+        positions = [one.next_position for one in self._requests]
+        self.length = max(positions)
+        self.ends = torch.tensor([self.length, *positions], device=self._device)
+        """The position of the longest row, and that of each: ``[1 + R]``."""
+        if self.shared is not None:
+            self.shared.advance()
+
+    def retract(self) -> None:
+        """Undo :meth:`advance` after a forward that failed."""
+        if self.shared is not None:
+            self.shared.retract()
+        for cache, length in zip(self.caches, self._lengths, strict=True):
+            cache.show(length)
 
     def rescaled(self, module: nn.Module, query: torch.Tensor) -> torch.Tensor:
         """``query`` ``[R, H, 1, D]``, which Llama 4 scaled by the position of the longest row in some layers,
         scaled by each row's own."""
         if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
             return query
-        steps = ((self._ends + 1.0) / module.floor_scale).floor()  # type: ignore[operator]
+        steps = ((self.ends + 1.0) / module.floor_scale).floor()  # type: ignore[operator]
         longest, *own = torch.log1p(steps).mul(module.attn_scale).add(1.0)  # type: ignore[arg-type]
         scales = torch.stack(own) / longest
         return (query * scales[:, None, None, None]).to(query.dtype)
@@ -217,23 +227,25 @@ def attend(
         raise NotServedError("the attention needs more than scaled dot products")
     layer, window = rows.layer_of(module, key), window_of(module, sliding_window)
     query = rows.rescaled(module, query)
-    count, heads, _, width = query.shape
-    scaling = width**-0.5 if scaling is None else scaling
-    out = query.new_empty((count, heads, value.shape[-1]))
-    if rows.alone:
-        folded = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [R, Hkv, G, D]
-        held = rows.layers[layer].held
-        if rows.layers[layer].is_latent:  # expanded by now
-            lengths = [latents.shape[2] for latents, _ in held]
-            held = [*zip(key.split(lengths, 2), value.split(lengths, 2), strict=True)]
-        for row, cache, (keys, values) in zip(rows.alone, rows.caches, held, strict=True):
-            if window is not None:
-                seen = cache.visible(window)
-                keys, values = keys[:, :, seen], values[:, :, seen]
-            own = F.scaled_dot_product_attention(folded[row : row + 1], keys, values, scale=scaling)
-            out[row] = own.flatten(0, 2)
-    if rows.shared is not None:
-        mine = rows.sharing
-        qkv = query[mine, :, 0], key[mine, :, 0], value[mine, :, 0]
-        out[mine] = rows.shared.attend(layer, *qkv, scaling, window)
-    return out[:, None], None
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    held = rows.layers[layer].held
+    if rows.layers[layer].is_latent:  # expanded by now
+        lengths = [latents.shape[2] for latents, _ in held]
+        held = [*zip(key.split(lengths, 2), value.split(lengths, 2), strict=True)]
+    outs = []
+    for row, cache, (keys, values) in zip(rows.alone, rows.caches, held, strict=True):
+        if window is not None:
+            seen = cache.visible(window)
+            keys, values = keys[:, :, seen], values[:, :, seen]
+        outs.append(attend_token(query[row, None], keys, values, scaling))
+    if rows.shared is None:
+        return outs[0] if len(outs) == 1 else torch.cat(outs), None
+    mine = rows.sharing
+    qkv = query[mine, :, 0], key[mine, :, 0], value[mine, :, 0]
+    shared = rows.shared.attend(layer, *qkv, scaling, window)[:, None]
+    if not outs:
+        return shared, None
+    out = query.new_empty((len(query), 1, *shared.shape[2:]))
+    out[mine] = shared
+    out[rows.alone] = torch.cat(outs)
+    return out, None
