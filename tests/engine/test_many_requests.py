@@ -36,7 +36,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     stock = scheduler.decoded_together
 
     def counted(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
-        sizes.append(len(steps))
+        if len(steps) > 1:
+            sizes.append(len(steps))
         return stock(steps, pool)
 
     monkeypatch.setattr(scheduler, "decoded_together", counted)
@@ -80,6 +81,41 @@ def test_32_requests_that_come_and_go_get_the_answers_that_each_gets_alone(engin
             assert one.id == other.id
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert "forward" not in vars(engine.adapter.model)
+
+
+def test_a_step_that_fails_is_not_tried_again_for_each_token(engine, monkeypatch, caplog):
+    """Half as many requests decode together then, until all have ended."""
+    asked_for = [(asked(engine, i), Options(max_new_tokens=12)) for i in range(5)]
+    alone = [engine.generate(*each).text for each in asked_for]
+    tried, stock = [], scheduler.decoded_together
+
+    def fail(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
+        if len(steps) > 2:
+            tried.append(len(steps))
+            raise RuntimeError("no memory for all")
+        return stock(steps, pool)
+
+    monkeypatch.setattr(scheduler, "decoded_together", fail)
+    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
+    for times in (1, 2):
+        with engine.scheduler.held():
+            asking = [engine.stream(*each) for each in asked_for]
+        assert [pieces.answer.text for pieces in asking] == alone
+        engine.drain()
+        assert tried == [3] * times
+    assert caplog.text.count("no memory for all") == 1
+
+
+def test_a_lone_request_whose_step_fails_decodes_by_its_own_forward(engine, monkeypatch):
+    expected, tried = engine.generate(asked(engine, 0), Options(max_new_tokens=9)).text, []
+
+    def fail(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
+        tried.append(len(steps))
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(scheduler, "decoded_together", fail)
+    assert engine.generate(asked(engine, 0), Options(max_new_tokens=9)).text == expected
+    assert tried == [1]
 
 
 class Fails(LogitsProcessor):

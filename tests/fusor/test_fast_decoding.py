@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tiny
@@ -43,6 +44,49 @@ def test_logits_of_every_family_are_those_of_stock_decoding(name: str) -> None:
         assert got.sequences.equal(expected.sequences)
         for ours, theirs in zip(got.logits, expected.logits, strict=True):
             assert (ours - theirs).abs().max() <= CLOSE * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sharing", [1, 2, 3, 7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_one_token_is_that_of_repeated_heads(
+    dtype: torch.dtype, sharing: int, masked: bool
+) -> None:
+    heads = 2 * sharing
+    query = torch.randn(1, heads, 1, 16).to(dtype)
+    key, value = torch.randn(2, 1, 2, 41, 16).to(dtype)
+    mask = torch.rand(1, 1, 1, 41) < 0.7 if masked else None
+    out = attention.attend_token(query, key, value, None, mask)
+    repeated = (each.repeat_interleave(sharing, 1) for each in (key, value))
+    expected = F.scaled_dot_product_attention(query, *repeated, attn_mask=mask).transpose(1, 2)
+    close = 1e-2 if dtype == torch.bfloat16 else CLOSE
+    torch.testing.assert_close(out, expected, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sharing", "rows"),
+    [
+        (torch.bfloat16, 7, 7),
+        (torch.bfloat16, attention.FOLDED_HEADS, attention.FOLDED_HEADS),
+        (torch.bfloat16, 3, 1),
+        (torch.float32, 3, 3),
+    ],
+)
+def test_heads_are_rows_of_one_where_that_is_faster(
+    dtype: torch.dtype, sharing: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K and V are never repeated."""
+    seen: list[tuple[int, int]] = []
+    stock = F.scaled_dot_product_attention
+
+    def watched(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append((query.shape[2], key.shape[1]))
+        return stock(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    key = torch.randn(1, 2, 9, 8).to(dtype)
+    attention.attend_token(torch.randn(1, 2 * sharing, 1, 8).to(dtype), key, key, None)
+    assert seen == [(rows, 2)]
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "position_bias"])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from blendrag.fusor import Fusor
 from blendrag.fusor.cache import BlendCache
 from blendrag.model import ModelAdapter
+from blendrag.serving import decode_step
 from blendrag.serving.chunk_pool import ChunkPool, RequestKV
 from blendrag.serving.decode_step import DecodeStep, can_join, decoded_together
 
@@ -56,6 +59,72 @@ def test_logits_of_every_family_are_those_of_each_request_alone(name: str) -> No
             assert ours.logits.shape == theirs.shape == (1, 1, tiny.COMMON["vocab_size"])
             assert (ours.logits - theirs).abs().max() <= CLOSE * theirs.abs().max()
             assert ours.past_key_values.get_seq_length() == cache.get_seq_length()
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all that operators compute in this context, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            results = out if isinstance(out, tuple | list) else (out,)
+            self.computed += [each.shape for each in results if isinstance(each, torch.Tensor)]
+        return out
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_reads_kv_where_it_is_and_makes_no_mask(
+    name: str, dtype: torch.dtype, count: int
+) -> None:
+    """Nothing that it computes is as long as a prompt: no copy of KV, no repeated heads, no mask."""
+    adapter = ModelAdapter(tiny.family(name).to(dtype), tiny.tokenizer())
+    lengths = range(331, 331 + count)
+    caches = [prefilled(adapter, tiny.random_ids(length)) for length in lengths]
+    with Shapes() as seen:
+        decoded(adapter, caches, 7)
+    assert seen.computed
+    long = {*range(331, 340), tiny.WINDOW, tiny.WINDOW + 1}
+    assert not [shape for shape in seen.computed if long & {*shape}]
+
+
+@torch.inference_mode()
+def test_a_step_is_prepared_once_until_a_request_joins_or_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapter = tiny.adapter(tiny.llama())
+    kept = [RequestKV(prefilled(adapter, ids)) for ids in prompts()]
+    pool, made, stock = ChunkPool(adapter, 0), [0], decode_step._Rows.__init__
+
+    def counted(*args: Any) -> None:
+        made[0] += 1
+        stock(*args)
+
+    monkeypatch.setattr(decode_step._Rows, "__init__", counted)
+
+    def decode(requests: list[RequestKV], tokens: int) -> int:
+        for token in range(7, 7 + tokens):
+            steps = [
+                DecodeStep(adapter.model.forward, torch.tensor([[token]]), kv) for kv in requests
+            ]
+            decoded_together(steps, pool)
+        return made[0]
+
+    assert decode(kept, 3) == 1
+    pool.leave(kept[0])
+    assert decode(kept[1:], 3) == 2
+    assert decode(kept[1:], 1) == 2
+    gone = weakref.ref(kept.pop().cache)
+    decode(kept[1:], 1)
+    assert gone() is None  # nothing waits for the garbage collector
 
 
 @torch.inference_mode()

@@ -34,8 +34,8 @@ ROWS_KEYWORD = "blend_rows"
 FOLDS_ANYWAY = ("cuda",)
 #: Dtypes that torch's fused CUDA kernels take.
 HALF_PRECISION = (torch.bfloat16, torch.float16)
-#: Query heads per KV head from which torch's CPU kernel (2.13) is faster with 16-bit heads as rows of one than
-#: one by one. In float32 it always is.
+#: Query heads per KV head from which torch's CPU kernel (2.13) is faster with heads as rows of one head, in
+#: 16 bits. In float32 it always is.
 FOLDED_HEADS = 4
 #: Arguments of attention implementations that this one does not serve.
 UNSERVED = ("softcap", "s_aux", "position_bias", "cache")

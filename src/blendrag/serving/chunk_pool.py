@@ -89,6 +89,9 @@ class ChunkPool:
         if self._keeps_apart:
             return
         alone = [one for one in requests if one.loaded is not None and one.running is None]
+        if not alone or (len(requests) == 1 and not self._chunks):
+            self._considered = set()
+            return
         state: set[int | str] = {*map(id, alone), *self._chunks.keys()}
         if state == self._considered:
             return

@@ -7,11 +7,12 @@ shares (:mod:`blendrag.serving.chunk_pool`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from blendrag.fusor.attention import UNSERVED, NotServedError, attend_token, imp
 from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import register_attention
-from blendrag.model.windows import window_of
+from blendrag.model.windows import Window, window_of
 from blendrag.serving.chunk_pool import ChunkPool, RequestKV
 
 NAME = "blendrag_decode"
@@ -64,14 +65,12 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
 
     After an error all KV is as before.
     """
-    requests = [step.kv for step in steps]
+    requests, forward = [step.kv for step in steps], steps[0].forward
     rows = pool.prepared(requests, lambda: _Rows(requests, pool))
     rows.advance()
     try:
         with torch.inference_mode(), _attending(pool.adapter, rows):
-            output = steps[
-                0
-            ].forward(
+            output = forward(
                 input_ids=torch.cat([step.ids for step in steps]),  # [R, 1]
                 position_ids=rows.ends[1:, None],  # [R, 1]
                 past_key_values=rows,
@@ -81,6 +80,8 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
     except BaseException:
         rows.retract()
         raise
+    finally:
+        rows.written.clear()  # views of buffers that may be replaced before the next token
     return [
         type(output)(logits=logits, past_key_values=one.cache)
         for logits, one in zip(output.logits.split(1), requests, strict=True)
@@ -90,20 +91,18 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
 class _RowsLayer(DynamicLayer):
     """One layer of the KV of several requests."""
 
-    def __init__(self, rows: _Rows, layers: Sequence[BlendLayer], is_latent: bool) -> None:
+    def __init__(self, rows: _Rows, index: int, is_latent: bool) -> None:
         """``is_latent``: what it holds is expanded to K and V before it is attended to."""
         super().__init__()
-        self._rows = rows
-        self._layers = layers
+        self._rows = weakref.proxy(rows)  # a cycle would keep KV until garbage is collected
+        self._index = index
+        self._layers: list[BlendLayer] = [cache.layers[index] for cache in rows.caches]
         self.is_latent = is_latent
-        self.newest: torch.Tensor | None = None
-        """The newest keys, as :meth:`update` returned them."""
-        self.held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-        """K and V ``[1, Hkv, N, D]`` of each row with a cache of its own."""
 
     def get_seq_length(self) -> int:
         """As if the sequences were padded to one length."""
-        return self._rows.length
+        length: int = self._rows.length
+        return length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -112,18 +111,16 @@ class _RowsLayer(DynamicLayer):
         latent layers, all that the rows hold, one after another: ``[1, Hkv, ΣN, D]``."""
         rows = self._rows.alone
         if len(rows) == len(key_states):
-            fresh = zip(key_states.split(1), value_states.split(1), strict=True)
+            fresh = [*zip(key_states.split(1), value_states.split(1), strict=True)]
         else:
-            fresh = ((key_states[row, None], value_states[row, None]) for row in rows)  # type: ignore[assignment]
-        self.held = [layer.update(*each) for layer, each in zip(self._layers, fresh, strict=True)]
+            fresh = [(key_states[row, None], value_states[row, None]) for row in rows]
+        held = [layer.update(*each) for layer, each in zip(self._layers, fresh, strict=True)]
+        keys, values = key_states, value_states
         if self.is_latent:
-            if len(rows) == 1:
-                return self._noted(*self.held[0])
-            key_states, value_states = (torch.cat(each, 2) for each in zip(*self.held, strict=True))
-        return self._noted(key_states, value_states)
-
-    def _noted(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.newest = keys
+            keys, values = held[0]
+            if len(held) > 1:
+                keys, values = (torch.cat(each, 2) for each in zip(*held, strict=True))
+        self._rows.written[self._index] = keys, held
         return keys, values
 
 
@@ -147,10 +144,14 @@ class _Rows(Cache):
         if self.alone and self.shared is not None:
             sharing = [row for row, one in enumerate(requests) if one.running is not None]
             self.sharing = torch.tensor(sharing, device=self._device)
-        caches = self.caches = [requests[row].cache for row in self.alone]
+        self.caches = [requests[row].cache for row in self.alone]
+        self.written: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        """By layer, in a forward: the newest keys as :meth:`_RowsLayer.update` returned them, and K and V
+        ``[1, Hkv, N, D]`` of each row with a cache of its own."""
+        self._parts: dict[nn.Module, _Part] = {}
         super().__init__(
             layers=[
-                _RowsLayer(self, [cache.layers[i] for cache in caches], kind == "latent")
+                _RowsLayer(self, i, kind == "latent")
                 for i, kind in enumerate(adapter.repositioner.kinds)
             ]
         )
@@ -172,26 +173,44 @@ class _Rows(Cache):
         for cache, length in zip(self.caches, self._lengths, strict=True):
             cache.show(length)
 
+    def part(self, module: nn.Module, keys: torch.Tensor, sliding_window: int | None) -> _Part:
+        """What the attention ``module`` attends to, which was given ``keys``; found for its first token.
+
+        Raises :class:`NotServedError`.
+        """
+        part = self._parts.get(module)
+        if part is None:
+            rescales = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+            window = window_of(module, sliding_window)
+            part = self._parts[module] = _Part(self._layer_of(module, keys), window, bool(rescales))
+        return part
+
     def rescaled(self, module: nn.Module, query: torch.Tensor) -> torch.Tensor:
         """``query`` ``[R, H, 1, D]``, which Llama 4 scaled by the position of the longest row in some layers,
         scaled by each row's own."""
-        if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
-            return query
         steps = ((self.ends + 1.0) / module.floor_scale).floor()  # type: ignore[operator]
         longest, *own = torch.log1p(steps).mul(module.attn_scale).add(1.0)  # type: ignore[arg-type]
         scales = torch.stack(own) / longest
         return (query * scales[:, None, None, None]).to(query.dtype)
 
-    def layer_of(self, module: nn.Module, keys: torch.Tensor) -> int:
-        """Whose KV the attention ``module`` was given: its own layer's, or that of an earlier layer
-        (Gemma 3n and 4). Raises :class:`NotServedError`."""
+    def _layer_of(self, module: nn.Module, keys: torch.Tensor) -> int:
+        """Whose KV it was given: its own layer's, or that of an earlier layer (Gemma 3n and 4)."""
         index: int = module.layer_idx  # type: ignore[assignment]
-        if index < len(self.layers) and self.layers[index].newest is not None:
+        if index in self.written:
             return index
-        for index, layer in enumerate(self.layers):
-            if layer.newest is keys:
+        for index, (newest, _) in self.written.items():
+            if newest is keys:
                 return index
         raise NotServedError("the layer does not attend to what its cache holds")
+
+
+class _Part(NamedTuple):
+    """What one attention module attends to."""
+
+    layer: int
+    window: Window | None
+    rescales: bool
+    """Whether its queries are scaled by their position."""
 
 
 _rows: ContextVar[_Rows | None] = ContextVar("blendrag_decode_rows", default=None)
@@ -225,10 +244,11 @@ def attend(
         raise NotServedError("the layer does not attend to what its cache holds")
     if any(kwargs.get(name) is not None for name in UNSERVED):
         raise NotServedError("the attention needs more than scaled dot products")
-    layer, window = rows.layer_of(module, key), window_of(module, sliding_window)
-    query = rows.rescaled(module, query)
+    layer, window, rescales = rows.part(module, key, sliding_window)
+    if rescales:
+        query = rows.rescaled(module, query)
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    held = rows.layers[layer].held
+    _, held = rows.written[layer]
     if rows.layers[layer].is_latent:  # expanded by now
         lengths = [latents.shape[2] for latents, _ in held]
         held = [*zip(key.split(lengths, 2), value.split(lengths, 2), strict=True)]

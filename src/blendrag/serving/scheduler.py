@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -107,6 +108,8 @@ class Scheduler:
         """How long the last two steps took; one that begins to share chunks takes far longer than others."""
         self._stepped_at = 0.0
         """When the last step began or, once it has ended, ended."""
+        self._most_rows = sys.maxsize
+        """Of one forward that decodes."""
         self._warned = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -268,6 +271,7 @@ class Scheduler:
         finally:
             if not self._running:
                 self.embedding.rest()
+                self._most_rows = sys.maxsize
             with self._changed:
                 self._stepping = None
                 self._changed.notify_all()
@@ -280,8 +284,7 @@ class Scheduler:
         for call, why in failed.items():
             self._resume(call, why)
         steps = {call: call.step for call in ready if call.step is not None}
-        is_joint = len(steps) > 1 or any(step.kv.running for step in steps.values())
-        outputs = self._decoded(steps) if is_joint else {}
+        outputs = self._decoded(steps) if steps else {}
         for call in ready:
             self._resume(call, outputs.get(call))
         self._stepped_at = self._clock()
@@ -334,19 +337,35 @@ class Scheduler:
     def _decoded(self, steps: dict[Coroutine, DecodeStep]) -> dict[Coroutine, Any]:
         """The output of each step that was computed, or its error if it cannot be computed alone."""
         pool = self.room.pool_of(next(iter(steps)))
-        together = list(steps.values())
+        outputs: dict[Coroutine, Any] = {}
         try:
             with torch.inference_mode():
-                pool.share([step.kv for step in together])
-            return dict(zip(steps, decoded_together(together, pool), strict=True))
+                pool.share([step.kv for step in steps.values()])
         except Exception as exc:
-            if len(steps) == 1:
-                return dict.fromkeys(steps, exc)
-            if not self._warned:
-                self._warned = True
-                log.warning("%d requests decode one after another: %s", len(steps), exc)
-        outputs: dict[Coroutine, Any] = {}
-        for call, step in steps.items():
-            if step.kv.running:
-                outputs |= self._decoded({call: step})
+            self._decode_fewer(len(steps), exc)
+        left = [*steps]
+        while left:
+            group = left[: self._most_rows or 1]
+            can_be_alone = len(group) > 1 or not steps[group[0]].kv.running
+            if not self._most_rows and can_be_alone:  # by its own forward
+                del left[0]
+                continue
+            try:
+                with torch.inference_mode():
+                    made = decoded_together([steps[call] for call in group], pool)
+            except Exception as exc:
+                if can_be_alone:
+                    self._decode_fewer(len(group), exc)
+                    continue
+                made = [exc]
+            outputs |= zip(group, made, strict=True)
+            del left[: len(group)]
         return outputs
+
+    def _decode_fewer(self, rows: int, why: Exception) -> None:
+        """A forward for ``rows`` requests has failed, and may fail again for the next token: until all calls
+        have ended, one is for half as many; 0: requests use their own forwards."""
+        self._most_rows = rows // 2
+        if not self._warned:
+            self._warned = True
+            log.warning("a step of %d requests failed, so fewer decode together: %s", rows, why)
