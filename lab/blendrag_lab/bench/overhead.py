@@ -1,4 +1,5 @@
-"""``blendrag bench overhead``: operators, CPU time of the host and time per layer of a request.
+"""``blendrag bench overhead``: operators, CPU time of the host and time per layer of a request; with
+``--decode`` those of a decoded token (:mod:`blendrag_lab.bench.decode_overhead`).
 
 The default geometry is so small that arithmetic takes almost no time. On a GPU every operator is a kernel
 launch, and launches limit requests with few rows.
@@ -21,6 +22,11 @@ from blendrag.cli.output import count
 from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
 from blendrag.fusor.selection import make_policy
 from blendrag_lab.bench import options
+from blendrag_lab.bench.decode_overhead import (
+    DecodeOverheadResult,
+    decode_overhead,
+    decode_table,
+)
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.options import machine_of
 from blendrag_lab.bench.rounds import Tick, Timing, run_rounds, silent
@@ -64,7 +70,9 @@ class OverheadResult:
     rows: tuple[OverheadRow, ...]
 
 
-def overhead_table(result: OverheadResult) -> ResultTable:
+def overhead_table(result: OverheadResult | DecodeOverheadResult) -> ResultTable:
+    if isinstance(result, DecodeOverheadResult):
+        return decode_table(result)
     return table(
         [
             ("way", lambda row: row.way),
@@ -119,12 +127,18 @@ def overhead(
     ),
     ratio: options.Ratio = 0.15,
     rounds: options.Rounds = 9,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Of a decoded token, behind the longest prompt.")
+    ] = False,
     tick: Tick = silent,
-) -> OverheadResult:
+) -> OverheadResult | DecodeOverheadResult:
     numbers = whole_numbers(chunks, "numbers of chunks", "6,20")
     names = list(dict.fromkeys(name.strip() for name in policies.split(",")))
     timed = TimedModel(geometry, None, dtype, device)
     adapter = timed.adapter
+    if decode:
+        prompt_tokens = max(numbers) * chunk_tokens + question_tokens
+        return decode_overhead(adapter, prompt_tokens, rounds, tick)
     rows: list[OverheadRow] = []
     for number in numbers:
         workload = Workload(number, chunk_tokens, question_tokens, ratio, rounds=rounds)
