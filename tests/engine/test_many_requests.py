@@ -118,6 +118,27 @@ def test_a_lone_request_whose_step_fails_decodes_by_its_own_forward(engine, monk
     assert tried == [1]
 
 
+class Looks(LogitsProcessor):
+    """Notes at each token how many hooks precede the first layer."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self.layer = layer
+        self.hooks: list[int] = []
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.hooks.append(len(self.layer._forward_pre_hooks))
+        return scores
+
+
+def test_layers_of_a_request_are_hooked_for_its_prefill_alone(engine):
+    looks = Looks(engine.adapter.stack.layers[0])
+    kwargs = {"logits_processor": LogitsProcessorList([looks]), "min_new_tokens": 4}
+    engine.generate(
+        asked(engine, 0), Options(mode="full", max_new_tokens=4, generate_kwargs=kwargs)
+    )
+    assert looks.hooks == [1, 0, 0, 0]
+
+
 class Fails(LogitsProcessor):
     """Fails at its fourth token."""
 

@@ -126,7 +126,13 @@ class Generation:
         ids, cache = prefill.ids, prefill.cache
         request, stream, model = self._request, self._stream, self._adapter.model
         options = request.options
-        prefilled = None if prefill.keep is None else partial(prefill.keep, request.prompt.ids)
+
+        def prefilled() -> None:
+            if prefill.unhook is not None and self._road.decodes_jointly:
+                prefill.unhook()
+            if prefill.keep is not None:
+                prefill.keep(request.prompt.ids)
+
         kwargs: dict[str, Any] = {"max_new_tokens": request.max_new_tokens}
         kwargs |= sampling(options) | dict(options.generate_kwargs)
         if all(isinstance(end, int) for end in self._ends):  # else transformers says what is wrong

@@ -50,6 +50,8 @@ class Prefill(NamedTuple):
     keep: Callable[[tuple[int, ...]], None] | None = None
     """Called with the ids whose KV is in ``cache``: once with the prompt, at the end with prompt and
     answer."""
+    unhook: Callable[[], None] | None = None
+    """Ends what precedes each layer, once a scheduler's step decodes the tokens."""
 
 
 class Road(ABC):
@@ -167,8 +169,9 @@ class BlendedRoad(Road):
                     yield self._continued(ids, plan)
             elif not (plan.spans and plan.chunks):  # can still be abandoned before each layer
                 cache = self._cache_behind(plan)
-                with before_layers(adapter.decoder_layers, check):
-                    yield Prefill(ids, cache, keep=None if cache is None else partial(kept, cache))
+                keep = None if cache is None else partial(kept, cache)
+                with before_layers(adapter.decoder_layers, check) as unhook:
+                    yield Prefill(ids, cache, keep=keep, unhook=unhook)
             elif self.request.sequences == 1:  # the first forward is the fusion
                 fusor, blend = self._model.fusor, plan.request(tokens)
                 cache = fusor.new_cache(tokens, self._room)
@@ -267,12 +270,12 @@ class FixedPositionsRoad(Road):
             with (
                 model.uncompiled(),
                 model.placed(cache, prompt.positions),
-                before_layers(model.decoder.layers, self._check),
+                before_layers(model.decoder.layers, self._check) as unhook,
             ):
                 if self.request.sequences > 1:
                     cache.load()
                     cache.batch_repeat_interleave(self.request.sequences)
-                yield Prefill(self._ids(prompt.ids), cache)
+                yield Prefill(self._ids(prompt.ids), cache, unhook=unhook)
         finally:
             cache.close()
 
