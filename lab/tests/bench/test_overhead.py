@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from blendrag.fusor.loader import LayerLoader
+from blendrag_lab.bench import decode_overhead
 from blendrag_lab.bench.overhead import OperatorCount
-from lab.tests.bench.small import COMMANDS, measured
+from lab.tests.bench.small import COMMANDS, joint_steps, measured
 
 
 def operators_of(work: Callable[[], object]) -> OperatorCount:
@@ -53,3 +54,18 @@ def test_operators_do_not_grow_with_chunks_schedules_or_layers():
     for way in ("reuse", "query, constant", "query, geometric:0.9"):
         assert rows[way, 9]["operators"] <= rows[way, 3]["operators"] + 40
         assert rows[way, 3]["waits"] <= rows["stock", 3]["waits"] + 2
+
+
+def test_decoding_is_measured_in_steps_of_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_overhead, "REQUESTS", (1, 2))
+    sizes = joint_steps(monkeypatch)
+    fields = measured(
+        "overhead", "--decode", "--geometry", "tiny", "--chunks", "1", "--chunk-tokens", "16", "--rounds", "1"
+    )  # fmt: skip
+    assert {*sizes} == {2}
+    assert [(row["way"], row["requests"]) for row in fields["rows"]] == [
+        (decode_overhead.STOCK, 1), ("engine", 1), ("engine", 2),
+    ]  # fmt: skip
+    assert fields["prompt_tokens"] == 32
+    for row in fields["rows"]:
+        assert 0 < row["outside_ms"] < row["host_ms"]
