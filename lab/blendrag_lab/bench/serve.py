@@ -335,7 +335,8 @@ def _kv_of_steps() -> Iterator[list[tuple[int, int]]]:
     stock = ChunkPool.share
 
     def share(pool: ChunkPool, requests: Sequence[RequestKV]) -> None:
-        tokens.append(_kv_tokens(requests))
+        if len(requests) > 1:
+            tokens.append(_kv_tokens(requests))
         stock(pool, requests)
 
     with mock.patch.object(ChunkPool, "share", share):
