@@ -178,6 +178,17 @@ def test_fused_kernels_return_outputs_and_log_sum_exps(dtype, keys, masked):
 
 
 @pytest.mark.parametrize("sharing", [1, 4])
+def test_one_token_is_attended_over_views_of_a_buffer(sharing):
+    torch.manual_seed(0)
+    query = torch.randn(1, 2 * sharing, 1, 64, device="cuda", dtype=torch.bfloat16)
+    key, value = torch.randn(2, 1, 2, 300, 64, device="cuda", dtype=torch.bfloat16)[..., :123, :]
+    got = attention.attend_token(query, key, value, None)
+    whole = (each.repeat_interleave(sharing, dim=1) for each in (key, value))
+    expected, _ = reference(query, *whole, torch.zeros(1, 123, device="cuda").bool())
+    assert float((got.transpose(1, 2) - expected).abs().max()) < 2e-2
+
+
+@pytest.mark.parametrize("sharing", [1, 4])
 def test_stripes_of_rows_equal_one_mask(sharing, monkeypatch):
     monkeypatch.setattr("blendrag.fusor.rows.STRIPED_PRODUCTS", 0)
     monkeypatch.setattr("blendrag.fusor.rows.STRIPE_ROWS", 16)

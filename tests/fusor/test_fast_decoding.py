@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import tiny
 from blendrag.fusor import attention
 from blendrag.fusor.attention import decode_attention, fast_decoding
-from blendrag.model import ModelAdapter
+from blendrag.model import ModelAdapter, compat
 
 #: How far apart sums in another order may be.
 CLOSE = 2e-5
@@ -124,3 +124,18 @@ def test_heads_are_folded_only_here_and_context_only(monkeypatch: pytest.MonkeyP
         assert len(calls) == len(stack.layers)
     forward()
     assert len(calls) == len(stack.layers)
+
+
+def test_one_token_on_a_gpu_is_attended_by_the_kernel_that_needs_no_preparation(monkeypatch):
+    def on_cpu(q: Any, k: Any, v: Any, bias: Any, scale: Any) -> Any:
+        assert bias is None
+        return compat.cpu_flash_attention(q, k, v, scale=scale)
+
+    query, (key, value) = torch.randn(1, 8, 1, 16), torch.randn(2, 1, 2, 9, 16)
+    expected = attention.attend_token(query, key, value, 0.3)
+    monkeypatch.setattr(compat, "cuda_attention", on_cpu)
+    monkeypatch.setattr(attention, "has_fused_kernels", lambda key: True)
+    with tiny.counted(compat, "cuda_attention") as calls:
+        got = attention.attend_token(query, key, value, 0.3)
+    assert len(calls) == 1
+    assert tiny.difference(got, expected) < 1e-5
