@@ -148,7 +148,7 @@ class _Rows(Cache):
         self.written: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         """By layer, in a forward: the newest keys as :meth:`_RowsLayer.update` returned them, and K and V
         ``[1, Hkv, N, D]`` of each row with a cache of its own."""
-        self._parts: dict[nn.Module, _Part] = {}
+        self._parts: dict[nn.Module, _AttentionPart] = {}
         super().__init__(
             layers=[
                 _RowsLayer(self, i, kind == "latent")
@@ -173,7 +173,9 @@ class _Rows(Cache):
         for cache, length in zip(self.caches, self._lengths, strict=True):
             cache.show(length)
 
-    def part(self, module: nn.Module, keys: torch.Tensor, sliding_window: int | None) -> _Part:
+    def part(
+        self, module: nn.Module, keys: torch.Tensor, sliding_window: int | None
+    ) -> _AttentionPart:
         """What the attention ``module`` attends to, which was given ``keys``; found for its first token.
 
         Raises :class:`NotServedError`.
@@ -182,7 +184,9 @@ class _Rows(Cache):
         if part is None:
             rescales = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
             window = window_of(module, sliding_window)
-            part = self._parts[module] = _Part(self._layer_of(module, keys), window, bool(rescales))
+            part = self._parts[module] = _AttentionPart(
+                self._layer_of(module, keys), window, bool(rescales)
+            )
         return part
 
     def rescaled(self, module: nn.Module, query: torch.Tensor) -> torch.Tensor:
@@ -204,7 +208,7 @@ class _Rows(Cache):
         raise NotServedError("the layer does not attend to what its cache holds")
 
 
-class _Part(NamedTuple):
+class _AttentionPart(NamedTuple):
     """What one attention module attends to."""
 
     layer: int
