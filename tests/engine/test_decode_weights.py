@@ -154,6 +154,17 @@ def test_packed_weights_are_kept_and_read_again(
     assert again.text == first.text
 
 
+def test_packed_weights_that_are_read_are_aligned_as_the_products_need(
+    engines: Callable[..., BlendEngine], cache: Path
+) -> None:
+    engines(decode_weights="int8").generate(QUESTION, max_new_tokens=2)
+    [file] = cache.iterdir()
+    names = packing.linear_layers(engines().kv_namespace.model.adapter.model)
+    found = choosing._read(file, names)
+    assert found is not None
+    assert all(part.data_ptr() % 64 == 0 for parts in found.values() for part in parts)
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
 def test_damaged_packed_weights_are_made_again(
     damage: str, engines: Callable[..., BlendEngine], cache: Path

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -256,7 +257,7 @@ def _read(file: Path, layers: Iterable[str]) -> dict[str, Packed] | None:
     try:
         with safe_open(str(file), framework="pt") as opened:
             found: dict[str, Packed] = {
-                at: (opened.get_tensor(f"{at}.0"), opened.get_tensor(f"{at}.1")) for at in layers
+                at: (_copy(opened, f"{at}.0"), _copy(opened, f"{at}.1")) for at in layers
             }
             digest = (opened.metadata() or {}).get("xxh3")
     except (OSError, SafetensorError, ValueError) as exc:
@@ -266,6 +267,13 @@ def _read(file: Path, layers: Iterable[str]) -> dict[str, Packed] | None:
         log.warning("packed weights in %s are made again: their checksum is wrong", file)
         return None
     return found
+
+
+def _copy(opened: Any, name: str) -> torch.Tensor:
+    """A tensor of the file, in memory of its own: the file aligns tensors to 8 bytes, and torch's product in
+    8 bits (2.13) crashes for 4 rows and more on weights that are not aligned to 16."""
+    tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor.clone()
 
 
 def _keep(file: Path, packed: Mapping[str, Packed], of_model: str) -> None:
