@@ -1,7 +1,8 @@
 """Every use of private parts of transformers, torch, jinja and accelerate, in one place.
 
 Each function names what it touches, why nothing public does the same, and the version it was checked with.
-``tests/model/test_compat.py`` has a test for each, which fails by its name when a release moves the part.
+``tests/model/test_compat.py`` has a test for each, which fails by its name when a release moves the part;
+that of :func:`cuda_attention` is in ``tests/fusor/test_cuda.py`` and needs a GPU.
 """
 
 from __future__ import annotations

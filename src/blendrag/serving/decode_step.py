@@ -38,7 +38,7 @@ class DecodeStep:
     """A forward of one request that decodes a token."""
 
     forward: Callable[..., Any]
-    """The model's own."""
+    """The model's own forward, with packed weights if the request decodes with them."""
     ids: torch.Tensor
     """``[1, 1]``"""
     kv: RequestKV
