@@ -105,7 +105,7 @@ KVEncoding = Annotated[_ENCODINGS, one_of("kv_encoding",
     f"How a new store keeps KV: {', '.join(get_args(_ENCODINGS))}.", _SETTING,
     get_args(_ENCODINGS))]
 DecodeWeights = Annotated[_DECODE_WEIGHTS, one_of("decode_weights",
-    f"Weights that decode on a CPU: {', '.join(get_args(_DECODE_WEIGHTS))}.", _SETTING,
+    f"Weights that decode answers on a CPU: {', '.join(get_args(_DECODE_WEIGHTS))}.", _SETTING,
     get_args(_DECODE_WEIGHTS))]
 Learn = Annotated[bool, switch("learn",
     "Learn passages that return in prompts, and reuse them from the third time.", f"env {_PYTHON}")]
@@ -347,7 +347,7 @@ class Settings:
     remote_timeout_s: RemoteTimeout = 5.0
     kv_encoding: KVEncoding = "native"
     decode_weights: DecodeWeights = "auto"
-    """``auto``: packed ones on a CPU if, measured on the model, they choose the same tokens."""
+    """``auto``: packed copies, on a CPU, if they were measured to choose the same tokens on this model."""
     learn: Learn = True
     prefix_min_tokens: PrefixMinTokens = 8
 

@@ -112,7 +112,7 @@ def verify(
         weights: dict[str, DecodeAgreement | str] = {}
         if result.blendable:
             for name in FORMATS:
-                line.show(f"comparing decoding with {name} weights to native ones")
+                line.show(f"comparing {name} decode weights with the model's own")
                 weights[name] = compare(adapter, name)
     if json:
         measured = {

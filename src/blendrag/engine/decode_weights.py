@@ -1,8 +1,8 @@
-"""Which weights a model decodes with: those of the option ``decode_weights``, where they are possible.
+"""The weights that a model decodes with: those of the option ``decode_weights``, if the model can have them.
 
 Packed copies (:mod:`blendrag.model.decode_weights`) are made once per model and kept in the user's cache
 directory, as are the measured numbers of rows for which they are faster. A model that cannot have them
-decodes with its own weights, and the metrics say why.
+decodes with its own weights; a note in the metrics says why, unless the option is ``auto``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ log = logging.getLogger(__name__)
 #: Counts up when copies are made in another way, so that earlier files and times are not used.
 VERSION = 1
 AUTO = "auto"
-#: The format of ``auto``. ``int4`` takes as long for one row, but for the reading of the LM head, and agrees
-#: less (docs/performance.md).
+#: The format of ``auto``. ``int4`` is faster only in its LM head, and agrees less (docs/decode-weights.md).
 AUTOMATIC = "int8"
 #: Least size of all copies for ``auto``: smaller models are read from the processor's caches.
 LEAST_BYTES = 32 * 2**20
 #: Share of the available memory that copies may take.
 MOST_OF_MEMORY = 0.8
-NOT_FASTER = "they are not faster on this machine"
+NOT_FASTER = "packed weights are not faster on this machine"
 
 
 class DecodeWeightsChoice:
@@ -89,7 +88,7 @@ class DecodeWeightsChoice:
         self._chosen = None if why else _made(self._adapter, name)
         if self._chosen is None and not is_auto:
             why = why or NOT_FASTER
-            self.note = f"decode_weights {name} is not used, native is: {why}"
+            self.note = f"decode_weights {name} is not used: {why}"
 
     # -- auto -----------------------------------------------------------------------------------
 
@@ -101,7 +100,7 @@ class DecodeWeightsChoice:
         computed(self.now)
         if self.is_measurable:
             log.warning(
-                "measuring once whether %s decodes alike with %s weights: %d tokens",
+                "measuring once whether %s chooses the same tokens with %s weights: %d tokens",
                 *(self._adapter.model_id, AUTOMATIC, TOKENS * len(TEXTS)),
             )
         while self.is_measurable:
@@ -122,7 +121,7 @@ class DecodeWeightsChoice:
         try:
             found = measurement.step()
         except Exception as exc:  # a model that decodes otherwise than generate lets it
-            log.warning("decode weights cannot be measured, native is used: %s", exc)
+            log.warning("decode weights cannot be measured, so the model's own are used: %s", exc)
             self._measurement = None
             return
         if found is None:
@@ -150,7 +149,7 @@ def compare(adapter: ModelAdapter, name: str) -> DecodeAgreement | str:
 
 
 def _key(adapter: ModelAdapter, name: str) -> str:
-    """Under which the agreement of the loaded model is remembered."""
+    """The key under which the agreement of the loaded model is remembered."""
     namespace = adapter.identity.namespace
     return f"decode weights {VERSION}, {name}, {namespace}, {verdicts.libraries()}"
 

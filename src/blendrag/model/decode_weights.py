@@ -63,7 +63,7 @@ class PackedFormat:
     product: Callable[..., torch.Tensor]
     """``(x [M, K], *packed)`` → ``[M, N]``"""
     axes: tuple[int, ...]
-    """Along which the tensors of blocks of outputs are joined."""
+    """The axes along which the tensors of blocks of outputs are joined."""
     fits: Callable[[int, int], bool]
     """Whether the operator takes a weight of N outputs and K inputs."""
 
@@ -205,7 +205,7 @@ def pack(model: nn.Module, name: str) -> dict[str, Packed]:
 
 
 def _is_nearer_in_4_bits(weight: torch.Tensor) -> bool:
-    """By some of the outputs."""
+    """Whether 4 bits give a smaller squared error than 8, measured on some of the outputs."""
     rows = weight.detach()[:: -(-len(weight) // COMPARED_ROWS)].float()
     rounded, scales = _pack_int8(rows)
     eight = (rounded.float() * scales.float()[:, None] - rows).square().sum()
@@ -223,7 +223,7 @@ def packed(weight: torch.Tensor, kind: PackedFormat) -> Packed:
 
 
 def format_of(copy: Packed) -> PackedFormat:
-    """That of a packed weight."""
+    """The format of a packed weight."""
     return FORMATS["int8" if copy[0].dtype == torch.int8 else "int4"]
 
 
