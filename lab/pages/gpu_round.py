@@ -1,6 +1,6 @@
 """Tests and benches on one GPU, as a page and JSON: ``python -m lab.pages.gpu_round`` (make gpu-round).
 
-Worker processes run the parts, each worker several with one model. A part that raises fails alone. If a part
+Parts with the same model run one after another in a worker process. A part that raises fails alone. If a part
 outlasts its limit, or its process ends, as after an invalid access on a GPU, the parts after it run in a new
 worker. Without a GPU the same parts run on the CPU, with a tiny model.
 """
@@ -49,7 +49,7 @@ NAME = "gpu-round"
 LIMITS = {"BLENDRAG_RAM_BYTES": "16GiB", "BLENDRAG_BATCH_BYTES": "16GiB"}
 #: Seconds between two looks at a worker.
 POLL_S = 0.1
-#: What the worker of a part may take longer: imports, and making the model.
+#: Seconds that a worker's first part may take in addition: for imports, and to make the model.
 START_S = 60.0
 
 
@@ -144,12 +144,12 @@ def work(parts: Sequence[Part], folder: Path) -> None:
                 outcome.result = asdict(made_by.call(**given, tick=silent))
         except BaseException as exc:
             outcome.failure = last_line(exc)
-            raise_later = not isinstance(exc, Exception) or "CUDA error" in str(exc)
+            ends_worker = not isinstance(exc, Exception) or "CUDA error" in str(exc)
         else:
-            raise_later = False
+            ends_worker = False
         outcome.seconds = time.perf_counter() - began
         _write(folder / f"{part.name}.json", asdict(outcome))
-        if raise_later:  # what runs next on this device would fail, too
+        if ends_worker:  # what runs next on this device would fail, too
             sys.exit(1)
         _free_memory()
 
@@ -423,7 +423,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the page and the JSON.")],
     seconds: Annotated[float, typer.Option(help="Time for all parts together.", min=1)] = 520.0,
     rounds: Annotated[int, typer.Option(help="Rounds of each bench.", min=1)] = 3,
-    only: Annotated[str, typer.Option(help="Only parts that begin so: tests,ttft-6.")] = "",
+    only: Annotated[str, typer.Option(help="Run only parts that begin with: tests,ttft-6.")] = "",
     worker: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> int:
     """Run the tests and benches of a machine with one GPU. The status is 1 if a part failed."""

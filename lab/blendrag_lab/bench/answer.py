@@ -132,7 +132,7 @@ def answer_figure(result: AnswerResult) -> Figure:
 def answer(
     timed: TimedModel,
     workload: Workload,
-    new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the answer.")] = 64,
     tier: Annotated[str, typer.Option(help="memory or disk.")] = "disk",
     decode_weights: Annotated[
         str | None, typer.Option(help="auto, native, int8 or int4.", show_default=False)
@@ -202,8 +202,10 @@ def answer_rows(
 def fastest_ranges(
     lines: Mapping[str, tuple[float, float]], most: int
 ) -> dict[str, tuple[int, int | None]]:
-    """For how many tokens each way is the fastest: from, and to (``None``: up to ``most``). ``lines``:
-    seconds to the first token, and per further token."""
+    """The numbers of tokens for which each way is the fastest: from, and to (``None``: up to ``most``).
+
+    ``lines``: seconds to the first token, and per further token.
+    """
     ranges: dict[str, tuple[int, int | None]] = {}
     tokens = 1
     while tokens <= most:
@@ -286,7 +288,9 @@ class LlamaCpp:
 
     def __init__(self, llama: Any, file: Path, ids: Sequence[int], new_tokens: int) -> None:
         if not file.is_file():
-            raise InvalidInputError(f"--gguf {file} is no file; expected a GGUF file of the model")
+            raise InvalidInputError(
+                f"--gguf {file} is not a file; expected a GGUF file of the model"
+            )
         threads = torch.get_num_threads()
         self._ids, self._new_tokens = list(ids), new_tokens
         self._llama = llama(

@@ -38,11 +38,11 @@ class DecodeRow:
     way: str
     requests: int
     ms: Timing
-    """Of a step, from one to the next."""
+    """From the beginning of one step to that of the next."""
     host_ms: float
     """Median CPU time of the computing thread."""
     outside_ms: float
-    """What of it is spent outside of the model."""
+    """The part of ``host_ms`` outside of the model."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def decode_table(result: DecodeOverheadResult) -> ResultTable:
             ("ms per step (lowest to highest)", lambda row: str(row.ms)),
             ("host ms", lambda row: figure(row.host_ms)),
             ("outside of the model", lambda row: figure(row.outside_ms)),
-            ("of it per token", lambda row: figure(row.outside_ms / row.requests)),
+            ("outside, per token", lambda row: figure(row.outside_ms / row.requests)),
         ],
         result.rows,
         f"{result.model}, {result.layers} layers, {result.new_tokens} tokens behind "
@@ -94,7 +94,7 @@ class Steps:
     @classmethod
     @contextmanager
     def watching(cls, adapter: ModelAdapter) -> Iterator[Steps]:
-        """Watches forwards of the decoder up to its LM head within this context."""
+        """Within this context, watch forwards from the decoder to the LM head."""
         steps = cls()
         head: Any = adapter.model.get_output_embeddings()
         hooks = (
@@ -172,7 +172,7 @@ def _ways(asking: Asking, root: Path, tick: Tick) -> Ways:
         return steps.medians(1)
 
     def engine_steps(prompts: Sequence[str]) -> tuple[float, float, float]:
-        """Each prompt is another one, so that nothing is shared."""
+        """Each prompt is different, so that nothing is shared."""
         number = len(prompts)
         with (
             asking.engine(number) as engine,

@@ -128,7 +128,7 @@ def overhead(
     ratio: options.Ratio = 0.15,
     rounds: options.Rounds = 9,
     decode: Annotated[
-        bool, typer.Option("--decode", help="Of a decoded token, behind the longest prompt.")
+        bool, typer.Option("--decode", help="Measure decoded tokens after the longest prompt.")
     ] = False,
     tick: Tick = silent,
 ) -> OverheadResult | DecodeOverheadResult:

@@ -54,7 +54,7 @@ ARRIVING_BASELINE = "full, one by one"
 LOOP_BASELINE = "blend, 1 user"
 #: Rates of arrivals for blend, as multiples of the one for full prefill.
 RATES = (1, 4)
-#: Of a page of transformers' continuous batching, its default.
+#: Tokens in a page of transformers' continuous batching, its default.
 PAGE_TOKENS = 256
 #: Most tokens of its steps, its default if there is memory.
 STEP_TOKENS = 8192

@@ -140,7 +140,7 @@ def test_bad_input(monkeypatch, given, sentence):
 
 def test_a_file_that_is_not_of_the_model(llama, gguf, tmp_path):
     missing = refused("bench", "answer", *SMALL, "--gguf", str(tmp_path / "missing.gguf"))
-    assert "missing.gguf is no file" in missing
+    assert "missing.gguf is not a file" in missing
     llama.vocab = 5
     assert "expected a file of the same model" in refused(
         "bench", "answer", *SMALL, "--gguf", str(gguf)
