@@ -48,14 +48,14 @@ endif
 	@$(BIN)/blendrag demo $(if $(filter embedded,$(DEMO_MODEL)),--model embedded)
 
 # mypy takes one core for half a minute, so lint and tests run at the same time.
-check: $(READY) ## lint and fast tests of the parts, in a minute, before every commit
+check: $(READY) ## lint and a fast part of the tests, in a minute, before every commit
 	@$(MAKE) --no-print-directory --jobs 2 lint test-fast
 
 test: $(READY) ## everything: lint and all tests
 	@$(MAKE) --no-print-directory --jobs 2 lint test-all
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-# The rooms below the engine, and one file of each room that needs whole engines.
+# Rooms that need no engine, and one file of each of some rooms that do.
 FAST := chat corpus frameworks planning schema serving store text engine/test_answers.py fusor/test_fusion.py \
   server/test_streams.py test_errors.py test_names.py test_options.py
 
