@@ -46,14 +46,14 @@ from server.live import Live, live
 from server.random_client import CHAT, WRONG, Choice, Fields, RandomClient, Reply
 
 COMPLETIONS = "/v1/completions"
-#: Of two tenants, and of one who writes.
+#: Keys of two tenants, and of one who writes.
 READERS, WRITER = ("one", "two"), "writer"
 KEYS = "\n".join((*READERS, f"{WRITER} write"))
 #: Seconds without any bytes after which a request counts as stuck.
 STUCK_S = 1800
 #: Documents that the corpus may have; the passages of each.
 DOCUMENTS, PASSAGES = 8, 9
-#: Of the disk tier: too few for all documents, so that KV is evicted.
+#: Limit of the disk tier: too low for all documents, so that KV is evicted.
 DISK_BYTES = 1_300_000
 #: How many of 1,000 forwards fail.
 FAULTS = 4.0

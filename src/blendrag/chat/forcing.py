@@ -20,8 +20,8 @@ from blendrag.wording import quoted, shortened
 if TYPE_CHECKING:
     from blendrag.model.tokens import Tokens
 
-#: Of probes: a name that no template contains, an id that the strictest one (Mistral's, nine characters)
-#: takes, and one that holds the name, as Kimi's must.
+#: What probes contain: a name that no template has, an id that the strictest template (Mistral's, nine
+#: characters) takes, and one that contains the name, as Kimi's must.
 NAME, ID = "name_of_the_tool", "a1b2c3d4e"
 _IDS = (ID, f"functions.{NAME}:0")
 KEY, _VALUE = "key_of_the_probe", "text of the probe"

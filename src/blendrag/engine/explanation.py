@@ -129,7 +129,7 @@ class Explanation:
         return self.page(title=None)
 
 
-#: Of the boxes of the timeline.
+#: Colours of the boxes of the timeline.
 _COLOURS = {
     LOAD: "#56B4E9",
     REPOSITION: "#0072B2",

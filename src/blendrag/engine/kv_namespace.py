@@ -38,10 +38,10 @@ class KVNamespace:
         self._options = options
 
     def reopen_in(self) -> Callable[..., KVNamespace]:
-        """Makes this in another process, over the store that it is given; can be pickled.
+        """A function that makes this namespace in another process from the root of a store; can be pickled.
 
-        ``settings`` may replace these. That process uses no corpus. Raises :class:`InvalidInputError` for a
-        model that was given loaded.
+        Its keyword ``settings`` replaces these settings. That process uses no corpus. Raises
+        :class:`InvalidInputError` for a model that was given loaded.
         """
         name = self.model.given
         if not isinstance(name, str):
@@ -161,8 +161,7 @@ class KVNamespace:
         return len(dropped)
 
     def with_room(self, write: Callable[[], T]) -> T:
-        """``write()``, which changes the corpus. While the disk is full, KV learned from prompts is given
-        up."""
+        """Call ``write``, which changes the corpus; while the disk is full, delete learned KV and repeat."""
         while True:
             try:
                 return write()
@@ -184,7 +183,7 @@ def opened_namespace(
     options: Mapping[str, Any],
     manifest: Manifest | None = None,
 ) -> KVNamespace:
-    """Of an engine with these ``options`` of its constructor; opens nothing yet.
+    """The namespace of an engine with these ``options`` of its constructor; opens nothing yet.
 
     ``manifest``: of the corpus that another process keeps for this one. Raises :class:`InvalidInputError` for
     options that exclude one another.

@@ -31,7 +31,7 @@ from blendrag.store.identity import digest_fields
 
 #: Values of each tensor that are compared before every request.
 SAMPLES = 16
-#: Of a tensor on a GPU, copied at a time to be hashed.
+#: Bytes of a tensor on a GPU that are copied at a time to be hashed.
 PIECE_BYTES = 32 << 20
 #: What identifies the state of one tensor: name, quantizer's context, shape, dtype, address, version, sample.
 Mark = tuple[str, str, torch.Size, torch.dtype, int, int, bytes]

@@ -23,7 +23,7 @@ from blendrag.server.refusals import install_refusals
 from blendrag.server.replies import Fields
 from blendrag.server.service import Service
 
-#: Of Prometheus' text format.
+#: Content type of Prometheus' text format.
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 

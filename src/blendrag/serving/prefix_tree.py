@@ -38,7 +38,7 @@ class LayerKVRows(Protocol):
     def __getitem__(self, at: tuple[slice, slice, slice], /) -> torch.Tensor: ...
 
 
-#: Of nodes, in all trees: a running request may still hold a node of the tree before the weights changed.
+#: Numbers of nodes in all trees: a running request may still hold a node from before the weights changed.
 _numbers = count()
 
 

@@ -109,7 +109,7 @@ class Scheduler:
         self._stepped_at = 0.0
         """When the last step began or, once it has ended, ended."""
         self._most_rows = sys.maxsize
-        """Of one forward that decodes."""
+        """Most requests of one forward that decodes."""
         self._warned = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()

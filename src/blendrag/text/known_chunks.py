@@ -40,7 +40,7 @@ class KnownChunks:
     """``None`` if the prompt's chunks were given."""
 
 
-#: Those of some chunks that the corpus has, by id.
+#: Returns, by id, those of the given chunks that the corpus has.
 LookUp = Callable[[Sequence[Match]], Mapping[str, ChunkText]]
 
 

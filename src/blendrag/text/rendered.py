@@ -1,4 +1,4 @@
-"""A rendered prompt: its text, and what of it is what."""
+"""A rendered prompt: its text, and where its contents, chunks and answers are."""
 
 from __future__ import annotations
 

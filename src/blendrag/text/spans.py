@@ -1,4 +1,4 @@
-"""Spans of a text, as pairs of characters: joined, cut out of one another, compared."""
+"""Spans of a text, as pairs of character positions: merge, subtract and compare them."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Keys(NamedTuple):
 
 #: Which KV a corpus with these settings and texts of chunks has.
 KeysOf = Callable[[Manifest, Iterable[str]], Keys]
-#: Of these, those that are durable in the remote; copies what only this machine has.
+#: Copies what only this machine has, and returns the keys that are durable in the remote.
 Durable = Callable[[Keys], frozenset[str]]
 
 # -- publishing -------------------------------------------------------------------------------------
