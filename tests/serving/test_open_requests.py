@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+
 import pytest
 
 from blendrag.serving.open_requests import (
@@ -89,3 +91,21 @@ def test_other_work_is_counted_and_tells_nothing_of_turns(requests, clock):
         requests.begin(embedding)
         assert requests.counts == (0, 1)
         assert requests.turn_s is None
+
+
+class BeginsMeanwhile(OpenRequest):
+    """Has begun from the second time on that somebody looks."""
+
+    @property
+    def begun_at(self) -> float | None:  # type: ignore[override]
+        return next(self._moments)
+
+    @begun_at.setter
+    def begun_at(self, moment: float | None) -> None:
+        self._moments = chain([moment], repeat(1.0))
+
+
+def test_a_request_that_begins_while_requests_are_counted_is_not_lost(requests):
+    requests.open(BeginsMeanwhile())
+    assert requests.counts == (1, 0)
+    assert requests.counts == (0, 1)

@@ -99,7 +99,13 @@ class OpenRequests:
 
     def _look(self) -> None:
         """Note which have begun and which have ended since the last time."""
-        begun = [(r.begun_at, r) for r in self._waiting if r.begun_at is not None]
+        begun, waiting = [], []
+        for request in self._waiting:
+            begun_at = request.begun_at  # read once, as another thread may be setting it
+            if begun_at is not None:
+                begun.append((begun_at, request))
+            elif not request.has_ended:
+                waiting.append(request)
         for begun_at, request in sorted(begun, key=lambda each: each[0]):
             if request.decodes:
                 took_s = max(0.0, begun_at - max(request.opened_at, self._last_begun_at))
@@ -107,5 +113,5 @@ class OpenRequests:
                 self.turn_s = usual_s + LATEST_TURN_WEIGHT * (took_s - usual_s)
                 self._last_begun_at = begun_at
             self._running.append(request)
-        self._waiting = [r for r in self._waiting if r.begun_at is None and not r.has_ended]
+        self._waiting = waiting
         self._running = [r for r in self._running if not r.has_ended]
