@@ -294,6 +294,33 @@ def test_what_failed_is_copied_once_the_remote_takes_chunks_again(
     assert all(lab.is_right(one.remote, number) for number in range(2, 9))
 
 
+def test_a_chunk_that_is_evicted_before_it_was_copied_counts_once(lab, machine, agree, unmounted):
+    one = machine("one")
+    fill(lab, one, agree)
+    with unmounted():
+        lab.put(one, 2)
+        with pytest.raises(StoreUnavailableError, match="1 chunks were not copied"):
+            one.flush()
+        one.disk.delete(lab.namespace, lab.key(2))
+        with pytest.raises(
+            StoreUnavailableError, match=r"1 chunks were not copied .*\(they were evicted"
+        ):
+            one.flush()
+
+
+def test_an_error_without_a_message_is_named_by_its_type(lab, machine, agree, monkeypatch):
+    one = machine("one")
+    fill(lab, one, agree)
+
+    def fails(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(one.remote, "put", fails)
+    lab.put(one, 2)
+    with pytest.raises(StoreUnavailableError, match=r"\(MemoryError\)"):
+        one.flush()
+
+
 def test_draining_ends_while_more_is_promoted(lab, tmp_path):
     with contextlib.closing(open_store(tmp_path, 1 << 30, 1 << 30)) as store:
         lab.put(store, 1)

@@ -402,7 +402,7 @@ class Uploads:
         except BaseException as exc:
             files.close()
             self._room.release()
-            owed.failure = str(exc)
+            owed.failure = str(exc) or type(exc).__name__
             if not isinstance(exc, OSError | StoreError | RuntimeError):
                 raise
         return True
@@ -439,7 +439,7 @@ class Uploads:
         except Exception as exc:
             with self._lock:
                 owed = self._owed.pop(entry, _Owed())
-                owed.failure = str(exc)
+                owed.failure = str(exc) or type(exc).__name__
                 self._owed[entry] = owed  # at the end, so that others are tried again first
             logger.info("a chunk was not copied to the remote: %s", exc)
         finally:
@@ -467,12 +467,13 @@ class Uploads:
         with self._lock:
             me = threading.current_thread()
             mine = [entry for entry, owed in self._owed.items() if me in owed.threads]
-        gone = [entry for entry in mine if not self.offer(*entry)]
+        gone = {entry for entry in mine if not self.offer(*entry)}
         with self._lock:
             under_way = [self._under_way[entry] for entry in mine if entry in self._under_way]
         wait(under_way)
         with self._lock:
-            left = [self._owed[entry].failure for entry in mine if entry in self._owed]
+            failed = [entry for entry in mine if entry in self._owed and entry not in gone]
+            left = [self._owed[entry].failure for entry in failed]
         left += ["they were evicted before they were copied"] * len(gone)
         if left:
             raise StoreUnavailableError(
