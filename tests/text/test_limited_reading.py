@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -144,6 +146,17 @@ def test_a_child_that_hangs_is_ended_and_replaced(
     assert child._process.returncode == -signal.SIGKILL
     monkeypatch.undo()
     assert pool.read(good)[1] is None
+
+
+def test_a_child_that_sends_a_reply_bit_by_bit_is_ended_once_its_time_is_over(
+    good: Path, pool: ReaderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os\nwhile True: os.write(0, b'x' * 1000)"
+    monkeypatch.setattr(limited_reading, "_command", lambda: [sys.executable, "-c", code])
+    monkeypatch.setattr(limited_reading, "MAX_REPLY_BYTES", 4 << 20)
+    clock = SimpleNamespace(monotonic=count().__next__)  # a second passes at each look
+    monkeypatch.setattr(limited_reading, "time", clock)
+    assert "takes more than 120 s to read" in sentence(pool, good)
 
 
 @pytest.mark.parametrize(

@@ -213,15 +213,18 @@ class ReaderChild:
 
     def _receive(self, deadline: float, limit_bytes: int) -> tuple[dict[str, Any], int]:
         """A reply, which is a line, and its size."""
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        self._socket.settimeout(left_s)
-        line = self._replies.readline(limit_bytes + 1)
-        if len(line) > limit_bytes:
-            raise _TooMuch
-        if not line.endswith(b"\n"):
-            raise EOFError
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
+            received = len(self._replies.peek())  # one read at most, for which the time holds
+            if not received:
+                raise EOFError
+            line += self._replies.readline(received)
+            if len(line) > limit_bytes:
+                raise _TooMuch
         return json.loads(line.decode("utf-8", "surrogatepass")), len(line)
 
     def disconnect(self) -> None:
