@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from blendrag.errors import InvalidInputError, SchemaError
 from blendrag.schema import programs
 from blendrag.schema.checking import FilledParameter, length_errors, resolve
-from blendrag.schema.markup import parse_prompt
+from blendrag.schema.markup import parse_prompt, parse_schema
 from blendrag.schema.programs import Program
+from schema.test_markup import outline
 
 HEAD = """\
 from __future__ import annotations
@@ -294,6 +295,8 @@ def test_wrong_calls_and_definitions_are_refused():
         program("@schema\ndef p(x: Annotated[int, MaxTokens(1)]):\n    yield x")(3)
     with pytest.raises(SchemaError, match=r"ZeroDivisionError"):
         program("@schema\ndef p(x: int):\n    if 1 / x:\n        yield 'a'")(0)
+    with pytest.raises(SchemaError, match="cannot be a name in XML"):
+        program(f"@schema\ndef {'f' * 201}():\n    yield 'a'")
     with pytest.raises(
         InvalidInputError, match=r"MaxTokens\(0\), expected a number of tokens from 1"
     ):
@@ -444,3 +447,8 @@ def test_prompts_of_a_program_read_as_the_program_writes(body, a, b, x, y, n):
     made = program(source, CONSTANT="c")
     assert reading(made, a, b, x, y, n) == "".join(plain["outer"](a, b, x, y, n))
     assert all(len(each.modules) == 2 for each in made.schema.scaffolds)
+    parsed = parse_schema(made.markup)
+    assert outline(made.schema.children) == outline(parsed.children)
+    assert [each.modules for each in made.schema.scaffolds] == [
+        each.modules for each in parsed.scaffolds
+    ]

@@ -47,7 +47,13 @@ from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hin
 from xml.sax.saxutils import escape, quoteattr
 
 from blendrag.errors import InvalidInputError, SchemaError
-from blendrag.schema.markup import MAX_TOKENS, RESERVED, ProgramMarkup, is_name
+from blendrag.schema.markup import (
+    MAX_NAME_CHARS,
+    MAX_TOKENS,
+    RESERVED,
+    ProgramMarkup,
+    is_name,
+)
 from blendrag.schema.nodes import (
     ROLES,
     Location,
@@ -61,6 +67,7 @@ from blendrag.schema.nodes import (
     Union,
     joined_texts,
 )
+from blendrag.wording import quoted
 
 #: Passes through all loops of one program.
 MAX_UNROLLED = 100_000
@@ -147,6 +154,12 @@ class _Source:
         self.name = function.__name__
         self.file = function.__code__.co_filename
         self.tree = self._definition(function)
+        if not is_name(self.name):
+            raise SchemaError(
+                self.at(self.tree),
+                f"the name {quoted(self.name)} cannot be a name in XML, expected another, of at most "
+                f"{MAX_NAME_CHARS} characters",
+            )
         has_docstring = ast.get_docstring(self.tree, clean=False) is not None
         self.body = self.tree.body[has_docstring:]
         for part in ast.walk(self.tree):
