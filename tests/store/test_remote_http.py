@@ -153,6 +153,18 @@ def test_a_pointer_is_replaced_by_one_of_those_who_have_seen_it(server):
         assert there.get("pointer").data == b"2"
 
 
+def test_a_write_without_condition_that_is_refused_is_an_error(server, monkeypatch):
+    def refuse(request):
+        request.body()
+        request.reply(412, b"<Error><Code>LeaseIdMissing</Code></Error>")
+
+    monkeypatch.setattr(S3, "do_PUT", refuse)
+    with contextlib.closing(RemoteObjects("s3://bucket/prefix", 5.0)) as there:
+        assert not there.put("chunk", b"1", if_absent=True)
+        with pytest.raises(StoreUnavailableError, match="LeaseIdMissing"):
+            there.put("chunk", b"1", if_absent=False)
+
+
 def test_a_corpus_is_published_and_followed_over_http(server, tmp_path):
     make_corpus(tmp_path / "one")
     with RemoteRoot("s3://bucket/prefix", None, 5.0) as remote:

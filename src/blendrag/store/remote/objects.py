@@ -189,6 +189,8 @@ class RemoteObjects(ProcessBound):
                 obstore.exceptions.AlreadyExistsError,
                 obstore.exceptions.PreconditionError,
             ):
+                if mode == "overwrite":  # which has no condition: somebody holds the object
+                    raise
                 return False
             except FileNotFoundError as exc:
                 if isinstance(mode, str) or _NO_BUCKET.search(str(exc)):
