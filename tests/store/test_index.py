@@ -12,6 +12,7 @@ from kv_lab import Lab
 
 from blendrag.errors import StoreError, StoreUnavailableError
 from blendrag.store import index
+from blendrag.store.databases import database_uri
 from blendrag.store.disk import DiskStore
 from blendrag.store.index import DATABASE_FILES, Index, IndexCorrupt, IndexLocked
 from blendrag.store.payload_files import new_name
@@ -438,3 +439,8 @@ def test_markers_of_a_crash_stay_until_the_rebuilt_index_is_on_disk(lab, root, f
     assert marker.exists()
     DiskStore(root, None).close()
     assert not marker.exists()
+
+
+def test_a_log_that_another_process_has_just_removed_does_not_matter(root, monkeypatch):
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    assert database_uri(root / "index.db", "rw").endswith("?mode=rw")

@@ -54,12 +54,13 @@ def _tighten(path: Path, mode: int) -> None:
 def database_uri(path: Path, mode: str) -> str:
     """URI of a database in a mode of SQLite: ``ro``, ``rw`` or ``rwc``."""
     uri = f"file:{quote(os.fsencode(path.absolute()))}?mode={mode}"
+    if mode != "ro" or os.access(path.parent, os.W_OK | os.X_OK):
+        return uri
     # A reader of a WAL needs a file to share locks in. If it cannot create one, no other process writes, and
     # unless a log was left over, the database is complete.
-    log = path.with_name(f"{path.name}-wal")
-    is_left_over = os.path.exists(log) and log.stat().st_size > 0
-    if mode != "ro" or is_left_over or os.access(path.parent, os.W_OK | os.X_OK):
-        return uri
+    with contextlib.suppress(OSError):
+        if path.with_name(f"{path.name}-wal").stat().st_size:
+            return uri
     return f"{uri}&immutable=1"
 
 
