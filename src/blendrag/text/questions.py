@@ -57,8 +57,9 @@ def split_question(
     because of its place."""
     chunks = without_question(matches, text, turn)
     for match in matches:
-        chunk, before = text[match.start : match.end], text[: match.start]
-        if match not in chunks and not (_asks(chunk) or _LABEL_BEFORE.search(before)):
+        if match in chunks or _asks(text[match.start : match.end]):
+            continue
+        if not _LABEL_BEFORE.search(text[: match.start]):
             return chunks, (
                 "the last chunk was computed, as it may be the question; put the question after the chunks, "
                 "on a line that begins with Question:, to reuse all of them",
