@@ -225,12 +225,20 @@ class BlendVectorStore(VectorStore):
         return [to_document(hit.entry) for hit in self._hits_by_vector(embedding, k, filter)]
 
     def max_marginal_relevance_search(
-        self, query: str, *args: Any, **kwargs: Any
+        self,
+        query: str,
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        filter: Filter | None = None,
+        **kwargs: Any,
     ) -> list[Document]:
         """:meth:`max_marginal_relevance_search_by_vector` for a question."""
         _check_query(query)
         vector = self.embeddings.embed_query(query)
-        return self.max_marginal_relevance_search_by_vector(vector, *args, **kwargs)
+        return self.max_marginal_relevance_search_by_vector(
+            vector, k, fetch_k, lambda_mult, filter, **kwargs
+        )
 
     def max_marginal_relevance_search_by_vector(
         self,
