@@ -37,9 +37,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (
-            Exception
-        ) as error:  # NoSuchOption is click's, or typer's copy of it, by typer's version
+        except Exception as error:
+            # NoSuchOption is click's, or typer's copy of it, depending on typer's version
             if possible := getattr(error, "possibilities", None):
                 names = {name.lstrip("-"): name for name in possible}
                 near = near_names([str(getattr(error, "option_name", "")).lstrip("-")], names)

@@ -52,7 +52,8 @@ def ingest(engine: BlendEngine, body: IngestBody, check: Check = proceed) -> Fie
 def document_list(engine: BlendEngine) -> bytes:
     """All documents with their sources, titles, chunks and tokens as JSON, written one by one: a long list
     holds the interpreter's lock only for a moment at a time."""
-    found = engine.corpus.documents() if engine.corpus is not None else ()
+    corpus = engine.corpus
+    found = [] if corpus is None else corpus.documents()
     objects = ({"object": "document", **asdict(each)} for each in found)
     written = ",".join(json.dumps(each, ensure_ascii=False) for each in objects)
     return f'{{"object":"list","data":[{written}]}}'.encode()

@@ -141,10 +141,9 @@ def install_refusals(app: FastAPI) -> None:
         if isinstance(error, RequestValidationError):
             return of_body(error).response()
         refusal = refusal_of(error)
-        if not isinstance(
-            error, BlendragError
-        ):  # logged with its traceback by uvicorn (0.54), which
-            refusal.headers["Connection"] = "close"  # closes the connection and tells nobody
+        if not isinstance(error, BlendragError):
+            # uvicorn (0.54) logs its traceback and closes the connection without telling the client
+            refusal.headers["Connection"] = "close"
         return refusal.response()
 
     for kind in (HTTPException, RequestValidationError, BlendragError, Exception):
