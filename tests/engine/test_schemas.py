@@ -511,12 +511,13 @@ def test_reading_ahead_gives_way(reason, tmp_path, monkeypatch):
         assert reason == "no memory" or len(calls) >= 10
 
 
+@pytest.mark.parametrize("content", [ORDERS[0] + ASK, "<sea/>"])  # one token is fresh in the last
 def test_a_request_with_fixed_positions_gives_up_stored_modules_that_stay_corrupt(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    content: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(tiny.llama(), tmp_path / "store") as made:
         made.encode_schema("trip")
-        expected = made.generate(pml=pml())
+        expected = made.generate(pml=pml(content))
         prompts: list[ConcatenatedPrompt] = []
         start = ModuleCache.__init__
 
@@ -537,7 +538,7 @@ def test_a_request_with_fixed_positions_gives_up_stored_modules_that_stay_corrup
         load = ModuleCache._load
         monkeypatch.setattr(ModuleCache, "__init__", watched_start)
         monkeypatch.setattr(ModuleCache, "_load", corrupt)
-        answer = made.generate(pml=pml())
+        answer = made.generate(pml=pml(content))
         assert answer.text == expected.text
         assert len(prompts) == MAX_RESTARTS + 1
         assert {chunk.outcome for chunk in answer.metrics.chunks} == {"computed"}

@@ -42,6 +42,8 @@ class Coroutine(greenlet):
         """The model that decodes its tokens jointly."""
         self.loaded: LoadedPrompt | None = None
         """Its prompt, if parts of it were loaded."""
+        self.has_begun = False
+        """Whether the model was called: its first forward computes the prompt, perhaps a single token."""
         self.kv: RequestKV | None = None
         """Its KV, from the first token that can be decoded with others."""
         self.step: DecodeStep | None = None
@@ -120,7 +122,8 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(call, Coroutine) or call.adapter is None or args:
             return stock(*args, **kwargs)
         ids = kwargs.get("input_ids")
-        if ids is None or ids.shape[-1] != 1:  # a prefill
+        if ids is None or ids.shape[-1] != 1 or not call.has_begun:  # a prefill
+            call.has_begun = True
             return stock(**kwargs)
         if call.share is not None:
             call.share.used += 1
@@ -181,13 +184,13 @@ def decoding_jointly(
         yield
         return
     # a processor of a request may ask, too
-    around = call.adapter, call.loaded, call.kv, call.share, call.weights
-    call.adapter, call.loaded, call.kv, call.share, call.weights = (
-        adapter, None, None, share, weights
+    around = call.adapter, call.loaded, call.has_begun, call.kv, call.share, call.weights
+    call.adapter, call.loaded, call.has_begun, call.kv, call.share, call.weights = (
+        adapter, None, False, None, share, weights
     )  # fmt: skip
     with call.scheduler.joint_forward.of(adapter.model):
         try:
             yield
         finally:
             call.scheduler.room.leave(call)
-            call.adapter, call.loaded, call.kv, call.share, call.weights = around
+            call.adapter, call.loaded, call.has_begun, call.kv, call.share, call.weights = around
