@@ -250,6 +250,30 @@ def test_an_unknown_argument_of_the_prompts_length_is_refused(kwargs):
         slice_kwargs(kwargs, Rows(SOME, 12), masked=True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "has"),
+    [
+        ({}, True),
+        ({"width": 256}, True),
+        ({"width": 512}, False),
+        ({"width": 192, "value_width": 128}, False),
+        ({"width": 36}, False),
+        ({"dtype": torch.float32}, False),
+        ({"is_recent": False}, False),
+    ],
+)
+def test_fused_kernels_of_a_gpu_take_keys_and_values_that_they_can(changes, has, monkeypatch):
+    case = {"width": 128, "value_width": None, "dtype": torch.float16, "is_recent": True, **changes}
+    monkeypatch.setattr(compat, "has_flash_attention", lambda device: case["is_recent"])
+    key, value = (
+        SimpleNamespace(
+            is_cuda=True, dtype=case["dtype"], shape=(1, 2, 9, width), device=torch.device("cuda:0")
+        )
+        for width in (case["width"], case["value_width"] or case["width"])
+    )
+    assert attention.has_fused_kernels(key, value) is has
+
+
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_stripes_merged_by_their_log_sum_exps_equal_one_mask(sharing, monkeypatch):
     def on_cpu(q: Any, k: Any, v: Any, bias: Any, scale: Any) -> Any:
@@ -257,7 +281,7 @@ def test_stripes_merged_by_their_log_sum_exps_equal_one_mask(sharing, monkeypatc
         return compat.cpu_flash_attention(q, k, v, attn_mask=mask, scale=scale)
 
     monkeypatch.setattr(compat, "cuda_attention", on_cpu)
-    monkeypatch.setattr(attention, "has_fused_kernels", lambda key: True)
+    monkeypatch.setattr(attention, "has_fused_kernels", lambda *_: True)
     monkeypatch.setattr("blendrag.fusor.rows.STRIPED_PRODUCTS", 0)
     monkeypatch.setattr("blendrag.fusor.rows.STRIPE_ROWS", 4)
     positions, n = torch.tensor([0, 2, 3, 7, 8, 11, 19, 20, 21]), 22

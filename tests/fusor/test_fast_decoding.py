@@ -134,7 +134,7 @@ def test_one_token_on_a_gpu_is_attended_by_the_kernel_that_needs_no_preparation(
     query, (key, value) = torch.randn(1, 8, 1, 16), torch.randn(2, 1, 2, 9, 16)
     expected = attention.attend_token(query, key, value, 0.3)
     monkeypatch.setattr(compat, "cuda_attention", on_cpu)
-    monkeypatch.setattr(attention, "has_fused_kernels", lambda key: True)
+    monkeypatch.setattr(attention, "has_fused_kernels", lambda *_: True)
     with tiny.counted(compat, "cuda_attention") as calls:
         got = attention.attend_token(query, key, value, 0.3)
     assert len(calls) == 1

@@ -89,7 +89,7 @@ def _attend(
         return out.transpose(1, 2).contiguous()  # AFMoE takes views of it
     sharing = heads // kv_heads
     outs = []
-    if window is None and has_fused_kernels(key):
+    if window is None and has_fused_kernels(key, value):
         stripes = rows.stripes(query.dtype, sharing)
         outs = [_striped(stripe, query, key, value, scaling) for stripe in stripes]
         if outs:
@@ -116,9 +116,17 @@ def _attend(
     return outs[0].contiguous() if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
-def has_fused_kernels(key: torch.Tensor) -> bool:
-    """Whether :func:`~blendrag.model.compat.cuda_attention` serves such keys."""
-    return key.is_cuda and key.dtype in HALF_PRECISION and key.shape[-1] % 8 == 0
+def has_fused_kernels(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether :func:`~blendrag.model.compat.cuda_attention` serves such keys and values."""
+    width = key.shape[-1]
+    return (
+        key.is_cuda
+        and key.dtype in HALF_PRECISION
+        and width % 8 == 0
+        and width <= compat.FLASH_WIDTH
+        and width == value.shape[-1]
+        and compat.has_flash_attention(key.device.index)
+    )
 
 
 def _striped(
@@ -207,7 +215,7 @@ def attend_token(
     batch, heads, _, width = query.shape
     kv_heads = key.shape[1]
     sharing = heads // kv_heads
-    if mask is None and has_fused_kernels(key) and key.shape[3] == value.shape[3]:
+    if mask is None and has_fused_kernels(key, value):
         # cuDNN, torch's default on an H200 (2.11), takes 35 ms to prepare each new length
         folded = query.reshape(batch, kv_heads, sharing, width)
         out, _ = compat.cuda_attention(folded, key, value, None, scaling)

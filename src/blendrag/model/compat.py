@@ -260,6 +260,19 @@ def cuda_attention(
     return out, lse[..., : query.shape[2]]  # padded to a multiple of 32
 
 
+#: Widest heads of torch's flash attention (2.13) on a GPU.
+FLASH_WIDTH = 256
+
+
+@functools.cache
+def has_flash_attention(device: int) -> bool:
+    """Whether this GPU has torch's flash attention (2.13): NVIDIA's since Ampere.
+
+    ``can_use_flash_attention`` of ``torch.backends.cuda`` tells, too, but takes tensors and far longer.
+    """
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 # -- products of packed weights ---------------------------------------------------------------------
 # Operators of torch (2.13) that nothing public calls on a CPU; gpt-fast and torchao call the same.
 

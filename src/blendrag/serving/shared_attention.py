@@ -520,7 +520,7 @@ def attend_part(
         return cpu_flash_attention(
             query.to(keys.dtype), keys, values, attn_mask=bias, scale=scaling
         )
-    if has_fused_kernels(keys):
+    if has_fused_kernels(keys, values):
         return cuda_attention(query.to(keys.dtype), keys, values, bias, scaling)
     query = query.float() if scaling == 1.0 else query.float() * scaling
     scores = query @ keys.float().mT  # [B, Hkv, M, T]
