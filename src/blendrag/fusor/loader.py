@@ -127,6 +127,8 @@ class LayerLoader:
     def _read_all(self, readers: ThreadPoolExecutor) -> None:
         for layer, work in enumerate(self._work):
             slots = self._ring.fill(layer)
+            if self._stop.is_set():  # the ring may be closed, and gave no slots
+                return
             staged = iter(slots)
             began = time.perf_counter()
             with noted(self._timeline if work else None, LOAD, layer):
