@@ -214,6 +214,15 @@ def test_layers_whose_inputs_are_no_whole_groups_keep_their_weights(
     assert list(packing.linear_layers(layers)) == ["1"]
 
 
+def test_layers_whose_weights_are_not_contiguous_keep_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    layer = nn.Linear(64, 64)
+    layer.weight = nn.Parameter(layer.weight.detach().T)
+    assert not packing.linear_layers(nn.ModuleList([layer]))
+
+
 @torch.inference_mode()
 def test_layers_below_a_lora_adapter_are_packed_and_the_adapter_is_added(
     model: nn.Module,

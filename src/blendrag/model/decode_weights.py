@@ -145,6 +145,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
         and module.weight.numel() >= MIN_WEIGHTS
         # torch's products (2.13) read 16 inputs or a group at a time, also beyond the end of a row
         and module.in_features % GROUP == 0
+        and module.weight.is_contiguous()
     }
 
 
@@ -338,15 +339,15 @@ class DecodeWeights:
         if chosen is None:
             faster = [each for each in self.layers.values() if rows <= each.max_rows]
             chosen = self._by_rows[rows] = [(vars(each.layer), each.forward) for each in faster]
-        self._using.ident = get_ident()
-        for attributes, forward in chosen:  # Module.__setattr__ takes far longer
-            attributes["forward"] = forward
         try:
+            self._using.ident = get_ident()
+            for attributes, forward in chosen:  # Module.__setattr__ takes far longer
+                attributes["forward"] = forward
             yield
         finally:
             self._using.ident = 0
             for attributes, _ in chosen:
-                del attributes["forward"]
+                attributes.pop("forward", None)
 
 
 def most_rows(layers: Sequence[PackedLayer], clock: Callable[[], float] = time.perf_counter) -> int:
