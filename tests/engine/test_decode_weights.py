@@ -111,6 +111,16 @@ def test_prefills_and_stored_kv_are_those_of_the_native_weights(
     assert len(namespaces) == 1
 
 
+def test_a_prompt_of_which_one_token_is_computed_is_no_step_of_decoding(
+    engines: Callable[..., BlendEngine], products: list[int]
+) -> None:
+    engine, prompt = engines(decode_weights="int8"), " ".join([QUESTION] * 8)
+    for computed in (None, 1):
+        metrics = engine.generate(prompt, max_new_tokens=1).metrics
+        assert computed in (None, metrics.prompt_tokens - metrics.prefix_tokens)
+    assert not products
+
+
 def test_joint_steps_use_packed_weights_up_to_the_rows_where_they_are_faster(
     engines: Callable[..., BlendEngine], products: list[int]
 ) -> None:
@@ -155,7 +165,7 @@ def test_packed_weights_are_kept_and_read_again(
 
 
 def test_packed_weights_that_are_read_are_aligned_as_the_products_need(
-    engines: Callable[..., BlendEngine], cache: Path
+    engines: Callable[..., BlendEngine],
 ) -> None:
     engines(decode_weights="int8").generate(QUESTION, max_new_tokens=2)
     with tiny.counted(packing, "pack") as made:
@@ -245,6 +255,41 @@ def test_other_dtypes_and_refused_models_keep_their_weights(
     assert any("decoded together" in note for note in answer.metrics.notes)
 
 
+def test_a_model_that_decodes_alone_keeps_its_weights(
+    engines: Callable[..., BlendEngine], products: list[int]
+) -> None:
+    capped = tiny.family("gemma2").bfloat16()
+    answer = engines(capped, decode_weights="int8").generate(QUESTION, max_new_tokens=3)
+    assert any("not decoded together" in note for note in answer.metrics.notes)
+    assert not products
+
+
+def test_copies_that_cannot_be_made_are_no_error(
+    engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not enough memory: you tried to allocate 2 bytes")
+
+    monkeypatch.setattr(packing, "pack", fail)
+    answer = engines(decode_weights="int8").generate(QUESTION, max_new_tokens=3)
+    assert answer.metrics.decode_weights == "native"
+    assert any("cannot be made: not enough memory" in note for note in answer.metrics.notes)
+
+
+def test_an_interrupted_packing_is_done_again(
+    engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    choice = engines(decode_weights="int8").kv_namespace.model.decode_weights
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "pack", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            choice.now()
+    assert choice.now() is not None
+
+
 # -- auto -----------------------------------------------------------------------------------------
 
 
@@ -286,6 +331,19 @@ def test_auto_measures_in_the_background_and_then_uses_weights_that_agree(
 
 
 @pytest.mark.usefixtures("texts")
+def test_no_request_waits_for_copies_that_it_does_not_use(
+    engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = engines(decode_weights="auto").kv_namespace.model.decode_weights
+    with tiny.counted(packing, "pack") as packed:
+        assert choice.now() is None
+        assert choice.is_measurable
+        assert not packed
+        choice.measure()
+        assert packed
+
+
+@pytest.mark.usefixtures("texts")
 def test_an_ingest_measures_with_the_gate(
     engines: Callable[..., BlendEngine],
     agrees: Callable[[bool], None],
@@ -309,6 +367,7 @@ def test_weights_that_change_while_they_are_measured_are_measured_again(
     with engine.kv_namespace.model.adapter.lock, torch.inference_mode():
         choice.now()
         choice.measure()
+        choice.measure()
         loaded.lm_head.weight.data.mul_(-1)
         choice.measure()
         assert not choice.is_measurable
@@ -327,7 +386,7 @@ def test_an_ingest_lets_requests_in_while_it_measures(engines: Callable[..., Ble
         return call()
 
     engines(decode_weights="auto").kv_namespace.model.decode_weights.measure_all(computed)
-    assert len(pieces) == 3  # packing, and 10 tokens of which 8 are measured at a time
+    assert len(pieces) == 12  # the look at what is known, packing, and 10 tokens
 
 
 @pytest.mark.usefixtures("texts")

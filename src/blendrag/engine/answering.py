@@ -258,7 +258,7 @@ class Answering:
                 return self._learner.learn(road.request, answer)
 
     def _measure_in_background(self) -> None:
-        """Go on to find out with which weights the model decodes, a few tokens at a time."""
+        """Go on to find out with which weights the model decodes, a token at a time."""
         choice = self._model.decode_weights
         if not choice.is_measurable or self._is_measuring:
             return
@@ -266,7 +266,13 @@ class Answering:
 
         def measure() -> None:
             self._is_measuring = False
-            choice.measure()
+            lock = self._model.adapter.lock
+            if not lock.acquire(0):  # another engine's requests go first; on after the next answer
+                return
+            try:
+                choice.measure()
+            finally:
+                lock.release()
             self._measure_in_background()
 
         self._scheduler.submit(Pending(measure), background=True)

@@ -24,12 +24,13 @@ from safetensors.torch import save_file
 
 from blendrag.config import settings
 from blendrag.errors import is_out_of_space
-from blendrag.fusor import verdicts
+from blendrag.fusor import Fusor, verdicts
 from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement, DecodeAgreement
 from blendrag.model import decode_weights as packing
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.decode_weights import NATIVE, DecodeWeights, Packed
 from blendrag.store.durable import readable_size
+from blendrag.wording import condensed
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +44,23 @@ LEAST_BYTES = 32 * 2**20
 #: Share of the available memory that copies may take.
 MOST_OF_MEMORY = 0.8
 NOT_FASTER = "packed weights are not faster on this machine"
+NOT_TOGETHER = "its requests are not decoded together"
 
 
 class DecodeWeightsChoice:
     """The weights that one engine's requests decode with. Its methods take the model's lock."""
 
-    def __init__(self, adapter: ModelAdapter, wanted: str) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, wanted: str, decodes_jointly: Callable[[], bool]
+    ) -> None:
         self._adapter = adapter
         self._wanted = wanted
+        self._decodes_jointly = decodes_jointly
         self._chosen: DecodeWeights | None = None
         self._is_settled = wanted == NATIVE
         self._measurement: AgreementMeasurement | None = None
+        self.is_measurable = False
+        """Whether :meth:`measure` would find out whether packed weights may be used."""
         self.note = ""
         """Why the model decodes with its own weights, although others were asked for."""
 
@@ -61,34 +68,35 @@ class DecodeWeightsChoice:
         """The packed weights, made now if need be; ``None``: the model's own."""
         with self._adapter.lock:
             if self._chosen is not None and not self._chosen.are_current:
-                self._chosen, self._is_settled = None, False
+                self._is_settled = False
             if not self._is_settled:
                 self._settle()
             return self._chosen
 
-    @property
-    def is_measurable(self) -> bool:
-        """Whether :meth:`measure` would find out whether packed weights may be used."""
-        return self._measurement is not None
-
     def _settle(self) -> None:
-        self._is_settled, self.note, self._measurement = True, "", None
+        self._chosen, self._measurement, self.is_measurable, self.note = None, None, False, ""
         is_auto = self._wanted == AUTO
         name = AUTOMATIC if is_auto else self._wanted
         why = _why_not(self._adapter)
+        if not why and not self._decodes_jointly():
+            why = NOT_TOGETHER
         if is_auto and not why:
-            known = verdicts.recall_measured(_key(self._adapter, name), DecodeAgreement)
             if packing.size_bytes(self._adapter.model) < LEAST_BYTES:
                 why = "the model is small"
-            elif known is not None and not known.suffices:
-                why = f"they choose the same token in {known.share:.1%} of steps"
-            elif known is None and (made := _made(self._adapter, name)) is not None:
-                self._measurement = AgreementMeasurement(self._adapter, made)
-                return
-        self._chosen = None if why else _made(self._adapter, name)
-        if self._chosen is None and not is_auto:
-            why = why or NOT_FASTER
-            self.note = f"decode_weights {name} is not used: {why}"
+            else:
+                known = verdicts.recall_measured(_key(self._adapter, name), DecodeAgreement)
+                self.is_measurable = known is None
+                if known is not None and not known.suffices:
+                    why = f"they choose the same token in {known.share:.1%} of steps"
+        if not self.is_measurable:
+            made = why or _made(self._adapter, name)
+            if isinstance(made, DecodeWeights):
+                self._chosen = made
+            elif is_auto:
+                log.info("%s decodes with its own weights: %s", self._adapter.model_id, made)
+            else:
+                self.note = f"decode_weights {name} is not used: {made}"
+        self._is_settled = True  # not if this was interrupted
 
     # -- auto -----------------------------------------------------------------------------------
 
@@ -107,32 +115,41 @@ class DecodeWeightsChoice:
             computed(self.measure)
 
     def measure(self) -> None:
-        """Do the next piece of the measurement; the last one chooses the weights."""
+        """Do the next piece of the measurement: the first one makes the copies, the last one chooses the
+        weights."""
         with self._adapter.lock:
-            self._measure()
+            if self.is_measurable:
+                self._measure()
 
     def _measure(self) -> None:
-        measurement = self._measurement
-        if measurement is None:
+        adapter = self._adapter
+        if self._measurement is None:
+            made = _made(adapter, AUTOMATIC)
+            if isinstance(made, DecodeWeights):
+                self._measurement = AgreementMeasurement(adapter, made)
+            else:
+                self.is_measurable = False
+                log.info("%s decodes with its own weights: %s", adapter.model_id, made)
             return
-        if not measurement.weights.are_current:
-            self._is_settled, self._measurement = False, None
+        weights = self._measurement.weights
+        if not weights.are_current:
+            self._is_settled, self._measurement, self.is_measurable = False, None, False
             return
         try:
-            found = measurement.step()
+            found = self._measurement.step()
         except Exception as exc:  # a model that decodes otherwise than generate lets it
             log.warning("decode weights cannot be measured, so the model's own are used: %s", exc)
-            self._measurement = None
+            self._measurement, self.is_measurable = None, False
             return
         if found is None:
             return
-        self._measurement = None
-        verdicts.remember_measured(_key(self._adapter, AUTOMATIC), found)
+        self._measurement, self.is_measurable = None, False
+        verdicts.remember_measured(_key(adapter, AUTOMATIC), found)
         log.info(
             "%s chooses the same token with %s weights in %.1f%% of %d steps, KL %.4f",
-            *(self._adapter.model_id, AUTOMATIC, 100 * found.share, found.tokens, found.kl),
+            *(adapter.model_id, AUTOMATIC, 100 * found.share, found.tokens, found.kl),
         )
-        self._chosen = measurement.weights if found.suffices else None
+        self._chosen = weights if found.suffices else None
 
 
 def compare(adapter: ModelAdapter, name: str) -> DecodeAgreement | str:
@@ -140,9 +157,11 @@ def compare(adapter: ModelAdapter, name: str) -> DecodeAgreement | str:
     with adapter.lock:
         if why := _why_not(adapter):
             return why
+        if not Fusor(adapter).packs:
+            return NOT_TOGETHER
         made = _made(adapter, name)
-        if made is None:
-            return NOT_FASTER
+        if isinstance(made, str):
+            return made
         found = AgreementMeasurement(adapter, made).run()
         verdicts.remember_measured(_key(adapter, name), found)
         return found
@@ -157,7 +176,7 @@ def _key(adapter: ModelAdapter, name: str) -> str:
 def _why_not(adapter: ModelAdapter) -> str:
     """Why the model keeps its own weights, in a clause, or empty."""
     if adapter.refusal is not None:
-        return "its requests are not decoded together"
+        return NOT_TOGETHER
     if adapter.is_compiled:
         return "it is compiled"
     if why := packing.why_not(adapter.model):
@@ -168,13 +187,17 @@ def _why_not(adapter: ModelAdapter) -> str:
     return ""
 
 
-def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | None:
-    """The model's copies of that name; ``None`` if they are not faster."""
+def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | str:
+    """The model's copies of that name, or why it keeps its own weights."""
     began = time.perf_counter()
-    made = DecodeWeights(adapter.model, name, _packed(adapter, name))
-    _limit_rows(made)
+    try:
+        made = DecodeWeights(adapter.model, name, _packed(adapter, name))
+        _limit_rows(made)
+    except Exception as exc:  # memory ran out, or a layer is unlike others of its class
+        log.warning("%s weights of %s cannot be made: %s", name, adapter.model_id, exc)
+        return f"they cannot be made: {condensed(str(exc))}"
     if not made.layers:
-        return None
+        return NOT_FASTER
     log.info(
         "decode weights of %s: %s, %s of memory, made in %.1f s",
         *(adapter.model_id, name, readable_size(made.size_bytes), time.perf_counter() - began),

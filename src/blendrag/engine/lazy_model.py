@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ import transformers
 
 from blendrag.config import Settings, absolute_model
 from blendrag.engine.decode_weights import DecodeWeightsChoice
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.fusor import Fusor
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import (
@@ -115,7 +116,17 @@ class LazyModel:
 
     @opened
     def decode_weights(self) -> DecodeWeightsChoice:
-        return DecodeWeightsChoice(self.adapter, self._settings.decode_weights)
+        wanted = self._settings.decode_weights
+        return DecodeWeightsChoice(self.adapter, wanted, lambda: self.decodes_jointly)
+
+    @property
+    def decodes_jointly(self) -> bool:
+        """Whether tokens of several requests may be decoded together."""
+        if self.adapter.refusal is not None or self.adapter.is_compiled:
+            return False
+        with suppress(UnsupportedModelError):
+            return self.fusor.packs
+        return False
 
     @opened
     def tokens(self) -> Tokens:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from blendrag.engine.planner import Planner, checked
 from blendrag.engine.request import Request
 from blendrag.engine.schemas import Schemas
 from blendrag.engine.stream import AnswerStream
-from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import BlendCache, Fusion
 from blendrag.metrics import Timeline
 from blendrag.model.sharing import before_layers
@@ -109,11 +108,7 @@ class Road(ABC):
     @property
     def decodes_jointly(self) -> bool:
         """Whether tokens may be decoded together with those of other requests."""
-        if self.adapter.refusal is not None or self.adapter.is_compiled:
-            return False
-        with suppress(UnsupportedModelError):
-            return self._model.fusor.packs
-        return False
+        return self._model.decodes_jointly
 
     @property
     def _room(self) -> int:

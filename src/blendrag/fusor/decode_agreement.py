@@ -24,8 +24,6 @@ from blendrag.model.decode_weights import DecodeWeights
 LEAST_AGREEMENT = 0.99
 #: Tokens decoded after each text.
 TOKENS = 32
-#: Tokens that are measured at a time, so that requests need not wait for more.
-TOKENS_AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,12 @@ class AgreementMeasurement:
 
     @torch.inference_mode()
     def step(self) -> DecodeAgreement | None:
-        """Measure the next few tokens; the result once all are measured."""
+        """Measure the next token, so that requests need not wait for more; the result after the last one."""
         with self._adapter.uncompiled(), fast_decoding(self._adapter.stack):
             if not self._left:
                 self._begin(self._texts.pop())
-            for _ in range(min(self._left, TOKENS_AT_A_TIME)):
-                self._decode()
-                self._left -= 1
+            self._decode()
+            self._left -= 1
         if self._left or self._texts:
             return None
         count = len(self._agreed)
