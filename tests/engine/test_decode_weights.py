@@ -290,6 +290,25 @@ def test_an_interrupted_packing_is_done_again(
     assert choice.now() is not None
 
 
+@pytest.mark.parametrize("version", [0, 1])
+def test_the_memory_limit_of_a_container_counts(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = choosing.CONTROL_GROUPS[version]._replace(root=tmp_path / "groups")
+    monkeypatch.setattr(choosing, "CONTROL_GROUPS", [names])
+    monkeypatch.setattr(choosing, "OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(f"7:{names.controller}:/pod/app\n3:cpu,cpuacct:/\n")
+    alone = choosing.available_bytes()
+    own = names.root / "pod" / "app"
+    own.mkdir(parents=True)
+    (own / names.limit).write_text("max\n")
+    pod = names.root / "pod"
+    (pod / names.limit).write_text("5000\n")
+    (pod / names.used).write_text("4000\n")
+    (pod / "memory.stat").write_text(f"anon 3500\n{names.droppable} 250\n")
+    assert choosing.available_bytes() == 1250 < alone
+
+
 # -- auto -----------------------------------------------------------------------------------------
 
 
