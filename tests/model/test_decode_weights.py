@@ -77,6 +77,15 @@ def test_the_likeliest_logits_are_those_of_the_native_head(model: nn.Module) -> 
     assert not torch.equal(found, native)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_inputs_that_are_not_contiguous_are_multiplied(name: str, model: nn.Module) -> None:
+    layer = made(model, name).layers["model.layers.0.mlp.down_proj"]
+    inputs = layer.layer.in_features
+    rows = torch.randn(2, 1, inputs, 2, generator=torch.Generator().manual_seed(2)).bfloat16()
+    strided = rows[..., 0]
+    assert torch.equal(layer.multiply(strided), layer.multiply(strided.contiguous()))
+
+
 @torch.inference_mode()
 def test_only_the_thread_that_decodes_uses_packed_weights(model: nn.Module) -> None:
     ids = tiny.random_ids(1)

@@ -258,7 +258,7 @@ class PackedLayer:
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             """``[..., K]`` → ``[..., N]``"""
-            out = product(x.reshape(-1, x.shape[-1]), *packed)
+            out = product(x.reshape(-1, x.shape[-1]).contiguous(), *packed)
             if bias is not None:
                 out += bias
             return out.view(*x.shape[:-1], outputs)
