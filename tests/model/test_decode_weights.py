@@ -79,7 +79,7 @@ def test_the_likeliest_logits_are_those_of_the_native_head(model: nn.Module) -> 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_inputs_that_are_not_contiguous_are_multiplied(name: str, model: nn.Module) -> None:
-    layer = made(model, name).layers["model.layers.0.mlp.down_proj"]
+    layer = made(model, name).layers["model.layers.0.mlp.up_proj"]
     inputs = layer.layer.in_features
     rows = torch.randn(2, 1, inputs, 2, generator=torch.Generator().manual_seed(2)).bfloat16()
     strided = rows[..., 0]
