@@ -118,8 +118,12 @@ def test_fast_attention_equals_the_explicit_mask_for_any_rows(data):
     assert error(positions, n, window, torch.bfloat16, kv_heads) < 3e-2
 
 
-@pytest.mark.parametrize(("dtype", "ways"), [(torch.bfloat16, 1), (torch.float32, 0)])
-def test_shared_heads_are_multiplied_where_that_is_faster(dtype, ways, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "amx", "ways"),
+    [(torch.bfloat16, False, 1), (torch.bfloat16, True, 0), (torch.float32, False, 0)],
+)
+def test_shared_heads_are_multiplied_where_that_is_faster(dtype, amx, ways, monkeypatch):
+    monkeypatch.setattr(attention, "has_amx", lambda: amx)
     monkeypatch.setattr(attention, "_by_products", mock := Mock(wraps=attention._by_products))
     assert error(random_rows(700, 60), 700, None, dtype) < 3e-2
     assert mock.call_count == ways

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -153,8 +154,15 @@ def _striped(
 
 
 def _multiplies(query: torch.Tensor) -> bool:
-    """Whether :func:`_by_products` is the faster way for blocks of these rows."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16
+    """Whether :func:`_by_products` is the faster way for blocks of these rows: in bfloat16, on CPUs without
+    AMX, which torch's fused kernel (2.13) uses and the softmax of products does not."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and not has_amx()
+
+
+@cache
+def has_amx() -> bool:
+    """Whether this CPU multiplies bfloat16 in tiles."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 def _centred(key: torch.Tensor) -> torch.Tensor:
