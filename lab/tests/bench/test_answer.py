@@ -122,6 +122,16 @@ def test_ranges_name_the_fastest_way_for_every_number(lines, most):
         assert times[way] == min(times.values())
 
 
+def test_modes_of_the_engine_decode_alike_in_the_ranges():
+    samples = {
+        "blendrag, blend, r = 0.3": [AnswerTimes(1.0, 1.0 + 63 * 0.099)],
+        "blendrag, reuse": [AnswerTimes(0.5, 0.5 + 63 * 0.1)],
+    }
+    rows = {row.way: row for row in answer_rows(samples, 64, 1000)}
+    assert rows["blendrag, reuse"].fastest_from == 1
+    assert rows["blendrag, blend, r = 0.3"].fastest_from is None
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
