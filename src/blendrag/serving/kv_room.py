@@ -32,6 +32,10 @@ class KVRoom:
             self._pool = ChunkPool(call.adapter, self.budget.limit_bytes)
         return self._pool
 
+    def close(self) -> None:
+        """Forget the model, once no call runs any more."""
+        self._pool = None
+
     def leave(self, call: Coroutine) -> None:
         if call.kv is not None and self._pool is not None:
             self._pool.leave(call.kv)

@@ -248,6 +248,7 @@ class Scheduler:
                     lambda: not self._is_held and (self._has_work or self.closed)
                 )
                 if not self._has_work:
+                    self.room.close()
                     return
                 self._stepping = threading.get_ident()  # before anybody can hold
             self.step()
