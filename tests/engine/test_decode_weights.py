@@ -376,6 +376,27 @@ def test_an_ingest_measures_with_the_gate(
 
 
 @pytest.mark.usefixtures("texts")
+def test_a_dry_run_counts_the_seconds_of_the_measurement_until_it_is_done(
+    engines: Callable[..., BlendEngine], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(decode_weights="auto")
+    choice = engine.kv_namespace.model.decode_weights
+    assert choice.expected_s(1.0) >= 320
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "expected_s", lambda step_s: 1e6)
+        assert engine.dry_run([tiny.document(0)]).seconds >= 1e6
+    assert not cache.exists()  # made no copies
+    engine.ingest([tiny.document(0)])
+    assert choice.expected_s(1.0) == 0
+
+
+@pytest.mark.parametrize("name", ["native", *NAMES])
+def test_named_weights_are_not_measured(engines: Callable[..., BlendEngine], name: str) -> None:
+    choice = engines(decode_weights=name).kv_namespace.model.decode_weights
+    assert choice.expected_s(1.0) == 0
+
+
+@pytest.mark.usefixtures("texts")
 def test_weights_that_change_while_they_are_measured_are_measured_again(
     engines: Callable[..., BlendEngine], agrees: Callable[[bool], None]
 ) -> None:

@@ -74,20 +74,10 @@ class DecodeWeightsChoice:
             return self._chosen
 
     def _settle(self) -> None:
-        self._chosen, self._measurement, self.is_measurable, self.note = None, None, False, ""
+        self._chosen, self._measurement, self.note = None, None, ""
         is_auto = self._wanted == AUTO
         name = AUTOMATIC if is_auto else self._wanted
-        why = _why_not(self._adapter)
-        if not why and not self._decodes_jointly():
-            why = NOT_TOGETHER
-        if is_auto and not why:
-            if packing.size_bytes(self._adapter.model) < LEAST_BYTES:
-                why = "the model is small"
-            else:
-                known = verdicts.recall_measured(_key(self._adapter, name), DecodeAgreement)
-                self.is_measurable = known is None
-                if known is not None and not known.suffices:
-                    why = f"they choose the same token in {known.share:.1%} of steps"
+        why, self.is_measurable = self._known()
         if not self.is_measurable:
             made = why or _made(self._adapter, name)
             if isinstance(made, DecodeWeights):
@@ -98,7 +88,29 @@ class DecodeWeightsChoice:
                 self.note = f"decode_weights {name} is not used: {made}"
         self._is_settled = True  # not if this was interrupted
 
+    def _known(self) -> tuple[str, bool]:
+        """Why the model keeps its own weights, in a clause or empty, and whether a measurement would tell."""
+        if why := _why_not(self._adapter):
+            return why, False
+        if not self._decodes_jointly():
+            return NOT_TOGETHER, False
+        if self._wanted != AUTO:
+            return "", False
+        if packing.size_bytes(self._adapter.model) < LEAST_BYTES:
+            return "the model is small", False
+        known = verdicts.recall_measured(_key(self._adapter, AUTOMATIC), DecodeAgreement)
+        if known is None or known.suffices:
+            return "", known is None
+        return f"they choose the same token in {known.share:.1%} of steps", False
+
     # -- auto -----------------------------------------------------------------------------------
+
+    def expected_s(self, step_s: float) -> float:
+        """Seconds that :meth:`measure_all` takes at most, from those of a forward of one token. Makes no
+        copies."""
+        with self._adapter.lock:
+            is_measured = self._wanted == NATIVE or not self._known()[1]
+        return 0.0 if is_measured else 2 * TOKENS * len(TEXTS) * step_s
 
     def measure_all(
         self, computed: Callable[[Callable[[], object]], object] = lambda call: call()

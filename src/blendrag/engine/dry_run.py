@@ -27,7 +27,8 @@ class DryRun:
     bytes: int
     """Bytes of the KV that is not stored yet."""
     seconds: float
-    """Opening the model, the gate if it did not run before, computing KV, embedding."""
+    """Opening the model, the gate and the measurement of decode weights if they did not run before, computing
+    KV, embedding."""
     failed: int
     failures: list[str]
     warnings: list[str]
@@ -106,9 +107,10 @@ def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk]) -> floa
     verdict = scheduler.run(lambda: verdicts.recall(adapter.identity.namespace, adapter.device))
     if verdict is not None and not verdict.blendable:
         raise UnsupportedModelError(f"{adapter.model_id}: {verdict.reason}")
-    checking_s = 0.0
+    step_s = scheduler.run(lambda: encode_s(1))
+    checking_s = kv.model.decode_weights.expected_s(step_s)
     if verdict is None:
-        checking_s = gate.expected_s(adapter, token_s, scheduler.run(lambda: encode_s(1)))
+        checking_s += gate.expected_s(adapter, token_s, step_s)
     return checking_s + opening_s + token_s * sum(chunk.tokens for chunk in new)
 
 
