@@ -182,7 +182,11 @@ class Scheduler:
         for pending in queued:
             with suppress(CancelledError):
                 pending.future.exception()
-        self.run(lambda: None)
+        last = Pending(lambda: None)
+        self.submit(last)
+        last.future.result()
+        with self._changed:  # a call is settled shortly before it is taken out
+            self._changed.wait_for(lambda: all(call.pending is not last for call in self._running))
 
     def close(self) -> None:
         """Finish what waits and runs, drop background calls, end the thread. Idempotent."""
