@@ -133,6 +133,27 @@ def test_joint_steps_use_packed_weights_up_to_the_rows_where_they_are_faster(
     assert max(products) > 1
 
 
+def test_requests_that_run_together_decode_each_with_the_weights_of_its_metrics(
+    engines: Callable[..., BlendEngine], products: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the weights are chosen while a request runs that began with the model's own."""
+    engine = engines(decode_weights="int8")
+    choice = engine.kv_namespace.model.decode_weights
+    weights = [None, choice.now()]
+    monkeypatch.setattr(choice, "now", lambda: weights.pop(0))
+    with engine.scheduler.held():
+        asking = [
+            engine.stream(
+                f"{QUESTION} {i}", max_new_tokens=tokens, generate_kwargs={"min_new_tokens": tokens}
+            )
+            for i, tokens in enumerate((12, 8))
+        ]
+    own, packed = (pieces.answer.metrics for pieces in asking)
+    assert (own.decode_weights, packed.decode_weights) == ("native", "int8")
+    layers = len(packing.linear_layers(engine.adapter.model))
+    assert products == [1] * layers * (packed.new_tokens - 1)
+
+
 def test_changed_weights_are_packed_again(
     engines: Callable[..., BlendEngine], products: list[int]
 ) -> None:

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import RequestCancelled, RequestTimeout
-from blendrag.serving import scheduler
+from blendrag.serving import row_limit, scheduler
 from blendrag.serving.chunk_pool import ChunkPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -84,7 +84,7 @@ def test_32_requests_that_come_and_go_get_the_answers_that_each_gets_alone(engin
 
 
 def test_a_step_that_fails_is_not_tried_again_for_each_token(engine, monkeypatch, caplog):
-    """Half as many requests decode together then, until all have ended."""
+    """Half as many requests decode together then."""
     asked_for = [(asked(engine, i), Options(max_new_tokens=12)) for i in range(5)]
     alone = [engine.generate(*each).text for each in asked_for]
     tried, stock = [], scheduler.decoded_together
@@ -104,6 +104,29 @@ def test_a_step_that_fails_is_not_tried_again_for_each_token(engine, monkeypatch
         engine.drain()
         assert tried == [3] * times
     assert caplog.text.count("no memory for all") == 1
+
+
+def test_more_requests_decode_together_again_while_some_run(engine, monkeypatch):
+    """As if memory had been short for one step."""
+    tried, stock = [], scheduler.decoded_together
+
+    def fail_once(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
+        tried.append(len(steps))
+        if tried.count(3) == 1 and len(steps) == 3:
+            raise RuntimeError("no memory for all")
+        return stock(steps, pool)
+
+    monkeypatch.setattr(scheduler, "decoded_together", fail_once)
+    monkeypatch.setattr(row_limit, "STEPS_TO_TRIAL", 2)
+    engine.drain()  # nothing runs, so all failures are forgotten
+    kwargs = {"min_new_tokens": 12}
+    with engine.scheduler.held():
+        asking = [
+            engine.stream(asked(engine, i), Options(max_new_tokens=12, generate_kwargs=kwargs))
+            for i in range(3)
+        ]
+    assert all(pieces.answer.metrics.new_tokens == 12 for pieces in asking)
+    assert tried.count(3) > 4
 
 
 def test_a_lone_request_whose_step_fails_decodes_by_its_own_forward(engine, monkeypatch):

@@ -130,9 +130,11 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         joins = bool(call.kv and call.kv.running) or can_join(call.adapter, kwargs)
         if joins and call.kv is None:
             call.kv = RequestKV(kwargs["past_key_values"], call.loaded)
-        decode = stock if call.weights is None else functools.partial(call.weights.decode, stock)
-        output = call.wait(DecodeStep(decode, ids, call.kv) if joins and call.kv else None)
-        return decode(**kwargs) if output is None else output
+        weights = call.weights
+        output = call.wait(DecodeStep(stock, ids, call.kv, weights) if joins and call.kv else None)
+        if output is not None:
+            return output
+        return stock(**kwargs) if weights is None else weights.decode(stock, **kwargs)
 
     return forward
 

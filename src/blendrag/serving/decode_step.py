@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from blendrag.fusor.attention import UNSERVED, NotServedError, attend_token, imp
 from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import register_attention
+from blendrag.model.decode_weights import DecodeWeights
 from blendrag.model.windows import Window, window_of
 from blendrag.serving.chunk_pool import ChunkPool, RequestKV
 
@@ -38,10 +40,19 @@ class DecodeStep:
     """A forward of one request that decodes a token."""
 
     forward: Callable[..., Any]
-    """The model's own forward, with packed weights if the request decodes with them."""
+    """The model's."""
     ids: torch.Tensor
     """``[1, 1]``"""
     kv: RequestKV
+    weights: DecodeWeights | None = None
+    """What the request decodes with; ``None``: the model's own weights."""
+
+    @property
+    def decode(self) -> Callable[..., Any]:
+        """``forward`` with these weights."""
+        if self.weights is None:
+            return self.forward
+        return partial(self.weights.decode, self.forward)
 
 
 def can_join(adapter: ModelAdapter, given: Mapping[str, Any]) -> bool:
@@ -63,9 +74,9 @@ def can_join(adapter: ModelAdapter, given: Mapping[str, Any]) -> bool:
 def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
     """What the forward of each step would return: logits ``[1, 1, V]`` and its cache.
 
-    After an error all KV is as before.
+    All steps have the same weights. After an error all KV is as before.
     """
-    requests, forward = [step.kv for step in steps], steps[0].forward
+    requests, forward = [step.kv for step in steps], steps[0].decode
     rows = pool.prepared(requests, lambda: _Rows(requests, pool))
     rows.advance()
     try:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
@@ -26,11 +25,14 @@ import torch
 
 from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
+from blendrag.model.decode_weights import DecodeWeights
+from blendrag.serving.chunk_pool import ChunkPool
 from blendrag.serving.coroutine import Coroutine, JointForward
 from blendrag.serving.decode_step import DecodeStep, decoded_together
 from blendrag.serving.kv_budget import KVBudget, KVShare
 from blendrag.serving.kv_room import KVRoom
 from blendrag.serving.open_requests import OpenRequests
+from blendrag.serving.row_limit import RowLimit
 from blendrag.serving.thread_queue import QueueState
 
 T = TypeVar("T")
@@ -108,8 +110,7 @@ class Scheduler:
         """How long the last two steps took; one that begins to share chunks takes far longer than others."""
         self._stepped_at = 0.0
         """When the last step began or, once it has ended, ended."""
-        self._most_rows = sys.maxsize
-        """Most requests of one forward that decodes."""
+        self._limit = RowLimit()
         self._warned = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -276,7 +277,7 @@ class Scheduler:
         finally:
             if not self._running:
                 self.embedding.rest()
-                self._most_rows = sys.maxsize
+                self._limit.reset()
             with self._changed:
                 self._stepping = None
                 self._changed.notify_all()
@@ -342,17 +343,30 @@ class Scheduler:
     def _decoded(self, steps: dict[Coroutine, DecodeStep]) -> dict[Coroutine, Any]:
         """The output of each step that was computed, or its error if it cannot be computed alone."""
         pool = self.room.pool_of(next(iter(steps)))
-        outputs: dict[Coroutine, Any] = {}
         try:
             with torch.inference_mode():
                 pool.share([step.kv for step in steps.values()])
         except Exception as exc:
             self._decode_fewer(len(steps), exc)
+        outputs: dict[Coroutine, Any] = {}
+        by_weights: dict[DecodeWeights | None, dict[Coroutine, DecodeStep]] = defaultdict(dict)
+        for call, step in steps.items():  # those that began before the weights changed keep theirs
+            by_weights[step.weights][call] = step
+        for alike in by_weights.values():
+            outputs |= self._decoded_alike(alike, pool)
+        self._limit.step_ended()
+        return outputs
+
+    def _decoded_alike(
+        self, steps: dict[Coroutine, DecodeStep], pool: ChunkPool
+    ) -> dict[Coroutine, Any]:
+        """The same for steps that decode with the same weights."""
+        outputs: dict[Coroutine, Any] = {}
         left = [*steps]
         while left:
-            group = left[: self._most_rows or 1]
+            group = left[: self._limit.rows or 1]
             can_be_alone = len(group) > 1 or not steps[group[0]].kv.running
-            if not self._most_rows and can_be_alone:  # by its own forward
+            if not self._limit.rows and can_be_alone:  # by its own forward
                 del left[0]
                 continue
             try:
@@ -368,9 +382,8 @@ class Scheduler:
         return outputs
 
     def _decode_fewer(self, rows: int, why: Exception) -> None:
-        """A forward for ``rows`` requests has failed, and may fail again for the next token: until all calls
-        have ended, one is for half as many; 0: requests use their own forwards."""
-        self._most_rows = rows // 2
+        """A forward for ``rows`` requests has failed, and may fail again for the next token."""
+        self._limit.failed(rows)
         if not self._warned:
             self._warned = True
             log.warning("a step of %d requests failed, so fewer decode together: %s", rows, why)
