@@ -309,6 +309,7 @@ class Soak(RandomClient):
         if draw.random() < 0.5:
             policies = (
                 "hkvd",
+                "cacheblend",
                 "query",
                 "boundary(16)",
                 "hkvd-once",

@@ -142,7 +142,7 @@ MaxTokens = Annotated[int, whole("max_tokens", "Longest answer that a request ma
 
 Mode = Annotated[_MODES, one_of("mode", f"{', '.join(get_args(_MODES))}: how stored KV is used.",
     _EVERYWHERE, get_args(_MODES))]
-Policy = Annotated[str, text("policy", "Which tokens are recomputed: query, hkvd, boundary(k), …",
+Policy = Annotated[str, text("policy", "Which tokens are recomputed: query, cacheblend, boundary(k), …",
     _EVERYWHERE, unless_given=f"what blendrag calibrate found, else {DEFAULT_POLICY}")]
 Schedule = Annotated[str, text("schedule",
     "constant, linear, geometric[:g], first:m or one ratio per layer.", _EVERYWHERE)]

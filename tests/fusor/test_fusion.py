@@ -27,7 +27,7 @@ from fusor.two_chunks import (
     rows_through,
 )
 
-BUDGETED = ("hkvd", "hkvd-once", "query", "query+hkvd", "blend", "random")
+BUDGETED = ("cacheblend", "hkvd", "hkvd-once", "query", "query+hkvd", "blend", "random")
 POLICIES = (*BUDGETED, "full", "reuse", "boundary(8)")
 #: Fast attention, fast attention with masks where all rows are computed, the model's own attention.
 PATHS = ({}, {"force_masks": True}, {"fast_attention": False, "force_masks": True})

@@ -17,7 +17,9 @@ from blendrag.fusor.selection import POLICIES, LayerView, PromptGeometry, Schedu
 from blendrag.fusor.selection.base import top
 
 #: Policies whose budget is the ratio's.
-BUDGETED = ["random", "hkvd", "hkvd-once", "query", "query+hkvd", "blend", "blend(0)", "blend(7)"]
+BUDGETED = [
+    "random", "cacheblend", "hkvd", "hkvd-once", "query", "query+hkvd", "blend", "blend(0)", "blend(7)"
+]  # fmt: skip
 OTHERS = ["full", "reuse", "boundary", "boundary(3)"]
 
 
@@ -139,6 +141,22 @@ def test_hkvd_once_compares_values_alone_and_only_once():
     assert policy.select(1, view, 1).tolist() == [7]
     assert make_policy("hkvd").select(1, view, 1).tolist() == [2]
     assert policy.select(2, blind_view(geometry, torch.tensor([2, 7])), 1).tolist() == [2, 7]
+
+
+def test_cacheblend_filters_gradually_whatever_the_schedule_of_the_request():
+    geometry = PromptGeometry(505, ((5, 250), (250, 500)), (500, 505))
+    found = [
+        [chosen.tolist() for chosen in chosen_sets(name, geometry, 0.2, schedule, 6, 0)[0]]
+        for name, schedule in (
+            ("cacheblend", "constant"),
+            ("hkvd", str(make_policy("cacheblend").schedule)),
+            ("hkvd", "constant"),
+        )
+    ]
+    assert found[0] == found[1] != found[2]
+    sizes = [len(chosen) for chosen in found[0]]
+    assert all(earlier > later for earlier, later in pairwise(sizes))
+    assert sum(sizes[1:]) == sum(len(chosen) for chosen in found[2][1:])
 
 
 def test_deviation_weighs_keys_and_values_alike():

@@ -1,4 +1,4 @@
-"""Selection policies by name: ``query``, ``query(50-100)``, ``hkvd``, ``boundary(k)``, …"""
+"""Selection policies by name: ``query``, ``query(50-100)``, ``cacheblend``, ``boundary(k)``, …"""
 
 from blendrag.fusor.selection.base import Fetch, LayerView, PromptGeometry, SelectionPolicy
 from blendrag.fusor.selection.blending import Blending

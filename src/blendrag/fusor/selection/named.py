@@ -9,6 +9,7 @@ from blendrag.errors import InvalidOptionError
 from blendrag.fusor.selection.base import SelectionPolicy
 from blendrag.fusor.selection.blend import BlendPolicy
 from blendrag.fusor.selection.boundary import BoundaryPolicy
+from blendrag.fusor.selection.cacheblend import CacheBlendPolicy
 from blendrag.fusor.selection.controls import FullPolicy, ReusePolicy
 from blendrag.fusor.selection.hkvd import HKVDPolicy
 from blendrag.fusor.selection.hkvd_once import HKVDOncePolicy
@@ -23,6 +24,7 @@ POLICIES: dict[str, type[SelectionPolicy]] = {
         FullPolicy,
         ReusePolicy,
         RandomPolicy,
+        CacheBlendPolicy,
         HKVDPolicy,
         HKVDOncePolicy,
         BoundaryPolicy,
