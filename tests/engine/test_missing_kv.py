@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import tiny
 from blendrag.engine import Answer, BlendEngine, Options, kv_writer, packing_rule
 from blendrag.engine.kv_writer import BackgroundWriter, Job
 from blendrag.errors import RequestCancelled, StoreFullError
+from blendrag.planning.controller import Controller
 
 pytestmark = pytest.mark.timeout(120)
 NOTE = "encoded before the answer"
@@ -124,6 +126,51 @@ def test_missing_chunks_are_encoded_once_if_other_requests_wait(engine, encoding
     assert chunks(encodings) == len(keys)
 
 
+def test_stored_chunks_are_looked_up_once_while_other_requests_wait(engine):
+    store = engine.store
+    texts = [tiny.prompt(engine, 0, 1), tiny.prompt(engine, 1, 0)]
+    with tiny.counted(store, "where") as wheres, tiny.counted(store, "_open_here") as opened:
+        with engine.scheduler.held():
+            found = [engine.stream(text, BLEND) for text in texts]
+        assert all(computed(pieces.answer) == 0 for pieces in found)
+    keys = {key for i in range(2) for key in tiny.chunk_keys(engine, i)}
+    looked_up = [key for _, those, *_ in wheres for key in those]
+    looked_up += [key for _, key, *_ in opened]
+    assert Counter(key for key in looked_up if key in keys) == dict.fromkeys(keys, 2)
+
+
+def test_notes_of_what_was_done_first_survive_a_chunk_that_fails_verification(engine):
+    keys = lose(engine)
+    tiny.damage(engine, tiny.chunk_keys(engine, 0)[0])
+    first, _ = answers(engine, 2)
+    assert "failed verification" in " ".join(chunk.reason for chunk in first.metrics.chunks)
+    assert notes(first) == [f"{len(keys)} chunks were {NOTE} because other requests waited"]
+
+
+@pytest.mark.parametrize("target", ["planner", "controller"])
+def test_an_error_behind_the_opening_of_chunks_closes_them(engine, monkeypatch, target):
+    def fail(*_: Any) -> None:
+        raise OSError("the store is gone")
+
+    keys, opened, stock = lose(engine), [], engine.store._open_here
+    assert keys
+
+    def watched(*given: Any) -> Any:
+        opened.append(stock(*given))
+        return opened[-1]
+
+    monkeypatch.setattr(engine.store, "_open_here", watched)
+    if target == "planner":
+        monkeypatch.setattr(engine.planner, "_why_missing", fail)
+    else:
+        monkeypatch.setattr(Controller, "_chunk", fail)
+    with pytest.raises(OSError, match="the store is gone"):
+        engine.generate(tiny.prompt(engine, 0, 1), BLEND)
+    readers = [reader for reader in opened if reader is not None]
+    assert readers
+    assert all(reader._closed for reader in readers)
+
+
 def test_a_mode_that_does_not_load_chunks_encodes_nothing_first(engine):
     lose(engine)
     options = Options(mode="prefix", max_new_tokens=2)
@@ -138,7 +185,7 @@ def test_missing_chunks_of_a_batch_are_looked_up_and_encoded_once(engine, encodi
         found = engine.batch(prompts, BLEND)
     assert [computed(answer) for answer in found] == [0, 0, 0]
     assert {answer.metrics.batch_size for answer in found} == {3}
-    assert [len(missing) for missing, _ in asked] == [len(keys), 0, 0]
+    assert [len(missing) for missing, _ in asked] == [len(keys)]
     engine.drain()
     assert chunks(encodings) == len(keys)
 

@@ -22,6 +22,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.model import ModelAdapter
+from blendrag.planning.plan import MissingKV
 from blendrag.store.kv import ChunkKV
 from blendrag.store.memory import MemoryStore
 from blendrag.store.payload import frame
@@ -221,13 +222,19 @@ class BlendServer(StoredChunks):
         self.there.prepare()
         began = clock(device)
         controller = replace(self.controller)  # one for each request, as in an engine
-        missing = [each.ids for each in controller.missing(plan)]
-        self.put(missing)
+        encoded: list[tuple[int, ...]] = []
+
+        def encode(missing: Sequence[MissingKV]) -> int:
+            encoded.extend(each.ids for each in missing)
+            self.put(encoded)
+            return len(encoded)
+
         # Not opened(): a store that is too small may have evicted a chunk of this very prompt.
-        with closing(controller.plan(plan, "blend", self.blending())) as opened:
+        planned = controller.plan(plan, "blend", self.blending(), encode=encode)
+        with closing(planned) as opened:
             token, _ = self.prefill(ids, opened.request(len(plan.ids)))
             first_s = clock(device) - began
-        return Served(token, first_s, opened.reused_tokens - sum(map(len, missing)))
+        return Served(token, first_s, opened.reused_tokens - sum(map(len, encoded)))
 
 
 class Queue:

@@ -179,7 +179,7 @@ class RequestBatch:
         with suppress(Exception):
             request = checked(request, adapter)
             if request.sequences == 1:
-                plan = self._planner.plan(request, check=stream.check)
+                plan = self._planner.plan(request, stream)
                 try:
                     load = Load.of(plan, first_room(request.max_new_tokens), adapter)
                 except Exception:

@@ -260,6 +260,7 @@ class Generation:
             policy, schedule = str(fusion.policy), str(fusion.schedule)
         # a forecast is of a request that is prefilled alone
         predicted = plan.forecast if batch_size == 1 else None
+        notes = *request.notes, *stream.notes, *plan.notes, *filter(None, (self._note,))
         return RequestMetrics(
             mode=self._road.mode,
             ttft_s=stream.ttft_s + request.retrieval_s,
@@ -279,7 +280,7 @@ class Generation:
                 request.source_of,
                 shows_tiers=not request.options.is_private,
             ),
-            notes=(*request.notes, *plan.notes, *filter(None, (self._note,))),
+            notes=tuple(dict.fromkeys(notes)),
             predicted_ttft_s=predicted.ttft_s if predicted else None,
             predicted_load_s=predicted.load_s if predicted else None,
             predicted_compute_s=predicted.compute_s if predicted else None,

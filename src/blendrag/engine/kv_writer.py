@@ -240,15 +240,14 @@ class BackgroundWriter:
                 self._scheduler.submit(Pending(partial(self._encode, job)), background=True)
 
     def due_now(
-        self, prompt: SegmentedPrompt, missing: Callable[[], Sequence[MissingKV]]
+        self, prompt: SegmentedPrompt, missing: Sequence[MissingKV]
     ) -> tuple[list[Job], str]:
         """Which of a prompt's missing chunks are encoded before it runs, and why: all if other requests
         wait, else those that an earlier request missed and that have waited since."""
-        waits = self._scheduler.is_waited_for
-        if not (waits or self._queued) or self._full or not self._kv.is_writable:
+        if self._full or not self._kv.is_writable:
             return [], ""
-        jobs = self._jobs(missing(), self._is_long(prompt))
-        if waits:
+        jobs = self._jobs(missing, self._is_long(prompt))
+        if self._scheduler.is_waited_for:
             return jobs, "other requests waited"
         due = [job for job in jobs if job in self._queued]
         return due, "background encoding was not finished"

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from blendrag.config import DEFAULT_POLICY
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
+from blendrag.engine.stream import AnswerStream
 from blendrag.errors import ContextOverflowError, InvalidInputError
 from blendrag.fusor.selection import make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibrate import calibrations
-from blendrag.planning.controller import Controller
+from blendrag.planning.controller import Controller, Encode
 from blendrag.planning.measure import prefill_token_s
-from blendrag.planning.plan import MODE_FULL, Plan, Reason
+from blendrag.planning.plan import MODE_FULL, MissingKV, Plan, Reason
 from blendrag.planning.profile import Profile
 from blendrag.store.kv import dtype_name
+from blendrag.text.prompt import SegmentedPrompt
 
 OLD_CALIBRATION = (
     "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
@@ -139,14 +142,16 @@ class Planner:
     def plan(
         self,
         request: Request,
+        stream: AnswerStream,
         avoid: frozenset[str] = frozenset(),
-        check: Callable[[], None] | None = None,
+        computes_first: bool = True,
     ) -> Plan:
         """What of the stored KV ``request`` loads, what it computes, at which ratio and why.
 
-        ``avoid``: keys of chunks whose bytes failed verification. With ``check``, which raises for a request
-        that is over: if other requests wait, the beginning that they have in common with it and the chunks
-        that it misses are computed now, so that they are not computed twice. The caller closes the plan.
+        ``avoid``: keys of chunks whose bytes failed verification. ``computes_first``: if other requests
+        wait, the beginning that they have in common with it and the chunks that it misses are computed now,
+        so that they are not computed twice. ``stream`` gets notes that another plan for the request would
+        not have. The caller closes the plan.
         """
         adapter, prompt = self._kv.model.adapter, request.prompt
         if request.mode == "full":
@@ -168,40 +173,42 @@ class Planner:
         if is_long and not (adapter.has_long_table and request.sequences == 1):
             why = _other_table(adapter, request)
             return Plan.computed(prompt, why, (why.text,))
-        request, notes = self._calibrated(request, namespace)
-        profile, profile_notes = self._profile(request, namespace)
+        request = self._calibrated(request, namespace, stream)
+        profile, notes = self._profile(request, namespace)
         controller = replace(
             self.controller(namespace, profile),
             prefixes=self.prefixes.of(request),
             scope=request.options.scope,
             is_long=is_long,
         )
-        notes += profile_notes
-        if check is not None:
-            notes += self._computed_first(request, controller, check)
+        encode: Encode | None = None
+        if computes_first:
+            stream.notes += self.prefixes.share(request, controller, stream.check)
+            if request.mode != "prefix":
+                encode = partial(self._encode_first, prompt, stream)
         reserve = 1 if request.sequences == 1 else 2
-        plan = controller.plan(prompt, request.mode, request.blending, avoid, reserve)
-        if plan.missing:
-            notes += self._why_missing(namespace, is_long)
+        plan = controller.plan(prompt, request.mode, request.blending, avoid, reserve, encode)
+        try:
+            if plan.missing:
+                notes += self._why_missing(namespace, is_long)
+        except BaseException:
+            plan.close()
+            raise
         if plan.forecast is not None:  # from when the caller asked, like the measured TTFT
             ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
             plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
         return replace(plan, notes=(*notes, *plan.notes))
 
-    def _computed_first(
-        self, request: Request, controller: Controller, check: Callable[[], None]
-    ) -> tuple[str, ...]:
-        """Compute what waiting requests have in common with this one, and what it misses; notes."""
-        notes = self.prefixes.share(request, controller, check)
-        if request.mode != "prefix":
-            there = self.prefixes.length(request, controller)
-            first, because = self.background.due_now(
-                request.prompt, lambda: controller.missing(request.prompt, there)
-            )
-            if encoded := self.background.encode_first(first, check):
-                chunks = "1 chunk was" if encoded == 1 else f"{encoded} chunks were"
-                notes += (f"{chunks} encoded before the answer because {because}",)
-        return notes
+    def _encode_first(
+        self, prompt: SegmentedPrompt, stream: AnswerStream, missing: Sequence[MissingKV]
+    ) -> int:
+        """Encode what the prompt misses, if that is due; how many chunks are stored."""
+        jobs, because = self.background.due_now(prompt, missing)
+        encoded = self.background.encode_first(jobs, stream.check)
+        if encoded:
+            chunks = "1 chunk was" if encoded == 1 else f"{encoded} chunks were"
+            stream.notes.append(f"{chunks} encoded before the answer because {because}")
+        return encoded
 
     def controller(self, namespace: str, profile: Profile | None = None) -> Controller:
         """The loading controller over what is stored under ``namespace``."""
@@ -263,20 +270,19 @@ class Planner:
             f"ingest loaded it, not as {kv.model.name!r} is loaded here ({cause}); {remedy}"
         )
 
-    def _calibrated(self, request: Request, namespace: str) -> tuple[Request, tuple[str, ...]]:
-        """``request`` with the policy that was found for the model, unless it names one; and notes."""
+    def _calibrated(self, request: Request, namespace: str, stream: AnswerStream) -> Request:
+        """``request`` with the policy that was found for the model, unless it names one."""
         blending = request.blending
         if not blending.is_calibrated:
-            return request, ()
+            return request
         known = calibrations(self._kv.root, namespace)
         found = known.entries()
         policy = found[-1].policy if found else DEFAULT_POLICY
-        notes: tuple[str, ...] = ()
         if not found and namespace not in self.told and known.unchecked():
             self.told.add(namespace)
-            notes = (OLD_CALIBRATION,)
+            stream.notes.append(OLD_CALIBRATION)
         blending = replace(blending, policy=make_policy(policy), is_calibrated=False)
-        return replace(request, blending=blending), notes
+        return replace(request, blending=blending)
 
     def _profile(self, request: Request, namespace: str) -> tuple[Profile | None, tuple[str, ...]]:
         """The machine profile; a note if ratio auto needs one and there is none."""

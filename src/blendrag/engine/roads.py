@@ -143,8 +143,7 @@ class BlendedRoad(Road):
         if not loads:
             return Plan.computed(self.request.prompt, STILL_CORRUPT)
         is_first = not avoid and self.ahead.plan is None
-        check = self._stream.check if is_first else None
-        return self._planner.plan(self.request, frozenset(avoid), check)
+        return self._planner.plan(self.request, self._stream, frozenset(avoid), is_first)
 
     @contextmanager
     def prefill(self, plan: Plan, timeline: Timeline | None) -> Iterator[Prefill]:
@@ -250,8 +249,8 @@ class FixedPositionsRoad(Road):
         return self._schemas.model.limit
 
     def plan(self, avoid: Collection[str], loads: bool) -> Plan:
-        prompt, check = self.request.prompt, self._stream.check
-        plan, self._prompt = self._schemas.plan(self._fixed, prompt, check, avoid, loads)
+        prompt, stream = self.request.prompt, self._stream
+        plan, self._prompt = self._schemas.plan(self._fixed, prompt, stream, avoid, loads)
         return plan
 
     @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.lazy_model import opened
 from blendrag.engine.model_corpus import SCHEMA_RECORDS
 from blendrag.engine.request import Options, SchemaPrompt
+from blendrag.engine.stream import AnswerStream
 from blendrag.errors import (
     InvalidInputError,
     SchemaError,
@@ -323,12 +324,12 @@ class Schemas:
         self,
         placed: FixedPrompt,
         segments: SegmentedPrompt,
-        check: Callable[[], None],
+        stream: AnswerStream,
         avoid: Collection[str],
         loads: bool,
     ) -> tuple[Plan, ConcatenatedPrompt]:
         """Open the stored modules of ``placed``, and encode those that are not stored, are in ``avoid``, or
-        with ``loads=False`` all."""
+        with ``loads=False`` all; ``stream`` gets a note of that."""
         namespace = self._namespace()
         if placed.schema in self._added:
             self._collect(namespace, self._added[placed.schema].schema)
@@ -338,6 +339,7 @@ class Schemas:
         readers: list[KVReader] = []
         encoded: dict[Block, dict[tuple[int, int], HeldKV]] = {}
         is_new: list[bool] = []
+        check = stream.check
         try:
             for at, part in enumerate(stretches):
                 reader = None if part.block in encoded else stored.pop(at, None)
@@ -365,13 +367,11 @@ class Schemas:
             )
             for segment, reader, new in zip(segments.chunks, readers, is_new, strict=True)
         )
-        notes: tuple[str, ...] = ()
         if encoded:
             count, tokens = len(encoded), sum(len(block.ids) for block in encoded)
             modules = f"{count} module{'s' * (count > 1)} of the schema ({tokens:,} tokens)"
-            notes = (f"{modules} had no KV in the store, encoded for this request",)
-        plan = Plan(segments, chunks, Blending.of("reuse", ratio=0.0), notes=notes)
-        return plan, prompt
+            stream.notes.append(f"{modules} had no KV in the store, encoded for this request")
+        return Plan(segments, chunks, Blending.of("reuse", ratio=0.0)), prompt
 
     def _open(
         self, namespace: str, stretches: Sequence[CachedStretch], avoid: Collection[str]

@@ -82,6 +82,8 @@ class AnswerStream:
         """Characters from the stop string on."""
         self.tokens: list[tuple[int, str]] = []
         """Every new token with the text it added."""
+        self.notes: list[str] = []
+        """Sentences for the user about what was done for the request, also for a plan that was dropped."""
 
     # -- scheduler's side ---------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ ratio.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -55,13 +55,15 @@ EXACT_PREFIX = Reason("exact prefix match")
 
 #: Opens what is in memory of the longest exact prefix of these ids.
 Prefixes = Callable[[tuple[int, ...]], ResidentReader | None]
+#: Encodes chunks and returns how many of them are stored then.
+Encode = Callable[[Sequence[MissingKV]], int]
 
 
 @dataclass(frozen=True)
 class Controller:
     """Plans prompts for one model over what is stored under one namespace, after one corpus prefix.
 
-    :meth:`missing` and :meth:`rows` ask the store once for each chunk, so take a new one for each request.
+    :meth:`rows` asks the store once for each chunk, so take a new one for each request.
     """
 
     adapter: ModelAdapter
@@ -95,21 +97,29 @@ class Controller:
         blending: Blending,
         avoid: frozenset[str] = frozenset(),
         reserve: int = 1,
+        encode: Encode | None = None,
     ) -> Plan:
         """Open what ``mode`` may load, predict its time, and choose what is worth loading.
 
         ``avoid``: keys that failed verification already; they are computed. The prompt's last ``reserve``
-        tokens are always computed, as their logits are needed. The caller closes the plan.
+        tokens are always computed, as their logits are needed. ``encode`` is given the whole chunks that no
+        tier has, each once; what it stores is loaded, too. The caller closes the plan.
         """
         if mode == "full":
             return Plan.computed(prompt, MODE_FULL)
         last = len(prompt.ids) - reserve
-        span, leading = self._leading(prompt, avoid, last)
-        span = self._in_memory(prompt, span, last) or span
-        plan = Plan(prompt, (), blending.at(blending.fixed_ratio), span, leading)
+        plan = Plan(prompt, (), blending.at(blending.fixed_ratio))
         readers: dict[int, KVReader] = {}
         try:
-            readers = self._open_all(prompt, mode, avoid, last, span.end if span else 0)
+            span, leading = self._leading(prompt, avoid, last)
+            plan = replace(plan, leading_span=span, leading=leading)
+            span = self._in_memory(prompt, span, last) or span
+            plan = replace(plan, leading_span=span)
+            wanted = self._wanted(prompt, mode, avoid, last, span.end if span else 0)
+            readers = self._open_all(prompt, wanted)
+            if encode is not None:
+                stored = self._encoded(prompt, wanted.keys() - readers.keys(), encode)
+                readers |= self._open_all(prompt, {at: wanted[at] for at in stored})
             if span is None and self._begins_undated(prompt) and 0 in readers:
                 end = min(len(self.undated_ids), last)
                 span = LoadedSpan(0, end, readers[0], 0, exact=True)
@@ -131,14 +141,11 @@ class Controller:
                 reader.close()
             raise
 
-    def missing(self, prompt: SegmentedPrompt, start: int = 0) -> list[MissingKV]:
-        """The whole chunks in ``prompt`` from ``start`` on that no tier has, each once. Opens nothing."""
-        chunks = (s for s in prompt.chunks if s.complete and s.position >= start)
-        whole = {MissingKV.of(segment): segment for segment in chunks}
-        stored_keys = self._stored_keys(prompt)
-        return [
-            each for each, segment in whole.items() if self._place(segment)[1] not in stored_keys
-        ]
+    def _encoded(self, prompt: SegmentedPrompt, absent: Set[int], encode: Encode) -> list[int]:
+        """Let the whole chunks at ``absent`` positions be encoded; where they are, if any is stored now."""
+        whole = {s.position: s for s in prompt.chunks if s.complete and s.position in absent}
+        missing = tuple(dict.fromkeys(map(MissingKV.of, whole.values())))
+        return [*whole] if missing and encode(missing) else []
 
     def rows(
         self, prompt: SegmentedPrompt, mode: Mode, blending: Blending, start: int, end: int
@@ -229,11 +236,11 @@ class Controller:
         ids = self.undated_ids
         return bool(ids and prompt.chunks and prompt.leading_ids[: len(ids)] == ids)
 
-    def _open_all(
+    def _wanted(
         self, prompt: SegmentedPrompt, mode: Mode, avoid: frozenset[str], last: int, start: int
-    ) -> dict[int, KVReader]:
-        """What is stored of the prompt from token ``start`` on, by its position: chunks, and at 0 the part
-        before today's date."""
+    ) -> dict[int, WantedKV]:
+        """What may be loaded of the prompt from token ``start`` on, by its position: chunks, and at 0 the
+        part before today's date."""
         wanted: dict[int, WantedKV] = {}
         if not start and self._begins_undated(prompt):
             namespace, ids = self._within(None), self.undated_ids
@@ -241,7 +248,14 @@ class Controller:
         for segment in prompt.chunks:
             if segment.position >= start and not self._why_not(segment, prompt, mode, last):
                 wanted[segment.position] = WantedKV(*self._place(segment), len(segment.stored_ids))
-        wanted = {at: each for at, each in wanted.items() if last and each.key not in avoid}
+        return {at: each for at, each in wanted.items() if last and each.key not in avoid}
+
+    def _open_all(
+        self, prompt: SegmentedPrompt, wanted: Mapping[int, WantedKV]
+    ) -> dict[int, KVReader]:
+        """Those of ``wanted`` that are stored."""
+        if not wanted:
+            return {}
         first_s = partial(self._first_s, prompt) if self.token_s is not None else None
         layout = self.adapter.layout.encoded(self.encoding)
         readers = self.store.open_all([*wanted.values()], layout, first_s)
