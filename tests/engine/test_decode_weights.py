@@ -25,7 +25,7 @@ NAMES = ("int8", "int4")
 def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if copies of layers of any size were faster for up to four rows."""
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
-    monkeypatch.setattr(packing, "most_rows", lambda layers: 4)
+    monkeypatch.setattr(packing, "most_rows", lambda layers: packing.FastRows(4, True))
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def only_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def never_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "most_rows", lambda layers: 0)
+    monkeypatch.setattr(packing, "most_rows", lambda layers: packing.FastRows(0, True))
 
 
 @pytest.mark.parametrize(
@@ -381,6 +381,41 @@ def test_no_request_waits_for_copies_that_it_does_not_use(
         assert not packed
         choice.measure()
         assert packed
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize("wanted", ["auto", "int8"])
+@pytest.mark.parametrize("is_steady", [True, False])
+def test_packed_weights_that_are_not_faster_are_not_made_again_if_that_is_certain(
+    wanted: str,
+    is_steady: bool,
+    engines: Callable[..., BlendEngine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packing, "most_rows", lambda layers: packing.FastRows(0, is_steady))
+    engines(decode_weights=wanted).kv_namespace.model.decode_weights.measure_all()
+    with tiny.counted(choosing, "_made") as made:
+        again = engines(decode_weights=wanted)
+        again.kv_namespace.model.decode_weights.measure_all()
+        answer = again.generate(QUESTION, max_new_tokens=3)
+    assert bool(made) is not is_steady
+    assert answer.metrics.decode_weights == "native"
+    assert any(choosing.NOT_FASTER in note for note in answer.metrics.notes) is (wanted == "int8")
+
+
+def test_numbers_of_rows_that_are_not_certain_are_measured_again(
+    engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_steady, is_measured in ((False, True), (True, True), (True, False)):
+        measured = []
+
+        def most_rows(layers: Any, steady: bool = is_steady, seen: Any = measured) -> Any:
+            seen.append(layers)
+            return packing.FastRows(4, steady)
+
+        monkeypatch.setattr(packing, "most_rows", most_rows)
+        assert engines(decode_weights="int8").kv_namespace.model.decode_weights.now() is not None
+        assert bool(measured) is is_measured
 
 
 @pytest.mark.usefixtures("texts")

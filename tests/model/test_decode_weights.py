@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 import tiny
 from blendrag.model import decode_weights as packing
-from blendrag.model.decode_weights import FORMATS, DecodeWeights, PackedFormat
+from blendrag.model.decode_weights import FORMATS, DecodeWeights
 
 
 def reference(weight: torch.Tensor, name: str) -> torch.Tensor:
@@ -130,23 +132,39 @@ def test_replaced_forwards_and_weights_are_noticed(model: nn.Module) -> None:
 
 
 class Costs:
-    """A clock that shows how much longer packed products took than native ones: these take ``native_s``,
-    those ``row_s`` for each row."""
+    """A clock: native products take ``native_s``, packed ones ``row_s`` for each row, and every product
+    the next of ``delays_s`` more."""
 
-    def __init__(self, native_s: float, row_s: float) -> None:
+    def __init__(self, native_s: float, row_s: float, delays_s: Iterable[float] = ()) -> None:
         self.native_s, self.row_s, self.now = native_s, row_s, 0.0
+        self.products = 0
+        self._delays_s = iter(delays_s)
 
     def __call__(self) -> float:
         return self.now
 
-    def format(self) -> PackedFormat:
-        stock = FORMATS["int8"]
+    def _spend(self, seconds: float) -> None:
+        self.now += seconds + next(self._delays_s, 0.0)
+        self.products += 1
+
+    def most_rows(self, monkeypatch: pytest.MonkeyPatch) -> packing.FastRows:
+        stock, native = FORMATS["int8"], F.linear
 
         def product(x: torch.Tensor, *packed: torch.Tensor) -> torch.Tensor:
-            self.now += self.row_s * len(x) - self.native_s
+            self._spend(self.row_s * len(x))
             return stock.product(x, *packed)
 
-        return replace(stock, product=product)
+        def linear(*given: Any, **more: Any) -> torch.Tensor:
+            self._spend(self.native_s)
+            return native(*given, **more)
+
+        layer = nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
+        timed = replace(stock, product=product)
+        monkeypatch.setitem(FORMATS, "int8", timed)  # type: ignore[arg-type]
+        copy = packing.packed(layer.weight, timed)
+        one = packing.PackedLayer(layer, copy, False, packing._Thread())
+        monkeypatch.setattr(F, "linear", linear)
+        return packing.most_rows([one], self)
 
 
 @pytest.mark.parametrize(("row_s", "most"), [(0.3, 2), (0.2, 4), (2.0, 0), (0.0, 32)])
@@ -154,11 +172,30 @@ def test_copies_are_used_up_to_the_rows_where_native_products_are_faster(
     row_s: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = Costs(1.0, row_s)
-    layer = nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
-    monkeypatch.setitem(FORMATS, "int8", costs.format())  # type: ignore[arg-type]
-    copy = packing.packed(layer.weight, FORMATS["int8"])
-    one = packing.PackedLayer(layer, copy, False, packing._Thread())
-    assert packing.most_rows([one], costs) == most
+    assert costs.most_rows(monkeypatch) == (most, True)
+    assert costs.products <= 6 * 2 * packing.TIMED_ROUNDS
+
+
+def test_rounds_that_something_disturbed_are_outvoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are faster for one row and slower for two; each is disturbed in some rounds."""
+    copy_late, native_late = (0.0, 5.0), (5.0, 0.0)
+    disturbed = (*copy_late * 2, *(0.0,) * 6, *native_late * 2)
+    assert Costs(1.0, 0.6, disturbed).most_rows(monkeypatch) == (1, True)
+
+
+def test_rounds_that_keep_disagreeing_are_no_steady_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    disturbed = (0.0, 5.0, 0.0, 0.0) * 1000
+    found = Costs(1.0, 0.1, disturbed).most_rows(monkeypatch)
+    assert (found.most > 0, found.is_steady) == (True, False)
+
+
+def test_copies_that_are_as_fast_are_a_steady_result_either_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    varies = (0.0, 0.01, 0.01, 0.0) * 1000
+    costs = Costs(1.0, 1.0, varies)
+    assert costs.most_rows(monkeypatch) == (0, True)
+    assert costs.products == 2 * packing.MOST_ROUNDS
 
 
 def unpacked(weight: torch.Tensor, blocks: str) -> torch.Tensor:

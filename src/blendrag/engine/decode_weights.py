@@ -7,6 +7,7 @@ decodes with its own weights; a note in the metrics says why, unless the option 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import platform
@@ -34,8 +35,10 @@ from blendrag.wording import condensed
 
 log = logging.getLogger(__name__)
 
-#: Counts up when copies are made in another way, so that earlier files and times are not used.
+#: Counts up when copies are made in another way, so that earlier files are not used.
 VERSION = 1
+#: Counts up when the numbers of rows are measured in another way.
+ROWS_VERSION = 2
 AUTO = "auto"
 #: The format of ``auto``. ``int4`` is faster only in its LM head, and agrees less (docs/decode-weights.md).
 AUTOMATIC = "int8"
@@ -94,6 +97,9 @@ class DecodeWeightsChoice:
             return why, False
         if not self._decodes_jointly():
             return NOT_TOGETHER, False
+        name = AUTOMATIC if self._wanted == AUTO else self._wanted
+        if verdicts.recall_measured(_slow_key(self._adapter, name), bool):
+            return NOT_FASTER, False
         if self._wanted != AUTO:
             return "", False
         if packing.size_bytes(self._adapter.model) < LEAST_BYTES:
@@ -185,6 +191,12 @@ def _key(adapter: ModelAdapter, name: str) -> str:
     return f"decode weights {VERSION}, {name}, {namespace}, {verdicts.libraries()}"
 
 
+def _slow_key(adapter: ModelAdapter, name: str) -> str:
+    """The key under which is remembered whether no copy of the loaded model is faster on this machine."""
+    version, namespace = f"{VERSION}.{ROWS_VERSION}", adapter.identity.namespace
+    return f"slow decode weights {version}, {name}, {namespace}, {_machine()}"
+
+
 def _why_not(adapter: ModelAdapter) -> str:
     """Why the model keeps its own weights, in a clause, or empty."""
     if adapter.refusal is not None:
@@ -204,10 +216,12 @@ def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | str:
     began = time.perf_counter()
     try:
         made = DecodeWeights(adapter.model, name, _packed(adapter, name))
-        _limit_rows(made)
+        is_steady = _limit_rows(made)
     except Exception as exc:  # memory ran out, or a layer is unlike others of its class
         log.warning("%s weights of %s cannot be made: %s", name, adapter.model_id, exc)
         return f"they cannot be made: {condensed(str(exc))}"
+    if is_steady:
+        verdicts.remember_measured(_slow_key(adapter, name), not made.layers)
     if not made.layers:
         return NOT_FASTER
     log.info(
@@ -275,22 +289,37 @@ def _left_by_group(directory: Path, names: ControlGroups) -> int:
 # -- rows for which copies are faster -------------------------------------------------------------
 
 
-def _limit_rows(weights: DecodeWeights) -> None:
-    """Give each layer the most rows for which its copy is faster, and forget copies that never are."""
+def _limit_rows(weights: DecodeWeights) -> bool:
+    """Give each layer the most rows for which its copy is faster, and forget copies that never are.
+
+    Returns whether all numbers of rows are certain; others are measured again by the next process.
+    """
+    is_steady = True
     by_shape: dict[tuple[str, int, int, bool], list[str]] = defaultdict(list)
     for name, each in weights.layers.items():
         sizes = each.layer.out_features, each.layer.in_features
         by_shape[each.kind.name, *sizes, each.is_head].append(name)
-    machine = f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     for shape, names in by_shape.items():
-        key = f"decode rows {VERSION}, {shape}, {machine}"
+        key = f"decode rows {ROWS_VERSION}, {shape}, {_machine()}"
         rows = verdicts.recall_measured(key, int)
         if rows is None:
-            rows = packing.most_rows([weights.layers[name] for name in names])
-            verdicts.remember_measured(key, rows)
+            found = packing.most_rows([weights.layers[name] for name in names])
+            rows = found.most
+            if found.is_steady:
+                verdicts.remember_measured(key, rows)
+            else:
+                is_steady = False
+                log.info("times of %s weights vary, so they are measured again later", shape)
         weights.limit_rows(names, rows)
+    return is_steady
 
 
+def _machine() -> str:
+    """What computes products."""
+    return f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+@functools.cache
 def _processor() -> str:
     """The processor's name."""
     try:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,12 @@ COMPARED_ROWS = 64
 EXACT_LOGITS = 32
 #: Numbers of rows that are timed.
 TIMED_ROWS = (1, 2, 4, 8, 16, 32)
-#: How often, and over how many layers of a shape: enough weights that no cache holds them all.
-TIMED_ROUNDS, TIMED_LAYERS = 3, 8
+#: Over how many layers of a shape: enough weights that no cache holds them all.
+TIMED_LAYERS = 8
+#: So many rounds in a row must agree with the shortest times, within at most so many.
+TIMED_ROUNDS, MOST_ROUNDS = 3, 12
+#: Difference of times, as a share, from which it matters that rounds disagree.
+NEARLY_EQUAL = 0.05
 #: Steps in shares of a group's range that ``int4`` tries; the one with the smallest squared error is taken:
 #: weights that were unpacked from 4 bits need not have all 16 values, and others gain by a narrower range.
 _STEPS = [(levels, 1.0) for levels in range(15, 9, -1)] + [(15, 0.9), (15, 0.8)]
@@ -350,9 +354,20 @@ class DecodeWeights:
                 attributes.pop("forward", None)
 
 
-def most_rows(layers: Sequence[PackedLayer], clock: Callable[[], float] = time.perf_counter) -> int:
-    """Up to how many rows the packed copies of ``layers``, which have one shape, are faster; 0 if never."""
-    layers, found = layers[:TIMED_LAYERS], 0
+class FastRows(NamedTuple):
+    """For how many rows packed copies are faster, as measured."""
+
+    most: int
+    """0: for none."""
+    is_steady: bool
+    """Whether rounds of the measurement agreed; on a busy machine they may not."""
+
+
+def most_rows(
+    layers: Sequence[PackedLayer], clock: Callable[[], float] = time.perf_counter
+) -> FastRows:
+    """Up to how many rows the packed copies of ``layers``, which have one shape, are faster."""
+    layers, most, is_steady = layers[:TIMED_LAYERS], 0, True
     first = layers[0].layer
 
     def seconds(products: Sequence[Callable[[torch.Tensor], Any]], x: torch.Tensor) -> float:
@@ -363,11 +378,32 @@ def most_rows(layers: Sequence[PackedLayer], clock: Callable[[], float] = time.p
 
     own = [partial(F.linear, weight=one.layer.weight, bias=one.layer.bias) for one in layers]
     copies = [one.multiply for one in layers]
+
+    def timed(x: torch.Tensor) -> tuple[float, float]:
+        return seconds(own, x), seconds(copies, x)
+
     with torch.inference_mode():
         for rows in TIMED_ROWS:
             x = torch.ones(rows, first.in_features, dtype=first.weight.dtype)
-            times = [(seconds(own, x), seconds(copies, x)) for _ in range(TIMED_ROUNDS)]
-            if min(copy for _, copy in times) >= min(native for native, _ in times):
+            is_faster, agreed = _compared(partial(timed, x))
+            is_steady = is_steady and agreed
+            if not is_faster:
                 break
-            found = rows
-    return found
+            most = rows
+    return FastRows(most, is_steady)
+
+
+def _compared(timed: Callable[[], tuple[float, float]]) -> tuple[bool, bool]:
+    """Whether the second of two is faster, by the shortest time of each, and whether rounds agree.
+
+    ``timed()`` times both once. What disturbs some rounds is outvoted by the next ones.
+    """
+    times: list[tuple[float, float]] = []
+    for _ in range(MOST_ROUNDS):
+        times.append(timed())
+        first, second = (min(each) for each in zip(*times, strict=True))
+        is_faster = second < first
+        last = times[-TIMED_ROUNDS:]
+        if len(last) == TIMED_ROUNDS and all((b < a) is is_faster for a, b in last):
+            return is_faster, True
+    return is_faster, abs(second - first) <= NEARLY_EQUAL * first
