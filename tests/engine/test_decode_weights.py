@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +71,12 @@ def engines(cache: Path, tmp_path: Path) -> Iterator[Callable[..., BlendEngine]]
     yield make
     for one in made:
         one.close()
+
+
+def closed(engine: BlendEngine) -> None:
+    """Close it, so that its packed weights leave memory."""
+    engine.close()
+    gc.collect()
 
 
 QUESTION = "what did the company do in the year 1874?"
@@ -174,7 +182,9 @@ def test_changed_weights_are_packed_again(
 def test_packed_weights_are_kept_and_read_again(
     engines: Callable[..., BlendEngine], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = engines(decode_weights="int4").generate(QUESTION, max_new_tokens=4)
+    engine = engines(decode_weights="int4")
+    first = engine.generate(QUESTION, max_new_tokens=4)
+    closed(engine)
     [file] = cache.iterdir()
     assert file.stat().st_mode & 0o077 == 0
     packed: list[int] = []
@@ -188,7 +198,9 @@ def test_packed_weights_are_kept_and_read_again(
 def test_packed_weights_that_are_read_are_aligned_as_the_products_need(
     engines: Callable[..., BlendEngine],
 ) -> None:
-    engines(decode_weights="int8").generate(QUESTION, max_new_tokens=2)
+    engine = engines(decode_weights="int8")
+    engine.generate(QUESTION, max_new_tokens=2)
+    closed(engine)
     with tiny.counted(packing, "pack") as made:
         found = engines(decode_weights="int8").kv_namespace.model.decode_weights.now()
     assert found is not None
@@ -196,11 +208,37 @@ def test_packed_weights_that_are_read_are_aligned_as_the_products_need(
     assert all(part.data_ptr() % 64 == 0 for one in found.layers.values() for part in one.packed)
 
 
+def test_engines_over_the_same_weights_share_the_packed_copies(
+    engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over one loaded model or over two, also if there is no memory for further copies."""
+    loaded = model()
+    with tiny.counted(packing, "pack") as made, tiny.counted(choosing, "_read") as read:
+        using = [engines(loaded, decode_weights="int8")]
+        assert using[0].kv_namespace.model.decode_weights.now() is not None
+        monkeypatch.setattr(choosing, "available_bytes", lambda: 1000)
+        using += [engines(each, decode_weights="int8") for each in (loaded, model())]
+        found = [engine.kv_namespace.model.decode_weights.now() for engine in using]
+    assert (len(made), len(read)) == (1, 1)
+    copies = [weights.layers["lm_head"].packed[0] for weights in found if weights is not None]
+    assert [copy is copies[0] for copy in copies] == [True] * 3
+    texts = {engine.generate(QUESTION, max_new_tokens=6).text for engine in using}
+    assert len(texts) == 1
+    kept = weakref.ref(copies[0])
+    del found, copies
+    for engine in using:
+        assert kept() is not None
+        closed(engine)
+    assert kept() is None
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
 def test_damaged_packed_weights_are_made_again(
     damage: str, engines: Callable[..., BlendEngine], cache: Path
 ) -> None:
-    first = engines(decode_weights="int8").generate(QUESTION, max_new_tokens=4)
+    engine = engines(decode_weights="int8")
+    first = engine.generate(QUESTION, max_new_tokens=4)
+    closed(engine)
     [file] = cache.iterdir()
     content = bytearray(file.read_bytes())
     content[-100] ^= 255

@@ -29,7 +29,8 @@ from blendrag.fusor import Fusor, verdicts
 from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement, DecodeAgreement
 from blendrag.model import decode_weights as packing
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.decode_weights import NATIVE, DecodeWeights, Packed
+from blendrag.model.decode_weights import NATIVE, DecodeWeights, Packed, PackedWeights
+from blendrag.model.sharing import is_loaded, loaded_once
 from blendrag.store.durable import readable_size
 from blendrag.wording import condensed
 
@@ -93,11 +94,11 @@ class DecodeWeightsChoice:
 
     def _known(self) -> tuple[str, bool]:
         """Why the model keeps its own weights, in a clause or empty, and whether a measurement would tell."""
-        if why := _why_not(self._adapter):
+        name = AUTOMATIC if self._wanted == AUTO else self._wanted
+        if why := _why_not(self._adapter, name):
             return why, False
         if not self._decodes_jointly():
             return NOT_TOGETHER, False
-        name = AUTOMATIC if self._wanted == AUTO else self._wanted
         if verdicts.recall_measured(_slow_key(self._adapter, name), bool):
             return NOT_FASTER, False
         if self._wanted != AUTO:
@@ -173,7 +174,7 @@ class DecodeWeightsChoice:
 def compare(adapter: ModelAdapter, name: str) -> DecodeAgreement | str:
     """How the model decodes with ``name`` weights, measured now and remembered; or why it keeps its own."""
     with adapter.lock:
-        if why := _why_not(adapter):
+        if why := _why_not(adapter, name):
             return why
         if not Fusor(adapter).packs:
             return NOT_TOGETHER
@@ -197,14 +198,16 @@ def _slow_key(adapter: ModelAdapter, name: str) -> str:
     return f"slow decode weights {version}, {name}, {namespace}, {_machine()}"
 
 
-def _why_not(adapter: ModelAdapter) -> str:
-    """Why the model keeps its own weights, in a clause, or empty."""
+def _why_not(adapter: ModelAdapter, name: str) -> str:
+    """Why the model keeps its own weights instead of ``name``, in a clause, or empty."""
     if adapter.refusal is not None:
         return NOT_TOGETHER
     if adapter.is_compiled:
         return "it is compiled"
     if why := packing.why_not(adapter.model):
         return why
+    if is_loaded(_file(adapter, name)):  # by another engine
+        return ""
     needed, free = packing.size_bytes(adapter.model), available_bytes()
     if needed > free * MOST_OF_MEMORY:
         return f"packed copies need {readable_size(needed)} of memory, and {readable_size(free)} are free"
@@ -332,20 +335,31 @@ def _processor() -> str:
 # -- copies on disk -------------------------------------------------------------------------------
 
 
-def _packed(adapter: ModelAdapter, name: str) -> dict[str, Packed]:
-    """The packed weights of the model, from the user's cache if they are there; else made and kept there."""
+def _packed(adapter: ModelAdapter, name: str) -> PackedWeights:
+    """The packed weights of the model: those of another engine over the same weights, from the user's cache
+    if they are there, or made and kept there."""
+    file = _file(adapter, name)
+
+    def load() -> PackedWeights:
+        found = _read(file, packing.linear_layers(adapter.model))
+        if found is None:
+            found = packing.pack(adapter.model, name)
+            _keep(file, found, _of_model(adapter, name))
+        return found
+
+    return loaded_once(file, load)
+
+
+def _of_model(adapter: ModelAdapter, name: str) -> str:
+    """What the names of all files of a model begin with."""
+    return f"{xxhash.xxh3_64_hexdigest(adapter.model_id.encode())}-{name}"
+
+
+def _file(adapter: ModelAdapter, name: str) -> Path:
+    """Where the copies of the model's weights are kept."""
+    folder = settings().cache.expanduser() / "decode-weights"
     fingerprint = adapter.identity.tensors_fingerprint
-    of_model = f"{xxhash.xxh3_64_hexdigest(adapter.model_id.encode())}-{name}"
-    file = _folder() / f"{of_model}-{VERSION}-{fingerprint}.safetensors"
-    found = _read(file, packing.linear_layers(adapter.model))
-    if found is None:
-        found = packing.pack(adapter.model, name)
-        _keep(file, found, of_model)
-    return found
-
-
-def _folder() -> Path:
-    return settings().cache.expanduser() / "decode-weights"
+    return folder / f"{_of_model(adapter, name)}-{VERSION}-{fingerprint}.safetensors"
 
 
 def _digest(packed: Mapping[str, Packed]) -> str:
@@ -358,15 +372,15 @@ def _digest(packed: Mapping[str, Packed]) -> str:
     return found.hexdigest()
 
 
-def _read(file: Path, layers: Iterable[str]) -> dict[str, Packed] | None:
+def _read(file: Path, layers: Iterable[str]) -> PackedWeights | None:
     """What :func:`_keep` wrote; ``None`` if it is missing or damaged."""
     if not file.is_file():
         return None
     try:
         with safe_open(str(file), framework="pt") as opened:
-            found: dict[str, Packed] = {
-                at: (_copy(opened, f"{at}.0"), _copy(opened, f"{at}.1")) for at in layers
-            }
+            found = PackedWeights(
+                (at, (_copy(opened, f"{at}.0"), _copy(opened, f"{at}.1"))) for at in layers
+            )
             digest = (opened.metadata() or {}).get("xxh3")
     except (OSError, SafetensorError, ValueError) as exc:
         log.warning("packed weights in %s are made again: %s", file, exc)

@@ -57,6 +57,10 @@ _STEPS = [(levels, 1.0) for levels in range(15, 9, -1)] + [(15, 0.9), (15, 0.8)]
 Packed = tuple[torch.Tensor, ...]
 
 
+class PackedWeights(dict[str, Packed]):
+    """The packed copies of a model's layers by name, which engines over the same weights share."""
+
+
 @dataclass(frozen=True)
 class PackedFormat:
     """One way to pack a weight ``[N, K]``."""
@@ -189,7 +193,7 @@ def size_bytes(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def pack(model: nn.Module, name: str) -> dict[str, Packed]:
+def pack(model: nn.Module, name: str) -> PackedWeights:
     """Packed copies of the :func:`linear_layers` of ``model`` for decode weights ``name``.
 
     With ``int8``, a layer whose weights are nearer to a copy in 4 bits gets that: they were unpacked from a
@@ -206,7 +210,9 @@ def pack(model: nn.Module, name: str) -> dict[str, Packed]:
             return eight if layer is head else four
         return four if _is_nearer_in_4_bits(layer.weight) else eight
 
-    return {at: packed(one.weight, kind_of(one)) for at, one in linear_layers(model).items()}
+    return PackedWeights(
+        (at, packed(one.weight, kind_of(one))) for at, one in linear_layers(model).items()
+    )
 
 
 def _is_nearer_in_4_bits(weight: torch.Tensor) -> bool:
@@ -288,15 +294,17 @@ class PackedLayer:
 class DecodeWeights:
     """The packed copies of one model. Used under the model's lock."""
 
-    def __init__(self, model: nn.Module, name: str, packed: Mapping[str, Packed]) -> None:
-        """``packed``: what :func:`pack` made of ``model`` for that ``name``."""
+    def __init__(self, model: nn.Module, name: str, packed: PackedWeights) -> None:
+        """``packed``: what :func:`pack` made of ``model``, or of one with the same weights, for that
+        ``name``."""
         self.name = name
+        self._packed = packed
         self._using = _Thread()
         head = model.get_output_embeddings()  # type: ignore[operator]
         layers = linear_layers(model)
         self.layers = {
             at: PackedLayer(layers[at], copy, layers[at] is head, self._using)
-            for at, copy in packed.items()
+            for at, copy in [*packed.items()]  # an engine over another model may drop some
         }
         self._by_rows: dict[int, list[tuple[dict[str, Any], Callable[..., Any]]]] = {}
         self._marks, self._samples = self._state()
@@ -312,6 +320,7 @@ class DecodeWeights:
             self.layers[name].max_rows = rows
             if not rows:
                 del self.layers[name]
+                self._packed.pop(name, None)
         self._by_rows.clear()
         self._marks, self._samples = self._state()
 

@@ -1,6 +1,7 @@
 """One loaded model, used by several engines and by its owner at the same time.
 
-- :func:`loaded_once`: engines of the same name load the model once.
+- :func:`loaded_once`: engines of the same name load the model once, and engines over the same weights pack
+  them once.
 - :func:`lock_of`: one lock per model object. Engines over the same model take turns.
 - :func:`only_here`: hooks are on the model, so all its users run them; these act for one user only.
 - :func:`before_layers`: such a hook on every decoder layer, to abandon or to pause a forward.
@@ -107,6 +108,11 @@ def loaded_once(key: Hashable, load: Callable[[], T]) -> T:
         if found is None:
             found = _loaded[key] = load()
         return found
+
+
+def is_loaded(key: Hashable) -> bool:
+    """Whether somebody holds what was loaded under this ``key``."""
+    return key in _loaded
 
 
 def _after_fork() -> None:
