@@ -85,6 +85,9 @@ DeviceMap = Annotated[str | Mapping[str, Any], Option("device_map",
 ModelKwargs = Annotated[Mapping[str, Any], mapping("model_kwargs",
     "More arguments of AutoModelForCausalLM.from_pretrained: revision, …", _PYTHON)]
 Lora = Annotated[str, path("lora", "Directory of a PEFT adapter.", _ENGINE)]
+Writer = Annotated[str, path("writer",
+    "Directory of a LoRA that is active while chunks are encoded (blendrag adapt); none: without.",
+    _SETTING, unless_given="the store's")]
 TrustRemoteCode = Annotated[bool, switch("trust_remote_code",
     "Run Python files that come with the model or the embedder. Read them first.", _ENGINE,
     flags="--trust-remote-code")]
@@ -267,6 +270,7 @@ class EngineOptions(TypedDict, total=False):
     device_map: DeviceMap | None
     model_kwargs: ModelKwargs | None
     lora: Lora | None
+    writer: Writer | None
     trust_remote_code: TrustRemoteCode | None
     embedder: Embedder | None
     chunk_tokens: ChunkTokens | None
@@ -321,6 +325,8 @@ class Settings:
     dtype: Dtype = "auto"
     """``auto``: the checkpoint's, or float32 on a CPU without fast products in it."""
     device: Device = "auto"
+    writer: Writer | None = None
+    """``None``: that of the store."""
     embedder: Embedder | None = None
     """``None``: that of the corpus, or :data:`DEFAULT_EMBEDDER` for a new one."""
     chunk_tokens: ChunkTokens = 512

@@ -57,6 +57,7 @@ def serve(given: Mapping[str, Any], limits: Mapping[str, Any]) -> int:
         "store": os.path.abspath(given["store"] or settings().store),
         "model": given["model"] and absolute_model(given["model"]),
         "lora": given["lora"] and absolute_model(given["lora"]),
+        "writer": given["writer"] and absolute_model(given["writer"]),
         "schemas": tuple(map(os.path.abspath, given["schema"] or ())),
         "api_key_file": None,  # its text is among the limits
     }

@@ -45,6 +45,8 @@ class Manifest:
     embedder: str
     encoding: Annotated[KVEncoding, BeforeValidator(_not_fp8)] = "native"
     """How the chunks' KV is stored."""
+    writer: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    """Fingerprint of the writer that encoded the KV of ``namespace``; empty if none did."""
 
     def differences(self, other: Manifest) -> dict[str, tuple[object, object]]:
         """This and the other value of each field that chunks and their KV depend on, where they differ."""
@@ -52,7 +54,10 @@ class Manifest:
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        fields = asdict(self)
+        if not self.writer:  # earlier versions read corpora without one
+            del fields["writer"]
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, value: str) -> Manifest:

@@ -205,11 +205,13 @@ class ExactPrefixes:
         """Keep of the KV that ``cache`` holds of ``ids``, the prompt or also its answer, what a conversation
         goes on from: all of it without chunks, else the part before the first one.
 
-        In mode prefix with the first chunk, if it was computed because the head contains today's date.
+        In mode prefix with the first chunk, if it was computed because the head contains today's date or
+        stored chunks are a writer's.
         """
         if plan.chunks:
             end, first = len(plan.prompt.leading_ids), plan.chunks[0]
-            if request.mode == "prefix" and first.span is None and self._kv.corpus.is_dated:
+            is_never_stored = self._kv.corpus.is_dated or bool(self._kv.validity.writer)
+            if request.mode == "prefix" and first.span is None and is_never_stored:
                 end = max(end, first.segment.end)
             ids = ids[:end]
         if self.tree is None or not self.may_use(request) or len(ids) < MIN_TOKENS:

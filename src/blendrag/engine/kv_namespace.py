@@ -13,6 +13,7 @@ from blendrag.corpus.manifest import Manifest
 from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.lazy_model import LazyModel, opened
 from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
+from blendrag.engine.store_writer import StoreWriter
 from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.profile import ProfileCache, conditions_of
@@ -36,6 +37,8 @@ class KVNamespace:
         self.corpus = corpus
         self.root = corpus.root
         self._options = options
+        #: What encodes chunks beside the model's weights, if anything does.
+        self.writer = StoreWriter(options.get("writer"), corpus)
 
     def reopen_in(self) -> Callable[..., KVNamespace]:
         """A function that makes this namespace in another process from the root of a store; can be pickled.
@@ -49,7 +52,8 @@ class KVNamespace:
                 f"a loaded {type(name).__name__} cannot be sent to other machines, expected the name of a "
                 "model; give its hub id or directory"
             )
-        given, manifest = self._options, self.corpus.manifest
+        given = {**self._options, "writer": self.writer.sent()}
+        manifest = self.corpus.manifest
         return partial(
             opened_namespace, name, settings=self.settings, options=given, manifest=manifest
         )
@@ -77,7 +81,12 @@ class KVNamespace:
     @opened
     def validity(self) -> KVValidity:
         """Decides whether stored KV may be used; the only way to compute KV for storing."""
-        return KVValidity(self.model.adapter, self.store, self.root, lambda: self.corpus.manifest)
+        adapter = self.model.adapter
+        if adapter.refusal is None:
+            self.writer.fit(adapter)
+        return KVValidity(
+            adapter, self.store, self.root, lambda: self.corpus.manifest, writer=self.writer
+        )
 
     @opened
     def profile_of(self) -> ProfileCache:
@@ -98,29 +107,43 @@ class KVNamespace:
             signature = self.model.signature()
             same = manifest.model_signature == signature
             same &= manifest.encoding == self.corpus.manifest.encoding
+            same &= manifest.writer == self.writer.fingerprint
             if signature and manifest.namespace and same:
                 return manifest.namespace
         return self.validity.namespace
 
-    def remember(self) -> None:
-        """Record the loaded model's namespace in the manifest."""
-        if self.model.is_loaded:
+    def remember(self, by_ingest: bool = True) -> None:
+        """Record the loaded model's namespace in the manifest. Only an ingest changes the writer of
+        documents."""
+        corpus = self.corpus.current
+        has_documents = corpus is not None and corpus.has_documents
+        if has_documents and not by_ingest:
+            by_ingest = self.corpus.manifest.writer == self.writer.fingerprint
+        if self.model.is_loaded and (by_ingest or not has_documents):
             self.record(self.validity.namespace, self.model.signature())
 
     def forget_signature(self) -> None:
         """Make the next ingest load the model instead of relying on its files' signature."""
         corpus = self.corpus.current
         if corpus is not None and corpus.has_manifest:
-            self.record(corpus.manifest.namespace, "")
+            self.record(corpus.manifest.namespace, "", corpus.manifest.writer)
 
-    def record(self, namespace: str, signature: str) -> None:
-        """Record in the manifest which namespace the files of that signature have."""
+    def record(self, namespace: str, signature: str, writer: str | None = None) -> None:
+        """Record in the manifest which namespace the files of that signature have, and its ``writer``, by
+        default this engine's."""
         corpus = self.corpus.current
         if corpus is None or not self.is_writable:
             return
         manifest = corpus.manifest
+        if writer is None:
+            self.writer.keep()
+            writer = self.writer.fingerprint
         renewed = replace(
-            manifest, model=self.model.name, model_signature=signature, namespace=namespace
+            manifest,
+            model=self.model.name,
+            model_signature=signature,
+            namespace=namespace,
+            writer=writer,
         )
         if renewed != manifest:
             corpus.set_manifest(renewed)
@@ -199,4 +222,5 @@ def opened_namespace(
     made = LazyModel(model, tokenizer, settings, lora, trusts, model_kwargs)
     read_only = bool(options.get("read_only"))
     corpus = ModelCorpus(made, root, settings, corpus_settings, read_only, manifest)
-    return KVNamespace(made, corpus, {**options, "lora": lora})
+    writer = options.get("writer", settings.writer)
+    return KVNamespace(made, corpus, {**options, "lora": lora, "writer": writer})

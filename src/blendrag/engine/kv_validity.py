@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 
 from blendrag.corpus.manifest import Manifest
 from blendrag.engine.loaded_as import LoadedAs, difference, recorded, records_of
+from blendrag.engine.store_writer import StoreWriter
 from blendrag.errors import (
     CorruptKVError,
     IdentityChangedError,
@@ -35,7 +36,7 @@ from blendrag.model.sharing import before_layers
 from blendrag.serving.coroutine import let_texts_in
 from blendrag.store.base import ForeignKVError, KVReader, Probe
 from blendrag.store.encodings.codec import codec_of, staging_of
-from blendrag.store.identity import chunk_key, probe_key
+from blendrag.store.identity import ModelIdentity, chunk_key, probe_key
 from blendrag.store.kv import ChunkKV, dtype_name
 from blendrag.store.tiered import KVStore
 
@@ -65,14 +66,16 @@ class KVValidity:
         root: Path,
         manifest: Callable[[], Manifest],
         gate: Gate | None = None,
+        writer: StoreWriter | None = None,
     ) -> None:
         """``manifest``: with the prefix and the encoding of KV that is stored now. ``gate``: instead of that
-        of blending."""
+        of blending. ``writer``: of the chunks; ``None`` if they are encoded by the model alone."""
         self._gate: Gate = gate or verify
         self._adapter = adapter
         self._store = store
         self._root = root
         self._manifest = manifest
+        self._writer = writer
         self._valid: dict[str, bool] = {}
         self._why_not: dict[str, str] = {}
         self._recorded: set[str] = set()
@@ -80,7 +83,20 @@ class KVValidity:
     @property
     def namespace(self) -> str:
         """Namespace of the loaded model's KV in this store's encoding."""
-        return self._adapter.identity.encoded(self._manifest().encoding).namespace
+        return self._identity_with(self.writer).namespace
+
+    @property
+    def writer(self) -> str:
+        """Fingerprint of the writer that encodes chunks; empty if none does."""
+        return self._writer.fingerprint if self._writer is not None else ""
+
+    def _identity_with(self, writer: str) -> ModelIdentity:
+        return replace(self._adapter.identity.encoded(self._manifest().encoding), writer=writer)
+
+    @property
+    def trouble(self) -> str:
+        """Why chunks cannot be encoded, because their writer is lost; empty if they can."""
+        return self._writer.trouble if self._writer is not None else ""
 
     def is_admitted(self, namespace: str) -> bool:
         """Whether :meth:`admit` has nothing left to compute."""
@@ -144,8 +160,7 @@ class KVValidity:
         then = recorded(self._root, namespace)
         if then is None:
             return None
-        now = self._adapter.identity.encoded(self._manifest().encoding)
-        return difference(then.identity, now)
+        return difference(then.identity, self._identity_with(self.writer))
 
     def _is_valid_here(self, namespace: str) -> bool:
         if namespace not in self._valid:
@@ -197,6 +212,9 @@ class KVValidity:
         return "its probe entry is missing or damaged"
 
     def _is_alike(self, namespace: str, prefix: tuple[int, ...], reader: KVReader) -> bool:
+        if trouble := self.trouble:  # then the identity alone says whose KV it is
+            log.warning("stored KV is used without a check of this machine: %s", trouble)
+            return True
         now = self.encode(namespace, self._probe_ids(), prefix)
         return _alike(now, reader, PROBE_TOLERANCE[dtype_name(self._adapter.precision)])
 
@@ -230,19 +248,33 @@ class KVValidity:
         ids: Sequence[int],
         prefix: Sequence[int],
         encoder: Callable[[Sequence[int], Sequence[int]], ChunkKV] | None = None,
+        exact: bool = False,
     ) -> ChunkKV:
         """KV of ``ids`` after ``prefix``, computed by the model that ``namespace`` names.
 
-        ``encoder``: another method of the model than ``encode``.
-        Raises :class:`IdentityChangedError` if the loaded model is no longer that one.
+        ``encoder``: another method of the model than ``encode``. ``exact``: by the model alone, for the
+        beginnings of prompts; chunks are encoded with the writer.
+        Raises :class:`IdentityChangedError` if the loaded model is no longer that one, and
+        :class:`ModelLoadError` if the writer is lost or does not fit.
         """
         with self._adapter.lock:
-            self.require_identity(namespace)
-            return self.encoded((encoder or self._adapter.encode)(prefix, ids))
+            writer = self.writer
+            self._require(namespace, writer)
+            with self._with_writer("" if exact else writer, len(prefix), len(ids)):
+                return self.encoded((encoder or self._adapter.encode)(prefix, ids))
+
+    def _with_writer(self, writer: str, skip: int, tokens: int) -> AbstractContextManager[None]:
+        if self._writer is None or not writer:
+            return nullcontext()
+        assert isinstance(self._adapter, ModelAdapter)
+        return self._writer.active(self._adapter, writer, skip, tokens)
 
     def require_identity(self, namespace: str) -> None:
         """Raise :class:`IdentityChangedError` if the loaded model is not the one that ``namespace`` names."""
-        if self.namespace != namespace:
+        self._require(namespace, self.writer)
+
+    def _require(self, namespace: str, writer: str) -> None:
+        if self._identity_with(writer).namespace != namespace:
             raise IdentityChangedError(
                 f"the weights or adapters of {self._adapter.model_id} changed while KV was being "
                 "computed; nothing wrong was stored, start again"
@@ -278,7 +310,7 @@ class KVValidity:
         if namespace in self._recorded:
             return
         self._recorded.add(namespace)
-        now = LoadedAs.now(self._adapter.identity.encoded(self._manifest().encoding))
+        now = LoadedAs.now(self._identity_with(self.writer))
         if now.identity.namespace == namespace and recorded(self._root, namespace) != now:
             with suppress(OSError):  # it only explains
                 records_of(self._root, namespace).keep(now)

@@ -22,7 +22,7 @@ from blendrag.serving.coroutine import pause
 from blendrag.serving.scheduler import Pending, Scheduler
 from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.store.identity import chunk_key, kv_namespace
+from blendrag.store.identity import beginning_key, chunk_key, kv_namespace
 from blendrag.store.kv import ChunkKV
 from blendrag.text.chunking import Chunk
 from blendrag.text.prompt import SegmentedPrompt
@@ -99,6 +99,7 @@ class KVWriter:
         """
         if not self._admitted:  # loads the model and may run the gate, which is not encoding
             admit = partial(self._kv.validity.admit, self.namespace)
+            self._kv.writer.keep()
             self._computed(admit)
             self._computed(self._put_undated)
             self._kv.model.decode_weights.measure_all(self._computed)
@@ -136,9 +137,9 @@ class KVWriter:
     def _put_undated(self) -> None:
         """Store the KV of the prefix up to today's date."""
         kv, ids = self._kv, self._kv.corpus.undated_ids
-        key = chunk_key(self.namespace, (), ids)
+        key = beginning_key(self.namespace, ids, bool(kv.validity.writer))
         if ids and key not in kv.store.where(self.namespace, [key], durable=True):
-            computed = kv.validity.encode(self.namespace, ids, ())
+            computed = kv.validity.encode(self.namespace, ids, (), exact=True)
             kv.store.put(self.namespace, key, computed)
             self.stored.add(key)
 
@@ -182,7 +183,8 @@ class Job(NamedTuple):
     """Ids to be encoded after a prefix."""
 
     ids: Ids
-    prefix: Ids
+    prefix: Ids | None
+    """``None`` for the beginning of a prompt, whose KV is exact."""
     scope: str | None
     """Whose KV it is: that of a document if ``None``, else learned from prompts of that scope."""
     is_long: bool = False
@@ -193,9 +195,11 @@ class Job(NamedTuple):
         """Whether its KV is evicted first and in no remote."""
         return self.is_long or self.scope is not None
 
-    def place(self, namespace: str) -> tuple[str, str]:
+    def place(self, namespace: str, has_writer: bool) -> tuple[str, str]:
         """Namespace and key of the KV that a model of ``namespace`` computes."""
         namespace = kv_namespace(namespace, self.scope, self.is_long)
+        if self.prefix is None:
+            return namespace, beginning_key(namespace, self.ids, has_writer)
         return namespace, chunk_key(namespace, self.prefix, self.ids)
 
 
@@ -215,7 +219,7 @@ class BackgroundWriter:
         is_long = self._is_long(plan.prompt)
         todo = self._jobs(plan.missing, is_long)
         if plan.leading and scope is not None and self._seen_before(scope, plan.leading):
-            todo.append(Job(plan.leading, (), scope, is_long))
+            todo.append(Job(plan.leading, None, scope, is_long))
         self.queue(todo)
 
     def _is_long(self, prompt: SegmentedPrompt) -> bool:
@@ -227,7 +231,7 @@ class BackgroundWriter:
 
     def queue(self, todo: Sequence[Job]) -> None:
         """Encode these in the background."""
-        if not todo or not self._kv.is_writable:
+        if not (todo and self._can_store):
             return
         for job in todo:
             if self._full and not job.is_learned:
@@ -239,12 +243,16 @@ class BackgroundWriter:
                 self._queued.add(job)
                 self._scheduler.submit(Pending(partial(self._encode, job)), background=True)
 
+    @property
+    def _can_store(self) -> bool:
+        return self._kv.is_writable and not self._kv.validity.trouble
+
     def due_now(
         self, prompt: SegmentedPrompt, missing: Sequence[MissingKV]
     ) -> tuple[list[Job], str]:
         """Which of a prompt's missing chunks are encoded before it runs, and why: all if other requests
         wait, else those that an earlier request missed and that have waited since."""
-        if self._full or not self._kv.is_writable:
+        if self._full or not self._can_store:
             return [], ""
         jobs = self._jobs(missing, self._is_long(prompt))
         if self._scheduler.is_waited_for:
@@ -278,7 +286,7 @@ class BackgroundWriter:
         try:
             with kv.model.adapter.lock:  # one identity from look-up to put
                 namespace = kv.validity.namespace
-                place, key = job.place(namespace)
+                place, key = job.place(namespace, bool(kv.validity.writer))
                 if key not in kv.store.where(place, [key], ask_remote=False):
                     if not job.is_learned and kv.store.is_behind:
                         return False  # requests do not wait for a slow remote
@@ -288,7 +296,8 @@ class BackgroundWriter:
                         if job.is_long:
                             encoder = partial(kv.model.adapter.encode, is_long=True)
                             encode = partial(encode, encoder=encoder)
-                        computed = encode(namespace, job.ids, job.prefix)
+                        exact = job.prefix is None
+                        computed = encode(namespace, job.ids, job.prefix or (), exact=exact)
                     kv.store.put(place, key, computed)
             return True
         except StoreFullError as full:

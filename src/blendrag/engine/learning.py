@@ -156,7 +156,7 @@ class Learner:
         if not chunks or not self._kv.is_writable:
             return []
         corpus = self._kv.corpus.create()
-        self._kv.remember()
+        self._kv.remember(by_ingest=False)
         known, layout = corpus.known_to(scope), self._kv.layout
         learned = {chunk.chunk_id: learned_id(scope, chunk.text) for chunk in chunks}
         new = {

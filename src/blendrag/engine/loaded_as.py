@@ -83,5 +83,10 @@ _CAUSES: dict[str, Callable[[ModelIdentity, ModelIdentity], tuple[str, str]]] = 
         "its tokenizer or chat template has changed", "ingest again"
     ),
     "tensors_fingerprint": lambda then, now: ("its weights have changed", "ingest again"),
+    "writer": lambda then, now: (
+        "with a writer" if not then.writer
+        else "with another writer" if now.writer else "without its writer",
+        f"{'give the same writer' if then.writer else 'give writer none'}, or ingest again",
+    ),
     "encoding": lambda then, now: (f"KV encoding {now.encoding}, not {then.encoding}", "ingest again"),
 }  # fmt: skip

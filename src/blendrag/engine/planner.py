@@ -223,6 +223,7 @@ class Planner:
             profile,
             token_s=self._token_s,
             undated_ids=kv.corpus.undated_ids,
+            has_writer=bool(kv.validity.writer),
         )
 
     def _token_s(self) -> float:
@@ -235,6 +236,8 @@ class Planner:
         """A note for chunks without KV, if there is more to say than that."""
         if note := self._loaded_otherwise(namespace):
             return (note,)
+        if trouble := self._kv.validity.trouble:
+            return (f"chunks without KV are computed and not stored: {trouble}",)
         if not is_long:
             return ()
         most = self._kv.model.adapter.blend_limit_tokens

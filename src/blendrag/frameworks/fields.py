@@ -62,6 +62,7 @@ class NamedEngineFields(BaseModel):
     dtype: config.Dtype | None = None
     device: config.Device | None = None
     lora: config.Lora | None = None
+    writer: config.Writer | None = None
     trust_remote_code: config.TrustRemoteCode | None = None
     embedder: config.Embedder | None = None
     chunk_tokens: config.ChunkTokens | None = None

@@ -28,7 +28,7 @@ from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, ResidentReader, WantedKV
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_bytes_by_layer
-from blendrag.store.identity import NATIVE_ENCODING, chunk_key, kv_namespace
+from blendrag.store.identity import NATIVE_ENCODING, beginning_key, chunk_key, kv_namespace
 from blendrag.store.kv import KVLayout
 from blendrag.store.remote.tier import RemoteReader, expected_load_s, request_ahead
 from blendrag.store.tiered import KVStore
@@ -87,6 +87,8 @@ class Controller:
     """Whether prompts have LongRoPE's table for long ones, and KV of it is loaded."""
     undated_ids: tuple[int, ...] = ()
     """Beginning of ``prefix_ids`` that is stored by itself, because the rest changes from day to day."""
+    has_writer: bool = False
+    """Whether chunks were encoded with a writer; then no chunk is exact, wherever it is."""
     _stored: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Whether the store had a key when it was asked."""
 
@@ -185,9 +187,13 @@ class Controller:
         return {key for _, key in places if self._stored[key]}
 
     def _is_exact(self, segment: Segment, prompt: SegmentedPrompt) -> bool:
-        """Whether the chunk directly follows the prefix that it was encoded with."""
+        """Whether the chunk directly follows the prefix that it was encoded with, by the model alone."""
         at = segment.position
-        return at == len(self.prefix_ids) and prompt.ids[:at] == self.prefix_ids
+        return (
+            not self.has_writer
+            and at == len(self.prefix_ids)
+            and prompt.ids[:at] == self.prefix_ids
+        )
 
     def _place(self, segment: Segment) -> tuple[str, str]:
         """Namespace and key of a chunk's KV."""
@@ -208,7 +214,8 @@ class Controller:
         if self.scope is None or not (prompt.chunks and fits and last):
             return None, ()
         namespace = self._within(self.scope)
-        key, layout = chunk_key(namespace, (), ids), self.adapter.layout.encoded(self.encoding)
+        key = beginning_key(namespace, ids, self.has_writer)
+        layout = self.adapter.layout.encoded(self.encoding)
         reader = None if key in avoid else self.store.open(namespace, key, layout, len(ids))
         if reader is None:
             return None, ids
@@ -244,7 +251,8 @@ class Controller:
         wanted: dict[int, WantedKV] = {}
         if not start and self._begins_undated(prompt):
             namespace, ids = self._within(None), self.undated_ids
-            wanted[0] = WantedKV(namespace, chunk_key(namespace, (), ids), len(ids))
+            key = beginning_key(namespace, ids, self.has_writer)
+            wanted[0] = WantedKV(namespace, key, len(ids))
         for segment in prompt.chunks:
             if segment.position >= start and not self._why_not(segment, prompt, mode, last):
                 wanted[segment.position] = WantedKV(*self._place(segment), len(segment.stored_ids))

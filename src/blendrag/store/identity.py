@@ -75,6 +75,8 @@ class ModelIdentity:
     stored_dtype: str
     encoding: str = NATIVE_ENCODING
     """How a store keeps the KV (:mod:`blendrag.store.encodings`)."""
+    writer: str = ""
+    """Fingerprint of the writer that is active while chunks are encoded, empty if there is none."""
 
     def encoded(self, encoding: str) -> ModelIdentity:
         """The same model with its KV stored in another encoding."""
@@ -85,7 +87,8 @@ class ModelIdentity:
         """64 hex digits that name this identity's part of a store."""
         fields = [str(FORMAT_VERSION).encode(), LAYOUT.encode()]
         for name, value in sorted(asdict(self).items()):
-            fields += [name.encode(), str(value).encode()]
+            if name != "writer" or value:  # earlier versions had no writers
+                fields += [name.encode(), str(value).encode()]
         return digest_fields(fields)
 
 
@@ -114,6 +117,16 @@ def is_learned(namespace: str) -> bool:
 def chunk_key(namespace: str, prefix_ids: Sequence[int], chunk_ids: Sequence[int]) -> str:
     """Key of the KV of ``chunk_ids`` computed after ``prefix_ids`` (64 hex digits)."""
     return digest_fields([b"chunk", namespace.encode(), pack_ids(prefix_ids), pack_ids(chunk_ids)])
+
+
+def beginning_key(namespace: str, ids: Sequence[int], has_writer: bool) -> str:
+    """Key of the exact KV of ``ids`` at the beginning of a prompt (64 hex digits).
+
+    A chunk that was encoded without a prefix has the same KV, unless a writer encoded it.
+    """
+    if not has_writer:
+        return chunk_key(namespace, (), ids)
+    return digest_fields([b"beginning", namespace.encode(), pack_ids(ids)])
 
 
 def probe_key(namespace: str) -> str:

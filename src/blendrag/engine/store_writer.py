@@ -1,0 +1,136 @@
+"""Which writer encodes the chunks of a corpus, and its copy in the store.
+
+The corpus's manifest names the writer, and the store keeps a copy of it. So another engine over the store
+finds the KV and encodes what is missing without any option.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from blendrag.engine.model_corpus import ModelCorpus
+from blendrag.errors import BlendragError, ModelLoadError
+from blendrag.model.adapter import ModelAdapter
+from blendrag.model.writer import FittedWriter, Writer
+from blendrag.store import writer_files
+
+log = logging.getLogger(__name__)
+
+#: Value of the option ``writer``: chunks are encoded without one, also if the store has one.
+NONE = "none"
+
+
+class StoreWriter:
+    """The writer of one engine over one corpus: the given one, else that of the corpus."""
+
+    def __init__(self, given: str | Path | bytes | None, corpus: ModelCorpus) -> None:
+        """``given``: a directory, :data:`NONE`, or what another process :meth:`sent`."""
+        self._given = None if given == NONE else given
+        self._is_off = given == NONE
+        self._corpus = corpus
+        self._read: Writer | None = None
+        self._fitted: tuple[tuple[Hashable, ...], FittedWriter] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the writer that chunks are encoded with; empty if there is none. Raises
+        :class:`ModelLoadError` for a given one that cannot be read."""
+        if self._given is not None:
+            return self._given_writer.fingerprint
+        return "" if self._is_off else self._corpus.manifest.writer
+
+    @property
+    def _given_writer(self) -> Writer:
+        assert self._given is not None
+        if self._read is None:
+            given = self._given
+            if isinstance(given, bytes):
+                self._read = Writer.from_bytes(given, "the writer that this process was sent")
+            else:
+                self._read = Writer.load(Path(given).expanduser())
+        return self._read
+
+    def writer(self) -> Writer | None:
+        """The writer, from the store if none was given. Raises :class:`ModelLoadError`."""
+        if self._given is not None:
+            return self._given_writer
+        fingerprint = self.fingerprint
+        return kept_writer(self._corpus.root, fingerprint) if fingerprint else None
+
+    @property
+    def trouble(self) -> str:
+        """Why chunks cannot be encoded; empty if they can."""
+        try:
+            if self._fitted is None or self._fitted[0][0] != self.fingerprint:
+                self.writer()
+        except ModelLoadError as exc:
+            return str(exc)
+        return ""
+
+    def sent(self) -> bytes | str:
+        """What another process is given to encode with the same writer."""
+        writer = self.writer()
+        return NONE if writer is None else writer.to_bytes()
+
+    def keep(self) -> None:
+        """Copy a given writer into the store, unless it is there and whole.
+
+        Raises :class:`StoreFullError` and :class:`StoreUnavailableError`.
+        """
+        if self._given is None:
+            return
+        writer, root = self._given_writer, self._corpus.root
+        try:
+            kept_writer(root, writer.fingerprint)
+        except ModelLoadError:
+            writer_files.write(root, writer.fingerprint, writer.to_bytes())
+
+    def fit(self, adapter: ModelAdapter) -> None:
+        """Raise :class:`ModelLoadError` for a given writer that does not fit ``adapter``."""
+        if self._given is not None:
+            with adapter.lock:
+                self._fitted_to(adapter, self.fingerprint)
+
+    def active(
+        self, adapter: ModelAdapter, fingerprint: str, skip: int, tokens: int
+    ) -> AbstractContextManager[None]:
+        """The context in which ``adapter`` encodes ``tokens`` behind ``skip`` with that writer.
+
+        Raises :class:`ModelLoadError` for one that is lost or does not fit. The caller holds the lock.
+        """
+        return self._fitted_to(adapter, fingerprint).active(skip, tokens)
+
+    def _fitted_to(self, adapter: ModelAdapter, fingerprint: str) -> FittedWriter:
+        fitted = fingerprint, adapter.device, adapter.layout.dtype
+        if self._fitted is None or self._fitted[0] != fitted:
+            writer = self.writer()
+            assert writer is not None
+            if writer.has_adapters != bool(adapter.identity.adapters):
+                had, has = ("with", "without") if writer.has_adapters else ("without", "with")
+                log.warning(
+                    "%s was trained for a model %s a lora and is used %s one; its KV may be worse",
+                    *(writer.label, had, has),
+                )
+            self._fitted = fitted, FittedWriter(writer, adapter)
+        return self._fitted[1]
+
+
+def kept_writer(root: Path, fingerprint: str) -> Writer:
+    """The copy of a writer in the store at ``root``. Raises :class:`ModelLoadError`."""
+    try:
+        data = writer_files.read(root, fingerprint)
+        writer = Writer.from_bytes(data, str(writer_files.path_of(root, fingerprint)))
+        if writer.fingerprint == fingerprint:
+            return writer
+        why = "is damaged"
+    except FileNotFoundError:
+        why = "is missing"
+    except (OSError, BlendragError):
+        why = "is damaged"
+    raise ModelLoadError(
+        f"writer {fingerprint[:12]} of store {root} {why}, so no more chunks are encoded; give its directory "
+        "(writer, --writer) to blendrag ingest, or none to encode without a writer"
+    )

@@ -1,0 +1,327 @@
+"""A writer: a LoRA that is active only while chunks are encoded for a store.
+
+The model that reads the question and answers stays as it is, so that only what is stored changes (SemPIC,
+arXiv 2607.28069). A writer is a directory that PEFT saved, with :data:`MARK` beside its files; a store keeps
+its writer in one file. Files are read without peft.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import nn
+
+from blendrag.errors import BlendragError, ModelLoadError, is_out_of_memory
+from blendrag.model.adapter import ModelAdapter
+from blendrag.model.checked_files import SIZES_MIB, check_adapter_files
+from blendrag.model.fingerprint import hash_bytes
+from blendrag.model.sharing import only_here
+from blendrag.store import regular_files
+from blendrag.store.identity import digest_fields
+from blendrag.store.writer_files import MAX_MIB
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: File that makes a PEFT directory a writer, written by :func:`mark_as_writer`.
+MARK = "blendrag_writer.json"
+#: Tokens of the forward that checks whether a writer fits a model.
+TRIAL_TOKENS = 4
+
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+#: What a LoRA config may switch on that changes more than ``scale · B A``.
+_REFUSED = (
+    "use_dora", "lora_bias", "modules_to_save", "target_parameters", "layer_replication",
+    "trainable_token_indices", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config",
+    "kasa_config", "velora_config", "monteclora_config",
+)  # fmt: skip
+
+
+class LowRank(NamedTuple):
+    """The change of one linear layer: ``scale · up (down x)``."""
+
+    scale: float
+    down: torch.Tensor
+    """``[r, in]``"""
+    up: torch.Tensor
+    """``[out, r]``"""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The tensors of a writer on the CPU, as they were saved."""
+
+    parts: Mapping[str, LowRank]
+    """By the name of the linear layer."""
+    model_id: str
+    """Model that it was trained for."""
+    has_adapters: bool
+    """Whether that model had a LoRA of its own (``lora``)."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """64 hex digits over names, scales, shapes, dtypes and bytes: everything that changes stored KV."""
+        fields = [b"writer"]
+        for name, (scale, down, up) in sorted(self.parts.items()):
+            fields += [name.encode(), repr(scale).encode()]
+            for tensor in (down, up):
+                what = f"{tuple(tensor.shape)} {tensor.dtype}"
+                fields += [what.encode(), hash_bytes(tensor)]
+        return digest_fields(fields)
+
+    @property
+    def rank(self) -> int:
+        return max(part.down.shape[0] for part in self.parts.values())
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"writer {self.fingerprint[:12]} (rank {self.rank}, {len(self.parts)} layers)"
+
+    # -- files ------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, directory: Path | str) -> Writer:
+        """Read a directory that :func:`mark_as_writer` marked.
+
+        Raises :class:`ModelLoadError`, also for a PEFT adapter of another kind, and for NaN.
+        """
+        folder = Path(directory)
+        _require_writer(folder)
+        check_adapter_files(folder)
+        config = _json(folder / CONFIG, SIZES_MIB[CONFIG])
+        mark = _json(folder / MARK, 1)
+        _require_plain_lora(folder, config)
+        tensors = _weights(folder / WEIGHTS)
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            match = _KEY.fullmatch(key)
+            if match is None or tensor.ndim != 2 or not tensor.is_floating_point():
+                raise ModelLoadError(
+                    f"writer {folder} holds the tensor {key!r:.100} {tuple(tensor.shape)}, expected only "
+                    "lora_A and lora_B of linear layers; train it without other changes"
+                )
+            found.setdefault(match[1], {})[match[2]] = tensor
+        parts = {}
+        for name, pair in found.items():
+            rank = _rank_of(config, name)
+            if pair.keys() != {"A", "B"} or not pair["A"].shape[0] == pair["B"].shape[1] == rank:
+                raise ModelLoadError(
+                    f"{folder / WEIGHTS} does not fit its config: {name:.100} should have lora_A and lora_B "
+                    f"of rank {rank}; copy the writer again"
+                )
+            parts[name] = LowRank(_scale_of(config, name, rank), pair["A"], pair["B"])
+        return cls(parts, str(mark.get("model", "")), bool(mark.get("adapters")))._checked(folder)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Writer:
+        """What :meth:`to_bytes` made; ``name`` says in errors what it is. Raises :class:`ModelLoadError`."""
+        try:
+            size = int.from_bytes(data[:8], "little")
+            about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["writer"])
+            tensors = safetensors.torch.load(data)
+            parts = {
+                layer: LowRank(float(scale), tensors[f"{layer}.A"], tensors[f"{layer}.B"])
+                for layer, scale in about["scales"].items()
+            }
+            return cls(parts, str(about["model"]), bool(about["adapters"]))._checked(name)
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise ModelLoadError(f"{name} is damaged ({str(exc)[:80]})") from exc
+
+    def to_bytes(self) -> bytes:
+        """The writer as one safetensors file."""
+        tensors = {f"{name}.A": part.down.contiguous() for name, part in self.parts.items()}
+        tensors |= {f"{name}.B": part.up.contiguous() for name, part in self.parts.items()}
+        scales = {name: part.scale for name, part in self.parts.items()}
+        about = {"model": self.model_id, "adapters": self.has_adapters, "scales": scales}
+        data: bytes = safetensors.torch.save(tensors, {"writer": json.dumps(about)})
+        return data
+
+    def _checked(self, where: Path | str) -> Writer:
+        if not self.parts:
+            raise ModelLoadError(f"{where} changes no layer; train it again")
+        for name, part in self.parts.items():
+            if not (math.isfinite(part.scale) and all(t.isfinite().all() for t in part[1:])):
+                raise ModelLoadError(
+                    f"{where} holds NaN or infinite weights ({name:.100}), expected numbers; train it again "
+                    "with a lower learning rate"
+                )
+        return self
+
+
+def mark_as_writer(directory: Path, model_id: str, has_adapters: bool = False) -> None:
+    """Mark what PEFT saved in ``directory`` as a writer for a model. ``has_adapters``: with a ``lora``."""
+    about = {"model": model_id, "adapters": has_adapters}
+    regular_files.replace(directory / MARK, json.dumps(about, indent=1).encode())
+
+
+def _require_writer(folder: Path) -> None:
+    missing = [name for name in (CONFIG, WEIGHTS, MARK) if not (folder / name).is_file()]
+    if missing == [MARK]:
+        raise ModelLoadError(
+            f"{folder} is a LoRA adapter that was not trained as a writer (it has no {MARK}); give it as "
+            "lora, or train a writer with blendrag adapt"
+        )
+    if missing:
+        raise ModelLoadError(
+            f"{str(folder)!r:.200} is not the directory of a writer (it has no {missing[0]}), expected one "
+            "that blendrag adapt made"
+        )
+
+
+def _require_plain_lora(folder: Path, config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type")
+    wrong = f"peft_type {kind!r:.40}" if kind != "LORA" else ""
+    if config.get("bias", "none") != "none":
+        wrong = wrong or f"bias {config['bias']!r:.40}"
+    wrong = wrong or next((name for name in _REFUSED if config.get(name)), "")
+    if wrong:
+        raise ModelLoadError(
+            f"writer {folder} has {wrong}, expected a plain LoRA of linear layers; train it without that"
+        )
+
+
+def _json(file: Path, limit_mib: float) -> dict[str, Any]:
+    try:
+        content = json.loads(
+            regular_files.read_bytes(file, int(limit_mib * regular_files.MIB), follow=True)
+        )
+    except (OSError, ValueError, RecursionError) as exc:
+        raise ModelLoadError(
+            f"{file} cannot be read ({str(exc)[:80]}); copy the writer again"
+        ) from exc
+    if not isinstance(content, dict):
+        raise ModelLoadError(
+            f"{file} is a {type(content).__name__}, expected a JSON object; copy the writer again"
+        )
+    return content
+
+
+def _weights(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        data = regular_files.read_bytes(file, MAX_MIB * regular_files.MIB, follow=True)
+        return safetensors.torch.load(data)
+    except (OSError, SafetensorError, ValueError) as exc:
+        raise ModelLoadError(f"{file} is damaged ({str(exc)[:80]}); copy the writer again") from exc
+
+
+def _rank_of(config: Mapping[str, Any], name: str) -> Any:
+    return _by_pattern(config.get("rank_pattern"), name, config.get("r"))
+
+
+def _scale_of(config: Mapping[str, Any], name: str, rank: int) -> float:
+    alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha"))
+    if not isinstance(alpha, int | float):
+        raise ModelLoadError(f"the writer's lora_alpha is {alpha!r:.40}, expected a number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _by_pattern(patterns: Any, name: str, otherwise: Any) -> Any:
+    """The value of the first of ``patterns`` that ends the ``name`` of a layer, as peft 0.21 looks it up."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return otherwise
+
+
+# -- encoding with it -----------------------------------------------------------------------------
+
+
+class _OnDevice(NamedTuple):
+    module: nn.Module
+    down: torch.Tensor
+    """``[r, in]``"""
+    up: torch.Tensor
+    """``[r, out]``, scaled."""
+
+
+class FittedWriter:
+    """A writer on the device and in the dtype of one model, whose modules it does not change."""
+
+    def __init__(self, writer: Writer, adapter: ModelAdapter) -> None:
+        """Raises :class:`ModelLoadError` for a model that it does not fit. The caller holds the lock."""
+        self._adapter = adapter
+        modules = dict(adapter.model.named_modules())
+        if unknown := [name for name in writer.parts if name not in modules]:
+            raise self._unfit(writer, f"which has no layer {unknown[0]:.100}")
+        with torch.inference_mode(False), torch.no_grad():
+            device, dtype = adapter.device, adapter.layout.torch_dtype
+            self._parts = {
+                name: _OnDevice(
+                    modules[name],
+                    part.down.to(device, dtype),
+                    (part.up.T * part.scale).contiguous().to(device, dtype),
+                )
+                for name, part in writer.parts.items()
+            }
+        self._called: set[str] = set()
+        wrong = self._try()
+        if wrong:
+            raise self._unfit(writer, wrong)
+
+    def _unfit(self, writer: Writer, why: str) -> ModelLoadError:
+        other = "" if writer.model_id in ("", self._adapter.model_id) else f" of {writer.model_id}"
+        return ModelLoadError(
+            f"{writer.label}{other} does not fit {self._adapter.model_id}, {why}; give a writer that "
+            "was trained for this model"
+        )
+
+    @torch.inference_mode()
+    def _try(self) -> str:
+        """What does not fit, found by one short forward; empty if all does."""
+        try:
+            with self.active(0, TRIAL_TOKENS):
+                self._adapter.prefill_at(range(TRIAL_TOKENS))
+        except _UnfitLayerError as unfit:
+            return str(unfit)
+        except RuntimeError as exc:
+            if isinstance(exc, BlendragError) or is_out_of_memory(exc):
+                raise
+            return f"whose layers have other shapes ({str(exc)[:80]})"
+        left_out = next((name for name in self._parts if name not in self._called), "")
+        return f"which does not run {left_out:.100} while it encodes" if left_out else ""
+
+    @contextmanager
+    def active(self, skip: int, tokens: int) -> Iterator[None]:
+        """Within this context, the caller's forwards over ``skip + tokens`` tokens are changed behind the
+        first ``skip``. Forwards of other threads and greenlets are not."""
+        with ExitStack() as stack:
+            for name, part in self._parts.items():
+                hook = only_here(self._hook(name, part, skip, skip + tokens))
+                stack.callback(part.module.register_forward_hook(hook).remove)
+            yield
+
+    def _hook(self, name: str, part: _OnDevice, skip: int, end: int) -> Any:
+        called, down, up = self._called, part.down, part.up
+
+        def change(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            given = args[0] if args else None
+            if not isinstance(given, torch.Tensor) or given.shape[:-1] != (1, end):
+                raise _UnfitLayerError(f"whose {name:.100} is not given all tokens in their order")
+            shapes = (given.shape[-1], output.shape[-1])
+            if shapes != (down.shape[1], up.shape[1]):
+                raise _UnfitLayerError(
+                    f"whose {name:.100} is {shapes[0]} × {shapes[1]}, not {down.shape[1]} × {up.shape[1]}"
+                )
+            low = F.linear(given[0, skip:].to(down.dtype), down)  # [T, r]
+            if output.dtype == up.dtype:
+                output[0, skip:].addmm_(low, up)  # [T, out]
+            else:  # quantised layers may compute in another dtype
+                output[0, skip:] += (low @ up).to(output.dtype)
+            called.add(name)
+
+        return change
+
+
+class _UnfitLayerError(ModelLoadError):
+    """A layer is called in another way than a writer needs."""
