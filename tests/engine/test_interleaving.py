@@ -187,10 +187,10 @@ def within(monkeypatch: pytest.MonkeyPatch, pauses: Pauses, target: Any, name: s
     """An entry for every pause in a call of ``target.name``."""
     stock, under_way, paused = getattr(target, name), list[bool](), list[bool]()
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, **more: Any) -> Any:
         under_way.append(True)
         try:
-            return stock(*args)
+            return stock(*args, **more)
         finally:
             under_way.pop()
 
