@@ -233,8 +233,11 @@ def test_engines_over_the_same_weights_share_the_packed_copies(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
-def test_damaged_packed_weights_are_made_again(
-    damage: str, engines: Callable[..., BlendEngine], cache: Path
+def test_damaged_packed_weights_are_made_and_kept_again(
+    damage: str,
+    engines: Callable[..., BlendEngine],
+    cache: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = engines(decode_weights="int8")
     first = engine.generate(QUESTION, max_new_tokens=4)
@@ -243,9 +246,16 @@ def test_damaged_packed_weights_are_made_again(
     content = bytearray(file.read_bytes())
     content[-100] ^= 255
     file.write_bytes({"flipped": content, "cut": content[:-50], "empty": b""}[damage])
-    again = engines(decode_weights="int8").generate(QUESTION, max_new_tokens=4)
-    assert again.text == first.text
-    assert again.metrics.decode_weights == "int8"
+    for is_damaged in (True, False):
+        caplog.clear()
+        engine = engines(decode_weights="int8")
+        again = engine.generate(QUESTION, max_new_tokens=4)
+        closed(engine)
+        assert again.text == first.text
+        assert again.metrics.decode_weights == "int8"
+        warnings = [each for each in caplog.messages if "packed weights" in each]
+        assert len(warnings) == is_damaged
+        assert all(f"{file}" in each and "are made again" in each for each in warnings)
 
 
 def test_packed_weights_of_earlier_weights_are_removed(
@@ -256,12 +266,15 @@ def test_packed_weights_of_earlier_weights_are_removed(
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
-    engines: Callable[..., BlendEngine], cache: Path
+def test_a_cache_that_cannot_be_written_is_no_error_and_said_once(
+    engines: Callable[..., BlendEngine], cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.parent.write_text("a file")
-    answer = engines(decode_weights="int8").generate(QUESTION, max_new_tokens=2)
-    assert answer.metrics.decode_weights == "int8"
+    for name in NAMES:
+        answer = engines(decode_weights=name).generate(QUESTION, max_new_tokens=2)
+        assert answer.metrics.decode_weights == name
+    [warning] = [each for each in caplog.messages if "BLENDRAG_CACHE" in each]
+    assert warning.startswith(f"{cache.parent} cannot be written (")
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,9 @@ def test_an_incomplete_verdict_is_ignored(empty_cache, monkeypatch):
 
 
 @pytest.mark.parametrize("is_damaged", [True, False], ids=("damaged", "cannot be made"))
-def test_an_unusable_database_holds_no_verdicts_and_raises_nothing(empty_cache, is_damaged):
+def test_an_unusable_database_holds_no_verdicts_and_is_reported_once(
+    empty_cache, is_damaged, caplog
+):
     if is_damaged:
         database(empty_cache).parent.mkdir(parents=True)
         database(empty_cache).write_bytes(b"not a database" * 100)
@@ -69,3 +71,8 @@ def test_an_unusable_database_holds_no_verdicts_and_raises_nothing(empty_cache, 
         empty_cache.write_text("a file")
     verdicts.remember(NAMESPACE, CPU, VERDICT)
     assert verdicts.recall(NAMESPACE, CPU) is None
+    verdicts.remember_measured("rows", 4)
+    assert verdicts.recall_measured("rows", int) is None
+    [message] = caplog.messages
+    assert message.startswith(f"{empty_cache} cannot be written (")
+    assert "BLENDRAG_CACHE" in message

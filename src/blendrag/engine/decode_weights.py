@@ -24,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from blendrag.config import settings
-from blendrag.errors import is_out_of_space
 from blendrag.fusor import Fusor, verdicts
 from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement, DecodeAgreement
 from blendrag.model import decode_weights as packing
@@ -383,10 +382,12 @@ def _read(file: Path, layers: Iterable[str]) -> PackedWeights | None:
             )
             digest = (opened.metadata() or {}).get("xxh3")
     except (OSError, SafetensorError, ValueError) as exc:
-        log.warning("packed weights in %s are made again: %s", file, exc)
+        log.warning(
+            "the packed weights in %s cannot be read (%s), so they are made again", file, exc
+        )
         return None
     if _digest(found) != digest:
-        log.warning("packed weights in %s are made again: their checksum is wrong", file)
+        log.warning("the packed weights in %s are damaged, so they are made again", file)
         return None
     return found
 
@@ -415,5 +416,4 @@ def _keep(file: Path, packed: Mapping[str, Packed], of_model: str) -> None:
     except (OSError, SafetensorError) as exc:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        why = "no space" if is_out_of_space(exc) else exc
-        log.info("packed weights are not kept in %s: %s", file.parent, why)
+        verdicts.warn_unwritable(exc)

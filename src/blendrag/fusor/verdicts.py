@@ -9,8 +9,9 @@ import json
 import logging
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 import diskcache
@@ -20,12 +21,16 @@ from diskcache.core import DBNAME, MODE_RAW
 from pydantic import TypeAdapter, ValidationError
 
 from blendrag.config import settings
+from blendrag.errors import is_out_of_space
 from blendrag.fusor.gate import GATE_VERSION, Verification
 from blendrag.store.databases import keep_private
+from blendrag.wording import condensed
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_warned: set[Path] = set()
+"""Cache directories of which was said that they cannot be written."""
 _VERIFICATION = TypeAdapter(Verification)
 #: How a cache that is damaged, locked or cannot be written shows itself.
 _UNUSABLE = (OSError, ValueError, TypeError, sqlite3.Error, diskcache.Timeout)
@@ -57,7 +62,7 @@ def remember(namespace: str, device: torch.device, verification: Verification) -
         with _cache() as cache:
             cache.set(_key(namespace, device), verification.as_dict())
     except _UNUSABLE as exc:
-        log.info("the gate's verdict cannot be kept in %s: %s", settings().cache, exc)
+        warn_unwritable(exc)
 
 
 def recall_measured(what: str, kind: type[T]) -> T | None:
@@ -71,8 +76,27 @@ def recall_measured(what: str, kind: type[T]) -> T | None:
 
 def remember_measured(what: str, found: Any) -> None:
     """Keep a number or a dataclass for :func:`recall_measured`."""
-    with suppress(*_UNUSABLE), _cache() as cache:
-        cache.set(what, found if isinstance(found, int) else asdict(found))
+    try:
+        with _cache() as cache:
+            cache.set(what, found if isinstance(found, int) else asdict(found))
+    except _UNUSABLE as exc:
+        warn_unwritable(exc)
+
+
+def warn_unwritable(error: Exception) -> None:
+    """Say once that what is found out about models is not kept, because of this ``error``."""
+    if isinstance(error, diskcache.Timeout):
+        return  # another process writes
+    folder = settings().cache.expanduser()
+    if folder in _warned:
+        return
+    _warned.add(folder)
+    why = "no space is left" if is_out_of_space(error) else condensed(str(error))
+    log.warning(
+        "%s cannot be written (%s), so each process checks and measures its models again; correct that, or "
+        "name another directory in BLENDRAG_CACHE",
+        *(folder, why),
+    )
 
 
 def libraries() -> str:
