@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -258,12 +259,25 @@ def test_damaged_packed_weights_are_made_and_kept_again(
         assert all(f"{file}" in each and "are made again" in each for each in warnings)
 
 
-def test_packed_weights_of_earlier_weights_are_removed(
-    engines: Callable[..., BlendEngine], cache: Path
+@pytest.mark.parametrize(("name", "kept"), [("ours/model", [2]), ("", [1, 2])])
+def test_packed_weights_of_earlier_weights_are_removed_and_those_of_another_model_are_not(
+    name: str,
+    kept: list[int],
+    engines: Callable[..., BlendEngine],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for seed in range(2):
-        engines(model(seed=seed), decode_weights="int8").generate(QUESTION, max_new_tokens=2)
-    assert len(list(cache.iterdir())) == 1
+    """Models without a name may be different ones, so the last files stay."""
+    monkeypatch.setattr(choosing, "KEPT_UNNAMED", 2)
+    files: dict[int, Path] = {}
+    for seed in range(3):
+        loaded = model(seed=seed)
+        loaded.config.name_or_path = name
+        engines(loaded, decode_weights="int8").generate(QUESTION, max_new_tokens=2)
+        [file] = {*cache.iterdir()} - {*files.values()}
+        os.utime(file, (seed, seed))
+        files[seed] = file
+    assert [seed for seed, file in files.items() if file.exists()] == kept
 
 
 def test_a_cache_that_cannot_be_written_is_no_error_and_said_once(

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from blendrag.config import settings
 from blendrag.fusor import Fusor, verdicts
 from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement, DecodeAgreement
 from blendrag.model import decode_weights as packing
-from blendrag.model.adapter import ModelAdapter
+from blendrag.model.adapter import UNNAMED, ModelAdapter
 from blendrag.model.decode_weights import NATIVE, DecodeWeights, Packed, PackedWeights
 from blendrag.model.sharing import is_loaded, loaded_once
 from blendrag.store.durable import readable_size
@@ -46,6 +47,8 @@ AUTOMATIC = "int8"
 LEAST_BYTES = 32 * 2**20
 #: Share of the available memory that copies may take.
 MOST_OF_MEMORY = 0.8
+#: Files that are kept of all models without a name together.
+KEPT_UNNAMED = 4
 NOT_FASTER = "packed weights are not faster on this machine"
 NOT_TOGETHER = "its requests are not decoded together"
 
@@ -343,7 +346,7 @@ def _packed(adapter: ModelAdapter, name: str) -> PackedWeights:
         found = _read(file, packing.linear_layers(adapter.model))
         if found is None:
             found = packing.pack(adapter.model, name)
-            _keep(file, found, _of_model(adapter, name))
+            _keep(file, found, partial(_remove_earlier, file, adapter, name))
         return found
 
     return loaded_once(file, load)
@@ -352,6 +355,20 @@ def _packed(adapter: ModelAdapter, name: str) -> PackedWeights:
 def _of_model(adapter: ModelAdapter, name: str) -> str:
     """What the names of all files of a model begin with."""
     return f"{xxhash.xxh3_64_hexdigest(adapter.model_id.encode())}-{name}"
+
+
+def _remove_earlier(file: Path, adapter: ModelAdapter, name: str) -> None:
+    """Remove the files of earlier weights of the model, which make room for ``file``.
+
+    Models without a name look like one, so some of their files stay: those written last.
+    """
+    kept = KEPT_UNNAMED - 1 if adapter.model_id == UNNAMED else 0
+    with suppress(FileNotFoundError):  # another process removes one; the rest goes the next time
+        files = file.parent.glob(f"{_of_model(adapter, name)}-*")
+        earlier = [each for each in files if each.stem != file.stem]  # not what one writes now
+        earlier.sort(key=lambda each: each.stat().st_mtime)
+        for each in earlier[: len(earlier) - kept]:
+            each.unlink(missing_ok=True)
 
 
 def _file(adapter: ModelAdapter, name: str) -> Path:
@@ -399,17 +416,15 @@ def _copy(opened: Any, name: str) -> torch.Tensor:
     return tensor.clone()
 
 
-def _keep(file: Path, packed: Mapping[str, Packed], of_model: str) -> None:
-    """Write ``packed``, and remove those of earlier weights of the model. Raises nothing: they would be made
-    again."""
+def _keep(file: Path, packed: Mapping[str, Packed], remove_earlier: Callable[[], None]) -> None:
+    """Write ``packed``. Raises nothing: they would be made again."""
     tensors = {
         f"{name}.{i}": part for name, parts in packed.items() for i, part in enumerate(parts)
     }
     temporary = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for earlier in file.parent.glob(f"{of_model}-*"):
-            earlier.unlink(missing_ok=True)
+        remove_earlier()
         save_file(tensors, str(temporary), {"xxh3": _digest(packed)})
         temporary.chmod(0o600)
         os.replace(temporary, file)

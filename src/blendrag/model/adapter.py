@@ -43,6 +43,8 @@ from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 8
+#: The id of models whose config has no name.
+UNNAMED = "unnamed"
 
 
 class ModelAdapter:
@@ -65,7 +67,7 @@ class ModelAdapter:
         self.model = unwrapped(model.get_base_model()) if unwrap else model
         self.model.eval()
         name, self.revision = origin(model.config)
-        self.model_id = model_id or name or "unnamed"
+        self.model_id = model_id or name or UNNAMED
         self.tokens = Tokens(tokenizer)
         self.lock = lock_of(self.model)
         """Belongs to the model, not to this adapter. Held from the first hook to the last token."""
