@@ -79,6 +79,7 @@ def test_the_timeline_has_loading_selecting_and_computing_of_each_layer(answer):
 def test_the_page_shows_the_prompt_and_refers_to_nothing_outside(answer):
     page = answer.explain().page("Who & what?")
     assert "<title>Who &amp; what?</title>" in page
+    assert "<b>native</b>decode weights" in page
     assert not re.search(r"<script|<link|<img|https?:|@import|url\(", page)
 
     class Text(HTMLParser):

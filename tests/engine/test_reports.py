@@ -44,6 +44,7 @@ def test_a_request_is_one_line_with_its_figures(engine, lines):
     assert f"({m.recomputed_tokens} of them recomputed)" in line
     assert f"{m.fresh_tokens} fresh" in line
     assert f"first token after {m.ttft_s:.3f} s" in line
+    assert line.endswith("decode weights native")
     assert "not reused" not in line
     assert "\n" not in line
 

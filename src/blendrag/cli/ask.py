@@ -245,7 +245,7 @@ def say_metrics(metrics: RequestMetrics, shown_notes: set[str] | None = None) ->
         f"(loading {1e3 * metrics.load_s:,.0f} ms){opened}, "
         f"{metrics.prompt_tokens} prompt tokens: {metrics.reused_tokens} reused{prefix}, "
         f"{metrics.recomputed_tokens} of them recomputed, {metrics.fresh_tokens} fresh; "
-        f"mode {metrics.mode}{policy}{_schedule(metrics)}",
+        f"mode {metrics.mode}{policy}{_schedule(metrics)}; decode weights {metrics.decode_weights}",
     )
     if metrics.decision:
         say("decision", metrics.decision)

@@ -36,7 +36,8 @@ def wording(metrics: RequestMetrics) -> str:
     parts = [
         f"mode {m.mode}: {m.prompt_tokens} prompt tokens, {m.reused_tokens} reused "
         f"({m.recomputed_tokens} of them recomputed), {m.fresh_tokens} fresh",
-        f"first token after {m.ttft_s:.3f} s, {m.new_tokens} new in {m.total_s:.3f} s",
+        f"first token after {m.ttft_s:.3f} s, {m.new_tokens} new in {m.total_s:.3f} s, "
+        f"decode weights {m.decode_weights}",
     ]
     if m.batch_size > 1:
         parts.append(f"prefilled together with {m.batch_size - 1} of its batch")
