@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, 
 
 from blendrag.errors import InvalidOptionError
 from blendrag.option import (
+    Elsewhere,
     Option,
     did_you_mean,
     is_number,
@@ -289,6 +290,12 @@ class ConstructorOptions(EngineOptions, RequestDefaults, total=False):
     """Keywords of :class:`~blendrag.engine.BlendEngine`."""
 
     top_k: TopK | None
+
+
+#: What requests are given by mistake.
+OF_ENGINES = Elsewhere(
+    {"model", "store", *EngineOptions.__annotations__}, "the engine", "give it to BlendEngine(…)"
+)
 
 
 # -- settings -------------------------------------------------------------------------------------

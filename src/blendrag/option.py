@@ -10,14 +10,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.wording import quoted
@@ -98,20 +98,37 @@ def did_you_mean(near: Iterable[str], otherwise: str) -> str:
     return f"did you mean {names}?" if names else otherwise
 
 
+class Elsewhere(NamedTuple):
+    """Options of something else, which are given to the wrong call."""
+
+    names: Collection[str]
+    owner: str
+    remedy: str
+
+
 def refuse_unknown(
-    given: Iterable[str], known: Iterable[str], what: str, otherwise: str = ""
+    given: Iterable[str],
+    known: Iterable[str],
+    what: str,
+    otherwise: str = "",
+    elsewhere: Elsewhere | None = None,
 ) -> None:
-    """Raise :class:`InvalidInputError` for a name that is not ``known``, with those that are near it, else
-    what to do ``otherwise``, by default with all."""
+    """Raise :class:`InvalidInputError` for a name that is not ``known``, with the remedy if it is one of
+    ``elsewhere``, else with those that are near it, else with what to do ``otherwise``, by default with
+    all."""
     names = sorted(known)
     if unknown := sorted(set(given).difference(names)):
+        if elsewhere is not None and {*unknown} <= {*elsewhere.names}:
+            raise InvalidInputError(
+                f"{', '.join(unknown)}: not {what}, but of {elsewhere.owner}; {elsewhere.remedy}"
+            )
         meant = did_you_mean(
             near_names(unknown, names), otherwise or f"expected {', '.join(names)}"
         )
         raise InvalidInputError(f"{', '.join(unknown)}: not {what}; {meant}")
 
 
-def refuses_unknown(what: str) -> Callable[[type[T]], type[T]]:
+def refuses_unknown(what: str, elsewhere: Elsewhere | None = None) -> Callable[[type[T]], type[T]]:
     """Decorator of a dataclass that users make: :func:`refuse_unknown` for other keywords than its fields."""
 
     def decorate(cls: type[T]) -> type[T]:
@@ -119,7 +136,7 @@ def refuses_unknown(what: str) -> Callable[[type[T]], type[T]]:
 
         @wraps(init)
         def checked(self: T, *args: Any, **given: Any) -> None:
-            refuse_unknown(given, names, what)
+            refuse_unknown(given, names, what, elsewhere=elsewhere)
             init(self, *args, **given)
 
         cls.__init__ = checked  # type: ignore[assignment]

@@ -64,6 +64,14 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
         lambda e: e.ask("what?", max_tokens=2),  # type: ignore[call-arg]
         "max_tokens: not an option.*did you mean max_new_tokens",
     ),
+    "an option of the engine": (
+        lambda e: e.ask("what?", decode_weights="int8"),  # type: ignore[call-arg]
+        r"^decode_weights: not an option of a request, but of the engine; give it to BlendEngine\(…\)$",
+    ),
+    "options of the engine": (
+        generate(dtype="float32", remote="s3://x"),
+        r"^dtype, remote: not an option of a request, but of the engine; give",
+    ),
     "a misspelt argument": (
         lambda e: e.ask("what?", topk=2),  # type: ignore[call-arg]
         "topk: not an option.*did you mean top_k",

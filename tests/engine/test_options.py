@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import blendrag
 import tiny
-from blendrag import Options
+from blendrag import BlendEngine, Options
+from blendrag.errors import InvalidInputError
 
 QUESTION = "What did the company of Place0 build?"
 
@@ -38,3 +41,9 @@ def test_what_the_package_exports_can_be_imported_from_it():
     assert {"Answer", "BlendEngine", "Document", "Options"} <= set(blendrag.__all__)
     for name in blendrag.__all__:
         assert getattr(blendrag, name) is not None
+
+
+def test_an_engine_refuses_options_of_requests_in_one_sentence(tmp_path):
+    said = r"^seed, temperature: not an option of an engine, but of a request; give it to ask\(…\)"
+    with pytest.raises(InvalidInputError, match=said):
+        BlendEngine("demo", tmp_path, temperature=0.5, seed=1)  # type: ignore[call-arg]

@@ -141,6 +141,10 @@ def test_logprobs_in_the_form_of_openai() -> None:
         ({"logprobs": 30}, "^logprobs 30 must be a whole number in"),
         ({"logprobs": True, "top_logprobs": 30}, "^top_logprobs 30 must be a whole number in"),
         ({"length_penalty": 1}, "length_penalty: not an option .* generate_kwargs"),
+        (
+            {"decode_weights": "int8"},
+            "decode_weights: .*, but of the engine; give it to the construc",
+        ),
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused_by_the_name_the_caller_used(

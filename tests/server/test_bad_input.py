@@ -148,6 +148,8 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ),
         ({"blendrag": {"temperature": 1}}, "blendrag.temperature", "; did you mean temperature?"),
         ({"blendrag": {"wheels": 1}}, "blendrag.wheels", "; leave it out"),
+        ({"decode_weights": "int8"}, "decode_weights", "option of the server, not of a request; set it"),
+        ({"blendrag": {"dtype": "x"}}, "blendrag.dtype", "option of the server, not of a request; set it"),
         ({"mode": "full"}, "mode", "; did you mean blendrag.mode?"),
         ({"max_new_tokens": 1}, "max_new_tokens", "; did you mean max_tokens?"),
         ({"stream_options": {"mode": 1}}, "stream_options.mode", "; leave it out"),

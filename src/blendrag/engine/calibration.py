@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from blendrag.config import DEFAULT_POLICY
+from blendrag.config import DEFAULT_POLICY, OF_ENGINES
 from blendrag.engine.ingest import IngestReport
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.planner import UNTRUSTED, Planner, check_fits
@@ -51,7 +51,7 @@ Watch = Callable[[Race, float], None]
 MAX_TIMES_ENCODING = 2.0
 
 
-@refuses_unknown("an option of a calibration")
+@refuses_unknown("an option of a calibration", OF_ENGINES)
 @dataclass(frozen=True)
 class CalibrationOptions:
     """How to calibrate; the same options on the same store measure the same prompts."""

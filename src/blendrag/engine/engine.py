@@ -45,6 +45,7 @@ from blendrag.engine.planner import Planner
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.prompts import Prompts
 from blendrag.engine.request import (
+    OF_REQUESTS,
     Answer,
     OptionFields,
     Options,
@@ -100,7 +101,8 @@ class BlendEngine:
         store: Path | str | None = None,
         **options: Unpack[ConstructorOptions],
     ) -> None:
-        refuse_unknown(options, ConstructorOptions.__annotations__, "an option of an engine")
+        known = ConstructorOptions.__annotations__
+        refuse_unknown(options, known, "an option of an engine", elsewhere=OF_REQUESTS)
         check_options(options)
         given: dict[str, Any] = {n: value for n, value in options.items() if value is not None}
         self.settings = replace(

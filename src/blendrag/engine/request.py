@@ -18,7 +18,7 @@ from blendrag.engine.explanation import Explanation, Trace
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.fusor.selection import Blending, Schedule, make_policy
 from blendrag.metrics import RequestMetrics
-from blendrag.option import refuse_unknown, refuses_unknown
+from blendrag.option import Elsewhere, refuse_unknown, refuses_unknown
 from blendrag.schema.concatenation import FixedPrompt
 from blendrag.signatures import shows
 from blendrag.store.identity import digest_fields
@@ -111,7 +111,7 @@ REFUSED = {
 SCOPE_DIGITS = 32
 
 
-@refuses_unknown("an option of a request")
+@refuses_unknown("an option of a request", config.OF_ENGINES)
 @dataclass(frozen=True)
 class Options:
     """How to answer one request; ``None`` takes the engine's default.
@@ -247,6 +247,13 @@ class OptionFields(config.RequestDefaults, total=False):
     tenant: config.Tenant | None
 
 
+#: What engines are given by mistake.
+OF_REQUESTS = Elsewhere(
+    {*OptionFields.__annotations__} - {*config.RequestDefaults.__annotations__},
+    "a request",
+    "give it to ask(…), generate(…) or stream(…)",
+)
+
 #: What :meth:`BlendEngine.ask` takes besides the options.
 _ASK = ("top_k", "history")
 
@@ -264,7 +271,8 @@ def with_keywords(options: Options | None, keywords: Mapping[str, Any]) -> Optio
             f"options is {quoted(options)}, expected Options(…); or pass options as keywords, such as "
             "max_new_tokens=20"
         )
-    refuse_unknown(keywords, (*OptionFields.__annotations__, *_ASK), "an option of a request")
+    known = *OptionFields.__annotations__, *_ASK
+    refuse_unknown(keywords, known, "an option of a request", elsewhere=config.OF_ENGINES)
     return replace(options or Options(), **keywords)
 
 

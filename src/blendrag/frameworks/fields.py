@@ -31,7 +31,7 @@ from blendrag.frameworks.engines import (
     engine_of,
     model_text,
 )
-from blendrag.option import refuse_unknown
+from blendrag.option import Elsewhere, refuse_unknown
 from blendrag.wording import quoted
 
 if TYPE_CHECKING:
@@ -281,7 +281,9 @@ def _one_name_each(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[s
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     otherwise = "arguments of transformers' generate go into generate_kwargs"
-    refuse_unknown(options, (*CALL_OPTIONS, "stop"), "an option of a call", otherwise)
+    of_engines = Elsewhere(_ENGINE_FIELDS, "the engine", "give it to the constructor")
+    known = *CALL_OPTIONS, "stop"
+    refuse_unknown(options, known, "an option of a call", otherwise, of_engines)
     named = _one_name_each(options, _STANDARD)
     return {name: value for name, value in named.items() if value is not None}
 

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from blendrag.config import EngineOptions
 from blendrag.errors import (
     BlendragError,
     ContextOverflowError,
@@ -191,6 +192,11 @@ def of_body(error: RequestValidationError) -> Refusal:
             f"{param} is {_json(first['input'])}, which this server does not support; leave it out"
         )
         return Refusal(400, said, param=param)
+    if first["type"] == "extra_forbidden" and place[-1] in EngineOptions.__annotations__:
+        return wrong_field(
+            param,
+            "is an option of the server, not of a request; set it where the server is started",
+        )
     if first["type"] == "extra_forbidden":
         meant = did_you_mean(_near_fields(error.body, place), "leave it out")
         return wrong_field(param, f"is not a field of this request; {meant}")
