@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import gc
 import itertools
 import os
 import signal
@@ -22,15 +21,6 @@ from blendrag.store.disk import DiskStore
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from kv_lab import Lab
-
-
-@pytest.fixture(scope="package", autouse=True)
-def frozen_imports() -> Iterator[None]:
-    """Tests that count descriptors collect garbage, which is slow if it visits all of torch."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
