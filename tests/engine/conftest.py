@@ -1,21 +1,26 @@
-"""Engines that the tests of this folder share."""
+"""Engines that the tests of this folder share.
+
+torch is imported in the fixtures: the process that deals tests to workers reads this file, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-import tiny
-from blendrag.engine import BlendEngine, exact_prefixes, planner
-from blendrag.serving.chunk_pool import ChunkPool, RequestKV
-from blendrag.serving.shared_attention import RunningKV
+if TYPE_CHECKING:
+    from blendrag.engine import BlendEngine
+    from blendrag.serving.chunk_pool import ChunkPool, RequestKV
+    from blendrag.serving.shared_attention import RunningKV
 
 
 @pytest.fixture(autouse=True)
 def blended_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that wait together are blended one by one, whatever they have in common."""
+    from blendrag.engine import exact_prefixes
+
     monkeypatch.setattr(exact_prefixes, "MARGIN", float("inf"))
 
 
@@ -26,6 +31,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     Its chunks are encoded after BOS alone.
     It has no memory tier, so a chunk is always read from disk and reports are equal in any test order.
     """
+    import tiny
+
     root = tmp_path_factory.mktemp("engine") / "store"
     with tiny.engine(tiny.llama(), root, ram_bytes=0, prefix_text=tiny.BOS) as made:
         made.ingest([tiny.document(i) for i in range(4)]).whole()
@@ -38,6 +45,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 @pytest.fixture
 def slow_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill counts as slow: a busy machine reads from no remote in the time that a tiny model takes."""
+    from blendrag.engine import planner
+
     monkeypatch.setattr(planner, "prefill_token_s", lambda adapter: 1.0)
 
 
@@ -55,6 +64,8 @@ class Move(NamedTuple):
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[Move]:
     """Every such move, in order."""
+    from blendrag.serving.chunk_pool import ChunkPool
+
     moves: list[Move] = []
     share = ChunkPool.share
 

@@ -1,15 +1,20 @@
-"""The embedded model over a part of its corpus, served on a free port."""
+"""The embedded model over a part of its corpus, served on a free port.
+
+torch is imported in the fixtures: the process that deals tests to workers reads this file, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-import tiny
 from blendrag.demo import demo_corpus_path
-from blendrag.engine import BlendEngine
-from server.live import Live, live
+
+if TYPE_CHECKING:
+    from blendrag.engine import BlendEngine
+    from server.live import Live
 
 FILES = ("anna-bell.txt", "hans-ellis.txt", "apple-festival.txt")
 QUESTION = "Which sport does Anna Bell enjoy?"
@@ -18,6 +23,9 @@ ANSWER = "skating"
 
 @pytest.fixture(scope="session")
 def demo_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    import tiny
+    from blendrag.engine import BlendEngine
+
     root = tmp_path_factory.mktemp("served") / "store"
     with BlendEngine("demo", root, chunk_tokens=64, max_new_tokens=12, learn=False) as engine:
         engine.kv_namespace.corpus.__dict__["embedder"] = tiny.WordEmbedder()
@@ -27,6 +35,8 @@ def demo_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngin
 
 @pytest.fixture(scope="session")
 def served(demo_engine: BlendEngine) -> Iterator[Live]:
+    from server.live import live
+
     with live(demo_engine) as server:
         yield server
 

@@ -1,4 +1,7 @@
-"""Fixtures of the store's tests; also makes ``kv_lab`` importable."""
+"""Fixtures of the store's tests; also makes ``kv_lab`` importable.
+
+torch is imported in them: the process that deals tests to workers reads this file, too.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,22 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from blendrag.store.disk import DiskStore
+if TYPE_CHECKING:
+    from kv_lab import Lab
+
+    from blendrag.store.disk import DiskStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from kv_lab import Lab
 
 
 @pytest.fixture
 def lab() -> type[Lab]:
+    from kv_lab import Lab
+
     return Lab
 
 
@@ -52,6 +59,8 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def make_store(root: Path):
     """Opens stores at ``root`` and closes them afterwards."""
+    from blendrag.store.disk import DiskStore
+
     with contextlib.ExitStack() as opened:
 
         def make(limit_bytes: int = 1 << 30, read_only: bool = False) -> DiskStore:
@@ -62,18 +71,18 @@ def make_store(root: Path):
 
 
 @pytest.fixture
-def store(make_store):
+def store(make_store, lab):
     """An open store of chunk 1."""
     opened = make_store()
-    Lab.put(opened, 1)
+    lab.put(opened, 1)
     return opened
 
 
 @pytest.fixture
-def filled(store):
+def filled(store, lab):
     """An open store of chunks 1, 2 and 3."""
     for number in (2, 3):
-        Lab.put(store, number)
+        lab.put(store, number)
     return store
 
 
