@@ -250,6 +250,19 @@ def test_other_architectures_decode_nearly_alike_with_packed_weights(
     assert (packed - native).abs().max() < 0.1 * native.abs().max()
 
 
+@pytest.mark.parametrize("family", tiny.READ_IMAGES)
+def test_only_layers_that_decode_text_are_packed(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    model = tiny.family(family)
+    found = packing.linear_layers(model)
+    towers = [name for name in found if "vision" in name or "visual" in name or "projector" in name]
+    assert not towers
+    kinds = {name.rpartition(".")[2] for name in found}
+    assert {"q_proj", "v_proj", "o_proj", "up_proj", "lm_head"} <= kinds
+
+
 @pytest.mark.parametrize("inputs", [4, 36, 48, 100])
 def test_layers_whose_inputs_are_no_whole_groups_keep_their_weights(
     inputs: int, monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ from blendrag.wording import condensed
 log = logging.getLogger(__name__)
 
 #: Counts up when copies are made in another way, so that earlier files are not used.
-VERSION = 1
+VERSION = 2
 #: Counts up when the numbers of rows are measured in another way.
 ROWS_VERSION = 2
 AUTO = "auto"

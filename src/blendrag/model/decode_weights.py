@@ -28,6 +28,7 @@ from torch import nn
 
 from blendrag.model.compat import int4_pack, int4_product, int8_product, write_count
 from blendrag.model.fingerprint import SAMPLES, is_quantised
+from blendrag.model.structure import text_modules
 
 #: The name of the model's own weights.
 NATIVE = "native"
@@ -141,14 +142,16 @@ FORMATS: Mapping[str, PackedFormat] = {
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """By name, the layers of ``model`` that may be packed: plain ones that are large enough.
+    """By name, the layers of ``model`` that may be packed: plain ones that are large enough and decode text.
 
     Subclasses, hooked forwards and experts that are no modules keep their own weights.
     """
+    of_text = text_modules(model)
     return {
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
+        and module in of_text
         and "forward" not in vars(module)
         and module.weight.numel() >= MIN_WEIGHTS
         # torch's products (2.13) read 16 inputs or a group at a time, also beyond the end of a row

@@ -122,6 +122,16 @@ def decoder_list(model: Any) -> tuple[nn.Module, nn.Module, nn.ModuleList]:
     return next(lists, (model, model, nn.ModuleList()))
 
 
+def text_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules that compute the next token of a text: those of the decoder and the LM head, without vision
+    and audio towers. All of them, if there is no list of decoder layers."""
+    if not hasattr(model, "config"):
+        return {*model.modules()}
+    _, owner, _ = decoder_list(model)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return {*owner.modules(), *(() if head is None else head.modules())}
+
+
 def find_stack(model: Any) -> DecoderStack:
     """Locate what blending touches, or raise :class:`UnsupportedModelError` saying what is missing.
 
