@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", ":", "-.")
 #: These policies look the same in all figures.
-KNOWN = ("blend", "hkvd", "query", "query+hkvd", "hkvd-once", "boundary", "random", "cacheblend")
+KNOWN = (
+    "blend",
+    "hkvd",
+    "query",
+    "query+hkvd",
+    "hkvd-once",
+    "boundary",
+    "random",
+    "cacheblend",
+    "query+shift",
+)
 BASELINES = {
     "full": FULL_PREFILL,
     "oracle": LineStyle("#000000", "*", "--"),

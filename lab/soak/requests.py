@@ -314,6 +314,7 @@ class Soak(RandomClient):
                 "boundary(16)",
                 "hkvd-once",
                 "query+hkvd",
+                "query+shift",
                 "random",
                 "full",
             )

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import RequestCancelled, RequestTimeout
-from blendrag.serving import row_limit, scheduler
+from blendrag.serving import chunk_pool, row_limit, scheduler
 from blendrag.serving.chunk_pool import ChunkPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -83,6 +83,26 @@ def test_32_requests_that_come_and_go_get_the_answers_that_each_gets_alone(engin
     assert "forward" not in vars(engine.adapter.model)
 
 
+def test_chunks_that_a_policy_moves_are_not_taken_from_another_request(engine, sizes, monkeypatch):
+    """Each request moved them by errors of its own."""
+    monkeypatch.setattr(chunk_pool, "MIN_SHARED_TOKENS", 32)
+    steady = Options(
+        policy="query+shift",
+        ratio=0.3,
+        max_new_tokens=8,
+        logprobs=1,
+        generate_kwargs={"min_new_tokens": 8},
+    )
+    prompts = [tiny.prompt(engine, 0, 1, ask=f"What happened in {i}?") for i in range(3)]
+    alone = [engine.generate(prompt, steady) for prompt in prompts]
+    together = engine.batch(prompts, steady)
+    assert max(sizes) == 3
+    for ours, theirs in zip(together, alone, strict=True):
+        assert [t.id for t in ours.logprobs] == [t.id for t in theirs.logprobs]
+        given, expected = ([t.logprob for t in one.logprobs] for one in (ours, theirs))
+        assert given == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_step_that_fails_is_not_tried_again_for_each_token(engine, monkeypatch, caplog):
     """Half as many requests decode together then."""
     asked_for = [(asked(engine, i), Options(max_new_tokens=12)) for i in range(5)]
@@ -118,6 +138,7 @@ def test_more_requests_decode_together_again_while_some_run(engine, monkeypatch)
 
     monkeypatch.setattr(scheduler, "decoded_together", fail_once)
     monkeypatch.setattr(row_limit, "STEPS_TO_TRIAL", 2)
+    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
     engine.drain()  # nothing runs, so all failures are forgotten
     kwargs = {"min_new_tokens": 12}
     with engine.scheduler.held():

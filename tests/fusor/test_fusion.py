@@ -27,7 +27,16 @@ from fusor.two_chunks import (
     rows_through,
 )
 
-BUDGETED = ("cacheblend", "hkvd", "hkvd-once", "query", "query+hkvd", "blend", "random")
+BUDGETED = (
+    "cacheblend",
+    "hkvd",
+    "hkvd-once",
+    "query",
+    "query+shift",
+    "query+hkvd",
+    "blend",
+    "random",
+)
 POLICIES = (*BUDGETED, "full", "reuse", "boundary(8)")
 #: Fast attention, fast attention with masks where all rows are computed, the model's own attention.
 PATHS = ({}, {"force_masks": True}, {"fast_attention": False, "force_masks": True})
@@ -206,6 +215,45 @@ def test_counts_are_the_rows_the_model_ran_and_what_the_policy_declares(fusor, p
     reused, _, _ = tiny.fuse(fusor, IDS, spans, "reuse")
     logits, _, _ = tiny.fuse(fusor, IDS, spans, policy, 0.2)
     assert (tiny.difference(logits, reused) > 1e-3) == (policy != "reuse")
+
+
+# -- stored KV that is moved -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "smollm3", "deepseek_v2"])
+def test_an_error_that_a_chunk_has_in_common_is_taken_back(name):
+    """Rotary keys in whole and in part, layers without positions, and latent KV."""
+    adapter = tiny.adapter(tiny.family(name))
+    fusor, moves = Fusor(adapter), adapter.repositioner
+    stock = tiny.kv_between(adapter, IDS[0].tolist(), 0, N).layers
+    prefix = tiny.span(adapter, IDS, 0, 10, exact=True)
+    off: dict[str, float] = {}
+    for policy in ("query", "query+shift"):
+        spans = exact_spans(adapter)
+        for number, span in enumerate(spans):
+            for i, layer in enumerate(span.reader.kv.layers):  # type: ignore[attr-defined]
+                both = adapter.layout.layers[i].split(layer)
+                generator = torch.Generator().manual_seed(10 * number + i)
+                for part, stored in enumerate(both):
+                    error = stored.std() * torch.randn(stored[:, :1].shape, generator=generator)
+                    error = error.repeat(1, span.tokens, 1)
+                    if part == moves.part(i):
+                        moves.rotate_(error, i, moves.tables(torch.arange(span.tokens)))
+                    stored += error * (i > 0)
+        _, cache, fusion = tiny.fuse(fusor, IDS, [prefix, *spans], policy, 0.5, "constant")
+        found = []
+        for i, layer in enumerate(cache.layers):
+            kept = torch.ones(N, dtype=torch.bool)
+            kept[fusion.recomputed[i]] = False
+            expected = adapter.layout.layers[i].split(stock[i])
+            for ours, theirs in zip((layer.keys[0], layer.values[0]), expected, strict=True):
+                assert tiny.difference(ours[:, :10], theirs[:, :10]) < 1e-5  # exact
+                stale = kept[EVERYWHERE].nonzero()[:, 0]
+                if i > 0:
+                    wrong = (ours - theirs)[:, EVERYWHERE[stale]]
+                    found.append(float(wrong.square().mean() / theirs.square().mean()))
+        off[policy] = sum(found) / len(found)
+    assert 0 < off["query+shift"] < 0.5 * off["query"]
 
 
 # -- the last layer -----------------------------------------------------------------------------

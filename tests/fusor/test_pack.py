@@ -55,6 +55,7 @@ VARIED = (
     Asked(81, ((3, 70),), "blend(8)", 0.25),
     Asked(70, ((3, 33), (33, 61)), "hkvd-once", 0.4),
     Asked(52, ((2, 40),), "full", 1.0),
+    Asked(88, ((5, 40), (43, 71)), "query+shift", 0.3, "linear"),
 )
 HKVD, QUERY, _, BOTH, REUSE, *_ = VARIED
 

@@ -18,7 +18,8 @@ from blendrag.fusor.selection.base import top
 
 #: Policies whose budget is the ratio's.
 BUDGETED = [
-    "random", "cacheblend", "hkvd", "hkvd-once", "query", "query+hkvd", "blend", "blend(0)", "blend(7)"
+    "random", "cacheblend", "hkvd", "hkvd-once", "query", "query+shift", "query+hkvd", "blend", "blend(0)",
+    "blend(7)",
 ]  # fmt: skip
 OTHERS = ["full", "reuse", "boundary", "boundary(3)"]
 

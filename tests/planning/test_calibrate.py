@@ -66,7 +66,7 @@ def race(kl: dict[str, float], prompts: int, samples: int) -> Race:
 def test_candidates_are_dropped_early_and_the_last_is_checked_on_other_prompts():
     kl = {name: 0.1 + i / 10 for i, name in enumerate(reversed(CANDIDATES))}
     measured = [len(row) for row in race(kl, 32, 32).kls]
-    assert measured == [7] * 4 + [4] * 8 + [3] * 20
+    assert measured == [2 + len(CANDIDATES)] * 4 + [4] * 8 + [3] * 20
     result = race(kl, 32, 32).result(RATIO)
     assert result is not None
     assert (result.policy, result.candidate, result.prompts) == (CANDIDATES[-1],) * 2 + (20,)

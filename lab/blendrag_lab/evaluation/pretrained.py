@@ -17,8 +17,9 @@ from blendrag_lab.tables import NOTHING, Column, interval, table
 MODELS = "MODELS"
 #: Policies, ratios and size of every run.
 _OPTIONS = (
-    "--dtype bfloat16 --policies reuse,hkvd,query,query+hkvd,blend --ratio 0.15 --ratio 0.3 "
-    "--schedules constant --chunks 6 --chunk-tokens 512 --contexts {} --max-new-tokens 32 --json"
+    "--dtype bfloat16 --policies reuse,cacheblend,hkvd,query,query+shift,query+hkvd,blend "
+    "--ratio 0.15 --ratio 0.3 --schedules constant --chunks 6 --chunk-tokens 512 --contexts {} "
+    "--max-new-tokens 32 --json"
 )
 _PICTURE = (
     "![KL per token recovered against time to first token, by model, mean of the tasks]"

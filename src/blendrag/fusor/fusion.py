@@ -25,7 +25,8 @@ from blendrag.fusor.request import BlendRequest, FusionCounts, TokenSelector
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows
 from blendrag.fusor.scout import Scout
 from blendrag.fusor.selection import SelectionPolicy
-from blendrag.metrics import SELECT, Timeline, noted
+from blendrag.fusor.shift import ChunkShift
+from blendrag.metrics import REPOSITION, SELECT, Timeline, noted
 from blendrag.model.positions import Repositioner
 
 
@@ -68,6 +69,8 @@ class Fusion:
         self._row_counts: list[int] = []
         self._scouted: list[int] = []
         self._peeked: tuple[Rows, torch.Tensor, torch.Tensor] | None = None
+        self._repositioner = repositioner
+        self._shift: ChunkShift | None = None
         candidates = self._selector.candidates
         if self.needs_scout:
             self._set_rows(candidates[:0])
@@ -82,8 +85,9 @@ class Fusion:
 
     @property
     def spans(self) -> Sequence[LoadedSpan]:
-        """What was loaded."""
-        return self.request.spans
+        """What was loaded and is in the cache as it is stored, but for the recomputed tokens."""
+        spans = self.request.spans
+        return spans if self._shift is None else [span for span in spans if span.exact]
 
     @property
     def policy(self) -> SelectionPolicy:
@@ -122,6 +126,9 @@ class Fusion:
         self._plan = self._selector.plan(self._prompt, self._force_masks)
         if self._plan:
             self._chosen, self.rows = self._plan[0].chosen, self._plan[0].rows
+            if self.policy.shifts_stored and self._chosen.numel():
+                geometry, device = self._selector.geometry, self._chosen.device
+                self._shift = ChunkShift(geometry, self._repositioner, device)
         else:
             self._set_rows(self._selector.entry())
 
@@ -182,6 +189,10 @@ class Fusion:
             peeks_next = layer == 0 and self._selector.needs_peek
             if layer + 1 < len(self._buffers) and not self._plan and not peeks_next:
                 self._choose(layer + 1, keys, values, seen=layer)
+            if self._shift is not None and layer > 0:  # layer 0: K and V depend on the token alone
+                loaded = self.cache.shapes[layer].split(self._buffers[layer])
+                with noted(self.timeline, REPOSITION, layer):
+                    self._shift.move_(layer, rows, self._chosen, (keys, values), loaded)
             if self._peeked is not None:  # layer 1: these K/V hold those of its rows
                 rows, keys, values = self._peeked
                 self._peeked = None

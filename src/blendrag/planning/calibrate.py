@@ -199,7 +199,7 @@ def _logits(adapter: ModelAdapter, ids: Sequence[int], cache: Any, keep: int) ->
 
 #: Policies that come close to full prefill on some pretrained model, besides the default. Falling schedules
 #: do on none.
-CANDIDATES = ("query(33-67)", "query(0-100)", "query+hkvd", "hkvd", "blend")
+CANDIDATES = ("query+shift", "query(33-67)", "query(0-100)", "query+hkvd", "hkvd", "blend")
 #: Candidates left from these parts of the calibration on. The last one is checked on the remaining prompts.
 ROUNDS = ((1 / 8, 2), (3 / 8, 1))
 #: The fewest prompts of a check.

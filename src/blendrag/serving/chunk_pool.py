@@ -41,7 +41,7 @@ class LoadedPrompt(Protocol):
 
     @property
     def spans(self) -> Sequence[LoadedSpan]:
-        """Those parts, by the tokens of its cache."""
+        """Those parts, by the tokens of its cache, that are there as they are stored."""
 
     @property
     def recomputed(self) -> Sequence[torch.Tensor]:

@@ -102,6 +102,9 @@ class SelectionPolicy:
     budgeted: bool = True
     """Whether the ratio decides how many tokens it recomputes; else :meth:`fixed_count` does."""
     ranks_once: bool = False
+    shifts_stored: bool = False
+    """Whether stored KV that is not recomputed is moved by the mean error of what is
+    (:mod:`blendrag.fusor.shift`). For policies that rank once."""
     schedule: Schedule | None = None
     """A fixed schedule; ``None``: the request's."""
 

@@ -15,6 +15,7 @@ from blendrag.fusor.selection.hkvd import HKVDPolicy
 from blendrag.fusor.selection.hkvd_once import HKVDOncePolicy
 from blendrag.fusor.selection.query import QueryPolicy
 from blendrag.fusor.selection.query_hkvd import QueryHKVDPolicy
+from blendrag.fusor.selection.query_shift import QueryShiftPolicy
 from blendrag.fusor.selection.random import RandomPolicy
 from blendrag.wording import quoted
 
@@ -29,6 +30,7 @@ POLICIES: dict[str, type[SelectionPolicy]] = {
         HKVDOncePolicy,
         BoundaryPolicy,
         QueryPolicy,
+        QueryShiftPolicy,
         QueryHKVDPolicy,
         BlendPolicy,
     )
