@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from blendrag import __version__
 from blendrag.cli import options, output
+from blendrag.cli.adapt import adapt
 from blendrag.cli.ask import ask, chat
 from blendrag.cli.calibrate import calibrate
 from blendrag.cli.demo import demo
@@ -162,7 +163,7 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
         )
 
 
-for command in (ingest, remove, ask, chat, serve, verify, demo, calibrate, profile):
+for command in (ingest, remove, ask, chat, serve, verify, demo, calibrate, adapt, profile):
     app.command()(command)
 app.command("list")(list_documents)
 app.add_typer(schema_commands)

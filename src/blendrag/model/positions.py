@@ -78,6 +78,14 @@ class Repositioner:
         if self.kinds[layer] != "position-free":
             keys.copy_(apply_rotary(self.apply, keys, tables[self.table_names[layer]]))
 
+    def rotated(
+        self, keys: torch.Tensor, layer: int, tables: dict[str, RotaryTable]
+    ) -> torch.Tensor:
+        """What :meth:`rotate_` makes of ``keys``, in a new tensor that gradients pass through."""
+        if self.kinds[layer] == "position-free":
+            return keys
+        return apply_rotary(self.apply, keys, tables[self.table_names[layer]]).to(keys.dtype)
+
 
 def rotary_table(rotary: Any, name: str, offsets: torch.Tensor) -> RotaryTable:
     """The model's own cos/sin for ``offsets``, without its attention scaling.

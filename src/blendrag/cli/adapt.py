@@ -1,0 +1,181 @@
+"""``blendrag adapt``: train a writer for a model and a corpus."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from blendrag.cli import interrupt, options
+from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.output import console, duration, echo, print_json, say
+from blendrag.cli.progress import StatusLine
+from blendrag.config import absolute_model, settings
+from blendrag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from blendrag.distillation import AdaptReport, Progress, Score
+
+#: A backward pass cannot be interrupted, and the checkpoint is written after it.
+GRACE_S = 120.0
+
+
+@reporting
+@options.takes(
+    "model", "store", "dtype", "device", "trust_remote_code", "embedder", "chunk_tokens", "top_k"
+)
+def adapt(
+    context: typer.Context,
+    documents: Annotated[
+        list[Path] | None,
+        options.optional("Train on these files and directories in place of a store; repeatable."),
+    ] = None,
+    questions: Annotated[
+        list[Path] | None,
+        options.optional(
+            "One question a line, or JSON records of {question, ctxs}; repeatable. "
+            "[default: questions by the model]"
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Directory of the writer; holds a checkpoint until it is done.")
+    ] = Path("blendrag-writer"),
+    steps: Annotated[int, options.number("Steps of training.", 1, kind=int)] = 200,
+    batch: Annotated[int, options.number("Prompts of a step.", 1, kind=int)] = 4,
+    rank: Annotated[int, options.number("Rank of the LoRA.", 1, 1024, kind=int)] = 16,
+    learning_rate: Annotated[float, options.number("Largest one.", 0, 1)] = 5e-4,
+    seed: Annotated[int, options.number("Random seed.", 0, kind=int)] = 0,
+    plot: Annotated[
+        Path | None, options.optional("Draw losses and measurements as a .png file.")
+    ] = None,
+    json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Train a writer: a LoRA that encodes chunks so that answers over stored KV come near a full prefill's.
+
+    The model that answers stays as it is. Use it with: blendrag ingest --writer DIR. Repeat the command
+    after Ctrl-C to go on.
+    """
+    begin(verbose, "nothing was trained yet; repeat the command to go on")
+    options.require_plot(plot)
+    _require_folder(out)
+    from blendrag.distillation import Recipe
+    from blendrag.distillation import adapt as train
+    from blendrag.distillation.sources import corpus_of
+    from blendrag.distillation.writer import require_peft
+    from blendrag.model.loading import load_adapter
+
+    require_peft()
+    recipe = Recipe(
+        steps=steps, batch=batch, rank=rank, learning_rate=learning_rate, seed=seed
+    )  # fmt: skip
+    given = context.params
+    store = _store(given["store"], documents, questions)
+    name = _model(given["model"], store, bool(given["trust_remote_code"]))
+    with StatusLine(f"loading {name}") as line:
+        defaults = settings()
+        adapter = load_adapter(
+            name,
+            given["dtype"] or defaults.dtype,
+            given["device"] or defaults.device,
+            trust_remote_code=bool(given["trust_remote_code"]),
+        )
+        line.show("reading documents")
+        corpus = corpus_of(
+            adapter.tokens,
+            store,
+            documents or (),
+            questions or (),
+            lambda text: say("failed", text),
+            **options.given(given, ("top_k", "chunk_tokens", "embedder")),
+        )
+
+        def show(progress: Progress, before: Score) -> None:
+            kept = f"{progress.step} steps are kept in {out}; repeat the command to go on"
+            interrupt.expect(kept, GRACE_S)
+            line.show(_line(progress, recipe.steps, before), progress.step, recipe.steps)
+
+        interrupt.expect("nothing was trained yet; repeat the command to go on", GRACE_S)
+        report = train(
+            adapter,
+            corpus,
+            recipe,
+            out,
+            say=lambda text, done, total: line.show(f"{text} ({done} of {total})"),
+            note=lambda text: say("note", text),
+            watch=show,
+        )
+    if plot is not None:
+        from blendrag.distillation.plot import write_plot
+
+        write_plot(report, plot)
+    if json:
+        print_json(report.as_dict())
+    else:
+        _print(report)
+    return DONE
+
+
+def _line(progress: Progress, steps: int, before: Score) -> str:
+    recent = progress.losses[-8:]
+    text = f"step {progress.step} of {steps}, loss {sum(recent) / len(recent):.4f}"
+    if progress.best is None:
+        return f"{text}, held-out KL {before.mean_kl:.4f} without a writer"
+    step, score = progress.best
+    return f"{text}, held-out KL {before.mean_kl:.4f} → {score.mean_kl:.4f} (step {step})"
+
+
+def _print(report: AdaptReport) -> None:
+    from rich.table import Table
+
+    from blendrag.distillation.card import HEADER, rows_of
+
+    table = Table(box=None, pad_edge=False)
+    for name in HEADER:
+        table.add_column(name, justify="right" if name else "left")
+    for row in rows_of(report):
+        table.add_row(*row)
+    console(width=120).print(table)
+    progress = report.progress
+    echo(
+        f"{progress.step} steps in {duration(progress.seconds)}, the best after step {report.best_step}; "
+        f"KL in nats per answer token, nothing recomputed",
+        f"use it: blendrag ingest DOCUMENTS --model {report.model} --writer {report.out}",
+    )
+
+
+def _require_folder(out: Path) -> None:
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise InvalidInputError(
+            f"--out {out} cannot be written, expected a directory, new or of an interrupted run, in a "
+            "writable place"
+        )
+
+
+def _store(
+    store: Path | None, documents: list[Path] | None, records: list[Path] | None
+) -> Path | None:
+    """The store whose corpus is trained on: the default one where neither documents nor records are given."""
+    if store is not None and documents:
+        raise InvalidInputError(
+            f"--store {store} with --documents, expected one of them; leave one out"
+        )
+    if store is None and not documents and not records:
+        return settings().store
+    return store
+
+
+def _model(model: str | None, store: Path | None, trusts_code: bool) -> str:
+    from blendrag.corpus.recorded_model import given_model, model_for
+
+    found = (
+        given_model(model, trusts_code) if store is None else model_for(model, store, trusts_code)
+    )
+    if found is None:
+        raise InvalidInputError(
+            "no model is named, expected one to train a writer for; add --model with a hub id or a directory"
+        )
+    return absolute_model(found)

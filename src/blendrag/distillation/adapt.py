@@ -1,0 +1,264 @@
+"""``blendrag adapt``: train a writer for one model on one corpus, from material to report.
+
+::
+
+    read_material     groups of passages and questions           corpus, documents or records
+    split             groups to train on, groups held out
+    with_questions    questions by the model itself
+    Trainer.run       the loop, with checkpoints
+    AdaptReport       held-out prompts before and after
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blendrag.distillation import card
+from blendrag.distillation.forwards import Forwards
+from blendrag.distillation.material import (
+    Asked,
+    Group,
+    Material,
+    documents_as_groups,
+    split,
+    with_questions,
+)
+from blendrag.distillation.memory import needs_of
+from blendrag.distillation.prompts import Passage
+from blendrag.distillation.questions import ask_model, question_in
+from blendrag.distillation.trainer import (
+    CHECKPOINT,
+    HeldOut,
+    Progress,
+    Recipe,
+    Score,
+    Trainer,
+)
+from blendrag.distillation.writer import TrainedWriter
+from blendrag.errors import InvalidInputError
+from blendrag.model.adapter import ModelAdapter
+from blendrag.store import regular_files
+
+REPORT = "report.json"
+QUESTIONS = "questions.json"
+#: Questions that the model makes for each prompt it trains on, and the most of all.
+QUESTIONS_PER_STEP, MAX_QUESTIONS = 2, 400
+#: Questions of a held-out prompt.
+HELD_OUT_QUESTIONS = 2
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What to train on, and how its chunks are stored."""
+
+    groups: tuple[Group, ...]
+    prefix_ids: tuple[int, ...]
+    """What chunks are encoded behind."""
+    chunk_tokens: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class AdaptReport:
+    """Held-out prompts before and after, and how the writer was trained."""
+
+    model: str
+    out: Path
+    recipe: Recipe
+    groups: int
+    passages: int
+    questions: int
+    before: Score
+    after: Score
+    best_step: int
+    progress: Progress
+
+    @property
+    def recovered(self) -> float:
+        """Share of the mean KL that the writer removes."""
+        return recovered(self.before, self.after)
+
+    def tasks(self) -> dict[str, tuple[Score, Score]]:
+        """Before and after, for each task."""
+        names = sorted(set(self.before.tasks))
+        return {name: (self.before.only(name), self.after.only(name)) for name in names}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "recipe": asdict(self.recipe),
+            "material": {
+                "groups": self.groups, "passages": self.passages, "questions": self.questions,
+            },
+            "steps": self.progress.step,
+            "best_step": self.best_step,
+            "seconds": self.progress.seconds,
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "recovered": self.recovered,
+            "losses": self.progress.losses,
+            "measured": [
+                {"step": step, "mean_kl": score.mean_kl, "agreement": score.agreement}
+                for step, score in self.progress.scores
+            ],
+        }  # fmt: skip
+
+
+def recovered(before: Score, after: Score) -> float:
+    return 1 - after.mean_kl / before.mean_kl if before.mean_kl > 0 else 0.0
+
+
+#: ``watch(text, done, total)`` for what precedes and follows the loop.
+Say = Callable[[str, int, int | None], None]
+
+
+def adapt(
+    adapter: ModelAdapter,
+    corpus: Corpus,
+    recipe: Recipe,
+    out: Path,
+    say: Say = lambda text, done, total: None,
+    note: Callable[[str], None] = lambda text: None,
+    watch: Callable[[Progress, Score], None] = lambda progress, before: None,
+) -> AdaptReport:
+    """Train a writer and save it in ``out``; goes on from a checkpoint there.
+
+    ``note`` gets sentences, ``watch`` the progress and the score before training after every step. Holds the
+    model's lock. Raises :class:`InvalidInputError`, :class:`UnsupportedModelError`, :class:`ModelError`, and
+    :class:`KeyboardInterrupt` with everything finished so far in ``out``.
+    """
+    train, held = split(corpus.groups, recipe.seed)
+    out.mkdir(parents=True, exist_ok=True)
+    with adapter.lock, torch.inference_mode(False):
+        writer = TrainedWriter(adapter, recipe.rank, recipe.seed)
+        try:
+            digest = run_digest(adapter, corpus, recipe)
+            with writer.stock():
+                train, held = _asked(adapter, train, held, recipe, out, digest, say)
+            forwards = Forwards(adapter, corpus.prefix_ids, writer.stock, recipe.answer_tokens)
+            sizes = corpus.top_k, recipe.questions, corpus.chunk_tokens
+            material = Material(adapter.tokens, train, *sizes)
+            needs = needs_of(adapter, writer, forwards, material, recipe.answer_tokens)
+            note(str(needs))
+            forwards.encode_batch = needs.encode_batch
+            held_out = HeldOut(
+                forwards,
+                _held_out_prompts(Material(adapter.tokens, held, *sizes), recipe),
+                lambda done, total: say("answering held-out questions", done, total),
+            )
+            before = held_out.score(writes=False)
+            trainer = Trainer(writer, forwards, material, held_out, recipe, out, digest)
+            if trainer.resume():
+                note(f"going on after step {trainer.progress.step} of {recipe.steps}")
+            progress = trainer.run(lambda progress: watch(progress, before))
+            assert progress.best is not None
+            step, after = progress.best
+            passages = sum(len(group.passages) for group in train)
+            asked = sum(len(group.asked) for group in train)
+            counts = len(train), passages, asked
+            report = AdaptReport(
+                adapter.model_id, out, recipe, *counts, before, after, step, progress
+            )
+            writer.save(out)
+            card.write(report)
+            text = json.dumps(report.as_dict(), indent=1)
+            regular_files.replace(out / REPORT, text.encode())
+            (out / CHECKPOINT).unlink(missing_ok=True)
+            (out / QUESTIONS).unlink(missing_ok=True)
+            return report
+        finally:
+            writer.close()
+
+
+def run_digest(adapter: ModelAdapter, corpus: Corpus, recipe: Recipe) -> str:
+    """Tells this run from others."""
+    texts = [[passage.text for passage in group.passages] for group in corpus.groups]
+    asked = [[each.question for each in group.asked] for group in corpus.groups]
+    parts = [
+        adapter.identity.tensors_fingerprint, repr(recipe), texts, asked, corpus.prefix_ids,
+        corpus.chunk_tokens, corpus.top_k,
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _asked(
+    adapter: ModelAdapter,
+    train: Sequence[Group],
+    held: Sequence[Group],
+    recipe: Recipe,
+    out: Path,
+    digest: str,
+    say: Say,
+) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+    """Groups with questions by the model, which an interrupted run finds in ``out``."""
+    known = _kept_questions(out / QUESTIONS, digest)
+
+    def ask(texts: Sequence[str]) -> list[str]:
+        new = [text for text in dict.fromkeys(texts) if text not in known]
+        said = ask_model(
+            adapter, new, lambda done, total: say("asking the model for questions", done, total)
+        )
+        for text, question in zip(new, said, strict=True):
+            known[text] = question or question_in(text)
+        kept = {"run": digest, "questions": known}
+        regular_files.replace(out / QUESTIONS, json.dumps(kept).encode())
+        return [known[text] for text in texts]
+
+    most = min(MAX_QUESTIONS, QUESTIONS_PER_STEP * recipe.steps * recipe.batch)
+    train = with_questions(train, most, ask, recipe.seed)
+    held = with_questions(held, HELD_OUT_QUESTIONS * recipe.held_out, ask, recipe.seed)
+    return train, held
+
+
+def _kept_questions(path: Path, digest: str) -> dict[str, str]:
+    try:
+        kept = json.loads(path.read_bytes())
+        return dict(kept["questions"]) if kept["run"] == digest else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _held_out_prompts(material: Material, recipe: Recipe) -> list[Any]:
+    rng = random.Random(f"{recipe.seed} held out")
+    few = Material(
+        material.tokens, material.groups, material.top_k, HELD_OUT_QUESTIONS, material.chunk_tokens
+    )
+    return [few.draw(rng, is_short=False) for _ in range(recipe.held_out)]
+
+
+def with_nearest(
+    groups: Sequence[Group], questions: Sequence[str], retrieve: Callable[[str], Sequence[str]]
+) -> tuple[Group, ...]:
+    """``groups`` with ``questions`` of a file, each about the passage that ``retrieve`` finds first.
+
+    Raises :class:`InvalidInputError` if it finds none for any of them.
+    """
+    place = {
+        passage.text: (number, at)
+        for number, group in enumerate(groups)
+        for at, passage in enumerate(group.passages)
+    }
+    added: dict[int, list[Asked]] = {}
+    for question in dict.fromkeys(questions):
+        found = next((place[text] for text in retrieve(question) if text in place), None)
+        if found is not None:
+            added.setdefault(found[0], []).append(Asked(question, found[1]))
+    if questions and not added:
+        raise InvalidInputError(
+            f"none of {len(questions)} questions finds a passage, expected questions about the documents"
+        )
+    return tuple(
+        Group(group.passages, (*group.asked, *added.get(number, ())), group.task)
+        for number, group in enumerate(groups)
+    )
+
+
+__all__ = ["AdaptReport", "Corpus", "Passage", "adapt", "documents_as_groups", "with_nearest"]

@@ -1,0 +1,67 @@
+"""The card of a writer (``README.md`` of its directory), and the table of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from blendrag import __version__
+from blendrag.store import regular_files
+
+if TYPE_CHECKING:
+    from blendrag.distillation.adapt import AdaptReport
+    from blendrag.distillation.trainer import Score
+
+HEADER = ("", "questions", "mean KL", "median KL", "first token's KL", "agreement", "recovered")
+
+
+def rows_of(report: AdaptReport) -> Iterator[tuple[str, ...]]:
+    """Rows of the table under :data:`HEADER`: without and with the writer, then by task."""
+    yield _row("without", report.before)
+    yield _row("with the writer", report.after, report.before)
+    tasks = report.tasks()
+    if len(tasks) > 1:
+        for name, (before, after) in tasks.items():
+            label = name or "by the model"
+            yield _row(f"{label}: without", before)
+            yield _row(f"{label}: with", after, before)
+
+
+def _row(name: str, score: Score, before: Score | None = None) -> tuple[str, ...]:
+    gained = ""
+    if before is not None and before.mean_kl > 0:
+        gained = f"{1 - score.mean_kl / before.mean_kl:.2f}"
+    figures = (score.mean_kl, score.median_kl, score.first_kl, score.agreement)
+    return (name, str(score.questions), *(f"{figure:.3f}" for figure in figures), gained)
+
+
+def write(report: AdaptReport) -> None:
+    """Replace the text of the card that peft wrote; its header stays."""
+    path = report.out / "README.md"
+    given = path.read_text(encoding="utf-8") if path.exists() else ""
+    parts = given.split("---\n", 2)
+    header = f"---\n{parts[1]}---\n" if len(parts) == 3 and not parts[0].strip() else ""
+    regular_files.replace(path, f"{header}{_text(report)}".encode())
+
+
+def _text(report: AdaptReport) -> str:
+    recipe, progress = report.recipe, report.progress
+    table = [HEADER, ("---",) * len(HEADER), *rows_of(report)]
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in table)
+    return f"""
+# A writer for {report.model}
+
+A LoRA that blendrag activates only while it encodes a chunk of a document. The model that reads the
+question and answers is unchanged: load this directory as a writer, never as an adapter for answering.
+
+    blendrag ingest DOCUMENTS --model {report.model} --writer DIRECTORY
+
+Distilled from the model's own full prefill by `blendrag adapt` (blendrag {__version__}): rank {recipe.rank},
+{progress.step} steps of {recipe.batch} prompts in {progress.seconds / 60:.0f} min (the best was after step
+{report.best_step}), {report.passages} passages in {report.groups} groups, {report.questions} questions,
+learning rate {recipe.learning_rate:g}, seed {recipe.seed}.
+
+Held-out prompts, nothing recomputed; KL from full prefill in nats per answer token:
+
+{lines}
+"""

@@ -1,0 +1,174 @@
+"""What a writer is trained on: passages in groups, questions about them, and prompts drawn from both.
+
+A group is a part of a document, or the passages that came with a question. No group that is trained on has
+a passage of a held-out one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from blendrag.distillation.prompts import ChunkPrompt, Passage, chunk_prompt
+from blendrag.errors import InvalidInputError
+from blendrag.model.tokens import Tokens
+from blendrag.text.chunking import MIN_CHUNK_TOKENS, Chunker
+
+#: The smallest corpus that can be trained on: groups to train on and to hold out, and chunks of a prompt.
+MIN_GROUPS, MIN_PROMPT_CHUNKS = 6, 2
+#: Neighbouring chunks of a document in one group.
+GROUP_CHUNKS = 8
+#: Share of groups that are held out, and the most prompts made of them.
+HELD_OUT_SHARE, MAX_HELD_OUT = 0.1, 32
+#: Share of chunks of a prompt from other groups.
+DISTRACTORS = 1 / 3
+#: Share of prompts whose chunks are half as long.
+SHORT_SHARE = 0.5
+#: Draws before a corpus is given up on.
+MAX_DRAWS = 50
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and the number of the passage that it is about; ``None`` if of its whole group."""
+
+    question: str
+    about: int | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    passages: tuple[Passage, ...]
+    asked: tuple[Asked, ...] = ()
+    task: str = ""
+
+
+@dataclass(frozen=True)
+class Material:
+    """Draws prompts. Equal material and an equal random generator give equal prompts."""
+
+    tokens: Tokens
+    groups: tuple[Group, ...]
+    top_k: int
+    questions: int
+    """Most questions of a prompt."""
+    chunk_tokens: int
+
+    def draw(self, rng: random.Random, is_short: bool | None = None) -> ChunkPrompt:
+        """A prompt of at most ``top_k`` chunks in random order and ``questions`` questions."""
+        asked_of = [n for n, group in enumerate(self.groups) if group.asked]
+        for _ in range(MAX_DRAWS):
+            number = rng.choice(asked_of)
+            group = self.groups[number]
+            main = rng.choice(group.asked)
+            made = self._around(group, main, number, rng)
+            short = rng.random() < SHORT_SHARE if is_short is None else is_short
+            picked = [self._cut(passage, rng) if short else passage for passage, _ in made]
+            picked = list({passage.text: passage for passage in picked}.values())
+            also = [question for _, questions in made for question in questions]
+            rng.shuffle(also)
+            questions = list(dict.fromkeys([main.question, *also]))[: self.questions]
+            found = chunk_prompt(self.tokens, picked, questions, group.task)
+            if found is not None and found.tails and len(picked) >= MIN_PROMPT_CHUNKS:
+                return found
+        raise InvalidInputError(
+            f"none of {MAX_DRAWS} prompts drawn from {len(self.groups)} documents has chunks that can be "
+            "recognised; train on longer documents"
+        )
+
+    def _around(
+        self, group: Group, main: Asked, number: int, rng: random.Random
+    ) -> list[tuple[Passage, list[str]]]:
+        """Passages for a question, in random order, each with the questions about it."""
+        own = list(range(len(group.passages)))
+        rng.shuffle(own)
+        if (about := main.about) is not None:  # it, and its neighbours first
+            own.sort(key=lambda n: abs(n - about))
+        others = sum(len(g.passages) for n, g in enumerate(self.groups) if n != number)
+        wanted = sum(rng.random() < DISTRACTORS for _ in range(self.top_k - 1))
+        wanted = min(others, max(wanted, self.top_k - len(own)))
+        picked = [(group, n) for n in own[: self.top_k - wanted]]
+        while len(picked) < min(self.top_k, len(own) + others) and others:
+            other = self.groups[rng.randrange(len(self.groups))]
+            place = (other, rng.randrange(len(other.passages)))
+            if other is not group and place not in picked:
+                picked.append(place)
+        rng.shuffle(picked)
+        return [
+            (of.passages[n], [asked.question for asked in of.asked if asked.about == n])
+            for of, n in picked
+        ]
+
+    def _cut(self, passage: Passage, rng: random.Random) -> Passage:
+        parts = Chunker(self.tokens.text, max(MIN_CHUNK_TOKENS, self.chunk_tokens // 2)).split(
+            passage.text
+        )
+        return replace(passage, text=rng.choice(parts).text) if parts else passage
+
+
+def split(groups: Sequence[Group], seed: int) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+    """Groups to train on, and held-out ones that share no passage with them.
+
+    Raises :class:`InvalidInputError` for a corpus that is too small.
+    """
+    groups = [group for group in groups if group.passages]
+    if len(groups) < MIN_GROUPS:
+        raise InvalidInputError(
+            f"the material is too small to train a writer on: {len(groups)} groups of up to {GROUP_CHUNKS} "
+            f"chunks, expected {MIN_GROUPS} or more, some of which are held out to measure it; add documents"
+        )
+    shuffled = list(groups)
+    random.Random(seed).shuffle(shuffled)
+    count = min(MAX_HELD_OUT, max(2, round(HELD_OUT_SHARE * len(groups))))
+    held = shuffled[:count]
+    texts = {passage.text for group in held for passage in group.passages}
+    rest = []
+    for group in shuffled[count:]:
+        if not any(passage.text in texts for passage in group.passages):
+            rest.append(group)
+    if len(rest) < MIN_GROUPS - 2:
+        raise InvalidInputError(
+            f"only {len(rest)} of {len(groups)} groups of chunks share no text with the held-out ones, "
+            f"expected {MIN_GROUPS - 2} or more; add other documents"
+        )
+    return tuple(rest), tuple(held)
+
+
+#: Questions about texts, one for each; empty where none was found.
+Asks = Callable[[Sequence[str]], list[str]]
+
+
+def with_questions(groups: Sequence[Group], most: int, ask: Asks, seed: int) -> tuple[Group, ...]:
+    """``groups`` with questions made by ``ask`` about at most ``most`` of their passages, spread evenly."""
+    rng = random.Random(seed)
+    turns = [
+        (turn, number, at)
+        for number, group in enumerate(groups)
+        for turn, at in enumerate(rng.sample(range(len(group.passages)), len(group.passages)))
+    ]
+    places = [(number, at) for _, number, at in sorted(turns)[:most]]
+    made = ask([groups[number].passages[at].text for number, at in places])
+    added: dict[int, list[Asked]] = {}
+    seen: set[str] = set()
+    for (number, at), question in zip(places, made, strict=True):
+        if question and question.lower() not in seen:
+            seen.add(question.lower())
+            added.setdefault(number, []).append(Asked(question, at))
+    return tuple(
+        replace(group, asked=(*group.asked, *added.get(number, ())))
+        for number, group in enumerate(groups)
+    )
+
+
+def documents_as_groups(documents: Iterable[tuple[str, str, Sequence[str]]]) -> list[Group]:
+    """Groups of ``(source, name, texts)``; a text that an earlier document has is left out."""
+    seen: set[str] = set()
+    groups = []
+    for source, name, texts in documents:
+        new = [text for text in dict.fromkeys(texts) if text not in seen]
+        seen.update(new)
+        passages = [Passage(text, name, source) for text in new]
+        for at in range(0, len(passages), GROUP_CHUNKS):
+            groups.append(Group(tuple(passages[at : at + GROUP_CHUNKS])))
+    return groups

@@ -1,0 +1,111 @@
+"""What training takes of the machine's memory, and how many chunks' activations fit into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from blendrag.distillation.forwards import Forwards
+from blendrag.distillation.material import Material
+from blendrag.distillation.writer import TrainedWriter
+from blendrag.engine.decode_weights import available_bytes
+from blendrag.errors import InvalidInputError
+from blendrag.model.adapter import ModelAdapter
+from blendrag.store.durable import readable_size
+
+#: Tokens of the chunk whose activations are counted.
+COUNTED_TOKENS = 32
+#: Float32 copies of logits that are alive at once: teacher, student, their log-softmax, gradients.
+LOGITS_COPIES = 6
+#: Share of the available memory that training may take.
+SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that training takes besides the model."""
+
+    writer_bytes: int
+    """Weights, gradients and both moments of AdamW, and the best weights."""
+    rows_bytes: int
+    """Logits and KV of a prompt."""
+    chunk_bytes: int
+    """Activations of one chunk of full length."""
+    chunks: int
+    available_bytes: int
+    encode_batch: int
+    """Chunks whose activations are held at a time; 0: those of all."""
+
+    @property
+    def total_bytes(self) -> int:
+        held = self.encode_batch or self.chunks
+        return self.writer_bytes + self.rows_bytes + held * self.chunk_bytes
+
+    def __str__(self) -> str:
+        how = ""
+        if self.encode_batch:
+            how = (
+                f"; activations of {self.encode_batch} of {self.chunks} chunks are held at a time, which "
+                "takes about a quarter longer"
+            )
+        return (
+            f"training takes about {readable_size(self.total_bytes)} of memory besides the model; "
+            f"{readable_size(self.available_bytes)} are available{how}"
+        )
+
+
+def needs_of(
+    adapter: ModelAdapter,
+    writer: TrainedWriter,
+    forwards: Forwards,
+    material: Material,
+    answer_tokens: int,
+    available: int | None = None,
+) -> Needs:
+    """Measured on a short chunk. Raises :class:`InvalidInputError` if not even one chunk fits."""
+    if available is None:
+        available = _available(adapter.device)
+    parameters = sum(p.numel() for p in writer.parameters.values())
+    chunk = material.chunk_tokens
+    vocabulary = adapter.model.get_input_embeddings().num_embeddings
+    rows = material.questions * (answer_tokens + 64)
+    kv = adapter.layout.size_bytes(chunk * material.top_k)
+    per_token = _bytes_per_token(adapter, forwards)
+    writer_bytes = 5 * 4 * parameters
+    rows_bytes = LOGITS_COPIES * 4 * rows * vocabulary + 4 * kv
+    left = SHARE * available - writer_bytes - rows_bytes
+    fit = int(left // (per_token * chunk))
+    if fit < 1:
+        least = writer_bytes + rows_bytes + per_token * chunk
+        raise InvalidInputError(
+            f"training takes at least {readable_size(least)} of memory besides the model, and "
+            f"{readable_size(available)} are available; take a smaller model, shorter chunks "
+            "(--chunk-tokens) or a lower --rank"
+        )
+    batch = 0 if fit >= material.top_k else fit
+    sizes = writer_bytes, rows_bytes, per_token * chunk, material.top_k
+    return Needs(*sizes, available, batch)
+
+
+def _available(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_bytes()
+
+
+def _bytes_per_token(adapter: ModelAdapter, forwards: Forwards) -> int:
+    """Activations that a chunk's forward keeps for its backward, per token."""
+    own = {p.untyped_storage().data_ptr() for p in adapter.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        held = forwards.encoded_probe(COUNTED_TOKENS)
+    del held
+    return sum(kept.values()) // COUNTED_TOKENS + 1

@@ -1,0 +1,87 @@
+"""Prompts to distil from: several questions over the same chunks, cut into tokens as a request's are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blendrag.engine.rendering import build_rag_prompt, render
+from blendrag.engine.request import Options
+from blendrag.model.tokens import Tokens
+from blendrag.text.chunking import canonical, chunk_id_of
+from blendrag.text.known_chunks import recognise
+from blendrag.text.prompt import Segment, SegmentedPrompt, segment_prompt
+
+
+@dataclass(frozen=True)
+class Passage:
+    """The text of a chunk, and the name of its document, which prompts may cite."""
+
+    text: str
+    name: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class ChunkPrompt:
+    """Questions over the same chunks in the same order. Positions are those of the prompt."""
+
+    head: tuple[int, ...]
+    """Ids before the first chunk."""
+    chunks: tuple[Segment, ...]
+    between: tuple[tuple[int, int], ...]
+    """Position and id of each token between two chunks."""
+    tails: tuple[tuple[int, ...], ...]
+    """What follows the last chunk, for each question."""
+    task: str = ""
+
+    @property
+    def end(self) -> int:
+        """The position that every tail begins at."""
+        return self.chunks[-1].end
+
+    @property
+    def shared_ids(self) -> list[int]:
+        """Ids up to the tails, in order."""
+        at = dict(self.between)
+        at |= enumerate(self.head)
+        for chunk in self.chunks:
+            at |= enumerate(chunk.ids, chunk.position)
+        return [at[position] for position in range(self.end)]
+
+
+def chunk_prompt(
+    tokens: Tokens, passages: Sequence[Passage], questions: Sequence[str], task: str = ""
+) -> ChunkPrompt | None:
+    """The prompts of ``ask`` for these questions; ``None`` if they hold no chunk that could be stored."""
+    cut = [_segments(tokens, passages, question) for question in questions]
+    first = cut[0].chunks
+    if not first:
+        return None
+    end, shared = first[-1].end, cut[0].ids[: first[-1].end]
+    inside = {at for chunk in first for at in range(chunk.position, chunk.end)}
+    begin = first[0].position
+    between = [(at, shared[at]) for at in range(begin, end) if at not in inside]
+    tails = tuple(each.ids[end:] for each in cut if each.ids[:end] == shared)
+    return ChunkPrompt(shared[:begin], first, tuple(between), tails, task)
+
+
+def _segments(tokens: Tokens, passages: Sequence[Passage], question: str) -> SegmentedPrompt:
+    texts = [passage.text for passage in passages]
+    named = tokens.names_sources and all(passage.name for passage in passages)
+    names = [passage.name for passage in passages] if named else None
+    rendered = render(build_rag_prompt(question, texts, names), tokens, Options())
+    known = {chunk_id_of(canonical(each.text)): each for each in passages}
+    found = recognise(
+        rendered,
+        tokens.control_spans(rendered.text),
+        None,
+        lambda matches: {m.chunk_id: known[m.chunk_id] for m in matches if m.chunk_id in known},
+    )
+    return segment_prompt(
+        rendered.text,
+        found.chunks,
+        tokens,
+        lambda chunk_id: tuple(tokens.encode_text(canonical(known[chunk_id].text))),
+        found.plain,
+    )

@@ -1,0 +1,122 @@
+"""Where the passages of a writer come from: an ingested corpus, files of documents, records of questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePath
+
+import numpy as np
+
+from blendrag.config import DEFAULT_EMBEDDER, settings
+from blendrag.corpus.corpus import Corpus as StoredCorpus
+from blendrag.corpus.embedder import Embedder, embedder_of
+from blendrag.corpus.retriever import Retriever
+from blendrag.distillation.adapt import Corpus, with_nearest
+from blendrag.distillation.material import Group, documents_as_groups
+from blendrag.distillation.questions import read_questions
+from blendrag.engine.rendering import prefix_token_ids
+from blendrag.errors import InvalidInputError, UnreadableDocumentError
+from blendrag.model.tokens import Tokens
+from blendrag.text.chunking import Chunker
+from blendrag.text.limited_reading import read_documents
+from blendrag.text.readers import scan_inputs
+
+#: Nearest passages among which that of a question is looked for.
+NEAREST = 3
+
+
+def corpus_of(
+    tokens: Tokens,
+    store: Path | None,
+    documents: Sequence[Path],
+    questions: Sequence[Path],
+    note: Callable[[str], None] = lambda text: None,
+    top_k: int | None = None,
+    chunk_tokens: int | None = None,
+    embedder: str | None = None,
+) -> Corpus:
+    """The material that is named: documents, else the corpus of ``store``; ``None`` leaves only records.
+
+    ``note`` gets a sentence for each file that cannot be read. Raises :class:`InvalidInputError` and
+    :class:`CorpusError`.
+    """
+    k = top_k or settings().top_k
+    if store is not None and not documents:
+        with StoredCorpus.open(store, read_only=True) as corpus:
+            return _of_store(corpus, store, tokens, questions, k, embedder)
+    size = chunk_tokens or settings().chunk_tokens
+    chunker = Chunker(tokens.text, size)
+    groups = _of_documents(documents, chunker, note) if documents else []
+
+    def retrieve(question: str) -> list[str]:
+        vector = searched.embed_query(question)
+        return [texts[n] for n in np.argsort(-(vectors @ vector), kind="stable")[:NEAREST]]
+
+    alone, records = _questions(questions, chunker)
+    if alone:
+        if not groups:
+            raise InvalidInputError(
+                f"{len(alone)} questions have no passages, expected records of {{question, ctxs}}, or "
+                "--store or --documents that they are about"
+            )
+        searched = Embedder(embedder or settings().embedder or DEFAULT_EMBEDDER)
+        texts = [passage.text for group in groups for passage in group.passages]
+        vectors = searched.embed(texts)
+    made = with_nearest(groups, alone, retrieve) if alone else tuple(groups)
+    return Corpus((*made, *records), prefix_token_ids(tokens), size, k)
+
+
+def _of_store(
+    corpus: StoredCorpus,
+    root: Path,
+    tokens: Tokens,
+    questions: Sequence[Path],
+    top_k: int,
+    embedder: str | None,
+) -> Corpus:
+    manifest = corpus.manifest
+    if manifest.tokenizer_fingerprint != tokens.fingerprint:
+        raise InvalidInputError(
+            f"store {root} was ingested with model {manifest.model!r}, whose tokenizer is another one; use "
+            "that model, or --documents"
+        )
+    groups = documents_as_groups(
+        (source, PurePath(source).name, [chunk.text for chunk in corpus.chunks_of(source)])
+        for source in corpus.sources()
+    )
+    chunker = Chunker(tokens.text, manifest.chunk_tokens)
+    alone, records = _questions(questions, chunker)
+    made = tuple(groups)
+    if alone:
+        retriever = Retriever(corpus, embedder_of(manifest, root, embedder))
+        made = with_nearest(
+            groups, alone, lambda asked: [c.text for c in retriever.retrieve(asked, NEAREST)]
+        )
+    return Corpus((*made, *records), manifest.prefix_ids, manifest.chunk_tokens, top_k)
+
+
+def _of_documents(
+    paths: Sequence[Path], chunker: Chunker, note: Callable[[str], None]
+) -> list[Group]:
+    def read() -> list[tuple[str, str, list[str]]]:
+        found = []
+        for path in scan_inputs(paths).files:
+            try:
+                for document in read_documents(path):
+                    texts = [chunk.text for chunk in chunker.split(document.text, document.source)]
+                    found.append((document.source, PurePath(document.source).name, texts))
+            except UnreadableDocumentError as bad:
+                note(str(bad))
+        return found
+
+    return documents_as_groups(read())
+
+
+def _questions(paths: Sequence[Path], chunker: Chunker) -> tuple[list[str], list[Group]]:
+    alone: list[str] = []
+    records: list[Group] = []
+    for path in paths:
+        questions, groups = read_questions(path, chunker)
+        alone += questions
+        records += groups
+    return alone, records

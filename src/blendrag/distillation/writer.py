@@ -1,0 +1,110 @@
+"""The writer while it is trained: a PEFT LoRA on the linear layers of the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from blendrag.errors import InvalidInputError, UnsupportedModelError
+from blendrag.model import fingerprint
+from blendrag.model.adapter import ModelAdapter
+
+#: The factor of a LoRA's product is alpha / rank.
+ALPHA_PER_RANK = 2
+
+
+def require_peft() -> None:
+    try:
+        import peft  # noqa: F401
+    except ImportError as exc:
+        raise InvalidInputError(
+            "training a writer needs peft, which is not installed; pip install 'blendrag[lora]'"
+        ) from exc
+
+
+class TrainedWriter:
+    """A new LoRA on the model of ``adapter``, active except within :meth:`stock`. Close it to remove it."""
+
+    def __init__(self, adapter: ModelAdapter, rank: int, seed: int) -> None:
+        require_peft()
+        from peft import LoraConfig, get_peft_model
+        from peft.helpers import disable_input_dtype_casting
+
+        adapter.require_blendable()
+        if fingerprint.is_quantised(adapter.model):
+            raise UnsupportedModelError(
+                f"{adapter.model_id} is quantised, expected floating-point weights to train over; train "
+                "on the model that it was made from"
+            )
+        if hasattr(adapter.model, "peft_config"):
+            raise InvalidInputError(
+                f"{adapter.model_id} has an adapter already, expected the plain model; leave out lora"
+            )
+        inside = {id(m) for layer in adapter.stack.layers for m in layer.modules()}
+        names = [
+            name
+            for name, module in adapter.model.named_modules()
+            if type(module) is nn.Linear and id(module) in inside
+        ]
+        if not names:
+            raise UnsupportedModelError(
+                f"the decoder layers of {adapter.model_id} have no linear layers of torch, which a writer "
+                "changes; train on another model"
+            )
+        config = LoraConfig(
+            r=rank, lora_alpha=ALPHA_PER_RANK * rank, target_modules=names, task_type="CAUSAL_LM"
+        )  # fmt: skip
+        self._before = {name: p.requires_grad for name, p in adapter.model.named_parameters()}
+        self._adapter = adapter
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model: Any = get_peft_model(adapter.model, config)
+        self.model.eval()  # it has no dropout
+        self._casting = disable_input_dtype_casting(self.model)
+        self._casting.__enter__()
+        self._stock_depth = 0
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.model.named_parameters() if ".lora_" in n}
+
+    def stock(self) -> AbstractContextManager[None]:
+        """Within this context the model computes what it does without a writer; may be nested."""
+        return self._stock()
+
+    @contextmanager
+    def _stock(self) -> Iterator[None]:
+        self._stock_depth += 1
+        try:
+            if self._stock_depth > 1:
+                yield
+            else:
+                with self.model.disable_adapter():
+                    yield
+        finally:
+            self._stock_depth -= 1
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """A copy of the weights, on the CPU."""
+        return {n: p.detach().cpu().clone() for n, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state[name])
+
+    def save(self, folder: Path) -> None:
+        """As a PEFT directory."""
+        self.model.save_pretrained(str(folder))
+
+    def close(self) -> None:
+        """Take the LoRA out of the model."""
+        self._casting.__exit__(None, None, None)
+        self.model.unload()
+        for name, parameter in self._adapter.model.named_parameters():
+            parameter.requires_grad_(self._before.get(name, False))

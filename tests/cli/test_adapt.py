@@ -1,0 +1,137 @@
+"""``blendrag adapt``: what it writes and prints, how it goes on, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from blendrag.cli.progress import StatusLine
+from cli.commands import invoke, printed, refused, save_model, write_documents
+
+FEW = ("--steps", "2", "--batch", "1", "--rank", "2", "--top-k", "3", "--chunk-tokens", "64")
+
+
+@pytest.fixture(scope="module")
+def many_docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("many"), documents=7, paragraphs=2)
+
+
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that asks no question that could be used."""
+    return save_model(tmp_path_factory.mktemp("plain"))
+
+
+def test_writer_of_documents_is_saved_with_its_report(
+    plain_model: Path, many_docs: Path, tmp_path: Path
+) -> None:
+    out, plot = tmp_path / "writer", tmp_path / "run.png"
+    result = invoke(
+        "adapt",
+        "--model",
+        plain_model,
+        "--documents",
+        many_docs,
+        "--out",
+        out,
+        *FEW,
+        "--plot",
+        plot,
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "note: training takes about " in result.stderr
+    assert "with the writer" in result.stdout
+    assert f"--writer {out}" in result.stdout
+    report = json.loads((out / "report.json").read_text())
+    assert report["steps"] == 2
+    assert report["material"]["groups"] == 5  # the others are held out
+    assert (out / "adapter_model.safetensors").exists()
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_writer_of_a_store_learns_from_its_chunks(store: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "asked.txt"
+    questions.write_text("What is the topic of document 1?\nWhere is the windmill of Place2x1?\n")
+    words = refused("adapt", "--store", store, "--out", tmp_path / "w", *FEW[:6])
+    assert "too small to train a writer on: 3 groups" in words
+    records = tmp_path / "records.jsonl"
+    texts = [f"The harbour of town {n} was built in {1800 + n} by the company." for n in range(12)]
+    lines = [
+        {"question": f"When was harbour {n} built?", "ctxs": texts[2 * n : 2 * n + 2]}
+        for n in range(6)
+    ]
+    records.write_text("\n".join(map(json.dumps, lines)))
+    given = ("--questions", questions, "--questions", records)
+    report = printed("adapt", "--store", store, *given, "--out", tmp_path / "w", *FEW[:6])
+    assert (
+        report["material"]["groups"] == 8
+    )  # three documents and six records, one of which held out
+    assert report["steps"] == 2
+
+
+def test_interrupted_training_goes_on(
+    plain_model: Path, many_docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = StatusLine.show
+
+    def impatient(self: StatusLine, text: str, *more: Any) -> None:
+        if text.startswith("step 1 of 2"):
+            raise KeyboardInterrupt
+        real(self, text, *more)
+
+    out = tmp_path / "writer"
+    command = ("adapt", "--model", plain_model, "--documents", many_docs, "--out", out, *FEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(StatusLine, "show", impatient)
+        result = invoke(*command)
+    assert result.exit_code == 130
+    assert f"1 steps are kept in {out}; repeat the command" in result.stderr.splitlines()[-1]
+    again = invoke(*command)
+    assert again.exit_code == 0, again.stderr
+    assert "note: going on after step 1 of 2" in again.stderr
+    assert not list(out.glob("checkpoint*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--store", "kv", "--documents", "docs"), "--store kv with --documents"),
+        (("--questions", "nowhere.txt", "--model", "MODEL"), "cannot be read"),
+        (("--documents", "nowhere", "--model", "MODEL"), "nowhere does not exist"),
+        (("--documents", "docs"), "no model is named"),
+        (("--out", "file.txt"), "--out file.txt cannot be written"),
+        (("--plot", "run.pdf"), "ends in .png"),
+        (("--questions", "alone.txt", "--model", "MODEL"), "questions have no passages"),
+        (("--questions", "broken.jsonl", "--model", "MODEL"), "is not JSON"),
+        (("--questions", "empty.jsonl", "--model", "MODEL"), "has an empty question"),
+        (("--model", "MODEL", "--store", "none"), "ingest first"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    plain_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "file.txt").write_text("a file")
+    (tmp_path / "alone.txt").write_text("Where is it?\n")
+    (tmp_path / "broken.jsonl").write_text('{"question": "Where is it?"\n')
+    (tmp_path / "empty.jsonl").write_text('{"question": " ", "ctxs": ["a"]}\n')
+    given = [str(plain_model) if each == "MODEL" else each for each in arguments]
+    assert words in refused("adapt", *given)
+    assert not (tmp_path / "blendrag-writer").exists()
+
+
+def test_model_that_cannot_be_blended_is_refused(many_docs: Path, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "gpt2", tiny.family("gpt2"))
+    words = refused(
+        "adapt", "--model", model, "--documents", many_docs, "--out", tmp_path / "w", *FEW, status=3
+    )
+    assert "use mode full" in words

@@ -1,0 +1,176 @@
+"""Teacher and student: what a request computes, in forwards that gradients pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import tiny
+from blendrag.distillation.forwards import Forwards
+from blendrag.distillation.prompts import ChunkPrompt
+from blendrag.distillation.writer import TrainedWriter
+from blendrag.engine.rendering import prefix_token_ids
+from blendrag.fusor import BlendRequest, Fusor
+from blendrag.fusor.gate import HeldKV
+from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.selection import Blending
+from blendrag.model import ModelAdapter
+from distillation.tiny_material import ANSWER_TOKENS, forwards, prompt, randomised, small
+
+#: One and several types of layers, windows shorter than a prompt, latent KV.
+FAMILIES = ("llama", "qwen2", "gemma3_text", "minicpm3")
+
+
+@contextmanager
+def made(adapter: ModelAdapter) -> Iterator[tuple[TrainedWriter, Forwards]]:
+    with adapter.lock:
+        writer = TrainedWriter(adapter, 4, 0)
+        try:
+            yield writer, forwards(adapter, writer)
+        finally:
+            writer.close()
+
+
+def full_ids(asked: ChunkPrompt, number: int) -> list[int]:
+    return [*asked.shared_ids, *asked.tails[number]]
+
+
+def reused(adapter: ModelAdapter, asked: ChunkPrompt, number: int) -> torch.Tensor:
+    """Logits ``[V]`` of a prompt's last token as a request over stored KV computes them."""
+    prefix = prefix_token_ids(adapter.tokens)
+    spans = [
+        LoadedSpan(
+            chunk.position, chunk.end, HeldKV(adapter.encode(prefix, chunk.ids)), len(prefix), False
+        )
+        for chunk in asked.chunks
+    ]
+    ids = torch.tensor([full_ids(asked, number)])
+    request = BlendRequest(ids.shape[1], tuple(spans), Blending.of("reuse", "constant", 0.0))
+    logits, _, _ = Fusor(adapter).prefill(ids, request)
+    return logits[0, -1].float()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_without_the_writer_the_student_is_a_request_over_stored_kv(name: str) -> None:
+    adapter = small(name)
+    asked = prompt(adapter)
+    expected = [reused(adapter, asked, n) for n in range(2)]
+    with made(adapter) as (_, both), torch.no_grad():
+        found = both.student(asked, [(0,), (0,)], writes=False)
+    for logits, one in zip(found, expected, strict=True):
+        assert tiny.difference(logits[-1], one) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_teacher_is_the_stock_prefill_and_its_greedy_answer(name: str) -> None:
+    adapter = small(name)
+    asked = prompt(adapter)
+    expected = [
+        adapter.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=ANSWER_TOKENS,
+            output_logits=True, return_dict_in_generate=True,
+        )
+        for ids in (torch.tensor([full_ids(asked, n)]) for n in range(2))
+    ]  # fmt: skip
+    with made(adapter) as (writer, both):
+        randomised(writer)
+        targets = both.teacher(asked)
+    for n, target in enumerate(targets):
+        assert target.answer == tuple(expected[n].sequences[0, -ANSWER_TOKENS:].tolist())
+        own = torch.stack([logits[0] for logits in expected[n].logits])  # [A, V]
+        assert tiny.difference(target.logits[len(asked.tails[n]) - 1 :], own) < 1e-4
+
+
+def test_student_kv_is_that_of_the_store_moved_to_its_places() -> None:
+    adapter = small()
+    asked = prompt(adapter)
+    prefix = prefix_token_ids(adapter.tokens)
+    with made(adapter) as (_, both), torch.no_grad():
+        kv, places = both._stored(asked, writes=False)
+    at = {int(p): n for n, p in enumerate(places.positions)}
+    repositioner = adapter.repositioner
+    for chunk in asked.chunks:
+        stored = adapter.encode(prefix, chunk.ids)
+        tables = repositioner.tables(
+            torch.full((len(chunk.ids),), chunk.position - len(prefix), dtype=torch.long)
+        )
+        rows = [at[p] for p in range(chunk.position, chunk.end)]
+        for layer, (keys, values) in enumerate(kv):
+            expected = stored.layers[layer].clone()  # [2, Hkv, n, D]
+            repositioner.rotate_(expected[0], layer, tables)
+            assert tiny.difference(keys[0, :, rows], expected[0]) < 1e-5
+            assert tiny.difference(values[0, :, rows], expected[1]) < 1e-5
+
+
+def test_rotated_keys_equal_those_rotated_in_place_and_pass_gradients_on() -> None:
+    repositioner = small().repositioner
+    tables = repositioner.tables(torch.tensor([3, 700, 0]))
+    keys = torch.randn(2, 3, 8, requires_grad=True)
+    found = repositioner.rotated(keys, 1, tables)
+    expected = keys.detach().clone()
+    repositioner.rotate_(expected, 1, tables)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert keys.grad is not None
+    assert keys.grad.abs().min() > 0
+
+
+def test_questions_of_one_prompt_do_not_see_each_other() -> None:
+    adapter = small()
+    questions = ("Who owned the mill of Bexley?", "When was it built near the river bank?")
+    with made(adapter) as (writer, both), torch.no_grad():
+        randomised(writer)
+        together = both.student(prompt(adapter, *questions), [(4, 9), (7, 8, 9)])
+        for n, (question, answer) in enumerate(zip(questions, [(4, 9), (7, 8, 9)], strict=True)):
+            (alone,) = both.student(prompt(adapter, question), [answer])
+            assert tiny.difference(together[n], alone) < 1e-4
+
+
+def test_only_chunks_are_written() -> None:
+    adapter = small()
+    asked = prompt(adapter)
+    with made(adapter) as (writer, both), torch.no_grad():
+        before = both.teacher(asked)
+        stock, places = both._stored(asked, writes=False)
+        randomised(writer)
+        written, _ = both._stored(asked, writes=True)
+        after = both.teacher(asked)
+    head = int((places.positions < asked.chunks[0].position).sum())
+    for n, ((keys, values), (other_keys, other_values)) in enumerate(
+        zip(stock, written, strict=True)
+    ):
+        assert torch.equal(keys[:, :, :head], other_keys[:, :, :head])
+        assert tiny.difference(values[:, :, head:], other_values[:, :, head:]) > 1e-2
+        assert n > 0 or tiny.difference(keys[:, :, head:], other_keys[:, :, head:]) > 1e-2
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one.logits, other.logits)
+
+
+def test_chunks_encoded_in_turns_give_the_same_gradients() -> None:
+    adapter = small()
+    asked = prompt(adapter)
+    found = []
+    with made(adapter) as (writer, both):
+        randomised(writer)
+        targets = both.teacher(asked)
+        for size in (0, 1):
+            both.encode_batch = size
+            for parameter in writer.parameters.values():
+                parameter.grad = None
+            sum(d.answer.mean() for d in both.deviations(asked, targets)).backward()  # type: ignore[union-attr]
+            grads = [p.grad for p in writer.parameters.values() if p.grad is not None]
+            found.append(torch.cat([g.flatten() for g in grads]))
+    assert found[0].abs().sum() > 0
+    assert tiny.difference(found[0], found[1]) < 1e-4
+
+
+def test_model_is_left_as_it_was() -> None:
+    adapter = small()
+    names = {name: p.requires_grad for name, p in adapter.model.named_parameters()}
+    with made(adapter) as (writer, _):
+        randomised(writer)
+    assert {name: p.requires_grad for name, p in adapter.model.named_parameters()} == names
+    assert not hasattr(adapter.model, "peft_config")

@@ -1,0 +1,212 @@
+"""A writer is trained, kept, resumed and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blendrag.distillation import Progress, Score, adapt
+from blendrag.distillation.adapt import Corpus
+from blendrag.distillation.forwards import Forwards
+from blendrag.distillation.material import Group, documents_as_groups, split
+from blendrag.distillation.questions import cleaned_question
+from blendrag.distillation.trainer import CHECKPOINT
+from blendrag.errors import InvalidInputError, ModelError
+from distillation.tiny_material import corpus, passage, recipe, small
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return dict(load_file(out / "adapter_model.safetensors"))
+
+
+def test_training_brings_answers_nearer_to_full_prefill(tmp_path: Path) -> None:
+    adapter = small()
+    report = adapt(adapter, corpus(adapter), recipe(steps=12, measure_every=6), tmp_path)
+    assert report.after.mean_kl < 0.9 * report.before.mean_kl
+    assert report.after.mean_kl == min(score.mean_kl for _, score in report.progress.scores)
+    assert report.before.questions == report.after.questions > 0
+    assert {p.name for p in tmp_path.iterdir()} >= {
+        "adapter_config.json", "adapter_model.safetensors", "README.md", "report.json",
+    }  # fmt: skip
+    assert not (tmp_path / CHECKPOINT).exists()
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["bias"]) == ("LORA", 4, "none")
+    assert "lm_head" not in str(config["target_modules"])
+    assert f"| {report.after.questions} |" in (tmp_path / "README.md").read_text()
+    assert json.loads((tmp_path / "report.json").read_text())["best_step"] == report.best_step
+
+
+def test_saved_writer_computes_the_held_out_score_again(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    adapter = small()
+    adapt(adapter, corpus(adapter), recipe(), tmp_path)
+    loaded = PeftModel.from_pretrained(small().model, tmp_path)
+    lora = {n: p for n, p in loaded.named_parameters() if "lora_B" in n}
+    assert len(lora) == 2 * 7  # layers, linear layers of each
+    assert any(p.abs().max() > 0 for p in lora.values())
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_resumed_run_ends_with_the_same_weights(tmp_path: Path, at: int) -> None:
+    def stop(progress: Progress, _: Score) -> None:
+        if progress.step == at:
+            raise KeyboardInterrupt
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    adapter = small()
+    adapt(adapter, corpus(adapter), recipe(), whole)
+    other = small()
+    with pytest.raises(KeyboardInterrupt):
+        adapt(other, corpus(other), recipe(), parts, watch=stop)
+    again = small()
+    said: list[str] = []
+    adapt(again, corpus(again), recipe(), parts, note=said.append)
+    assert f"going on after step {at} of 4" in said
+    expected, found = weights(whole), weights(parts)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_interrupted_measurement_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blendrag.distillation.trainer import HeldOut
+
+    whole = small()
+    expected = adapt(whole, corpus(whole), recipe(), tmp_path / "whole")
+    real, calls = HeldOut.score, []
+
+    def interrupted(self: HeldOut, writes: bool = True) -> Score:
+        calls.append(writes)
+        if len(calls) == 2:  # the first one precedes training
+            raise KeyboardInterrupt
+        return real(self, writes)
+
+    monkeypatch.setattr(HeldOut, "score", interrupted)
+    adapter = small()
+    with pytest.raises(KeyboardInterrupt):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path / "parts")
+    again = small()
+    report = adapt(again, corpus(again), recipe(), tmp_path / "parts")
+    assert report.progress.scores == expected.progress.scores
+
+
+def test_training_ends_when_held_out_prompts_gain_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blendrag.distillation.trainer import HeldOut
+
+    kls = iter([1.0, 0.5, 0.6, 0.7, 0.8, 0.9])
+
+    def worse(self: HeldOut, writes: bool = True) -> Score:
+        kl = next(kls)
+        return Score.over([kl], [0.5], [kl], [""])
+
+    monkeypatch.setattr(HeldOut, "score", worse)
+    adapter = small()
+    given = recipe(steps=50, measure_every=1, patience=2)
+    report = adapt(adapter, corpus(adapter), given, tmp_path)
+    assert report.progress.step == 3
+    assert report.best_step == 1
+    assert report.recovered == 0.5
+
+
+def test_loss_that_is_no_number_ends_the_run_and_keeps_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Forwards.deviations
+
+    def broken(self: Forwards, prompt: Any, targets: Any, writes: bool = True) -> Any:
+        found = real(self, prompt, targets, writes)
+        if torch.is_grad_enabled() and (tmp_path / "adapter_model.safetensors").exists():
+            return [type(d)(d.question, d.answer * float("nan"), d.agrees) for d in found]
+        return found
+
+    monkeypatch.setattr(Forwards, "deviations", broken)
+    adapter = small()
+    with pytest.raises(ModelError, match=r"loss of step 3 is not a number.*lower --learning-rate"):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path)
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+    assert not hasattr(adapter.model, "peft_config")
+
+
+def test_checkpoint_of_another_run_or_a_damaged_one_is_not_taken(tmp_path: Path) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    adapter = small()
+    with pytest.raises(KeyboardInterrupt):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path, watch=stop)
+    with pytest.raises(InvalidInputError, match="another model, material or recipe"):
+        adapt(adapter, corpus(adapter), recipe(seed=1), tmp_path)
+    content = (tmp_path / CHECKPOINT).read_bytes()
+    (tmp_path / CHECKPOINT).write_bytes(content[: len(content) // 2])
+    with pytest.raises(InvalidInputError, match="is damaged"):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path)
+
+
+def test_too_small_a_corpus_is_refused(tmp_path: Path) -> None:
+    adapter = small()
+    with pytest.raises(InvalidInputError, match=r"too small to train a writer on: 3 groups"):
+        adapt(adapter, corpus(adapter, groups=3), recipe(), tmp_path)
+    given = corpus(adapter)
+    alone = tuple(Group(group.passages[:1], group.asked) for group in given.groups)
+    one_each = Corpus(alone, given.prefix_ids, given.chunk_tokens, 1)
+    with pytest.raises(InvalidInputError, match="none of 50 prompts"):
+        adapt(adapter, one_each, recipe(), tmp_path)
+
+
+def test_model_that_cannot_be_blended_is_refused(tmp_path: Path) -> None:
+    from blendrag.errors import UnsupportedModelError
+
+    adapter = small("gpt2", n_layer=2)
+    with pytest.raises(UnsupportedModelError, match="use mode full"):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path)
+
+
+def test_too_little_memory_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blendrag.distillation.memory.available_bytes", lambda: 1 << 20)
+    adapter = small()
+    with pytest.raises(
+        InvalidInputError, match=r"training takes at least .* 1.0 MiB are available"
+    ):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path)
+
+
+def test_held_out_groups_share_no_passage_with_training() -> None:
+    shared = passage(0)
+    groups = [Group((passage(n), passage(n, 1))) for n in range(1, 10)]
+    groups += [Group((shared, passage(n, 2))) for n in range(4)]
+    for seed in range(8):
+        train, held = split(groups, seed)
+        kept = {p.text for group in held for p in group.passages}
+        assert not any(p.text in kept for group in train for p in group.passages)
+
+
+def test_long_documents_become_several_groups_and_repeated_texts_one() -> None:
+    groups = documents_as_groups(
+        [("a", "a", [f"text {n}" for n in range(10)]), ("b", "b", ["text 1", "other"])]
+    )
+    assert [len(group.passages) for group in groups] == [8, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("said", "question"),
+    [
+        ("Question: When was the mill built? It was", "When was the mill built?"),
+        ("\n1. **Where is the harbour of Altmar?**", "Where is the harbour of Altmar?"),
+        ("What is the context?", ""),
+        ("The mill is old.", ""),
+        ("Which dragon slept there?", ""),
+    ],
+)
+def test_only_questions_about_the_passage_are_kept(said: str, question: str) -> None:
+    assert cleaned_question(said, "The mill at the harbour of Altmar was built.") == question
