@@ -67,9 +67,7 @@ def test_writer_of_a_store_learns_from_its_chunks(store: Path, tmp_path: Path) -
     records.write_text("\n".join(map(json.dumps, lines)))
     given = ("--questions", questions, "--questions", records)
     report = printed("adapt", "--store", store, *given, "--out", tmp_path / "w", *FEW[:6])
-    assert (
-        report["material"]["groups"] == 8
-    )  # three documents and six records, one of which held out
+    assert report["material"]["groups"] == 7  # of three documents and six records, two are held out
     assert report["steps"] == 2
 
 

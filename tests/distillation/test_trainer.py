@@ -10,14 +10,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import tiny
 from blendrag.distillation import Progress, Score, adapt
 from blendrag.distillation.adapt import Corpus
 from blendrag.distillation.forwards import Forwards
 from blendrag.distillation.material import Group, documents_as_groups, split
 from blendrag.distillation.questions import cleaned_question
 from blendrag.distillation.trainer import CHECKPOINT
+from blendrag.distillation.writer import TrainedWriter
 from blendrag.errors import InvalidInputError, ModelError
-from distillation.tiny_material import corpus, passage, recipe, small
+from blendrag.model.writer import FittedWriter, Writer
+from distillation.tiny_material import (
+    corpus,
+    forwards,
+    passage,
+    prompt,
+    randomised,
+    recipe,
+    small,
+)
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -41,15 +52,26 @@ def test_training_brings_answers_nearer_to_full_prefill(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text())["best_step"] == report.best_step
 
 
-def test_saved_writer_computes_the_held_out_score_again(tmp_path: Path) -> None:
-    from peft import PeftModel
-
+def test_store_encodes_chunks_with_a_saved_writer_as_the_student_did(tmp_path: Path) -> None:
     adapter = small()
-    adapt(adapter, corpus(adapter), recipe(), tmp_path)
-    loaded = PeftModel.from_pretrained(small().model, tmp_path)
-    lora = {n: p for n, p in loaded.named_parameters() if "lora_B" in n}
-    assert len(lora) == 2 * 7  # layers, linear layers of each
-    assert any(p.abs().max() > 0 for p in lora.values())
+    prefix = corpus(adapter).prefix_ids
+    asked = prompt(adapter)
+    with adapter.lock:
+        trained = TrainedWriter(adapter, 4, 0)
+        randomised(trained)
+        trained.save(tmp_path)
+        with torch.no_grad():
+            kv, places = forwards(adapter, trained)._stored(asked, writes=True)
+        trained.close()
+    fitted = FittedWriter(Writer.load(tmp_path), adapter)
+    with fitted.active(len(prefix), len(asked.chunks[0].ids)):
+        stored = adapter.encode(prefix, asked.chunks[0].ids)
+    at = {int(p): n for n, p in enumerate(places.positions)}
+    rows = [at[p] for p in range(asked.chunks[0].position, asked.chunks[0].end)]
+    plain = adapter.encode(prefix, asked.chunks[0].ids)
+    for layer, (_, values) in enumerate(kv):
+        assert tiny.difference(values[0, :, rows], stored.layers[layer][1]) < 1e-4
+        assert tiny.difference(values[0, :, rows], plain.layers[layer][1]) > 1e-2
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])

@@ -13,6 +13,7 @@ from torch import nn
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import fingerprint
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.writer import mark_as_writer
 
 #: The factor of a LoRA's product is alpha / rank.
 ALPHA_PER_RANK = 2
@@ -99,8 +100,9 @@ class TrainedWriter:
             parameter.copy_(state[name])
 
     def save(self, folder: Path) -> None:
-        """As a PEFT directory."""
+        """As a PEFT directory that stores take as a writer."""
         self.model.save_pretrained(str(folder))
+        mark_as_writer(folder, self._adapter.model_id)
 
     def close(self) -> None:
         """Take the LoRA out of the model."""
