@@ -600,6 +600,23 @@ def test_exact_ties_count_as_agreement_and_other_tokens_do_not() -> None:
 
 
 @pytest.mark.usefixtures("texts", "cache")
+def test_verify_measures_copies_once_that_two_names_have_in_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a model that was unpacked from 4 bits: in both, all layers but the LM head have 4 bits."""
+    kept = tiny.llama().bfloat16()
+    monkeypatch.setattr("blendrag.model.loading.load_adapter", lambda *_: tiny.adapter(kept))
+    monkeypatch.setattr(
+        packing, "_is_nearer_in_4_bits", lambda weight: weight is not kept.lm_head.weight
+    )
+    with tiny.counted(agreeing.AgreementMeasurement, "run") as runs:
+        fields = printed("verify", "tiny")["decode_weights"]
+        assert fields["int8"] == fields["int4"]
+        assert len(runs) == 1
+    assert invoke("verify", "tiny").stdout.count("decoding with int8 or int4 weights, ") == 1
+
+
+@pytest.mark.usefixtures("texts", "cache")
 def test_verify_prints_agreement_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tiny.llama().bfloat16()
     monkeypatch.setattr("blendrag.model.loading.load_adapter", lambda *_: tiny.adapter(kept))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,7 @@ from blendrag.option import near_names
 from blendrag.store.durable import readable_size
 
 if TYPE_CHECKING:
+    from blendrag.engine.decode_weights import Formats
     from blendrag.fusor.decode_agreement import DecodeAgreement
     from blendrag.fusor.gate import Verification
 
@@ -110,16 +111,17 @@ def verify(
             ),
         )
         weights: dict[str, DecodeAgreement | str] = {}
+        measured: dict[Formats, DecodeAgreement] = {}
         if result.blendable:
             for name in FORMATS:
                 line.show(f"comparing {name} decode weights with the model's own")
-                weights[name] = compare(adapter, name)
+                weights[name] = compare(adapter, name, measured)
     if json:
-        measured = {
+        fields = {
             name: found if isinstance(found, str) else asdict(found) | {"share": found.share}
             for name, found in weights.items()
         }
-        output.print_json({**result.as_dict(), "decode_weights": measured})
+        output.print_json({**result.as_dict(), "decode_weights": fields})
     else:
         _print_verification(model, result)
         _print_decode_weights(weights)
@@ -154,10 +156,15 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
     """Why the model decodes with its own weights, or a table."""
     for why in sorted({found for found in weights.values() if isinstance(found, str)}):
         echo(f"  decodes with its own weights: {why}")
-    measured = {name: found for name, found in weights.items() if not isinstance(found, str)}
-    for name, found in measured.items():
+    named: dict[int, list[str]] = defaultdict(list)
+    for name, found in weights.items():
+        named[id(found)].append(name)  # both are 4 bits, if the model was unpacked from them
+    for found in weights.values():
+        names = named.pop(id(found), [])
+        if not names or isinstance(found, str):
+            continue
         echo(
-            f"  decoding with {name} weights, {readable_size(found.size_bytes)} more: "
+            f"  decoding with {' or '.join(names)} weights, {readable_size(found.size_bytes)} more: "
             f"{found.native_s * 1e3:.0f} → {found.packed_s * 1e3:.0f} ms per token, the same token in "
             f"{found.share:.1%} of {found.tokens} steps, KL {found.kl:.4f}"
         )

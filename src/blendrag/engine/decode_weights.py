@@ -173,8 +173,18 @@ class DecodeWeightsChoice:
         self._chosen = weights if found.suffices else None
 
 
-def compare(adapter: ModelAdapter, name: str) -> DecodeAgreement | str:
-    """How the model decodes with ``name`` weights, measured now and remembered; or why it keeps its own."""
+#: The format of each layer that is packed.
+Formats = frozenset[tuple[str, str]]
+
+
+def compare(
+    adapter: ModelAdapter, name: str, measured: dict[Formats, DecodeAgreement] | None = None
+) -> DecodeAgreement | str:
+    """How the model decodes with ``name`` weights, measured now and remembered; or why it keeps its own.
+
+    ``measured``: what was measured of the model before, for copies that two names have in common; grows.
+    """
+    measured = {} if measured is None else measured
     with adapter.lock:
         if why := _why_not(adapter, name):
             return why
@@ -183,9 +193,11 @@ def compare(adapter: ModelAdapter, name: str) -> DecodeAgreement | str:
         made = _made(adapter, name)
         if isinstance(made, str):
             return made
-        found = AgreementMeasurement(adapter, made).run()
-        verdicts.remember_measured(_key(adapter, name), found)
-        return found
+        formats = frozenset((at, layer.kind.name) for at, layer in made.layers.items())
+        if formats not in measured:
+            measured[formats] = AgreementMeasurement(adapter, made).run()
+        verdicts.remember_measured(_key(adapter, name), measured[formats])
+        return measured[formats]
 
 
 def _key(adapter: ModelAdapter, name: str) -> str:
