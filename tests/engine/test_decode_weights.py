@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -616,6 +617,19 @@ def test_verify_measures_copies_once_that_two_names_have_in_common(
     assert invoke("verify", "tiny").stdout.count("decoding with int8 or int4 weights, ") == 1
 
 
+@pytest.mark.usefixtures("texts")
+def test_verify_times_the_opening_of_copies_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    kept = tiny.llama().bfloat16()
+    monkeypatch.setattr("blendrag.model.loading.load_adapter", lambda *_: tiny.adapter(kept))
+    with tiny.counted(packing, "pack") as packed, tiny.counted(choosing, "_copy") as read:
+        printed("verify", "tiny")
+    assert len(packed) == len(NAMES)
+    assert len(read) == 2 * len(packing.linear_layers(kept)) * len(NAMES)
+    assert len(list(cache.iterdir())) == len(NAMES)
+
+
 @pytest.mark.usefixtures("texts", "cache")
 def test_verify_prints_agreement_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tiny.llama().bfloat16()
@@ -623,6 +637,7 @@ def test_verify_prints_agreement_and_times(monkeypatch: pytest.MonkeyPatch) -> N
     fields = printed("verify", "tiny")["decode_weights"]
     assert [fields[name]["tokens"] for name in NAMES] == [10, 10]
     assert 0 <= fields["int8"]["share"] <= 1
+    assert fields["int8"]["opening_s"] > 0
     shown = invoke("verify", "tiny").stdout
-    assert "decoding with int8 weights, " in shown
+    assert re.search(r"decoding with int8 weights, .* more, opened in \d\.\d s: ", shown)
     assert "of 10 steps, KL " in shown

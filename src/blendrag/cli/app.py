@@ -164,7 +164,8 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
         if not names or isinstance(found, str):
             continue
         echo(
-            f"  decoding with {' or '.join(names)} weights, {readable_size(found.size_bytes)} more: "
+            f"  decoding with {' or '.join(names)} weights, {readable_size(found.size_bytes)} more, "
+            f"opened in {found.opening_s:.1f} s: "
             f"{found.native_s * 1e3:.0f} → {found.packed_s * 1e3:.0f} ms per token, the same token in "
             f"{found.share:.1%} of {found.tokens} steps, KL {found.kl:.4f}"
         )

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -193,9 +194,16 @@ def compare(
         made = _made(adapter, name)
         if isinstance(made, str):
             return made
+        del made
+        began = time.perf_counter()
+        made = _made(adapter, name)  # as the next process does
+        opening_s = time.perf_counter() - began
+        if isinstance(made, str):
+            return made
         formats = frozenset((at, layer.kind.name) for at, layer in made.layers.items())
         if formats not in measured:
-            measured[formats] = AgreementMeasurement(adapter, made).run()
+            found = AgreementMeasurement(adapter, made).run()
+            measured[formats] = replace(found, opening_s=opening_s)
         verdicts.remember_measured(_key(adapter, name), measured[formats])
         return measured[formats]
 

@@ -39,6 +39,8 @@ class DecodeAgreement:
     packed_s: float
     size_bytes: int = 0
     """Memory of the packed weights."""
+    opening_s: float = 0.0
+    """Opening them again, from the user's cache if they are kept there."""
 
     @property
     def share(self) -> float:
