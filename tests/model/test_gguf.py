@@ -232,6 +232,13 @@ def test_a_missing_file_is_named(tmp_path, cache):
     assert "there is no file" in failing(tmp_path / "missing.gguf")
 
 
+def test_a_cache_directory_that_cannot_be_written_is_named(file, cache):
+    cache.parent.write_text("a file")
+    said = failing(file)
+    assert f"cannot be unpacked in {cache}" in said
+    assert "name another directory in BLENDRAG_CACHE" in said
+
+
 def test_too_little_room_is_noticed_before_unpacking(file, cache, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))

@@ -42,28 +42,32 @@ def is_gguf(name: str) -> bool:
 def unpacked_directory(name: str) -> Path:
     """The directory of the unpacked model; unpacks it if it is not there.
 
-    Raises :class:`ModelLoadError` for a file that is missing, damaged or of an unknown architecture, and if
-    there is no room for its weights.
+    Raises :class:`ModelLoadError` for a file that is missing, damaged or of an unknown architecture, if there
+    is no room for its weights, and if the cache directory cannot be written.
     """
     file = _file_of(name)
     status = file.stat()
     of_path = f"{file.stem}-{xxhash.xxh3_64_hexdigest(str(file).encode())}"
-    target = _models() / f"{of_path}-{status.st_size}-{status.st_mtime_ns}"
+    folder = settings().cache.expanduser() / "gguf"
+    target = folder / f"{of_path}-{status.st_size}-{status.st_mtime_ns}"
     if target.is_dir():
         return target
-    with FileLock(_models() / f"{of_path}.lock"):
-        if not target.is_dir():
-            # of another version of the file, or left by a process that was killed
-            for earlier in _models().glob(f"{glob.escape(of_path)}-*"):
-                shutil.rmtree(earlier, ignore_errors=True)
-            _unpack(file, target)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(folder / f"{of_path}.lock"):
+            if not target.is_dir():
+                # of another version of the file, or left by a process that was killed
+                for earlier in folder.glob(f"{glob.escape(of_path)}-*"):
+                    shutil.rmtree(earlier, ignore_errors=True)
+                _unpack(file, target)
+    except OSError as exc:
+        if is_out_of_memory(exc) or is_out_of_space(exc):
+            raise
+        raise ModelLoadError(
+            f"{file.name} cannot be unpacked in {folder} ({exc.strerror or exc}); make that writable or name "
+            "another directory in BLENDRAG_CACHE"
+        ) from exc
     return target
-
-
-def _models() -> Path:
-    folder = settings().cache.expanduser() / "gguf"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
 
 
 def _file_of(name: str) -> Path:
