@@ -16,6 +16,8 @@ PROJECTS     := . lab $(INTEGRATIONS)
 export HF_HUB_OFFLINE = 1
 export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
+# Otherwise each of the hundred processes of the tests would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test test-fast test-all test-real test-oldest test-newest test-nightly lint bench bench-all gpu-round arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table docs wheels
@@ -36,7 +38,7 @@ $(READY): constraints.txt $(PROJECTS:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables setuptools
 	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt \
 	  -e '.[dev]' -e lab $(INTEGRATIONS:%=-e %)
-	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib src lab integrations >/dev/null || true
 	@touch $@
 
 # smollm2 (93 MB, from PyPI) over a handbook, or embedded. Without the package, the embedded model answers.
@@ -54,14 +56,17 @@ check: $(READY) ## lint and a fast part of the tests, in a minute, before every 
 test: $(READY) ## everything: lint and all tests
 	@$(MAKE) --no-print-directory --jobs 2 lint test-all
 
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+WORKERS = 2
 # Rooms that need no engine, and one file of each of some rooms that do.
-FAST := chat corpus frameworks planning schema serving store text engine/test_answers.py fusor/test_fusion.py \
+FAST := store chat corpus frameworks planning schema serving text engine/test_answers.py fusor/test_fusion.py \
   server/test_streams.py test_errors.py test_names.py test_options.py
 
 test-fast: $(READY)
 	$(PYTEST) -m "not slow" $(FAST:%=tests/%)
 
+# Some wait for other processes, time-outs and disks: a third worker uses the cores meanwhile.
+test-all: WORKERS = 3
 test-all: $(READY)
 	$(PYTEST)
 
