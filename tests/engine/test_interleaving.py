@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny
+import writers
 from blendrag.engine import BlendEngine, Options, exact_prefixes, generation, packing_rule
 from blendrag.engine.answers import AnswerIterator
 from blendrag.engine.stream import AnswerStream
@@ -210,6 +211,26 @@ def test_encoding_of_missing_chunks_pauses(engine, pauses, monkeypatch):
     assert [pieces.answer.text for pieces in others] == [expected] * 2
     assert len(paused) >= LAYERS
     list(first)
+
+
+def test_requests_that_decode_while_chunks_are_encoded_do_not_see_the_writer(
+    tmp_path, pauses, monkeypatch
+):
+    with tiny.engine(
+        tiny.llama(), tmp_path / "s", writer=str(writers.writer(tiny.llama(), tmp_path / "w"))
+    ) as engine:
+        engine.ingest([tiny.document(number) for number in range(4)])
+        short = Options(max_new_tokens=4, ratio=0.2)
+        expected = engine.generate(asked(engine, 0), LONG).text
+        encoded = engine.generate(asked(engine, 2), short).text
+        paused = within(monkeypatch, pauses, engine.kv_namespace.validity, "encode")
+        tiny.lose_kv(engine, *tiny.chunk_keys(engine, 2))
+        with engine.scheduler.held():
+            first = stream(engine, 0)
+            others = [stream(engine, 2, short) for _ in range(2)]
+        assert [pieces.answer.text for pieces in others] == [encoded] * 2
+        assert len(paused) >= LAYERS
+        assert first.answer.text == expected
 
 
 def test_the_common_prefill_of_waiting_prompts_pauses(tmp_path, pauses, monkeypatch):

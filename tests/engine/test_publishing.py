@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from contextlib import closing
@@ -13,12 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 import tiny
+import writers
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.shared import sharing, snapshots
 from blendrag.corpus.shared.collection import collect_remote
 from blendrag.engine import publishing
 from blendrag.engine.publishing import Follower
-from blendrag.errors import InvalidInputError, StoreUnavailableError
+from blendrag.errors import CorpusError, InvalidInputError, StoreUnavailableError
+from blendrag.store import writer_files
 from blendrag.store.remote import claims
 from store.s3 import Process, environment
 
@@ -49,6 +52,43 @@ def ask(engine, number):
 
 def tiers(answer):
     return {chunk.tier for chunk in answer.metrics.chunks}
+
+
+def test_a_machine_that_follows_gets_the_writer_and_encodes_with_it(machine, tmp_path):
+    folder = writers.writer(tiny.llama(), tmp_path / "writer")
+    with machine("one", writer=str(folder)) as one, machine("two") as two:
+        one.ingest([tiny.document(0)])
+        one.publish()
+        two.follow()
+        assert two.manifest.writer == one.manifest.writer
+        assert tiers(ask(two, 0)) == {"remote"}
+        assert writer_files.kept_in(two.root) == writer_files.kept_in(one.root)
+        assert not two.kv_namespace.validity.trouble
+        (kept,) = (two.root / writer_files.DIRECTORY).iterdir()
+        kept.unlink()
+        two.follow()  # the snapshot is the same
+        assert kept.exists()
+
+
+def test_a_collection_keeps_the_writer_of_the_published_corpus(machine, bucket, tmp_path):
+    folder = writers.writer(tiny.llama(), tmp_path / "writer")
+    with machine("one", writer=str(folder)) as one:
+        one.ingest([tiny.document(0)])
+        one.publish()
+    with snapshots.remote_root(one.settings) as remote:
+        collect_remote(remote, -3600.0)
+    with machine("two") as two:
+        two.follow()
+        assert writer_files.kept_in(two.root) == writer_files.kept_in(one.root)
+
+
+def test_a_writer_that_is_lost_is_not_published(machine, tmp_path):
+    folder = writers.writer(tiny.llama(), tmp_path / "writer")
+    with machine("one", writer=str(folder)) as one:
+        one.ingest([tiny.document(0)])
+        shutil.rmtree(one.root / writer_files.DIRECTORY)
+        with tiny.refuses("cannot be read.*ingest again", CorpusError):
+            one.publish()
 
 
 def test_a_machine_that_follows_loads_the_kv_of_the_one_that_published(machine):

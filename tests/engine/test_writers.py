@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tiny
 import writers
+from blendrag.config import settings
 from blendrag.engine import BlendEngine, Options
-from blendrag.model.writer import Writer
-from blendrag.store import writer_files
+from blendrag.engine.kv_namespace import opened_namespace
+from blendrag.engine.kv_writer import Job
+from blendrag.engine.rendering import build_rag_prompt
+from blendrag.engine.request import RagPrompt
+from blendrag.errors import ModelLoadError
+from blendrag.model.writer import MARK, WEIGHTS, Writer
+from blendrag.planning.controller import EXACT_PREFIX
+from blendrag.store import maintenance, writer_files
 
 NUMBERS = (0, 1)
 
@@ -33,7 +43,7 @@ def ingest(engine: BlendEngine) -> None:
     engine.ingest([tiny.document(number) for number in NUMBERS]).whole()
 
 
-def ask(engine: BlendEngine, **options: object) -> tuple[torch.Tensor, int]:
+def ask(engine: BlendEngine, **options: Any) -> tuple[torch.Tensor, int]:
     """Logits of the first token, and how many tokens were reused."""
     logits, answer = tiny.first_logits(engine, tiny.prompt(engine, *NUMBERS), Options(**options))
     return logits, answer.metrics.reused_tokens
@@ -76,3 +86,227 @@ def test_kv_with_and_without_a_writer_is_kept_apart(root: Path) -> None:
         with_writer, reused_with = ask(engine, mode="reuse")
     assert reused_with > 0
     assert tiny.difference(stock, with_writer) > 1e-3
+
+
+# -- nothing that a writer encoded is exact ---------------------------------------------------------
+
+
+def behind_the_head(engine: BlendEngine) -> RagPrompt:
+    """A prompt whose first chunk directly follows the prefix that chunks were encoded with."""
+    texts = [text for number in NUMBERS for text in tiny.chunk_texts(engine, number)]
+    return build_rag_prompt("What did the company do?", texts)
+
+
+def test_a_chunk_behind_its_prefix_is_blended_not_exact(root: Path) -> None:
+    with tiny.engine(tiny.llama(), root) as engine:
+        answer = engine.generate(behind_the_head(engine), Options(ratio=1.0))
+        chunks = answer.metrics.chunks
+    assert {chunk.outcome for chunk in chunks} == {"blended"}
+    assert EXACT_PREFIX.text not in {chunk.reason for chunk in chunks}
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_mode_prefix_answers_as_a_full_prefill(root: Path, times: int) -> None:
+    """Also once the beginning of the prompt, and its first chunk, are kept."""
+    with tiny.engine(tiny.llama(), root) as engine:
+        prompt = behind_the_head(engine)
+        full, _ = tiny.first_logits(engine, prompt, Options(mode="full"))
+        for _ in range(times):
+            found, answer = tiny.first_logits(engine, prompt, Options(mode="prefix"))
+            engine.drain()
+            assert tiny.difference(found, full) < 1e-4
+        assert all(chunk.outcome != "blended" for chunk in answer.metrics.chunks)
+        assert times == 1 or answer.metrics.reused_tokens > 0
+
+
+def test_everything_recomputed_gives_the_logits_of_a_full_prefill(root: Path) -> None:
+    with tiny.engine(tiny.llama(), root) as engine:
+        full, _ = ask(engine, mode="full")
+        for _ in range(2):  # then the beginning comes from the store
+            found, reused = ask(engine, ratio=1.0)
+            engine.drain()
+            assert reused > 0
+            assert tiny.difference(found, full) < 1e-4
+
+
+def test_a_beginning_with_the_ids_of_a_chunk_is_kept_apart_from_it(
+    tmp_path: Path, folder: Path
+) -> None:
+    """Without a prefix both are encoded behind nothing."""
+    ids = tiny.random_ids(40)[0].tolist()
+    given = {"writer": str(folder), "encode_prefix": False}
+    with tiny.engine(tiny.llama(), tmp_path / "store", **given) as engine:
+        ingest(engine)
+        kv = engine.kv_namespace
+        namespace, has_writer = kv.validity.namespace, bool(kv.validity.writer)
+        beginning = Job(tuple(ids), None, "scope").place(namespace, has_writer)
+        assert beginning != Job(tuple(ids), (), "scope").place(namespace, has_writer)
+        assert beginning != Job(tuple(ids), None, "scope").place(namespace, False)
+
+
+def test_modules_of_prompt_schemas_are_encoded_by_the_model_alone(root: Path) -> None:
+    markup = '<schema name="s"><module name="m">A town of ten ships.</module></schema>'
+    asked = '<prompt schema="s"><m/>What was built?</prompt>'
+    answers = []
+    for given in ({}, {"writer": "none"}):
+        with tiny.engine(tiny.llama(), root, **given) as engine:
+            engine.add_schema(markup)
+            answers.append(engine.generate(pml=asked))
+    assert answers[0].text == answers[1].text
+    assert answers[1].metrics.reused_tokens > 0  # what the other engine stored
+
+
+# -- whose writer it is -----------------------------------------------------------------------------
+
+
+def test_another_writer_is_named_in_a_note(root: Path, tmp_path: Path) -> None:
+    other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
+    for given, says in (
+        (str(other), "with another writer); give the same writer, or ingest again"),
+        ("none", "without its writer); give the same writer, or ingest again"),
+    ):
+        with tiny.engine(tiny.llama(), root, writer=given, read_only=True) as engine:
+            notes = engine.generate(tiny.prompt(engine, 0)).metrics.notes
+        assert any(says in note for note in notes), notes
+
+
+def test_an_ingest_with_another_writer_changes_that_of_the_store(
+    root: Path, tmp_path: Path
+) -> None:
+    other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
+    with tiny.engine(tiny.llama(), root, writer=str(other)) as engine:
+        ingest(engine)
+    for given, fingerprint in (({}, Writer.load(other).fingerprint), ({"writer": "none"}, "")):
+        with tiny.engine(tiny.llama(), root, **given) as engine:
+            ingest(engine)
+            assert engine.manifest.writer == fingerprint
+            _, reused = ask(engine, mode="reuse")
+            assert reused > 0
+
+
+def test_what_is_learned_without_a_writer_leaves_that_of_the_store(
+    root: Path, folder: Path
+) -> None:
+    passage = "\n\n".join(tiny.sentence(900 + i) for i in range(6))
+    with tiny.engine(tiny.llama(), root, writer="none", learn=True) as engine:
+        learned = 0
+        for question in ("What was built?", "Who built it?", "And when?"):
+            learned += engine.generate(f"{passage}\n\n{question}").metrics.learned_tokens
+            engine.drain()
+        assert learned
+    with tiny.engine(tiny.llama(), root) as engine:
+        assert engine.manifest.writer == Writer.load(folder).fingerprint
+        assert ask(engine, mode="reuse")[1] > 0
+
+
+def test_a_variable_names_the_writer(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLENDRAG_WRITER", str(folder))
+    settings.cache_clear()
+    try:
+        with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+            assert engine.kv_namespace.writer.fingerprint == Writer.load(folder).fingerprint
+    finally:
+        settings.cache_clear()
+
+
+def test_another_process_is_sent_the_writer(root: Path, tmp_path: Path) -> None:
+    """Workers of an ingest on Ray have no store of the driver, and no files of the writer."""
+    with tiny.engine(tiny.llama(), root) as engine:
+        kv = engine.kv_namespace
+        options = {"tokenizer": tiny.tokenizer(), "writer": kv.writer.sent()}
+        there = opened_namespace(
+            tiny.llama(), tmp_path / "worker", kv.settings, options, engine.manifest
+        )
+        assert there.validity.namespace == kv.validity.namespace
+        there.writer.keep()
+        there.close()
+    assert writer_files.kept_in(tmp_path / "worker") == writer_files.kept_in(root)
+
+
+def test_an_archive_carries_the_writer(root: Path, tmp_path: Path) -> None:
+    archive, other = tmp_path / "kv.tar", tmp_path / "other"
+    assert maintenance.export_archive(root, archive).writers == 1
+    report = maintenance.import_archive(other, archive)
+    assert (report.is_complete, report.writers) == (True, 1)
+    (fingerprint,) = writer_files.kept_in(other)
+    assert Writer.load(writer_files.path_of(other, fingerprint)).fingerprint == fingerprint
+
+
+def test_a_dry_run_names_the_writer(root: Path, folder: Path) -> None:
+    with tiny.engine(tiny.llama(), root) as engine:
+        assert engine.dry_run([tiny.document(7)]).writer == Writer.load(folder).fingerprint
+
+
+# -- a writer that is lost or wrong -----------------------------------------------------------------
+
+Damage = Callable[[Path], object]
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, flip, lambda file: file.write_bytes(b"")])
+def test_stored_kv_is_used_although_its_writer_is_lost(root: Path, damage: Damage) -> None:
+    (fingerprint,) = writer_files.kept_in(root)
+    damage(writer_files.path_of(root, fingerprint))
+    with tiny.engine(tiny.llama(), root) as engine:
+        _, reused = ask(engine, mode="reuse")
+        assert reused > 0
+        keys = tiny.chunk_keys(engine, 0)
+        tiny.lose_kv(engine, *keys)
+        answer = engine.generate(tiny.prompt(engine, *NUMBERS))
+        engine.drain()
+        assert answer.metrics.reused_tokens > 0
+        assert any("computed and not stored: writer" in note for note in answer.metrics.notes)
+        assert not engine.store.where(engine.kv_namespace.validity.namespace, keys)
+
+
+def test_an_ingest_without_its_writer_says_what_to_do_and_loses_nothing(
+    root: Path, folder: Path
+) -> None:
+    (fingerprint,) = writer_files.kept_in(root)
+    writer_files.path_of(root, fingerprint).unlink()
+    with tiny.engine(tiny.llama(), root) as engine:
+        with tiny.refuses("is missing.*--writer.*or none", ModelLoadError):
+            engine.ingest([tiny.document(9)])
+        assert ask(engine, mode="reuse")[1] > 0
+    with tiny.engine(tiny.llama(), root, writer=str(folder)) as engine:
+        engine.ingest([tiny.document(9)]).whole()
+    assert writer_files.kept_in(root) == [fingerprint]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (shutil.rmtree, "not the directory of a writer"),
+        (lambda folder: (folder / MARK).unlink(), "not trained as a writer"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b""), "damaged"),
+    ],
+)
+def test_a_writer_that_cannot_be_read_is_refused_before_anything_is_stored(
+    root: Path, tmp_path: Path, damage: Damage, says: str
+) -> None:
+    other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
+    damage(other)
+    before = sorted(root.rglob("*.kv"))
+    with tiny.engine(tiny.llama(), root, writer=str(other)) as engine:
+        with tiny.refuses(says, ModelLoadError):
+            engine.ingest([tiny.document(9)])
+        with tiny.refuses(says, ModelLoadError):
+            engine.open()
+    assert sorted(root.rglob("*.kv")) == before
+    with tiny.engine(tiny.llama(), root) as engine:
+        assert ask(engine, mode="reuse")[1] > 0
+
+
+def test_a_writer_of_another_model_is_refused_when_the_model_is_opened(tmp_path: Path) -> None:
+    other = writers.writer(tiny.llama(hidden_size=64), tmp_path / "other")
+    with tiny.engine(tiny.llama(), tmp_path / "store", writer=str(other)) as engine:
+        for call in (engine.open, lambda: engine.ingest([tiny.document(0)])):
+            with tiny.refuses("does not fit", ModelLoadError):
+                call()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from greenlet import getcurrent, greenlet
 
 import tiny
 import writers
 from blendrag.errors import BlendragError, ModelLoadError
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.sharing import before_layers
 from blendrag.model.writer import CONFIG, MARK, WEIGHTS, FittedWriter, Writer
 from blendrag.store.kv import ChunkKV
 
@@ -93,6 +96,36 @@ def test_another_scale_is_another_writer(tmp_path: Path) -> None:
     one = Writer.load(writers.saved(made, tmp_path))
     edit(lambda config: config | {"lora_alpha": 9})(tmp_path)
     assert Writer.load(tmp_path).fingerprint != one.fingerprint
+
+
+def test_forwards_while_a_chunk_is_encoded_do_not_see_the_writer(tmp_path: Path) -> None:
+    """Those of another greenlet, between two layers, and of another thread."""
+    model = tiny.llama()
+    adapter = tiny.adapter(model)
+    stock = adapter.encode(PREFIX, IDS)
+    fitted = FittedWriter(Writer.load(writers.writer(model, tmp_path)), adapter)
+    outer, between = getcurrent(), list[ChunkKV]()
+
+    def pause() -> None:
+        outer.switch()
+
+    def encode() -> ChunkKV:
+        with (
+            before_layers(adapter.decoder_layers, pause),
+            fitted.active(len(PREFIX), len(IDS)),
+        ):
+            return adapter.encode(PREFIX, IDS)
+
+    encoding = greenlet(encode)
+    found = encoding.switch()
+    with ThreadPoolExecutor(1) as threads:
+        while not encoding.dead:
+            between.append(adapter.encode(PREFIX, IDS))
+            between.append(threads.submit(adapter.encode, PREFIX, IDS).result())
+            found = encoding.switch()
+    assert len(between) == 2 * len(adapter.decoder_layers)
+    assert all(largest_difference(kv, stock) == 0 for kv in between)
+    assert largest_difference(found, encoded(adapter, tmp_path)) == 0
 
 
 # -- bad input ------------------------------------------------------------------------------------

@@ -178,13 +178,14 @@ def _dry_run(engine: BlendEngine, paths: list[Path], patterns: Patterns, json: b
     for warning in plan.warnings:
         say("warning", warning)
     _say_skipped(plan.skipped)
+    writer = f", with writer {plan.writer[:12]}" if plan.writer else ""
     show(
         json,
         plan,
         f"{count(plan.documents, 'document')} ({plan.documents_unchanged:,} unchanged), "
         f"{count(plan.chunks, 'chunk')}, {count(plan.tokens, 'token')}: "
         f"{readable_size(plan.bytes)} of new KV, "
-        f"about {duration(plan.seconds)}; {plan.failed} failed; nothing was written",
+        f"about {duration(plan.seconds)}{writer}; {plan.failed} failed; nothing was written",
     )
     if plan.refused:
         say("error", f"{plan.refused}; an ingest would store the texts without KV")

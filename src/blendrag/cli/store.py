@@ -60,6 +60,8 @@ class CorpusFacts:
     model: str | None = None
     namespace: str | None = None
     """Namespace of its chunks' KV, as the last ingest recorded it."""
+    writer: str | None = None
+    """Fingerprint of the writer of that KV, if there is one."""
     fault: str | None = None
 
 
@@ -104,6 +106,7 @@ def _corpus_facts(root: Path) -> CorpusFacts | None:
                 size_bytes=size_bytes,
                 model=manifest.model if manifest else None,
                 namespace=manifest.namespace or None if manifest else None,
+                writer=manifest.writer or None if manifest else None,
             )
     except BlendragError as exc:
         return CorpusFacts(size_bytes=size_bytes, fault=str(exc))
@@ -129,7 +132,8 @@ def _print_stats(
         )
     if corpus is not None:
         counts = f"{count(corpus.documents, 'document')}, {count(corpus.chunks, 'chunk')}"
-        echo(f"  corpus: {readable_size(corpus.size_bytes)}, {corpus.fault or counts}")
+        writer = f"; encoded with writer {corpus.writer[:SHOWN_DIGITS]}" if corpus.writer else ""
+        echo(f"  corpus: {readable_size(corpus.size_bytes)}, {corpus.fault or counts}{writer}")
     if found.quarantine_files:
         echo(
             f"  quarantine: {count(found.quarantine_files, 'file')}, "

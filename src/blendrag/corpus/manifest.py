@@ -53,11 +53,12 @@ class Manifest:
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in _BINDING}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
+    def as_dict(self) -> dict[str, object]:
+        """The fields; ``writer`` only if there is one, so that earlier versions read corpora without."""
+        return {name: value for name, value in asdict(self).items() if name != "writer" or value}
+
     def to_json(self) -> str:
-        fields = asdict(self)
-        if not self.writer:  # earlier versions read corpora without one
-            del fields["writer"]
-        return json.dumps(fields)
+        return json.dumps(self.as_dict())
 
     @classmethod
     def from_json(cls, value: str) -> Manifest:

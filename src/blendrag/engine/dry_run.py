@@ -35,6 +35,8 @@ class DryRun:
     skipped: dict[str, list[str]]
     refused: str = ""
     """Why no KV of this model can be stored."""
+    writer: str = ""
+    """Fingerprint of the writer that would encode the chunks; empty if none would."""
 
 
 def dry_run(
@@ -79,6 +81,7 @@ def dry_run(
         warnings=report.warnings,
         skipped=report.skipped,
         refused=refused,
+        writer=kv.writer.fingerprint,
     )
 
 
@@ -99,7 +102,7 @@ def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk]) -> floa
     sample = [17] * max(chunk.tokens for chunk in new)
 
     def encode_s(tokens: int) -> float:
-        with adapter.lock:
+        with adapter.lock, kv.validity.as_chunk(0, tokens):
             return _timed(lambda: adapter.encode((), sample[:tokens]))[0]
 
     scheduler.run(lambda: encode_s(len(sample)))  # warm up

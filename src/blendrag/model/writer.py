@@ -92,11 +92,13 @@ class Writer:
 
     @classmethod
     def load(cls, directory: Path | str) -> Writer:
-        """Read a directory that :func:`mark_as_writer` marked.
+        """Read a directory that :func:`mark_as_writer` marked, or the file that a store keeps.
 
         Raises :class:`ModelLoadError`, also for a PEFT adapter of another kind, and for NaN.
         """
         folder = Path(directory)
+        if folder.is_file():
+            return cls.from_bytes(_read(folder), str(folder))
         _require_writer(folder)
         check_adapter_files(folder)
         config = _json(folder / CONFIG, SIZES_MIB[CONFIG])
@@ -136,7 +138,9 @@ class Writer:
             }
             return cls(parts, str(about["model"]), bool(about["adapters"]))._checked(name)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise ModelLoadError(f"{name} is damaged ({str(exc)[:80]})") from exc
+            raise ModelLoadError(
+                f"{name} is not the file of a writer, or it is damaged ({str(exc)[:80]}); copy it again"
+            ) from exc
 
     def to_bytes(self) -> bytes:
         """The writer as one safetensors file."""
@@ -209,10 +213,18 @@ def _json(file: Path, limit_mib: float) -> dict[str, Any]:
 
 def _weights(file: Path) -> dict[str, torch.Tensor]:
     try:
-        data = regular_files.read_bytes(file, MAX_MIB * regular_files.MIB, follow=True)
-        return safetensors.torch.load(data)
-    except (OSError, SafetensorError, ValueError) as exc:
+        return safetensors.torch.load(_read(file))
+    except (SafetensorError, ValueError) as exc:
         raise ModelLoadError(f"{file} is damaged ({str(exc)[:80]}); copy the writer again") from exc
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return regular_files.read_bytes(file, MAX_MIB * regular_files.MIB, follow=True)
+    except OSError as exc:
+        raise ModelLoadError(
+            f"{file} cannot be read ({str(exc)[:80]}); copy the writer again"
+        ) from exc
 
 
 def _rank_of(config: Mapping[str, Any], name: str) -> Any:

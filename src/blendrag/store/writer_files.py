@@ -20,13 +20,23 @@ MAX_MIB = 8 << 10
 
 def path_of(root: Path, fingerprint: str) -> Path:
     require_name(fingerprint)
-    return Path(root) / DIRECTORY / f"{fingerprint}{_ENDING}"
+    return Path(root) / member_of(fingerprint)
+
+
+def member_of(fingerprint: str) -> str:
+    """Path within a store, and in an archive of one."""
+    return f"{DIRECTORY}/{fingerprint}{_ENDING}"
 
 
 def kept_in(root: Path) -> list[str]:
     """Fingerprints of the writers in the store."""
     names = [path.name.removesuffix(_ENDING) for path in (root / DIRECTORY).glob(f"*{_ENDING}")]
     return sorted(filter(is_name, names))
+
+
+def is_kept(root: Path, fingerprint: str) -> bool:
+    """Whether the file of a writer is there; of no writer (empty), nothing is missing."""
+    return not fingerprint or path_of(root, fingerprint).is_file()
 
 
 def read(root: Path, fingerprint: str) -> bytes:

@@ -108,7 +108,7 @@ def collect_remote(remote: RemoteRoot, grace_s: float) -> Collected:
             if namespace in named:
                 named[namespace] |= keys
         needed = {(snapshot.namespace, key) for key in snapshots.read_keys(remote, snapshot)}
-        parts = {part.name for one in live for part in one.parts} | {one.keys for one in live}
+        parts = {name for one in live for name in one.part_names}
         unused = [
             each
             for each in listed

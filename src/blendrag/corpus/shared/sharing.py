@@ -47,6 +47,7 @@ from blendrag.corpus.shared.snapshots import (
     read_pointer,
 )
 from blendrag.errors import BlendragError, CorpusError, InvalidInputError, StoreUnavailableError
+from blendrag.store import writer_files
 from blendrag.store.identity import digest_fields
 from blendrag.store.remote.claims import require_no_collection
 from blendrag.store.remote.root import RemoteRoot
@@ -150,12 +151,13 @@ def publish(
             parts = tuple(writing.part(corpus, *each) for each in state.parts())
             keys = keys_of(settings, published_texts(corpus.file))
             chunks = len(corpus)
+            writer = writing.writer(root, settings.writer)
 
         def snapshot(named: frozenset[str]) -> tuple[str, Snapshot]:
             listed = writing.blob(b"".join(bytes.fromhex(key) for key in sorted(named)))
             written = Snapshot(
                 corpus_id, settings, len(state.digests), chunks, state.digest(settings), parts,
-                keys.namespace, listed,
+                keys.namespace, listed, writer,
             )  # fmt: skip
             return writing.manifest(written), written
 
@@ -222,7 +224,7 @@ def _overtaken(remote: RemoteRoot, before: Pointer | None) -> BlendragError:
 
 def _require_whole(remote: RemoteRoot, name: str, snapshot: Snapshot) -> None:
     """Raise :class:`StoreUnavailableError` unless all objects of a snapshot are there."""
-    parts = {PARTS + part.name for part in snapshot.parts} | {PARTS + snapshot.keys}
+    parts = {PARTS + name for name in snapshot.part_names}
     names = {each.name for each in remote.objects.listing("corpus/")}
     if MANIFESTS + name not in names:
         raise StoreUnavailableError(
@@ -243,7 +245,7 @@ class _Writing:
         self._known: dict[str, SnapshotPart] = {}
         self._names: set[str] = set()
         if published is not None:
-            self._names = {published.keys, *(part.name for part in published.parts)}
+            self._names = published.part_names
             self._known = {part.state: part for part in published.parts}
             self._settings = _settings_state(published.settings)
         self.uploaded_bytes = 0
@@ -272,9 +274,21 @@ class _Writing:
             self._names.add(name)
         return name
 
+    def writer(self, root: Path, fingerprint: str) -> str:
+        """Write the writer of the store at ``root``; its name, empty if there is none."""
+        if not fingerprint:
+            return ""
+        try:
+            return self.blob(writer_files.read(root, fingerprint))
+        except OSError as exc:
+            raise CorpusError(
+                f"writer {fingerprint[:12]} of store {root} cannot be read ({exc.strerror or exc}), and who "
+                "follows needs it to encode; ingest again with its directory (--writer)"
+            ) from exc
+
     def manifest(self, snapshot: Snapshot) -> str:
         """Write a manifest, also if it is there already: what was written just now is not collected."""
-        data = json.dumps(asdict(snapshot), sort_keys=True).encode()
+        data = snapshot.to_json()
         name = hashlib.sha256(data).hexdigest()
         self._put(MANIFESTS + name, data)
         return name
@@ -336,7 +350,9 @@ def _follow(root: Path, remote: RemoteRoot, pointer: Pointer, keep_settings: boo
     with Corpus.open(root, create=True) as corpus:
         shared = _shared(corpus)
         _require_follower(corpus, remote, shared, pointer)
-        if shared is not None and shared.serial == pointer.serial:
+        writer = corpus.manifest.writer if corpus.has_manifest else ""
+        is_lost = not writer_files.is_kept(root, writer)
+        if shared is not None and shared.serial == pointer.serial and not is_lost:
             ((documents,),) = corpus.file.rows("SELECT count(*) FROM document")
             return Followed(pointer.serial, documents, len(corpus))
         snapshot = read_manifest(remote, pointer.snapshot)
@@ -359,6 +375,7 @@ def _follow(root: Path, remote: RemoteRoot, pointer: Pointer, keep_settings: boo
             for at, part in enumerate(snapshot.parts)
             if not same or part.state != state.of_part(at)
         ]
+        _fetch_writer(remote, snapshot, root)
         with tempfile.TemporaryDirectory(prefix="blendrag-follow-") as scratch:
             read_bytes = _fetch(remote, [part for _, part in changed], Path(scratch))
             after = Shared(pointer.corpus, pointer.serial, snapshot.state)
@@ -393,6 +410,13 @@ def _fetch(remote: RemoteRoot, parts: Sequence[SnapshotPart], scratch: Path) -> 
 
     with ThreadPoolExecutor(AT_A_TIME, "blendrag-follow") as threads:
         return sum(threads.map(one, parts))
+
+
+def _fetch_writer(remote: RemoteRoot, snapshot: Snapshot, root: Path) -> None:
+    """Copy the writer of a snapshot into the store at ``root``, unless it is there."""
+    fingerprint = snapshot.settings.writer
+    if snapshot.writer and not writer_files.is_kept(root, fingerprint):
+        writer_files.write(root, fingerprint, read_blob(remote, PARTS, snapshot.writer))
 
 
 def _apply(

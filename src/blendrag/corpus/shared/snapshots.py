@@ -4,7 +4,7 @@ Layout below the URL of the remote (:mod:`blendrag.store.remote.root`)::
 
     corpus/pointer              names the current snapshot, with a seal; the only object that changes
     corpus/manifests/<sha256>   a snapshot: settings of the corpus, its parts, and which KV it names
-    corpus/parts/<sha256>       some documents with their chunks and vectors, or a list of keys
+    corpus/parts/<sha256>       some documents with their chunks and vectors, a list of keys, or a writer
     corpus/gc                   there while garbage is collected (:mod:`blendrag.store.remote.claims`)
 
 How they are written and followed is in :mod:`blendrag.corpus.shared.sharing`.
@@ -62,6 +62,20 @@ class Snapshot:
     namespace: str
     keys: str
     """Name of the part that lists the keys of its KV, 32 bytes each."""
+    writer: str = ""
+    """Name of the part that holds the writer of its KV; empty if there is none."""
+
+    def to_json(self) -> bytes:
+        fields = asdict(self) | {"settings": self.settings.as_dict()}
+        if not self.writer:
+            del fields["writer"]
+        return json.dumps(fields, sort_keys=True).encode()
+
+    @property
+    def part_names(self) -> set[str]:
+        """All objects below ``corpus/parts/`` that it needs."""
+        names = {part.name for part in self.parts} | {self.keys}
+        return names | {self.writer} if self.writer else names
 
 
 @dataclass(frozen=True)

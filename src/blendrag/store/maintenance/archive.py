@@ -34,6 +34,7 @@ from blendrag.errors import (
     StoreUnavailableError,
     is_out_of_space,
 )
+from blendrag.store import writer_files
 from blendrag.store.disk_writer import DiskWriter
 from blendrag.store.durable import named_errors, sync_directory, whole_file
 from blendrag.store.identity import FORMAT_VERSION, is_learned
@@ -49,6 +50,7 @@ LAST = "complete.json"
 _VERSIONS = {"blendrag_store_export": 1, "kv_format": FORMAT_VERSION}
 _MAX_JSON_BYTES = 4096
 _BLOCK = tarfile.BLOCKSIZE
+_WRITER = re.compile(rf"{writer_files.DIRECTORY}/([0-9a-f]{{64}})\.safetensors", re.ASCII)
 _PAYLOAD = re.compile(r"(kv|pinned)/([0-9a-f]{64})/([0-9a-f]{64})\.kv", re.ASCII)
 
 
@@ -59,6 +61,8 @@ class ExportReport:
     size_bytes: int = 0
     pinned: int = 0
     """Pinned payloads among them."""
+    writers: int = 0
+    """Writers, which encoded some of the KV."""
     left_out: list[str] = field(default_factory=list)
     """Damaged or unreadable payloads, and why."""
 
@@ -72,6 +76,8 @@ class ImportReport:
     already_there: int = 0
     pinned: int = 0
     """Pinned payloads, imported or already there."""
+    writers: int = 0
+    """Writers, imported or already there."""
     rejected: list[str] = field(default_factory=list)
     """Payloads that failed verification, and why."""
     stopped: str = ""
@@ -97,11 +103,12 @@ def export_archive(
         _require_replaceable(root, archive)
         report = ExportReport(str(archive))
         with _whole_archive(archive) as file:
-            _copy(files, namespace, file, report, progress)
+            _copy(root, files, namespace, file, report, progress)
     return report
 
 
 def _copy(
+    root: Path,
     files: PayloadFiles,
     namespace: str | None,
     file: BinaryIO,
@@ -131,6 +138,10 @@ def _copy(
                 report.pinned += pinned
             done_bytes += size_bytes
             progress(done_bytes, max(total_bytes, done_bytes))
+    for fingerprint in writer_files.kept_in(root):
+        data = writer_files.read(root, fingerprint)
+        _write_member(file, writer_files.member_of(fingerprint), len(data), [data])
+        report.writers += 1
     _write_json(file, LAST, {"payloads": report.payloads, "bytes": report.size_bytes})
     file.write(bytes(2 * _BLOCK))
 
@@ -229,6 +240,9 @@ def _take_all(
     """Import payloads until the archive or the disk space ends."""
     try:
         while (entry := source.next()) is not None:
+            if isinstance(entry, str):
+                _take_writer(store.root, source, entry, report)
+                continue
             try:
                 _take(store, source, entry, report)
             except CorruptKVError as exc:
@@ -262,6 +276,14 @@ def _take(
     if entry.pinned:
         store.pin(namespace, key)
         report.pinned += 1
+
+
+def _take_writer(root: Path, source: ArchiveReader, fingerprint: str, report: ImportReport) -> None:
+    """Import a writer unless the store has it; an engine compares it with its fingerprint."""
+    if not writer_files.is_kept(root, fingerprint):
+        pieces = iter(partial(source.read, PIECE_BYTES), b"")
+        writer_files.write(root, fingerprint, b"".join(pieces))
+    report.writers += 1
 
 
 # -- the archive file --------------------------------------------------------------------------------
@@ -326,21 +348,25 @@ class ArchiveReader:
             self.close()
             raise
 
-    def next(self) -> ArchivedPayload | None:
-        """The next payload, skipping the rest of the last one; ``None`` at the end."""
+    def next(self) -> ArchivedPayload | str | None:
+        """The next payload, or the fingerprint of a writer, skipping the rest of the last one; ``None`` at
+        the end."""
         while self._left:
             self.read(PIECE_BYTES)
         self._read_exactly(self._padding)
         self._padding = 0
         member = self._header()
         match = _PAYLOAD.fullmatch(member.name)
+        writer = _WRITER.fullmatch(member.name)
+        if (match or writer) and member.size > self.file_bytes - self.position:
+            raise ArchiveFault("it ends early")  # before room is made for it
+        if writer is not None:
+            return writer[1]
         if match is None:
             count = self._json(member, LAST)
             if count != {"payloads": self._payloads, "bytes": self._bytes}:
                 raise ArchiveFault(f"it should hold {count.get('payloads')!r} payloads")
             return None
-        if member.size > self.file_bytes - self.position:  # before room is made for it
-            raise ArchiveFault("it ends early")
         self._payloads += 1
         self._bytes += member.size
         return ArchivedPayload(match[2], match[3], match[1] == "pinned", member.size)
