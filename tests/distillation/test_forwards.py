@@ -89,7 +89,7 @@ def test_student_kv_is_that_of_the_store_moved_to_its_places() -> None:
     asked = prompt(adapter)
     prefix = prefix_token_ids(adapter.tokens)
     with made(adapter) as (_, both), torch.no_grad():
-        kv, places = both._stored(asked, writes=False)
+        kv, places = both.stored(asked, writes=False)
     at = {int(p): n for n, p in enumerate(places.positions)}
     repositioner = adapter.repositioner
     for chunk in asked.chunks:
@@ -134,9 +134,9 @@ def test_only_chunks_are_written() -> None:
     asked = prompt(adapter)
     with made(adapter) as (writer, both), torch.no_grad():
         before = both.teacher(asked)
-        stock, places = both._stored(asked, writes=False)
+        stock, places = both.stored(asked, writes=False)
         randomised(writer)
-        written, _ = both._stored(asked, writes=True)
+        written, _ = both.stored(asked, writes=True)
         after = both.teacher(asked)
     head = int((places.positions < asked.chunks[0].position).sum())
     for n, ((keys, values), (other_keys, other_values)) in enumerate(

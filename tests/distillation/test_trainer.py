@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import tiny
 from blendrag.distillation import Progress, Score, adapt
-from blendrag.distillation.adapt import Corpus
+from blendrag.distillation.adapt import TrainingCorpus
 from blendrag.distillation.forwards import Forwards
 from blendrag.distillation.material import Group, documents_as_groups, split
 from blendrag.distillation.questions import cleaned_question
@@ -61,7 +61,7 @@ def test_store_encodes_chunks_with_a_saved_writer_as_the_student_did(tmp_path: P
         randomised(trained)
         trained.save(tmp_path)
         with torch.no_grad():
-            kv, places = forwards(adapter, trained)._stored(asked, writes=True)
+            kv, places = forwards(adapter, trained).stored(asked, writes=True)
         trained.close()
     fitted = FittedWriter(Writer.load(tmp_path), adapter)
     with fitted.active(len(prefix), len(asked.chunks[0].ids)):
@@ -179,7 +179,7 @@ def test_too_small_a_corpus_is_refused(tmp_path: Path) -> None:
         adapt(adapter, corpus(adapter, groups=3), recipe(), tmp_path)
     given = corpus(adapter)
     alone = tuple(Group(group.passages[:1], group.asked) for group in given.groups)
-    one_each = Corpus(alone, given.prefix_ids, given.chunk_tokens, 1)
+    one_each = TrainingCorpus(alone, given.prefix_ids, given.chunk_tokens, 1)
     with pytest.raises(InvalidInputError, match="none of 50 prompts"):
         adapt(adapter, one_each, recipe(), tmp_path)
 

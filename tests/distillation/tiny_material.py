@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import tiny
-from blendrag.distillation.adapt import Corpus
+from blendrag.distillation.adapt import TrainingCorpus
 from blendrag.distillation.forwards import Forwards
 from blendrag.distillation.material import Asked, Group
 from blendrag.distillation.prompts import ChunkPrompt, Passage, chunk_prompt
@@ -49,7 +49,7 @@ def prompt(adapter: ModelAdapter, *questions: str) -> ChunkPrompt:
     return made
 
 
-def corpus(adapter: ModelAdapter, groups: int = 8) -> Corpus:
+def corpus(adapter: ModelAdapter, groups: int = 8) -> TrainingCorpus:
     made = tuple(
         Group(
             tuple(passage(n, part) for part in range(3)),
@@ -57,7 +57,7 @@ def corpus(adapter: ModelAdapter, groups: int = 8) -> Corpus:
         )
         for n in range(groups)
     )
-    return Corpus(made, prefix_token_ids(adapter.tokens), 64, 3)
+    return TrainingCorpus(made, prefix_token_ids(adapter.tokens), 64, 3)
 
 
 def recipe(**changes: Any) -> Recipe:

@@ -46,7 +46,6 @@ def adapt(
     batch: Annotated[int, options.number("Prompts of a step.", 1, kind=int)] = 4,
     rank: Annotated[int, options.number("Rank of the LoRA.", 1, 1024, kind=int)] = 16,
     learning_rate: Annotated[float, options.number("Largest one.", 0, 1)] = 5e-4,
-    seed: Annotated[int, options.number("Random seed.", 0, kind=int)] = 0,
     plot: Annotated[
         Path | None, options.optional("Draw losses and measurements as a .png file.")
     ] = None,
@@ -69,7 +68,7 @@ def adapt(
 
     require_peft()
     recipe = Recipe(
-        steps=steps, batch=batch, rank=rank, learning_rate=learning_rate, seed=seed
+        steps=steps, batch=batch, rank=rank, learning_rate=learning_rate
     )  # fmt: skip
     given = context.params
     store = _store(given["store"], documents, questions)

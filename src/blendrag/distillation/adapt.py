@@ -56,7 +56,7 @@ HELD_OUT_QUESTIONS = 2
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TrainingCorpus:
     """What to train on, and how its chunks are stored."""
 
     groups: tuple[Group, ...]
@@ -122,7 +122,7 @@ Say = Callable[[str, int, int | None], None]
 
 def adapt(
     adapter: ModelAdapter,
-    corpus: Corpus,
+    corpus: TrainingCorpus,
     recipe: Recipe,
     out: Path,
     say: Say = lambda text, done, total: None,
@@ -178,7 +178,7 @@ def adapt(
             writer.close()
 
 
-def run_digest(adapter: ModelAdapter, corpus: Corpus, recipe: Recipe) -> str:
+def run_digest(adapter: ModelAdapter, corpus: TrainingCorpus, recipe: Recipe) -> str:
     """Tells this run from others."""
     texts = [[passage.text for passage in group.passages] for group in corpus.groups]
     asked = [[each.question for each in group.asked] for group in corpus.groups]
@@ -261,4 +261,11 @@ def with_nearest(
     )
 
 
-__all__ = ["AdaptReport", "Corpus", "Passage", "adapt", "documents_as_groups", "with_nearest"]
+__all__ = [
+    "AdaptReport",
+    "Passage",
+    "TrainingCorpus",
+    "adapt",
+    "documents_as_groups",
+    "with_nearest",
+]

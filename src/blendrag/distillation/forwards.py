@@ -126,7 +126,7 @@ class Forwards:
 
         ``writes``: whether chunks are encoded with the writer.
         """
-        kv, places = self._stored(prompt, writes)
+        kv, places = self.stored(prompt, writes)
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(kv):
             cache.update(keys, values, layer)
@@ -150,7 +150,7 @@ class Forwards:
             for target, logits, tail in zip(targets, found, prompt.tails, strict=True)
         ]
 
-    def _stored(self, prompt: ChunkPrompt, writes: bool) -> tuple[list[LayerKV], Places]:
+    def stored(self, prompt: ChunkPrompt, writes: bool) -> tuple[list[LayerKV], Places]:
         """KV of head and chunks at their places, ``[1, Hkv, n, D]``, and these places."""
         chunks = sorted(prompt.chunks, key=lambda chunk: len(chunk.ids))
         size = self.encode_batch or len(chunks)

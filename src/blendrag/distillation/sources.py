@@ -8,10 +8,10 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from blendrag.config import DEFAULT_EMBEDDER, settings
-from blendrag.corpus.corpus import Corpus as StoredCorpus
+from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, embedder_of
 from blendrag.corpus.retriever import Retriever
-from blendrag.distillation.adapt import Corpus, with_nearest
+from blendrag.distillation.adapt import TrainingCorpus, with_nearest
 from blendrag.distillation.material import Group, documents_as_groups
 from blendrag.distillation.questions import read_questions
 from blendrag.engine.rendering import prefix_token_ids
@@ -34,7 +34,7 @@ def corpus_of(
     top_k: int | None = None,
     chunk_tokens: int | None = None,
     embedder: str | None = None,
-) -> Corpus:
+) -> TrainingCorpus:
     """The material that is named: documents, else the corpus of ``store``; ``None`` leaves only records.
 
     ``note`` gets a sentence for each file that cannot be read. Raises :class:`InvalidInputError` and
@@ -42,7 +42,7 @@ def corpus_of(
     """
     k = top_k or settings().top_k
     if store is not None and not documents:
-        with StoredCorpus.open(store, read_only=True) as corpus:
+        with Corpus.open(store, read_only=True) as corpus:
             return _of_store(corpus, store, tokens, questions, k, embedder)
     size = chunk_tokens or settings().chunk_tokens
     chunker = Chunker(tokens.text, size)
@@ -63,17 +63,17 @@ def corpus_of(
         texts = [passage.text for group in groups for passage in group.passages]
         vectors = searched.embed(texts)
     made = with_nearest(groups, alone, retrieve) if alone else tuple(groups)
-    return Corpus((*made, *records), prefix_token_ids(tokens), size, k)
+    return TrainingCorpus((*made, *records), prefix_token_ids(tokens), size, k)
 
 
 def _of_store(
-    corpus: StoredCorpus,
+    corpus: Corpus,
     root: Path,
     tokens: Tokens,
     questions: Sequence[Path],
     top_k: int,
     embedder: str | None,
-) -> Corpus:
+) -> TrainingCorpus:
     manifest = corpus.manifest
     if manifest.tokenizer_fingerprint != tokens.fingerprint:
         raise InvalidInputError(
@@ -92,7 +92,7 @@ def _of_store(
         made = with_nearest(
             groups, alone, lambda asked: [c.text for c in retriever.retrieve(asked, NEAREST)]
         )
-    return Corpus((*made, *records), manifest.prefix_ids, manifest.chunk_tokens, top_k)
+    return TrainingCorpus((*made, *records), manifest.prefix_ids, manifest.chunk_tokens, top_k)
 
 
 def _of_documents(
