@@ -119,6 +119,44 @@ def test_interrupted_measurement_is_made_again(
     assert report.progress.scores == expected.progress.scores
 
 
+def test_step_that_is_interrupted_halfway_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = small()
+    adapt(whole, corpus(whole), recipe(), tmp_path / "whole")
+    real, calls = torch.optim.AdamW.step, []
+
+    def interrupted(self: torch.optim.AdamW, *more: Any) -> Any:
+        found = real(self, *more)
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
+    adapter = small()
+    with pytest.raises(KeyboardInterrupt):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path / "parts")
+    again, said = small(), []
+    adapt(again, corpus(again), recipe(), tmp_path / "parts", note=said.append)
+    assert "going on after step 2 of 4" in said
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_finished_writer_is_not_overwritten(tmp_path: Path) -> None:
+    adapter = small()
+    adapt(adapter, corpus(adapter), recipe(steps=1), tmp_path)
+    with pytest.raises(InvalidInputError, match="holds a finished writer"):
+        adapt(adapter, corpus(adapter), recipe(steps=2), tmp_path)
+
+
+def test_prompts_longer_than_the_context_are_refused(tmp_path: Path) -> None:
+    adapter = small(max_position_embeddings=300)
+    with pytest.raises(InvalidInputError, match="fewer chunks"):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path)
+
+
 def test_training_ends_when_held_out_prompts_gain_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

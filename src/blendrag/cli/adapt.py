@@ -62,11 +62,13 @@ def adapt(
     _require_folder(out)
     from blendrag.distillation import Recipe
     from blendrag.distillation import adapt as train
+    from blendrag.distillation.adapt import require_unfinished
     from blendrag.distillation.sources import corpus_of
     from blendrag.distillation.writer import require_peft
     from blendrag.model.loading import load_adapter
 
     require_peft()
+    require_unfinished(out)
     recipe = Recipe(
         steps=steps, batch=batch, rank=rank, learning_rate=learning_rate
     )  # fmt: skip

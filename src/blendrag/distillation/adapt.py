@@ -53,6 +53,9 @@ QUESTIONS = "questions.json"
 QUESTIONS_PER_STEP, MAX_QUESTIONS = 2, 400
 #: Questions of a held-out prompt.
 HELD_OUT_QUESTIONS = 2
+#: About the most tokens between two chunks, with the name of a document, and of a question with what is
+#: around it.
+SEPARATING_TOKENS, TAIL_TOKENS = 16, 128
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,10 @@ def adapt(
     model's lock. Raises :class:`InvalidInputError`, :class:`UnsupportedModelError`, :class:`ModelError`, and
     :class:`KeyboardInterrupt` with everything finished so far in ``out``.
     """
+    adapter.require_blendable()
+    require_unfinished(out)
     train, held = split(corpus.groups, recipe.seed)
+    _require_fitting_prompts(adapter, corpus, recipe)
     out.mkdir(parents=True, exist_ok=True)
     with adapter.lock, torch.inference_mode(False):
         writer = TrainedWriter(adapter, recipe.rank, recipe.seed)
@@ -146,7 +152,10 @@ def adapt(
             forwards = Forwards(adapter, corpus.prefix_ids, writer.stock, recipe.answer_tokens)
             sizes = corpus.top_k, recipe.questions, corpus.chunk_tokens
             material = Material(adapter.tokens, train, *sizes)
-            needs = needs_of(adapter, writer, forwards, material, recipe.answer_tokens)
+            held_questions = HELD_OUT_QUESTIONS * recipe.held_out
+            needs = needs_of(
+                adapter, writer, forwards, material, recipe.answer_tokens, held_questions
+            )
             note(str(needs))
             forwards.encode_batch = needs.encode_batch
             held_out = HeldOut(
@@ -176,6 +185,27 @@ def adapt(
             return report
         finally:
             writer.close()
+
+
+def require_unfinished(out: Path) -> None:
+    """Raise :class:`InvalidInputError` for the directory of a finished run."""
+    if (out / REPORT).exists():
+        raise InvalidInputError(
+            f"{out} holds a finished writer, expected a new directory or one of an interrupted run; take "
+            "another --out, or remove it"
+        )
+
+
+def _require_fitting_prompts(adapter: ModelAdapter, corpus: TrainingCorpus, recipe: Recipe) -> None:
+    limit = min(adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
+    chunks = corpus.top_k * (corpus.chunk_tokens + SEPARATING_TOKENS)
+    longest = len(corpus.prefix_ids) + chunks + TAIL_TOKENS + recipe.answer_tokens
+    if longest > limit:
+        raise InvalidInputError(
+            f"prompts of {corpus.top_k} chunks of {corpus.chunk_tokens} tokens take up to {longest} tokens, "
+            f"and {adapter.model_id} takes {limit}; train with fewer chunks (--top-k) or shorter ones "
+            "(--chunk-tokens)"
+        )
 
 
 def run_digest(adapter: ModelAdapter, corpus: TrainingCorpus, recipe: Recipe) -> str:

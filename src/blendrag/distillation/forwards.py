@@ -49,7 +49,8 @@ class Target(NamedTuple):
     answer: tuple[int, ...]
     """Its greedy continuation."""
     logits: torch.Tensor
-    """``[T + A - 1, V]``: of the rows of the tail, then of the answer without its last token."""
+    """``[T + A - 1, V]``: of the rows of the tail, then of the answer without its last token. Or only the
+    last ``A`` of these, which the answer's tokens are taken from."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Deviation:
     """How far the student is from the teacher on one question."""
 
     question: torch.Tensor
-    """KL in nats of the rows of the tail before the last, ``[T - 1]``."""
+    """KL in nats of the rows of the tail before the last, ``[T - 1]``; of those that the target has."""
     answer: torch.Tensor
     """KL in nats of the rows that the answer's tokens are taken from, ``[A]``."""
     agrees: torch.Tensor
@@ -145,10 +146,7 @@ class Forwards:
     ) -> list[Deviation]:
         answers = [target.answer for target in targets]
         found = self.student(prompt, answers, writes)
-        return [
-            _deviation(target.logits, logits, len(tail))
-            for target, logits, tail in zip(targets, found, prompt.tails, strict=True)
-        ]
+        return [_deviation(target, logits) for target, logits in zip(targets, found, strict=True)]
 
     def stored(self, prompt: ChunkPrompt, writes: bool) -> tuple[list[LayerKV], Places]:
         """KV of head and chunks at their places, ``[1, Hkv, n, D]``, and these places."""
@@ -280,8 +278,10 @@ class Forwards:
         return torch.tensor(values, dtype=torch.long, device=self._adapter.device)
 
 
-def _deviation(teacher: torch.Tensor, student: torch.Tensor, tail: int) -> Deviation:
+def _deviation(target: Target, student: torch.Tensor) -> Deviation:
+    teacher, student = target.logits, student[-len(target.logits) :]
     expected, found = teacher.log_softmax(-1), student.log_softmax(-1)
     kl = (expected.exp() * (expected - found)).sum(-1)  # [T + A - 1]
-    agrees = teacher[tail - 1 :].argmax(-1) == student[tail - 1 :].argmax(-1)
-    return Deviation(kl[: tail - 1], kl[tail - 1 :], agrees)
+    answer = len(target.answer)
+    agrees = teacher[-answer:].argmax(-1) == student[-answer:].argmax(-1)
+    return Deviation(kl[:-answer], kl[-answer:], agrees)

@@ -27,9 +27,9 @@ class Needs:
     """Bytes that training takes besides the model."""
 
     writer_bytes: int
-    """Weights, gradients and both moments of AdamW, and the best weights."""
+    """Weights, gradients and moments of AdamW, a copy of them before a step, and the best weights."""
     rows_bytes: int
-    """Logits and KV of a prompt."""
+    """Logits and KV of a prompt, and logits of held-out answers."""
     chunk_bytes: int
     """Activations of one chunk of full length."""
     chunks: int
@@ -61,9 +61,13 @@ def needs_of(
     forwards: Forwards,
     material: Material,
     answer_tokens: int,
+    held_out: int,
     available: int | None = None,
 ) -> Needs:
-    """Measured on a short chunk. Raises :class:`InvalidInputError` if not even one chunk fits."""
+    """Measured on a short chunk. ``held_out``: held-out questions.
+
+    Raises :class:`InvalidInputError` if not even one chunk fits.
+    """
     if available is None:
         available = _available(adapter.device)
     parameters = sum(p.numel() for p in writer.parameters.values())
@@ -72,8 +76,9 @@ def needs_of(
     rows = material.questions * (answer_tokens + 64)
     kv = adapter.layout.size_bytes(chunk * material.top_k)
     per_token = _bytes_per_token(adapter, forwards)
-    writer_bytes = 5 * 4 * parameters
+    writer_bytes = 8 * 4 * parameters
     rows_bytes = LOGITS_COPIES * 4 * rows * vocabulary + 4 * kv
+    rows_bytes += 2 * held_out * answer_tokens * vocabulary
     left = SHARE * available - writer_bytes - rows_bytes
     fit = int(left // (per_token * chunk))
     if fit < 1:

@@ -11,6 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,10 @@ class HeldOut:
         self._targets: list[list[Target]] = []
         for number, prompt in enumerate(prompts):
             watch(number, len(prompts))
-            targets = forwards.teacher(prompt)
-            # half as much memory; in float16 a logit of 20 is off by at most 0.01
-            self._targets.append([t._replace(logits=t.logits.half()) for t in targets])
+            found = forwards.teacher(prompt)
+            # only what answers are taken from; in float16 a logit of 20 is off by at most 0.01
+            kept = [t._replace(logits=t.logits[-len(t.answer) :].half()) for t in found]
+            self._targets.append(kept)
 
     @torch.no_grad()
     def score(self, writes: bool = True) -> Score:
@@ -161,6 +163,15 @@ class Progress:
 Watch = Callable[[Progress], None]
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What a step changes, as it was before step number ``step``, counted from 0."""
+
+    step: int
+    writer: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+
+
 class Trainer:
     """One run over ``material``, whose files are in ``out``."""
 
@@ -183,7 +194,7 @@ class Trainer:
             self._parameters, lr=recipe.learning_rate, betas=BETAS, weight_decay=0.0
         )
         self._best: dict[str, torch.Tensor] | None = None
-        self._is_stepping = False
+        self._before: _Before | None = None
         self.progress = Progress()
 
     # -- the loop -----------------------------------------------------------------------------------
@@ -201,8 +212,11 @@ class Trainer:
                 self._measure_if_due()
                 watch(self.progress)
         except KeyboardInterrupt:
-            if not self._is_stepping:
-                self.save_checkpoint()
+            before = self._before
+            if before is not None and before.step == self.progress.step:  # a step was not finished
+                self._writer.load(before.writer)
+                self._optimizer.load_state_dict(before.optimizer)
+            self.save_checkpoint()
             raise
         if self._best is not None:
             self._writer.load(self._best)
@@ -232,14 +246,14 @@ class Trainer:
                 f"the loss of step {number + 1} is not a number, and training ended; the writer of the best "
                 f"measurement so far is in {self._out}; take a lower --learning-rate and another --out"
             )
-        self._is_stepping = True
+        optimizer = deepcopy(self._optimizer.state_dict())
+        self._before = _Before(number, self._writer.state(), optimizer)
         for group in self._optimizer.param_groups:
             group["lr"] = recipe.learning_rate * rate_at(number, recipe.steps)
         self._optimizer.step()
         took = self.progress.seconds + time.monotonic() - began
         losses = (*self.progress.losses, loss)
         self.progress = replace(self.progress, step=number + 1, seconds=took, losses=losses)
-        self._is_stepping = False
 
     def _loss(self, prompt: ChunkPrompt) -> torch.Tensor:
         found = self._forwards.deviations(prompt, self._forwards.teacher(prompt))

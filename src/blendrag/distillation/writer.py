@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -101,8 +102,12 @@ class TrainedWriter:
 
     def save(self, folder: Path) -> None:
         """As a PEFT directory that stores take as a writer."""
-        self.model.save_pretrained(str(folder))
-        mark_as_writer(folder, self._adapter.model_id)
+        with TemporaryDirectory(dir=folder, prefix=".") as name:
+            made = Path(name)
+            self.model.save_pretrained(name)
+            mark_as_writer(made, self._adapter.model_id)
+            for path in sorted(made.iterdir()):
+                path.replace(folder / path.name)
 
     def close(self) -> None:
         """Take the LoRA out of the model."""
