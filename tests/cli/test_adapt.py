@@ -87,7 +87,7 @@ def test_interrupted_training_goes_on(
         patch.setattr(StatusLine, "show", impatient)
         result = invoke(*command)
     assert result.exit_code == 130
-    assert f"1 steps are kept in {out}; repeat the command" in result.stderr.splitlines()[-1]
+    assert f"1 step kept in {out}; repeat the command" in result.stderr.splitlines()[-1]
     again = invoke(*command)
     assert again.exit_code == 0, again.stderr
     assert "note: going on after step 1 of 2" in again.stderr

@@ -14,7 +14,8 @@ import tiny
 from blendrag.distillation import Progress, Score, adapt
 from blendrag.distillation.adapt import TrainingCorpus
 from blendrag.distillation.forwards import Forwards
-from blendrag.distillation.material import Group, documents_as_groups, split
+from blendrag.distillation.material import Group, Material, documents_as_groups, split
+from blendrag.distillation.memory import SHARE, needs_of
 from blendrag.distillation.questions import cleaned_question
 from blendrag.distillation.trainer import CHECKPOINT
 from blendrag.distillation.writer import TrainedWriter
@@ -239,6 +240,24 @@ def test_too_little_memory_is_refused_before_training(
         InvalidInputError, match=r"training takes at least .* 1.0 MiB are available"
     ):
         adapt(adapter, corpus(adapter), recipe(), tmp_path)
+
+
+def test_fewer_chunks_are_held_at_a_time_where_memory_is_short(tmp_path: Path) -> None:
+    adapter = small()
+    given = corpus(adapter)
+    with adapter.lock:
+        trained = TrainedWriter(adapter, 4, 0)
+        material = Material(adapter.tokens, given.groups, 3, 2, given.chunk_tokens)
+        both = forwards(adapter, trained)
+        ample = needs_of(adapter, trained, both, material, 5, 6, available=1 << 40)
+        room = ample.writer_bytes + ample.rows_bytes + 2.5 * ample.chunk_bytes
+        scarce = needs_of(adapter, trained, both, material, 5, 6, available=int(room / SHARE))
+        trained.close()
+    assert ample.encode_batch == 0
+    assert "are held" not in str(ample)
+    assert scarce.encode_batch == 2
+    assert scarce.total_bytes == ample.total_bytes - ample.chunk_bytes
+    assert "activations of 2 of 3 chunks are held at a time" in str(scarce)
 
 
 def test_held_out_groups_share_no_passage_with_training() -> None:

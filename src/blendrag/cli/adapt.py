@@ -10,7 +10,7 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import console, duration, echo, print_json, say
+from blendrag.cli.output import console, count, duration, echo, print_json, say
 from blendrag.cli.progress import StatusLine
 from blendrag.config import absolute_model, settings
 from blendrag.errors import InvalidInputError
@@ -94,7 +94,7 @@ def adapt(
         )
 
         def show(progress: Progress, before: Score) -> None:
-            kept = f"{progress.step} steps are kept in {out}; repeat the command to go on"
+            kept = f"{count(progress.step, 'step')} kept in {out}; repeat the command to go on"
             interrupt.expect(kept, GRACE_S)
             line.show(_line(progress, recipe.steps, before), progress.step, recipe.steps)
 
