@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -583,6 +583,7 @@ def test_exact_ties_count_as_agreement_and_other_tokens_do_not() -> None:
     def measured(change: Callable[[torch.Tensor], torch.Tensor]) -> agreeing.DecodeAgreement:
         class Fake:
             size_bytes = 1024
+            layers_by_format: ClassVar[dict[str, int]] = {}
 
             def decode(self, forward: Any, **given: Any) -> Any:
                 out = forward(**given)
@@ -641,3 +642,6 @@ def test_verify_prints_agreement_and_times(monkeypatch: pytest.MonkeyPatch) -> N
     shown = invoke("verify", "tiny").stdout
     assert re.search(r"decoding with int8 weights, .* more, opened in \d\.\d s: ", shown)
     assert "of 10 steps, KL " in shown
+    layers = len(packing.linear_layers(kept))
+    assert fields["int8"]["layers"] == {"int8": layers}
+    assert f"; layers: {layers} int8" in shown

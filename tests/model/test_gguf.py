@@ -22,6 +22,7 @@ import tiny
 from blendrag.config import absolute_model, settings
 from blendrag.engine import Options
 from blendrag.errors import ModelLoadError
+from blendrag.model import decode_weights as packing
 from blendrag.model import load_adapter
 from blendrag.model.gguf_files import is_gguf, unpacked_directory
 
@@ -43,9 +44,12 @@ def file(written: Path, tmp_path: Path, cache: Path) -> Path:
     return Path(shutil.copy2(written, tmp_path / "tiny.gguf"))
 
 
-def write_gguf(path: Path, architecture: str, without: str = "nothing") -> Path:
-    """The tiny Llama and its tokenizer, in float32, without the tensors of that name."""
-    model, tokenizer = tiny.llama(), tiny.tokenizer()
+def write_gguf(
+    path: Path, architecture: str, without: str = "nothing", blocks: str = "F32", **changes: int
+) -> Path:
+    """The tiny Llama and its tokenizer, its matrices in such blocks, without the tensors of that name."""
+    kind = gguf.GGMLQuantizationType[blocks]
+    model, tokenizer = tiny.llama(**changes), tiny.tokenizer()
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -66,7 +70,7 @@ def write_gguf(path: Path, architecture: str, without: str = "nothing") -> Path:
     writer.add_eos_token_id(tokenizer.eos_token_id)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        base, _, kind = name.rpartition(".")
+        base, _, of = name.rpartition(".")
         of_gguf = names.get_name(base)
         assert of_gguf is not None, name
         values = tensor.numpy()
@@ -78,7 +82,10 @@ def write_gguf(path: Path, architecture: str, without: str = "nothing") -> Path:
             values = halves.swapaxes(1, 2).reshape(values.shape)
         if of_gguf == without:
             continue
-        writer.add_tensor(f"{of_gguf}.{kind}", values)
+        if values.ndim == 2:
+            writer.add_tensor(f"{of_gguf}.{of}", gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{of_gguf}.{of}", values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,6 +103,44 @@ def test_it_is_unpacked_once_to_the_same_model(file, cache):
     assert unpacked_directory(str(file)) == folder
     assert folder.stat().st_mtime_ns == made
     assert adapter.tokens.tokenizer("the town").input_ids == tiny.tokenizer()("the town").input_ids
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kind"), [("Q4_0", "int4"), ("Q5_0", "blocks"), ("Q8_0", "blocks")]
+)
+def test_a_quantised_file_decodes_with_its_own_numbers(tmp_path, cache, monkeypatch, blocks, kind):
+    """Also with copies that were kept on disk."""
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(packing, "most_rows", lambda layers: packing.FastRows(4, True))
+    monkeypatch.setattr(
+        "blendrag.engine.decode_weights.settings", lambda: replace(settings(), cache=cache)
+    )
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", blocks=blocks, intermediate_size=64)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    of_file = tensors["blk.1.ffn_down.weight"]
+    expected = torch.from_numpy(gguf.quants.dequantize(of_file.data, of_file.tensor_type))
+    asked = Options(max_new_tokens=3)
+    answers = []
+    for i in range(2):
+        with (
+            tiny.engine(
+                str(file),
+                tmp_path / f"s{i}",
+                tokenizer=None,
+                dtype="bfloat16",
+                decode_weights="int8",
+            ) as engine,
+            tiny.counted(packing, "pack") as packed,
+        ):
+            answers.append(engine.generate("what did the company do?", asked))
+            weights = engine.kv_namespace.model.decode_weights.now()
+        assert len(packed) == 1 - i
+        assert set(weights.layers_by_format) == {kind}
+        layer = weights.layers["model.layers.1.mlp.down_proj"]
+        found = layer.multiply(torch.eye(expected.shape[1], dtype=torch.bfloat16)).float().T
+        assert (found - expected).norm() < 0.0035 * expected.norm()
+    assert answers[0].metrics.decode_weights == "int8"
+    assert answers[0].text == answers[1].text
 
 
 def test_an_engine_blends_it(file, tmp_path):

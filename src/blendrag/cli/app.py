@@ -92,7 +92,7 @@ def verify(
     from blendrag.config import settings
     from blendrag.engine.decode_weights import compare
     from blendrag.fusor.gate import verify as run_gate
-    from blendrag.model.decode_weights import FORMATS
+    from blendrag.model.decode_weights import CHOICES
     from blendrag.model.loading import load_adapter
 
     with StatusLine(f"loading {model}") as line:
@@ -113,7 +113,7 @@ def verify(
         weights: dict[str, DecodeAgreement | str] = {}
         measured: dict[Formats, DecodeAgreement] = {}
         if result.blendable:
-            for name in FORMATS:
+            for name in CHOICES:
                 line.show(f"comparing {name} decode weights with the model's own")
                 weights[name] = compare(adapter, name, measured)
     if json:
@@ -163,11 +163,12 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
         names = named.pop(id(found), [])
         if not names or isinstance(found, str):
             continue
+        formats = ", ".join(f"{count} {kind}" for kind, count in found.layers.items())
         echo(
             f"  decoding with {' or '.join(names)} weights, {readable_size(found.size_bytes)} more, "
             f"opened in {found.opening_s:.1f} s: "
             f"{found.native_s * 1e3:.0f} → {found.packed_s * 1e3:.0f} ms per token, the same token in "
-            f"{found.share:.1%} of {found.tokens} steps, KL {found.kl:.4f}"
+            f"{found.share:.1%} of {found.tokens} steps, KL {found.kl:.4f}; layers: {formats}"
         )
 
 

@@ -38,7 +38,7 @@ from blendrag.wording import condensed
 log = logging.getLogger(__name__)
 
 #: Counts up when copies are made in another way, so that earlier files are not used.
-VERSION = 2
+VERSION = 3
 #: Counts up when the numbers of rows are measured in another way.
 ROWS_VERSION = 2
 AUTO = "auto"
@@ -250,8 +250,9 @@ def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | str:
     if not made.layers:
         return NOT_FASTER
     log.info(
-        "decode weights of %s: %s, %s of memory, made in %.1f s",
-        *(adapter.model_id, name, readable_size(made.size_bytes), time.perf_counter() - began),
+        "decode weights of %s: %s (layers: %s), %s of memory, made in %.1f s",
+        *(adapter.model_id, name, made.layers_by_format),
+        *(readable_size(made.size_bytes), time.perf_counter() - began),
     )
     return made
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class DecodeAgreement:
     """Memory of the packed weights."""
     opening_s: float = 0.0
     """Opening them again, from the user's cache if they are kept there."""
+    layers: dict[str, int] = field(default_factory=dict)
+    """Packed layers by format."""
 
     @property
     def share(self) -> float:
@@ -86,6 +88,7 @@ class AgreementMeasurement:
             native_s,
             packed_s,
             self.weights.size_bytes,
+            layers=self.weights.layers_by_format,
         )
 
     def run(self) -> DecodeAgreement:

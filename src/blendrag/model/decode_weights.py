@@ -5,7 +5,8 @@ takes half or a quarter of the time; for more rows, products in the model's own 
 keeps its weights, and :meth:`DecodeWeights.decode` multiplies by the packed copy within forwards that decode.
 The idea is that of gpt-fast's ``quantize.py``, the operators are torch's.
 
-- :data:`FORMATS`: ``int8`` (a scale for each output channel), ``int4`` (scale and minimum for 32 inputs).
+- :data:`FORMATS`: ``int8`` (a scale for each output channel), ``int4`` (scale and zero for 32 inputs),
+  ``blocks`` (8 bits, scale and zero for 16 or 32 inputs: the numbers of a GGUF file).
 - :func:`linear_layers`, :func:`why_not`: what is packed, and why a model keeps its own weights.
 - :func:`pack`: the copies, which :class:`DecodeWeights` uses.
 - :func:`most_rows`: measures up to how many rows they are faster.
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -29,17 +31,21 @@ from torch import nn
 from blendrag.model.compat import int4_pack, int4_product, int8_product, write_count
 from blendrag.model.fingerprint import SAMPLES, is_quantised
 from blendrag.model.structure import text_modules
+from blendrag.model.weight_blocks import EIGHT_BITS, FOUR_BITS, Grid, grids_by_use, round_blocks
 
 #: The name of the model's own weights.
 NATIVE = "native"
-#: Inputs that share a scale and a minimum in ``int4``.
+#: Inputs that share a scale and a zero in ``int4``, and at most in ``blocks``.
 GROUP = 32
 #: Layers with fewer weights keep their own: there the call takes longer than the reading.
 MIN_WEIGHTS = 2**16
 #: Rows of a weight that are packed at a time, so that float32 copies stay in the processor's caches.
 ROWS_AT_A_TIME = 512
-#: Outputs of a layer by which a format is chosen.
-COMPARED_ROWS = 64
+#: Weights of a layer, and its outputs at least, by which a format is chosen.
+COMPARED_WEIGHTS, MIN_COMPARED_ROWS = 2**16, 8
+#: Relative error of packed weights up to which they are the numbers of a file. Rounding to bfloat16 makes
+#: 0.0017 in the weights and again in the scales; weights that are in no file's blocks differ by 0.005.
+UNPACKED_ERROR = 0.0035
 #: Logits of the likeliest tokens that are computed by the LM head's own weights.
 EXACT_LOGITS = 32
 #: Numbers of rows that are timed.
@@ -50,10 +56,6 @@ TIMED_LAYERS = 8
 TIMED_ROUNDS, MOST_ROUNDS = 3, 12
 #: Difference of times, as a share, from which it matters that rounds disagree.
 NEARLY_EQUAL = 0.05
-#: Steps in shares of a group's range that ``int4`` tries; the one with the smallest squared error is taken:
-#: weights that were unpacked from 4 bits need not have all 16 values, and others gain by a narrower range.
-_STEPS = [(levels, 1.0) for levels in range(15, 9, -1)] + [(15, 0.9), (15, 0.8)]
-
 #: A packed weight: the tensors that its format's product takes.
 Packed = tuple[torch.Tensor, ...]
 
@@ -86,56 +88,57 @@ def _pack_int8(weight: torch.Tensor) -> Packed:
     return rounded.to(torch.int8), scales
 
 
-# -- int4 -----------------------------------------------------------------------------------------
+# -- int4 and blocks ------------------------------------------------------------------------------
 
 
-def _pack_int4(weight: torch.Tensor) -> Packed:
-    return packed_int4(*round_int4(weight))
+def _pack_int4(weight: torch.Tensor, grids: Sequence[Grid] = ()) -> Packed:
+    blocks = round_blocks(weight, GROUP, FOUR_BITS, grids)
+    return int4_pack(_nibbles(blocks.numbers).flatten(1)), _pairs(blocks.scale, blocks.zero)
 
 
-def round_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Whole numbers in [-8, 7] ``[N, K/32, 32]``, scales and zeros ``[N, K/32, 1]`` that stand for a float32
-    ``weight`` ``[N, K]``: whole number · scale + zero."""
-    groups = weight.unflatten(1, (-1, GROUP))  # [N, K/32, 32]
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    middle, half = (low + high) / 2, (high - low) / 2
-    best: tuple[torch.Tensor, ...] = ()
-    for levels, share in _STEPS:
-        scale = (half * share * 2 / levels).clamp_min(1e-8).bfloat16().float()  # [N, K/32, 1]
-        zero = (middle - half * share + 8 * scale).bfloat16().float()
-        error = _rounded(groups, scale, zero).mul_(scale).add_(zero).sub_(groups)
-        tried: tuple[torch.Tensor, ...] = error.square_().sum(-1, keepdim=True), scale, zero
-        if best:
-            better = tried[0] < best[0]
-            tried = tuple(
-                torch.where(better, new, old) for new, old in zip(tried, best, strict=True)
-            )
-        best = tried
-    _, scale, zero = best
-    return _rounded(groups, scale, zero), scale, zero
+def _pack_blocks(weight: torch.Tensor, size: int = GROUP, grids: Sequence[Grid] = ()) -> Packed:
+    """A number of 8 bits is 16 · high nibble + low nibble: of each block, the high nibbles and then the low
+    ones make a group of int4's operator, with one scale."""
+    blocks = round_blocks(weight, size, EIGHT_BITS, grids)
+    high = ((blocks.numbers + 8) / 16).floor_()
+    nibbles = torch.cat((high, blocks.numbers - 16 * high), -1)  # [N, K/B, 2B]
+    zero = blocks.zero / EIGHT_BITS.parts
+    return int4_pack(_nibbles(nibbles).flatten(1)), _pairs(blocks.scale, zero)
 
 
-def _rounded(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    return ((groups - zero) / scale).round_().clamp_(-8, 7)
+def _nibbles(numbers: torch.Tensor) -> torch.Tensor:
+    return (numbers + 8).to(torch.int32)
 
 
-def packed_int4(rounded: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> Packed:
-    """What :func:`round_int4` returns, in the operator's layout."""
-    packed = int4_pack((rounded + 8).to(torch.int32).flatten(1))
-    # [K/32, N, 2], as the operator reads them
-    return packed, torch.cat((scale, zero), -1).bfloat16().transpose(0, 1).contiguous()
+def _pairs(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Scales and zeros as the operator reads them: ``[K/B, N, 2]``."""
+    return torch.cat((scale, zero), -1).bfloat16().transpose(0, 1).contiguous()
+
+
+def _blocks_product(x: torch.Tensor, packed: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """``x`` ``[M, K]`` once times 16 for the high nibbles, which is exact in bfloat16, and once as it is."""
+    blocks = x.view(len(x), len(pairs), 1, -1)  # [M, K/B, 1, B]
+    return int4_product((blocks * _PLACES).view(len(x), -1), packed, pairs)
+
+
+#: What a high and a low nibble count.
+_PLACES = torch.tensor([[16.0], [1.0]], dtype=torch.bfloat16)
+
+
+def _fits_int4(outputs: int, inputs: int) -> bool:
+    return outputs % 16 == 0 and inputs % GROUP == 0
 
 
 FORMATS: Mapping[str, PackedFormat] = {
     each.name: each
     for each in (
         PackedFormat("int8", _pack_int8, int8_product, (0, 0), lambda n, k: True),
-        PackedFormat(
-            "int4", _pack_int4, int4_product, (0, 1),
-            lambda n, k: n % 16 == 0 and k % GROUP == 0,
-        ),
+        PackedFormat("int4", _pack_int4, int4_product, (0, 1), _fits_int4),
+        PackedFormat("blocks", _pack_blocks, _blocks_product, (0, 1), _fits_int4),
     )
-}  # fmt: skip
+}
+#: The values of ``decode_weights`` for which copies are made.
+CHOICES = ("int8", "int4")
 
 
 # -- what is packed -------------------------------------------------------------------------------
@@ -191,40 +194,46 @@ def is_available() -> bool:
 
 
 def size_bytes(model: nn.Module) -> int:
-    """Memory that packed copies of ``model`` take at most."""
-    return sum(layer.weight.numel() for layer in linear_layers(model).values())
+    """Memory that packed copies of ``model`` take at most: 8 bits, and a scale and a zero for 16 inputs."""
+    return sum(layer.weight.numel() for layer in linear_layers(model).values()) * 5 // 4
 
 
 @torch.inference_mode()
 def pack(model: nn.Module, name: str) -> PackedWeights:
     """Packed copies of the :func:`linear_layers` of ``model`` for decode weights ``name``.
 
-    With ``int8``, a layer whose weights are nearer to a copy in 4 bits gets that: they were unpacked from a
-    file with 4 bits. With ``int4``, all have 4 bits but the LM head, whose rounding changes more tokens than
-    that of all others.
+    With ``int8``, a layer that was unpacked from a file with blocks of 4 to 8 bits gets the numbers of the
+    file. With ``int4``, all layers have 4 bits but the LM head, whose rounding changes more tokens than that
+    of all others.
     """
-    eight, four = FORMATS["int8"], FORMATS["int4"]
     head = model.get_output_embeddings()  # type: ignore[operator]
 
     def kind_of(layer: nn.Linear) -> PackedFormat:
-        if not four.fits(*layer.weight.shape):
-            return eight
-        if name == "int4":
-            return eight if layer is head else four
-        return four if _is_nearer_in_4_bits(layer.weight) else eight
+        if not _fits_int4(*layer.weight.shape):
+            return FORMATS["int8"]
+        if name == "int4" and layer is not head:
+            return FORMATS["int4"]
+        return _unpacked_from(layer.weight) or FORMATS["int8"]
 
     return PackedWeights(
         (at, packed(one.weight, kind_of(one))) for at, one in linear_layers(model).items()
     )
 
 
-def _is_nearer_in_4_bits(weight: torch.Tensor) -> bool:
-    """Whether 4 bits give a smaller squared error than 8, measured on some of the outputs."""
-    rows = weight.detach()[:: -(-len(weight) // COMPARED_ROWS)].float()
-    rounded, scales = _pack_int8(rows)
-    eight = (rounded.float() * scales.float()[:, None] - rows).square().sum()
-    numbers, scale, zero = round_int4(rows)
-    return bool(((numbers * scale + zero).flatten(1) - rows).square().sum() < eight)
+def _unpacked_from(weight: torch.Tensor) -> PackedFormat | None:
+    """The format that holds the numbers of the file from which ``weight`` ``[N, K]`` was unpacked, found in
+    some of its outputs; ``None`` if there is no such file."""
+    rows = min(len(weight), max(MIN_COMPARED_ROWS, COMPARED_WEIGHTS // weight.shape[1]))
+    some = weight.detach()[:: -(-len(weight) // rows)].float()
+    most = (UNPACKED_ERROR * some.square().sum().sqrt()) ** 2
+    four, eight = FORMATS["int4"], FORMATS["blocks"]
+    for width, size in ((FOUR_BITS, GROUP), (EIGHT_BITS, GROUP), (EIGHT_BITS, GROUP // 2)):
+        grids = grids_by_use(some, size, width)
+        if (round_blocks(some, size, width, grids).weight() - some).square().sum() <= most:
+            if width is FOUR_BITS:
+                return replace(four, pack=partial(_pack_int4, grids=grids))
+            return replace(eight, pack=partial(_pack_blocks, size=size, grids=grids))
+    return None
 
 
 def packed(weight: torch.Tensor, kind: PackedFormat) -> Packed:
@@ -236,9 +245,11 @@ def packed(weight: torch.Tensor, kind: PackedFormat) -> Packed:
     )
 
 
-def format_of(copy: Packed) -> PackedFormat:
-    """The format of a packed weight."""
-    return FORMATS["int8" if copy[0].dtype == torch.int8 else "int4"]
+def format_of(copy: Packed, inputs: int) -> PackedFormat:
+    """The format of a packed weight with so many inputs."""
+    if copy[0].dtype == torch.int8:
+        return FORMATS["int8"]
+    return FORMATS["blocks" if copy[0].shape[1] == inputs else "int4"]
 
 
 # -- decoding with them ---------------------------------------------------------------------------
@@ -257,7 +268,7 @@ class PackedLayer:
         """``is_head``: its outputs are logits."""
         self.layer = layer
         self.packed = packed
-        self.kind = format_of(packed)
+        self.kind = format_of(packed, layer.in_features)
         self.is_head = is_head
         self.max_rows = TIMED_ROWS[-1]
         """Most rows for which the copy is used."""
@@ -316,6 +327,11 @@ class DecodeWeights:
     def size_bytes(self) -> int:
         """Memory of the copies."""
         return sum(part.nbytes for layer in self.layers.values() for part in layer.packed)
+
+    @property
+    def layers_by_format(self) -> dict[str, int]:
+        """How many layers have copies of each of :data:`FORMATS`."""
+        return dict(Counter(layer.kind.name for layer in self.layers.values()))
 
     def limit_rows(self, names: Collection[str], rows: int) -> None:
         """Use the copies of these layers for at most so many rows; forget them if that is 0."""
