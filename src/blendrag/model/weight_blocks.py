@@ -49,7 +49,8 @@ FOUR_BITS = Width(
     ),
 )
 #: 32 to 26 steps are those of Q6_K, and multiples of those of Q3_K and Q5_0; 31 to 22 in the range are those
-#: of Q5_1 and Q5_K, and multiples of those of Q2_K; 113 and 127 are those of IQ4 and Q8_0.
+#: of Q5_1 and Q5_K, and multiples of those of Q2_K; 127 are those of Q8_0, of most blocks of IQ4, and for
+#: other weights.
 #: A number is 16 · high nibble + low nibble, both in [-8, 7], each with the zero.
 EIGHT_BITS = Width(
     -136,
@@ -58,13 +59,12 @@ EIGHT_BITS = Width(
     (
         *(Grid(steps) for steps in range(32, 25, -1)),
         *(Grid(steps, True) for steps in range(31, 21, -1)),
-        Grid(113),
         Grid(127),
     ),
 )
-#: Relative error below which a block lies on a grid: bfloat16 alone rounds by up to 0.004, and other weights
-#: differ by 0.02 and more from all grids but those of 113 and 127 steps.
-ON_GRID = 0.004
+#: Relative error up to which a block lies on a grid. bfloat16, which rounded the weights and the largest of
+#: them, makes 0.004; other weights differ by 0.01 and more from all grids but that of 127 steps.
+ON_GRID = 0.005
 
 
 class Blocks(NamedTuple):
@@ -88,20 +88,19 @@ def round_blocks(
     """A float32 ``weight`` ``[N, K]`` in blocks of ``size`` inputs, each on the first of ``grids`` (those of
     ``width``) that it lies on, or else on the nearest."""
     groups = weight.reshape(-1, size)  # [G, B]
-    power = groups.square().sum(-1)
-    least = torch.full_like(power, torch.inf)
-    numbers = torch.zeros_like(groups)
-    shifted = torch.zeros_like(power, dtype=torch.bool)
-    left = torch.arange(len(groups))
-    for grid in grids or width.grids:
+    most = ON_GRID**2 * groups.square().sum(-1)
+    first, *others = grids or width.grids
+    numbers, least = _on(first, groups)
+    shifted = torch.full((len(groups), 1), first.is_range)
+    for grid in others:
+        left = (least > most).nonzero().squeeze(1)
+        if not len(left):
+            break
         tried, error = _on(grid, groups[left])
         better = error < least[left]
         at = left[better]
-        least[at], numbers[at], shifted[at] = error[better], tried[better], grid.is_range
-        left = left[least[left] > ON_GRID**2 * power[left]]
-        if not len(left):
-            break
-    scale, zero = _fitted(groups, numbers, shifted[:, None])
+        numbers[at], least[at], shifted[at] = tried[better], error[better], grid.is_range
+    scale, zero = _fitted(groups, numbers, shifted)
     shape = (len(weight), -1, size)
     return Blocks(
         *(part.reshape(*shape[:2], part.shape[-1]) for part in _stored(numbers, scale, zero, width))
@@ -112,7 +111,9 @@ def grids_by_use(weight: torch.Tensor, size: int, width: Width) -> list[Grid]:
     """The grids of ``width``, those on which most blocks of a float32 ``weight`` ``[N, K]`` lie first."""
     groups = weight.reshape(-1, size)
     errors = torch.stack([_on(grid, groups)[1] for grid in width.grids])  # [grids, G]
-    uses = errors.argmin(0).bincount(minlength=len(errors))
+    is_on = errors <= ON_GRID**2 * groups.square().sum(-1)
+    is_on[-1] = True
+    uses = is_on.byte().argmax(0).bincount(minlength=len(errors))  # the first on which each lies
     return [width.grids[i] for i in uses.argsort(descending=True, stable=True)]
 
 
