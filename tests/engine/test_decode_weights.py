@@ -608,8 +608,9 @@ def test_verify_measures_copies_once_that_two_names_have_in_common(
     """As of a model that was unpacked from 4 bits: in both, all layers but the LM head have 4 bits."""
     kept = tiny.llama().bfloat16()
     monkeypatch.setattr("blendrag.model.loading.load_adapter", lambda *_: tiny.adapter(kept))
+    four, eight = packing.FORMATS["int4"], packing.FORMATS["int8"]
     monkeypatch.setattr(
-        packing, "_is_nearer_in_4_bits", lambda weight: weight is not kept.lm_head.weight
+        packing, "_unpacked_from", lambda weight: eight if weight is kept.lm_head.weight else four
     )
     with tiny.counted(agreeing.AgreementMeasurement, "run") as runs:
         fields = printed("verify", "tiny")["decode_weights"]
