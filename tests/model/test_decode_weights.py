@@ -134,30 +134,30 @@ def test_replaced_forwards_and_weights_are_noticed(model: nn.Module) -> None:
 
 
 class Costs:
-    """A clock: native products take ``native_s``, packed ones ``row_s`` for each row, and every product
-    the next of ``delays_s`` more."""
+    """A clock: native products take ``native_ms``, packed ones ``row_ms`` for each row, and every product
+    the next of ``delays_ms`` more."""
 
-    def __init__(self, native_s: float, row_s: float, delays_s: Iterable[float] = ()) -> None:
-        self.native_s, self.row_s, self.now = native_s, row_s, 0.0
+    def __init__(self, native_ms: float, row_ms: float, delays_ms: Iterable[float] = ()) -> None:
+        self.native_ms, self.row_ms, self.now = native_ms, row_ms, 0.0
         self.products = 0
-        self._delays_s = iter(delays_s)
+        self._delays_ms = iter(delays_ms)
 
     def __call__(self) -> float:
         return self.now
 
-    def _spend(self, seconds: float) -> None:
-        self.now += seconds + next(self._delays_s, 0.0)
+    def _spend(self, milliseconds: float) -> None:
+        self.now += (milliseconds + next(self._delays_ms, 0.0)) / 1000
         self.products += 1
 
     def most_rows(self, monkeypatch: pytest.MonkeyPatch) -> packing.FastRows:
         stock, native = FORMATS["int8"], F.linear
 
         def product(x: torch.Tensor, *packed: torch.Tensor) -> torch.Tensor:
-            self._spend(self.row_s * len(x))
+            self._spend(self.row_ms * len(x))
             return stock.product(x, *packed)
 
         def linear(*given: Any, **more: Any) -> torch.Tensor:
-            self._spend(self.native_s)
+            self._spend(self.native_ms)
             return native(*given, **more)
 
         layer = nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
@@ -169,11 +169,11 @@ class Costs:
         return packing.most_rows([one], self)
 
 
-@pytest.mark.parametrize(("row_s", "most"), [(0.3, 2), (0.2, 4), (2.0, 0), (0.0, 32)])
+@pytest.mark.parametrize(("row_ms", "most"), [(0.3, 2), (0.2, 4), (2.0, 0), (0.0, 32)])
 def test_copies_are_used_up_to_the_rows_where_native_products_are_faster(
-    row_s: float, most: int, monkeypatch: pytest.MonkeyPatch
+    row_ms: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costs = Costs(1.0, row_s)
+    costs = Costs(1.0, row_ms)
     assert costs.most_rows(monkeypatch) == (most, True)
     assert costs.products <= 6 * 2 * packing.TIMED_ROUNDS
 
@@ -189,6 +189,12 @@ def test_rounds_that_keep_disagreeing_are_no_steady_result(monkeypatch: pytest.M
     disturbed = (0.0, 5.0, 0.0, 0.0) * 1000
     found = Costs(1.0, 0.1, disturbed).most_rows(monkeypatch)
     assert (found.most > 0, found.is_steady) == (True, False)
+
+
+def test_no_rounds_are_added_that_would_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = Costs(600.0, 300.0, (0.0, 5000.0, 0.0, 0.0) * 1000)
+    assert costs.most_rows(monkeypatch) == (1, False)
+    assert costs.products == 2 * 2 * packing.TIMED_ROUNDS
 
 
 def test_copies_that_are_as_fast_are_a_steady_result_either_way(

@@ -54,6 +54,8 @@ TIMED_ROWS = (1, 2, 4, 8, 16, 32)
 TIMED_LAYERS = 8
 #: So many rounds in a row must agree with the shortest times, within at most so many.
 TIMED_ROUNDS, MOST_ROUNDS = 3, 12
+#: Seconds after which there are no further rounds for a shape than these few.
+MOST_ROUNDS_S = 1.0
 #: Difference of times, as a share, from which it matters that rounds disagree.
 NEARLY_EQUAL = 0.05
 #: A packed weight: the tensors that its format's product takes.
@@ -396,7 +398,7 @@ def most_rows(
 ) -> FastRows:
     """Up to how many rows the packed copies of ``layers``, which have one shape, are faster."""
     layers, most, is_steady = layers[:TIMED_LAYERS], 0, True
-    first = layers[0].layer
+    first, until = layers[0].layer, clock() + MOST_ROUNDS_S
 
     def seconds(products: Sequence[Callable[[torch.Tensor], Any]], x: torch.Tensor) -> float:
         began = clock()
@@ -413,7 +415,7 @@ def most_rows(
     with torch.inference_mode():
         for rows in TIMED_ROWS:
             x = torch.ones(rows, first.in_features, dtype=first.weight.dtype)
-            is_faster, agreed = _compared(partial(timed, x))
+            is_faster, agreed = _compared(partial(timed, x), lambda: clock() < until)
             is_steady = is_steady and agreed
             if not is_faster:
                 break
@@ -421,10 +423,13 @@ def most_rows(
     return FastRows(most, is_steady)
 
 
-def _compared(timed: Callable[[], tuple[float, float]]) -> tuple[bool, bool]:
+def _compared(
+    timed: Callable[[], tuple[float, float]], has_time: Callable[[], bool]
+) -> tuple[bool, bool]:
     """Whether the second of two is faster, by the shortest time of each, and whether rounds agree.
 
-    ``timed()`` times both once. What disturbs some rounds is outvoted by the next ones.
+    ``timed()`` times both once. What disturbs some rounds is outvoted by the next ones while it
+    ``has_time()``.
     """
     times: list[tuple[float, float]] = []
     for _ in range(MOST_ROUNDS):
@@ -432,6 +437,10 @@ def _compared(timed: Callable[[], tuple[float, float]]) -> tuple[bool, bool]:
         first, second = (min(each) for each in zip(*times, strict=True))
         is_faster = second < first
         last = times[-TIMED_ROUNDS:]
-        if len(last) == TIMED_ROUNDS and all((b < a) is is_faster for a, b in last):
+        if len(last) < TIMED_ROUNDS:
+            continue
+        if all((b < a) is is_faster for a, b in last):
             return is_faster, True
+        if not has_time():
+            break
     return is_faster, abs(second - first) <= NEARLY_EQUAL * first
