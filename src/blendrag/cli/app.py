@@ -83,18 +83,23 @@ def verify(
     dtype: options.Dtype = None,
     device: options.Device = None,
     lora: Annotated[str | None, options.shared("lora")] = None,
+    writer: Annotated[str | None, options.shared("writer", "none")] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Measure whether a model's stored KV can be reused; exit status 3 if not."""
+    """Measure whether a model's stored KV can be reused, and whether a writer fits it; exit status 3 if
+    not."""
     begin(verbose, "the model was not verified")
     from blendrag.config import settings
     from blendrag.engine.decode_weights import compare
     from blendrag.fusor.gate import verify as run_gate
     from blendrag.model.decode_weights import CHOICES
     from blendrag.model.loading import load_adapter
+    from blendrag.model.writer import NONE, FittedWriter, Writer
 
+    given = str(writer or settings().writer or NONE)
+    fits = None if given == NONE else Writer.load(given)
     with StatusLine(f"loading {model}") as line:
         adapter = load_adapter(
             model,
@@ -103,6 +108,9 @@ def verify(
             str(lora) if lora else None,
             trust_remote_code,
         )
+        if fits is not None and adapter.refusal is None:
+            with adapter.lock:
+                FittedWriter(fits, adapter)
         line.show("checking whether loaded KV gives the logits of a prefill")
         result = run_gate(
             adapter,
@@ -121,9 +129,12 @@ def verify(
             name: found if isinstance(found, str) else asdict(found) | {"share": found.share}
             for name, found in weights.items()
         }
-        output.print_json({**result.as_dict(), "decode_weights": fields})
+        about = fits.as_dict() if fits is not None else None
+        output.print_json({**result.as_dict(), "decode_weights": fields, "writer": about})
     else:
         _print_verification(model, result)
+        if fits is not None and result.blendable:
+            echo(f"  {fits.label} fits this model; the checks above are without it")
         _print_decode_weights(weights)
     return DONE if result.blendable else REFUSED_MODEL
 

@@ -102,7 +102,7 @@ def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk]) -> floa
     sample = [17] * max(chunk.tokens for chunk in new)
 
     def encode_s(tokens: int) -> float:
-        with adapter.lock, kv.validity.as_chunk(0, tokens):
+        with adapter.lock, kv.writer.active(adapter, kv.writer.fingerprint, 0, tokens):
             return _timed(lambda: adapter.encode((), sample[:tokens]))[0]
 
     scheduler.run(lambda: encode_s(len(sample)))  # warm up

@@ -263,13 +263,8 @@ class KVValidity:
             with self._with_writer("" if exact else writer, len(prefix), len(ids)):
                 return self.encoded((encoder or self._adapter.encode)(prefix, ids))
 
-    def as_chunk(self, skip: int, tokens: int) -> AbstractContextManager[None]:
-        """The context in which the model encodes ``tokens`` behind ``skip`` as those of a chunk. The caller
-        holds the lock."""
-        return self._with_writer(self.writer, skip, tokens)
-
     def _with_writer(self, writer: str, skip: int, tokens: int) -> AbstractContextManager[None]:
-        if self._writer is None or not writer:
+        if self._writer is None:
             return nullcontext()
         assert isinstance(self._adapter, ModelAdapter)
         return self._writer.active(self._adapter, writer, skip, tokens)

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from blendrag.engine.model_corpus import ModelCorpus
 from blendrag.errors import BlendragError, ModelLoadError
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.writer import FittedWriter, Writer
+from blendrag.model.writer import NONE, FittedWriter, Writer
 from blendrag.store import writer_files
 
 log = logging.getLogger(__name__)
-
-#: Value of the option ``writer``: chunks are encoded without one, also if the store has one.
-NONE = "none"
 
 
 class StoreWriter:
@@ -50,7 +47,7 @@ class StoreWriter:
             if isinstance(given, bytes):
                 self._read = Writer.from_bytes(given, "the writer that this process was sent")
             else:
-                self._read = Writer.load(Path(given).expanduser())
+                self._read = Writer.load(given)
         return self._read
 
     def writer(self) -> Writer | None:
@@ -97,10 +94,12 @@ class StoreWriter:
     def active(
         self, adapter: ModelAdapter, fingerprint: str, skip: int, tokens: int
     ) -> AbstractContextManager[None]:
-        """The context in which ``adapter`` encodes ``tokens`` behind ``skip`` with that writer.
+        """The context in which ``adapter`` encodes ``tokens`` behind ``skip`` with that writer, if any.
 
         Raises :class:`ModelLoadError` for one that is lost or does not fit. The caller holds the lock.
         """
+        if not fingerprint:
+            return nullcontext()
         return self._fitted_to(adapter, fingerprint).active(skip, tokens)
 
     def _fitted_to(self, adapter: ModelAdapter, fingerprint: str) -> FittedWriter:

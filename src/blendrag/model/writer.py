@@ -35,6 +35,8 @@ from blendrag.store.writer_files import MAX_MIB
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: File that makes a PEFT directory a writer, written by :func:`mark_as_writer`.
 MARK = "blendrag_writer.json"
+#: In place of a directory: chunks are encoded without a writer, also if the store has one.
+NONE = "none"
 #: Tokens of the forward that checks whether a writer fits a model.
 TRIAL_TOKENS = 4
 
@@ -88,6 +90,15 @@ class Writer:
         """For messages."""
         return f"writer {self.fingerprint[:12]} (rank {self.rank}, {len(self.parts)} layers)"
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "fingerprint": self.fingerprint,
+            "rank": self.rank,
+            "layers": len(self.parts),
+            "model": self.model_id,
+        }
+
     # -- files ------------------------------------------------------------------------------------
 
     @classmethod
@@ -96,7 +107,7 @@ class Writer:
 
         Raises :class:`ModelLoadError`, also for a PEFT adapter of another kind, and for NaN.
         """
-        folder = Path(directory)
+        folder = Path(directory).expanduser()
         if folder.is_file():
             return cls.from_bytes(_read(folder), str(folder))
         _require_writer(folder)

@@ -1,0 +1,41 @@
+"""``--writer``: an ingest with it, and commands over the store that need no option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tiny
+import writers
+from blendrag.model.writer import Writer
+from cli.commands import ingest_args, invoke, printed, refused, reused_tokens, write_documents
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tiny.llama(num_hidden_layers=3, max_position_embeddings=1024, eos_token_id=639)
+    return writers.writer(model, tmp_path_factory.mktemp("writer"))
+
+
+def test_a_store_that_was_ingested_with_a_writer_needs_no_option(
+    model_dir: Path, folder: Path, tmp_path: Path
+) -> None:
+    fingerprint, store = Writer.load(folder).fingerprint, tmp_path / "store"
+    args = ingest_args(write_documents(tmp_path / "docs"), model_dir, store)
+    args += ["--writer", str(folder)]
+    assert printed(*args, "--dry-run")["writer"] == fingerprint
+    assert invoke(*args).exit_code == 0
+    assert printed("store", "stats", "--store", store)["corpus"]["writer"] == fingerprint
+    shown = invoke("store", "stats", "--store", store).stdout
+    assert f"encoded with writer {fingerprint[:12]}" in shown
+    assert reused_tokens(store) > 0
+
+
+def test_verify_says_whether_a_writer_fits(model_dir: Path, folder: Path, tmp_path: Path) -> None:
+    found = printed("verify", model_dir, "--writer", folder)
+    assert found["writer"]["fingerprint"] == Writer.load(folder).fingerprint
+    assert "fits this model" in invoke("verify", model_dir, "--writer", folder).stdout
+    other = writers.writer(tiny.llama(hidden_size=64), tmp_path / "other")
+    assert "does not fit" in refused("verify", model_dir, "--writer", other)
+    assert "not the directory of a writer" in refused("verify", model_dir, "--writer", tmp_path)
