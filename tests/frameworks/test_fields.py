@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 import tiny
+import writers
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.library import Entry
 from blendrag.errors import InvalidInputError
@@ -79,6 +80,20 @@ def test_a_model_is_loaded_with_the_arguments_of_from_pretrained(
         config = made.engine.adapter.model.config
         assert (config._attn_implementation, str(config.dtype)) == ("eager", "torch.bfloat16")
         assert pickle.loads(pickle.dumps(made)).engine is made.engine
+    close_shared_engines()
+
+
+def test_wrappers_over_a_store_use_its_writer(checkpoint: str, tmp_path: Path) -> None:
+    folder = writers.writer(tiny.llama(), tmp_path / "writer")
+    given: dict[str, Any] = {"model": checkpoint, "store": tmp_path / "s", "writer": str(folder)}
+    with Wrapper(**given) as made:
+        made.engine.use_embedder(tiny.WordEmbedder())
+        made.engine.ingest([tiny.document(0)])
+        made.engine.open()
+        namespace = made.engine.kv_namespace.validity.namespace
+    with Wrapper(**given | {"writer": None}) as made:
+        made.engine.open()
+        assert made.engine.kv_namespace.validity.namespace == namespace
     close_shared_engines()
 
 

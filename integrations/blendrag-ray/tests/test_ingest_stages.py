@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import tiny
+import writers
 from blendrag.errors import StoreFullError
+from blendrag.store import writer_files
 from blendrag.store.remote import claims
 from blendrag.store.remote.root import RemoteRoot
 from blendrag_ray import ingest as distributed
@@ -62,6 +64,20 @@ def test_the_corpus_is_that_of_one_process(model, docs, tmp_path):
         assert many.corpus.manifest == one.corpus.manifest
     assert digests(tmp_path / "many") == digests(tmp_path / "one")
     assert rows(tmp_path / "many") == rows(tmp_path / "one")
+
+
+def test_workers_encode_with_the_writer_of_the_driver(model, docs, tmp_path):
+    writer = str(writers.writer(tiny.llama(), tmp_path / "writer"))
+    with (
+        engine(model, tmp_path / "one", writer=writer) as one,
+        engine(model, tmp_path / "many", writer=writer) as many,
+    ):
+        one.ingest([docs]).whole()
+        ingest(many, [docs]).whole()
+        assert many.corpus.manifest == one.corpus.manifest
+        assert many.corpus.manifest.writer
+    assert digests(tmp_path / "many") == digests(tmp_path / "one")
+    assert writer_files.kept_in(tmp_path / "many") == writer_files.kept_in(tmp_path / "one")
 
 
 def test_the_number_of_threads_does_not_change_kv(adapter):
