@@ -105,7 +105,8 @@ def test_ratio_one_equals_full_prefill_wherever_the_chunks_are(fusor, stock, bou
 
 @pytest.mark.parametrize("path", PATHS[::2], ids=("fast", "slow"))
 @pytest.mark.parametrize(
-    ("ratio", "schedule"), [(0.0, "constant"), (0.05, "geometric:0.3"), (0.7, "3,1,0")]
+    ("ratio", "schedule"),
+    [(0.0, "constant"), (0.05, "geometric:0.3"), (0.7, "3,1,0"), (0.1, "first:1")],
 )
 def test_exact_loaded_kv_equals_stock_whichever_tokens_are_chosen(
     adapter, stock, ratio, schedule, path
@@ -253,7 +254,7 @@ def test_an_error_that_a_chunk_has_in_common_is_taken_back(name):
                     wrong = (ours - theirs)[:, EVERYWHERE[stale]]
                     found.append(float(wrong.square().mean() / theirs.square().mean()))
         off[policy] = sum(found) / len(found)
-    assert 0 < off["query+shift"] < 0.5 * off["query"]
+    assert 0 < off["query+shift"] < 0.8 * off["query"]
 
 
 # -- the last layer -----------------------------------------------------------------------------

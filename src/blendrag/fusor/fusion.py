@@ -189,7 +189,8 @@ class Fusion:
             peeks_next = layer == 0 and self._selector.needs_peek
             if layer + 1 < len(self._buffers) and not self._plan and not peeks_next:
                 self._choose(layer + 1, keys, values, seen=layer)
-            if self._shift is not None and layer > 0:  # layer 0: K and V depend on the token alone
+            # K and V of layer 0 depend on the token alone
+            if self._shift is not None and layer > 0 and self._chosen.numel():
                 loaded = self.cache.shapes[layer].split(self._buffers[layer])
                 with noted(self.timeline, REPOSITION, layer):
                     self._shift.move_(layer, rows, self._chosen, (keys, values), loaded)
