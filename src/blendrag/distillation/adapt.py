@@ -261,7 +261,8 @@ def _held_out_prompts(material: Material, recipe: Recipe) -> list[Any]:
     few = Material(
         material.tokens, material.groups, material.top_k, HELD_OUT_QUESTIONS, material.chunk_tokens
     )
-    return [few.draw(rng, is_short=False) for _ in range(recipe.held_out)]
+    asked = sum(len(group.asked) for group in material.groups)
+    return [few.draw(rng, is_short=False) for _ in range(min(recipe.held_out, asked))]
 
 
 def with_nearest(

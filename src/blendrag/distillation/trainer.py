@@ -45,7 +45,7 @@ class Recipe:
     learning_rate: float = 5e-4
     answer_tokens: int = 24
     held_out: int = 16
-    """Prompts that are never trained on and decide which writer is kept."""
+    """Prompts that are never trained on and decide which writer is kept; no more than they have questions."""
     measure_every: int = 20
     """Steps between two measurements on them."""
     patience: int = 4
