@@ -77,8 +77,6 @@ class PackedFormat:
     """``(x [M, K], *packed)`` → ``[M, N]``"""
     axes: tuple[int, ...]
     """The axes along which the tensors of blocks of outputs are joined."""
-    fits: Callable[[int, int], bool]
-    """Whether the operator takes a weight of N outputs and K inputs."""
 
 
 # -- int8 -----------------------------------------------------------------------------------------
@@ -127,16 +125,12 @@ def _blocks_product(x: torch.Tensor, packed: torch.Tensor, pairs: torch.Tensor) 
 _PLACES = torch.tensor([[16.0], [1.0]], dtype=torch.bfloat16)
 
 
-def _fits_int4(outputs: int, inputs: int) -> bool:
-    return outputs % 16 == 0 and inputs % GROUP == 0
-
-
 FORMATS: Mapping[str, PackedFormat] = {
     each.name: each
     for each in (
-        PackedFormat("int8", _pack_int8, int8_product, (0, 0), lambda n, k: True),
-        PackedFormat("int4", _pack_int4, int4_product, (0, 1), _fits_int4),
-        PackedFormat("blocks", _pack_blocks, _blocks_product, (0, 1), _fits_int4),
+        PackedFormat("int8", _pack_int8, int8_product, (0, 0)),
+        PackedFormat("int4", _pack_int4, int4_product, (0, 1)),
+        PackedFormat("blocks", _pack_blocks, _blocks_product, (0, 1)),
     )
 }
 #: The values of ``decode_weights`` for which copies are made.
@@ -211,7 +205,7 @@ def pack(model: nn.Module, name: str) -> PackedWeights:
     head = model.get_output_embeddings()  # type: ignore[operator]
 
     def kind_of(layer: nn.Linear) -> PackedFormat:
-        if not _fits_int4(*layer.weight.shape):
+        if layer.out_features % 16:  # int4's operator takes 16 outputs at a time
             return FORMATS["int8"]
         if name == "int4" and layer is not head:
             return FORMATS["int4"]
