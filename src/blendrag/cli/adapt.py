@@ -69,9 +69,7 @@ def adapt(
 
     require_peft()
     require_unfinished(out)
-    recipe = Recipe(
-        steps=steps, batch=batch, rank=rank, learning_rate=learning_rate
-    )  # fmt: skip
+    recipe = Recipe(steps=steps, batch=batch, rank=rank, learning_rate=learning_rate)
     given = context.params
     store = _store(given["store"], documents, questions)
     name = _model(given["model"], store, bool(given["trust_remote_code"]))
@@ -94,11 +92,12 @@ def adapt(
         )
 
         def show(progress: Progress, before: Score) -> None:
-            kept = f"{count(progress.step, 'step')} kept in {out}; repeat the command to go on"
-            interrupt.expect(kept, GRACE_S)
+            steps_kept = f"{count(progress.step, 'step')} kept in {out}"
+            interrupt.expect(f"{steps_kept}; repeat the command to go on", GRACE_S)
             line.show(_line(progress, recipe.steps, before), progress.step, recipe.steps)
 
-        interrupt.expect("nothing was trained yet; repeat the command to go on", GRACE_S)
+        kept = f"steps finished before are kept in {out}; repeat the command to go on"
+        interrupt.expect(kept, GRACE_S)
         report = train(
             adapter,
             corpus,

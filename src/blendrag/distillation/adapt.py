@@ -2,7 +2,7 @@
 
 ::
 
-    read_material     groups of passages and questions           corpus, documents or records
+    corpus_of         groups of passages and questions           store, documents or records
     split             groups to train on, groups held out
     with_questions    questions by the model itself
     Trainer.run       the loop, with checkpoints
@@ -15,7 +15,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,9 @@ import torch
 
 from blendrag.distillation import card
 from blendrag.distillation.forwards import Forwards
-from blendrag.distillation.material import (
-    Asked,
-    Group,
-    Material,
-    documents_as_groups,
-    split,
-    with_questions,
-)
+from blendrag.distillation.material import Group, Material, split, with_questions
 from blendrag.distillation.memory import needs_of
-from blendrag.distillation.prompts import Passage
+from blendrag.distillation.prompts import ChunkPrompt
 from blendrag.distillation.questions import ask_model, question_in
 from blendrag.distillation.trainer import (
     CHECKPOINT,
@@ -50,7 +43,7 @@ from blendrag.store import regular_files
 REPORT = "report.json"
 QUESTIONS = "questions.json"
 #: Questions that the model makes for each prompt it trains on, and the most of all.
-QUESTIONS_PER_STEP, MAX_QUESTIONS = 2, 400
+QUESTIONS_PER_PROMPT, MAX_QUESTIONS = 2, 400
 #: Questions of a held-out prompt.
 HELD_OUT_QUESTIONS = 2
 #: About the most tokens between two chunks, with the name of a document, and of a question with what is
@@ -242,7 +235,7 @@ def _asked(
         regular_files.replace(out / QUESTIONS, json.dumps(kept).encode())
         return [known[text] for text in texts]
 
-    most = min(MAX_QUESTIONS, QUESTIONS_PER_STEP * recipe.steps * recipe.batch)
+    most = min(MAX_QUESTIONS, QUESTIONS_PER_PROMPT * recipe.steps * recipe.batch)
     train = with_questions(train, most, ask, recipe.seed)
     held = with_questions(held, HELD_OUT_QUESTIONS * recipe.held_out, ask, recipe.seed)
     return train, held
@@ -256,47 +249,8 @@ def _kept_questions(path: Path, digest: str) -> dict[str, str]:
         return {}
 
 
-def _held_out_prompts(material: Material, recipe: Recipe) -> list[Any]:
+def _held_out_prompts(material: Material, recipe: Recipe) -> list[ChunkPrompt]:
     rng = random.Random(f"{recipe.seed} held out")
-    few = Material(
-        material.tokens, material.groups, material.top_k, HELD_OUT_QUESTIONS, material.chunk_tokens
-    )
+    few = replace(material, questions=HELD_OUT_QUESTIONS)
     asked = sum(len(group.asked) for group in material.groups)
     return [few.draw(rng, is_short=False) for _ in range(min(recipe.held_out, asked))]
-
-
-def with_nearest(
-    groups: Sequence[Group], questions: Sequence[str], retrieve: Callable[[str], Sequence[str]]
-) -> tuple[Group, ...]:
-    """``groups`` with ``questions`` of a file, each about the passage that ``retrieve`` finds first.
-
-    Raises :class:`InvalidInputError` if it finds none for any of them.
-    """
-    place = {
-        passage.text: (number, at)
-        for number, group in enumerate(groups)
-        for at, passage in enumerate(group.passages)
-    }
-    added: dict[int, list[Asked]] = {}
-    for question in dict.fromkeys(questions):
-        found = next((place[text] for text in retrieve(question) if text in place), None)
-        if found is not None:
-            added.setdefault(found[0], []).append(Asked(question, found[1]))
-    if questions and not added:
-        raise InvalidInputError(
-            f"none of {len(questions)} questions finds a passage, expected questions about the documents"
-        )
-    return tuple(
-        Group(group.passages, (*group.asked, *added.get(number, ())), group.task)
-        for number, group in enumerate(groups)
-    )
-
-
-__all__ = [
-    "AdaptReport",
-    "Passage",
-    "TrainingCorpus",
-    "adapt",
-    "documents_as_groups",
-    "with_nearest",
-]

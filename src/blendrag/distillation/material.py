@@ -161,6 +161,33 @@ def with_questions(groups: Sequence[Group], most: int, ask: Asks, seed: int) -> 
     )
 
 
+def with_nearest(
+    groups: Sequence[Group], questions: Sequence[str], retrieve: Callable[[str], Sequence[str]]
+) -> tuple[Group, ...]:
+    """``groups`` with ``questions`` of a file, each about the passage that ``retrieve`` finds first.
+
+    Raises :class:`InvalidInputError` if it finds none for any of them.
+    """
+    place = {
+        passage.text: (number, at)
+        for number, group in enumerate(groups)
+        for at, passage in enumerate(group.passages)
+    }
+    added: dict[int, list[Asked]] = {}
+    for question in dict.fromkeys(questions):
+        found = next((place[text] for text in retrieve(question) if text in place), None)
+        if found is not None:
+            added.setdefault(found[0], []).append(Asked(question, found[1]))
+    if questions and not added:
+        raise InvalidInputError(
+            f"none of {len(questions)} questions finds a passage, expected questions about the documents"
+        )
+    return tuple(
+        Group(group.passages, (*group.asked, *added.get(number, ())), group.task)
+        for number, group in enumerate(groups)
+    )
+
+
 def documents_as_groups(documents: Iterable[tuple[str, str, Sequence[str]]]) -> list[Group]:
     """Groups of ``(source, name, texts)``; a text that an earlier document has is left out."""
     seen: set[str] = set()

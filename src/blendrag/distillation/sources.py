@@ -11,8 +11,8 @@ from blendrag.config import DEFAULT_EMBEDDER, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, embedder_of
 from blendrag.corpus.retriever import Retriever
-from blendrag.distillation.adapt import TrainingCorpus, with_nearest
-from blendrag.distillation.material import Group, documents_as_groups
+from blendrag.distillation.adapt import TrainingCorpus
+from blendrag.distillation.material import Group, documents_as_groups, with_nearest
 from blendrag.distillation.questions import read_questions
 from blendrag.engine.rendering import prefix_token_ids
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
