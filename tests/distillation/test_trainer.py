@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import tiny
 from blendrag.distillation import Progress, Score, adapt
 from blendrag.distillation.adapt import TrainingCorpus
 from blendrag.distillation.forwards import Forwards
-from blendrag.distillation.material import Group, Material, documents_as_groups, split
+from blendrag.distillation.material import (
+    Asked,
+    Group,
+    Material,
+    documents_as_groups,
+    split,
+    with_questions,
+)
 from blendrag.distillation.memory import SHARE, needs_of
 from blendrag.distillation.questions import cleaned_question
 from blendrag.distillation.trainer import CHECKPOINT
@@ -258,6 +266,20 @@ def test_fewer_chunks_are_held_at_a_time_where_memory_is_short(tmp_path: Path) -
     assert scarce.encode_batch == 2
     assert scarce.total_bytes == ample.total_bytes - ample.chunk_bytes
     assert "activations of 2 of 3 chunks are held at a time" in str(scarce)
+
+
+def test_the_model_asks_only_what_is_missing() -> None:
+    groups = [Group((passage(n), passage(n, 1)), (Asked(f"Who owned {n}?"),)) for n in range(3)]
+    about: list[str] = []
+
+    def ask(texts: Sequence[str]) -> list[str]:
+        about.extend(texts)
+        return [f"What of {text[-40:]}?" for text in texts]
+
+    made = with_questions(groups, 5, ask, 0)
+    assert len(about) == 2
+    assert sorted(len(group.asked) for group in made) == [1, 2, 2]  # spread over the groups
+    assert with_questions(groups, 3, ask, 0) == tuple(groups)
 
 
 def test_held_out_groups_share_no_passage_with_training() -> None:

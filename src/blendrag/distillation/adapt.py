@@ -42,8 +42,8 @@ from blendrag.store import regular_files
 
 REPORT = "report.json"
 QUESTIONS = "questions.json"
-#: Questions that the model makes for each prompt it trains on, and the most of all.
-QUESTIONS_PER_PROMPT, MAX_QUESTIONS = 2, 400
+#: Questions for each prompt that is trained on, and the most of all; what is missing is made by the model.
+QUESTIONS_PER_PROMPT, MAX_QUESTIONS = 2, 300
 #: Questions of a held-out prompt.
 HELD_OUT_QUESTIONS = 2
 #: About the most tokens between two chunks, with the name of a document, and of a question with what is
@@ -236,9 +236,10 @@ def _asked(
         return [known[text] for text in texts]
 
     most = min(MAX_QUESTIONS, QUESTIONS_PER_PROMPT * recipe.steps * recipe.batch)
-    train = with_questions(train, most, ask, recipe.seed)
-    held = with_questions(held, HELD_OUT_QUESTIONS * recipe.held_out, ask, recipe.seed)
-    return train, held
+    return (
+        with_questions(train, most, ask, recipe.seed),
+        with_questions(held, HELD_OUT_QUESTIONS * recipe.held_out, ask, recipe.seed),
+    )
 
 
 def _kept_questions(path: Path, digest: str) -> dict[str, str]:

@@ -140,14 +140,16 @@ Asks = Callable[[Sequence[str]], list[str]]
 
 
 def with_questions(groups: Sequence[Group], most: int, ask: Asks, seed: int) -> tuple[Group, ...]:
-    """``groups`` with questions made by ``ask`` about at most ``most`` of their passages, spread evenly."""
+    """``groups`` with ``most`` questions: where they have fewer, ``ask`` makes some about their passages,
+    spread evenly."""
     rng = random.Random(seed)
     turns = [
         (turn, number, at)
         for number, group in enumerate(groups)
         for turn, at in enumerate(rng.sample(range(len(group.passages)), len(group.passages)))
     ]
-    places = [(number, at) for _, number, at in sorted(turns)[:most]]
+    missing = max(0, most - sum(len(group.asked) for group in groups))
+    places = [(number, at) for _, number, at in sorted(turns)[:missing]]
     made = ask([groups[number].passages[at].text for number, at in places])
     added: dict[int, list[Asked]] = {}
     seen: set[str] = set()
