@@ -152,23 +152,29 @@ def test_an_error_behind_the_opening_of_chunks_closes_them(engine, monkeypatch, 
     def fail(*_: Any) -> None:
         raise OSError("the store is gone")
 
-    keys, opened, stock = lose(engine), [], engine.store._open_here
-    assert keys
+    assert lose(engine)
+    opened, closed, stock = [], [], engine.store.open_all
 
-    def watched(*given: Any) -> Any:
-        opened.append(stock(*given))
-        return opened[-1]
+    def watch(reader: Any) -> None:
+        opened.append(reader)
+        close = reader.close
+        monkeypatch.setattr(reader, "close", lambda: (closed.append(reader), close()))
 
-    monkeypatch.setattr(engine.store, "_open_here", watched)
+    def open_all(*given: Any) -> list[Any]:
+        found = stock(*given)
+        for reader in filter(None, found):
+            watch(reader)
+        return found
+
+    monkeypatch.setattr(engine.store, "open_all", open_all)
     if target == "planner":
         monkeypatch.setattr(engine.planner, "_why_missing", fail)
     else:
         monkeypatch.setattr(Controller, "_chunk", fail)
     with pytest.raises(OSError, match="the store is gone"):
         engine.generate(tiny.prompt(engine, 0, 1), BLEND)
-    readers = [reader for reader in opened if reader is not None]
-    assert readers
-    assert all(reader._closed for reader in readers)
+    assert opened
+    assert {*map(id, closed)} == {*map(id, opened)}
 
 
 def test_a_mode_that_does_not_load_chunks_encodes_nothing_first(engine):
