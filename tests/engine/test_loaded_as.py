@@ -37,6 +37,7 @@ AGAIN = {"tensors_fingerprint": "others"}
         ({"tokenizer_fingerprint": "x"}, "its tokenizer or chat template has changed", "ingest again"),
         ({"model_id": "n"}, "under another name", "name it m, or ingest again"),
         ({"revision": "def", **AGAIN}, "revision def, not abc", "load that one, or ingest again"),
+        ({"writer": "x"}, "with a writer", "give writer none, or ingest again"),
         ({"encoding": "int8"}, "KV encoding int8, not native", "ingest again"),
     ],
 )  # fmt: skip
@@ -52,6 +53,16 @@ def test_an_adapter_that_the_ingest_had_is_asked_for() -> None:
     then, same = replace(THEN, adapters="x"), "give the same lora, or ingest again"
     assert difference(then, THEN) == ("without its adapter", same)
     assert difference(then, replace(THEN, adapters="y")) == ("with another adapter", same)
+
+
+def test_a_writer_that_the_ingest_had_is_asked_for() -> None:
+    then, same = replace(THEN, writer="x"), "give the same writer, or ingest again"
+    assert difference(then, THEN) == ("without its writer", same)
+    assert difference(then, replace(THEN, writer="y")) == ("with another writer", same)
+
+
+def test_without_a_writer_a_namespace_is_that_of_versions_that_had_none() -> None:
+    assert THEN.namespace == "2a77bcc986dd5e4b1f557c7c1ffc8eab3482946d0d09963ff371d2b39c87478a"
 
 
 def test_kv_that_a_newer_library_no_longer_computes_names_the_versions(
