@@ -266,6 +266,26 @@ def test_stored_kv_is_used_although_its_writer_is_lost(root: Path, damage: Damag
         assert not engine.store.where(engine.kv_namespace.validity.namespace, keys)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_machine_that_computes_other_kv_uses_none_of_a_writer(root: Path, is_lost: bool) -> None:
+    (fingerprint,) = writer_files.kept_in(root)
+    if is_lost:
+        writer_files.path_of(root, fingerprint).unlink()
+    model, before = tiny.llama(), sorted(root.rglob("*.kv"))
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
+    with tiny.engine(model, root) as engine:
+        answer = engine.generate(tiny.prompt(engine, *NUMBERS))
+        assert answer.metrics.reused_tokens == 0
+        assert any("computes different KV" in note for note in answer.metrics.notes)
+        if is_lost:
+            with tiny.refuses("is missing.*--writer.*or none", ModelLoadError):
+                ingest(engine)
+            assert sorted(root.rglob("*.kv")) == before
+        else:
+            ingest(engine)
+            assert ask(engine, mode="reuse")[1] > 0
+
+
 def test_an_ingest_without_its_writer_says_what_to_do_and_loses_nothing(
     root: Path, folder: Path
 ) -> None:

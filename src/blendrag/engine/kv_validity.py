@@ -24,6 +24,7 @@ from blendrag.engine.store_writer import StoreWriter
 from blendrag.errors import (
     CorruptKVError,
     IdentityChangedError,
+    ModelLoadError,
     StoreUnavailableError,
     UnsupportedModelError,
 )
@@ -36,7 +37,7 @@ from blendrag.model.sharing import before_layers
 from blendrag.serving.coroutine import let_texts_in
 from blendrag.store.base import ForeignKVError, KVReader, Probe
 from blendrag.store.encodings.codec import codec_of, staging_of
-from blendrag.store.identity import ModelIdentity, chunk_key, probe_key
+from blendrag.store.identity import ModelIdentity, exact_key, probe_key
 from blendrag.store.kv import ChunkKV, dtype_name
 from blendrag.store.tiered import KVStore
 
@@ -180,9 +181,12 @@ class KVValidity:
     def renew(self, namespace: str) -> None:
         """Prepare ``namespace`` for an ingest: delete invalid KV, put a probe into an empty remote.
 
-        Raises :class:`ForeignKVError` if the remote's KV is invalid.
+        Raises :class:`ForeignKVError` if the remote's KV is invalid, and :class:`ModelLoadError` if the
+        writer is lost that would encode deleted KV again.
         """
         if not self._is_valid_here(namespace):
+            if trouble := self.trouble:  # nothing could be stored instead
+                raise ModelLoadError(trouble)
             for key in list(self._store.keys(namespace)):
                 self._store.delete(namespace, key)
             self._valid[namespace] = True
@@ -212,10 +216,7 @@ class KVValidity:
         return "its probe entry is missing or damaged"
 
     def _is_alike(self, namespace: str, prefix: tuple[int, ...], reader: KVReader) -> bool:
-        if trouble := self.trouble:  # then the identity alone says whose KV it is
-            log.warning("stored KV is used without a check of this machine: %s", trouble)
-            return True
-        now = self.encode(namespace, self._probe_ids(), prefix)
+        now = self._encoded_probe(namespace, prefix)
         return _alike(now, reader, PROBE_TOLERANCE[dtype_name(self._adapter.precision)])
 
     def _remote_probe(self, namespace: str) -> Probe:
@@ -223,7 +224,7 @@ class KVValidity:
 
         def compute() -> ChunkKV:
             self.require_verified()
-            return self.encode(namespace, self._probe_ids(), ())
+            return self._encoded_probe(namespace, ())
 
         def is_alike(reader: KVReader) -> bool:
             self.require_verified()
@@ -232,13 +233,19 @@ class KVValidity:
         layout = self._adapter.layout.encoded(self._manifest().encoding)
         return Probe(layout, PROBE_TOKENS, compute, is_alike)
 
+    def _encoded_probe(self, namespace: str, prefix: tuple[int, ...]) -> ChunkKV:
+        """By the model alone, so that it can be compared when the writer is lost: the identity covers the
+        writer, and :class:`FittedWriter` checks that it changes every layer that it names."""
+        return self.encode(namespace, self._probe_ids(), prefix, exact=True)
+
     def _probe_ids(self) -> tuple[int, ...]:
         vocab = self._adapter.model.get_input_embeddings().num_embeddings
         return tuple((7919 * i + 13) % vocab for i in range(PROBE_TOKENS))
 
     def probe_key(self, namespace: str) -> str:
         """Key of the entry by which stored KV is compared with what the model computes."""
-        return chunk_key(namespace, self._manifest().prefix_ids, self._probe_ids())
+        prefix = self._manifest().prefix_ids
+        return exact_key(namespace, prefix, self._probe_ids(), bool(self.writer))
 
     # -- the identity ---------------------------------------------------------------------------
 
@@ -299,7 +306,7 @@ class KVValidity:
         self._store.agrees(namespace, partial(self._remote_probe, namespace), create=True)
         key = self.probe_key(namespace)
         if key not in self._store.where(namespace, [key], durable=True):
-            kv = self.encode(namespace, self._probe_ids(), self._manifest().prefix_ids)
+            kv = self._encoded_probe(namespace, self._manifest().prefix_ids)
             self._store.put(namespace, key, kv)
         self._store.pin(namespace, key)
         self._valid.setdefault(namespace, True)

@@ -119,14 +119,21 @@ def chunk_key(namespace: str, prefix_ids: Sequence[int], chunk_ids: Sequence[int
     return digest_fields([b"chunk", namespace.encode(), pack_ids(prefix_ids), pack_ids(chunk_ids)])
 
 
-def beginning_key(namespace: str, ids: Sequence[int], has_writer: bool) -> str:
-    """Key of the exact KV of ``ids`` at the beginning of a prompt (64 hex digits).
+def exact_key(
+    namespace: str, prefix_ids: Sequence[int], ids: Sequence[int], has_writer: bool
+) -> str:
+    """Key of the KV of ``ids`` after ``prefix_ids`` that the model computes without a writer (64 hex digits).
 
-    A chunk that was encoded without a prefix has the same KV, unless a writer encoded it.
+    A chunk has the same KV, unless a writer encoded it.
     """
     if not has_writer:
-        return chunk_key(namespace, (), ids)
-    return digest_fields([b"beginning", namespace.encode(), pack_ids(ids)])
+        return chunk_key(namespace, prefix_ids, ids)
+    return digest_fields([b"exact", namespace.encode(), pack_ids(prefix_ids), pack_ids(ids)])
+
+
+def beginning_key(namespace: str, ids: Sequence[int], has_writer: bool) -> str:
+    """Key of the exact KV of ``ids`` at the beginning of a prompt (64 hex digits)."""
+    return exact_key(namespace, (), ids, has_writer)
 
 
 def probe_key(namespace: str) -> str:
