@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,25 @@ def test_a_machine_that_computes_other_kv_uses_none_of_a_writer(root: Path, is_l
         else:
             ingest(engine)
             assert ask(engine, mode="reuse")[1] > 0
+
+
+def test_a_chunk_is_encoded_with_the_writer_of_its_namespace(root: Path, tmp_path: Path) -> None:
+    """Although another engine's ingest changes the writer of the corpus just then."""
+    other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
+    with tiny.engine(tiny.llama(), tmp_path / "second", writer=str(other)) as second:
+        ingest(second)
+    shutil.copytree(tmp_path / "second" / "writers", root / "writers", dirs_exist_ok=True)
+    with tiny.engine(tiny.llama(), root) as engine:
+        kv = engine.kv_namespace
+        first, corpus = kv.writer.fingerprint, kv.corpus.current
+        assert corpus is not None
+        corpus.set_manifest(replace(corpus.manifest, writer=Writer.load(other).fingerprint))
+        ids = tiny.random_ids(12)[0].tolist()
+        with kv.writer.active(engine.adapter, first, 0, len(ids)):
+            found = engine.adapter.encode((), ids)
+    expected = writers.by_peft(writers.with_lora(tiny.llama()), (), ids)
+    for one, wanted in zip(found.layers, expected.layers, strict=True):
+        assert (one - wanted).abs().max() < 1e-5
 
 
 def test_an_ingest_without_its_writer_says_what_to_do_and_loses_nothing(

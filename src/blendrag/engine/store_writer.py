@@ -52,17 +52,22 @@ class StoreWriter:
 
     def writer(self) -> Writer | None:
         """The writer, from the store if none was given. Raises :class:`ModelLoadError`."""
+        fingerprint = self.fingerprint
+        return self._writer_of(fingerprint) if fingerprint else None
+
+    def _writer_of(self, fingerprint: str) -> Writer:
+        """That writer; another one may be the corpus's by now."""
         if self._given is not None:
             return self._given_writer
-        fingerprint = self.fingerprint
-        return kept_writer(self._corpus.root, fingerprint) if fingerprint else None
+        if self._read is None or self._read.fingerprint != fingerprint:
+            self._read = kept_writer(self._corpus.root, fingerprint)
+        return self._read
 
     @property
     def trouble(self) -> str:
         """Why chunks cannot be encoded; empty if they can."""
         try:
-            if self._fitted is None or self._fitted[0][0] != self.fingerprint:
-                self.writer()
+            self.writer()
         except ModelLoadError as exc:
             return str(exc)
         return ""
@@ -105,8 +110,7 @@ class StoreWriter:
     def _fitted_to(self, adapter: ModelAdapter, fingerprint: str) -> FittedWriter:
         fitted = fingerprint, adapter.device, adapter.layout.dtype
         if self._fitted is None or self._fitted[0] != fitted:
-            writer = self.writer()
-            assert writer is not None
+            writer = self._writer_of(fingerprint)
             if writer.has_adapters != bool(adapter.identity.adapters):
                 had, has = ("with", "without") if writer.has_adapters else ("without", "with")
                 log.warning(
