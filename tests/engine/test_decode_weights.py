@@ -260,16 +260,19 @@ def test_damaged_packed_weights_are_made_and_kept_again(
         assert all(f"{file}" in each and "are made again" in each for each in warnings)
 
 
-@pytest.mark.parametrize(("name", "kept"), [("ours/model", [2]), ("", [1, 2])])
+@pytest.mark.parametrize(
+    ("name", "most", "kept"), [("ours/model", 4, [2]), ("", 2, [1, 2]), ("", 4, [0, 1, 2])]
+)
 def test_packed_weights_of_earlier_weights_are_removed_and_those_of_another_model_are_not(
     name: str,
+    most: int,
     kept: list[int],
     engines: Callable[..., BlendEngine],
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Models without a name may be different ones, so the last files stay."""
-    monkeypatch.setattr(choosing, "KEPT_UNNAMED", 2)
+    monkeypatch.setattr(choosing, "KEPT_UNNAMED", most)
     files: dict[int, Path] = {}
     for seed in range(3):
         loaded = model(seed=seed)

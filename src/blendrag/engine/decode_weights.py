@@ -387,8 +387,8 @@ def _remove_earlier(file: Path, adapter: ModelAdapter, name: str) -> None:
     with suppress(FileNotFoundError):  # another process removes one; the rest goes the next time
         files = file.parent.glob(f"{_of_model(adapter, name)}-*")
         earlier = [each for each in files if each.stem != file.stem]  # not what one writes now
-        earlier.sort(key=lambda each: each.stat().st_mtime)
-        for each in earlier[: len(earlier) - kept]:
+        earlier.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+        for each in earlier[kept:]:
             each.unlink(missing_ok=True)
 
 
