@@ -94,7 +94,7 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(engine):
         ):
             full = Plan.computed(plan, MODE_FULL)
             made = controller.plan(plan, mode, request.blending, reserve=2) if controller else full
-            planner = Mock(plan=lambda request, avoid, check: made)
+            planner = Mock(plan=lambda *given: made)
             return Generation(BlendedRoad(used.model, planner, request, stream), stream).run()
 
     blended = answer(
