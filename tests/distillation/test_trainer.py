@@ -205,6 +205,37 @@ def test_loss_that_is_no_number_ends_the_run_and_keeps_the_writer(
     assert not hasattr(adapter.model, "peft_config")
 
 
+def test_layers_that_no_store_takes_a_writer_of_are_not_trained(tmp_path: Path) -> None:
+    """Beside experts, some models flatten the batch before a linear layer."""
+    adapter = small()
+    beside = adapter.model.model.layers[1].mlp
+    forward = beside.forward
+    beside.forward = lambda x: forward(x.flatten(0, 1)).view_as(x)
+    report = adapt(adapter, corpus(adapter), recipe(), tmp_path)
+    assert report.after.mean_kl > 0
+    writer = Writer.load(tmp_path)
+    changed = {name.rpartition(".")[0] for name in writer.parts}
+    assert changed == {"model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.self_attn"}
+    FittedWriter(writer, adapter)
+
+
+def test_saving_a_writer_does_not_ask_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "peft.utils.save_and_load.check_file_exists_on_hf_hub",
+        lambda name, *more: asked.append(name),
+    )
+    adapter = small()
+    adapter.model.name_or_path = "someone/model"
+    with adapter.lock:
+        trained = TrainedWriter(adapter, 4, 0)
+        trained.save(tmp_path)
+        trained.close()
+    assert not asked
+
+
 def test_checkpoint_of_another_run_or_a_damaged_one_is_not_taken(tmp_path: Path) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -226,6 +226,19 @@ def test_a_layer_that_encoding_leaves_out_is_refused(tmp_path: Path) -> None:
         FittedWriter(Writer.load(folder), tiny.adapter(model))
 
 
+def test_a_layer_that_is_left_out_later_is_noticed(tmp_path: Path) -> None:
+    """Chunks are not stored as the writer's if it did not change all of its layers."""
+    model = tiny.llama()
+    adapter = tiny.adapter(model)
+    fitted = FittedWriter(Writer.load(writers.writer(model, tmp_path)), adapter)
+    model.model.layers[1].mlp.forward = lambda x: x
+    with (
+        tiny.refuses("does not fit.*does not run model.layers.1.mlp", ModelLoadError),
+        fitted.active(0, len(IDS)),
+    ):
+        adapter.encode([], IDS)
+
+
 def test_a_refused_writer_leaves_no_hook(llama_writer: Writer) -> None:
     model = tiny.llama(hidden_size=64)
     with pytest.raises(BlendragError):

@@ -14,7 +14,7 @@ from torch import nn
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import fingerprint
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.writer import mark_as_writer
+from blendrag.model.writer import layers_for_writers, mark_as_writer
 
 #: The factor of a LoRA's product is alpha / rank.
 ALPHA_PER_RANK = 2
@@ -48,11 +48,12 @@ class TrainedWriter:
                 f"{adapter.model_id} has an adapter already, expected the plain model; leave out lora"
             )
         inside = {id(m) for layer in adapter.stack.layers for m in layer.modules()}
-        names = [
-            name
+        linear = {
+            name: module
             for name, module in adapter.model.named_modules()
             if type(module) is nn.Linear and id(module) in inside
-        ]
+        }
+        names = layers_for_writers(adapter, linear)
         if not names:
             raise UnsupportedModelError(
                 f"the decoder layers of {adapter.model_id} have no linear layers of torch, which a writer "
@@ -104,7 +105,8 @@ class TrainedWriter:
         """As a PEFT directory that stores take as a writer."""
         with TemporaryDirectory(dir=folder, prefix=".") as name:
             made = Path(name)
-            self.model.save_pretrained(name)
+            # else peft asks the hub whether the vocabulary was changed
+            self.model.save_pretrained(name, save_embedding_layers=False)
             mark_as_writer(made, self._adapter.model_id)
             for path in sorted(made.iterdir()):
                 path.replace(folder / path.name)

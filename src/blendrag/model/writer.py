@@ -274,9 +274,11 @@ class FittedWriter:
     def __init__(self, writer: Writer, adapter: ModelAdapter) -> None:
         """Raises :class:`ModelLoadError` for a model that it does not fit. The caller holds the lock."""
         self._adapter = adapter
+        other = "" if writer.model_id in ("", adapter.model_id) else f" of {writer.model_id}"
+        self._label = f"{writer.label}{other}"
         modules = dict(adapter.model.named_modules())
         if unknown := [name for name in writer.parts if name not in modules]:
-            raise self._unfit(writer, f"which has no layer {unknown[0]:.100}")
+            raise self._unfit(f"which has no layer {unknown[0]:.100}")
         with torch.inference_mode(False), torch.no_grad():
             device, dtype = adapter.device, adapter.layout.torch_dtype
             self._parts = {
@@ -287,53 +289,51 @@ class FittedWriter:
                 )
                 for name, part in writer.parts.items()
             }
-        self._called: set[str] = set()
-        wrong = self._try()
-        if wrong:
-            raise self._unfit(writer, wrong)
+        self._try()
 
-    def _unfit(self, writer: Writer, why: str) -> ModelLoadError:
-        other = "" if writer.model_id in ("", self._adapter.model_id) else f" of {writer.model_id}"
+    def _unfit(self, why: str) -> ModelLoadError:
         return ModelLoadError(
-            f"{writer.label}{other} does not fit {self._adapter.model_id}, {why}; give a writer that "
-            "was trained for this model"
+            f"{self._label} does not fit {self._adapter.model_id}, {why}; give a writer that was trained for "
+            "this model, or none"
         )
 
     @torch.inference_mode()
-    def _try(self) -> str:
-        """What does not fit, found by one short forward; empty if all does."""
+    def _try(self) -> None:
+        """Raise :class:`ModelLoadError` unless it fits, by one short forward."""
         try:
             with self.active(0, TRIAL_TOKENS):
                 self._adapter.prefill_at(range(TRIAL_TOKENS))
-        except _UnfitLayerError as unfit:
-            return str(unfit)
         except RuntimeError as exc:
             if isinstance(exc, BlendragError) or is_out_of_memory(exc):
                 raise
-            return f"whose layers have other shapes ({str(exc)[:80]})"
-        left_out = next((name for name in self._parts if name not in self._called), "")
-        return f"which does not run {left_out:.100} while it encodes" if left_out else ""
+            raise self._unfit(f"whose layers have other shapes ({str(exc)[:80]})") from exc
 
     @contextmanager
     def active(self, skip: int, tokens: int) -> Iterator[None]:
-        """Within this context, the caller's forwards over ``skip + tokens`` tokens are changed behind the
-        first ``skip``. Forwards of other threads and greenlets are not."""
+        """Within this context, the caller's forward over ``skip + tokens`` tokens is changed behind the first
+        ``skip``. Forwards of other threads and greenlets are not.
+
+        Raises :class:`ModelLoadError` after a forward that left out a layer of the writer.
+        """
+        called: set[str] = set()
         with ExitStack() as stack:
             for name, part in self._parts.items():
-                hook = only_here(self._hook(name, part, skip, skip + tokens))
+                hook = only_here(self._hook(name, part, skip, skip + tokens, called))
                 stack.callback(part.module.register_forward_hook(hook).remove)
             yield
+        if left_out := next((name for name in self._parts if name not in called), ""):
+            raise self._unfit(f"which does not run {left_out:.100} while it encodes")
 
-    def _hook(self, name: str, part: _OnDevice, skip: int, end: int) -> Any:
-        called, down, up = self._called, part.down, part.up
+    def _hook(self, name: str, part: _OnDevice, skip: int, end: int, called: set[str]) -> Any:
+        down, up = part.down, part.up
 
         def change(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            given = args[0] if args else None
-            if not isinstance(given, torch.Tensor) or given.shape[:-1] != (1, end):
-                raise _UnfitLayerError(f"whose {name:.100} is not given all tokens in their order")
+            if not _gets_all(args, end):
+                raise self._unfit(f"whose {name:.100} is not given all tokens in their order")
+            given: torch.Tensor = args[0]
             shapes = (given.shape[-1], output.shape[-1])
             if shapes != (down.shape[1], up.shape[1]):
-                raise _UnfitLayerError(
+                raise self._unfit(
                     f"whose {name:.100} is {shapes[0]} × {shapes[1]}, not {down.shape[1]} × {up.shape[1]}"
                 )
             low = F.linear(given[0, skip:].to(down.dtype), down)  # [T, r]
@@ -346,5 +346,28 @@ class FittedWriter:
         return change
 
 
-class _UnfitLayerError(ModelLoadError):
-    """A layer is called in another way than a writer needs."""
+def _gets_all(args: tuple[Any, ...], tokens: int) -> bool:
+    """Whether a layer that is called with ``args`` is given all ``tokens`` in their order."""
+    given = args[0] if args else None
+    return isinstance(given, torch.Tensor) and given.shape[:-1] == (1, tokens)
+
+
+@torch.no_grad()
+def layers_for_writers(adapter: ModelAdapter, layers: Mapping[str, nn.Module]) -> list[str]:
+    """Names of those of ``layers`` that a writer may change: they are given all tokens in their order.
+
+    Experts are not, nor are layers beside experts in some models. The caller holds the lock.
+    """
+    found: dict[str, bool] = {}
+
+    def noted(name: str) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+            found[name] = found.get(name, True) and _gets_all(args, TRIAL_TOKENS)
+
+        return only_here(note)
+
+    with ExitStack() as stack:
+        for name, module in layers.items():
+            stack.callback(module.register_forward_pre_hook(noted(name)).remove)
+        adapter.prefill_at(range(TRIAL_TOKENS))
+    return [name for name in layers if found.get(name)]
