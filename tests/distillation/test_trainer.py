@@ -128,6 +128,27 @@ def test_interrupted_measurement_is_made_again(
     assert report.progress.scores == expected.progress.scores
 
 
+def test_interrupted_copy_of_the_best_writer_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = TrainedWriter.state, []
+
+    def interrupted(self: TrainedWriter) -> dict[str, torch.Tensor]:
+        calls.append(1)
+        if len(calls) == 3:  # two steps keep what they change
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(TrainedWriter, "state", interrupted)
+    adapter = small()
+    with pytest.raises(KeyboardInterrupt):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path)
+    kept = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    assert kept["progress"]["step"] == 2
+    assert kept["best"] is None
+    assert not kept["progress"]["scores"]
+
+
 def test_step_that_is_interrupted_halfway_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +224,33 @@ def test_loss_that_is_no_number_ends_the_run_and_keeps_the_writer(
         adapt(adapter, corpus(adapter), recipe(), tmp_path)
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
     assert not hasattr(adapter.model, "peft_config")
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (1, "does not compute numbers.*--dtype"),
+        (2, "held-out prompts after step 2 is not a number.*nothing was kept"),
+        (3, "held-out prompts after step 4 is not a number.*best measurement so far is in"),
+    ],
+)
+def test_measurement_that_is_no_number_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int, says: str
+) -> None:
+    from blendrag.distillation.trainer import HeldOut
+
+    calls: list[bool] = []
+
+    def score(self: HeldOut, writes: bool = True) -> Score:
+        calls.append(writes)
+        kl = float("nan") if len(calls) == broken else 1.0
+        return Score.over([kl], [0.5], [kl], [""])
+
+    monkeypatch.setattr(HeldOut, "score", score)
+    adapter = small()
+    with pytest.raises(ModelError, match=says):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists() == (broken == 3)
 
 
 def test_layers_that_no_store_takes_a_writer_of_are_not_trained(tmp_path: Path) -> None:

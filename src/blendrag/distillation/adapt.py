@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +37,7 @@ from blendrag.distillation.trainer import (
     Trainer,
 )
 from blendrag.distillation.writer import TrainedWriter
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store import regular_files
 
@@ -157,6 +158,11 @@ def adapt(
                 lambda done, total: say("answering held-out questions", done, total),
             )
             before = held_out.score(writes=False)
+            if not math.isfinite(before.mean_kl):
+                raise ModelError(
+                    f"{adapter.model_id} does not compute numbers for held-out prompts, with full prefill or "
+                    "over stored KV; take another --dtype"
+                )
             trainer = Trainer(writer, forwards, material, held_out, recipe, out, digest)
             if trainer.resume():
                 note(f"going on after step {trainer.progress.step} of {recipe.steps}")

@@ -53,7 +53,9 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "questions", "rank", "answer_tokens", "held_out"):
+        for name in (
+            "steps", "batch", "questions", "rank", "answer_tokens", "held_out", "measure_every", "patience",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}, expected 1 or more")
         if not 0.0 < self.learning_rate < 1.0:
@@ -242,10 +244,7 @@ class Trainer:
             loss += each.item()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
         if not math.isfinite(loss) or not bool(torch.isfinite(norm)):
-            raise ModelError(
-                f"the loss of step {number + 1} is not a number, and training ended; the writer of the best "
-                f"measurement so far is in {self._out}; take a lower --learning-rate and another --out"
-            )
+            raise self._not_a_number(f"the loss of step {number + 1}")
         optimizer = deepcopy(self._optimizer.state_dict())
         self._before = _Before(number, self._writer.state(), optimizer)
         for group in self._optimizer.param_groups:
@@ -254,6 +253,15 @@ class Trainer:
         took = self.progress.seconds + time.monotonic() - began
         losses = (*self.progress.losses, loss)
         self.progress = replace(self.progress, step=number + 1, seconds=took, losses=losses)
+
+    def _not_a_number(self, what: str) -> ModelError:
+        kept = "nothing was kept"
+        if self._best is not None:
+            kept = f"the writer of the best measurement so far is in {self._out}"
+        return ModelError(
+            f"{what} is not a number, and training ended; {kept}; take a lower --learning-rate and another "
+            "--out"
+        )
 
     def _loss(self, prompt: ChunkPrompt) -> torch.Tensor:
         found = self._forwards.deviations(prompt, self._forwards.teacher(prompt))
@@ -267,12 +275,15 @@ class Trainer:
             return
         began, before = time.monotonic(), self.progress.best
         score = self._held_out.score()
-        scores = (*self.progress.scores, (step, score))
-        took = self.progress.seconds + time.monotonic() - began
-        self.progress = replace(self.progress, scores=scores, seconds=took)
+        if not math.isfinite(score.mean_kl):
+            raise self._not_a_number(f"the KL of held-out prompts after step {step}")
         if before is None or score.mean_kl < before[1].mean_kl:
             self._best = self._writer.state()
             self._writer.save(self._out)
+        took = self.progress.seconds + time.monotonic() - began
+        # last, so that an interrupted measurement is made again
+        scores = (*self.progress.scores, (step, score))
+        self.progress = replace(self.progress, scores=scores, seconds=took)
         self.save_checkpoint()
 
     # -- checkpoints --------------------------------------------------------------------------------
