@@ -58,6 +58,8 @@ def test_writer_of_a_store_learns_from_its_chunks(store: Path, tmp_path: Path) -
     questions.write_text("What is the topic of document 1?\nWhere is the windmill of Place2x1?\n")
     words = refused("adapt", "--store", store, "--out", tmp_path / "w", *FEW[:6])
     assert "too small to train a writer on: 3 groups" in words
+    words = refused("adapt", "--store", store, "--chunk-tokens", "77", "--out", tmp_path / "w")
+    assert "not 77; leave --chunk-tokens out" in words
     records = tmp_path / "records.jsonl"
     texts = [f"The harbour of town {n} was built in {1800 + n} by the company." for n in range(12)]
     lines = [
@@ -106,6 +108,8 @@ def test_interrupted_training_goes_on(
         (("--questions", "alone.txt", "--model", "MODEL"), "questions have no passages"),
         (("--questions", "broken.jsonl", "--model", "MODEL"), "is not JSON"),
         (("--questions", "empty.jsonl", "--model", "MODEL"), "has an empty question"),
+        (("--questions", "text.jsonl", "--model", "MODEL"), "has ctxs 'a', expected a list"),
+        (("--questions", "number.jsonl", "--model", "MODEL"), "a passage without text"),
         (("--model", "MODEL", "--store", "none"), "ingest first"),
     ],
 )
@@ -122,6 +126,8 @@ def test_bad_input_is_one_sentence(
     (tmp_path / "alone.txt").write_text("Where is it?\n")
     (tmp_path / "broken.jsonl").write_text('{"question": "Where is it?"\n')
     (tmp_path / "empty.jsonl").write_text('{"question": " ", "ctxs": ["a"]}\n')
+    (tmp_path / "text.jsonl").write_text('{"question": "Where?", "ctxs": "a"}\n')
+    (tmp_path / "number.jsonl").write_text('{"question": "Where?", "ctxs": [3]}\n')
     given = [str(plain_model) if each == "MODEL" else each for each in arguments]
     assert words in refused("adapt", *given)
     assert not (tmp_path / "blendrag-writer").exists()

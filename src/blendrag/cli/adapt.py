@@ -45,7 +45,9 @@ def adapt(
     steps: Annotated[int, options.number("Steps of training.", 1, kind=int)] = 200,
     batch: Annotated[int, options.number("Prompts of a step.", 1, kind=int)] = 4,
     rank: Annotated[int, options.number("Rank of the LoRA.", 1, 1024, kind=int)] = 16,
-    learning_rate: Annotated[float, options.number("Largest one.", 0, 1)] = 5e-4,
+    learning_rate: Annotated[
+        float, options.number("Rate after the warm-up; it falls from there.", 0, 1)
+    ] = 5e-4,
     plot: Annotated[
         Path | None, options.optional("Draw losses and measurements as a .png file.")
     ] = None,

@@ -156,7 +156,11 @@ def _fields(record: Any, where: str) -> tuple[str, list[str]]:
     if not isinstance(record, dict) or not isinstance(record.get("question"), str):
         raise InvalidInputError(f"{where} is {quoted(record, 60)}, expected {{question, ctxs}}")
     passages = record.get("ctxs") or []
-    texts = [each if isinstance(each, str) else each.get("text", "") for each in passages]
+    if not isinstance(passages, list):
+        raise InvalidInputError(
+            f"{where} has ctxs {quoted(passages, 60)}, expected a list of {{text}}"
+        )
+    texts = [each.get("text", "") if isinstance(each, dict) else each for each in passages]
     question = record["question"].strip()
     if not question or not all(isinstance(each, str) for each in texts):
         raise InvalidInputError(

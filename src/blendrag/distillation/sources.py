@@ -43,6 +43,12 @@ def corpus_of(
     k = top_k or settings().top_k
     if store is not None and not documents:
         with Corpus.open(store, read_only=True) as corpus:
+            size = corpus.manifest.chunk_tokens
+            if chunk_tokens not in (None, size):
+                raise InvalidInputError(
+                    f"store {store} holds chunks of {size} tokens, not {chunk_tokens}; leave --chunk-tokens "
+                    "out, or train on documents"
+                )
             return _of_store(corpus, store, tokens, questions, k, embedder)
     size = chunk_tokens or settings().chunk_tokens
     chunker = Chunker(tokens.text, size)
