@@ -306,6 +306,25 @@ def test_a_chunk_is_encoded_with_the_writer_of_its_namespace(root: Path, tmp_pat
         assert (one - wanted).abs().max() < 1e-5
 
 
+def test_chunks_are_not_exact_for_a_request_that_began_with_the_writer(root: Path) -> None:
+    """Although an ingest takes it from the corpus just then."""
+    with tiny.engine(tiny.llama(), root) as engine:
+        kv = engine.kv_namespace
+        namespace, corpus = kv.validity.namespace, kv.corpus.current
+        assert corpus is not None
+        corpus.set_manifest(replace(corpus.manifest, writer=""))
+        assert kv.validity.has_writer(namespace)
+        assert not kv.validity.has_writer(kv.validity.namespace)
+
+
+def test_a_writer_of_the_store_that_does_not_fit_the_model_is_named_in_a_note(root: Path) -> None:
+    with tiny.engine(tiny.llama(hidden_size=64), root) as engine:
+        engine.generate(tiny.prompt(engine, 0))
+        engine.drain()  # nothing can be encoded
+        notes = engine.generate(tiny.prompt(engine, 0)).metrics.notes
+        assert any("not stored: writer" in n and "for this model, or none" in n for n in notes)
+
+
 def test_an_ingest_without_its_writer_says_what_to_do_and_loses_nothing(
     root: Path, folder: Path
 ) -> None:

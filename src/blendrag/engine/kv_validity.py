@@ -80,16 +80,26 @@ class KVValidity:
         self._valid: dict[str, bool] = {}
         self._why_not: dict[str, str] = {}
         self._recorded: set[str] = set()
+        self._writers: dict[str, str] = {}
+        """Writers of the namespaces that the model had so far."""
 
     @property
     def namespace(self) -> str:
         """Namespace of the loaded model's KV in this store's encoding."""
-        return self._identity_with(self.writer).namespace
+        writer = self.writer
+        namespace = self._identity_with(writer).namespace
+        self._writers[namespace] = writer
+        return namespace
 
     @property
     def writer(self) -> str:
         """Fingerprint of the writer that encodes chunks; empty if none does."""
         return self._writer.fingerprint if self._writer is not None else ""
+
+    def has_writer(self, namespace: str) -> bool:
+        """Whether a writer encodes the chunks of ``namespace``; the corpus may have another writer by now."""
+        writer = self._writers.get(namespace)
+        return bool(self.writer if writer is None else writer)
 
     def _identity_with(self, writer: str) -> ModelIdentity:
         return replace(self._adapter.identity.encoded(self._manifest().encoding), writer=writer)
@@ -245,7 +255,7 @@ class KVValidity:
     def probe_key(self, namespace: str) -> str:
         """Key of the entry by which stored KV is compared with what the model computes."""
         prefix = self._manifest().prefix_ids
-        return exact_key(namespace, prefix, self._probe_ids(), bool(self.writer))
+        return exact_key(namespace, prefix, self._probe_ids(), self.has_writer(namespace))
 
     # -- the identity ---------------------------------------------------------------------------
 

@@ -137,7 +137,7 @@ class KVWriter:
     def _put_undated(self) -> None:
         """Store the KV of the prefix up to today's date."""
         kv, ids = self._kv, self._kv.corpus.undated_ids
-        key = beginning_key(self.namespace, ids, bool(kv.validity.writer))
+        key = beginning_key(self.namespace, ids, kv.validity.has_writer(self.namespace))
         if ids and key not in kv.store.where(self.namespace, [key], durable=True):
             computed = kv.validity.encode(self.namespace, ids, (), exact=True)
             kv.store.put(self.namespace, key, computed)
@@ -286,7 +286,7 @@ class BackgroundWriter:
         try:
             with kv.model.adapter.lock:  # one identity from look-up to put
                 namespace = kv.validity.namespace
-                place, key = job.place(namespace, bool(kv.validity.writer))
+                place, key = job.place(namespace, kv.validity.has_writer(namespace))
                 if key not in kv.store.where(place, [key], ask_remote=False):
                     if not job.is_learned and kv.store.is_behind:
                         return False  # requests do not wait for a slow remote

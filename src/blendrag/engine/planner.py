@@ -223,7 +223,7 @@ class Planner:
             profile,
             token_s=self._token_s,
             undated_ids=kv.corpus.undated_ids,
-            has_writer=bool(kv.validity.writer),
+            has_writer=kv.validity.has_writer(namespace),
         )
 
     def _token_s(self) -> float:
@@ -233,13 +233,12 @@ class Planner:
         return self.measured_token_s
 
     def _why_missing(self, namespace: str, is_long: bool) -> tuple[str, ...]:
-        """A note for chunks without KV, if there is more to say than that."""
-        if note := self._loaded_otherwise(namespace):
-            return (note,)
-        if trouble := self._kv.validity.trouble:
-            return (f"chunks without KV are computed and not stored: {trouble}",)
-        if not is_long:
-            return ()
+        """Notes for chunks without KV, if there is more to say than that."""
+        trouble = self._kv.validity.trouble
+        unstored = f"chunks without KV are computed and not stored: {trouble}" if trouble else ""
+        notes = tuple(filter(None, (self._loaded_otherwise(namespace), unstored)))
+        if notes or not is_long:
+            return notes
         most = self._kv.model.adapter.blend_limit_tokens
         return (
             f"the prompt has more than {most} tokens, where the rotary table changes, and some of its chunks "

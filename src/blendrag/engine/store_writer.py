@@ -30,6 +30,9 @@ class StoreWriter:
         self._corpus = corpus
         self._read: Writer | None = None
         self._fitted: tuple[tuple[Hashable, ...], FittedWriter] | None = None
+        self._misfit: tuple[tuple[Hashable, ...], str] | None = None
+        """The one that did not fit, and why."""
+        self._is_kept = False
 
     @property
     def fingerprint(self) -> str:
@@ -70,6 +73,8 @@ class StoreWriter:
             self.writer()
         except ModelLoadError as exc:
             return str(exc)
+        if self._misfit is not None and self._misfit[0][0] == self.fingerprint:
+            return self._misfit[1]
         return ""
 
     def sent(self) -> bytes | str:
@@ -85,10 +90,13 @@ class StoreWriter:
         if self._given is None:
             return
         writer, root = self._given_writer, self._corpus.root
+        if self._is_kept and writer_files.is_kept(root, writer.fingerprint):
+            return
         try:
             kept_writer(root, writer.fingerprint)
         except ModelLoadError:
             writer_files.write(root, writer.fingerprint, writer.to_bytes())
+        self._is_kept = True
 
     def fit(self, adapter: ModelAdapter) -> None:
         """Raise :class:`ModelLoadError` for a given writer that does not fit ``adapter``."""
@@ -109,6 +117,8 @@ class StoreWriter:
 
     def _fitted_to(self, adapter: ModelAdapter, fingerprint: str) -> FittedWriter:
         fitted = fingerprint, adapter.device, adapter.layout.dtype
+        if self._misfit is not None and self._misfit[0] == fitted:
+            raise ModelLoadError(self._misfit[1])
         if self._fitted is None or self._fitted[0] != fitted:
             writer = self._writer_of(fingerprint)
             if writer.has_adapters != bool(adapter.identity.adapters):
@@ -117,7 +127,11 @@ class StoreWriter:
                     "%s was trained for a model %s a lora and is used %s one; its KV may be worse",
                     *(writer.label, had, has),
                 )
-            self._fitted = fitted, FittedWriter(writer, adapter)
+            try:
+                self._fitted = fitted, FittedWriter(writer, adapter)
+            except ModelLoadError as exc:
+                self._misfit = fitted, str(exc)
+                raise
         return self._fitted[1]
 
 
@@ -131,7 +145,9 @@ def kept_writer(root: Path, fingerprint: str) -> Writer:
         why = "is damaged"
     except FileNotFoundError:
         why = "is missing"
-    except (OSError, BlendragError):
+    except OSError as exc:
+        why = f"cannot be read ({exc.strerror or exc})"
+    except BlendragError:
         why = "is damaged"
     raise ModelLoadError(
         f"writer {fingerprint[:12]} of store {root} {why}, so no more chunks are encoded; give its directory "
