@@ -235,6 +235,19 @@ def test_an_archive_carries_the_writer(root: Path, tmp_path: Path) -> None:
     assert Writer.load(writer_files.path_of(other, fingerprint)).fingerprint == fingerprint
 
 
+def test_an_archive_leaves_out_a_writer_that_cannot_be_read(root: Path, tmp_path: Path) -> None:
+    (fingerprint,) = writer_files.kept_in(root)
+    file = writer_files.path_of(root, fingerprint)
+    file.unlink()
+    file.mkdir()
+    report = maintenance.export_archive(root, tmp_path / "kv.tar")
+    assert report.writers == 0
+    assert report.payloads > 0
+    assert [each.partition(":")[0] for each in report.left_out] == [
+        writer_files.member_of(fingerprint)
+    ]
+
+
 def test_a_dry_run_names_the_writer(root: Path, folder: Path) -> None:
     with tiny.engine(tiny.llama(), root) as engine:
         assert engine.dry_run([tiny.document(7)]).writer == Writer.load(folder).fingerprint

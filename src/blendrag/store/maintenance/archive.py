@@ -139,7 +139,12 @@ def _copy(
             done_bytes += size_bytes
             progress(done_bytes, max(total_bytes, done_bytes))
     for fingerprint in writer_files.kept_in(root):
-        data = writer_files.read(root, fingerprint)
+        try:
+            data = writer_files.read(root, fingerprint)
+        except OSError as exc:
+            left_out = f"{writer_files.member_of(fingerprint)}: {exc.strerror or exc}"
+            report.left_out.append(left_out)
+            continue
         _write_member(file, writer_files.member_of(fingerprint), len(data), [data])
         report.writers += 1
     _write_json(file, LAST, {"payloads": report.payloads, "bytes": report.size_bytes})
@@ -361,6 +366,8 @@ class ArchiveReader:
         if (match or writer) and member.size > self.file_bytes - self.position:
             raise ArchiveFault("it ends early")  # before room is made for it
         if writer is not None:
+            if member.size > writer_files.MAX_MIB << 20:
+                raise ArchiveFault(f"it holds a writer of more than {writer_files.MAX_MIB} MiB")
             return writer[1]
         if match is None:
             count = self._json(member, LAST)
