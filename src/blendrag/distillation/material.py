@@ -24,7 +24,7 @@ HELD_OUT_SHARE, MAX_HELD_OUT = 0.1, 32
 #: Share of chunks of a prompt from other groups.
 DISTRACTORS = 1 / 3
 #: Share of prompts whose chunks are half as long.
-SHORT_SHARE = 0.5
+SHORT_SHARE = 0.2
 #: Draws before a corpus is given up on.
 MAX_DRAWS = 50
 
