@@ -32,6 +32,19 @@ def test_a_store_that_was_ingested_with_a_writer_needs_no_option(
     assert reused_tokens(store) > 0
 
 
+def test_none_goes_back_to_no_writer(
+    model_dir: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    args = ingest_args(write_documents(tmp_path / "docs"), model_dir, store)
+    assert invoke(*args, "--writer", str(folder)).exit_code == 0
+    assert printed(*args, "--writer", "none", "--dry-run")["writer"] == ""
+    monkeypatch.setenv("BLENDRAG_WRITER", "none")
+    assert printed(*args, "--dry-run")["writer"] == ""
+    assert invoke(*args).exit_code == 0
+    assert printed("store", "stats", "--store", store)["corpus"]["writer"] is None
+
+
 def test_verify_says_whether_a_writer_fits(model_dir: Path, folder: Path, tmp_path: Path) -> None:
     found = printed("verify", model_dir, "--writer", folder)
     assert found["writer"]["fingerprint"] == Writer.load(folder).fingerprint

@@ -355,7 +355,7 @@ def test_an_ingest_without_its_writer_says_what_to_do_and_loses_nothing(
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (shutil.rmtree, "not the directory of a writer"),
+        (shutil.rmtree, "there is no writer"),
         (lambda folder: (folder / MARK).unlink(), "not trained as a writer"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b""), "damaged"),
     ],

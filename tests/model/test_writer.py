@@ -163,7 +163,7 @@ def renamed(folder: Path) -> None:
     [
         (lambda folder: (folder / MARK).unlink(), "not trained as a writer.*give it as lora"),
         (lambda folder: (folder / CONFIG).unlink(), "not the directory of a writer"),
-        (shutil.rmtree, "not the directory of a writer"),
+        (shutil.rmtree, "there is no writer"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), "is damaged"),
         (lambda folder: (folder / CONFIG).write_text("["), "cannot be read"),
         (lambda folder: (folder / CONFIG).write_text("{}"), "peft_type None"),

@@ -25,8 +25,8 @@ class StoreWriter:
 
     def __init__(self, given: str | Path | bytes | None, corpus: ModelCorpus) -> None:
         """``given``: a directory, :data:`NONE`, or what another process :meth:`sent`."""
-        self._given = None if given == NONE else given
-        self._is_off = given == NONE
+        self._is_off = str(given) == NONE  # the command line makes paths of directories
+        self._given = None if self._is_off else given
         self._corpus = corpus
         self._read: Writer | None = None
         self._fitted: tuple[tuple[Hashable, ...], FittedWriter] | None = None

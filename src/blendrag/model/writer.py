@@ -187,6 +187,10 @@ def _require_writer(folder: Path) -> None:
             f"{folder} is a LoRA adapter that was not trained as a writer (it has no {MARK}); give it as "
             "lora, or train a writer with blendrag adapt"
         )
+    if not folder.exists():
+        raise ModelLoadError(
+            f"there is no writer {str(folder)!r:.200}, expected a directory that blendrag adapt made"
+        )
     if missing:
         raise ModelLoadError(
             f"{str(folder)!r:.200} is not the directory of a writer (it has no {missing[0]}), expected one "
