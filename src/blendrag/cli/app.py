@@ -88,8 +88,8 @@ def verify(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Measure whether a model's stored KV can be reused, and whether a writer fits it; exit status 3 if
-    not."""
+    """Measure whether a model's stored KV can be reused (exit status 3 if not), and whether a writer fits it
+    (2 if not)."""
     begin(verbose, "the model was not verified")
     from blendrag.config import settings
     from blendrag.engine.decode_weights import compare
