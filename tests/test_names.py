@@ -5,16 +5,22 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
-ROOTS = [ROOT / "src/blendrag", ROOT / "integrations/blendrag-ray/blendrag_ray"]
+#: Both frameworks' packages have names of one meaning, such as ``BlendLLM``; no other two places do.
+FRAMEWORKS = ("integrations/langchain-blendrag", "integrations/llama-index-llms-blendrag")
 
 
-def test_every_class_has_a_name_of_its_own():
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_class_has_a_name_of_its_own(framework: str) -> None:
+    roots = ("src", "lab", "integrations/blendrag-ray", framework)
     places = defaultdict(set)
-    for path in [path for root in ROOTS for path in root.rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].add(path.relative_to(ROOT).as_posix())
+    for path in [path for root in roots for path in (ROOT / root).rglob("*.py")]:
+        if "tests" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].add(path.relative_to(ROOT).as_posix())
     assert {name: sorted(found) for name, found in places.items() if len(found) > 1} == {}
 
 

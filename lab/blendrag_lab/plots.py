@@ -58,7 +58,7 @@ FULL_PREFILL = LineStyle("#000000", "*")
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     """A series: points in the order of ``x``, each with its interval if there is one."""
 
     label: str
@@ -83,7 +83,7 @@ def panels(
     return figure, list(axes.flat)
 
 
-def draw(axes: Axes, lines: Sequence[Line], spread: bool = False) -> None:
+def draw(axes: Axes, lines: Sequence[Series], spread: bool = False) -> None:
     """Draw lines with markers and intervals: bands for a few joined lines, otherwise bars.
 
     ``spread`` draws lines with equal x side by side, without changing their data.
@@ -116,7 +116,7 @@ def _marker(style: LineStyle) -> dict[str, Any]:
     return {**made, "markeredgecolor": "#ffffff", "markeredgewidth": edge}
 
 
-def _interval(axes: Axes, line: Line, band: bool) -> Artist:
+def _interval(axes: Axes, line: Series, band: bool) -> Artist:
     low = [y if b is None else b for b, y in zip(line.low, line.y, strict=True)]
     high = [y if b is None else b for b, y in zip(line.high, line.y, strict=True)]
     colour = line.style.colour

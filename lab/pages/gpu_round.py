@@ -54,7 +54,7 @@ START_S = 60.0
 
 
 @dataclass(frozen=True)
-class Part:
+class RoundPart:
     """One bench with its options, or the tests that are marked ``cuda``."""
 
     name: str
@@ -79,7 +79,7 @@ class Part:
 
 
 @dataclass
-class Outcome:
+class PartResult:
     command: str
     seconds: float
     result: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class Outcome:
     """The last line of what went wrong; empty if nothing did."""
 
 
-def round_parts(on_gpu: bool, rounds: int = 3) -> list[Part]:
+def round_parts(on_gpu: bool, rounds: int = 3) -> list[RoundPart]:
     """The parts, the most important first."""
     if on_gpu:
         model, shapes, question = "llama-8b", ((6, 512), (20, 512), (8, 4096)), 32
@@ -98,38 +98,40 @@ def round_parts(on_gpu: bool, rounds: int = 3) -> list[Part]:
         many = {"requests": 2, "new_tokens": 3, "corpus_chunks": 3}
         new_tokens, limit_s = 3, 60.0
 
-    def ttft(chunks: int, tokens: int, tier: str) -> Part:
+    def ttft(chunks: int, tokens: int, tier: str) -> RoundPart:
         given = {
             "geometry": model, "chunks": chunks, "chunk_tokens": tokens, "question_tokens": question,
             "ratio": 0.3, "tier": tier, "rounds": rounds,
         }  # fmt: skip
-        return Part(f"ttft-{chunks}x{tokens}-{tier}", limit_s, "ttft", given)
+        return RoundPart(f"ttft-{chunks}x{tokens}-{tier}", limit_s, "ttft", given)
 
-    def answer(chunks: int, tokens: int) -> Part:
+    def answer(chunks: int, tokens: int) -> RoundPart:
         given = {
             "geometry": model, "chunks": chunks, "chunk_tokens": tokens, "new_tokens": new_tokens,
             "tier": "memory", "rounds": min(rounds, 2),
         }  # fmt: skip
-        return Part(f"answer-{chunks}x{tokens}", limit_s, "answer", given)
+        return RoundPart(f"answer-{chunks}x{tokens}", limit_s, "answer", given)
 
     small = {} if on_gpu else {"chunks": 2, "chunk_tokens": 64}
-    serve = Part("serve", 2 * limit_s, "serve", {"geometry": model, **many, **small})
+    serve = RoundPart("serve", 2 * limit_s, "serve", {"geometry": model, **many, **small})
     tiny = {} if on_gpu else {"chunks": "2", "chunk_tokens": 8, "policies": "reuse,query"}
-    overhead = Part("overhead", limit_s, "overhead", {"geometry": "deep", "rounds": rounds, **tiny})
+    overhead = RoundPart(
+        "overhead", limit_s, "overhead", {"geometry": "deep", "rounds": rounds, **tiny}
+    )
     prompts = [ttft(*shape, tier) for shape in shapes for tier in ("memory", "disk")]
     short, middle, long = (answer(*shape) for shape in shapes)
-    return [Part(TESTS, 2 * limit_s), *prompts, short, serve, middle, long, overhead]
+    return [RoundPart(TESTS, 2 * limit_s), *prompts, short, serve, middle, long, overhead]
 
 
 # -- the worker -------------------------------------------------------------------------------------
 
 
-def work(parts: Sequence[Part], folder: Path) -> None:
+def work(parts: Sequence[RoundPart], folder: Path) -> None:
     """Run ``parts`` one after another; each leaves ``NAME.json`` in ``folder``."""
     timed: Any = None
     for part in parts:
         began = time.perf_counter()
-        outcome = Outcome(part.command, 0.0)
+        outcome = PartResult(part.command, 0.0)
         try:
             if not part.bench:
                 outcome.result = run_tests()
@@ -212,10 +214,10 @@ def _write(path: Path, what: Any) -> None:
 
 # -- the driver -------------------------------------------------------------------------------------
 
-Start = Callable[[Sequence[Part], Path], "subprocess.Popen[Any]"]
+Start = Callable[[Sequence[RoundPart], Path], "subprocess.Popen[Any]"]
 
 
-def start_worker(parts: Sequence[Part], folder: Path) -> subprocess.Popen[Any]:
+def start_worker(parts: Sequence[RoundPart], folder: Path) -> subprocess.Popen[Any]:
     """A process that runs :func:`work`; what it prints goes to :data:`LOG`."""
     given = json.dumps([asdict(part) for part in parts])
     command = [sys.executable, "-m", "lab.pages.gpu_round", "--out", str(folder), "--worker", given]
@@ -232,18 +234,22 @@ def start_worker(parts: Sequence[Part], folder: Path) -> subprocess.Popen[Any]:
 
 
 def run_parts(
-    parts: Sequence[Part], folder: Path, seconds: float, start: Start, tell: Callable[[str], None]
-) -> dict[str, Outcome]:
+    parts: Sequence[RoundPart],
+    folder: Path,
+    seconds: float,
+    start: Start,
+    tell: Callable[[str], None],
+) -> dict[str, PartResult]:
     """Run all ``parts`` within ``seconds``; whatever becomes of one, the others run."""
     began = time.monotonic()
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, PartResult] = {}
     for _, each in groupby(parts, key=lambda part: part.group):
         left = list(each)
         while left:
             left_s = seconds - (time.monotonic() - began)
             if left_s <= 0:
                 for part in left:
-                    outcomes[part.name] = Outcome(
+                    outcomes[part.name] = PartResult(
                         part.command, 0.0, failure="not begun: the time is up"
                     )
                 break
@@ -258,8 +264,8 @@ def run_parts(
 
 
 def _watched(
-    parts: Sequence[Part], folder: Path, left_s: float, start: Start
-) -> Iterator[tuple[Part, Outcome]]:
+    parts: Sequence[RoundPart], folder: Path, left_s: float, start: Start
+) -> Iterator[tuple[RoundPart, PartResult]]:
     """The outcomes of one worker, until it ends or is killed; at least one."""
     worker, until = start(parts, folder), time.monotonic() + left_s
     try:
@@ -271,7 +277,7 @@ def _watched(
             while not path.exists() and worker.poll() is None and time.monotonic() < ends:
                 time.sleep(POLL_S)
             if path.exists():
-                yield part, Outcome(**json.loads(path.read_bytes()))
+                yield part, PartResult(**json.loads(path.read_bytes()))
                 continue
             took = time.monotonic() - began
             failure = f"took longer than {took:.0f} s"
@@ -279,7 +285,7 @@ def _watched(
                 if number and worker.returncode == 1:
                     return  # after a failure that was reported; these parts get a new worker
                 failure = f"its process ended with {worker.returncode}: {_log_end(folder)}"
-            yield part, Outcome(part.command, took, failure=failure)
+            yield part, PartResult(part.command, took, failure=failure)
             return
     finally:
         with suppress(ProcessLookupError):
@@ -297,7 +303,7 @@ def _log_end(folder: Path) -> str:
 # -- the page ---------------------------------------------------------------------------------------
 
 
-def round_page(about: str, parts: Sequence[Part], outcomes: dict[str, Outcome]) -> str:
+def round_page(about: str, parts: Sequence[RoundPart], outcomes: dict[str, PartResult]) -> str:
     """The round in Markdown: failures, then a table of each kind."""
     results = {name: _result(name, parts, one) for name, one in outcomes.items() if one.result}
     texts = [f"# GPU round\n\n{about}"]
@@ -317,7 +323,7 @@ def round_page(about: str, parts: Sequence[Part], outcomes: dict[str, Outcome]) 
     return "\n\n".join(texts) + "\n"
 
 
-def _result(name: str, parts: Sequence[Part], outcome: Outcome) -> Any:
+def _result(name: str, parts: Sequence[RoundPart], outcome: PartResult) -> Any:
     part = next(part for part in parts if part.name == name)
     if not part.bench:
         return outcome.result
@@ -429,7 +435,7 @@ def main(
     """Run the tests and benches of a machine with one GPU. The status is 1 if a part failed."""
     begin(verbose=False, if_interrupted="the round was abandoned")
     if worker:
-        work([Part(**each) for each in json.loads(worker)], out)
+        work([RoundPart(**each) for each in json.loads(worker)], out)
         return DONE
     import torch
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from blendrag_lab.evaluation.rows import ALL
 from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX
 from blendrag_lab.figure_styles import DASHES, styles
-from blendrag_lab.plots import BANDS, COLOURS, GREY, Line, LineStyle, draw, legend, panels, title
+from blendrag_lab.plots import BANDS, COLOURS, GREY, LineStyle, Series, draw, legend, panels, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,7 +114,7 @@ def quality_by_schedule(rows: Sequence[ArenaRow]) -> Figure:
         of = [row for row in shown if row.policy == policy]
         at = [schedules.index(row.schedule) for row in of]
         style = replace(known[policy], dash="none")
-        lines.append(Line(policy, style, at, *_bounds(of, "pgr")))
+        lines.append(Series(policy, style, at, *_bounds(of, "pgr")))
     draw(axes, lines, spread=True)
     _level(axes, 1.0)
     axes.set_xticks(range(len(schedules)), schedules, rotation=45, ha="right")
@@ -148,7 +148,7 @@ def _draw_rows(axes: Axes, rows: Sequence[Any], x: str, y: str = "pgr") -> None:
         if drawn[policy]:  # further schedules of a policy are hollow and dashed
             style = replace(style, dash=DASHES[(drawn[policy] - 1) % 3 + 1], filled=False)
         drawn[policy] += 1
-        lines.append(Line(label, style, [getattr(row, x) for row in group], *_bounds(group, y)))
+        lines.append(Series(label, style, [getattr(row, x) for row in group], *_bounds(group, y)))
     draw(axes, lines, spread=x == "ratio" and len(lines) > BANDS)
 
 
@@ -194,7 +194,7 @@ def deviation_distribution(report: DeviationReport) -> Figure:
         quantiles = layers[index].quantiles
         shares = [i / (len(quantiles) - 1) for i in range(len(quantiles))]
         style = LineStyle(COLOURS[number], "none", ("-", "--", ":")[number])
-        lines.append(Line(f"layer {layers[index].layer}", style, quantiles, shares))
+        lines.append(Series(f"layer {layers[index].layer}", style, quantiles, shares))
     draw(axes, lines)
     _level(axes, 1 - HIGH_SHARE, f"{1 - HIGH_SHARE:.0%} of the tokens")
     axes.set(xlabel="KV deviation, relative", ylabel="share of tokens below", ylim=(0, 1.02))

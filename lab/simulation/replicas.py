@@ -96,7 +96,7 @@ class Residency:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SimulatedCluster:
     """Replicas that are alike, and what their requests ask for."""
 
     replicas: int
@@ -132,11 +132,11 @@ class Simulated:
 # -- routing --------------------------------------------------------------------------------------
 
 
-def _random(cluster: Cluster, known: Residency, random: Random) -> Route:
+def _random(cluster: SimulatedCluster, known: Residency, random: Random) -> Route:
     return lambda chunks, queues: random.randrange(cluster.replicas)
 
 
-def _round_robin(cluster: Cluster, known: Residency, random: Random) -> Route:
+def _round_robin(cluster: SimulatedCluster, known: Residency, random: Random) -> Route:
     last = -1
 
     def choose(chunks: Sequence[int], queues: Queues) -> int:
@@ -147,7 +147,7 @@ def _round_robin(cluster: Cluster, known: Residency, random: Random) -> Route:
     return choose
 
 
-def _power_of_two(cluster: Cluster, known: Residency, random: Random) -> Route:
+def _power_of_two(cluster: SimulatedCluster, known: Residency, random: Random) -> Route:
     def choose(chunks: Sequence[int], queues: Queues) -> int:
         drawn = random.sample(range(cluster.replicas), min(2, cluster.replicas))
         return min(drawn, key=queues.lengths.__getitem__)
@@ -155,7 +155,7 @@ def _power_of_two(cluster: Cluster, known: Residency, random: Random) -> Route:
     return choose
 
 
-def _hash(cluster: Cluster, known: Residency, random: Random) -> Route:
+def _hash(cluster: SimulatedCluster, known: Residency, random: Random) -> Route:
     """Consistent hashing of the first chunk with bounded loads; the ring is a random order for each chunk."""
     count = cluster.replicas
 
@@ -170,7 +170,7 @@ def _hash(cluster: Cluster, known: Residency, random: Random) -> Route:
     return choose
 
 
-def _affinity(cluster: Cluster, known: Residency, random: Random) -> Route:
+def _affinity(cluster: SimulatedCluster, known: Residency, random: Random) -> Route:
     """By the score of Ray Serve's router. All chunks have the same size, so they are counted in its place.
 
     The router knows what it sent: chunks count as resident from the moment their request is routed.
@@ -180,7 +180,7 @@ def _affinity(cluster: Cluster, known: Residency, random: Random) -> Route:
     )
 
 
-ROUTING: dict[str, Callable[[Cluster, Residency, Random], Route]] = {
+ROUTING: dict[str, Callable[[SimulatedCluster, Residency, Random], Route]] = {
     "random": _random,
     "round-robin": _round_robin,
     "power-of-two": _power_of_two,
@@ -193,7 +193,7 @@ ROUTING: dict[str, Callable[[Cluster, Residency, Random], Route]] = {
 
 
 def simulate(
-    cluster: Cluster,
+    cluster: SimulatedCluster,
     routing: str,
     requests: int,
     warm_requests: int,
@@ -257,7 +257,7 @@ def simulate(
 
 
 def _arrivals(
-    cluster: Cluster, count: int, rng: np.random.Generator, watch: Callable[[int], None]
+    cluster: SimulatedCluster, count: int, rng: np.random.Generator, watch: Callable[[int], None]
 ) -> Iterator[tuple[float, list[int]]]:
     """When each request arrives, and its chunks."""
     now_s = 0.0

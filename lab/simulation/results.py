@@ -11,9 +11,9 @@ import numpy as np
 
 from blendrag.cli.output import count
 from blendrag_lab.figure_styles import log_scale, styles
-from blendrag_lab.plots import Line, draw, legend, panels, title
+from blendrag_lab.plots import Series, draw, legend, panels, title
 from blendrag_lab.tables import ResultTable, figure, table
-from lab.simulation.replicas import ROUTING, Cluster, Simulated
+from lab.simulation.replicas import ROUTING, Simulated, SimulatedCluster
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ RULE = "Simulated, not measured"
 
 
 @dataclass(frozen=True)
-class Point:
+class SimulationPoint:
     """One simulated cluster."""
 
     chunks: int
@@ -58,14 +58,16 @@ class Simulation:
     full_prefill_ms: float
     service_ms: dict[str, float]
     """TTFT without waiting, with all chunks in one tier."""
-    points: tuple[Point, ...]
+    points: tuple[SimulationPoint, ...]
 
 
-def point_of(cluster: Cluster, routing: str, found: Simulated, chunk_bytes: int) -> Point:
+def point_of(
+    cluster: SimulatedCluster, routing: str, found: Simulated, chunk_bytes: int
+) -> SimulationPoint:
     top_k = cluster.demand.top_k
     missed = top_k - np.array(found.memory) - np.array(found.disk)  # [requests]
     half = len(missed) // 2
-    return Point(
+    return SimulationPoint(
         chunks=cluster.demand.chunks,
         replicas=cluster.replicas,
         routing=routing,
@@ -122,7 +124,7 @@ def result_table(result: Simulation) -> ResultTable:
     )
 
 
-def _ttft(point: Point) -> str:
+def _ttft(point: SimulationPoint) -> str:
     overloaded = "*" if point.busiest > OVERLOADED else ""
     return f"{figure(point.mean_ttft_ms)} ({figure(point.p95_ttft_ms)}){overloaded}"
 
@@ -153,13 +155,13 @@ def result_figure(result: Simulation) -> Figure:
     return drawn
 
 
-def _ways(points: Sequence[Point]) -> list[str]:
+def _ways(points: Sequence[SimulationPoint]) -> list[str]:
     return list(dict.fromkeys(point.routing for point in points))
 
 
-def _line(points: Sequence[Point], routing: str, x: str, y: str) -> Line:
+def _line(points: Sequence[SimulationPoint], routing: str, x: str, y: str) -> Series:
     rows = [point for point in points if point.routing == routing]
     style = styles([*ROUTING])[routing]
-    return Line(
+    return Series(
         routing, style, [getattr(row, x) for row in rows], [getattr(row, y) for row in rows]
     )

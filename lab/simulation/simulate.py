@@ -19,7 +19,7 @@ from blendrag_lab.plots import write_png
 from blendrag_lab.tables import figure
 from blendrag_ray.routing import QUEUED_SHARE
 from lab.simulation.popularity import Demand
-from lab.simulation.replicas import ROUTING, Cluster, simulate
+from lab.simulation.replicas import ROUTING, SimulatedCluster, simulate
 from lab.simulation.results import Simulation, point_of, result_figure, result_table
 from lab.simulation.service_times import parse_counts, service_times
 
@@ -98,7 +98,7 @@ def command(
     runs = [(n, r, way) for n in corpora for r in many for way in ways]
     with StatusLine("simulating") as line:
         for done, (size, count, way) in enumerate(runs):
-            cluster = Cluster(
+            cluster = SimulatedCluster(
                 count, Demand(size, zipf, top_k, topic_chunks), memory_chunks, disk_chunks, service_s,
                 rate * count, queued_share * top_k,
             )  # fmt: skip

@@ -114,7 +114,7 @@ def wrong_answers(root: Path, truth: Truth, read_only: bool) -> Iterator[str]:
             yield "dropped"
 
 
-class Fuzzing:
+class CorpusFuzzing:
     """Copies of one corpus, damaged at random."""
 
     def __init__(self, place: Path, seed: int) -> None:
@@ -165,7 +165,7 @@ def main() -> int:
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="blendrag-fuzz-") as place:
-        fuzzing = Fuzzing(Path(place), given.seed)
+        fuzzing = CorpusFuzzing(Path(place), given.seed)
         sys.stdout.write(f"fuzzing with seed {given.seed}\n")
         for done in range(0, given.copies, 100):
             failed = len(fuzzing.failures)

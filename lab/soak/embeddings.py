@@ -43,7 +43,7 @@ _LEFT = re.compile(
 
 
 @dataclass
-class Phase:
+class LoadPhase:
     """What the clients of one phase saw."""
 
     ttft_s: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class EmbeddingLoad:
         text = " ".join(self.random.choices(words, k=size_bytes // 5 + 1))
         self.long = json.dumps({"input": text[:size_bytes]}).encode()
 
-    async def chat(self, phase: Phase) -> None:
+    async def chat(self, phase: LoadPhase) -> None:
         """A plain chat, read to its end."""
         asked = {"role": "user", "content": self.random.choice(QUESTIONS)}
         body = {"messages": [asked], "stream": True, "max_tokens": 16}
@@ -73,7 +73,7 @@ class EmbeddingLoad:
         if first_s is not None:
             phase.ttft_s.append(first_s)
 
-    async def embed(self, phase: Phase) -> None:
+    async def embed(self, phase: LoadPhase) -> None:
         """Embed the long text and leave."""
         headers = {"Content-Type": "application/json"}
         try:
@@ -86,10 +86,10 @@ class EmbeddingLoad:
         except (TimeoutError, httpx.TransportError):
             phase.ended["left"] += 1
 
-    async def phase(self, chats: int, embedders: int, seconds: float) -> Phase:
-        phase, until = Phase(), time.monotonic() + seconds
+    async def phase(self, chats: int, embedders: int, seconds: float) -> LoadPhase:
+        phase, until = LoadPhase(), time.monotonic() + seconds
 
-        async def again(one: Callable[[Phase], Awaitable[None]]) -> None:
+        async def again(one: Callable[[LoadPhase], Awaitable[None]]) -> None:
             while True:
                 await one(phase)
                 if time.monotonic() >= until:
@@ -116,7 +116,7 @@ async def run(
 ) -> float:
     """Ratio of the medians of times to first token with and without clients that embed."""
     limits = httpx.Limits(max_connections=2 * clients, max_keepalive_connections=clients)
-    without, beside = Phase(), Phase()
+    without, beside = LoadPhase(), LoadPhase()
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         load = EmbeddingLoad(client, size_bytes, seed)
         await load.phase(max(1, clients // 8), 0, 0)  # opens what the first request opens
@@ -137,7 +137,7 @@ async def run(
     return ratio
 
 
-def _times(phase: Phase) -> str:
+def _times(phase: LoadPhase) -> str:
     tenths = quantiles(phase.ttft_s, n=10) if len(phase.ttft_s) > 1 else [phase.ttft_s[0]] * 9
     return f"first token after {median(phase.ttft_s):.3f} s, nine of ten within {tenths[-1]:.3f} s"
 

@@ -154,7 +154,7 @@ RAW = tuple(
 
 
 @dataclass
-class Report:
+class FieldFuzzReport:
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
@@ -339,7 +339,7 @@ def exchanged(port: int, sent: bytes, is_whole: bool = True) -> bytes:
 # -- the fuzz -------------------------------------------------------------------------------------
 
 
-def check(report: Report, sent: bytes, got: bytes, is_whole: bool) -> None:
+def check(report: FieldFuzzReport, sent: bytes, got: bytes, is_whole: bool) -> None:
     """Note a status of 500 or more, unless the request asked for a time limit, and other bad answers."""
     if not got:
         report.statuses["closed"] += 1
@@ -367,9 +367,11 @@ def check(report: Report, sent: bytes, got: bytes, is_whole: bool) -> None:
                 report.fail("a traceback", sent, got)
 
 
-def fuzz(server: Live, requests: int, seed: int, tell: Callable[[str], object] = str) -> Report:
+def fuzz(
+    server: Live, requests: int, seed: int, tell: Callable[[str], object] = str
+) -> FieldFuzzReport:
     """Send ``requests`` requests, one after another."""
-    draw, report = random.Random(seed), Report()
+    draw, report = random.Random(seed), FieldFuzzReport()
     endpoints = routes(server)
     with_body = [each for each in endpoints if each[2] is not None]
     process = psutil.Process()

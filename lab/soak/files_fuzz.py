@@ -95,7 +95,7 @@ PIECES = (
 
 
 @dataclass
-class Report:
+class FileFuzzReport:
     outcomes: Counter[str] = field(default_factory=Counter)
     """``read``, ``read in part`` and ``refused``, by suffix."""
     failures: list[str] = field(default_factory=list)
@@ -144,7 +144,7 @@ def made(draw: random.Random) -> tuple[str, bytes]:
     return name, changed(content, draw)
 
 
-def use(path: Path, report: Report) -> None:
+def use(path: Path, report: FileFuzzReport) -> None:
     """Read a file, or check its header."""
     documents = 0
     suffix = path.suffix
@@ -165,9 +165,9 @@ def use(path: Path, report: Report) -> None:
         report.outcomes[f"{suffix} {'read in part' if documents else 'refused'}"] += 1
 
 
-def fuzz(count: int, seed: int, folder: Path, limit_s: float = LIMIT_S) -> Report:
+def fuzz(count: int, seed: int, folder: Path, limit_s: float = LIMIT_S) -> FileFuzzReport:
     """Read ``count`` files, written to ``folder`` one after another. Files that fail stay there."""
-    draw, report = random.Random(seed), Report()
+    draw, report = random.Random(seed), FileFuzzReport()
     largest_before_bytes = _largest_child_bytes()
     for number in range(count):
         name, content = made(draw)

@@ -48,7 +48,7 @@ TIMES = 3
 STUCK_S = 120.0
 
 
-class Place(Protocol):
+class AgeableRemote(Protocol):
     """A remote whose objects can be made older."""
 
     url: str
@@ -157,7 +157,7 @@ def texts_of(root: Path) -> list[str]:
 class Machines:
     """One that publishes, one that ingests, one that collects and one that follows."""
 
-    def __init__(self, place: Place, directory: Path, seed: int) -> None:
+    def __init__(self, place: AgeableRemote, directory: Path, seed: int) -> None:
         self._place, self._chance = place, random.Random(seed)
         self._source, self._follower = directory / "source", directory / "follower"
         self._opened = contextlib.ExitStack()
@@ -287,7 +287,7 @@ class Bucket:
             self._server.written[name] -= seconds
 
 
-def attack(place: Place, directory: Path, rounds: int, seed: int) -> Counter[str]:
+def attack(place: AgeableRemote, directory: Path, rounds: int, seed: int) -> Counter[str]:
     """Rounds with one set of machines; what ended how. Raises ``AssertionError``."""
     sharing.AT_A_TIME = 1  # one thread of a machine takes turns
     with contextlib.closing(Machines(place, directory, seed)) as machines:

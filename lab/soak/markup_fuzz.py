@@ -61,7 +61,7 @@ class TooSlow(BaseException):
 
 
 @dataclass
-class Report:
+class MarkupFuzzReport:
     """What became of the texts."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -93,7 +93,7 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-def use(schema_text: str, prompt_text: str, report: Report) -> None:
+def use(schema_text: str, prompt_text: str, report: MarkupFuzzReport) -> None:
     """Parse both and lay the prompt out, as far as they are right."""
     try:
         schema = parse_schema(schema_text)
@@ -108,9 +108,9 @@ def use(schema_text: str, prompt_text: str, report: Report) -> None:
         report.outcomes["refused" if str(refused).startswith("<string>:") else "without place"] += 1
 
 
-def fuzz(texts: int, seed: int) -> Report:
+def fuzz(texts: int, seed: int) -> MarkupFuzzReport:
     """Change a schema or a prompt ``texts`` times."""
-    draw, report = random.Random(seed), Report()
+    draw, report = random.Random(seed), MarkupFuzzReport()
 
     def too_slow(signum: int, frame: FrameType | None) -> None:
         raise TooSlow

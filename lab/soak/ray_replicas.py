@@ -48,7 +48,7 @@ COMPLETIONS, ASKED = "/v1/completions", "asked.json"
 
 
 @dataclass(frozen=True)
-class Asked:
+class RayWorkload:
     """Short requests and long streams; what one process answers to each, by its JSON."""
 
     load: list[dict[str, Any]]
@@ -70,7 +70,7 @@ def prepare(directory: Path, streams: int, tokens: int) -> None:
             json.dumps(asked): client.post(COMPLETIONS, json=asked).json()["choices"][0]["text"]
             for asked in (*load, *long)
         }
-    (directory / ASKED).write_text(json.dumps(asdict(Asked(load, long, alone))))
+    (directory / ASKED).write_text(json.dumps(asdict(RayWorkload(load, long, alone))))
 
 
 def model_and_store(directory: Path) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def body(texts: list[str], number: int, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Soak:
-    def __init__(self, base_url: str, asked: Asked) -> None:
+class RaySoak:
+    def __init__(self, base_url: str, asked: RayWorkload) -> None:
         self.client = httpx.AsyncClient(base_url=base_url, timeout=300)
         self.asked = asked
         self.ended: Counter[str] = Counter()
@@ -168,7 +168,7 @@ def oldest_replica() -> int:
     return min(found, key=lambda each: each.create_time()).pid
 
 
-async def until(count: int, soak: Soak, clients: int, pause_s: float) -> None:
+async def until(count: int, soak: RaySoak, clients: int, pause_s: float) -> None:
     """Ask with so many clients, again and again, until there are ``count`` replicas."""
     end, over = time.monotonic() + START_S, asyncio.Event()
     load = soak.asked.load
@@ -188,7 +188,7 @@ async def until(count: int, soak: Soak, clients: int, pause_s: float) -> None:
     assert await asyncio.to_thread(running) == count, f"expected {count} replicas"
 
 
-async def run(soak: Soak, most: int) -> dict[str, Any]:
+async def run(soak: RaySoak, most: int) -> dict[str, Any]:
     report: dict[str, Any] = {}
     await until(most, soak, most, BUSY_S)
     report["more replicas"] = soak.taken()
@@ -220,7 +220,7 @@ def measure(directory: Path, replicas: int) -> dict[str, Any]:
     from blendrag_ray.settings import ServedCluster
 
     os.environ["RAY_TMPDIR"] = str(directory)
-    asked = Asked(**json.loads((directory / ASKED).read_text()))
+    asked = RayWorkload(**json.loads((directory / ASKED).read_text()))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -231,7 +231,7 @@ def measure(directory: Path, replicas: int) -> dict[str, Any]:
     if replicas == 2:  # Serve would wait in the end for the replica that replaces the killed one
         options["graceful_shutdown_timeout_s"] = 0.5
     with ray_session(replicas), deployed(served, "127.0.0.1", port, **options):
-        return asyncio.run(run(Soak(f"http://127.0.0.1:{port}", asked), replicas))
+        return asyncio.run(run(RaySoak(f"http://127.0.0.1:{port}", asked), replicas))
 
 
 def faults(report: dict[str, Any]) -> list[str]:

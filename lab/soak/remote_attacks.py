@@ -46,7 +46,7 @@ LARGE_TOKENS = 256
 FAULTS = ("frozen", "throttle", "503", "cut")
 
 
-class Outcome:
+class AttackReport:
     """Counts of one run."""
 
     def __init__(self, shows_progress: bool) -> None:
@@ -106,7 +106,7 @@ def fill(directory: Path, layout: KVLayout = Lab.layout, tokens: int = Lab.token
 # -- flipped bits ------------------------------------------------------------------------------------
 
 
-def flip_kv(server: Server, flips: int, outcome: Outcome, chance: random.Random) -> None:
+def flip_kv(server: Server, flips: int, outcome: AttackReport, chance: random.Random) -> None:
     """Bits of objects, or on the way: right bytes or none."""
     paths = [path for path in server.objects if "/kv/" in path]
     number_of = {Lab.key(number): number for number in range(CHUNKS)}
@@ -138,7 +138,7 @@ def flip_kv(server: Server, flips: int, outcome: Outcome, chance: random.Random)
 
 
 def flip_corpus(
-    server: Server, flips: int, outcome: Outcome, chance: random.Random, directory: Path
+    server: Server, flips: int, outcome: AttackReport, chance: random.Random, directory: Path
 ) -> None:
     """Bits of a published corpus: followed as published, or refused."""
     source, root = directory / "published", directory / "following"
@@ -171,7 +171,7 @@ def texts(root: Path) -> list[str]:
 # -- a server that does not do its work --------------------------------------------------------------
 
 
-def read_under(fault: str, server: Process, outcome: Outcome, directory: Path) -> None:
+def read_under(fault: str, server: Process, outcome: AttackReport, directory: Path) -> None:
     """A prompt's chunks, opened first and read while the fault lasts, or all of it meanwhile."""
     kvs = [Lab.kv(number, LARGE, LARGE_TOKENS) for number in range(CHUNKS)]
     for is_open in (False, True):
@@ -198,7 +198,7 @@ def read_under(fault: str, server: Process, outcome: Outcome, directory: Path) -
                     reader.close()
 
 
-def answer_under(fault: str, server: Process, outcome: Outcome, directory: Path) -> None:
+def answer_under(fault: str, server: Process, outcome: AttackReport, directory: Path) -> None:
     """With everything recomputed, the answer is that of full prefill, whatever was loaded."""
     given = {
         "ram_bytes": 0,
@@ -225,7 +225,7 @@ def answer_under(fault: str, server: Process, outcome: Outcome, directory: Path)
 # -- a server that is killed -------------------------------------------------------------------------
 
 
-def kill_server(kills: int, outcome: Outcome, chance: random.Random, directory: Path) -> None:
+def kill_server(kills: int, outcome: AttackReport, chance: random.Random, directory: Path) -> None:
     """SIGKILL at random moments of copying and publishing: what ended well is there after a restart.
 
     What ended with an error ends well when it is repeated.
@@ -286,10 +286,10 @@ def attack(
     faults: tuple[str, ...] = FAULTS,
     shows_progress: bool = False,
     kills: int = 0,
-) -> Outcome:
+) -> AttackReport:
     """``flips``: bits, a twentieth of them of a published corpus; ``rounds`` of each fault; ``kills`` of the
     server."""
-    outcome, chance, before = Outcome(shows_progress), random.Random(seed), dict(os.environ)
+    outcome, chance, before = AttackReport(shows_progress), random.Random(seed), dict(os.environ)
     try:
         with Server(seed).running() as server:
             os.environ |= environment(server.server_port)

@@ -79,7 +79,7 @@ CALL = {
 
 
 @dataclass
-class Asked:
+class ComparedRequest:
     """One prompt that was answered while others were."""
 
     body: Fields
@@ -112,7 +112,7 @@ class Asked:
 
 
 @dataclass
-class Outcome:
+class ChurnReport:
     """What a soak found."""
 
     compared: int = 0
@@ -169,13 +169,13 @@ def document(number: int, version: int) -> Fields:
 # -- random requests ------------------------------------------------------------------------------
 
 
-class Soak(RandomClient):
+class ChurnSoak(RandomClient):
     """Random requests to one server, and the changes meanwhile."""
 
     def __init__(self, client: httpx.AsyncClient, server: Live, seed: int) -> None:
         super().__init__(client, seed)
         self.server = server
-        self.asked: list[Asked] = []
+        self.asked: list[ComparedRequest] = []
         self.changes: list[tuple[str, Fields]] = []
         """Changes of the corpus, in order."""
         self.over = 0
@@ -241,7 +241,7 @@ class Soak(RandomClient):
         each = len(reply.choices) // len(prompts)
         for number, prompt in enumerate(prompts):
             choices = reply.choices[number * each : (number + 1) * each]
-            asked = Asked(
+            asked = ComparedRequest(
                 {**alone, **({"prompt": prompt} if prompt else {}), "blendrag": blend},
                 path,
                 Reply(choices, reply.about[number : number + 1]),
@@ -524,17 +524,19 @@ def key(name: str) -> dict[str, str]:
 class Alone:
     """Asks each request again, alone, at another server over the same documents and KV of the same chunks."""
 
-    def __init__(self, client: httpx.AsyncClient, server: Live, outcome: Outcome) -> None:
+    def __init__(self, client: httpx.AsyncClient, server: Live, outcome: ChurnReport) -> None:
         self.client = RandomClient(client, 0)
         self.engine = server.engine
         self.outcome = outcome
         self.changes: list[tuple[str, Fields]] = []
-        self._asked: Asked
+        self._asked: ComparedRequest
         self._retrieve = self.engine.retrieve
         self.engine.retrieve = self.retrieved
         self.engine.prefixes.share = self.prepared
 
-    async def compare(self, asked: Sequence[Asked], changes: Sequence[tuple[str, Fields]]) -> None:
+    async def compare(
+        self, asked: Sequence[ComparedRequest], changes: Sequence[tuple[str, Fields]]
+    ) -> None:
         """Count what differs."""
         left = list(asked)
         while True:
@@ -550,7 +552,7 @@ class Alone:
         assert response.status_code == 200, response.text
         self.changes.append((method, given))
 
-    async def is_same(self, asked: Asked, state: int) -> bool:
+    async def is_same(self, asked: ComparedRequest, state: int) -> bool:
         """Whether nothing is left to compare of ``asked``."""
         if not asked.first <= state <= asked.last:
             return False
@@ -570,7 +572,7 @@ class Alone:
         self.outcome.while_changing += asked.first < asked.last
         return True
 
-    async def ask(self, asked: Asked, passages: Sequence[NewEntry]) -> Reply:
+    async def ask(self, asked: ComparedRequest, passages: Sequence[NewEntry]) -> Reply:
         """``passages``: those that were learned."""
         self._asked = asked
         corpus = self.engine.require_corpus()
@@ -630,7 +632,7 @@ class Alone:
             tree.insert(family_of(request), request.prompt.ids[:held], cache.buffers(held))
         return ()
 
-    def is_tie(self, asked: Asked, reply: Reply) -> bool:
+    def is_tie(self, asked: ComparedRequest, reply: Reply) -> bool:
         """Whether the texts differ from a token on that was as likely as another one."""
         ours, alone = asked.reply.choices[0], reply.choices[0]
         if (
@@ -709,16 +711,16 @@ async def run(
     seed: int,
     say: Callable[[str], None] = lambda line: None,
     parts: int = 10,
-) -> Outcome:
+) -> ChurnReport:
     """``requests`` in ``parts``, after each of which they are compared."""
-    outcome, limits = Outcome(), httpx.Limits(max_connections=clients)
+    outcome, limits = ChurnReport(), httpx.Limits(max_connections=clients)
     with serving(folder / "alone", learn=False) as second, ExitStack() as first:
         server = first.enter_context(serving(folder / "served", True, DISK_BYTES))
 
         def connected(to: Live) -> httpx.AsyncClient:
             return httpx.AsyncClient(base_url=to.url, timeout=STUCK_S, limits=limits)
 
-        soak = Soak(connected(server), server, seed)
+        soak = ChurnSoak(connected(server), server, seed)
         alone = Alone(connected(second), second, outcome)
         for number in range(DOCUMENTS - 2):
             await soak.put(number)

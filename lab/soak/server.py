@@ -68,7 +68,7 @@ LEAK = 0.1
 TRANSIENT = (AnswerStream, Coroutine, RequestKV, BlendCache)
 
 
-class Soak(RandomClient):
+class ServerSoak(RandomClient):
     def __init__(self, server: Live, client: httpx.AsyncClient, seed: int) -> None:
         super().__init__(client, seed)
         self.server = server
@@ -175,7 +175,7 @@ async def run(server: Live, requests: int, clients: int, seed: int) -> None:
     process, mebibytes = psutil.Process(), []
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(base_url=server.url, timeout=STUCK_S, limits=limits) as client:
-        soak, free = Soak(server, client, seed), asyncio.Semaphore(clients)
+        soak, free = ServerSoak(server, client, seed), asyncio.Semaphore(clients)
         await soak.ask_each_alone()
         server.engine.adapter.decoder_layers[1].register_forward_pre_hook(soak.fail)
 

@@ -16,8 +16,8 @@ import pytest
 from lab.pages.gpu_round import (
     ROOT,
     TESTS,
-    Outcome,
-    Part,
+    PartResult,
+    RoundPart,
     round_page,
     round_parts,
     run_parts,
@@ -53,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 @pytest.fixture
 def start(started: list[list[str]]) -> Callable[..., Any]:
-    def start(parts: Sequence[Part], folder: Path) -> Any:
+    def start(parts: Sequence[RoundPart], folder: Path) -> Any:
         names = [part.name for part in parts]
         started.append(names)
         with (folder / "worker.log").open("ab") as log:
@@ -63,9 +63,9 @@ def start(started: list[list[str]]) -> Callable[..., Any]:
     return start
 
 
-def parts_of(*names: str, limit_s: float = 60.0) -> list[Part]:
+def parts_of(*names: str, limit_s: float = 60.0) -> list[RoundPart]:
     return [
-        Part(name, 0.5 if name == "hangs" else limit_s, "ttft", {"geometry": "tiny"})
+        RoundPart(name, 0.5 if name == "hangs" else limit_s, "ttft", {"geometry": "tiny"})
         for name in names
     ]
 
@@ -101,15 +101,15 @@ def test_a_page_of_results_and_failures(tmp_path):
     names = ("ttft-2x64-memory", "answer-2x64")
     parts = [part for part in round_parts(False, rounds=1) if part.name in names]
     parts.append(
-        Part("ttft-broken", 1.0, "ttft", {"geometry": "tiny", "tier": "nowhere", "chunks": 2})
+        RoundPart("ttft-broken", 1.0, "ttft", {"geometry": "tiny", "tier": "nowhere", "chunks": 2})
     )
     work(parts, tmp_path)
     outcomes = {
-        part.name: Outcome(**json.loads((tmp_path / f"{part.name}.json").read_bytes()))
+        part.name: PartResult(**json.loads((tmp_path / f"{part.name}.json").read_bytes()))
         for part in parts
     }
-    outcomes[TESTS] = Outcome("python -m pytest -m cuda tests", 1.0, {"passed": 2, "failed": 0})
-    parts.append(Part(TESTS, 1.0))
+    outcomes[TESTS] = PartResult("python -m pytest -m cuda tests", 1.0, {"passed": 2, "failed": 0})
+    parts.append(RoundPart(TESTS, 1.0))
     page = round_page("One machine.", parts, outcomes)
     assert "## Failures" in page
     assert "--tier nowhere" in page

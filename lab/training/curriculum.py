@@ -21,10 +21,10 @@ from blendrag_lab.synthetic.questions import ask, draw_keys, draw_kinds, write_c
 from blendrag_lab.synthetic.samples import (
     FORMS,
     NATIVE,
-    Asked,
     PromptChunk,
+    QuestionSegment,
     Sample,
-    Writer,
+    SampleWriter,
     entries,
 )
 from lab.training.tokenizer import VOCAB_SIZE
@@ -36,7 +36,7 @@ ALL = VOCAB_SIZE - 8
 
 def repeats(
     rng: random.Random,
-    writer: Writer,
+    writer: SampleWriter,
     largest: int = ALL,
     lengths: tuple[int, int] = (4, 16),
 ) -> Sample:
@@ -46,12 +46,12 @@ def repeats(
     return _repeated(writer, writer.random_tokens(rng, rng.randint(*lengths), pool))
 
 
-def _repeated(writer: Writer, once: list[int]) -> Sample:
+def _repeated(writer: SampleWriter, once: list[int]) -> Sample:
     # The first token of the repeat cannot be known: the length of the sequence is random.
-    return writer.empty([Asked(once * 3, len(once) + 1)])
+    return writer.empty([QuestionSegment(once * 3, len(once) + 1)])
 
 
-def name_repeats(rng: random.Random, writer: Writer) -> Sample:
+def name_repeats(rng: random.Random, writer: SampleWriter) -> Sample:
     """Names and values three times over: induction extends to the tokens that matter."""
     if rng.random() < 0.1:
         return repeats(rng, writer, lengths=(6, 24))
@@ -59,7 +59,7 @@ def name_repeats(rng: random.Random, writer: Writer) -> Sample:
     return _repeated(writer, [t for pair in pairs for tokens in pair for t in tokens])
 
 
-def recall(rng: random.Random, writer: Writer) -> Sample:
+def recall(rng: random.Random, writer: SampleWriter) -> Sample:
     """A list of names, each with a value, in no sentence yet; all asked in another order. Zero to eight
     words separate name and value; with none it is the repeat already learned."""
     kind, attribute = _attribute(rng)
@@ -72,11 +72,11 @@ def recall(rng: random.Random, writer: Writer) -> Sample:
         sample.append([*name, *rng.choices(words, k=rng.randint(0, said)), *value, *stop])
     for name, value in rng.sample(pairs, len(pairs)):
         head = [*name, *rng.choices(words, k=rng.randint(0, asked))]
-        sample.questions.append(Asked([*head, *value], len(head)))
+        sample.questions.append(QuestionSegment([*head, *value], len(head)))
     return sample
 
 
-def ladder(rng: random.Random, writer: Writer) -> Sample:
+def ladder(rng: random.Random, writer: SampleWriter) -> Sample:
     """From the list to sentences and from the bare name to the question, one fact each, so that binding
     over a distance grows out of recall."""
     kind = rng.choice(list(KINDS.values()))
@@ -104,7 +104,7 @@ def ladder(rng: random.Random, writer: Writer) -> Sample:
             about = names[q.document_id]
             head = writer.question(NATIVE, f"{about}?") if asked else writer.encode(f" {about}:")
             answer = writer.encode(f" {q.answer}")
-            sample.questions.append(Asked([*head, *answer, writer.end], len(head)))
+            sample.questions.append(QuestionSegment([*head, *answer, writer.end], len(head)))
     return sample
 
 
@@ -114,7 +114,7 @@ def _attribute(rng: random.Random) -> tuple[str, Attribute]:
 
 
 def _pairs(
-    rng: random.Random, writer: Writer, n: int, kind: str, attribute: Attribute
+    rng: random.Random, writer: SampleWriter, n: int, kind: str, attribute: Attribute
 ) -> list[tuple[list[int], list[int]]]:
     """`n` names of a kind and as many different values of the attribute, as tokens."""
     dealer = Dealer(rng, "train")
@@ -137,7 +137,7 @@ class Brief:
     linked: float = 0.0
     dated: float = 0.0
 
-    def __call__(self, rng: random.Random, writer: Writer) -> Sample:
+    def __call__(self, rng: random.Random, writer: SampleWriter) -> Sample:
         kinds = draw_kinds(rng, rng.randint(*self.documents), rng.random() < self.linked)
         keys = draw_keys(rng, kinds, self.keys)
         shapes = [
@@ -156,7 +156,7 @@ class Brief:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptContexts:
     """Contexts as they are measured, in the prompt forms, at positions with gaps.
 
     `tokens`: bounds of the context; `sizes`: sizes of its chunks, in tokens; `asked`: questions of each
@@ -168,7 +168,7 @@ class Prompts:
     asked: dict[str, int]
     linked: float = 0.6
 
-    def __call__(self, rng: random.Random, writer: Writer) -> Sample:
+    def __call__(self, rng: random.Random, writer: SampleWriter) -> Sample:
         size = rng.choice(self.sizes)
         n_chunks = max(2, rng.randint(*self.tokens) // size)
         asked = {kind: 3 * n for kind, n in self.asked.items()}
@@ -200,7 +200,7 @@ class Stage:
     """A stage ends when its accuracy reaches `move_on_at`, or at the share `until` of the whole run."""
 
     name: str
-    make: Callable[[random.Random, Writer], Sample]
+    make: Callable[[random.Random, SampleWriter], Sample]
     until: float
     move_on_at: float = 0.85
     learning_rate: float = 1.5e-3
@@ -223,9 +223,9 @@ STAGES: tuple[Stage, ...] = (
     Stage("one-fact", Brief((3, 6), _ONE, {"direct": 6}, (1, 2)), 0.33, 0.9),
     Stage("back-references", Brief((2, 5), _TWO, {"coreference": 9, "direct": 3}, (3, 6)), 0.4),
     Stage("kinds", Brief((3, 6), ((1, 3),), _ASKED_IN_BRIEF, (2, 4), 0.7, 0.4), 0.44),
-    Stage("prompts", Prompts((180, 600), (45, 64), ASKED), 0.565, 1.0),
-    Stage("links", Prompts((180, 600), (45, 64), HARD, 0.85), 0.8, 1.0, 1e-3),
-    Stage("long-prompts", Prompts((400, 2200), _LONG, HARD, 0.8), 1.0, 1.0, 1e-3),
+    Stage("prompts", PromptContexts((180, 600), (45, 64), ASKED), 0.565, 1.0),
+    Stage("links", PromptContexts((180, 600), (45, 64), HARD, 0.85), 0.8, 1.0, 1e-3),
+    Stage("long-prompts", PromptContexts((400, 2200), _LONG, HARD, 0.8), 1.0, 1.0, 1e-3),
 )
 #: Layers before and from stage `DEEP_FROM` on: half the layers learn to look up in half the time.
 SHALLOW, DEEP = 6, 12

@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from blendrag_lab.synthetic.samples import Sample, Writer
+from blendrag_lab.synthetic.samples import Sample, SampleWriter
 from lab.training.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES
 from lab.training.tokenizer import train_tokenizer
 
@@ -149,7 +149,7 @@ AttentionInterface.register(ATTENTION, packed_attention)
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """State of a run; saved with the weights."""
 
     seed: int = 0
@@ -164,7 +164,7 @@ class Progress:
     by_kind: dict[str, float] = field(default_factory=dict)  # accuracy of the current stage
 
 
-class Run:
+class TrainingRun:
     """A training run and its files in `out`: `checkpoint.pt` to resume from, model and tokenizer."""
 
     def __init__(self, out: Path, seed: int, resume: bool) -> None:
@@ -181,8 +181,10 @@ class Run:
             self.tokenizer = train_tokenizer(seed)
             self.tokenizer.save_pretrained(out)
         torch.manual_seed(seed)
-        self.writer = Writer(self.tokenizer)
-        self.progress = Progress(**saved["progress"]) if saved else Progress(seed=seed)
+        self.writer = SampleWriter(self.tokenizer)
+        self.progress = (
+            TrainingProgress(**saved["progress"]) if saved else TrainingProgress(seed=seed)
+        )
         config = demo_config(self.tokenizer, self.progress.layers)
         self.adopt(LlamaForCausalLM(config).to(self.device))
         if saved:
@@ -317,7 +319,7 @@ def _drawn_stage(rng: random.Random, current: int) -> int:
     return max(0, current - back)
 
 
-def _fill(rng: random.Random, stage: int, writer: Writer) -> Iterator[Sample]:
+def _fill(rng: random.Random, stage: int, writer: SampleWriter) -> Iterator[Sample]:
     """Samples of one stage, as many as fit in a step's tokens when padded to the longest."""
     longest_context = longest_asked = n = 0
     while True:
@@ -332,7 +334,7 @@ def _fill(rng: random.Random, stage: int, writer: Writer) -> Iterator[Sample]:
         yield sample
 
 
-def _rate(progress: Progress, done: float) -> float:
+def _rate(progress: TrainingProgress, done: float) -> float:
     """The stage's learning rate, less in the warm-up and in the cool-down."""
     warm = min(1.0, (progress.step - progress.warm_from + 1) / WARMUP_STEPS)
     cool = min(1.0, (1 - done) / COOLDOWN)
@@ -340,7 +342,7 @@ def _rate(progress: Progress, done: float) -> float:
     return FINAL_RATE + (highest - FINAL_RATE) * min(warm, cool)
 
 
-def _report(progress: Progress, done: float, n_tokens: int) -> None:
+def _report(progress: TrainingProgress, done: float, n_tokens: int) -> None:
     kinds = ", ".join(f"{k or 'all'} {v:.3f}" for k, v in sorted(progress.by_kind.items()))
     print(
         f"step {progress.step} {done:5.1%} {progress.elapsed_s / 60:.1f} min, "
@@ -364,7 +366,7 @@ def main() -> None:
     if not args.minutes > 0 or (args.steps is not None and args.steps < 1):
         parser.error("--minutes and --steps must be above 0")
     torch.set_num_threads(args.threads)
-    run = Run(args.out, args.seed, args.resume)
+    run = TrainingRun(args.out, args.seed, args.resume)
     for stopping in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stopping, run.stop)
     run.train(args.minutes, args.steps)

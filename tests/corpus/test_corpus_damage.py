@@ -19,7 +19,7 @@ from blendrag.corpus.database import FILE_NAME
 from blendrag.errors import BlendragError, CorpusError
 from blendrag.text.chunking import chunk_id_of
 from corpus.small_corpus import change, make_corpus, text_of, vector_of
-from lab.soak.corpus_fuzz import Fuzzing
+from lab.soak.corpus_fuzz import CorpusFuzzing
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def execute(root: Path, *statements: str) -> None:
 
 
 def test_damaged_copies_give_no_wrong_answer_and_no_other_error(tmp_path: Path) -> None:
-    fuzzing = Fuzzing(tmp_path, seed=3)
+    fuzzing = CorpusFuzzing(tmp_path, seed=3)
     fuzzing.run(12)
     assert fuzzing.failures == []
     assert fuzzing.refused > 3
@@ -47,7 +47,7 @@ def test_the_fuzzer_notices_unchecked_rows(tmp_path: Path, monkeypatch: pytest.M
         return tuple({"n": 1} if kind is database.Json else value for value, kind in columns)
 
     monkeypatch.setattr(database.CheckedTable, "checked", unchecked)
-    fuzzing = Fuzzing(tmp_path, seed=3)
+    fuzzing = CorpusFuzzing(tmp_path, seed=3)
     fuzzing.run(6)
     assert fuzzing.failures
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.soak.markup_fuzz import PROMPTS, SCHEMAS, Report, fuzz, use
+from lab.soak.markup_fuzz import PROMPTS, SCHEMAS, MarkupFuzzReport, fuzz, use
 
 
 def test_changed_markup_is_parsed_or_refused():
@@ -13,7 +13,7 @@ def test_changed_markup_is_parsed_or_refused():
 
 
 def test_unchanged_markup_is_accepted():
-    report = Report()
+    report = MarkupFuzzReport()
     for schema, prompt in zip(SCHEMAS, PROMPTS, strict=True):
         use(schema, prompt, report)
     assert report.outcomes == {"parsed": 2, "resolved": 2}

@@ -4,14 +4,14 @@ import pytest
 import xxhash
 
 from blendrag.store.reader import DiskReader
-from lab.soak.store.audit import Report
-from lab.soak.store.fuzz import Fuzzing
+from lab.soak.store.audit import SoakReport
+from lab.soak.store.fuzz import StoreFuzzing
 
 
 @pytest.fixture
 def fuzz(tmp_path):
     """``fuzz("payloads", 60)``: the report on so many mutations."""
-    fuzzing, report = Fuzzing(tmp_path, seed=1), Report()
+    fuzzing, report = StoreFuzzing(tmp_path, seed=1), SoakReport()
 
     def run(what, count):
         fuzzing.run_batch(report, count, getattr(fuzzing, f"mutate_{what}"))

@@ -5,14 +5,14 @@ import signal
 
 import pytest
 
-from lab.soak.store.audit import PLENTY, Report, audit
+from lab.soak.store.audit import PLENTY, SoakReport, audit
 from lab.soak.store.children import PATIENCE_S, Child
 from lab.soak.store.kills import Killing
 
 
 @pytest.mark.slow
 def test_everything_acknowledged_survives_kills_and_interrupts_of_two_writers(tmp_path):
-    report = Report()
+    report = SoakReport()
     Killing(tmp_path, seed=1).run(report, 20)
     report.check()
     assert report.done["interrupts"] > 0

@@ -11,7 +11,7 @@ import pytest
 from blendrag.store.disk import DiskStore
 from blendrag.store.payload_files import PayloadFiles
 from lab.soak.store import remote_power
-from lab.soak.store.audit import Report, audit, make_chunks
+from lab.soak.store.audit import SoakReport, audit, make_chunks
 from lab.soak.store.power import Disk
 
 
@@ -70,7 +70,7 @@ def test_a_pin_in_a_new_store_survives_a_power_cut(lab, tmp_path, watch):
 
 def test_a_power_cut_of_a_shared_directory_leaves_whole_objects_and_what_was_acknowledged(tmp_path):
     pytest.importorskip("obstore")
-    report = Report()
+    report = SoakReport()
     remote_power.cut_everywhere(tmp_path, report, mixtures=1, seed=1, stride=5)
     report.check()
     assert report.done["power cuts"] > 50

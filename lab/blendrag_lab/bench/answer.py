@@ -30,7 +30,7 @@ from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.rounds import MeasuredNothingError, Tick, Timing, run_rounds, silent
 from blendrag_lab.bench.scratch import scratch
-from blendrag_lab.bench.serve import Asking, corpus_texts, prompts_over
+from blendrag_lab.bench.serve import ServeRunner, corpus_texts, prompts_over
 from blendrag_lab.bench.workload import BlendResult, Workload, conditions
 from blendrag_lab.plots import COLOURS, GREY, STYLE
 from blendrag_lab.tables import ResultTable, figure, table, times
@@ -151,7 +151,7 @@ def answer(
     workload.check(adapter)
     with scratch() as root, ExitStack() as stack:
         ram_bytes = None if tier == "memory" else 0
-        asking = Asking(
+        asking = ServeRunner(
             adapter, workload, root / "store", new_tokens,
             ram_bytes=ram_bytes, decode_weights=cast(Any, decode_weights or settings().decode_weights),
         )  # fmt: skip

@@ -23,7 +23,7 @@ from blendrag.model import ModelAdapter
 from blendrag_lab.bench.options import machine_of
 from blendrag_lab.bench.rounds import MeasuredNothingError, Tick, Timing, run_rounds
 from blendrag_lab.bench.scratch import scratch
-from blendrag_lab.bench.serve import Asking, corpus_texts
+from blendrag_lab.bench.serve import ServeRunner, corpus_texts
 from blendrag_lab.bench.workload import Workload
 from blendrag_lab.tables import ResultTable, figure, table
 
@@ -138,7 +138,7 @@ def decode_overhead(
 ) -> DecodeOverheadResult:
     workload = Workload(max(REQUESTS), prompt_tokens, rounds=rounds)
     with scratch() as root:
-        asking = Asking(adapter, workload, root / "store", NEW_TOKENS)
+        asking = ServeRunner(adapter, workload, root / "store", NEW_TOKENS)
         ways = _ways(asking, root, tick)
         samples = run_rounds(ways, rounds, tick)
     rows = []
@@ -155,7 +155,7 @@ def decode_overhead(
 Ways = dict[tuple[str, int], Callable[[], tuple[float, float, float]]]
 
 
-def _ways(asking: Asking, root: Path, tick: Tick) -> Ways:
+def _ways(asking: ServeRunner, root: Path, tick: Tick) -> Ways:
     adapter = asking.adapter
     with asking.engine() as engine:
         tick("writing prompts")

@@ -43,7 +43,7 @@ from blendrag_lab.bench.workload import (
     stock_prefill,
 )
 from blendrag_lab.figure_styles import log_scale, styles
-from blendrag_lab.plots import GREY, Line, draw, legend, panels, title
+from blendrag_lab.plots import GREY, Series, draw, legend, panels, title
 from blendrag_lab.tables import ResultTable, figure, times
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def load_figure(result: LoadResult) -> Figure:
     for way in (each.way for each in result.ways):
         rows = [row for row in result.rows if row.way == way]
         mean, p95 = [row.mean_ttft_ms for row in rows], [row.p95_ttft_ms for row in rows]
-        lines.append(Line(way, known[way], [row.requests_per_s for row in rows], mean, mean, p95))
+        lines.append(Series(way, known[way], [row.requests_per_s for row in rows], mean, mean, p95))
     draw(axes, lines)
     axes.axhline(
         result.doubled_ttft_ms, color=GREY, linestyle=":", label="twice full's\nwithout load"
@@ -158,7 +158,7 @@ def make_requests(
 
 
 @dataclass(frozen=True)
-class Served:
+class PrefilledRequest:
     """One request: its first token, seconds to it, and prompt tokens whose KV was there."""
 
     token: int
@@ -166,11 +166,11 @@ class Served:
     reused_tokens: int
 
 
-def serve_full(adapter: ModelAdapter, plan: SegmentedPrompt) -> Served:
+def serve_full(adapter: ModelAdapter, plan: SegmentedPrompt) -> PrefilledRequest:
     ids = torch.tensor([plan.ids], device=adapter.device)  # [1, N]
     began = clock(adapter.device)
     token = stock_prefill(adapter, ids)
-    return Served(token, clock(adapter.device) - began, 0)
+    return PrefilledRequest(token, clock(adapter.device) - began, 0)
 
 
 class PrefixServer:
@@ -184,7 +184,7 @@ class PrefixServer:
         self._fusor = Fusor(adapter)
         self._known = MemoryStore(limit_bytes)
 
-    def serve(self, plan: SegmentedPrompt) -> Served:
+    def serve(self, plan: SegmentedPrompt) -> PrefilledRequest:
         adapter, tokens = self._adapter, len(plan.ids)
         ids = torch.tensor([plan.ids], device=adapter.device)  # [1, N]
         names = accumulate(
@@ -205,7 +205,7 @@ class PrefixServer:
             buffers = cache.buffers(tokens)
             layers = tuple(b[:, :, segment.position : segment.end].cpu() for b in buffers)
             self._known.put("", name, ChunkKV(adapter.layout, len(segment.ids), layers))
-        return Served(token, first_s, sum(span.tokens for span in spans))
+        return PrefilledRequest(token, first_s, sum(span.tokens for span in spans))
 
     def _span(self, segment: Segment, name: str) -> LoadedSpan:
         reader = self._known.open("", name, self._adapter.layout, len(segment.ids))
@@ -216,7 +216,7 @@ class PrefixServer:
 class BlendServer(StoredChunks):
     """A KV store of limited size. Missing chunks are encoded and stored before the answer."""
 
-    def serve(self, plan: SegmentedPrompt) -> Served:
+    def serve(self, plan: SegmentedPrompt) -> PrefilledRequest:
         device = self.adapter.device
         ids = torch.tensor([plan.ids], device=device)  # [1, N]
         self.there.prepare()
@@ -234,13 +234,13 @@ class BlendServer(StoredChunks):
         with closing(planned) as opened:
             token, _ = self.prefill(ids, opened.request(len(plan.ids)))
             first_s = clock(device) - began
-        return Served(token, first_s, opened.reused_tokens - sum(map(len, encoded)))
+        return PrefilledRequest(token, first_s, opened.reused_tokens - sum(map(len, encoded)))
 
 
 class Queue:
     """One worker that answers in order: open-loop arrivals with exponential gaps, and measured times."""
 
-    def __init__(self, served: Sequence[Served], seed: int = 0) -> None:
+    def __init__(self, served: Sequence[PrefilledRequest], seed: int = 0) -> None:
         self._served = list(islice(cycle(served), ARRIVALS))
         self._gaps = np.random.default_rng(seed).exponential(size=ARRIVALS)
         self.alone_s = statistics.fmean(s.first_s for s in served)
@@ -306,12 +306,12 @@ def load(
         # In random order: which chunks a small store keeps does not depend on the requests.
         order = np.random.default_rng(1).permutation(len(corpus))
         blend.put(corpus[i] for i in order)
-        servers: dict[str, Callable[[SegmentedPrompt], Served]] = {
+        servers: dict[str, Callable[[SegmentedPrompt], PrefilledRequest]] = {
             "full": partial(serve_full, adapter),
             "prefix": PrefixServer(adapter, limit).serve,
             "blend": blend.serve,
         }
-        served: dict[str, list[Served]] = {name: [] for name in servers}
+        served: dict[str, list[PrefilledRequest]] = {name: [] for name in servers}
         for number, plan in enumerate(plans):
             tick(f"request {number + 1} of {len(plans)}")
             for name, serve in servers.items():

@@ -28,7 +28,7 @@ from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.rounds import MeasuredNothingError, Tick, Timing, run_rounds, silent
 from blendrag_lab.bench.scratch import scratch
-from blendrag_lab.bench.serve import Asking, corpus_texts, prompts_over
+from blendrag_lab.bench.serve import ServeRunner, corpus_texts, prompts_over
 from blendrag_lab.bench.workload import BlendResult, Workload, conditions, whole_numbers
 from blendrag_lab.tables import NOTHING, ResultTable, times
 
@@ -100,8 +100,8 @@ def newcomer(
     workload.check(adapter)
     most = counts[-1]
     with scratch() as root:
-        asking = Asking(adapter, workload, root / "store", RUNNING_TOKENS)
-        with asking.engine(most + 1) as engine, _Tokens().noted() as tokens:
+        asking = ServeRunner(adapter, workload, root / "store", RUNNING_TOKENS)
+        with asking.engine(most + 1) as engine, _TokenTimes().noted() as tokens:
             tick("storing the chunks")
             texts = corpus_texts(engine, workload, workload.chunks)
             engine.library.add([Entry(str(i), text) for i, text in enumerate(texts)], embed=False)
@@ -116,7 +116,7 @@ def newcomer(
     )
 
 
-class _Tokens:
+class _TokenTimes:
     """When requests got their tokens."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class _Tokens:
                 raise MeasuredNothingError(ENDED)
 
     @contextmanager
-    def noted(self) -> Iterator[_Tokens]:
+    def noted(self) -> Iterator[_TokenTimes]:
         """Within this context, of all requests."""
         put, finish = AnswerStream.put, AnswerStream.finish
 
@@ -156,7 +156,9 @@ class _Tokens:
             yield self
 
 
-def _arrival(asking: Asking, engine: BlendEngine, tokens: _Tokens, running: int) -> Arrival:
+def _arrival(
+    asking: ServeRunner, engine: BlendEngine, tokens: _TokenTimes, running: int
+) -> Arrival:
     """The first prompt arrives while so many others decode."""
     tokens.clear()
     others = []

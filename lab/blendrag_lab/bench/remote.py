@@ -76,7 +76,7 @@ def remote_table(result: RemoteResult) -> ResultTable:
     )
 
 
-class Line:
+class NetworkLink:
     """What all requests share: so many bytes per second, ``None`` being no limit, and a latency."""
 
     def __init__(self, latency_s: float) -> None:
@@ -103,7 +103,7 @@ class Line:
 class LineObjects(RemoteObjects):
     """Objects that are read over a line."""
 
-    def __init__(self, url: str, timeout_s: float, line: Line) -> None:
+    def __init__(self, url: str, timeout_s: float, line: NetworkLink) -> None:
         super().__init__(url, timeout_s)
         self._line = line
 
@@ -119,7 +119,7 @@ class ColdRemote(TierStore):
 
     store: KVStore
 
-    def __init__(self, store: KVStore, root: Path, line: Line) -> None:
+    def __init__(self, store: KVStore, root: Path, line: NetworkLink) -> None:
         super().__init__(BenchTier("a cold remote"), store, root)
         self.line = line
 
@@ -141,7 +141,7 @@ class ColdRemote(TierStore):
 
 
 @contextmanager
-def cold_remote(url: str | None, line: Line) -> Iterator[ColdRemote]:
+def cold_remote(url: str | None, line: NetworkLink) -> Iterator[ColdRemote]:
     """``url``: by default a temporary directory. Objects are removed afterwards."""
     given = settings()
     secret = given.remote_key
@@ -178,7 +178,7 @@ def remote(
     tick: Tick = silent,
 ) -> RemoteResult:
     limits = {name.strip(): _bytes_per_s(name.strip()) for name in throughputs.split(",")}
-    line = Line(latency_ms / 1e3)
+    line = NetworkLink(latency_ms / 1e3)
     with cold_remote(remote, line) as there:
         tick("encoding the chunks")
         bench = PromptBench(timed.adapter, workload, there)
@@ -206,7 +206,7 @@ def full(bench: PromptBench) -> tuple[float, None]:
 
 
 def request(
-    bench: PromptBench, line: Line, limit: float | None, token_s: float
+    bench: PromptBench, line: NetworkLink, limit: float | None, token_s: float
 ) -> tuple[float, int]:
     """One request as an engine without a profile plans it: seconds, and how many chunks were loaded."""
     bench.there.prepare()

@@ -98,7 +98,7 @@ class ServeResult(BlendResult):
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedRound:
     seconds: float
     answers: Sequence[Answer] = ()
     kv_bytes: int | None = None
@@ -172,7 +172,7 @@ def serve(
         raise InvalidInputError("--poisson and --users, expected one of them")
     loops = whole_numbers(users, "users", "1,4") if users else []
     with scratch() as root:
-        asking = Asking(adapter, workload, root / "store", new_tokens)
+        asking = ServeRunner(adapter, workload, root / "store", new_tokens)
         with asking.engine() as engine:
             tick("storing the corpus")
             texts = corpus_texts(engine, workload, corpus_chunks)
@@ -206,11 +206,11 @@ def serve(
     )  # fmt: skip
 
 
-Ways = dict[str, Callable[[], Served]]
+Ways = dict[str, Callable[[], ServedRound]]
 
 
 @dataclass(frozen=True)
-class Asking:
+class ServeRunner:
     """Answers all prompts, each time by a new engine, in which others have left nothing."""
 
     adapter: ModelAdapter
@@ -240,17 +240,17 @@ class Asking:
             generate_kwargs={"min_new_tokens": self.new_tokens},
         )  # fmt: skip
 
-    def one_by_one(self, mode: Mode, arrivals: Sequence[float] = ()) -> Served:
+    def one_by_one(self, mode: Mode, arrivals: Sequence[float] = ()) -> ServedRound:
         with mock.patch.object(exact_prefixes, "MARGIN", math.inf):
             return self._served(mode, arrivals, running=1)
 
-    def together(self, mode: Mode, arrivals: Sequence[float] = ()) -> Served:
+    def together(self, mode: Mode, arrivals: Sequence[float] = ()) -> ServedRound:
         return self._served(mode, arrivals)
 
-    def loop(self, mode: Mode, users: int) -> Served:
+    def loop(self, mode: Mode, users: int) -> ServedRound:
         return self._served(mode, users=users)
 
-    def unshared(self, mode: Mode) -> Served:
+    def unshared(self, mode: Mode) -> ServedRound:
         """Together, each request with KV of its own."""
         with (
             mock.patch.object(chunk_pool, "MIN_SHARED_TOKENS", sys.maxsize),
@@ -264,7 +264,7 @@ class Asking:
         arrivals: Sequence[float] = (),
         running: int | None = None,
         users: int | None = None,
-    ) -> Served:
+    ) -> ServedRound:
         """Answer all, of which at most ``running`` run at the same time and ``users`` have been asked."""
         count, asked = len(self.prompts), self.options(mode)
         with self.engine(running or count) as engine, _kv_of_steps() as tokens:
@@ -285,11 +285,11 @@ class Asking:
                     "an answer is too short, or its KV was not used as asked"
                 )
         if not tokens:
-            return Served(seconds, answers)
+            return ServedRound(seconds, answers)
         held, private = map(self.adapter.layout.size_bytes, map(max, zip(*tokens, strict=True)))
-        return Served(seconds, answers, held, private)
+        return ServedRound(seconds, answers, held, private)
 
-    def stock(self) -> Served:
+    def stock(self) -> ServedRound:
         """Tokens by ``generate_batch``, which shares prefixes of prompts."""
         asked = Options(apply_chat_template=False)
         with self.engine() as engine:
@@ -309,7 +309,7 @@ class Asking:
         seconds = time.perf_counter() - began
         if any(len(one.generated_tokens) != self.new_tokens for one in found.values()):
             raise MeasuredNothingError("transformers' continuous batching gave too short an answer")
-        return Served(seconds)
+        return ServedRound(seconds)
 
 
 def _kv_tokens(requests: Sequence[RequestKV]) -> tuple[int, int]:
@@ -343,7 +343,7 @@ def _kv_of_steps() -> Iterator[list[tuple[int, int]]]:
         yield tokens
 
 
-def _at_once(asking: Asking) -> Ways:
+def _at_once(asking: ServeRunner) -> Ways:
     ways: Ways = {}
     for mode in typing.cast(tuple[Mode, ...], ("full", "blend")):
         ways[f"{mode}, one by one"] = partial(asking.one_by_one, mode)
@@ -353,7 +353,7 @@ def _at_once(asking: Asking) -> Ways:
     return ways
 
 
-def _at_random(asking: Asking, tick: Tick) -> tuple[Ways, dict[str, float], float]:
+def _at_random(asking: ServeRunner, tick: Tick) -> tuple[Ways, dict[str, float], float]:
     """The ways, the rates of their arrivals, and twice the TTFT of a lone full prefill."""
     tick("a full prefill alone")
     with asking.engine() as engine:
@@ -422,7 +422,11 @@ def prompts_over(
 
 
 def _row(
-    way: str, served: Sequence[Served], base: float, rate: float | None, in_time_s: float | None
+    way: str,
+    served: Sequence[ServedRound],
+    base: float,
+    rate: float | None,
+    in_time_s: float | None,
 ) -> ServeRow:
     seconds = median(one.seconds for one in served)
     metrics = [answer.metrics for one in served for answer in one.answers]

@@ -25,7 +25,7 @@ from blendrag_lab.bench.workload import (
     whole_numbers,
 )
 from blendrag_lab.figure_styles import log_scale, styles
-from blendrag_lab.plots import Line, draw, legend, panels, title
+from blendrag_lab.plots import Series, draw, legend, panels, title
 from blendrag_lab.tables import ResultTable, table, times
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def sweep_figure(result: SweepResult) -> Figure:
     ):
         shown = style if joined else replace(style, dash="none")
         bounds = ([ms.low for ms in timings], [ms.high for ms in timings])
-        lines.append(Line(label, shown, x, [ms.median for ms in timings], *bounds))
+        lines.append(Series(label, shown, x, [ms.median for ms in timings], *bounds))
     draw(axes, lines)
     if factor in DOUBLING:
         axes.set_xscale("log", base=2)

@@ -53,7 +53,7 @@ UPPER = 0.975
 
 
 @dataclass(frozen=True)
-class Deviation:
+class PromptDeviation:
     """Distances of one blended prompt from its full prefill; ``n`` chunk tokens, ``L`` layers."""
 
     kv: np.ndarray
@@ -118,7 +118,9 @@ class StoredPrompt:
         """KV as stored and re-positioned, nothing recomputed."""
         return self._prefill(self._spans, "reuse")
 
-    def deviation(self, policy: str, schedule: str = "constant", ratio: float = 0.0) -> Deviation:
+    def deviation(
+        self, policy: str, schedule: str = "constant", ratio: float = 0.0
+    ) -> PromptDeviation:
         """The deviation of a blend by ``policy``, or by :data:`ORACLE`; ratio and schedule as in
         :class:`~blendrag.engine.Options`."""
         if policy == ORACLE:
@@ -165,10 +167,10 @@ class StoredPrompt:
         kv = [buffer[:, :, columns].cpu() for buffer in cache.buffers(n)]
         return MeasuredPrefill(kv, seen.matrices())
 
-    def _from_full(self, blended: MeasuredPrefill) -> Deviation:
+    def _from_full(self, blended: MeasuredPrefill) -> PromptDeviation:
         pairs = zip(blended.kv, self.full.kv, strict=True)
         seen = zip(blended.attention, self.full.attention, strict=True)
-        return Deviation(
+        return PromptDeviation(
             np.stack([_kv_deviation(new, exact) for new, exact in pairs]),
             np.stack([_attention_deviation(new, exact) for new, exact in seen]),
         )
@@ -269,8 +271,8 @@ def measure(
     """
     ways = [(p, s, r) for p in policies for s in schedules for r in ratios]
     ways += [(ORACLE, "", r) for r in ratios]
-    found: list[list[Deviation]] = [[] for _ in ways]
-    stored: list[Deviation] = []
+    found: list[list[PromptDeviation]] = [[] for _ in ways]
+    stored: list[PromptDeviation] = []
     model = ""
     for prompt in prompts:
         model = prompt.adapter.model_id
@@ -298,7 +300,7 @@ def measure(
     )
 
 
-def correlation(stored: Sequence[Deviation]) -> tuple[LayerCorrelation, ...]:
+def correlation(stored: Sequence[PromptDeviation]) -> tuple[LayerCorrelation, ...]:
     """Figure 8, of layers 1 and 2, 2 and 3, …"""
     found = []
     for layer in range(1, len(stored[0].kv) - 1):

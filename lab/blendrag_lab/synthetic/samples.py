@@ -112,7 +112,7 @@ def template(tokenizer: PreTrainedTokenizerBase, form: Form) -> Template:
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionSegment:
     """One question segment; the loss is on the tokens from `answer_at` on."""
 
     tokens: list[int]
@@ -127,7 +127,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
-    questions: list[Asked] = field(default_factory=list)
+    questions: list[QuestionSegment] = field(default_factory=list)
 
     @property
     def question_position(self) -> int:
@@ -140,7 +140,7 @@ class Sample:
         self.chunks += [chunk] * len(tokens)
 
 
-class Writer:
+class SampleWriter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._encode = tokenizer.backend_tokenizer.encode
         self._templates = {form.name: template(tokenizer, form) for form in FORMS}
@@ -148,7 +148,7 @@ class Writer:
         self.end: int = tokenizer.eos_token_id
         self.n_special = len(tokenizer.all_special_ids)
 
-    def empty(self, questions: Sequence[Asked] = ()) -> Sample:
+    def empty(self, questions: Sequence[QuestionSegment] = ()) -> Sample:
         """A sample whose context is <|bos|> alone."""
         return Sample([self.bos], [0], [-1], list(questions))
 
@@ -181,5 +181,5 @@ class Writer:
             asked = self.question(form, question.text)
             # The answer keeps the space before it, so that a word has the token it has in documents.
             answer = [*self.encode(" " + question.answer), self.end]
-            sample.questions.append(Asked(asked + answer, len(asked), question.kind))
+            sample.questions.append(QuestionSegment(asked + answer, len(asked), question.kind))
         return sample

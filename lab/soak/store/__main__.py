@@ -19,10 +19,10 @@ import torch
 
 import unpickling
 from lab.soak.store import remote_power
-from lab.soak.store.audit import Report
+from lab.soak.store.audit import SoakReport
 from lab.soak.store.corpus_faults import CORPUS_OPERATIONS, fail_corpus
 from lab.soak.store.faults import OPERATIONS, cut_everywhere, fail_everything
-from lab.soak.store.fuzz import BATCH, Fuzzing
+from lab.soak.store.fuzz import BATCH, StoreFuzzing
 from lab.soak.store.kills import Killing
 from lab.soak.store.tracer import unavailable
 
@@ -41,7 +41,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(given: argparse.Namespace, directory: Path, report: Report) -> None:
+def _run(given: argparse.Namespace, directory: Path, report: SoakReport) -> None:
     reason = unavailable()
     if reason is not None:
         report.say(f"no failing system calls and no power cuts: {reason}")
@@ -55,7 +55,7 @@ def _run(given: argparse.Namespace, directory: Path, report: Report) -> None:
     if given.cuts:
         remote_power.cut_everywhere(directory, report, given.cuts, given.seed)
     # in turns, so that an interrupted run has had some of both
-    killing, fuzzing = Killing(directory, given.seed), Fuzzing(directory, given.seed)
+    killing, fuzzing = Killing(directory, given.seed), StoreFuzzing(directory, given.seed)
     while (kills := given.kills - report.done["kills"]) > 0:
         killing.run(report, min(kills, 20))
         share = report.done["kills"] / given.kills * given.mutations
@@ -69,7 +69,7 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     unpickling.arm()
-    report, status = Report(sys.stdout), 0
+    report, status = SoakReport(sys.stdout), 0
     report.say(f"soak with seed {given.seed} in {given.dir}")
     with tempfile.TemporaryDirectory(
         prefix="blendrag-soak-", dir=given.dir, ignore_cleanup_errors=True

@@ -130,7 +130,7 @@ def _mismatches(store: DiskStore, states: dict[int, bool | None], limit_bytes: i
     return [f"{what}: {is_}, expected {must}" for what, (is_, must) in pairs.items() if is_ != must]
 
 
-class Report:
+class SoakReport:
     """Counts of one run: what was done to stores, and what they did not survive."""
 
     #: Failures described in words; all are counted.

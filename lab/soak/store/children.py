@@ -30,11 +30,11 @@ class Teller:
         self._pipe = pipe
 
     def say(self, kind: str, what: object = None) -> None:
-        """``kind`` is a name of the lists and fields of :class:`Heard`."""
+        """``kind`` is a name of the lists and fields of :class:`ChildReport`."""
         os.write(self._pipe, json.dumps([kind, what]).encode() + b"\n")
 
 
-class Heard:
+class ChildReport:
     """The parent's side of the pipe: what the child has said so far."""
 
     def __init__(self, pipe: int) -> None:
@@ -82,14 +82,14 @@ class Child:
             os.close(source)
             _live(action, Teller(sink), interruptible)
         os.close(sink)
-        self.heard = Heard(source)
+        self.heard = ChildReport(source)
 
     def has_ended(self) -> bool:
         if self.pid and os.waitpid(self.pid, os.WNOHANG)[0]:
             self.pid = 0
         return not self.pid
 
-    def wait(self, patience_s: float = PATIENCE_S) -> Heard:
+    def wait(self, patience_s: float = PATIENCE_S) -> ChildReport:
         """Wait until it ends; killed, with a complaint, if it says nothing for ``patience_s``."""
         deadline = time.monotonic() + patience_s
         while not self.has_ended():
@@ -128,7 +128,7 @@ class Child:
                 return
             time.sleep(0.001)
 
-    def kill(self) -> Heard:
+    def kill(self) -> ChildReport:
         """Kill it if it lives, and return all that it said."""
         if not self.has_ended():
             os.kill(self.pid, signal.SIGKILL)

@@ -14,9 +14,9 @@ from pathlib import Path
 from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.errors import BlendragError
 from corpus.small_corpus import MANIFEST, make_corpus, put, text_of
-from lab.soak.store.audit import Report, Verdict
-from lab.soak.store.children import Heard, Teller, summary
-from lab.soak.store.faults import Bench, faults_of
+from lab.soak.store.audit import SoakReport, Verdict
+from lab.soak.store.children import ChildReport, Teller, summary
+from lab.soak.store.faults import OperationRunner, faults_of
 
 #: Documents at first, those that are put, and one that the audit puts.
 BEFORE, ADDED, FRESH = range(5), (11, 12), 20
@@ -103,12 +103,12 @@ CORPUS_OPERATIONS = {
 }
 
 
-class CorpusBench(Bench):
+class CorpusOperationRunner(OperationRunner):
     """Runs one operation of a corpus again and again."""
 
     _operation: CorpusOperation  # type: ignore[assignment]
 
-    def _audit(self, heard: Heard, root: Path) -> Verdict:
+    def _audit(self, heard: ChildReport, root: Path) -> Verdict:
         operation, complaints = self._operation, []
         lost, wrong = [], []
         with Corpus.open(root, create=True) as corpus:
@@ -128,9 +128,9 @@ class CorpusBench(Bench):
         return Verdict(tuple(lost), tuple(wrong), tuple(complaints))
 
 
-def fail_corpus(directory: Path, name: str, report: Report, most: int | None = None) -> None:
+def fail_corpus(directory: Path, name: str, report: SoakReport, most: int | None = None) -> None:
     """Every fault of an operation of a corpus, or about ``most`` of them, evenly spread."""
-    bench = CorpusBench(directory, CORPUS_OPERATIONS[name])  # type: ignore[arg-type]
+    bench = CorpusOperationRunner(directory, CORPUS_OPERATIONS[name])  # type: ignore[arg-type]
     faults = [fault for call in bench.calls() for fault in faults_of(call)]
     for fault in faults[:: 1 if most is None else -(-len(faults) // most)]:
         report.note("corpus faults", f"{name}, {fault}", bench.run(fault))

@@ -40,7 +40,7 @@ class Trap:
 
 
 @dataclass(frozen=True)
-class Target:
+class DamageTarget:
     """A store to damage, and what to do it with."""
 
     root: Path
@@ -153,7 +153,7 @@ _HEADERS: dict[str, Callable[[bytes, Random], bytes]] = {
 PAYLOAD = [*_BYTES, *_HEADERS, "of another", "replace"]
 
 
-def damage_payload(name: str, target: Target, path: Path) -> None:
+def damage_payload(name: str, target: DamageTarget, path: Path) -> None:
     """``name`` is one of :data:`PAYLOAD`."""
     data, chance = path.read_bytes(), target.chance
     if name == "replace":
@@ -177,7 +177,7 @@ def restore(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def _replace(path: Path, target: Target) -> None:
+def _replace(path: Path, target: DamageTarget) -> None:
     """Nothing, a link, a FIFO, a directory or other bytes in place of a file."""
     chance = target.chance
     data = path.read_bytes() if path.is_file() else b""
@@ -206,7 +206,7 @@ def _database(root: Path) -> Path:
     return path
 
 
-def _index_bytes(target: Target) -> None:
+def _index_bytes(target: DamageTarget) -> None:
     """The database, or its WAL if there is one."""
     path = _database(target.root)
     wal = path.with_name(f"{path.name}-wal")
@@ -216,11 +216,11 @@ def _index_bytes(target: Target) -> None:
     path.write_bytes(change(path.read_bytes(), target.chance))
 
 
-def _of_another_store(target: Target) -> None:
+def _of_another_store(target: DamageTarget) -> None:
     shutil.copy(_database(target.other), target.root / "index")
 
 
-def _edit_rows(target: Target) -> None:
+def _edit_rows(target: DamageTarget) -> None:
     """Change, swap, add or delete rows of any table."""
     chance = target.chance
     hostile = [*_HOSTILE, b"", b"\xff" * 64, pickle.dumps(Trap(target.outside.with_name("trap")))]
@@ -249,7 +249,7 @@ def _edit_rows(target: Target) -> None:
         database.execute(statement, given)
 
 
-def _change_schema(target: Target) -> None:
+def _change_schema(target: DamageTarget) -> None:
     with _connected(target) as database:
         database.execute("PRAGMA writable_schema = ON")
         schema = database.execute(
@@ -274,7 +274,7 @@ def _change_schema(target: Target) -> None:
 
 
 @contextlib.contextmanager
-def _connected(target: Target) -> Any:
+def _connected(target: DamageTarget) -> Any:
     """Statements that SQLite refuses do no damage."""
     database = sqlite3.connect(_database(target.root), timeout=0.1, isolation_level=None)
     with (
@@ -284,7 +284,7 @@ def _connected(target: Target) -> Any:
         yield database
 
 
-def _replace_small_file(target: Target) -> None:
+def _replace_small_file(target: DamageTarget) -> None:
     """One of the files that a store opens by name."""
     database = _database(target.root).name
     names = [database, f"{database}-wal", f"{database}-journal", "lock", "unfinished"]
@@ -292,7 +292,7 @@ def _replace_small_file(target: Target) -> None:
     _replace(target.root / target.chance.choice(paths), target)
 
 
-def _plant_file(target: Target) -> None:
+def _plant_file(target: DamageTarget) -> None:
     """Something unexpected under a name that the store would give."""
     owner, nonce, key = "a" * 16, "b" * 16, Lab.key(1)
     names = [
@@ -309,7 +309,7 @@ def _plant_file(target: Target) -> None:
     _replace(path, target)
 
 
-INDEX: dict[str, Callable[[Target], None]] = {
+INDEX: dict[str, Callable[[DamageTarget], None]] = {
     "index: bytes": _index_bytes,
     "index: of another store": _of_another_store,
     "index: vanish": lambda target: _database(target.root).unlink(),

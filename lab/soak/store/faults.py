@@ -17,10 +17,10 @@ from pathlib import Path
 
 from blendrag.errors import BlendragError
 from blendrag.store.disk import DiskStore
-from lab.soak.store.audit import PLENTY, Report, Verdict, audit, make_chunks, put, read
-from lab.soak.store.children import Heard, Teller, summary
+from lab.soak.store.audit import PLENTY, SoakReport, Verdict, audit, make_chunks, put, read
+from lab.soak.store.children import ChildReport, Teller, summary
 from lab.soak.store.power import Disk, outcomes
-from lab.soak.store.tracer import Call, Traced
+from lab.soak.store.tracer import SystemCall, Traced
 from store.kv_lab import Lab
 
 #: All chunks that the operations put, and one that the audit puts.
@@ -167,7 +167,7 @@ SHORT, KILL = 0, -1
 class Fault:
     """What happens at one call: an error number, :data:`SHORT` or :data:`KILL`."""
 
-    call: Call
+    call: SystemCall
     what: int
 
     def __str__(self) -> str:
@@ -175,7 +175,7 @@ class Fault:
         return f"{name} at {self.call}"
 
 
-def faults_of(call: Call) -> list[Fault]:
+def faults_of(call: SystemCall) -> list[Fault]:
     """All faults that can happen at a call."""
     if call.name == "unlock":  # does not fail for an open descriptor
         return [Fault(call, KILL)]
@@ -188,7 +188,7 @@ def faults_of(call: Call) -> list[Fault]:
     return [Fault(call, kind) for kind in (errno.EIO, KILL, *filter(kinds.get, kinds))]
 
 
-class Bench:
+class OperationRunner:
     """Runs one operation again and again, each time on a copy of the same store."""
 
     def __init__(self, directory: Path, operation: Operation) -> None:
@@ -200,7 +200,7 @@ class Bench:
         self._original.mkdir()
         operation.build(self._original / self._root.name)
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[SystemCall]:
         """The system calls of the operation, undisturbed."""
         traced = self._start(attempts=1)
         calls, heard = list(traced.calls()), traced.child.wait()
@@ -242,7 +242,7 @@ class Bench:
         traced.child.wait()
 
     def _cut(
-        self, disk: Disk, heard: Heard, chance: random.Random, mixtures: int, where: str
+        self, disk: Disk, heard: ChildReport, chance: random.Random, mixtures: int, where: str
     ) -> Iterator[tuple[str, Verdict]]:
         after = self._here.with_name("after")
         heard.hear()
@@ -251,7 +251,7 @@ class Bench:
             disk.cut(after, survives)
             yield f"power cut before {where}", self._audit(heard, after / self._root.name)
 
-    def _audit(self, heard: Heard, root: Path) -> Verdict:
+    def _audit(self, heard: ChildReport, root: Path) -> Verdict:
         acknowledged = heard.acknowledged[-1:] if self._operation.evicts else heard.acknowledged
         required = {*self._operation.required, *acknowledged}
         return audit(root, required, NUMBERS, self._operation.limit_bytes, FRESH)
@@ -262,18 +262,20 @@ class Bench:
         return Traced(self._here, partial(self._operation.prepare, self._root, attempts))
 
 
-def fail_everything(directory: Path, name: str, report: Report, most: int | None = None) -> None:
+def fail_everything(
+    directory: Path, name: str, report: SoakReport, most: int | None = None
+) -> None:
     """Every fault of an operation, or about ``most`` of them, evenly spread."""
-    bench = Bench(directory, OPERATIONS[name])
+    bench = OperationRunner(directory, OPERATIONS[name])
     faults = [fault for call in bench.calls() for fault in faults_of(call)]
     for fault in faults[:: 1 if most is None else -(-len(faults) // most)]:
         report.note("faults", f"{name}, {fault}", bench.run(fault))
 
 
 def cut_everywhere(
-    directory: Path, name: str, report: Report, mixtures: int, seed: int, stride: int = 1
+    directory: Path, name: str, report: SoakReport, mixtures: int, seed: int, stride: int = 1
 ) -> None:
     """Power cuts at every ``stride``-th step of an operation."""
-    bench = Bench(directory, OPERATIONS[name])
+    bench = OperationRunner(directory, OPERATIONS[name])
     for where, verdict in bench.cuts(random.Random(seed), mixtures, stride):
         report.note("power cuts", f"{name}, {where}", verdict)

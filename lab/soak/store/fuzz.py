@@ -16,14 +16,14 @@ from pathlib import Path
 import unpickling
 from blendrag.errors import CorruptKVError, StoreError
 from blendrag.store.disk import DiskStore
-from lab.soak.store.audit import PLENTY, Report, Verdict, make_chunks, put, read
+from lab.soak.store.audit import PLENTY, SoakReport, Verdict, make_chunks, put, read
 from lab.soak.store.children import Child, Teller
 from lab.soak.store.damage import (
     INDEX,
     PAYLOAD,
     REFUSABLE,
     WHILE_OPEN,
-    Target,
+    DamageTarget,
     damage_payload,
     restore,
 )
@@ -42,7 +42,7 @@ _WRONG = "wrong KV"
 Mutate = Callable[[random.Random, int, Teller], None]
 
 
-class Fuzzing:
+class StoreFuzzing:
     """Batches of damage. The same seed gives the same damage."""
 
     def __init__(self, directory: Path, seed: int) -> None:
@@ -53,7 +53,7 @@ class Fuzzing:
         make_chunks([*_NUMBERS, _FRESH, *_OTHERS])
         self._make_originals()
 
-    def run(self, report: Report, mutations: int) -> None:
+    def run(self, report: SoakReport, mutations: int) -> None:
         """So many mutations, most of them of payloads."""
         until = report.done["mutations"] + mutations
         while (left := until - report.done["mutations"]) > 0:
@@ -61,7 +61,7 @@ class Fuzzing:
             mutate = self.mutate_index if on_index else self.mutate_payloads
             self.run_batch(report, min(BATCH, left), mutate)
 
-    def run_batch(self, report: Report, count: int, mutate: Mutate) -> None:
+    def run_batch(self, report: SoakReport, count: int, mutate: Mutate) -> None:
         seed = f"{self._seed}/{self._batches}"
         self._batches += 1
         heard = Child(lambda teller: mutate(random.Random(seed), count, teller)).wait()
@@ -109,7 +109,7 @@ class Fuzzing:
             self._complain(teller, _WRONG)
         return result is not None
 
-    def _check_outside(self, target: Target, teller: Teller) -> None:
+    def _check_outside(self, target: DamageTarget, teller: Teller) -> None:
         names = {path.name for path in target.outside.parent.iterdir()} - {"elsewhere"}
         if names != {"outside", "store"} or target.outside.read_bytes() != b"precious":
             self._complain(teller, "a file outside of the store was touched")
@@ -190,10 +190,12 @@ class Fuzzing:
 
             Child(fill).wait()
 
-    def _fresh(self, name: str, chance: random.Random) -> Target:
+    def _fresh(self, name: str, chance: random.Random) -> DamageTarget:
         """A copy of an original, with a file next to it."""
         directory = self._directory / "mutated"
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(self._directory / name, directory / "store", symlinks=True)
         (directory / "outside").write_bytes(b"precious")
-        return Target(directory / "store", self._directory / "other", directory / "outside", chance)
+        return DamageTarget(
+            directory / "store", self._directory / "other", directory / "outside", chance
+        )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from blendrag.store.disk import DiskStore
-from lab.soak.store.audit import PLENTY, Report, Verdict, audit, make_chunks, put
+from lab.soak.store.audit import PLENTY, SoakReport, Verdict, audit, make_chunks, put
 from lab.soak.store.children import Child, Teller
 from store.kv_lab import Lab
 
@@ -72,13 +72,13 @@ class Killing:
         self._limit_bytes, self._required = PLENTY, {_PINNED}
         make_chunks([*_ALL, *_COMING_AND_GOING, _PINNED, _FRESH])
 
-    def run(self, report: Report, kills: int) -> None:
+    def run(self, report: SoakReport, kills: int) -> None:
         """At least so many kills."""
         until = report.done["kills"] + kills
         while report.done["kills"] < until:
             self._round(report)
 
-    def _round(self, report: Report) -> None:
+    def _round(self, report: SoakReport) -> None:
         turn = self._rounds % ROUNDS_PER_STORE
         self._rounds += 1
         if turn == 0:

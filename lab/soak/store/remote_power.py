@@ -23,7 +23,7 @@ from blendrag.store.disk import DiskStore
 from blendrag.store.remote.root import RemoteRoot
 from blendrag.store.remote.tier import RemoteTier
 from corpus.small_corpus import make_corpus, put
-from lab.soak.store.audit import Report, Verdict
+from lab.soak.store.audit import SoakReport, Verdict
 from lab.soak.store.power import Disk, outcomes
 from store.kv_lab import Lab
 
@@ -164,7 +164,7 @@ def is_whole(path: Path, bucket: Path) -> bool:
 
 
 def cut_everywhere(
-    directory: Path, report: Report, mixtures: int, seed: int, stride: int = 1
+    directory: Path, report: SoakReport, mixtures: int, seed: int, stride: int = 1
 ) -> None:
     """Cut the power before every ``stride``-th change of a remote, and at the end."""
     place = directory / "remote"

@@ -53,7 +53,7 @@ _OPEN_FLAGS = {2: 1, 257: 2}
 
 
 @dataclass(frozen=True)
-class Call:
+class SystemCall:
     """One system call below the directory."""
 
     number: int
@@ -97,7 +97,7 @@ class Traced:
         os.waitpid(self._pid, 0)
         self._ptrace(_SETOPTIONS, None, _SYSGOOD | _EXITKILL)
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[SystemCall]:
         """Each call, with the child stopped before it. After the last one the child has ended."""
         while self._next_stop():
             call = self._current()
@@ -151,7 +151,7 @@ class Traced:
         info = self._raw_info()
         return (info[0], *struct.unpack_from("<7Q", info, 24))
 
-    def _current(self) -> Call | None:
+    def _current(self) -> SystemCall | None:
         kind, number, *arguments = self._info()
         if kind != _BEFORE or number not in _CALLS:
             return None
@@ -165,7 +165,7 @@ class Traced:
         creates = number in _OPEN_FLAGS and bool(arguments[_OPEN_FLAGS[number]] & os.O_CREAT)
         self._calls += 1
         name = "unlock" if self._unlocks(name, arguments) else name
-        return Call(self._calls - 1, name, path, creates)
+        return SystemCall(self._calls - 1, name, path, creates)
 
     def _unlocks(self, name: str, arguments: list[int]) -> bool:
         if name == "flock":

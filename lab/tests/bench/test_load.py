@@ -15,9 +15,9 @@ from blendrag.text.prompt import SegmentedPrompt
 from blendrag_lab.bench.load import (
     BlendServer,
     LoadResult,
+    PrefilledRequest,
     PrefixServer,
     Queue,
-    Served,
     load,
     load_figure,
     make_requests,
@@ -30,8 +30,8 @@ from lab.tests.bench.small import printed, timed, tiny_adapter
 PROMPT = Workload(3, 16, 8, 1.0, "full")
 
 
-def served(first_s: float) -> Served:
-    return Served(0, first_s, 0)
+def served(first_s: float) -> PrefilledRequest:
+    return PrefilledRequest(0, first_s, 0)
 
 
 def asking(*chunks: int) -> SegmentedPrompt:

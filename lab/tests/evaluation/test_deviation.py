@@ -16,8 +16,8 @@ from blendrag.text.prompt import Segment, SegmentedPrompt
 from blendrag_lab.evaluation import deviation
 from blendrag_lab.evaluation.deviation import (
     ORACLE,
-    Deviation,
     DeviationReport,
+    PromptDeviation,
     StoredPrompt,
     correlation,
     measure,
@@ -105,12 +105,12 @@ def test_deviation_falls_with_the_ratio(report):
 def test_correlation_is_spearmans_with_students_intervals():
     rising = np.array([0.1, 0.4, 0.5, 0.9])
     kv = np.stack([np.zeros(4), rising, rising**3, -rising])
-    first, second = correlation([Deviation(kv, kv)])
+    first, second = correlation([PromptDeviation(kv, kv)])
     assert (first.layer, first.rho, first.low, first.high) == (1, 1.0, 1.0, 1.0)
     assert (second.layer, second.rho) == (2, -1.0)
     orders = [[0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.4, 0.3], [0.4, 0.3, 0.2, 0.1]]  # ρ 1, 0.8, -1
     layers = [np.stack([np.zeros(4), np.sort(order), np.array(order)]) for order in orders]
-    (found,) = correlation([Deviation(kv, kv) for kv in layers])
+    (found,) = correlation([PromptDeviation(kv, kv) for kv in layers])
     assert found.rho == pytest.approx(0.8 / 3)
     # 4.3027 standard errors of three values
     reach = 4.3027 * np.std([1, 0.8, -1], ddof=1) / 3**0.5

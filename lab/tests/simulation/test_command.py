@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from blendrag.planning.profile import REMOTE, Tier, profiles
 from cli.commands import invoke_program
-from lab.simulation.results import Point, Simulation, result_figure, result_table
+from lab.simulation.results import Simulation, SimulationPoint, result_figure, result_table
 from lab.simulation.service_times import REMOTES, assumed_profile, service_times
 from lab.simulation.simulate import command
 
@@ -71,7 +71,7 @@ def test_the_table_names_overload_and_runs_that_have_not_settled():
     notes = "\n".join(result_table(replace(found, points=(bad,))).notes)
     assert "overloaded" in notes
     assert "Not settled in 1 run:" in notes
-    settled: Point = replace(bad, busiest=0.5, drift=0.0)
+    settled: SimulationPoint = replace(bad, busiest=0.5, drift=0.0)
     assert "*" not in result_table(replace(found, points=(settled,))).markdown()
     early = replace(settled, routing="affinity", remote=0.5, replaced=0.25)
     assert (

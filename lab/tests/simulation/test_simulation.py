@@ -11,7 +11,7 @@ from scipy.optimize import brentq
 
 from blendrag_ray.routing import choose_replica
 from lab.simulation.popularity import Demand, Zipf
-from lab.simulation.replicas import ROUTING, Cluster, Lru, Residency, simulate
+from lab.simulation.replicas import ROUTING, Lru, Residency, SimulatedCluster, simulate
 
 RNG = np.random.default_rng
 
@@ -31,13 +31,13 @@ def che_hit_rate(law: Zipf, capacity: int) -> float:
     return float((p * -np.expm1(-p * time)).sum())
 
 
-def cluster(replicas: int = 1, requests_per_s: float = 0.5, **changes: object) -> Cluster:
+def cluster(replicas: int = 1, requests_per_s: float = 0.5, **changes: object) -> SimulatedCluster:
     """Requests for one chunk, each a second from memory, from disk or from the remote."""
     given: dict[str, object] = {
         "demand": Demand(1000, 1.0, 1), "memory_chunks": 20, "disk_chunks": 100,
         "service_s": {(0, 0): 1.0, (1, 0): 1.0, (0, 1): 1.0}, "queued_chunks": 0.25,
     }  # fmt: skip
-    return Cluster(replicas, requests_per_s=requests_per_s, **{**given, **changes})  # type: ignore[arg-type]
+    return SimulatedCluster(replicas, requests_per_s=requests_per_s, **{**given, **changes})  # type: ignore[arg-type]
 
 
 # -- popularity -----------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from blendrag_lab.synthetic.samples import Writer
+from blendrag_lab.synthetic.samples import SampleWriter
 from lab.training import train
 from lab.training.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES
 from lab.training.train import (
     ATTENTION,
     EXIT_WEIGHT,
     Batch,
-    Run,
+    TrainingRun,
     collate,
     deepened,
     demo_config,
@@ -29,7 +29,7 @@ GROWS_AFTER = 3
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_samples_show_what_they_ask(stage, tokenizer):
-    writer = Writer(tokenizer)
+    writer = SampleWriter(tokenizer)
     asked = 0
     for seed in range(6):
         sample = stage.make(random.Random(seed), writer)
@@ -70,7 +70,7 @@ def test_packed_questions_are_answered_as_if_each_were_alone(tokenizer):
     config = demo_config(tokenizer, 2)
     config.initializer_range = 0.2
     model = LlamaForCausalLM(config).eval()
-    writer = Writer(tokenizer)
+    writer = SampleWriter(tokenizer)
     samples = [STAGES[-3].make(random.Random(seed), writer) for seed in (1, 2)]
     batch = collate(samples, tokenizer.pad_token_id, torch.float32, model.device)
     alone = []
@@ -99,7 +99,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast) -
     monkeypatch.setattr(train, "train_tokenizer", lambda seed: tokenizer)
 
 
-class Interrupted(Run):
+class Interrupted(TrainingRun):
     """Stopped as by Ctrl-C during the last of ``steps``."""
 
     steps = 0
@@ -112,7 +112,7 @@ class Interrupted(Run):
 
 @pytest.mark.usefixtures("_tiny")
 def test_an_interrupted_and_resumed_run_ends_with_the_same_weights(tmp_path):
-    whole = Run(tmp_path / "whole", seed=0, resume=False)
+    whole = TrainingRun(tmp_path / "whole", seed=0, resume=False)
     whole.train(minutes=1, steps=STEPS)
     assert (whole.progress.step, whole.progress.stage, whole.progress.layers) == (STEPS, 1, DEEP)
     kept = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
@@ -125,7 +125,7 @@ def test_an_interrupted_and_resumed_run_ends_with_the_same_weights(tmp_path):
         run.train(minutes=1, steps=STEPS)
         assert run.progress.step == after
         assert run.progress.layers == (SHALLOW if after < GROWS_AFTER else DEEP)
-        resumed = Run(tmp_path / str(after), seed=0, resume=True)
+        resumed = TrainingRun(tmp_path / str(after), seed=0, resume=True)
         assert resumed.progress == run.progress
         resumed.train(minutes=1, steps=STEPS)
         assert resumed.progress.last_loss == whole.progress.last_loss
@@ -136,7 +136,7 @@ def test_an_interrupted_and_resumed_run_ends_with_the_same_weights(tmp_path):
 @pytest.mark.usefixtures("_tiny")
 def test_a_deep_model_is_also_supervised_after_its_first_half(tmp_path):
     """The second half adds nothing at first, so both losses are equal."""
-    run = Run(tmp_path, seed=0, resume=False)
+    run = TrainingRun(tmp_path, seed=0, resume=False)
     batch = run._batch(random.Random(0), 1)
     shallow, _ = run._step(batch, rate=0.0)
     run.adopt(deepened(run.model, DEEP))
