@@ -144,7 +144,7 @@ def flip_corpus(
     source, root = directory / "published", directory / "following"
     if not source.exists():
         make_corpus(source)
-    with RemoteRoot(URL, SECRET, 5.0) as remote:
+    with RemoteRoot(URL, SECRET, 30.0) as remote:
         publish(source, remote, lambda *_: Keys("", frozenset()), lambda keys: frozenset())
         expected = texts(source)
         paths = [path for path, data in server.objects.items() if "/corpus/" in path and data]
@@ -262,7 +262,7 @@ def kill_server(kills: int, outcome: AttackReport, chance: random.Random, direct
 
 
 def copy_and_publish(directory: Path, numbers: range, turn: int) -> None:
-    store = Lab.agree(open_store(directory / "copying", 0, 1 << 30, remote=lambda: tier(TIMEOUT_S)))
+    store = Lab.agree(open_store(directory / "copying", 0, 1 << 30, remote=lambda: tier(30.0)))
     with contextlib.closing(store):
         for number in numbers:
             if not Lab.has(store, number):
@@ -270,7 +270,7 @@ def copy_and_publish(directory: Path, numbers: range, turn: int) -> None:
         store.flush()
     with Corpus.open(directory / "killed corpus") as corpus:
         put(corpus, 100 + turn)
-    with RemoteRoot(URL, SECRET, 5.0) as remote:
+    with RemoteRoot(URL, SECRET, 30.0) as remote:
         keys = Keys("", frozenset[str]())
         publish(directory / "killed corpus", remote, lambda *_: keys, lambda keys: frozenset())
 

@@ -51,7 +51,7 @@ while True:
         while moments: print(moments.pop(), file=sys.stderr, flush=True)
         time.sleep(0.01)  # a long one may miss a signal that comes just before it
     except KeyboardInterrupt:
-        pass
+        if {times} > 1: moments.append("NOW")
 """
 
 
@@ -59,9 +59,11 @@ while True:
 def test_native_code_that_does_not_return_is_left(grace_s: float, times: int) -> None:
     """At the end of the grace period, or at once after a second Ctrl-C."""
     process = subprocess.Popen(
-        [sys.executable, "-c", DEAF.format(grace_s=grace_s)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", DEAF.format(grace_s=grace_s, times=times)],
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    _, stderr, _ = interrupt(process, times)
+    _, stderr = interrupt(process, times)
     assert process.returncode == 130
     assert interrupted_sentence(stderr) == "interrupted: it was stuck"
 
@@ -73,7 +75,7 @@ def test_ctrl_c_during_ingest_prints_totals_and_the_next_run_goes_on(
     docs, store = write_documents(tmp_path / "docs"), tmp_path / "store"
     args = ingest_args(docs, model_dir, store, "--json")
     process = start(*args, before=SLOW_ENCODING)
-    stdout, stderr, _ = interrupt(process)
+    stdout, stderr = interrupt(process)
     assert process.returncode == 130
     assert "repeat the command" in interrupted_sentence(stderr)
     totals = json.loads(stdout)
@@ -88,7 +90,7 @@ def test_ctrl_c_during_ingest_prints_totals_and_the_next_run_goes_on(
 def test_ctrl_c_during_decode_stops_and_leaves_the_store_intact(ingested: Path) -> None:
     args = ("ask", QUESTION, "--store", ingested, "--max-new-tokens", "400")
     process = start(*args, before=SLOW_DECODING)
-    _, stderr, _ = interrupt(process)
+    _, stderr = interrupt(process)
     assert process.returncode == 130
     assert "the store is intact" in interrupted_sentence(stderr)
     assert reused_tokens(ingested) > 0

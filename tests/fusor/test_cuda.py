@@ -88,7 +88,7 @@ def test_a_loader_closed_half_way_ends(here):
     loader.synchronize(0)
     closer = threading.Thread(target=loader.close)
     closer.start()
-    closer.join(10)
+    closer.join(60)
     assert not closer.is_alive()
 
 

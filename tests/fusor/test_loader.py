@@ -105,7 +105,7 @@ def test_layers_arrive_in_order_and_a_layer_is_ready_before_the_next_is_read(kv)
         assert waiter.is_alive()  # nothing is read yet
         first.gates[0].set()
         second.gates[0].set()
-        waiter.join(10)  # returns although layer 1 cannot be read yet
+        waiter.join(60)  # returns although layer 1 cannot be read yet
         assert log == [("a", 0), ("b", 0)]
         assert torch.equal(held[0][:, :, 6:36], kv.layers[0])
         assert torch.equal(held[0][:, :, :5], kv.layers[0][:, :, :5])
@@ -261,15 +261,15 @@ def test_the_reading_thread_runs_no_torch_kernel(adapter, kv, tmp_path, tier):
     store = open_store(tmp_path / "s", 1 << 24 if tier == "memory" else 0, 1 << 30)
     try:
         store.put(namespace, key, kv)
-        for _ in range(100):
-            reader = store.open(namespace, key, adapter.layout, 30)
+        reader = store.open(namespace, key, adapter.layout, 30)
+        if tier == "memory":  # what was read from disk is promoted
             assert reader is not None
-            if reader.tier == tier:
-                break
-            for layer in range(LAYERS):  # what was read from disk is promoted
+            for layer in range(LAYERS):
                 reader.read_layer(layer, torch.empty(2, 2, 30, 8))
             reader.close()
-            time.sleep(0.02)
+            store.drain()
+            reader = store.open(namespace, key, adapter.layout, 30)
+        assert reader is not None
         assert reader.tier == tier
         held = buffers()
         loader = LayerLoader(held, [[LoadedSpan(4, 34, reader, 0, False)]] * LAYERS)

@@ -132,7 +132,7 @@ class S3(BaseHTTPRequestHandler):
                 self.wfile.write(data[: len(data) // 2])
                 self.close_connection = True
             elif fault in ("throttle", "trickle"):
-                step, pause_s = (THROTTLED // 20, 0.05) if fault == "throttle" else (100, 0.05)
+                step, pause_s = (THROTTLED // 20, 0.05) if fault == "throttle" else (100, 0.5)
                 for at in range(0, len(data), step):
                     with self.server.line:  # one line for all connections
                         self.wfile.write(data[at : at + step])

@@ -204,7 +204,8 @@ def test_machines_that_put_the_same_chunk_leave_one_object(lab, make_remote, buc
 
 def test_a_frozen_remote_costs_a_bounded_wait_once(lab, make_remote, tmp_path, monkeypatch):
     upload(lab, make_remote(), tmp_path, 1, 2)
-    tier, asked, thawed = make_remote(timeout_s=0.2), [], threading.Event()
+    tier, asked, thawed = make_remote(), [], threading.Event()
+    tier.timeout_s = 0.2
     with monkeypatch.context() as patch:
         patch.setattr(ObjectDirectory, "check", lambda *of: asked.append(of) or thawed.wait())
         assert lab.open(tier, 1) is None

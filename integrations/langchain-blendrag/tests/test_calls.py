@@ -23,7 +23,7 @@ def text_of(answer: Any) -> str:
 
 async def assert_free(llm: Any) -> None:
     """The model answers another request."""
-    assert await asyncio.wait_for(llm.ainvoke(QUESTION, max_tokens=2), 10)
+    assert await asyncio.wait_for(llm.ainvoke(QUESTION, max_tokens=2), 120)
 
 
 async def test_all_ways_of_calling_give_the_answer_of_the_engine(either: Any) -> None:

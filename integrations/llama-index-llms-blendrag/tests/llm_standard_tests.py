@@ -313,7 +313,7 @@ class LLMConductTests(LLMTests):
             break
         await stream.aclose()  # type: ignore[attr-defined]
         # LlamaIndex leaves closing the stream to the event loop, which must run for that
-        assert await asyncio.wait_for(llm.achat(MESSAGES, max_tokens=2), 60)
+        assert await asyncio.wait_for(llm.achat(MESSAGES, max_tokens=2), 120)
 
     async def test_a_cancelled_task_frees_the_model(
         self, llm: LLM, long_messages: list[ChatMessage]
