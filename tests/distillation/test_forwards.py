@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tiny
-from blendrag.distillation.forwards import Forwards
+from blendrag.distillation.forwards import Forwards, Target, _deviation
 from blendrag.distillation.prompts import ChunkPrompt
+from blendrag.distillation.trainer import _loss_of
 from blendrag.distillation.writer import TrainedWriter
 from blendrag.engine.rendering import prefix_token_ids
 from blendrag.fusor import BlendRequest, Fusor
@@ -174,3 +175,21 @@ def test_model_is_left_as_it_was() -> None:
         randomised(writer)
     assert {name: p.requires_grad for name, p in adapter.model.named_parameters()} == names
     assert not hasattr(adapter.model, "peft_config")
+
+
+def test_token_that_both_exclude_adds_nothing() -> None:
+    logits = torch.tensor([[1.0, 2.0, -torch.inf], [0.5, 0.1, -torch.inf]])
+    student = (logits + torch.tensor([0.3, 0.0, 0.0])).requires_grad_()
+    found = _deviation(Target((1,), logits), student)
+    (found.answer.sum() + found.question.sum()).backward()
+    alone = _deviation(Target((1,), logits[:, :2]), student.detach()[:, :2])
+    assert torch.allclose(found.answer, alone.answer)
+    assert student.grad is not None
+    assert student.grad.isfinite().all()
+
+
+def test_question_of_one_token_has_a_loss() -> None:
+    logits = torch.tensor([[1.0, 2.0]])
+    found = _deviation(Target((1,), logits), torch.tensor([[2.0, 2.0]]))
+    assert found.question.numel() == 0
+    assert _loss_of(found) == found.answer[0] > 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import signal
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,15 @@ from blendrag.distillation.material import (
     with_questions,
 )
 from blendrag.distillation.memory import SHARE, needs_of
+from blendrag.distillation.plot import write_plot
 from blendrag.distillation.questions import cleaned_question
-from blendrag.distillation.trainer import CHECKPOINT
+from blendrag.distillation.trainer import (
+    CHECKPOINT,
+    MAX_SKIPPED,
+    Ending,
+    HeldOut,
+    Trainer,
+)
 from blendrag.distillation.writer import TrainedWriter
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.writer import FittedWriter, Writer
@@ -44,11 +53,16 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(out / "adapter_model.safetensors"))
 
 
+def scored(kl: float) -> Score:
+    return Score.over([kl], [0.5], [kl], [""])
+
+
 def test_training_brings_answers_nearer_to_full_prefill(tmp_path: Path) -> None:
     adapter = small()
     report = adapt(adapter, corpus(adapter), recipe(steps=12, measure_every=6), tmp_path)
     assert report.after.mean_kl < 0.9 * report.before.mean_kl
-    assert report.after.mean_kl == min(score.mean_kl for _, score in report.progress.scores)
+    measured = [score.typical_kl for _, score in report.progress.scores if score is not None]
+    assert report.after.typical_kl == min(measured)
     assert report.before.questions == report.after.questions > 0
     assert {p.name for p in tmp_path.iterdir()} >= {
         "adapter_config.json", "adapter_model.safetensors", "README.md", "report.json",
@@ -107,8 +121,6 @@ def test_resumed_run_ends_with_the_same_weights(tmp_path: Path, at: int) -> None
 def test_interrupted_measurement_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blendrag.distillation.trainer import HeldOut
-
     whole = small()
     expected = adapt(whole, corpus(whole), recipe(), tmp_path / "whole")
     real, calls = HeldOut.score, []
@@ -135,7 +147,7 @@ def test_interrupted_copy_of_the_best_writer_is_made_again(
 
     def interrupted(self: TrainedWriter) -> dict[str, torch.Tensor]:
         calls.append(1)
-        if len(calls) == 3:  # two steps keep what they change
+        if len(calls) == 1:
             raise KeyboardInterrupt
         return real(self)
 
@@ -149,7 +161,7 @@ def test_interrupted_copy_of_the_best_writer_is_made_again(
     assert not kept["progress"]["scores"]
 
 
-def test_step_that_is_interrupted_halfway_is_made_again(
+def test_ctrl_c_while_weights_change_takes_effect_after_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = small()
@@ -157,11 +169,10 @@ def test_step_that_is_interrupted_halfway_is_made_again(
     real, calls = torch.optim.AdamW.step, []
 
     def interrupted(self: torch.optim.AdamW, *more: Any) -> Any:
-        found = real(self, *more)
         calls.append(1)
         if len(calls) == 3:
-            raise KeyboardInterrupt
-        return found
+            signal.raise_signal(signal.SIGINT)
+        return real(self, *more)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
     adapter = small()
@@ -169,7 +180,7 @@ def test_step_that_is_interrupted_halfway_is_made_again(
         adapt(adapter, corpus(adapter), recipe(), tmp_path / "parts")
     again, said = small(), []
     adapt(again, corpus(again), recipe(), tmp_path / "parts", note=said.append)
-    assert "going on after step 2 of 4" in said
+    assert "going on after step 3 of 4" in said
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
@@ -190,15 +201,9 @@ def test_prompts_longer_than_the_context_are_refused(tmp_path: Path) -> None:
 def test_training_ends_when_held_out_prompts_gain_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blendrag.distillation.trainer import HeldOut
-
     kls = iter([1.0, 0.5, 0.6, 0.7, 0.8, 0.9])
 
-    def worse(self: HeldOut, writes: bool = True) -> Score:
-        kl = next(kls)
-        return Score.over([kl], [0.5], [kl], [""])
-
-    monkeypatch.setattr(HeldOut, "score", worse)
+    monkeypatch.setattr(HeldOut, "score", lambda self, writes=True: scored(next(kls)))
     adapter = small()
     given = recipe(steps=50, measure_every=1, patience=2)
     report = adapt(adapter, corpus(adapter), given, tmp_path)
@@ -207,50 +212,136 @@ def test_training_ends_when_held_out_prompts_gain_no_more(
     assert report.recovered == 0.5
 
 
-def test_loss_that_is_no_number_ends_the_run_and_keeps_the_writer(
+class Broken:
+    """Makes the answer's KL of some prompts that are trained on NaN, or its gradient infinite."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, numbers: Container[int], what: str) -> None:
+        real, self.calls = Forwards.deviations, 0
+
+        def deviations(forwards: Forwards, prompt: Any, targets: Any, writes: bool = True) -> Any:
+            found = real(forwards, prompt, targets, writes)
+            if not torch.is_grad_enabled():
+                return found
+            self.calls += 1
+            if self.calls not in numbers:
+                return found
+            return [type(d)(d.question, self.changed(d.answer, what), d.agrees) for d in found]
+
+        monkeypatch.setattr(Forwards, "deviations", deviations)
+
+    def changed(self, answer: torch.Tensor, what: str) -> torch.Tensor:
+        if what == "loss":
+            return answer * float("nan")
+        answer.register_hook(lambda gradient: gradient * float("inf"))
+        return answer
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_step_without_a_finite_loss_or_gradient_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    kept: list[dict[str, torch.Tensor]] = []
+    real = Trainer._step
+
+    def step(self: Trainer) -> None:
+        real(self)
+        moments = {
+            f"{n} {name}": value.clone()
+            for n, each in enumerate(self._optimizer.state.values())
+            for name, value in each.items()
+        }
+        kept.append(self._writer.state() | moments)
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    Broken(monkeypatch, {2}, what)
+    adapter = small()
+    report = adapt(adapter, corpus(adapter), recipe(), tmp_path)
+    assert kept[0].keys() == kept[1].keys()
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+    assert not all(torch.equal(kept[1][name], kept[2][name]) for name in kept[1])
+    assert report.progress.losses[1] is None
+    assert report.progress.skipped == 1
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert (saved["skipped_steps"], saved["steps"], saved["ended"]) == (1, 4, "all steps are done")
+    assert "1 of them skipped" in (tmp_path / "README.md").read_text()
+    write_plot(report, tmp_path / "run.png")
+
+
+def test_several_such_steps_in_a_row_end_the_run_and_keep_the_best_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Forwards.deviations
-
-    def broken(self: Forwards, prompt: Any, targets: Any, writes: bool = True) -> Any:
-        found = real(self, prompt, targets, writes)
-        if torch.is_grad_enabled() and (tmp_path / "adapter_model.safetensors").exists():
-            return [type(d)(d.question, d.answer * float("nan"), d.agrees) for d in found]
-        return found
-
-    monkeypatch.setattr(Forwards, "deviations", broken)
+    Broken(monkeypatch, range(4, 99), "loss")
     adapter = small()
-    with pytest.raises(ModelError, match=r"loss of step 3 is not a number.*lower --learning-rate"):
-        adapt(adapter, corpus(adapter), recipe(), tmp_path)
+    report = adapt(adapter, corpus(adapter), recipe(steps=50, measure_every=2), tmp_path)
+    assert report.ending is Ending.NOT_FINITE
+    assert report.progress.step == 3 + MAX_SKIPPED
+    assert report.best_step in {2, 4, 6, 8}
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
     assert not hasattr(adapter.model, "peft_config")
 
 
+def test_run_without_any_finite_loss_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Broken(monkeypatch, range(99), "loss")
+    adapter = small()
+    with pytest.raises(
+        ModelError, match=r"loss of every step is not a number.*after 5 steps; nothing"
+    ):
+        adapt(adapter, corpus(adapter), recipe(steps=50), tmp_path)
+    assert not (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_skipped_step_is_known_to_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(progress: Progress, _: Score) -> None:
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    Broken(monkeypatch, {1}, "loss")
+    adapter = small()
+    with pytest.raises(KeyboardInterrupt):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path, watch=stop)
+    report = adapt(adapter, corpus(adapter), recipe(), tmp_path)
+    assert report.progress.losses[0] is None
+    assert report.progress.skipped == 1
+
+
+def test_measurement_that_is_no_number_counts_as_one_without_a_better_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kls = iter([1.0, 0.5, math.nan, 0.4, math.nan, math.nan])
+    monkeypatch.setattr(HeldOut, "score", lambda self, writes=True: scored(next(kls)))
+    adapter = small()
+    given = recipe(steps=50, measure_every=1, patience=2)
+    report = adapt(adapter, corpus(adapter), given, tmp_path)
+    assert report.best_step == 3
+    assert report.progress.step == 5
+    assert report.ending is Ending.PATIENCE
+    assert "NaN" not in (tmp_path / "report.json").read_text()
+
+
 @pytest.mark.parametrize(
     ("broken", "says"),
-    [
-        (1, "does not compute numbers.*--dtype"),
-        (2, "held-out prompts after step 2 is not a number.*nothing was kept"),
-        (3, "held-out prompts after step 4 is not a number.*best measurement so far is in"),
-    ],
+    [(0, "does not compute numbers.*--dtype"), (1, "KL of held-out prompts is not a number")],
 )
-def test_measurement_that_is_no_number_ends_the_run(
+def test_run_whose_measurements_are_no_numbers_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int, says: str
 ) -> None:
-    from blendrag.distillation.trainer import HeldOut
-
-    calls: list[bool] = []
-
-    def score(self: HeldOut, writes: bool = True) -> Score:
-        calls.append(writes)
-        kl = float("nan") if len(calls) == broken else 1.0
-        return Score.over([kl], [0.5], [kl], [""])
-
-    monkeypatch.setattr(HeldOut, "score", score)
+    kls = iter([1.0] * broken + [math.nan] * 9)
+    monkeypatch.setattr(HeldOut, "score", lambda self, writes=True: scored(next(kls)))
     adapter = small()
     with pytest.raises(ModelError, match=says):
         adapt(adapter, corpus(adapter), recipe(), tmp_path)
-    assert (tmp_path / "adapter_model.safetensors").exists() == (broken == 3)
+    assert not (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_one_question_far_off_does_not_choose_the_writer() -> None:
+    most_better = Score.over([0.01, 0.02, 0.01, 0.6], [1.0] * 4, [0.0] * 4, [""] * 4)
+    one_better = Score.over([0.04, 0.05, 0.04, 0.5], [1.0] * 4, [0.0] * 4, [""] * 4)
+    assert one_better.mean_kl < most_better.mean_kl
+    assert Progress(scores=((1, one_better), (2, most_better))).best == (2, most_better)
 
 
 def test_layers_that_no_store_takes_a_writer_of_are_not_trained(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def adapt(
             note=lambda text: say("note", text),
             watch=show,
         )
+    if report.progress.skipped:
+        say("note", _skipped(report))
     if plot is not None:
         from blendrag.distillation.plot import write_plot
 
@@ -121,12 +123,20 @@ def adapt(
 
 
 def _line(progress: Progress, steps: int, before: Score) -> str:
-    recent = progress.losses[-8:]
-    text = f"step {progress.step} of {steps}, loss {sum(recent) / len(recent):.4f}"
+    text = f"step {progress.step} of {steps}"
+    if progress.skipped:
+        text += f" ({progress.skipped} skipped)"
+    if recent := [loss for loss in progress.losses[-8:] if loss is not None]:
+        text += f", loss {sum(recent) / len(recent):.4f}"
     if progress.best is None:
-        return f"{text}, held-out KL {before.mean_kl:.4f} without a writer"
+        return f"{text}, held-out KL {before.typical_kl:.4f} without a writer"
     step, score = progress.best
-    return f"{text}, held-out KL {before.mean_kl:.4f} → {score.mean_kl:.4f} (step {step})"
+    return f"{text}, held-out KL {before.typical_kl:.4f} → {score.typical_kl:.4f} (step {step})"
+
+
+def _skipped(report: AdaptReport) -> str:
+    steps = count(report.progress.skipped, "step")
+    return f"{steps} had no finite loss and changed nothing; training ended because {report.ending}"
 
 
 def _print(report: AdaptReport) -> None:
@@ -141,9 +151,10 @@ def _print(report: AdaptReport) -> None:
         table.add_row(*row)
     console(width=120).print(table)
     progress = report.progress
+    skipped = f" ({progress.skipped} skipped)" if progress.skipped else ""
     echo(
-        f"{progress.step} steps in {duration(progress.seconds)}, the best after step {report.best_step}; "
-        f"KL in nats per answer token, nothing recomputed",
+        f"{count(progress.step, 'step')}{skipped} in {duration(progress.seconds)}, the best after step "
+        f"{report.best_step}; KL in nats per answer token, nothing recomputed",
         f"use it: blendrag ingest DOCUMENTS --model {report.model} --writer {report.out}",
     )
 

@@ -30,6 +30,7 @@ from blendrag.distillation.prompts import ChunkPrompt
 from blendrag.distillation.questions import ask_model, question_in
 from blendrag.distillation.trainer import (
     CHECKPOINT,
+    Ending,
     HeldOut,
     Progress,
     Recipe,
@@ -77,6 +78,7 @@ class AdaptReport:
     after: Score
     best_step: int
     progress: Progress
+    ending: Ending
 
     @property
     def recovered(self) -> float:
@@ -102,9 +104,15 @@ class AdaptReport:
             "after": asdict(self.after),
             "recovered": self.recovered,
             "losses": self.progress.losses,
+            "skipped_steps": self.progress.skipped,
+            "ended": str(self.ending),
             "measured": [
-                {"step": step, "mean_kl": score.mean_kl, "agreement": score.agreement}
+                {
+                    "step": step, "typical_kl": score.typical_kl, "mean_kl": score.mean_kl,
+                    "agreement": score.agreement,
+                }
                 for step, score in self.progress.scores
+                if score is not None
             ],
         }  # fmt: skip
 
@@ -158,7 +166,7 @@ def adapt(
                 lambda done, total: say("answering held-out questions", done, total),
             )
             before = held_out.score(writes=False)
-            if not math.isfinite(before.mean_kl):
+            if not math.isfinite(before.typical_kl):
                 raise ModelError(
                     f"{adapter.model_id} does not compute numbers for held-out prompts, with full prefill or "
                     "over stored KV; take another --dtype"
@@ -168,12 +176,21 @@ def adapt(
                 note(f"going on after step {trainer.progress.step} of {recipe.steps}")
             progress = trainer.run(lambda progress: watch(progress, before))
             assert progress.best is not None
+            assert trainer.ending is not None
             step, after = progress.best
             passages = sum(len(group.passages) for group in train)
             asked = sum(len(group.asked) for group in train)
             counts = len(train), passages, asked
             report = AdaptReport(
-                adapter.model_id, out, recipe, *counts, before, after, step, progress
+                adapter.model_id,
+                out,
+                recipe,
+                *counts,
+                before,
+                after,
+                step,
+                progress,
+                trainer.ending,
             )
             writer.save(out)
             card.write(report)

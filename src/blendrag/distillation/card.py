@@ -46,6 +46,11 @@ def write(report: AdaptReport) -> None:
 
 def _text(report: AdaptReport) -> str:
     recipe, progress = report.recipe, report.progress
+    skipped = (
+        f", {progress.skipped} of them skipped for want of a finite loss"
+        if progress.skipped
+        else ""
+    )
     table = [HEADER, ("---",) * len(HEADER), *rows_of(report)]
     lines = "\n".join(f"| {' | '.join(row)} |" for row in table)
     return f"""
@@ -57,9 +62,10 @@ question and answers is unchanged: load this directory as a writer, never as an 
     blendrag ingest DOCUMENTS --model {report.model} --writer DIRECTORY
 
 Distilled from the model's own full prefill by `blendrag adapt` (blendrag {__version__}): rank {recipe.rank},
-{progress.step} steps of {recipe.batch} prompts in {progress.seconds / 60:.0f} min (the best was after step
-{report.best_step}), {report.passages} passages in {report.groups} groups, {report.questions} questions,
-learning rate {recipe.learning_rate:g}, seed {recipe.seed}.
+{progress.step} steps of {recipe.batch} prompts in {progress.seconds / 60:.0f} min{skipped}; learning rate
+{recipe.learning_rate:g}, seed {recipe.seed}; {report.passages} passages in {report.groups} groups,
+{report.questions} questions. Training ended because {report.ending}; the best writer was that of step
+{report.best_step}.
 
 Held-out prompts, nothing recomputed; KL from full prefill in nats per answer token:
 

@@ -281,7 +281,9 @@ class Forwards:
 def _deviation(target: Target, student: torch.Tensor) -> Deviation:
     teacher, student = target.logits, student[-len(target.logits) :]
     expected, found = teacher.log_softmax(-1), student.log_softmax(-1)
-    kl = (expected.exp() * (expected - found)).sum(-1)  # [T + A - 1]
+    share = expected.exp()
+    # a model may give tokens a logit of -inf, and the difference of two is not a number
+    kl = (share * (expected - found).where(share > 0, 0.0)).sum(-1)  # [T + A - 1]
     answer = len(target.answer)
     agrees = teacher[-answer:].argmax(-1) == student[-answer:].argmax(-1)
     return Deviation(kl[:-answer], kl[-answer:], agrees)

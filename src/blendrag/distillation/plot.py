@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,16 +20,17 @@ def write_plot(report: AdaptReport, path: Path) -> None:
     progress, before = report.progress, report.before
     figure = Figure(figsize=(9.6, 2.9), layout="constrained")
     loss, kl, agreement = figure.subplots(1, 3)
-    steps = range(1, len(progress.losses) + 1)
-    smooth = [
-        sum(progress.losses[max(0, n - SMOOTHED) : n]) / min(n, SMOOTHED) for n in steps
-    ]  # fmt: skip
+    found = [(n, each) for n, each in enumerate(progress.losses, 1) if each is not None]
+    steps = [n for n, _ in found]
+    losses = [each for _, each in found]
+    smooth = [fmean(losses[max(0, n - SMOOTHED) : n]) for n in range(1, len(losses) + 1)]
     loss.plot(steps, smooth, color="#0072B2")
     loss.set_title(f"loss, mean of {SMOOTHED} steps")
-    measured = [0, *(step for step, _ in progress.scores)]
-    scores = [before, *(score for _, score in progress.scores)]
+    taken = [(0, before), *((step, s) for step, s in progress.scores if s is not None)]
+    measured = [step for step, _ in taken]
+    scores = [score for _, score in taken]
     kl.plot(measured, [s.mean_kl for s in scores], "o-", color="#D55E00", label="mean")
-    kl.plot(measured, [s.median_kl for s in scores], "s--", color="#E69F00", label="median")
+    kl.plot(measured, [s.typical_kl for s in scores], "s--", color="#E69F00", label="typical")
     kl.set_title("held-out KL, nats per token")
     kl.legend(frameon=False)
     agreement.plot(measured, [s.agreement for s in scores], "o-", color="#009E73")

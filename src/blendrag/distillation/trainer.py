@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import os
 import random
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,10 @@ QUESTION_WEIGHT = 0.2
 WARMUP_SHARE, FINAL_RATE = 0.05, 0.1
 BETAS, MAX_GRADIENT_NORM = (0.9, 0.98), 1.0
 CHECKPOINT = "checkpoint.pt"
+#: Steps in a row whose loss or gradient is not finite, after which training ends.
+MAX_SKIPPED = 5
+#: KL in nats below which differences hardly count in :attr:`Score.typical_kl`.
+TYPICAL_FLOOR = 0.01
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,18 @@ class Score:
             tuple(tasks),
         )
 
+    @property
+    def typical_kl(self) -> float:
+        """Geometric mean over questions of KL + :data:`TYPICAL_FLOOR`, less the floor.
+
+        Chooses the best writer. The mean of a few questions follows the one that is farthest off; here each
+        counts by the share of its KL that is gone.
+        """
+        if not all(map(math.isfinite, self.kls)):
+            return math.nan
+        logs = [math.log(max(kl, 0.0) + TYPICAL_FLOOR) for kl in self.kls]
+        return math.exp(statistics.fmean(logs)) - TYPICAL_FLOOR
+
     def only(self, task: str) -> Score:
         """The score of the questions of one task."""
         found = [n for n, each in enumerate(self.tasks) if each == task]
@@ -150,28 +169,35 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is. ``losses``: of every step; ``scores``: step and score of every measurement."""
+    """Where a run is."""
 
     step: int = 0
     seconds: float = 0.0
-    losses: tuple[float, ...] = ()
-    scores: tuple[tuple[int, Score], ...] = ()
+    losses: tuple[float | None, ...] = ()
+    """Of every step; ``None`` for one that was skipped because its loss or gradient was not finite."""
+    scores: tuple[tuple[int, Score | None], ...] = ()
+    """Step and score of every measurement; ``None`` for one that was not finite."""
 
     @property
     def best(self) -> tuple[int, Score] | None:
-        return min(self.scores, key=lambda each: each[1].mean_kl, default=None)
+        found = [(step, score) for step, score in self.scores if score is not None]
+        return min(found, key=lambda each: each[1].typical_kl, default=None)
+
+    @property
+    def skipped(self) -> int:
+        """Steps that changed nothing."""
+        return self.losses.count(None)
+
+
+class Ending(StrEnum):
+    """Why training ended."""
+
+    STEPS = "all steps are done"
+    PATIENCE = "held-out prompts gained no more"
+    NOT_FINITE = f"{MAX_SKIPPED} steps in a row had no finite loss"
 
 
 Watch = Callable[[Progress], None]
-
-
-@dataclass(frozen=True)
-class _Before:
-    """What a step changes, as it was before step number ``step``, counted from 0."""
-
-    step: int
-    writer: dict[str, torch.Tensor]
-    optimizer: dict[str, Any]
 
 
 class Trainer:
@@ -196,7 +222,6 @@ class Trainer:
             self._parameters, lr=recipe.learning_rate, betas=BETAS, weight_decay=0.0
         )
         self._best: dict[str, torch.Tensor] | None = None
-        self._before: _Before | None = None
         self.progress = Progress()
 
     # -- the loop -----------------------------------------------------------------------------------
@@ -205,84 +230,80 @@ class Trainer:
         """Train to the end, then make the best writer the current one.
 
         After Ctrl-C the checkpoint holds every finished step, and :class:`KeyboardInterrupt` is raised.
-        Raises :class:`ModelError` if the loss is not a number.
+        Raises :class:`ModelError` if no writer could be measured.
         """
         try:
             self._measure_if_due()  # a run may have been interrupted before it
-            while not self._is_over:
+            while self.ending is None:
                 self._step()
                 self._measure_if_due()
                 watch(self.progress)
         except KeyboardInterrupt:
-            before = self._before
-            if before is not None and before.step == self.progress.step:  # a step was not finished
-                self._writer.load(before.writer)
-                self._optimizer.load_state_dict(before.optimizer)
             self.save_checkpoint()
             raise
-        if self._best is not None:
-            self._writer.load(self._best)
+        if self._best is None:
+            what = (
+                "the KL of held-out prompts" if self.progress.scores else "the loss of every step"
+            )
+            raise ModelError(
+                f"{what} is not a number, and training ended after {self.progress.step} steps; nothing was "
+                "kept; take a lower --learning-rate or another --dtype, and another --out"
+            )
+        self._writer.load(self._best)
         return self.progress
 
     @property
-    def _is_over(self) -> bool:
+    def ending(self) -> Ending | None:
+        """Why training is over, if it is."""
         done, best = self.progress, self.progress.best
         if done.step >= self._recipe.steps:
-            return True
-        since = sum(step > best[0] for step, _ in done.scores) if best else 0
-        return since >= self._recipe.patience
+            return Ending.STEPS
+        last = done.losses[-MAX_SKIPPED:]
+        if last.count(None) == MAX_SKIPPED:
+            return Ending.NOT_FINITE
+        since = sum(best is None or step > best[0] for step, _ in done.scores)
+        return Ending.PATIENCE if since >= self._recipe.patience else None
 
     def _step(self) -> None:
         began, number, recipe = time.monotonic(), self.progress.step, self._recipe
         rng = random.Random(f"{recipe.seed} {number}")
         self._optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
+        losses = []
         for _ in range(recipe.batch):
-            prompt = self._material.draw(rng)
-            each = self._loss(prompt) / recipe.batch
+            each = self._loss(self._material.draw(rng)) / recipe.batch
             each.backward()
-            loss += each.item()
+            losses.append(each.detach())
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
-        if not math.isfinite(loss) or not bool(torch.isfinite(norm)):
-            raise self._not_a_number(f"the loss of step {number + 1}")
-        optimizer = deepcopy(self._optimizer.state_dict())
-        self._before = _Before(number, self._writer.state(), optimizer)
+        found, size = torch.stack((torch.stack(losses).sum(), norm)).tolist()
+        is_finite = math.isfinite(found) and math.isfinite(size)
         for group in self._optimizer.param_groups:
             group["lr"] = recipe.learning_rate * rate_at(number, recipe.steps)
-        self._optimizer.step()
-        took = self.progress.seconds + time.monotonic() - began
-        losses = (*self.progress.losses, loss)
-        self.progress = replace(self.progress, step=number + 1, seconds=took, losses=losses)
-
-    def _not_a_number(self, what: str) -> ModelError:
-        kept = "nothing was kept"
-        if self._best is not None:
-            kept = f"the writer of the best measurement so far is in {self._out}"
-        return ModelError(
-            f"{what} is not a number, and training ended; {kept}; take a lower --learning-rate and another "
-            "--out"
-        )
+        with uninterrupted():
+            if is_finite:
+                self._optimizer.step()
+            took = self.progress.seconds + time.monotonic() - began
+            kept = (*self.progress.losses, found if is_finite else None)
+            self.progress = replace(self.progress, step=number + 1, seconds=took, losses=kept)
 
     def _loss(self, prompt: ChunkPrompt) -> torch.Tensor:
         found = self._forwards.deviations(prompt, self._forwards.teacher(prompt))
-        each = [d.answer.mean() + QUESTION_WEIGHT * d.question.mean() for d in found]
-        return torch.stack(each).mean()
+        return torch.stack([_loss_of(each) for each in found]).mean()
 
     def _measure_if_due(self) -> None:
-        step, recipe = self.progress.step, self._recipe
-        is_due = step > 0 and (step % recipe.measure_every == 0 or step == recipe.steps)
-        if not is_due or any(at == step for at, _ in self.progress.scores):
+        step = self.progress.step
+        is_due = step % self._recipe.measure_every == 0 or self.ending is not None
+        is_trained = self.progress.skipped < step
+        if not is_due or not is_trained or any(at == step for at, _ in self.progress.scores):
             return
         began, before = time.monotonic(), self.progress.best
         score = self._held_out.score()
-        if not math.isfinite(score.mean_kl):
-            raise self._not_a_number(f"the KL of held-out prompts after step {step}")
-        if before is None or score.mean_kl < before[1].mean_kl:
+        is_finite = math.isfinite(score.typical_kl)
+        if is_finite and (before is None or score.typical_kl < before[1].typical_kl):
             self._best = self._writer.state()
             self._writer.save(self._out)
         took = self.progress.seconds + time.monotonic() - began
         # last, so that an interrupted measurement is made again
-        scores = (*self.progress.scores, (step, score))
+        scores = (*self.progress.scores, (step, score if is_finite else None))
         self.progress = replace(self.progress, scores=scores, seconds=took)
         self.save_checkpoint()
 
@@ -329,9 +350,33 @@ class Trainer:
         self._optimizer.load_state_dict(state["optimizer"])
         self._best = state["best"]
         saved = state["progress"]
-        scores = tuple((step, Score(**score)) for step, score in saved["scores"])
+        scores = tuple((step, score and Score(**score)) for step, score in saved["scores"])
         self.progress = Progress(**{**saved, "scores": scores})
         return True
+
+
+def _loss_of(found: Deviation) -> torch.Tensor:
+    loss = found.answer.mean()
+    if found.question.numel():  # the mean of nothing is not a number
+        loss = loss + QUESTION_WEIGHT * found.question.mean()
+    return loss
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C within this context takes effect at its end. Only the main thread gets it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    requests: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: requests.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if requests:
+            signal.raise_signal(signal.SIGINT)
 
 
 def rate_at(step: int, steps: int) -> float:
