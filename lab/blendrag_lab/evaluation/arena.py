@@ -4,9 +4,10 @@ The chunks of a context are encoded once. Then each question is asked in every w
 slower machine slows all of them alike: full prefill first, whose answer everything is compared with, then the
 others in a new random order. Nothing that the journal holds is asked again.
 
-There is an engine for each way of encoding chunks, with a store in a temporary directory. KV is read from
-disk (no memory tier), so that no way finds it warmer than another. Only idealised prefix caching has its KV
-in memory, from the first question on: that of the first chunk, encoded after the text before it.
+There is an engine for each way of encoding chunks, among them with a writer and without, with a store in a
+temporary directory. KV is read from disk (no memory tier), so that no way finds it warmer than another. Only
+idealised prefix caching has its KV in memory, from the first question on: that of the first chunk, encoded
+after the text before it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +32,8 @@ from blendrag.engine import BlendEngine, Options
 from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.writer import NONE as NO_WRITER
+from blendrag.model.writer import Writer
 from blendrag.store.identity import chunk_key, digest_fields
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from blendrag.text.readers import Document
@@ -38,7 +42,7 @@ from blendrag_lab.evaluation.datasets import Case, Dataset, by_context
 from blendrag_lab.evaluation.rows import ArenaRow, Journal, Outcome, make_rows
 from blendrag_lab.evaluation.schema_prompts import add_schemas, schema_prompt
 from blendrag_lab.evaluation.scoring import exact_match, f1, rouge_l, token_kl
-from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX, Way
+from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX, Way, with_writer
 
 #: Called with questions done and questions in all, before each one and at the end.
 Watch = Callable[[int, int], None]
@@ -61,22 +65,31 @@ class NoEmbedder(Embedder):
         return np.zeros((len(texts), 8), np.float32)  # [n, dim]
 
 
-def _kind(way: Way) -> bool | str | None:
-    """What its chunks are encoded after: the corpus's prefix (``True``), nothing (``False``), or the text
-    before them in the prompt (:data:`PREFIX`); ``None`` for ways that load nothing."""
-    return PREFIX if way.policy == PREFIX else way.encode_prefix
+class Encoding(NamedTuple):
+    """How the chunks of a way are encoded."""
+
+    after: bool | str
+    """The corpus's prefix (``True``), nothing (``False``), or the text before them in the prompt
+    (:data:`PREFIX`)."""
+    has_writer: bool = False
+
+
+def _encoding(way: Way) -> Encoding | None:
+    """``None`` for ways that load nothing."""
+    after = PREFIX if way.policy == PREFIX else way.encode_prefix
+    return None if after is None else Encoding(after, bool(way.writer))
 
 
 class Engines:
-    """Made by :func:`open_engines`; ``engines`` by :func:`_kind` of the ways that they answer."""
+    """Made by :func:`open_engines`; ``engines`` by the encoding of the ways that they answer."""
 
-    def __init__(self, engines: Mapping[bool | str, BlendEngine]) -> None:
+    def __init__(self, engines: Mapping[Encoding, BlendEngine]) -> None:
         self._engines = engines
-        self._held: dict[bool | str, list[str]] = {kind: [] for kind in engines}
+        self._held: dict[Encoding, list[str]] = {encoding: [] for encoding in engines}
 
     def of(self, way: Way) -> BlendEngine:
-        kind = _kind(way)
-        return next(iter(self._engines.values())) if kind is None else self._engines[kind]
+        encoding = _encoding(way)
+        return self._engines[encoding or next(iter(self._engines))]
 
     def hold(self, chunks: Sequence[str]) -> None:
         """Encode ``chunks`` in place of those before."""
@@ -85,10 +98,10 @@ class Engines:
             raise InvalidInputError(
                 "the chunk list is empty, expected at least one text; give every record its contexts"
             )
-        for kind, engine in self._engines.items():
-            if self._held[kind]:
-                engine.remove(self._held[kind])
-            wanted = texts[:1] if kind == PREFIX else texts
+        for encoding, engine in self._engines.items():
+            if self._held[encoding]:
+                engine.remove(self._held[encoding])
+            wanted = texts[:1] if encoding.after == PREFIX else texts
             documents = [Document(f"chunk {i}", text, "") for i, text in enumerate(wanted)]
             report = engine.ingest(documents).whole()
             if report.chunks != len(wanted):
@@ -96,8 +109,8 @@ class Engines:
                     f"{len(wanted)} chunks of a context were cut into {report.chunks}, expected none "
                     f"over {MAX_CHUNK_TOKENS} tokens; split them"
                 )
-            self._held[kind] = [document.source for document in documents]
-            if kind == PREFIX:
+            self._held[encoding] = [document.source for document in documents]
+            if encoding.after == PREFIX:
                 _promote(engine, wanted[0])
 
     def declare(self, chunks: Sequence[str], wording: Wording) -> None:
@@ -125,30 +138,33 @@ def open_engines(
     head: str,
     largest_chunk: int,
     kv_encoding: KVEncoding = "native",
+    writer: Path | None = None,
 ) -> Iterator[Engines]:
     """Engines for chunks of at most ``largest_chunk`` tokens; their stores are removed afterwards.
 
     ``head``: the rendered prompt before its first chunk. Idealised prefix caching keeps native KV.
+    ``writer``: for the ways that have one.
     """
-    kinds = dict.fromkeys(kind for way in ways if (kind := _kind(way)) is not None)
+    found = dict.fromkeys(encoding for way in ways if (encoding := _encoding(way)) is not None)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendrag-eval-")))
-        engines: dict[bool | str, BlendEngine] = {}
-        for kind in kinds or (True,):
-            is_ideal = kind == PREFIX
+        engines: dict[Encoding, BlendEngine] = {}
+        for encoding in found or (Encoding(True),):
+            is_ideal = encoding.after == PREFIX
             engine = BlendEngine(
                 adapter,
-                root / str(kind),
+                root / str(len(engines)),
                 chunk_tokens=min(max(largest_chunk, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS),
                 prefix_text=head if is_ideal else None,
-                encode_prefix=kind is not False,
+                encode_prefix=encoding.after is not False,
+                writer=str(writer) if encoding.has_writer else NO_WRITER,
                 kv_encoding="native" if is_ideal else kv_encoding,
                 ram_bytes=IDEAL_RAM_BYTES if is_ideal else 0,
                 decode_weights="native",
                 learn=False,
             )
             engine.use_embedder(NoEmbedder("none"))
-            engines[kind] = stack.enter_context(engine)
+            engines[encoding] = stack.enter_context(engine)
         yield Engines(engines)
 
 
@@ -164,10 +180,13 @@ class Arena:
         max_new_tokens: int | None = None,
         kv_encoding: KVEncoding = "native",
         as_schema: bool = False,
+        writer: Path | None = None,
+        fidelity: bool = False,
     ) -> None:
         """``seed`` of the bootstrap and of the order of ways; ``max_new_tokens``: default by the dataset's
         metric; ``kv_encoding`` of stored chunks; ``as_schema``: prompts are those of a schema whose modules
-        are the chunks."""
+        are the chunks; ``writer``: every way that loads chunks is also asked over chunks that it encodes;
+        ``fidelity``: only full prefill answers, the other ways are compared with it and have no score."""
         if as_schema and any(case.history for case in dataset.cases):
             raise InvalidInputError(
                 "cases of a chat cannot be asked with --schema; name another --dataset"
@@ -176,6 +195,10 @@ class Arena:
         self.adapter = adapter
         self.dataset = dataset
         self.ways = tuple(ways)
+        if writer is not None:
+            self.ways = with_writer(ways, Writer.load(writer).fingerprint)
+        self._writer = writer
+        self.fidelity = fidelity
         self.seed = seed
         self.kv_encoding = kv_encoding
         self.as_schema = as_schema
@@ -200,7 +223,7 @@ class Arena:
         if pending:
             head = self._wording.head(self.adapter.tokens)
             with open_engines(
-                self.adapter, self.ways, head, self._largest_chunk, self.kv_encoding
+                self.adapter, self.ways, head, self._largest_chunk, self.kv_encoding, self._writer
             ) as engines:
                 for cases in by_context(pending):
                     engines.hold(cases[0].chunks)
@@ -244,26 +267,31 @@ class Arena:
         """``answer``: tokens whose distributions are compared, by default those of the reply."""
         engine = engines.of(way)
         chunks = () if way.policy == NONE else case.chunks
+        options = way.options(self.max_new_tokens if self._answers(way) else 1)
         if self.as_schema:
             made = schema_prompt(case, chunks, self._wording, way.policy)
-            return ask(engine, made, way.options(self.max_new_tokens), chunks, answer)
+            return ask(engine, made, options, chunks, answer)
         prompt = prompt_of(case, chunks, self._wording, self.adapter.tokens)
-        return ask(engine, prompt, way.options(self.max_new_tokens), chunks, answer)
+        return ask(engine, prompt, options, chunks, answer)
+
+    def _answers(self, way: Way) -> bool:
+        return way.policy == FULL or not self.fidelity
 
     def _judge(self, case: Case, way: Way, reply: ObservedAnswer, full: ObservedAnswer) -> Outcome:
         """All measures of one answer: against the accepted answers, and against full prefill."""
         metric, text = self.dataset.metric, reply.text.strip()
         if metric != "rouge_l":  # short answers end with their first line
             text = text.split("\n", 1)[0]
+        answers = self._answers(way)
         kls = token_kl(full.logits, reply.logits)
         preferred = (logits.argmax(-1) for logits in (full.logits, reply.logits))  # [T]
         return Outcome(
             case_key=self._keys[case.case_id],
             way_key=way.key,
-            answer=text,
-            accuracy=exact_match(text, case.answers),
-            f1=f1(text, case.answers),
-            rouge_l=rouge_l(text, case.answers) if metric == "rouge_l" else None,
+            answer=text if answers else "",
+            accuracy=exact_match(text, case.answers) if answers else None,
+            f1=f1(text, case.answers) if answers else None,
+            rouge_l=rouge_l(text, case.answers) if answers and metric == "rouge_l" else None,
             kl=kls[0] if kls else None,
             agreement=float(torch.eq(*preferred).double().mean()),
             ratio=reply.ratio,
@@ -283,6 +311,7 @@ class Arena:
             case.digest, self.dataset.metric,
             self.adapter.identity.encoded(self.kv_encoding).namespace, self._wording.template,
             str(self.max_new_tokens), blendrag.__version__, source_digest(), *["schema"] * self.as_schema,
+            *["fidelity"] * self.fidelity,
         )  # fmt: skip
         return digest_fields(field.encode() for field in fields)[:32]
 

@@ -6,7 +6,7 @@ Heavy imports are inside functions.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -32,8 +32,9 @@ QUICK_QUESTIONS = 10
 
 @reporting
 @options.takes(
-    "model", "embedder", "kv_encoding", "dtype", "device", "trust_remote_code", "max_new_tokens"
-)
+    "model", "writer", "embedder", "kv_encoding", "dtype", "device", "trust_remote_code",
+    "max_new_tokens",
+)  # fmt: skip
 def evaluate(
     context: typer.Context,
     dataset: Annotated[
@@ -105,11 +106,20 @@ def evaluate(
             "(each encoded alone) and scaffold (encoded together).",
         ),
     ] = False,
+    fidelity: Annotated[
+        bool,
+        typer.Option(
+            "--fidelity",
+            help="Only full prefill answers; the other ways are compared with it by KL and agreement and "
+            "have no score. About twice as fast.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print a list of rows on stdout.")] = False,
     verbose: options.Verbose = False,
 ) -> int:
     """Compare the answers of policies at equal r (--ratio), and what each is charged for that, the
-    entry layer included. An interrupted run continues where it was."""
+    entry layer included. With --writer, each is also asked over chunks that the writer encoded. An
+    interrupted run continues where it was."""
     begin(verbose, "nothing was asked yet; repeat the command")
     ways = _ways(policies, schedules, ratio, encode_prefix, schema)
     given = context.params
@@ -117,6 +127,7 @@ def evaluate(
     from blendrag.config import DEMO_MODEL, absolute_model, settings
     from blendrag.corpus.recorded_model import model_for
     from blendrag.model.loading import load_adapter, load_tokens
+    from blendrag.model.writer import Writer
     from blendrag_lab.evaluation import report
     from blendrag_lab.evaluation.arena import Arena
     from blendrag_lab.evaluation.datasets import (
@@ -134,7 +145,9 @@ def evaluate(
     else:
         model = given["model"] or settings().model or DEMO_MODEL
     name = absolute_model(model)
-    # a bad dataset ends the command before the model loads
+    # a bad writer or dataset ends the command before the model loads
+    encoder = _writer(given["writer"], store, schema)
+    fingerprint = "" if encoder is None else Writer.load(encoder).fingerprint
     tokens = load_tokens(name, trusts)
     count = contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
     if dataset == SYNTHETIC:
@@ -154,9 +167,11 @@ def evaluate(
     )
     adapter.require_blendable()
     kept_as = cast("KVEncoding", given["kv_encoding"] or settings().kv_encoding)
-    namespace = adapter.identity.encoded(kept_as).namespace
-    ways = look_up(ways, store or settings().store, namespace)
-    arena = Arena(adapter, made, ways, seed, given["max_new_tokens"], kept_as, schema)
+    identity = replace(adapter.identity.encoded(kept_as), writer=fingerprint)
+    ways = look_up(ways, store or settings().store, identity.namespace)
+    arena = Arena(
+        adapter, made, ways, seed, given["max_new_tokens"], kept_as, schema, encoder, fidelity
+    )
     rows = _run(arena, out)
     if json:
         output.print_json([asdict(row) for row in rows])
@@ -166,6 +181,29 @@ def evaluate(
     for note in report.notes(made, rows):
         say("note", note)
     return DONE
+
+
+def _writer(given: Path | None, store: Path | None, as_schema: bool) -> Path | None:
+    """The writer that is asked for, else that of ``BLENDRAG_WRITER``, else that of the store's documents."""
+    from blendrag.config import settings
+    from blendrag.corpus.corpus import Corpus
+    from blendrag.corpus.database import DIRECTORY
+    from blendrag.model.writer import NONE
+    from blendrag.store.writer_files import path_of
+
+    if as_schema:
+        if str(given or NONE) != NONE:
+            raise InvalidInputError(
+                "--writer changes nothing with --schema, whose modules the model encodes without one; leave "
+                "one of them out"
+            )
+        return None
+    chosen = given or settings().writer
+    if chosen is None and store is not None and (store / DIRECTORY).is_dir():
+        with Corpus.open(store, read_only=True) as corpus:
+            found = corpus.manifest.writer if corpus.has_manifest else ""
+        chosen = path_of(store, found) if found else None
+    return None if chosen is None or str(chosen) == NONE else Path(chosen)
 
 
 def _run(arena: Arena, out: Path | None) -> list[ArenaRow]:

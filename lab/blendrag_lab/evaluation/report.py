@@ -34,7 +34,7 @@ def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
 
     columns: list[Column] = [
         ("charged", lambda row: f"{row.charged_ratio:.3f}"),
-        ("score", lambda row: f"{row.score:.3f}"),
+        ("score", lambda row: number(row.score, ".3f")),
         ("PGR", lambda row: interval(row.pgr, row.pgr_low, row.pgr_high)),
         ("TTFT ms", lambda row: f"{row.ttft_ms:.0f}"),
         ("KL", lambda row: number(row.kl, ".2g")),
@@ -96,10 +96,11 @@ def reuse_note(rows: Sequence[ArenaRow]) -> str:
     """A sentence if no policy scores above reuse by more than the interval; else empty."""
     whole = [row for row in rows if row.kind == ALL]
     reuse = {row.encode_prefix: row for row in whole if row.policy == REUSE}
-    tried = [row for row in whole if row.policy not in BASELINES and row.encode_prefix in reuse]
+    scored = [row for row in whole if row.score is not None]
+    tried = [row for row in scored if row.policy not in BASELINES and row.encode_prefix in reuse]
     if not tried or any(row.is_above(reuse[row.encode_prefix]) for row in tried):
         return ""
-    best = max(tried, key=lambda row: row.score)
+    best = max(tried, key=lambda row: row.score or 0.0)
     closer = [row for row in tried if (row.recovered_low or 0.0) > 0.0]
     nearest = max(closer, key=lambda row: row.recovered or 0.0, default=None)
     by_kl = "nor is any policy closer to full prefill by KL per token"

@@ -47,8 +47,8 @@ class Outcome:
     """Digest of all that decides the outcome besides the way: question, model, wording, code."""
     way_key: str
     answer: str
-    accuracy: float
-    f1: float
+    accuracy: float | None
+    f1: float | None
     rouge_l: float | None
     kl: float | None
     agreement: float | None
@@ -130,15 +130,16 @@ class ArenaRow:
     charged_ratio: float
     kind: str
     n: int
-    score: float
+    score: float | None
+    """``None`` for ways that only full prefill's answer was compared with."""
     pgr: float | None
     pgr_low: float | None
     pgr_high: float | None
     kl: float | None
     ttft_ms: float
     metric: str
-    accuracy: float
-    f1: float
+    accuracy: float | None
+    f1: float | None
     rouge_l: float | None
     agreement: float | None
     same_answer: float | None
@@ -214,7 +215,7 @@ def make_rows(
         return ArenaRow(
             dataset=dataset.name,
             seed=seed,
-            policy=way.policy,
+            policy=way.name,
             schedule=way.schedule,
             encode_prefix=way.encode_prefix,
             kind=kind,

@@ -119,9 +119,11 @@ def performance_gap_recovered(
 ) -> Estimate:
     """PGR from the scores of one way, of full prefill and without context.
 
-    No value if full prefill gains nothing. No interval if there is one context, or if full prefill gains
-    nothing in more draws than an interval leaves out.
+    No value if full prefill gains nothing, or one of them has no scores. No interval if there is one
+    context, or if full prefill gains nothing in more draws than an interval leaves out.
     """
+    if not (own and full and nothing):
+        return Estimate(None)
     (mean, drawn), (top, top_drawn), (bottom, bottom_drawn) = (
         _means(scores, seed) for scores in (own, full, nothing)
     )

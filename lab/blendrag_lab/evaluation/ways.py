@@ -43,13 +43,21 @@ class Way:
     """Chunks encoded after the corpus's prefix, or without one."""
     meaning: str = ""
     """The policy that ``calibrated`` means."""
+    writer: str = ""
+    """Fingerprint of the writer that encodes its chunks."""
+
+    @property
+    def name(self) -> str:
+        """The policy, and whether a writer encodes the chunks."""
+        return f"{self.policy}+writer" if self.writer else self.policy
 
     @property
     def key(self) -> str:
         """Identifies the way in a journal."""
         ratio = "" if self.ratio is None else repr(self.ratio)
         prefix = {None: "", True: "on", False: "off"}[self.encode_prefix]
-        return "|".join((self.meaning or self.policy, self.schedule, ratio, prefix))
+        writer = [self.writer] if self.writer else []
+        return "|".join((self.meaning or self.policy, self.schedule, ratio, prefix, *writer))
 
     def options(self, max_new_tokens: int) -> Options:
         """The engine's options for a greedy answer."""
@@ -90,6 +98,12 @@ def make_ways(
         prefixes = [None] if policy in (*COMPUTING, *PLACED) else encode_prefix
         made += [Way(policy, *cost, prefix) for prefix in prefixes for cost in costs]
     return tuple(dict.fromkeys(made))
+
+
+def with_writer(ways: Sequence[Way], fingerprint: str) -> tuple[Way, ...]:
+    """``ways``, and each that loads chunks also over chunks that this writer encodes."""
+    loading = (way for way in ways if way.policy not in (*COMPUTING, *PLACED))
+    return (*ways, *(replace(way, writer=fingerprint) for way in loading))
 
 
 def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tiny
+import writers
 from blendrag.config import DEFAULT_POLICY
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.engine.request import RagPrompt
@@ -19,6 +20,7 @@ from blendrag.model.loading import load_adapter
 from blendrag_lab.evaluation.arena import Arena, Engines, source_digest
 from blendrag_lab.evaluation.asking import ObservedAnswer
 from blendrag_lab.evaluation.datasets import Case, synthetic_dataset
+from blendrag_lab.evaluation.report import reuse_note, tables
 from blendrag_lab.evaluation.rows import ArenaRow, Journal
 from blendrag_lab.evaluation.ways import Way, make_ways
 from lab.tests.evaluation import lab
@@ -232,6 +234,74 @@ def test_another_model_length_of_answer_or_code_is_asked_anew(tmp_path, turns, m
     assert asked(model=tiny.adapter(tiny.llama(seed=1))) == 2
     monkeypatch.setattr("blendrag_lab.evaluation.arena.source_digest", lambda: "of other code")
     assert asked() == 2
+
+
+def test_a_writer_changes_only_the_ways_that_are_named_after_it(tmp_path, monkeypatch):
+    adapter, cases = lab.adapter(), lab.cases(1, 2)
+    writer = writers.writer(adapter.model, tmp_path / "writer")
+    ways = make_ways(["prefix", "reuse", "query"], ["constant"], [0.3, 1.0], [True])
+    alone = lab.arena(ways, cases).run()
+    monkeypatch.setenv("BLENDRAG_WRITER", str(writer))
+    both = Arena(adapter, lab.dataset(cases), ways, max_new_tokens=4, writer=writer).run()
+    assert [row.policy for row in both if row.kind == "all"] == [
+        "none", "full", "prefix", "reuse", "query", "query", "reuse+writer", "query+writer", "query+writer",
+    ]  # fmt: skip
+    of = {(row.policy, row.schedule and row.ratio, row.kind): row for row in both}
+    for row in alone:  # the same answers as without one
+        same = of[row.policy, row.schedule and row.ratio, row.kind]
+        assert (same.token_kl, same.agreement) == (row.token_kl, row.agreement)
+    reuse, written = of["reuse", "", "all"], of["reuse+writer", "", "all"]
+    assert written.token_kl != reuse.token_kl
+    assert written.recovered == pytest.approx(1 - written.token_kl / reuse.token_kl)
+    everything = of["query+writer", 1.0, "all"]  # nothing of what was stored is left
+    assert everything.kl == pytest.approx(0.0, abs=1e-4)
+
+
+def test_a_run_goes_on_with_another_writer_and_asks_only_what_it_changes(tmp_path, turns):
+    adapter, cases = lab.adapter(), lab.cases(1, 2)
+
+    def asked(seed: int | None) -> list[tuple[str, str]]:
+        folder = None
+        if seed is not None:
+            folder = writers.writer(adapter.model, tmp_path / str(seed), seed)
+        turns.clear()
+        data = lab.dataset(cases)
+        arena = Arena(adapter, data, REUSING, max_new_tokens=4, writer=folder)
+        arena.run(Journal(tmp_path / "journal.jsonl"))
+        return turns[:]
+
+    asked(None)
+    for seed in (0, 1):  # the warm-up and both questions: full prefill, to compare with
+        assert [way for _, way in asked(seed)] == ["full", "reuse"] * 3
+        assert asked(seed) == []
+
+
+def test_only_full_prefill_answers_where_fidelity_alone_is_asked_for(monkeypatch):
+    lengths: dict[str, set[int]] = {}
+    real = Arena._reply
+
+    def spy(self: Arena, engines: Engines, case: Case, way: Way, *more: Any) -> ObservedAnswer:
+        reply = real(self, engines, case, way, *more)
+        lengths.setdefault(way.policy, set()).add(len(reply.tokens))
+        return reply
+
+    adapter, data = lab.adapter(), lab.dataset(lab.cases(1, 2))
+    answered = Arena(adapter, data, REUSING, max_new_tokens=4)
+    monkeypatch.setattr(Arena, "_reply", spy)
+    compared = Arena(adapter, data, REUSING, max_new_tokens=4, fidelity=True)
+    assert compared.digest != answered.digest
+    rows = compared.run()
+    assert lengths == {"full": {4}, "none": {1}, "reuse": {1}}
+    monkeypatch.undo()
+    for row, whole in zip(rows, answered.run(), strict=True):
+        assert (row.token_kl, row.agreement) == (whole.token_kl, whole.agreement)
+        assert row.recovered == whole.recovered
+        assert (row.score is not None) == (row.policy == "full")
+        assert (row.pgr, row.f1 if row.policy != "full" else None) == (None, None)
+    shown = tables(rows)[0]
+    scores = {line[0]: line[shown.head.index("score")] for line in shown.rows}
+    assert scores == {"none": "–", "full": "0.000", "reuse": "–"}
+    assert reuse_note(rows) == ""
 
 
 def test_the_digest_of_the_source_covers_only_code_that_decides_answers(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import tiny
+import writers
 from blendrag.config import settings
 from cli.commands import ingest_args, invoke, refused, save_model, start, write_documents
 
@@ -111,6 +112,36 @@ def test_a_task_is_in_the_rows_and_in_every_kept_answer(model, tmp_path):
         *small(model, "--dataset", "coed")
     )
     assert "take fewer --chunks" in refused(*small(model, *task, "--chunks", "60"))
+
+
+def test_a_writer_is_compared_with_none_and_a_store_brings_its_own(model, tmp_path):
+    given = tiny.llama(num_hidden_layers=3, eos_token_id=639)
+    writer, store = str(writers.writer(given, tmp_path / "w")), tmp_path / "store"
+    docs = write_documents(tmp_path / "docs")
+    assert invoke(*ingest_args(docs, model, store, "--writer", writer)).exit_code == 0
+    asked = tmp_path / "own.jsonl"
+    asked.write_text('{"question": "What is topic 7?", "answers": ["x"]}\n', encoding="utf-8")
+    args = (
+        "eval", "--dataset", str(asked), "--store", str(store), "--policies", "reuse",
+        "--max-new-tokens", "2", "--embedder", "minilm-offline", "--fidelity",
+    )  # fmt: skip
+    of_store, of_option, without = (
+        {row["policy"]: row["token_kl"] for row in rows(*args, *more) if row["kind"] == "all"}
+        for more in ((), ("--writer", writer), ("--writer", "none"))
+    )
+    assert list(of_store) == ["none", "full", "reuse", "reuse+writer"]
+    assert of_store == of_option
+    assert without == {name: of_store[name] for name in ("none", "full", "reuse")}
+
+
+def test_a_writer_that_cannot_be_used_is_one_sentence(model, tmp_path):
+    other = writers.writer(tiny.llama(hidden_size=96), tmp_path / "other")
+    reuse = small(model, "--policies", "reuse")
+    assert "there is no writer" in refused(*reuse, "--writer", str(tmp_path / "gone"))
+    assert "does not fit" in refused(*reuse, "--writer", str(other))
+    schema = [*reuse, "--schema", "--writer"]
+    assert "changes nothing with --schema" in refused(*schema, str(other))
+    assert rows(*schema, "none")
 
 
 def test_tables_and_notes_are_printed(model):
