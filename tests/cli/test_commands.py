@@ -88,6 +88,8 @@ def test_ask_prints_the_answer_and_metrics_on_stderr(ingested: Path) -> None:
     assert chosen.endswith(
         "mode blend, query at ratio 0.30, schedule 0.4,0.2; decode weights native"
     )
+    zero = said(invoke(*args, "--ratio", "0"))
+    assert zero.endswith("mode blend at ratio 0, which recomputes nothing; decode weights native")
     for more in (("--policy", "boundary(3)"), ("--mode", "reuse")):  # these follow no schedule
         assert "schedule" not in said(invoke(*args, *more))
 

@@ -512,7 +512,7 @@ def planned(adapter: ModelAdapter, policy: str, ratio: float) -> Plan:
         ("query", 0.5, 30 + 30 + 30 * 2 / 4),  # in the first two thirds of four layers
         ("hkvd", 0.5, 30 + (60 + 3 * 30) / 4),  # all candidates enter
         ("boundary(5)", 0.9, 30 + 2 * 5),
-        ("full", 0.0, 30 + 60),
+        ("full", 0.5, 30 + 60),
     ],
 )
 @pytest.mark.usefixtures("ends_early")

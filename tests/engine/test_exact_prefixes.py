@@ -123,9 +123,9 @@ def test_later_requests_use_as_much_as_their_prompts_have_in_common(engine):
         assert prefix.text == full(engine, text)
         assert in_memory(prefix) == in_memory(answer) == whole
     assert engine.generate(prompts(engine)[0], mode="full").metrics.reused_tokens == 0
-    assert "exact" not in {
-        chunk.outcome for chunk in engine.generate(prompts(engine)[0], mode="reuse").metrics.chunks
-    }
+    for same in ({"mode": "reuse"}, {"ratio": 0}):
+        chunks = engine.generate(prompts(engine)[0], **same).metrics.chunks
+        assert {chunk.outcome for chunk in chunks} == {"exact"}
 
 
 def test_few_requests_are_blended_as_before(engine):

@@ -36,7 +36,9 @@ def test_calibrated_is_the_default_policy_that_may_be_replaced() -> None:
     [
         ({"policy": "hkvd", "ratio": 0.5}, "hkvd", 0.5),
         ({"policy": "hkvd", "ratio": "auto", "min_ratio": 0.25}, "hkvd", 0.25),
-        ({"mode": "reuse", "policy": "hkvd", "ratio": 0.5}, "reuse", 0.5),
+        ({"mode": "reuse", "policy": "hkvd", "ratio": 0.5}, "reuse", 0.0),
+        ({"policy": "hkvd", "ratio": 0}, "reuse", 0.0),
+        ({"policy": "boundary(4)", "ratio": "auto", "min_ratio": 0}, "reuse", 0.0),
     ],
 )
 def test_a_request_carries_its_blending_to_the_fusor(

@@ -95,6 +95,14 @@ def test_recompute_begins_after_the_scout_pass():
     assert predicted.compute_s == pytest.approx(0.5 + 2 * 0.02 + LAYERS * 0.05)
 
 
+@pytest.mark.parametrize("policy", [{"scouted_layers": 2}, {"needs_deviation": True}])
+def test_where_nothing_is_recomputed_nothing_is_done_to_choose_tokens(policy):
+    made, zeros = profile(1e4, peek_s=1e-4), [0] * (LAYERS - 1)
+    one, other = (forecast(made, asked, zeros) for asked in (prompt(**policy), prompt()))
+    assert one == other
+    assert one != forecast(made, prompt(**policy), [1] * (LAYERS - 1))
+
+
 def test_with_nothing_loaded_it_is_a_stock_prefill():
     assert forecast(profile(), prompt(), [], loaded=()).ttft_s == pytest.approx(LAYERS * 0.32)
 

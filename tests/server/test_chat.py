@@ -132,6 +132,7 @@ def test_a_request_chooses_how_it_is_blended(client, asked) -> None:
     assert about(mode="full")["reused_tokens"] == 0
     assert about(mode="reuse")["recomputed_tokens"] == 0
     assert about(ratio=0.6)["recomputed_tokens"] > about(ratio=0.2)["recomputed_tokens"]
+    assert about(ratio=0)["recomputed_tokens"] == 0
 
 
 def test_parts_and_roles_of_messages_are_read(client, asked) -> None:

@@ -239,6 +239,8 @@ def say_metrics(metrics: RequestMetrics, shown_notes: set[str] | None = None) ->
     opened *= metrics.opening_s >= WORTH_TELLING_S
     prefix = f" ({metrics.prefix_tokens} before the first chunk)" * bool(metrics.prefix_tokens)
     policy = f", {metrics.policy} at ratio {metrics.ratio:.2f}" if metrics.policy else ""
+    if metrics.policy == "reuse":
+        policy = " at ratio 0, which recomputes nothing"
     say(
         "metrics",
         f"first token after {1e3 * metrics.ttft_s:,.0f} ms{expected} "

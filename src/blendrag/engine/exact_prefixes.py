@@ -61,7 +61,7 @@ MIN_TOKENS = 64
 FAILED = 16
 
 #: Modes in which exact KV in memory is used.
-MODES = ("blend", "prefix")
+MODES = ("blend", "reuse", "prefix")
 
 
 class SharedPrefix(NamedTuple):

@@ -10,12 +10,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 from blendrag.chat.forcing import call_form, chosen_tool, opening_for
 from blendrag.chat.formats import Format, format_of
 from blendrag.chat.grammar import AnswerForm, answer_form, begun_call_form
 from blendrag.chat.template_arguments import EFFORT, SWITCHES, template_arguments
-from blendrag.config import Mode
+from blendrag.config import DEFAULT_SCHEDULE, Mode
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.model_corpus import ModelCorpus
@@ -32,8 +34,11 @@ from blendrag.text.rendered import Rendered
 
 log = logging.getLogger(__name__)
 
-#: Policies of modes that do not ask for one. Whatever mode prefix loads is exact, so nothing is selected.
-_POLICIES = {"reuse": "reuse", "prefix": "full"}
+#: Policy and ratio of modes that do not ask for them. Mode reuse is ratio 0; whatever mode prefix loads is
+#: exact, so nothing is selected.
+_OF_MODES: dict[Mode, tuple[str, float]] = {"reuse": ("reuse", 0.0), "prefix": ("full", 1.0)}
+#: Options that say how a prompt is blended.
+_BLENDING = ("policy", "schedule", "ratio", "min_ratio")
 
 
 class Prompts:
@@ -75,8 +80,8 @@ class Prompts:
             shared_ends = rendered.shared_ends(bool(begun))
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
-        if options.min_ratio is not None and not blending.is_auto:
-            notes += ("min_ratio ignored: it applies only to ratio=auto",)
+        if mode == "blend":
+            notes += self._without_effect(options, blending)
         needed = self._answer_form(options, form)
         return Request(
             prompt=segments,
@@ -113,12 +118,36 @@ class Prompts:
     def _blending(self, mode: Mode, options: Options) -> Blending:
         """How the request is blended. Raises :class:`InvalidOptionError`."""
         settings = self._corpus.settings
-        policy = _POLICIES.get(mode) or options.policy or settings.policy
+        schedule = options.schedule or settings.schedule
+        if mode in _OF_MODES:
+            policy, fixed_ratio = _OF_MODES[mode]
+            return Blending.of(policy, schedule, fixed_ratio)
         return Blending.of(
-            policy,
-            options.schedule or settings.schedule,
+            options.policy or settings.policy,
+            schedule,
             settings.ratio if options.ratio is None else options.ratio,
             settings.min_ratio if options.min_ratio is None else options.min_ratio,
+        )
+
+    def _without_effect(self, options: Options, blending: Blending) -> tuple[str, ...]:
+        """Notes on options of a blended request that change nothing together with the others."""
+        policy, why = blending.policy, {}
+        given = [name for name in _BLENDING if getattr(options, name) is not None]
+        if blending.ratio == 0:
+            why = dict.fromkeys(("policy", "schedule"), "ratio 0 recomputes nothing")
+        elif not policy.budgeted:
+            same = f"policy {policy} recomputes the same tokens at any ratio and in every layer"
+            why = dict.fromkeys(("schedule", "ratio", "min_ratio"), same)
+        elif policy.schedule is not None and policy.schedule != blending.schedule:
+            why["schedule"] = f"policy {policy} has its own, {policy.schedule}"
+            if str(blending.schedule) != DEFAULT_SCHEDULE and "schedule" not in given:
+                given.append("schedule")  # a default of the engine or the process
+        if not blending.is_auto:
+            why.setdefault("min_ratio", "it applies only to ratio=auto")
+        ignored = [(why[name], name) for name in given if name in why]
+        return tuple(
+            f"{' and '.join(name for _, name in names)} ignored: {reason}"
+            for reason, names in groupby(ignored, key=itemgetter(0))
         )
 
     # -- rendering ----------------------------------------------------------------------------------

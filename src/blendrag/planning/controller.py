@@ -158,7 +158,7 @@ class Controller:
         for segment in prompt.chunks:
             tokens = min(segment.end, end) - max(segment.position, start)
             exact = self._is_exact(segment, prompt)
-            if tokens <= 0 or not (exact or mode == "blend"):
+            if tokens <= 0 or not (exact or mode != "prefix"):
                 continue
             if self._place(segment)[1] in stored_keys:
                 fresh -= tokens
@@ -351,8 +351,8 @@ class Controller:
         prompt = PromptParts(
             len(plan.prompt.ids),
             tuple(_part(span, stored) for span in plan.spans),
-            plan.blending.policy.needs_deviation,
-            plan.blending.policy.attention_layers(len(stored.layers)).stop,
+            blending.policy.needs_deviation,
+            blending.policy.attention_layers(len(stored.layers)).stop,
         )
         try:
             estimator = Estimator(self.profile, prompt)

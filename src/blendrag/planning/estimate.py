@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -87,8 +88,10 @@ class Estimator:
 class LoadEstimate:
     """One prompt with some of its parts loaded, for any number of recomputed tokens."""
 
-    def __init__(self, of: Estimator, chosen: list[int]) -> None:
+    def __init__(self, of: Estimator, chosen: list[int], selects: bool = True) -> None:
+        """``selects``: whether the policy chooses tokens; it does not where nothing is recomputed."""
         prompt = of.prompt
+        self._of, self._chosen, self._selects = of, chosen, selects
         self._profile, self._prompt = of.profile, prompt
         self.layers, self.parts = of.profile.layers, len(chosen)
         exact = of.exact[chosen]
@@ -103,13 +106,16 @@ class LoadEstimate:
         entry_exact = whole.copy()
         entry_exact[:, 0] = loads[:, exact, 0].sum(axis=1)
         self._loads = {False: whole.tolist(), True: entry_exact.tolist()}
-        self._scouted = prompt.scouted_layers if self.candidates else 0
-        self._needs_deviation = prompt.needs_deviation and self.candidates > 0
+        selects = selects and self.candidates > 0
+        self._scouted = prompt.scouted_layers if selects else 0
+        self._needs_deviation = prompt.needs_deviation and selects
         self._scout_s, self._scouted_s = self._scouting() if self._scouted else (0.0, 0.0)
 
     def at(self, counts: Sequence[float]) -> Forecast:
         """With ``counts`` candidates recomputed in layers 1…L-1."""
         profile = self._profile
+        if self._selects and len(counts) and not any(counts):
+            return self._reusing.at(counts)
         if not self.parts:
             seconds = profile.prefill_s(self._prompt.tokens)
             return Forecast(seconds, 0.0, seconds)
@@ -127,8 +133,15 @@ class LoadEstimate:
 
     def first_load_s(self, counts: Sequence[float]) -> float:
         """Loading of layer 0, which nothing can hide, but no more than a layer's compute."""
+        if self._selects and len(counts) and not any(counts):
+            return self._reusing.first_load_s(counts)
         computes = [self._scout_s / self._scouted] if self._scouted else self._computes(counts)
         return min(self._arrived(counts)[0], max(computes))
+
+    @cached_property
+    def _reusing(self) -> LoadEstimate:
+        """The same where nothing is recomputed."""
+        return LoadEstimate(self._of, self._chosen, selects=False)
 
     # -- computing --------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import cast
 
 from blendrag.config import AUTO, CALIBRATED, Ratio
 from blendrag.fusor.selection.base import SelectionPolicy
+from blendrag.fusor.selection.controls import ReusePolicy
 from blendrag.fusor.selection.named import make_policy
 from blendrag.fusor.selection.schedule import Schedule
 
@@ -18,11 +19,16 @@ class Blending:
     policy: SelectionPolicy
     schedule: Schedule
     ratio: Ratio = 1.0
-    """Mean share of the tokens, in [0, 1], or ``auto``: the loading controller chooses it."""
+    """Mean share of the tokens, in [0, 1], or ``auto``: the loading controller chooses it. At 0 the policy is
+    ``reuse``, whichever was named: nothing is recomputed, and nothing is done to choose tokens."""
     min_ratio: float = 0.0
     """The smallest that ``auto`` may choose."""
     is_calibrated: bool = False
     """Whether what was calibrated for the model, if anything was, takes the place of the policy."""
+
+    def __post_init__(self) -> None:
+        if self.ratio == 0:
+            object.__setattr__(self, "policy", ReusePolicy())
 
     @classmethod
     def of(
@@ -51,4 +57,5 @@ class Blending:
 
     def layer_counts(self, candidates: int, layers: int, chunks: int) -> list[int]:
         """Tokens recomputed in layers 1…``layers``-1, of ``candidates`` tokens in ``chunks`` chunks."""
-        return self.policy.layer_counts(self.schedule, self.fixed_ratio, candidates, layers, chunks)
+        ratio = self.fixed_ratio
+        return self.at(ratio).policy.layer_counts(self.schedule, ratio, candidates, layers, chunks)
