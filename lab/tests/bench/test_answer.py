@@ -36,7 +36,8 @@ class FakeLlama:
     vocab = 3072
 
     def __init__(self, **given: Any) -> None:
-        self.given, self.evaluated, self.closed = given, [], False
+        self.given, self.closed = given, False
+        self.evaluated: list[int] = []
         type(self).made.append(self)
 
     def n_vocab(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,12 +125,13 @@ def test_every_way_is_drawn_at_every_rate_with_the_ttft_that_they_are_compared_a
     assert [way.way for way in result.ways] == ["full", "prefix", "blend"]
     assert full.reused == 0 < full.equal_ttft_per_s
     (axes,) = load_figure(result).axes
-    drawn = {line.get_label(): line for line in axes.get_lines()}
+    drawn: dict[Any, Any] = {line.get_label(): line for line in axes.get_lines()}
     for way in ("full", "prefix", "blend"):
         rows = [row for row in result.rows if row.way == way]
         assert all(min(row.p95_ttft_ms, row.throughput_per_s) > 0 for row in rows)
         assert list(drawn[way].get_xdata()) == [row.requests_per_s for row in rows]
         assert list(drawn[way].get_ydata()) == [row.mean_ttft_ms for row in rows]
     assert list(drawn["twice full's\nwithout load"].get_ydata()) == [result.doubled_ttft_ms] * 2
-    tops = {max(path.vertices[:, 1]) for band in axes.collections for path in band.get_paths()}
+    paths: Any = (path for band in axes.collections for path in band.get_paths())
+    tops = {max(path.vertices[:, 1]) for path in paths}
     assert max(row.p95_ttft_ms for row in result.rows if row.way == "blend") in tops

@@ -136,7 +136,12 @@ def test_both_ways_of_writing_sync_the_same_bytes_and_doing_nothing_is_an_error(
 ):
     synced: list[int] = []
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size) or real(fd))
+
+    def counted(fd: int) -> None:
+        synced.append(os.fstat(fd).st_size)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", counted)
     payload_bytes = frame(LAYOUT, TOKENS).file_bytes
     assert payload_bytes > CHUNK.size_bytes  # and a header
     for once in putting_ways(tmp_path, kv_store, CHUNK).values():

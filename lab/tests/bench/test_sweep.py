@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -92,11 +94,11 @@ def test_a_sweep_is_drawn_at_its_values_joined_if_they_are_numbers(factor, value
         SweepRow(value, 101 + i, 0.15, blend, full, reuse, 2.0, 3.0, 1)
         for i, (value, full, reuse, blend) in enumerate(zip(values, *times.values(), strict=True))
     ]
-    (axes,) = sweep_figure(SweepResult(None, factor, ("about", "it"), 3, tuple(rows))).axes
+    (axes,) = sweep_figure(SweepResult("", factor, ("about", "it"), 3, tuple(rows))).axes
     assert (axes.get_title(), axes.get_xlabel()) == ("about\nit", label)
     assert axes.get_legend_handles_labels()[1] == list(times)
     for way, timings in times.items():
-        drawn = line(axes, way)
+        drawn: Any = line(axes, way)
         assert list(drawn.get_xdata()) == x
         assert list(drawn.get_ydata()) == [timing.median for timing in timings]
         assert (drawn.get_linestyle() == "None") == (factor == "tier")
@@ -104,6 +106,6 @@ def test_a_sweep_is_drawn_at_its_values_joined_if_they_are_numbers(factor, value
         assert [text.get_text() for text in axes.get_xticklabels()] == ["101", "102"]
     if factor == "tier":
         assert [text.get_text() for text in axes.get_xticklabels()] == values
-        paths = [path.vertices for bars in axes.collections for path in bars.get_paths()]
+        paths: Any = [path.vertices for bars in axes.collections for path in bars.get_paths()]
         bars = {(path[0][1], path[1][1]) for path in paths}
         assert {(ms.low, ms.high) for timings in times.values() for ms in timings} <= bars

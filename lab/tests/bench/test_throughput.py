@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -32,7 +33,8 @@ def test_batches_of_different_lengths_choose_the_tokens_of_single_prompts():
         assert {len(plan.ids) for plan in plans} == {112, 110, 108, 106}
         assert len({plan.ids for plan in plans}) == REQUESTS
         assert len({frozenset(s.stored_ids for s in plan.chunks) for plan in plans}) == 1
-        for way in (full, blend, partial(blend, **REUSE)):
+        ways: tuple[Callable[..., list[int]], ...] = (full, blend, partial(blend, **REUSE))
+        for way in ways:
             alone = way(bench, [[plan] for plan in plans])
             assert len(alone) == REQUESTS
             assert len(set(alone)) > 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +30,14 @@ def kv() -> ChunkKV:
     return tiny_adapter().encode((), tiny.random_ids(TOKENS)[0].tolist())
 
 
+def in_memory(device: Throttle) -> ThrottledStore:
+    store: Any = MemoryStore(1 << 20)  # of a KVStore, only what is read from it
+    return ThrottledStore(store, device, "slow")
+
+
 def test_a_throttled_read_delivers_the_same_bytes_no_sooner_than_its_device(kv):
     size = stored_chunk_bytes(kv.layout, TOKENS)
-    slow = ThrottledStore(MemoryStore(1 << 20), Throttle(size / 0.2), "slow")
+    slow = in_memory(Throttle(size / 0.2))
     slow.put(NAMESPACE, KEY, kv)
     began = time.perf_counter()
     reader = slow.open(NAMESPACE, KEY, kv.layout, TOKENS)
@@ -53,8 +61,13 @@ def test_readers_share_a_device_that_owes_nothing_after_a_pause(monkeypatch):
 
 def test_encoded_chunks_take_fewer_bytes_of_the_device(kv, monkeypatch):
     asked: list[int] = []
-    monkeypatch.setattr(Throttle, "begin", lambda device, size: asked.append(size) or 0.0)
-    slow = ThrottledStore(MemoryStore(1 << 20), Throttle(1e9), "slow")
+
+    def begin(device: Throttle, size: int) -> float:
+        asked.append(size)
+        return 0.0
+
+    monkeypatch.setattr(Throttle, "begin", begin)
+    slow = in_memory(Throttle(1e9))
     for key, encoding in ((KEY, "native"), (OTHER_KEY, "int8")):
         layout = kv.layout.encoded(encoding)
         slow.put(NAMESPACE, key, replace(kv, layout=layout))
@@ -93,9 +106,12 @@ def test_a_bench_reads_from_the_tier_it_names(name):
 def test_a_cold_tier_drops_its_files_before_every_measurement(monkeypatch):
     dropped: list[int] = []
     gone = iter((True, False))
-    monkeypatch.setattr(
-        tiers, "drop_cached", lambda files: dropped.append(len(files)) or next(gone)
-    )
+
+    def drop_cached(files: Sequence[Path]) -> bool:
+        dropped.append(len(files))
+        return next(gone)
+
+    monkeypatch.setattr(tiers, "drop_cached", drop_cached)
     monkeypatch.setattr(tiers, "cached_share", lambda files: 0.5)
     with tiny_bench(Workload(2, 32, 8, 0.15), parse_tier("cold")) as bench:
         bench.timer(lambda: None)()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_calibrated_means_the_policy_in_the_store(tmp_path):
      ((["query"], ["steep"], [0.1]), "'steep'"),
      ((["query"], ["constant"], [float("nan")]), "ratio nan must be a number")],
 )  # fmt: skip
-def test_an_unknown_way_is_one_sentence(given, sentence):
+def test_an_unknown_way_is_one_sentence(given: tuple[Any, Any, Any], sentence):
     with pytest.raises(InvalidInputError, match=sentence):
         make_ways(*given, [True])
 
@@ -147,4 +148,5 @@ def test_a_chat_is_messages_or_one_text_without_a_chat_template():
     plain = prompt_of(case, chunks, SHORT_ANSWER, Tokens(tokens.tokenizer))
     assert isinstance(plain, RagPrompt)
     assert plain.text == "\n\n".join(said)
+    assert plain.chunks is not None
     assert [plain.text[m.start : m.end] for m in plain.chunks] == [c.strip() for c in chunks]

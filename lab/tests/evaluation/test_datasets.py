@@ -28,7 +28,7 @@ TOKENS = Tokens(tiny.tokenizer())
 
 def read_text(path: Path, text: str, **more: Any) -> Dataset:
     path.write_text(text, encoding="utf-8")
-    return read_dataset(path, Chunker(TOKENS.text, 64), tiny.WordEmbedder(), **more)  # type: ignore[arg-type]
+    return read_dataset(path, Chunker(TOKENS.text, 64), tiny.WordEmbedder(), **more)
 
 
 def read(path: Path, *records: Any, **more: Any) -> Dataset:

@@ -30,7 +30,7 @@ RATIOS = (0.0, 0.1, 0.3, 1.0)
 
 def plan(seed: int, chunks: int = 4, tokens: int = 32) -> SegmentedPrompt:
     """Head, chunks with separators between, a question; random ids."""
-    lengths = [(4, None)]
+    lengths: list[tuple[int, str | None]] = [(4, None)]
     for number in range(chunks):
         lengths += [(tokens, str(number)), (2, None)]
     lengths.append((12, None))

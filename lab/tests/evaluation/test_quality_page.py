@@ -78,9 +78,9 @@ def test_a_missing_result_is_one_sentence(tmp_path):
     assert tiny.one_sentence(str(refused.value))
 
 
-def curve(axes: Axes, label: str) -> tuple[list[float], list[float]]:
+def curve(axes: Axes, label: str) -> tuple[Any, Any]:
     """x and y of the line with that label."""
-    found = next(line for line in axes.get_lines() if line.get_label() == label)
+    found: Any = next(line for line in axes.get_lines() if line.get_label() == label)
     return list(found.get_xdata()), list(found.get_ydata())
 
 
@@ -91,7 +91,7 @@ def test_quality_is_drawn_over_ratio_and_ttft():
     panel = plots.quality_against_ratio(rows, ("all", "coreference")).axes[1]
     assert panel.get_title() == "coreference"
     assert curve(panel, "hkvd") == ([r.ratio for r in hkvd], [r.pgr for r in hkvd])
-    paths = (path for drawn in panel.collections for path in drawn.get_paths())
+    paths: Any = (path for drawn in panel.collections for path in drawn.get_paths())
     bounds = {height for path in paths for height in path.vertices[:, 1]}
     assert bounds >= {bound for r in hkvd for bound in (r.pgr_low, r.pgr_high)}
     assert panel.get_ylim()[0] <= min(bounds) <= max(bounds) <= panel.get_ylim()[1]
@@ -173,8 +173,12 @@ def test_a_failing_command_is_named_in_one_sentence_and_nothing_is_kept(tmp_path
 
 def printed_by_eval(loss: float, ttft_ms: float) -> list[ArenaRow]:
     """Rows of one task: full, reuse, and the default policy, which loses ``loss`` nats of reuse's 0.4."""
-    task = {"dataset": "asked", "metric": "f1", "n": 6}
-    figures = {"recovered": 1 - loss / 0.4, "recovered_low": 0.1, "recovered_high": 0.9}
+    task: dict[str, Any] = {"dataset": "asked", "metric": "f1", "n": 6}
+    figures: dict[str, Any] = {
+        "recovered": 1 - loss / 0.4,
+        "recovered_low": 0.1,
+        "recovered_high": 0.9,
+    }
     return [
         replace(baseline("none"), **task, token_kl=3.0),
         replace(baseline("full"), **task, token_kl=0.0, recovered=1.0, f1=0.42),

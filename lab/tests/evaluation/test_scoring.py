@@ -81,9 +81,8 @@ def pgr(
     own: list[float], full: list[float] = ALL_RIGHT, nothing: list[float] = NONE_RIGHT, **more: Any
 ) -> Estimate:
     contexts = more.get("contexts", CONTEXTS)
-    return performance_gap_recovered(
-        *(sum_by_context(zip(contexts, s, strict=True)) for s in (own, full, nothing))
-    )
+    sums = [sum_by_context(zip(contexts, s, strict=True)) for s in (own, full, nothing)]
+    return performance_gap_recovered(sums[0], sums[1], sums[2])
 
 
 def test_pgr_is_the_share_of_the_gain_with_an_interval_of_paired_draws():

@@ -52,7 +52,7 @@ def test_every_combination_is_simulated_and_marked_so():
         assert assumed in shown
     axes = result_figure(found).axes
     assert [panel.get_title() for panel in axes] == ["simulated"] * 4
-    lines = {line.get_label(): line for line in axes[1].get_lines()}
+    lines: dict[Any, Any] = {line.get_label(): line for line in axes[1].get_lines()}
     affinity = [p for p in found.points if p.routing == "affinity" and p.chunks == 1000]
     assert list(lines["affinity"].get_ydata()) == [p.remote for p in affinity]
 

@@ -30,7 +30,9 @@ def real_tiers(folder: Path, requests: list[list[int]]) -> list[str]:
     with contextlib.closing(DiskStore(folder / "first", 1 << 30)) as first:
         for number in range(CHUNKS):
             Lab.put(first, number)
-            with first.payload(Lab.namespace, Lab.key(number)) as payload:
+            opened = first.payload(Lab.namespace, Lab.key(number))
+            assert opened is not None
+            with opened as payload:
                 remote.put(*payload)
     memory = MemoryStore(IN_MEMORY * Lab.kv(0).size_bytes)
     disk = DiskStore(folder / "store", ON_DISK * frame(Lab.layout, Lab.tokens).file_bytes)
