@@ -111,12 +111,11 @@ def reused_tokens(store: Path) -> int:
     return int(ask(store)["metrics"]["reused_tokens"])
 
 
-def start(*args: str | Path, before: str = "", stdin: int | None = None) -> subprocess.Popen[str]:
+def start(*args: str | Path, before: str = "") -> subprocess.Popen[str]:
     """Start ``blendrag`` in a new process, which runs the code ``before`` first. It receives Ctrl-C."""
     code = f"{before}\nfrom blendrag.cli.main import main\nmain()"
     return subprocess.Popen(
         [sys.executable, "-c", code, *args],
-        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
 from blendrag.corpus.embedder import Embedder
+from blendrag.engine.stream import AnswerStream
 from cli.commands import ingest_args, invoke, save_model, write_documents
 
 #: Embedders and vectors that a command has loaded and computed.
@@ -74,6 +80,24 @@ def ingested(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(ingested: Path, tmp_path: Path) -> Path:
     """A copy of that store, for changing. Its documents are in ``ingested.parent / "docs"``."""
     return Path(shutil.copytree(ingested, tmp_path / "store"))
+
+
+@pytest.fixture
+def ctrl_c_while_decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C in this process at the third token of the first answer, which nothing else ends."""
+    put, tokens = AnswerStream.put, itertools.count(1)
+
+    def press(stream: AnswerStream, ids: torch.Tensor) -> None:
+        put(stream, ids)
+        if next(tokens) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            while not stream.done:
+                time.sleep(0.005)
+
+    monkeypatch.setattr(AnswerStream, "put", press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

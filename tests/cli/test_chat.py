@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 from pathlib import Path
 
-import pytest
-
-from cli.commands import QUESTION, ask, invoke, refused, start
-from cli.test_interrupt import SLOW_DECODING
+from cli.commands import QUESTION, ask, invoke, refused
 
 MORE = ("--max-new-tokens", "4", "--top-k", "1")
 
@@ -63,21 +58,12 @@ def test_a_chat_without_documents_is_refused_before_the_first_question(
     assert not store.exists()
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(store: Path) -> None:
-    process = start(
-        "chat", "--store", str(store), "--max-new-tokens", "60", "--top-k", "1", "--no-sources",
-        before=SLOW_DECODING, stdin=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stderr is not None
-    process.stdin.write(f"{QUESTION}\n")
-    process.stdin.flush()
-    next(line for line in process.stderr if line == "NOW\n")
-    process.send_signal(signal.SIGINT)
-    assert process.stderr.readline() == "note: the answer was ended\n"
-    stdout, stderr = process.communicate(f"{QUESTION}\n", timeout=120)
-    assert process.returncode == 0
-    assert stderr.startswith("metrics: first token after ")
-    assert "Traceback" not in stderr
-    assert len(stdout.splitlines()) >= 1
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(
+    store: Path, ctrl_c_while_decoding: None
+) -> None:
+    args = ("--max-new-tokens", "60", "--top-k", "1", "--no-sources")
+    result = invoke("chat", "--store", store, *args, stdin=f"{QUESTION}\n{QUESTION}\n")
+    assert result.exit_code == 0
+    _, ended = result.stderr.split("note: the answer was ended\n")
+    assert ended.startswith("metrics: first token after ")
+    assert len(result.stdout.splitlines()) >= 1

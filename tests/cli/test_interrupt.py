@@ -20,24 +20,18 @@ from cli.commands import (
     write_documents,
 )
 
-#: Print NOW at the third call of a method, and make the calls from there on last.
-SLOW = """
+#: Print NOW when the third chunk is encoded, and make the encoding of the chunks from there on last.
+SLOW_ENCODING = """
 import sys, time
-from {module} import {owner} as owner
-work, calls = owner.{method}, []
+from blendrag.model.adapter import ModelAdapter
+encode, calls = ModelAdapter.encode, []
 def slow(*args, **kwargs):
     calls.append(0)
     if len(calls) == 3: print("NOW", file=sys.stderr, flush=True)
-    if len(calls) >= 3: time.sleep({pause_s})
-    return work(*args, **kwargs)
-owner.{method} = slow
+    if len(calls) >= 3: time.sleep(2)
+    return encode(*args, **kwargs)
+ModelAdapter.encode = slow
 """
-SLOW_ENCODING = SLOW.format(
-    module="blendrag.model.adapter", owner="ModelAdapter", method="encode", pause_s=2.0
-)
-SLOW_DECODING = SLOW.format(
-    module="blendrag.engine.stream", owner="StopWhenDone", method="__call__", pause_s=0.1
-)
 #: Python code that ignores KeyboardInterrupt, as native code does.
 DEAF = """
 import signal, sys, time
@@ -86,11 +80,10 @@ def test_ctrl_c_during_ingest_prints_totals_and_the_next_run_goes_on(
     assert rest["chunks_skipped"] >= totals["chunks_computed"]
 
 
-@pytest.mark.slow
-def test_ctrl_c_during_decode_stops_and_leaves_the_store_intact(ingested: Path) -> None:
-    args = ("ask", QUESTION, "--store", ingested, "--max-new-tokens", "400")
-    process = start(*args, before=SLOW_DECODING)
-    _, stderr = interrupt(process)
-    assert process.returncode == 130
-    assert "the store is intact" in interrupted_sentence(stderr)
+def test_ctrl_c_during_decode_stops_and_leaves_the_store_intact(
+    ingested: Path, ctrl_c_while_decoding: None
+) -> None:
+    result = invoke("ask", QUESTION, "--store", ingested, "--max-new-tokens", "400")
+    assert result.exit_code == 130
+    assert "the store is intact" in interrupted_sentence(result.stderr)
     assert reused_tokens(ingested) > 0

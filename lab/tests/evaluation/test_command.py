@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
-import time
 from typing import Any
 
 import pytest
 
 import tiny
 import writers
+from blendrag.cli.progress import StatusLine
 from blendrag.config import settings
-from cli.commands import ingest_args, invoke, refused, save_model, start, write_documents
+from cli.commands import ingest_args, invoke, refused, save_model, write_documents
 
 ROW = {
     "dataset", "seed", "policy", "schedule", "encode_prefix", "ratio", "charged_ratio", "kind", "n",
@@ -164,17 +163,18 @@ def test_a_bad_dataset_is_one_sentence(model, tmp_path, record, sentence):
     assert sentence in refused(*small(model, "--dataset", str(tmp_path / "bad.json")))
 
 
-def test_ctrl_c_says_how_to_continue_and_the_same_command_does(model, tmp_path):
+def test_ctrl_c_says_how_to_continue_and_the_same_command_does(model, tmp_path, monkeypatch):
+    def show(line: StatusLine, text: str, *given: Any) -> None:
+        if text == "2 of 100 questions":
+            raise KeyboardInterrupt
+
     out = tmp_path / "kept.jsonl"
     args = small(model, "--policies", "full", "--out", str(out), "--json", "--contexts", "50")
-    process = start(*args)
-    while not (out.exists() and out.read_text().count("\n") >= 2):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130
-    last = stderr.strip().splitlines()[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(StatusLine, "show", show)
+        interrupted = invoke(*args)
+    assert interrupted.exit_code == 130
+    last = interrupted.stderr.strip().splitlines()[-1]
     assert last.startswith("interrupted: ")
     assert f"of 100 questions are kept in {out}; repeat the command to go on" in last
     kept = out.read_text()
