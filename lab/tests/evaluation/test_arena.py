@@ -137,7 +137,9 @@ def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model
     found = Arena(adapter, dataset, ways).run()
 
     def score(way: Way, kind: str = "coreference") -> float:
-        return row_of(found, way, kind).score
+        found_score = row_of(found, way, kind).score
+        assert found_score is not None
+        return found_score
 
     full, reuse = score(FULL), score(REUSE)
     early, enough = (score(Way(DEFAULT_POLICY, s, 0.05, True)) for s in schedules)
@@ -252,6 +254,8 @@ def test_a_writer_changes_only_the_ways_that_are_named_after_it(tmp_path, monkey
         assert (same.token_kl, same.agreement) == (row.token_kl, row.agreement)
     reuse, written = of["reuse", "", "all"], of["reuse+writer", "", "all"]
     assert written.token_kl != reuse.token_kl
+    assert written.token_kl is not None
+    assert reuse.token_kl is not None
     assert written.recovered == pytest.approx(1 - written.token_kl / reuse.token_kl)
     everything = of["query+writer", 1.0, "all"]  # nothing of what was stored is left
     assert everything.kl == pytest.approx(0.0, abs=1e-4)
