@@ -10,6 +10,7 @@ import pytest
 
 import tiny
 from blendrag.cli.progress import StatusLine
+from blendrag.distillation.writer import public_name
 from cli.commands import invoke, printed, refused, save_model, write_documents
 
 FEW = ("--steps", "2", "--batch", "1", "--rank", "2", "--top-k", "3", "--chunk-tokens", "64")
@@ -105,7 +106,10 @@ def test_interrupted_training_goes_on(
         (("--documents", "docs"), "no model is named"),
         (("--out", "file.txt"), "--out file.txt cannot be written"),
         (("--plot", "run.pdf"), "ends in .png"),
-        (("--questions", "alone.txt", "--model", "MODEL"), "questions have no passages"),
+        (
+            ("--questions", "alone.txt", "--model", "MODEL"),
+            "no passages are given for 'Where is it?'",
+        ),
         (("--questions", "broken.jsonl", "--model", "MODEL"), "is not JSON"),
         (("--questions", "empty.jsonl", "--model", "MODEL"), "has an empty question"),
         (("--questions", "text.jsonl", "--model", "MODEL"), "has ctxs 'a', expected a list"),
@@ -139,3 +143,25 @@ def test_model_that_cannot_be_blended_is_refused(many_docs: Path, tmp_path: Path
         "adapt", "--model", model, "--documents", many_docs, "--out", tmp_path / "w", *FEW, status=3
     )
     assert "use mode full" in words
+
+
+def test_what_is_saved_names_no_path_of_this_machine(
+    plain_model: Path, many_docs: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "writer"
+    assert printed("adapt", "--model", plain_model, "--documents", many_docs, "--out", out, *FEW)
+    texts = [p.read_text() for p in out.iterdir() if p.suffix != ".safetensors"]
+    assert not any(str(plain_model.parent) in text for text in texts)
+    assert f"# A writer for {plain_model.name}" in (out / "README.md").read_text()
+    assert public_name("someone/model") == "someone/model"
+    cached = "/cache/hub/models--someone--model/snapshots/1a2b"
+    assert public_name(cached) == "someone/model"
+
+
+def test_help_and_usage_name_values_as_people_do() -> None:
+    result = invoke("adapt", "--learning-rate", "0")
+    assert "'--learning-rate': 0 must be a number in (0, 1]" in result.stderr
+    for command in ("adapt", "ask", "serve"):
+        words = invoke(command, "--help").stdout
+        assert "--store PATH" in words
+        assert "<" not in words

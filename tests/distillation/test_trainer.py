@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 
 import tiny
 from blendrag.distillation import Progress, Score, adapt
-from blendrag.distillation.adapt import TrainingCorpus
+from blendrag.distillation.adapt import TrainingCorpus, held_out_prompts
 from blendrag.distillation.forwards import Forwards
 from blendrag.distillation.material import (
     Asked,
@@ -388,6 +390,58 @@ def test_checkpoint_of_another_run_or_a_damaged_one_is_not_taken(tmp_path: Path)
     (tmp_path / CHECKPOINT).write_bytes(content[: len(content) // 2])
     with pytest.raises(InvalidInputError, match="is damaged"):
         adapt(adapter, corpus(adapter), recipe(), tmp_path)
+
+
+@pytest.mark.parametrize("changed", [{"writer": None}, {"progress": {"step": 1, "epoch": 2}}])
+def test_checkpoint_of_another_version_is_refused(
+    tmp_path: Path, changed: dict[str, object]
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    adapter = small()
+    with pytest.raises(KeyboardInterrupt):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path, watch=stop)
+    kept = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    kept |= changed
+    torch.save({k: v for k, v in kept.items() if v is not None}, tmp_path / CHECKPOINT)
+    with pytest.raises(InvalidInputError, match="of another version of blendrag"):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path)
+
+
+def test_questions_that_are_finished_survive_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(adapter: object, texts: Sequence[str], watch: object) -> Iterator[tuple[str, str]]:
+        for text in texts:
+            if len(asked) == 2:
+                asked.append("")
+                raise KeyboardInterrupt
+            asked.append(text)
+            yield text, f"What of {text[:30]}?"
+
+    monkeypatch.setattr(import_module("blendrag.distillation.adapt"), "ask_model", ask)
+    adapter = small()
+    few = recipe(steps=8)
+    with pytest.raises(KeyboardInterrupt):
+        adapt(adapter, corpus(adapter), few, tmp_path)
+    adapt(adapter, corpus(adapter), few, tmp_path)
+    again = [text for text in asked if text]
+    assert len(again) == len(set(again)) > 2
+
+
+def test_held_out_questions_are_as_many_as_announced_and_differ() -> None:
+    adapter = small()
+    given = corpus(adapter)
+    material = Material(adapter.tokens, given.groups, 3, 2, given.chunk_tokens)
+    for wanted in (1, 4, 5):
+        made = held_out_prompts(material, recipe(held_out=wanted))
+        asked = [question for each in made for question in each.questions]
+        assert len(asked) == len(set(asked)) == wanted == sum(len(each.tails) for each in made)
+    few = replace(material, groups=given.groups[:2])  # one question each
+    assert sum(len(each.questions) for each in held_out_prompts(few, recipe(held_out=9))) == 2
 
 
 def test_too_small_a_corpus_is_refused(tmp_path: Path) -> None:

@@ -30,34 +30,35 @@ def adapt(
     context: typer.Context,
     documents: Annotated[
         list[Path] | None,
-        options.optional("Train on these files and directories in place of a store; repeatable."),
+        options.optional("Train on this file or directory, not on a store; repeatable."),
     ] = None,
     questions: Annotated[
         list[Path] | None,
         options.optional(
-            "One question a line, or JSON records of {question, ctxs}; repeatable. "
-            "[default: questions by the model]"
+            "A file of questions, one a line, or of JSON records {question, ctxs}; repeatable. "
+            "[default: the model asks]"
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Directory of the writer; holds a checkpoint until it is done.")
+        Path,
+        typer.Option(help="Directory for the writer, and for checkpoints until it is finished."),
     ] = Path("blendrag-writer"),
-    steps: Annotated[int, options.number("Steps of training.", 1, kind=int)] = 200,
-    batch: Annotated[int, options.number("Prompts of a step.", 1, kind=int)] = 4,
+    steps: Annotated[int, options.number("Training steps.", 1, kind=int)] = 200,
+    batch: Annotated[int, options.number("Prompts in each step.", 1, kind=int)] = 4,
     rank: Annotated[int, options.number("Rank of the LoRA.", 1, 1024, kind=int)] = 16,
     learning_rate: Annotated[
-        float, options.number("Rate after the warm-up; it falls from there.", 0, 1)
+        float, options.number("Highest learning rate.", 0, 1, above=True)
     ] = 5e-4,
     plot: Annotated[
-        Path | None, options.optional("Draw losses and measurements as a .png file.")
+        Path | None, options.optional("Draw losses and measurements into this PNG.")
     ] = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Train a writer: a LoRA that encodes chunks so that answers over stored KV come near a full prefill's.
+    """Train a writer: a LoRA for encoding chunks, so that answers over stored KV are closer to full prefill.
 
-    The model that answers stays as it is. Use it with: blendrag ingest --writer DIR. Repeat the command
-    after Ctrl-C to go on.
+    The model that answers stays as it is. Then: blendrag ingest --writer DIR. After Ctrl-C, the same command
+    goes on.
     """
     begin(verbose, "nothing was trained yet; repeat the command to go on")
     options.require_plot(plot)

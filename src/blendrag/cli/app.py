@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from typer.core import TyperGroup
+from typer.models import OptionInfo
 
 from blendrag import __version__
 from blendrag.cli import options, output
@@ -189,3 +191,20 @@ app.command("list")(list_documents)
 app.add_typer(schema_commands)
 app.add_typer(store_commands)
 add_commands(app)
+
+
+def _name_values(commands: typer.Typer) -> None:
+    """Let help say PATH and TEXT where typer (0.29) would name a type of Python, such as <list[Path]>."""
+    for group in commands.registered_groups:
+        assert group.typer_instance is not None
+        _name_values(group.typer_instance)
+    for command in commands.registered_commands:
+        assert command.callback is not None
+        for each in inspect.signature(command.callback, eval_str=True).parameters.values():
+            for info in get_args(each.annotation)[1:]:
+                if isinstance(info, OptionInfo) and info.metavar is None and info.parser is None:
+                    names = str(get_args(each.annotation)[0])
+                    info.metavar = "PATH" if "Path" in names else "TEXT" if "str" in names else None
+
+
+_name_values(app)

@@ -94,14 +94,28 @@ def optional(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, show_default=False, **more)
 
 
-def number(text: str, low: float, high: float | None = None, kind: type[float] = float) -> Any:
-    """An option that takes a finite number of at least ``low`` and at most ``high``."""
+def number(
+    text: str,
+    low: float,
+    high: float | None = None,
+    kind: type[float] = float,
+    above: bool = False,
+) -> Any:
+    """An option that takes a finite number of at least ``low``, or ``above`` it, and at most ``high``."""
     most = math.inf if high is None else high
-    limits = f"of at least {low:g}" if high is None else f"in [{low:g}, {high:g}]"
+    limits = (
+        f"of at least {low:g}" if high is None else f"in {'(' if above else '['}{low:g}, {high:g}]"
+    )
     if kind is int:
         made = option.whole("", "", "", int(low), None if high is None else int(high))
     else:
-        made = option.number("", "", "", f"a number {limits}", lambda value: low <= value <= most)
+        made = option.number(
+            "",
+            "",
+            "",
+            f"a number {limits}",
+            lambda value: low <= value <= most and not (above and value == low),
+        )
     metavar = f"{low:g}..{'' if high is None else f'{high:g}'}"
     return typer.Option(help=text, parser=_parser(made), metavar=metavar)
 

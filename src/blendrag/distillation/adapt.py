@@ -37,7 +37,7 @@ from blendrag.distillation.trainer import (
     Score,
     Trainer,
 )
-from blendrag.distillation.writer import TrainedWriter
+from blendrag.distillation.writer import TrainedWriter, public_name
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store import regular_files
@@ -46,8 +46,8 @@ REPORT = "report.json"
 QUESTIONS = "questions.json"
 #: Questions for each prompt that is trained on, and the most of all; what is missing is made by the model.
 QUESTIONS_PER_PROMPT, MAX_QUESTIONS = 2, 300
-#: Questions of a held-out prompt.
-HELD_OUT_QUESTIONS = 2
+#: Most questions of a held-out prompt, and prompts drawn for each that has questions of its own.
+HELD_OUT_QUESTIONS, HELD_OUT_DRAWS = 2, 4
 #: About the most tokens between two chunks, with the name of a document, and of a question with what is
 #: around it.
 SEPARATING_TOKENS, TAIL_TOKENS = 16, 128
@@ -92,7 +92,7 @@ class AdaptReport:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "model": self.model,
+            "model": public_name(self.model),
             "recipe": asdict(self.recipe),
             "material": {
                 "groups": self.groups, "passages": self.passages, "questions": self.questions,
@@ -154,15 +154,20 @@ def adapt(
             forwards = Forwards(adapter, corpus.prefix_ids, writer.stock, recipe.answer_tokens)
             sizes = corpus.top_k, recipe.questions, corpus.chunk_tokens
             material = Material(adapter.tokens, train, *sizes)
-            held_questions = HELD_OUT_QUESTIONS * recipe.held_out
             needs = needs_of(
-                adapter, writer, forwards, material, recipe.answer_tokens, held_questions
+                adapter, writer, forwards, material, recipe.answer_tokens, recipe.held_out
             )
             note(str(needs))
             forwards.encode_batch = needs.encode_batch
+            prompts = held_out_prompts(Material(adapter.tokens, held, *sizes), recipe)
+            if (number := sum(len(prompt.tails) for prompt in prompts)) < recipe.held_out:
+                note(
+                    f"only {number} of {recipe.held_out} held-out questions could be made, so the best "
+                    "writer is chosen less surely; add documents or questions"
+                )
             held_out = HeldOut(
                 forwards,
-                _held_out_prompts(Material(adapter.tokens, held, *sizes), recipe),
+                prompts,
                 lambda done, total: say("answering held-out questions", done, total),
             )
             before = held_out.score(writes=False)
@@ -249,19 +254,22 @@ def _asked(
 
     def ask(texts: Sequence[str]) -> list[str]:
         new = [text for text in dict.fromkeys(texts) if text not in known]
-        said = ask_model(
-            adapter, new, lambda done, total: say("asking the model for questions", done, total)
-        )
-        for text, question in zip(new, said, strict=True):
-            known[text] = question or question_in(text)
-        kept = {"run": digest, "questions": known}
-        regular_files.replace(out / QUESTIONS, json.dumps(kept).encode())
+
+        def asking(done: int, total: int) -> None:
+            say("asking the model for questions", done, total)
+
+        try:
+            for text, question in ask_model(adapter, new, asking):
+                known[text] = question or question_in(text)
+        finally:  # those that are finished survive Ctrl-C
+            kept = {"run": digest, "questions": known}
+            regular_files.replace(out / QUESTIONS, json.dumps(kept).encode())
         return [known[text] for text in texts]
 
     most = min(MAX_QUESTIONS, QUESTIONS_PER_PROMPT * recipe.steps * recipe.batch)
     return (
         with_questions(train, most, ask, recipe.seed),
-        with_questions(held, HELD_OUT_QUESTIONS * recipe.held_out, ask, recipe.seed),
+        with_questions(held, recipe.held_out, ask, recipe.seed),
     )
 
 
@@ -273,8 +281,21 @@ def _kept_questions(path: Path, digest: str) -> dict[str, str]:
         return {}
 
 
-def _held_out_prompts(material: Material, recipe: Recipe) -> list[ChunkPrompt]:
+def held_out_prompts(material: Material, recipe: Recipe) -> list[ChunkPrompt]:
+    """Prompts with ``recipe.held_out`` different questions, or as many as draws find."""
     rng = random.Random(f"{recipe.seed} held out")
     few = replace(material, questions=HELD_OUT_QUESTIONS)
-    asked = sum(len(group.asked) for group in material.groups)
-    return [few.draw(rng, is_short=False) for _ in range(min(recipe.held_out, asked))]
+    found: list[ChunkPrompt] = []
+    seen: set[str] = set()
+    for _ in range(HELD_OUT_DRAWS * recipe.held_out):
+        prompt = few.draw(rng, is_short=False)
+        new = [n for n, question in enumerate(prompt.questions) if question not in seen]
+        new = new[: recipe.held_out - len(seen)]
+        if new:
+            asked = tuple(prompt.questions[n] for n in new)
+            tails = tuple(prompt.tails[n] for n in new)
+            found.append(replace(prompt, tails=tails, questions=asked))
+            seen.update(asked)
+        if len(seen) == recipe.held_out:
+            break
+    return found

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from blendrag import __version__
+from blendrag.distillation.writer import public_name
 from blendrag.store import regular_files
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ def write(report: AdaptReport) -> None:
     given = path.read_text(encoding="utf-8") if path.exists() else ""
     parts = given.split("---\n", 2)
     header = f"---\n{parts[1]}---\n" if len(parts) == 3 and not parts[0].strip() else ""
+    header = header.replace(report.model, public_name(report.model))
     regular_files.replace(path, f"{header}{_text(report)}".encode())
 
 
 def _text(report: AdaptReport) -> str:
     recipe, progress = report.recipe, report.progress
+    model = public_name(report.model)
     skipped = (
         f", {progress.skipped} of them skipped for want of a finite loss"
         if progress.skipped
@@ -54,12 +57,12 @@ def _text(report: AdaptReport) -> str:
     table = [HEADER, ("---",) * len(HEADER), *rows_of(report)]
     lines = "\n".join(f"| {' | '.join(row)} |" for row in table)
     return f"""
-# A writer for {report.model}
+# A writer for {model}
 
 A LoRA that blendrag activates only while it encodes a chunk of a document. The model that reads the
 question and answers is unchanged: load this directory as a writer, never as an adapter for answering.
 
-    blendrag ingest DOCUMENTS --model {report.model} --writer DIRECTORY
+    blendrag ingest DOCUMENTS --model {model} --writer DIRECTORY
 
 Distilled from the model's own full prefill by `blendrag adapt` (blendrag {__version__}): rank {recipe.rank},
 {progress.step} steps of {recipe.batch} prompts in {progress.seconds / 60:.0f} min{skipped}; learning rate

@@ -114,9 +114,10 @@ def split(groups: Sequence[Group], seed: int) -> tuple[tuple[Group, ...], tuple[
     """
     groups = [group for group in groups if group.passages]
     if len(groups) < MIN_GROUPS:
+        many = "" if len(groups) == 1 else "s"
         raise InvalidInputError(
-            f"the material is too small to train a writer on: {len(groups)} groups of up to {GROUP_CHUNKS} "
-            f"chunks, expected {MIN_GROUPS} or more, some of which are held out to measure it; add documents"
+            f"the material is too small to train a writer on: {len(groups)} group{many} of up to "
+            f"{GROUP_CHUNKS} chunks, expected {MIN_GROUPS} or more, some of which are held out; add documents"
         )
     shuffled = list(groups)
     random.Random(seed).shuffle(shuffled)
@@ -129,7 +130,7 @@ def split(groups: Sequence[Group], seed: int) -> tuple[tuple[Group, ...], tuple[
             rest.append(group)
     if len(rest) < MIN_GROUPS - 2:
         raise InvalidInputError(
-            f"only {len(rest)} of {len(groups)} groups of chunks share no text with the held-out ones, "
+            f"of {len(groups)} groups of chunks, {len(rest)} have no text of the {len(held)} held-out ones, "
             f"expected {MIN_GROUPS - 2} or more; add other documents"
         )
     return tuple(rest), tuple(held)

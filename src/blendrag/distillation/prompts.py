@@ -33,6 +33,7 @@ class ChunkPrompt:
     """Position and id of each token between two chunks."""
     tails: tuple[tuple[int, ...], ...]
     """What follows the last chunk, for each question."""
+    questions: tuple[str, ...]
     task: str = ""
 
     @property
@@ -62,8 +63,9 @@ def chunk_prompt(
     inside = {at for chunk in first for at in range(chunk.position, chunk.end)}
     begin = first[0].position
     between = [(at, shared[at]) for at in range(begin, end) if at not in inside]
-    tails = tuple(each.ids[end:] for each in cut if each.ids[:end] == shared)
-    return ChunkPrompt(shared[:begin], first, tuple(between), tails, task)
+    kept = [(n, each.ids[end:]) for n, each in enumerate(cut) if each.ids[:end] == shared]
+    tails, asked = tuple(tail for _, tail in kept), tuple(questions[n] for n, _ in kept)
+    return ChunkPrompt(shared[:begin], first, tuple(between), tails, asked, task)
 
 
 def _segments(tokens: Tokens, passages: Sequence[Passage], question: str) -> SegmentedPrompt:

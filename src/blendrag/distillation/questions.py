@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ FORMS = "one question a line, or JSON records of {question, ctxs: [{text}, …]}
 #: Behind the passage, where small models follow it.
 ASKING = "\n\nTask: ask a question about the context.\nQuestion:"
 #: Passages that are asked about in one batch, the beginning of each, and tokens of a question.
-BATCH, PASSAGE_CHARS, QUESTION_TOKENS = 8, 800, 32
+BATCH, BATCH_CUDA, PASSAGE_CHARS, QUESTION_TOKENS = 8, 64, 800, 32
 #: Fewer words are no question, and shorter words name nothing.
 MIN_WORDS, NAMING_CHARS = 4, 5
 _GENERIC = {
@@ -47,8 +47,8 @@ _LEAD = re.compile(r"\W*(?:\d+\W+)?(?:(?:question|q)\s*\d*\s*[:.])?\W*", re.IGNO
 @torch.inference_mode()
 def ask_model(
     adapter: ModelAdapter, texts: Sequence[str], watch: Callable[[int, int], None]
-) -> list[str]:
-    """A question about each text, by the model itself; empty where it wrote none."""
+) -> Iterator[tuple[str, str]]:
+    """Each text with a question about it by the model itself, empty where it wrote none; shortest first."""
     tokens = adapter.tokens
     prompts = []
     for text in texts:
@@ -58,11 +58,11 @@ def ask_model(
             rendered = tokens.render([{"role": "user", "content": asked}])
         prompts.append(tokens.encode_prompt(rendered, begins=True).ids)
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
-    made = [""] * len(prompts)
     pad = _pad_of(adapter)
-    for at in range(0, len(order), BATCH):
+    batch = BATCH_CUDA if adapter.device.type == "cuda" else BATCH
+    for at in range(0, len(order), batch):
         watch(at, len(order))
-        numbers = order[at : at + BATCH]
+        numbers = order[at : at + batch]
         longest = max(len(prompts[n]) for n in numbers)
         left = [longest - len(prompts[n]) for n in numbers]
         rows = [[pad] * gap + list(prompts[n]) for gap, n in zip(left, numbers, strict=True)]
@@ -74,8 +74,7 @@ def ask_model(
         )  # fmt: skip
         for n, row in zip(numbers, out, strict=True):
             said = tokens.tokenizer.decode(row[longest:], skip_special_tokens=True)
-            made[n] = cleaned_question(said, texts[n])
-    return made
+            yield texts[n], cleaned_question(said, texts[n])
 
 
 def _pad_of(adapter: ModelAdapter) -> int:

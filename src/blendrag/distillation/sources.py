@@ -20,6 +20,7 @@ from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import Chunker
 from blendrag.text.limited_reading import read_documents
 from blendrag.text.readers import scan_inputs
+from blendrag.wording import quoted
 
 #: Nearest passages among which that of a question is looked for.
 NEAREST = 3
@@ -62,8 +63,8 @@ def corpus_of(
     if alone:
         if not groups:
             raise InvalidInputError(
-                f"{len(alone)} questions have no passages, expected records of {{question, ctxs}}, or "
-                "--store or --documents that they are about"
+                f"no passages are given for {quoted(alone[0], 60)}, expected records of {{question, ctxs}}, "
+                "or --store or --documents that the questions are about"
             )
         searched = Embedder(embedder or settings().embedder or DEFAULT_EMBEDDER)
         texts = [passage.text for group in groups for passage in group.passages]

@@ -51,8 +51,8 @@ class Recipe:
     rank: int = 16
     learning_rate: float = 5e-4
     answer_tokens: int = 24
-    held_out: int = 16
-    """Prompts that are never trained on and decide which writer is kept; no more than they have questions."""
+    held_out: int = 32
+    """Questions that are never trained on and decide which writer is kept; at most two a prompt."""
     measure_every: int = 20
     """Steps between two measurements on them."""
     patience: int = 4
@@ -65,9 +65,9 @@ class Recipe:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}, expected 1 or more")
-        if not 0.0 < self.learning_rate < 1.0:
+        if not 0.0 < self.learning_rate <= 1.0:
             raise InvalidInputError(
-                f"learning_rate is {self.learning_rate}, expected a number between 0 and 1"
+                f"learning_rate is {self.learning_rate:g}, expected a number in (0, 1]"
             )
 
 
@@ -150,8 +150,10 @@ class HeldOut:
     ) -> None:
         self._forwards, self._prompts = forwards, prompts
         self._targets: list[list[Target]] = []
-        for number, prompt in enumerate(prompts):
-            watch(number, len(prompts))
+        total, done = sum(len(prompt.tails) for prompt in prompts), 0
+        for prompt in prompts:
+            watch(done, total)
+            done += len(prompt.tails)
             found = forwards.teacher(prompt)
             # only what answers are taken from; in float16 a logit of 20 is off by at most 0.01
             kept = [t._replace(logits=t.logits[-len(t.answer) :].half()) for t in found]
@@ -336,22 +338,23 @@ class Trainer:
         try:
             state: Any = torch.load(path, map_location="cpu", weights_only=True)
             is_own = state["run"] == self._digest
+            saved = state["progress"] if is_own else {"scores": ()}
+            scores = tuple((step, score and Score(**score)) for step, score in saved["scores"])
+            progress = Progress(**{**saved, "scores": scores})
+            weights, optimizer, best = state["writer"], state["optimizer"], state["best"]
         except Exception as exc:  # torch and pickle raise all kinds
             raise InvalidInputError(
-                f"checkpoint {path} is damaged ({type(exc).__name__}), expected one that this command wrote; "
-                "remove it to begin anew"
+                f"checkpoint {path} is damaged or of another version of blendrag ({type(exc).__name__}); "
+                "remove it to begin anew, or take another --out"
             ) from exc
         if not is_own:
             raise InvalidInputError(
                 f"checkpoint {path} is of a run with another model, material or recipe; take another --out, "
                 "or remove it to begin anew"
             )
-        self._writer.load(state["writer"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._best = state["best"]
-        saved = state["progress"]
-        scores = tuple((step, score and Score(**score)) for step, score in saved["scores"])
-        self.progress = Progress(**{**saved, "scores": scores})
+        self._writer.load(weights)
+        self._optimizer.load_state_dict(optimizer)
+        self._best, self.progress = best, progress
         return True
 
 

@@ -29,6 +29,15 @@ def require_peft() -> None:
         ) from exc
 
 
+def public_name(model_id: str) -> str:
+    """The id of a model without the path of this machine: of a local directory or file, only its name."""
+    place = Path(model_id)
+    if not place.is_absolute():
+        return model_id
+    cached = next((part for part in place.parts if part.startswith("models--")), "")
+    return "/".join(cached.split("--")[1:]) if cached else place.name
+
+
 class TrainedWriter:
     """A new LoRA on the model of ``adapter``, active except within :meth:`stock`. Close it to remove it."""
 
@@ -105,9 +114,11 @@ class TrainedWriter:
         """As a PEFT directory that stores take as a writer."""
         with TemporaryDirectory(dir=folder, prefix=".") as name:
             made = Path(name)
+            model_id = public_name(self._adapter.model_id)
+            self.model.peft_config["default"].base_model_name_or_path = model_id
             # else peft asks the hub whether the vocabulary was changed
             self.model.save_pretrained(name, save_embedding_layers=False)
-            mark_as_writer(made, self._adapter.model_id)
+            mark_as_writer(made, model_id)
             for path in sorted(made.iterdir()):
                 path.replace(folder / path.name)
 
