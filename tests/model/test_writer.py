@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from greenlet import getcurrent, greenlet
+from torch.overrides import TorchFunctionMode
 
 import tiny
 import writers
@@ -62,6 +63,61 @@ def test_a_chunk_is_encoded_as_peft_computes_it_behind_a_stock_prefix(
         expected = writers.by_peft(made, prefix, IDS)
         assert largest_difference(encoded(adapter, folder, prefix), expected) < 1e-5
         assert largest_difference(adapter.encode(prefix, IDS), expected) > 1e-3
+
+
+def test_layers_with_the_same_input_share_a_product(tmp_path: Path) -> None:
+    model = tiny.llama()
+    adapter, products = tiny.adapter(model), list[torch.Size]()
+    fitted = FittedWriter(Writer.load(writers.writer(model, tmp_path)), adapter)
+
+    class Counted(TorchFunctionMode):
+        def __torch_function__(
+            self, call: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if call is torch.nn.functional.linear and args[1].shape[0] in (4, 8, 12):
+                products.append(args[1].shape)
+            return call(*args, **kwargs or {})
+
+    with fitted.active(0, len(IDS)), Counted():
+        adapter.encode([], IDS)
+    qkv, gate_up, alone = (12, 32), (8, 32), [4]
+    layers = len(adapter.decoder_layers)
+    found = [tuple(shape) for shape in products]
+    assert (found.count(qkv), found.count(gate_up)) == (layers, layers - 1)
+    assert len([rows for rows, _ in found if [rows] == alone]) == 2 * (layers - 1)  # o and down
+
+
+@pytest.mark.parametrize("has_writer", [False, True])
+def test_encoding_ends_with_the_last_kv(has_writer: bool, tmp_path: Path) -> None:
+    model, ran = tiny.llama(), list[str]()
+    adapter, expected = tiny.adapter(model), tiny.adapter(model).prefill_at(IDS)
+    if has_writer:
+        made = writers.with_lora(model)
+        folder, kv = writers.saved(made, tmp_path), writers.by_peft(made, [], IDS)
+    last = model.model.layers[-1]
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+        for name, module in (
+            ("k", last.self_attn.k_proj),
+            ("mlp", last.mlp),
+            ("norm", model.model.norm),
+        )
+    ]
+    if has_writer:
+        fitted = FittedWriter(Writer.load(folder), adapter)
+        ran.clear()  # fitting it runs the whole model once
+        with fitted.active(0, len(IDS)):
+            found = adapter.encode([], IDS)
+        assert largest_difference(found, kv) < 1e-5
+    else:
+        found = adapter.encode([], IDS)
+        for layer, stored in zip(expected.layers, found.layers, strict=True):
+            assert torch.equal(
+                adapter.layout.layers[0].joined(layer.keys[0], layer.values[0]), stored
+            )
+    for hook in hooks:
+        hook.remove()
+    assert ran == ["k"]
 
 
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """``blendrag bench ingest``: ingest against stock prefill, and ingest of an unchanged corpus.
 
 The rates come from rounds of one chunk each. ``ingest`` is one call of ``BlendEngine.ingest`` with a file of
-one chunk, without embedding. With ``--ray-workers``, the same corpus is also ingested in one process with as
+one chunk, without embedding. With ``--writer``, rounds also encode with that writer and, alone, without. With
+``--ray-workers``, the same corpus is also ingested in one process with as
 many threads and on Ray with as many workers, in turn; these rates begin after a third of the chunks, when all
 workers compute.
 """
@@ -24,6 +25,7 @@ from blendrag.corpus.embedder import MINILM_OFFLINE
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from blendrag.model import ModelAdapter
+from blendrag.model.writer import FittedWriter, Writer
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from blendrag_lab.bench import options, require_ray
 from blendrag_lab.bench.geometry import TimedModel
@@ -67,6 +69,8 @@ class IngestResult:
     second_ingest_s: float
     """With nothing loaded."""
     reingest_speedup: float
+    writer_relative_time: float = 0.0
+    """Encoding with ``writer`` over encoding without; median over the rounds' ratios."""
     ray_workers: int = 0
     one_process_tokens_per_s: float = 0.0
     """With as many threads as ``ray_workers``, embedding included."""
@@ -93,6 +97,9 @@ def ingest(
         int, typer.Option(min=0, help="Chunks of the corpus that is ingested twice; 0 skips it.")
     ] = 300,
     reingest_chunk_tokens: ChunkTokens = 512,
+    writer: Annotated[
+        Path | None, typer.Option(help="Also encode with this writer.", show_default=False)
+    ] = None,
     ray_workers: Annotated[
         int, typer.Option(min=0, help="Also ingest the corpus on Ray, with this many workers.")
     ] = 0,
@@ -104,8 +111,13 @@ def ingest(
         raise InvalidInputError(
             f"--ray-workers {ray_workers} ingests the corpus of --reingest-chunks, which is 0; give it chunks"
         )
+    fitted = FittedWriter(Writer.load(writer), adapter) if writer else None
     with scratch() as root:
-        rates = _measure_rates(adapter, chunks, chunk_tokens, root / "rate", tick)
+        samples = _samples(adapter, fitted, chunks, chunk_tokens, root / "rate", tick)
+        rates = {
+            name: statistics.fmean(n for n, _ in each) / statistics.median(s for _, s in each)
+            for name, each in samples.items()
+        }
         corpus_chunks, first_s, second_s = 0, 0.0, 0.0
         on_ray: dict[str, float] = {}
         if reingest_chunks:
@@ -139,6 +151,12 @@ def ingest(
         first_ingest_s=first_s,
         second_ingest_s=second_s,
         reingest_speedup=first_s / second_s if second_s else 0.0,
+        writer_relative_time=statistics.median(
+            written / alone
+            for (_, alone), (_, written) in zip(samples["alone"], samples["written"], strict=True)
+        )
+        if fitted
+        else 0.0,
         ray_workers=ray_workers,
         **on_ray,
     )
@@ -159,10 +177,15 @@ def write_corpus(adapter: ModelAdapter, folder: Path, count: int, tokens: int) -
 
 
 @torch.inference_mode()
-def _measure_rates(
-    adapter: ModelAdapter, rounds: int, tokens: int, root: Path, tick: Tick
-) -> dict[str, float]:
-    """Tokens per second of each way."""
+def _samples(
+    adapter: ModelAdapter,
+    writer: FittedWriter | None,
+    rounds: int,
+    tokens: int,
+    root: Path,
+    tick: Tick,
+) -> dict[str, list[tuple[int, float]]]:
+    """Tokens and seconds of each way in each round."""
     ids, device = random_ids(adapter), adapter.device
     files = iter(write_corpus(adapter, root / "documents", rounds + 1, tokens))
 
@@ -173,6 +196,14 @@ def _measure_rates(
     def encode() -> int:
         stored.put([ids(tokens)])
         return tokens
+
+    def alone() -> int:
+        return adapter.encode(PREFIX_IDS, ids(tokens)).tokens
+
+    def written() -> int:
+        assert writer is not None
+        with writer.active(len(PREFIX_IDS), tokens):
+            return alone()
 
     def ingest() -> int:  # the first one also runs the gate, once per model and store
         return engine.ingest([next(files)]).whole().tokens
@@ -194,12 +225,8 @@ def _measure_rates(
     ):
         stored = StoredChunks(adapter, Workload(), there)
         engine.use_embedder(NoEmbedder("none"))
-        ways = {way.__name__: partial(timed, way) for way in (prefill, encode, ingest)}
-        samples = run_rounds(ways, rounds, tick)
-    return {
-        name: statistics.fmean(n for n, _ in each) / statistics.median(s for _, s in each)
-        for name, each in samples.items()
-    }
+        chosen = (prefill, encode, ingest, *((alone, written) if writer else ()))
+        return run_rounds({way.__name__: partial(timed, way) for way in chosen}, rounds, tick)
 
 
 def _ingest(documents: Path, given: dict[str, Any], is_first: bool) -> tuple[int, float]:

@@ -7,13 +7,16 @@ from typing import Any, NoReturn
 
 import pytest
 
+import writers
 from blendrag.cli import interrupt as cli_interrupt
 from blendrag.engine import BlendEngine
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import StoreFullError
+from blendrag.model.writer import FittedWriter
 from blendrag_lab.bench import ingest_rate
 from blendrag_lab.bench.ingest_rate import ingest
 from blendrag_lab.bench.scratch import scratch
+from blendrag_lab.bench.workload import PREFIX_IDS
 from blendrag_ray import ingest as cluster
 from blendrag_ray import ray_session
 from cli.commands import invoke
@@ -33,6 +36,20 @@ def test_rates_are_measured_and_a_corpus_is_ingested_twice():
     assert figures["corpus_chunks"] >= 2
     speedup = figures["first_ingest_s"] / figures["second_ingest_s"]
     assert figures["reingest_speedup"] == pytest.approx(speedup)
+
+
+def test_encoding_with_a_writer_is_timed_beside_encoding_without(tmp_path, monkeypatch):
+    active, within = [], FittedWriter.active
+
+    def counted(*given):
+        active.append(given[1:])
+        return within(*given)
+
+    monkeypatch.setattr(FittedWriter, "active", counted)
+    folder = writers.writer(timed().adapter.model, tmp_path)
+    figures = measured("ingest", *RATES, "--reingest-chunks", "0", "--writer", str(folder))
+    assert figures["writer_relative_time"] > 0
+    assert active.count((len(PREFIX_IDS), 64)) == 2  # a round, and one that warms up
 
 
 def test_ingest_on_ray_is_compared_with_one_process_in_the_same_rounds(monkeypatch):

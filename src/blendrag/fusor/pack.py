@@ -25,16 +25,13 @@ from blendrag.fusor.fusion import Fusion, Phase
 from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.rows import AnyRows, PackedRows, Rows
 from blendrag.fusor.scout import Observed, Scout, scouting
+from blendrag.model.adapter import KVComplete
 from blendrag.model.structure import DecoderStack
 
 Among = torch.Tensor | None
 """Indices of rows among those that arrive at a layer; ``None``: all of them."""
 RunLayer = Callable[[AnyRows, Among], None]
 """Runs the layer on rows until its K/V exist."""
-
-
-class KVComplete(Exception):
-    """Leaves a decoder layer once its K/V exist. Never leaves the fusor."""
 
 
 class NoRowsLeft(Exception):

@@ -295,24 +295,33 @@ class ModelAdapter:
                 "this model encodes alike; take shorter chunks (chunk_tokens)"
             )
         with self._long_table() if is_long else nullcontext():
-            cache = self.prefill_at([*prefix_ids, *chunk_ids])
+            cache = self.prefill_at([*prefix_ids, *chunk_ids], after_kv=end_forward)
         layers = [
             shape.joined(layer.keys[0, :, skip:], layer.values[0, :, skip:])
             for shape, layer in zip(layout.layers, cache.layers, strict=True)
         ]
         return ChunkKV(layout, tokens, _on_host([layer.to(layout.torch_dtype) for layer in layers]))
 
-    def prefill_at(self, ids: Sequence[int], offset: int = 0, step: int = 1) -> DynamicCache:
+    def prefill_at(
+        self,
+        ids: Sequence[int],
+        offset: int = 0,
+        step: int = 1,
+        after_kv: Callable[[], None] | None = None,
+    ) -> DynamicCache:
         """KV of ``ids`` at positions ``offset``…, ``step`` apart.
 
-        The LM head is not run; sliding-window layers keep every token.
+        The LM head is not run; sliding-window layers keep every token. ``after_kv``: called in the forward
+        when the last layer has K and V; may end it by :class:`KVComplete`.
         """
         assert self._stack is not None
         # With a config, sliding-window layers would keep only window-1 tokens.
-        cache = DynamicCache()
+        cache = (
+            DynamicCache() if after_kv is None else _NoticedCache(len(self.layout.layers), after_kv)
+        )
         batch = torch.tensor([list(ids)], device=self.device)
         positions = offset + step * torch.arange(len(ids), device=self.device)[None]
-        with self.uncompiled(), self.own_tables():
+        with self.uncompiled(), self.own_tables(), suppress(KVComplete):
             self._stack.base(
                 input_ids=batch, position_ids=positions, past_key_values=cache, use_cache=True
             )
@@ -393,6 +402,30 @@ class ModelAdapter:
         """Run the whole model once: compressed-tensors and bitsandbytes unpack or repack weights then."""
         with uncompiled():
             self.model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device))
+
+
+class KVComplete(Exception):
+    """Ends a forward of which only K and V are needed."""
+
+
+def end_forward() -> None:
+    raise KVComplete
+
+
+class _NoticedCache(DynamicCache):
+    """A cache that calls ``after_kv`` when so many layers have K and V."""
+
+    def __init__(self, layers: int, after_kv: Callable[[], None]) -> None:
+        super().__init__()
+        self._last, self._after_kv = layers - 1, after_kv
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = super().update(keys, values, layer_idx, *args, **kwargs)
+        if layer_idx == self._last:
+            self._after_kv()
+        return kept
 
 
 def context_tokens_of(config: Any) -> int:

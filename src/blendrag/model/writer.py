@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from blendrag.errors import BlendragError, ModelLoadError, is_out_of_memory
-from blendrag.model.adapter import ModelAdapter
+from blendrag.model.adapter import ModelAdapter, end_forward
 from blendrag.model.checked_files import SIZES_MIB, check_adapter_files
 from blendrag.model.fingerprint import hash_bytes
 from blendrag.model.sharing import only_here
@@ -57,6 +57,11 @@ class LowRank(NamedTuple):
     """``[r, in]``"""
     up: torch.Tensor
     """``[out, r]``"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Inputs and outputs of the layer."""
+        return self.down.shape[1], self.up.shape[0]
 
 
 @dataclass(frozen=True)
@@ -264,12 +269,52 @@ def _by_pattern(patterns: Any, name: str, otherwise: Any) -> Any:
 # -- encoding with it -----------------------------------------------------------------------------
 
 
-class _OnDevice(NamedTuple):
+class _Part(NamedTuple):
+    """One linear layer on the device."""
+
+    name: str
     module: nn.Module
-    down: torch.Tensor
-    """``[r, in]``"""
+    shape: tuple[int, int]
+    """Inputs and outputs."""
+    low: slice
+    """Its columns of the group's product."""
     up: torch.Tensor
     """``[r, out]``, scaled."""
+
+
+class _Group:
+    """Layers that are given the same tensor, such as the projections to Q, K and V. Their ``down`` are one
+    matrix."""
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], parts: Mapping[str, LowRank], like: Any
+    ) -> None:
+        """``like``: device and dtype."""
+        self.down = torch.cat([part.down.to(*like) for part in parts.values()])  # [Σr, in]
+        self.parts, end = list[_Part](), 0
+        for name, part in parts.items():
+            start, end = end, end + len(part.down)
+            up = (part.up.T * part.scale).contiguous().to(*like)
+            self.parts.append(_Part(name, modules[name], part.shape, slice(start, end), up))
+
+
+class _Products:
+    """The products of one forward with a group's ``down``."""
+
+    def __init__(self, group: _Group, skip: int) -> None:
+        self.skip = skip
+        self._down, self._last = group.down, group.parts[-1]
+        self._given: torch.Tensor | None = None
+        self._low: torch.Tensor | None = None
+
+    def of(self, part: _Part, given: torch.Tensor) -> torch.Tensor:
+        """``[T, r]`` of that part; ``given`` ``[1, skip + T, in]``."""
+        low = self._low if given is self._given else None
+        if low is None:
+            low = F.linear(given[0, self.skip :].to(self._down.dtype), self._down)  # [T, Σr]
+        # the last layer in the group frees them
+        self._given, self._low = (None, None) if part is self._last else (given, low)
+        return low[:, part.low]
 
 
 class FittedWriter:
@@ -283,17 +328,11 @@ class FittedWriter:
         modules = dict(adapter.model.named_modules())
         if unknown := [name for name in writer.parts if name not in modules]:
             raise self._unfit(f"which has no layer {unknown[0]:.100}")
+        groups = self._grouped(writer, {name: modules[name] for name in writer.parts})
+        like = adapter.device, adapter.layout.torch_dtype
         with torch.inference_mode(False), torch.no_grad():
-            device, dtype = adapter.device, adapter.layout.torch_dtype
-            self._parts = {
-                name: _OnDevice(
-                    modules[name],
-                    part.down.to(device, dtype),
-                    (part.up.T * part.scale).contiguous().to(device, dtype),
-                )
-                for name, part in writer.parts.items()
-            }
-        self._try()
+            self._groups = [_Group(modules, parts, like) for parts in groups]
+        self._require_fit()
 
     def _unfit(self, why: str) -> ModelLoadError:
         return ModelLoadError(
@@ -301,16 +340,43 @@ class FittedWriter:
             "this model, or none"
         )
 
+    def _grouped(
+        self, writer: Writer, modules: Mapping[str, nn.Module]
+    ) -> list[dict[str, LowRank]]:
+        """Parts that are given the same tensor, in the order in which encoding runs them. Those behind the
+        last layer's K and V change nothing that is stored, and are left out.
+
+        Raises :class:`ModelLoadError` unless all of the writer's layers fit.
+        """
+        given: dict[str, torch.Tensor] = {}
+        needed: list[str] = []
+
+        def noted(name: str) -> Any:
+            def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+                self._require_shape(name, writer.parts[name].shape, args, output, TRIAL_TOKENS)
+                given[name] = args[0]
+
+            return only_here(note)
+
+        hooks = {module: noted(name) for name, module in modules.items()}
+        with torch.inference_mode(), _hooked(hooks):
+            self._adapter.prefill_at(range(TRIAL_TOKENS), after_kv=lambda: needed.extend(given))
+        self._require_all(writer.parts, given)
+        groups: dict[int, dict[str, LowRank]] = {}
+        for name in needed:
+            groups.setdefault(id(given[name]), {})[name] = writer.parts[name]
+        return list(groups.values())
+
     @torch.inference_mode()
-    def _try(self) -> None:
-        """Raise :class:`ModelLoadError` unless it fits, by one short forward."""
+    def _require_fit(self) -> None:
+        """Raise :class:`ModelLoadError` unless it can be used, by one short forward."""
         try:
             with self.active(0, TRIAL_TOKENS):
-                self._adapter.prefill_at(range(TRIAL_TOKENS))
+                self._adapter.prefill_at(range(TRIAL_TOKENS), after_kv=end_forward)
         except RuntimeError as exc:
             if isinstance(exc, BlendragError) or is_out_of_memory(exc):
                 raise
-            raise self._unfit(f"whose layers have other shapes ({str(exc)[:80]})") from exc
+            raise self._unfit(f"whose layers compute otherwise ({str(exc)[:80]})") from exc
 
     @contextmanager
     def active(self, skip: int, tokens: int) -> Iterator[None]:
@@ -320,34 +386,55 @@ class FittedWriter:
         Raises :class:`ModelLoadError` after a forward that left out a layer of the writer.
         """
         called: set[str] = set()
-        with ExitStack() as stack:
-            for name, part in self._parts.items():
-                hook = only_here(self._hook(name, part, skip, skip + tokens, called))
-                stack.callback(part.module.register_forward_hook(hook).remove)
+        hooks = {}
+        for group in self._groups:
+            products = _Products(group, skip)
+            for part in group.parts:
+                hooks[part.module] = only_here(self._hook(part, products, skip + tokens, called))
+        with _hooked(hooks):
             yield
-        if left_out := next((name for name in self._parts if name not in called), ""):
-            raise self._unfit(f"which does not run {left_out:.100} while it encodes")
+        self._require_all((part.name for group in self._groups for part in group.parts), called)
 
-    def _hook(self, name: str, part: _OnDevice, skip: int, end: int, called: set[str]) -> Any:
-        down, up = part.down, part.up
+    def _hook(self, part: _Part, products: _Products, end: int, called: set[str]) -> Any:
+        skip, (inputs, outputs), up = products.skip, part.shape, part.up
+        shapes = (1, end, inputs), (1, end, outputs)
 
         def change(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not _gets_all(args, end):
-                raise self._unfit(f"whose {name:.100} is not given all tokens in their order")
-            given: torch.Tensor = args[0]
-            shapes = (given.shape[-1], output.shape[-1])
-            if shapes != (down.shape[1], up.shape[1]):
-                raise self._unfit(
-                    f"whose {name:.100} is {shapes[0]} × {shapes[1]}, not {down.shape[1]} × {up.shape[1]}"
-                )
-            low = F.linear(given[0, skip:].to(down.dtype), down)  # [T, r]
+            if not args or (getattr(args[0], "shape", None), output.shape) != shapes:
+                self._require_shape(part.name, part.shape, args, output, end)
+            low = products.of(part, args[0])  # [T, r]
             if output.dtype == up.dtype:
                 output[0, skip:].addmm_(low, up)  # [T, out]
             else:  # quantised layers may compute in another dtype
                 output[0, skip:] += (low @ up).to(output.dtype)
-            called.add(name)
+            called.add(part.name)
 
         return change
+
+    def _require_all(self, names: Iterable[str], called: Container[str]) -> None:
+        if left_out := next((name for name in names if name not in called), ""):
+            raise self._unfit(f"which does not run {left_out:.100} while it encodes")
+
+    def _require_shape(
+        self, name: str, shape: tuple[int, int], args: tuple[Any, ...], output: Any, tokens: int
+    ) -> None:
+        """Raise :class:`ModelLoadError` unless a layer of that shape is given all ``tokens``."""
+        if not _gets_all(args, tokens):
+            raise self._unfit(f"whose {name:.100} is not given all tokens in their order")
+        inputs, outputs = args[0].shape[-1], output.shape[-1]
+        if (inputs, outputs) != shape:
+            raise self._unfit(
+                f"whose {name:.100} is {inputs} × {outputs}, not {shape[0]} × {shape[1]}"
+            )
+
+
+@contextmanager
+def _hooked(hooks: Mapping[nn.Module, Callable[..., None]]) -> Iterator[None]:
+    """Within this context these are forward hooks of the modules."""
+    with ExitStack() as stack:
+        for module, hook in hooks.items():
+            stack.callback(module.register_forward_hook(hook).remove)
+        yield
 
 
 def _gets_all(args: tuple[Any, ...], tokens: int) -> bool:
