@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from cli.commands import invoke_program
 from lab.pages.gpu_round import (
     ROOT,
     TESTS,
     PartResult,
     RoundPart,
+    main,
     round_page,
     round_parts,
     run_parts,
@@ -135,15 +138,14 @@ def test_every_part_has_a_command_of_its_own():
     )
 
 
-@pytest.mark.slow
-def test_a_round_without_a_gpu(tmp_path):
-    command = [sys.executable, "-m", "lab.pages.gpu_round", "--out", str(tmp_path), "--rounds", "1"]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_round_without_a_gpu(tmp_path, monkeypatch):
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "lab"), str(ROOT)])
-    done = subprocess.run(
-        [*command, "--only", "tests,ttft-2x64-memory"], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setenv("PYTHONPATH", path)
+    done = invoke_program(
+        main, "--out", tmp_path, "--rounds", "1", "--only", "tests,ttft-2x64-memory"
+    )
+    assert done.exit_code == 0, done.output
     page = (tmp_path / "gpu-round.md").read_text(encoding="utf-8")
     assert "Without a GPU" in page
     assert " 0 failed" in page
