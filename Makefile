@@ -151,10 +151,11 @@ arena: $(READY) ## compare the policies: docs/quality.md, its figures and number
 	$(BIN)/python -m lab.pages.quality_page --out docs $(ARENA_ARGS)
 
 # make arena-real MODELS="DIR/one DIR/two" QUESTIONS="a.json b.json" ARENA_ARGS="--keep --contexts 20"
+# With WRITERS=DIR, which has a writer for each model under its name, the default policy with and without it.
 # Prompt schemas in place of policies (docs/quality/schemas.md): ARENA_ARGS=--schemas, also of make arena.
 arena-real: $(READY) ## compare the policies on pretrained models
 	$(BIN)/python -m lab.pages.quality_page --out docs $(MODELS:%=--model %) \
-	  $(QUESTIONS:%=--questions %) $(ARENA_ARGS)
+	  $(QUESTIONS:%=--questions %) $(if $(WRITERS),--writers $(WRITERS)) $(ARENA_ARGS)
 
 # Hours. Ctrl-C prints the counts so far.
 # make soak KILLS=1000 MUTATIONS=100000 FAULTS=10 CUTS=1 SEED=7 DIR=/tmp JSON=soak.json

@@ -25,6 +25,7 @@ KNOWN = (
     "random",
     "cacheblend",
     "query+shift",
+    "query+writer",
 )
 BASELINES = {
     "full": FULL_PREFILL,

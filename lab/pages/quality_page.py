@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter
 
+from blendrag.cli import interrupt
 from blendrag.cli.lifecycle import DONE, FAILED, begin, reporting
 from blendrag.cli.output import say
 from blendrag.config import DEFAULT_SCHEDULE
@@ -27,6 +28,7 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag_lab.evaluation.deviation import DeviationReport
 from blendrag_lab.evaluation.pretrained import (
     ByTask,
+    Fidelity,
     fidelities,
     means_of_models,
     pretrained_runs,
@@ -40,10 +42,21 @@ from blendrag_lab.tables import NOTHING, Column, interval, number, table
 from lab.pages import quality_plots as plots
 from lab.pages.regions import write_regions
 from lab.pages.schema_page import schema_runs, schemas_text
+from lab.pages.writers_page import (
+    TIMES,
+    WRITERS,
+    frontiers,
+    timed_by,
+    writer_of,
+    writer_runs,
+    writers_text,
+)
 
 PAGE = "quality.md"
 #: Folder of the results of pretrained models, in the page's folder.
 PRETRAINED = "pretrained"
+#: Folder of the results with writers, in the page's folder.
+WITH_WRITERS = "writers"
 #: In the page's folder, a page on prompt schemas and the folder of its results.
 SCHEMAS = "schemas"
 #: Nothing was trained or chosen on this seed.
@@ -71,7 +84,12 @@ class Result:
         return list(found.values())
 
 
-def write_page(page: Path, results: Mapping[str, Result], measured: Mapping[str, ByTask]) -> None:
+def write_page(
+    page: Path,
+    results: Mapping[str, Result],
+    measured: Mapping[str, ByTask],
+    written: Mapping[str, ByTask],
+) -> None:
     """Write the regions of ``page`` and the pictures in its folder, from results by name of their runs."""
     report = TypeAdapter(DeviationReport).validate_python(results["deviations"].printed[0])
     short, long, schedules, chunks = (
@@ -89,7 +107,13 @@ def write_page(page: Path, results: Mapping[str, Result], measured: Mapping[str,
     }
     if measured:
         figures["pretrained-ttft"] = plots.fidelity_against_ttft(means_of_models(measured))
-    texts = {"pretrained": pretrained_text(measured), "policies": policies_text(short, long)}
+    if drawn := frontiers(written):
+        figures["writers-frontier"] = plots.agreement_against_ttft(drawn)
+    texts = {
+        "writers": writers_text(written),
+        "pretrained": pretrained_text(measured),
+        "policies": policies_text(short, long),
+    }
     write_regions(page, texts)
     folder = page.with_suffix("")
     folder.mkdir(exist_ok=True)
@@ -257,6 +281,23 @@ def load_pretrained(folder: Path) -> dict[str, ByTask]:
     return found
 
 
+def load_written(folder: Path) -> dict[str, ByTask]:
+    """What was measured with writers, by writer and task. Times are of the run that is there for them."""
+    found: dict[str, ByTask] = {}
+    times: dict[str, list[Fidelity]] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = load_result(path)
+        name, points = writer_of(result.commands[0]), fidelities(result.rows)
+        if path.stem == f"{name}-{TIMES}":
+            times[name] = points
+        else:
+            found.setdefault(name, {})[result.rows[0].dataset] = points
+    return {
+        name: {task: timed_by(points, times.get(name, ())) for task, points in tasks.items()}
+        for name, tasks in found.items()
+    }
+
+
 @reporting
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the page.")] = Path("docs"),
@@ -266,6 +307,12 @@ def main(
     ] = None,
     questions: Annotated[
         list[Path] | None, typer.Option(help="File of questions for the pretrained models.")
+    ] = None,
+    writers: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with a writer for each model, under its name: measure with and without it."
+        ),
     ] = None,
     contexts: Annotated[int, typer.Option(help="Cases of a pretrained model and task.")] = 6,
     schemas: Annotated[
@@ -284,10 +331,16 @@ def main(
     kind, runs = PRETRAINED, pretrained_runs
     if schemas:
         kind, runs = SCHEMAS, schema_runs
+    elif writers is not None:
+        kind, runs = WITH_WRITERS, writer_runs
     asked = {} if page_only else runs(model or (), questions or (), contexts)
-    for name, commands in asked.items():
+    for done, (name, commands) in enumerate(asked.items()):
+        left = ", ".join([*asked][done:])
+        interrupt.expect(f"{done} of {len(asked)} runs are kept; repeat with --keep for {left}")
         try:  # hours: one that fails does not end the others
             paths = stand_ins(model or (), questions or ())
+            if writers is not None:
+                paths |= {f"{WRITERS}/{path.name}": writers / path.name for path in model or ()}
             collect(folder / kind, {name: commands}, keep, partial(say, "run"), paths)
         except BlendragError as exc:
             say("error", str(exc))
@@ -296,7 +349,8 @@ def main(
         results = {name: load_result(folder / f"{name}.json") for name in RUNS}
     else:
         results = collect(folder, RUNS, keep, partial(say, "run"))
-    write_page(page, results, load_pretrained(folder / PRETRAINED))
+    written = load_written(folder / WITH_WRITERS)
+    write_page(page, results, load_pretrained(folder / PRETRAINED), written)
     _write_schemas(folder / SCHEMAS)
     say("wrote", str(page))
     return status

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from blendrag_lab.evaluation.rows import ALL
 from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX
-from blendrag_lab.figure_styles import DASHES, styles
+from blendrag_lab.figure_styles import DASHES, log_scale, styles
 from blendrag_lab.plots import BANDS, COLOURS, GREY, LineStyle, Series, draw, legend, panels, title
 
 if TYPE_CHECKING:
@@ -59,6 +59,22 @@ def fidelity_against_ttft(models: Mapping[str, Sequence[Fidelity]]) -> Figure:
         panel.set_xlabel("TTFT, full prefill's = 1")
 
     return _grid(list(models), 2, "recovered (0: reuse, 1: full prefill)", one)
+
+
+def agreement_against_ttft(models: Mapping[str, Sequence[Fidelity]]) -> Figure:
+    """Agreement, and recovered KL, against relative TTFT, a row of panels for each writer: the policies with
+    and without it."""
+    figure, axes = panels(2, len(models))
+    for row, (model, points) in enumerate(models.items()):
+        for column, y in enumerate(("agreement", "recovered")):
+            panel = axes[2 * row + column]
+            _draw_rows(panel, points, "relative_ttft", y)
+            _level(panel, 1.0)
+            log_scale(panel, "x")
+            panel.set(xlabel="TTFT, full prefill's = 1", ylabel=y)
+            title(panel, model)
+    legend(figure, axes)
+    return figure
 
 
 def _grid(

@@ -11,7 +11,7 @@ from blendrag.config import DEFAULT_POLICY
 from blendrag_lab.evaluation.rows import ALL, ArenaRow
 from blendrag_lab.evaluation.tasks import TASKS
 from blendrag_lab.evaluation.ways import FULL, NONE, REUSE
-from blendrag_lab.tables import NOTHING, Column, interval, table
+from blendrag_lab.tables import Column, number, table
 
 #: The folder of all models in commands, which are kept and compared.
 MODELS = "MODELS"
@@ -65,8 +65,6 @@ class Fidelity:
     recovered: float | None
     recovered_low: float | None = None
     recovered_high: float | None = None
-    f1: float | None = None
-    full_f1: float | None = None
 
 
 #: The ways of a model, by task.
@@ -74,17 +72,15 @@ ByTask = dict[str, list[Fidelity]]
 
 
 def fidelities(rows: Sequence[ArenaRow]) -> list[Fidelity]:
-    """A point for each row of one run over all kinds of question; summaries have no F1."""
+    """A point for each row of one run over all kinds of question."""
     whole = {row.way: row for row in rows if row.kind == ALL and row.policy != NONE}
     by_policy = {row.policy: row for row in whole.values()}
     full, reuse = by_policy[FULL], by_policy[REUSE]
-    is_f1 = full.metric == "f1"
     return [
         Fidelity(
             row.policy, row.schedule, row.ratio, row.charged_ratio, row.n, row.token_kl or 0.0,
             reuse.token_kl or 0.0, row.agreement or 0.0, row.ttft_ms / full.ttft_ms, row.recovered,
-            row.recovered_low, row.recovered_high, row.f1 if is_f1 else None,
-            full.f1 if is_f1 else None,
+            row.recovered_low, row.recovered_high,
         )
         for row in whole.values()
     ]  # fmt: skip
@@ -108,8 +104,6 @@ def mean_of(points: Sequence[Fidelity]) -> Fidelity:
         recovered=1 - kl / reuse_kl if reuse_kl else None,
         recovered_low=None,
         recovered_high=None,
-        f1=None,
-        full_f1=None,
     )
 
 
@@ -125,51 +119,43 @@ def means_of_models(models: Mapping[str, ByTask]) -> dict[str, list[Fidelity]]:
 
 
 def pretrained_text(models: Mapping[str, ByTask]) -> str:
-    """The default policy: a table for each ratio, a line for each model, a cell for each task."""
+    """The default policy at each ratio: the mean over the tasks of each model, over the models of each task,
+    and over all."""
     if not models:
         return "Not measured yet; `make arena-real` does."
-    grids: dict[float, dict[str, dict[str, Fidelity]]] = {}
+    cells: dict[tuple[str, str], dict[float, Fidelity]] = {}
     for model, tasks in models.items():
         for task, points in tasks.items():
-            for point in points:
-                if point.policy == DEFAULT_POLICY:
-                    grids.setdefault(point.ratio, {}).setdefault(model, {})[task] = point
-    titled = (
-        f"**`{DEFAULT_POLICY}`, r = {ratio:.2f}**\n\n{_grid(grids[ratio])}"
-        for ratio in sorted(grids)
-    )
-    return "\n\n".join((*titled, _PICTURE))
-
-
-def _grid(models: Mapping[str, Mapping[str, Fidelity]]) -> str:
-    names = sorted({task for tasks in models.values() for task in tasks})
+            of = {point.ratio: point for point in points if point.policy == DEFAULT_POLICY}
+            cells[model, task] = of
+    names = sorted({task for _, task in cells})
     names.sort(key=lambda name: name in TASKS)  # files of questions first
-    lines = [(model, dict(tasks)) for model, tasks in models.items()]
-    for _, line in lines:
-        if len(line) == len(names):  # means over other tasks cannot be compared
-            line[""] = mean_of([*line.values()])
-    if len(lines) > 1:
-        of = {name: [line[name] for _, line in lines if name in line] for name in (*names, "")}
-        lines.append(("mean", {name: mean_of(points) for name, points in of.items() if points}))
-
-    def cell(name: str) -> Column:
-        return name or "mean", lambda line: _cell(line[1].get(name))
-
-    columns = [("model", lambda line: line[0]), *map(cell, (*names, ""))]
-    return table(columns, lines).markdown()
-
-
-def _cell(point: Fidelity | None) -> str:
-    if point is None:
-        return NOTHING
-    recovered, *bounds = interval(
-        point.recovered, point.recovered_low, point.recovered_high
-    ).partition(" ")
-    parts = [
-        f"{point.reuse_kl:.2g} → {point.token_kl:.2g}",
-        f"**{recovered}**{''.join(bounds)}",
-        f"{point.agreement:.2f}; n = {point.n}",
+    whole = {model: tasks for model, tasks in models.items() if len(tasks) == len(names)}
+    groups = {  # means over other tasks cannot be compared
+        **{model: [cells[model, task] for task in tasks] for model, tasks in whole.items()},
+        **{name: [of for (_, task), of in cells.items() if task == name] for name in names},
+        "all": [*cells.values()],
+    }
+    ratios = sorted({ratio for of in cells.values() for ratio in of})
+    lines = [
+        (name, {ratio: mean_of([of[ratio] for of in group if ratio in of]) for ratio in ratios})
+        for name, group in groups.items()
     ]
-    if point.f1 is not None:
-        parts.append(f"F1 {point.full_f1:.2f} → {point.f1:.2f}")
-    return "<br>".join(parts)
+    columns: list[Column] = [
+        ("mean of", lambda line: line[0]),
+        ("n", lambda line: str(line[1][ratios[0]].n)),
+    ]
+    for ratio in ratios:
+        columns += _columns(ratio)
+    return f"{table(columns, lines).markdown()}\n\n{_PICTURE}"
+
+
+def _columns(ratio: float) -> list[Column]:
+    return [
+        (
+            f"r = {ratio:.2f}: KL",
+            lambda line: f"{line[1][ratio].reuse_kl:.2g} → {line[1][ratio].token_kl:.2g}",
+        ),
+        ("recovered", lambda line: number(line[1][ratio].recovered, ".2f")),
+        ("agreement", lambda line: f"{line[1][ratio].agreement:.2f}"),
+    ]

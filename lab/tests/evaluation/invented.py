@@ -27,7 +27,9 @@ def row(policy: str, kind: str = "all", pgr: float | None = 0.9, **changes: Any)
     return ArenaRow(**{**made, **changes})
 
 
-def baseline(policy: str, kind: str = "all", pgr: float = 1.0, charged: float = 1.0) -> ArenaRow:
+def baseline(
+    policy: str, kind: str = "all", pgr: float = 1.0, charged: float = 1.0, **changes: Any
+) -> ArenaRow:
     """A way without ratio and schedule."""
     given = {"schedule": "", "encode_prefix": None, "ratio": charged, "charged_ratio": charged}
-    return row(policy, kind, pgr, **given)
+    return row(policy, kind, pgr, **{**given, **changes})

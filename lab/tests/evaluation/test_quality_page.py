@@ -32,8 +32,10 @@ from lab.pages.quality_page import (
     execute,
     load_pretrained,
     load_result,
+    load_written,
     main,
 )
+from lab.pages.writers_page import frontiers, writers_text
 from lab.tests.evaluation.invented import baseline, row
 
 PUBLISHED = Path(__file__).parents[3] / "docs" / "quality.md"
@@ -181,9 +183,9 @@ def printed_by_eval(loss: float, ttft_ms: float) -> list[ArenaRow]:
     }
     return [
         replace(baseline("none"), **task, token_kl=3.0),
-        replace(baseline("full"), **task, token_kl=0.0, recovered=1.0, f1=0.42),
+        replace(baseline("full"), **task, token_kl=0.0, recovered=1.0),
         replace(baseline("reuse", charged=0.0), **task, token_kl=0.4, recovered=0.0, ttft_ms=3.0),
-        row("query", ratio=0.15, token_kl=loss, ttft_ms=ttft_ms, f1=0.37, **task, **figures),
+        row("query", ratio=0.15, token_kl=loss, ttft_ms=ttft_ms, **task, **figures),
     ]
 
 
@@ -212,7 +214,7 @@ def test_pretrained_models_are_measured_by_commands_without_paths(tmp_path, monk
     assert {str(model), str(questions)} <= set(asked[0])
     invoke_program(main, *given, "--keep")
     assert len(asked) == 6  # only the failed one is repeated
-    assert "| tiny |" in (tmp_path / "quality.md").read_text(encoding="utf-8")
+    assert "| asked | 6 |" in (tmp_path / "quality.md").read_text(encoding="utf-8")
     assert list(load_pretrained(results)) == ["tiny"]
 
 
@@ -245,23 +247,101 @@ def test_pretrained_models_are_a_table_and_a_picture():
     one, other = printed_by_eval(0.1, 6.0), printed_by_eval(0.3, 12.0)
     both = {"asked": fidelities(one), "chat": fidelities(other)}
     models = {"one": {"asked": both["asked"]}, "two": both}
-    lines = pretrained_text(models).splitlines()
-    cells = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines if "|" in line}
-    assert cells["model"][1:3] == ["asked", "chat"]  # the tasks come after the files
-    near = "0.4 → 0.1<br>**0.75** [0.10, 0.90]<br>0.90; n = 6<br>F1 0.42 → 0.37"
-    assert cells["one"][1:] == [
-        near,
-        "–",
-        "– |",
-    ]  # its mean would be of other tasks than that of two
-    for mean in (cells["two"][3], cells["mean"][3]):
-        assert mean.startswith("0.4 → 0.2<br>**0.50**<br>0.90; n = 12")
+    lines = [line for line in pretrained_text(models).splitlines() if line.startswith("|")]
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    assert [line[0] for line in cells[2:]] == ["two", "asked", "chat", "all"]  # one has no chat
+    assert cells[0] == ["mean of", "n", "r = 0.15: KL", "recovered", "agreement"]
+    assert cells[2] == ["two", "12", "0.4 → 0.2", "0.50", "0.90"]
+    assert cells[3] == ["asked", "12", "0.4 → 0.1", "0.75", "0.90"]
+    assert cells[5] == ["all", "18", "0.4 → 0.17", "0.58", "0.90"]
     models = {"one": {"asked": both["asked"]}, "two": {"chat": both["chat"]}}
     panel = plots.fidelity_against_ttft(means_of_models(models)).axes[1]
     assert panel.get_title() == "two"
     assert curve(panel, "query") == ([0.4], [pytest.approx(0.25)])
     assert curve(panel, "reuse") == ([0.1], [0.0])
     assert "arena-real" in pretrained_text({})
+
+
+def printed_with_writer(dataset: str, ttft_ms: float = 3.0) -> list[ArenaRow]:
+    """As ``eval --writer`` would print: agreement of reuse .5 → .7 and of the default policy .8 → .85."""
+    task: dict[str, Any] = {"dataset": dataset, "n": 6, "ratio": 0.15}
+
+    def loss(kl: float, recovered: float) -> dict[str, Any]:
+        bounds = {"recovered_low": recovered - 0.1, "recovered_high": recovered + 0.1}
+        return {"token_kl": kl, "recovered": recovered, **bounds}
+
+    near, nearer = loss(0.2, 0.5), loss(0.1, 0.75)
+    reuse: dict[str, Any] = {"dataset": dataset, "n": 6, "charged": 0.0, "ttft_ms": ttft_ms}
+    _, full, *_ = printed_by_eval(0.1, 6.0)
+    return [
+        replace(full, dataset=dataset),
+        baseline("reuse", **{**reuse, "recovered": 0.0, "token_kl": 0.4, "agreement": 0.5}),
+        row("query", **{**task, **near, "agreement": 0.8, "ttft_ms": 6.0}),
+        baseline("reuse+writer", **{**reuse, **near, "agreement": 0.7}),
+        row("query+writer", **{**task, **nearer, "agreement": 0.85, "ttft_ms": 6.0}),
+    ]
+
+
+def test_writers_are_compared_by_commands_without_paths_and_times_have_their_own_run(
+    tmp_path, monkeypatch
+):
+    asked: list[list[str]] = []
+
+    def run(line: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        asked.append(line)
+        source = line[line.index("--dataset") + 1]
+        timed = line[line.index("--max-new-tokens") + 1] == "1"
+        rows = printed_with_writer(Path(source).stem, 1.5 if timed else 3.0)
+        printed = json.dumps([asdict(row) for row in rows]).encode()
+        return subprocess.CompletedProcess(line, returncode=0, stdout=printed)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("lab.pages.quality_page.write_png", lambda figure, path: None)
+    results = copy_page(tmp_path) / "writers"
+    shutil.rmtree(results, ignore_errors=True)
+    model, writers = tmp_path / "tiny", tmp_path / "made"
+    given = ("--out", tmp_path, "--model", model, "--writers", writers)
+    more = ("--questions", tmp_path / "asked.json", "--contexts", 3)
+    assert invoke_program(main, *given, *more).exit_code == 0
+    names = ("asked", "code", "long", "tables", "chat", "ttft")
+    assert {path.stem for path in results.iterdir()} == {f"tiny-{name}" for name in names}
+    (command,) = load_result(results / "tiny-asked.json").commands
+    assert str(tmp_path) not in command
+    options = parsed(command)
+    assert (options["fidelity"], options["contexts"]) == (True, 3)
+    assert str(options["writer"]) == "WRITERS/tiny"
+    assert {str(model), str(writers / "tiny")} <= set(asked[0])
+    lines = (tmp_path / "quality.md").read_text(encoding="utf-8").splitlines()
+    table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| tiny |")]
+    changed = "**0.50 [0.40, 0.60]**"
+    assert table[:2] == [
+        ["tiny", "6", "0.00", "0.4 → 0.2", f"0 → {changed}", "0.500 → 0.700", "20.0× faster"],
+        ["tiny", "6", "0.15", "0.2 → 0.1", "0.50 [0.40, 0.60] → **0.75 [0.65, 0.85]**",
+         "0.800 → 0.850", "5.0× faster"],
+    ]  # fmt: skip
+    assert table[2] == ["tiny", *[f"0.4 → 0.2<br>{changed}<br>0.500 → 0.700; n = 6"] * 4]
+    written = load_written(results)
+    panel = plots.agreement_against_ttft(frontiers(written)).axes[0]
+    assert curve(panel, "query") == ([0.05, 0.2], [0.5, 0.8])
+    assert curve(panel, "query+writer") == ([0.05, 0.2], [0.7, 0.85])
+    assert "WRITERS" in writers_text({})
+
+
+def test_an_interrupted_page_says_which_runs_are_left(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("blendrag.cli.interrupt.expect", lambda text, *_: said.append(text))
+
+    def stop(line: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        if "tables" in line:
+            raise KeyboardInterrupt
+        rows = json.dumps([asdict(row) for row in printed_by_eval(0.1, 6.0)]).encode()
+        return subprocess.CompletedProcess(line, returncode=0, stdout=rows)
+
+    monkeypatch.setattr(subprocess, "run", stop)
+    copy_page(tmp_path)
+    ended = invoke_program(main, "--out", tmp_path, "--model", tmp_path / "tiny")
+    assert ended.exit_code == 130
+    assert said[-1] == "2 of 4 runs are kept; repeat with --keep for tiny-tables, tiny-chat"
 
 
 def test_a_row_that_several_commands_printed_is_taken_once():
