@@ -164,4 +164,5 @@ def test_help_and_usage_name_values_as_people_do() -> None:
     for command in ("adapt", "ask", "serve"):
         words = invoke(command, "--help").stdout
         assert "--store PATH" in words
-        assert "<" not in words
+        assert "<list" not in words
+        assert "<path>" not in words
