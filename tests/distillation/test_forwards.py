@@ -10,7 +10,7 @@ import torch
 
 import tiny
 from blendrag.distillation.forwards import Forwards, Target, _deviation
-from blendrag.distillation.prompts import ChunkPrompt
+from blendrag.distillation.prompts import ChunkPrompt, chunk_prompt
 from blendrag.distillation.trainer import _loss_of
 from blendrag.distillation.writer import TrainedWriter
 from blendrag.engine.rendering import prefix_token_ids
@@ -19,7 +19,7 @@ from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Blending
 from blendrag.model import ModelAdapter
-from distillation.tiny_material import ANSWER_TOKENS, forwards, prompt, randomised, small
+from distillation.tiny_material import ANSWER_TOKENS, forwards, passage, prompt, randomised, small
 
 #: One and several types of layers, windows shorter than a prompt, latent KV.
 FAMILIES = ("llama", "qwen2", "gemma3_text", "minicpm3")
@@ -83,6 +83,47 @@ def test_teacher_is_the_stock_prefill_and_its_greedy_answer(name: str) -> None:
         assert target.answer == tuple(expected[n].sequences[0, -ANSWER_TOKENS:].tolist())
         own = torch.stack([logits[0] for logits in expected[n].logits])  # [A, V]
         assert tiny.difference(target.logits[len(asked.tails[n]) - 1 :], own) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_answered_in_one_batch_say_what_each_says_alone(name: str) -> None:
+    adapter = small(name)
+    shorter = chunk_prompt(
+        adapter.tokens, [passage(n) for n in (2, 7)], ["Who owned the mill of Garth?"]
+    )
+    assert shorter is not None
+    prompts = [prompt(adapter), shorter]
+    with made(adapter) as (_, both):
+        alone = [both.teacher(each) for each in prompts]
+        runs: list[int] = []
+        hook = adapter.model.register_forward_hook(lambda *_: runs.append(1))
+        together = both.teachers(prompts)
+        hook.remove()
+    assert len(runs) == len(prompts) + ANSWER_TOKENS - 1
+    for one, other in zip(alone, together, strict=True):
+        assert [t.answer for t in one] == [t.answer for t in other]
+        assert all(
+            tiny.difference(a.logits, b.logits) < 1e-4 for a, b in zip(one, other, strict=True)
+        )
+
+
+def test_answer_that_ends_early_does_not_change_the_others() -> None:
+    adapter = small()
+    asked = prompt(adapter)
+    with made(adapter) as (_, both):
+        whole = both.teacher(asked)
+        only, early = next(
+            ({token}, n)
+            for n in (0, 1)
+            for token in whole[n].answer[:-1]
+            if token not in whole[1 - n].answer
+        )
+        both._ends = only
+        cut = both.teacher(asked)
+    end = whole[early].answer.index(*only) + 1
+    assert cut[early].answer == whole[early].answer[:end]
+    assert cut[1 - early].answer == whole[1 - early].answer
+    assert tiny.difference(cut[1 - early].logits, whole[1 - early].logits) < 1e-4
 
 
 def test_student_kv_is_that_of_the_store_moved_to_its_places() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -25,21 +26,25 @@ from blendrag.distillation.prompts import ChunkPrompt
 from blendrag.model.adapter import ModelAdapter
 from blendrag.text.prompt import Segment
 
-#: The group of tokens that every question's rows see.
-SHARED = -1
+#: The group of tokens that every question's rows see, and that of padding, which none sees.
+SHARED, PADDING = -1, -2
+#: Prompts whose answers are decoded in one batch: launching its kernels takes a GPU longer than running them.
+TEACHER_BATCH = 4
 #: Keys and values of one layer, each ``[B, Hkv, n, D]``.
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 
 
 class Places(NamedTuple):
-    """Where tokens stand: positions ``[n]``, and the number of their question ``[n]`` or :data:`SHARED`."""
+    """Where tokens stand: positions ``[…, n]``, and the number of their question ``[…, n]``,
+    :data:`SHARED` or :data:`PADDING`."""
 
     positions: torch.Tensor
     groups: torch.Tensor
 
     def plus(self, other: Places) -> Places:
         return Places(
-            torch.cat((self.positions, other.positions)), torch.cat((self.groups, other.groups))
+            torch.cat((self.positions, other.positions), dim=-1),
+            torch.cat((self.groups, other.groups), dim=-1),
         )
 
 
@@ -88,32 +93,81 @@ class Forwards:
 
     # -- teacher ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def teacher(self, prompt: ChunkPrompt) -> list[Target]:
         """Full prefill of every question and its greedy answer."""
+        return self.teachers([prompt])[0]
+
+    @torch.no_grad()
+    def teachers(self, prompts: Sequence[ChunkPrompt]) -> list[list[Target]]:
+        """:meth:`teacher` of several prompts, whose answers are decoded in one batch."""
         with self._stock():
-            cache = self._adapter.prefill_at(prompt.shared_ids)
-            keys = self._shared(range(prompt.end))
-            rows = self._tail_places(prompt, [()] * len(prompt.tails))
-            ids = [i for tail in prompt.tails for i in tail]
-            found = self._logits(ids, rows, keys, cache)
-            parts = [[part] for part in found.split([len(tail) for tail in prompt.tails])]
-            keys = keys.plus(rows)
-            answers: list[list[int]] = [[] for _ in prompt.tails]
-            going = list(range(len(prompt.tails)))
+            begun = [self._begun(prompt) for prompt in prompts]
+            parts = [[[part] for part in logits] for _, _, logits in begun]
+            answers: list[list[list[int]]] = [[[] for _ in prompt.tails] for prompt in prompts]
+            going = [(b, q) for b, prompt in enumerate(prompts) for q in range(len(prompt.tails))]
+            cache, keys = self._joined([(cache, keys) for cache, keys, _ in begun])
+            del begun
             while True:
-                for n in going:
-                    answers[n].append(int(parts[n][-1][-1].argmax()))
-                going = [n for n in going if not self._is_over(answers[n])]
+                last = torch.stack([parts[b][q][-1][-1] for b, q in going]).argmax(-1).tolist()
+                for (b, q), token in zip(going, last, strict=True):
+                    answers[b][q].append(token)
+                going = [(b, q) for b, q in going if not self._is_over(answers[b][q])]
                 if not going:
                     break
-                at = [prompt.end + len(prompt.tails[n]) + len(answers[n]) - 1 for n in going]
-                rows = Places(self._tensor(at), self._tensor(going))
-                keys = keys.plus(rows)
-                step = self._logits([answers[n][-1] for n in going], rows, keys, cache, True)
-                for n, logits in zip(going, step, strict=True):
-                    parts[n].append(logits[None])
-        return [Target(tuple(a), torch.cat(p)) for a, p in zip(answers, parts, strict=True)]
+                logits, keys = self._next(prompts, answers, going, keys, cache)
+                for b, q in going:
+                    parts[b][q].append(logits[b, q][None])
+        return [
+            [Target(tuple(a), torch.cat(p)) for a, p in zip(*each, strict=True)]
+            for each in zip(answers, parts, strict=True)
+        ]
+
+    def _begun(self, prompt: ChunkPrompt) -> tuple[DynamicCache, Places, Sequence[torch.Tensor]]:
+        """KV of a prompt with all its tails, its places, and the logits ``[T, V]`` of each tail."""
+        cache = self._adapter.prefill_at(prompt.shared_ids)
+        keys = self._shared(range(prompt.end))
+        rows = self._tail_places(prompt, [()] * len(prompt.tails))
+        logits = self._logits([i for tail in prompt.tails for i in tail], rows, keys, cache)
+        return cache, keys.plus(rows), logits.split([len(tail) for tail in prompt.tails])
+
+    def _joined(self, begun: Sequence[tuple[DynamicCache, Places]]) -> tuple[DynamicCache, Places]:
+        """One cache of several prompts, padded at the end, and the places ``[B, n]`` of its tokens."""
+        longest = max(len(places.positions) for _, places in begun)
+        padded = [
+            (F.pad(at, (0, longest - len(at))), F.pad(of, (0, longest - len(of)), value=PADDING))
+            for _, (at, of) in begun
+        ]
+        places = Places(*(torch.stack(both) for both in zip(*padded, strict=True)))
+        if len(begun) == 1:
+            return begun[0][0], places
+        joined = DynamicCache()
+        for number, layers in enumerate(zip(*(cache.layers for cache, _ in begun), strict=True)):
+            pairs = [(layer.keys, layer.values) for layer in layers]
+            keys, values = (
+                torch.cat([F.pad(part, (0, 0, 0, longest - part.shape[-2])) for part in parts])
+                for parts in zip(*pairs, strict=True)
+            )
+            joined.update(keys, values, number)
+        return joined, places
+
+    def _next(
+        self,
+        prompts: Sequence[ChunkPrompt],
+        answers: Sequence[Sequence[Sequence[int]]],
+        going: Sequence[tuple[int, int]],
+        keys: Places,
+        cache: DynamicCache,
+    ) -> tuple[torch.Tensor, Places]:
+        """Logits ``[B, Q, V]`` behind the last tokens of the answers that go on, and the places of all."""
+        shape = len(prompts), max(len(prompt.tails) for prompt in prompts)
+        ids, at, groups = ([[fill] * shape[1] for _ in prompts] for fill in (0, 0, PADDING))
+        for b, q in going:
+            said, prompt = answers[b][q], prompts[b]
+            ids[b][q], groups[b][q] = said[-1], q
+            at[b][q] = prompt.end + len(prompt.tails[q]) + len(said) - 1
+        rows = Places(self._tensor(at), self._tensor(groups))
+        keys = keys.plus(rows)
+        return self._run(self._tensor(ids), rows, keys, cache), keys
 
     def _is_over(self, answer: Sequence[int]) -> bool:
         return len(answer) >= self._answer_tokens or answer[-1] in self._ends
@@ -232,35 +286,38 @@ class Forwards:
 
     # -- rows ---------------------------------------------------------------------------------------
 
-    def _logits(
-        self, ids: Sequence[int], rows: Places, keys: Places, cache: Any, added: bool = False
-    ) -> torch.Tensor:
-        """Logits ``[n, V]`` float32 of ``rows``, which see ``keys`` and each other. ``added``: whether
-        ``keys`` has the rows already."""
-        seen = keys if added else keys.plus(rows)
-        stack = self._adapter.stack
-        masks = {kind: self._mask(rows, seen, window) for kind, window in stack.windows.items()}
+    def _logits(self, ids: Sequence[int], rows: Places, keys: Places, cache: Any) -> torch.Tensor:
+        """Logits ``[n, V]`` of ``rows``, which see ``keys`` and each other."""
+        rows, keys = (Places(at[None], of[None]) for at, of in (rows, keys))
+        return self._run(self._tensor(ids)[None], rows, keys.plus(rows), cache)[0]
+
+    def _run(self, ids: torch.Tensor, rows: Places, keys: Places, cache: Any) -> torch.Tensor:
+        """Logits ``[B, n, V]`` of ``ids`` at ``rows``, which see ``keys``, themselves among these."""
+        masks = {
+            kind: self._mask(rows, keys, window)
+            for kind, window in self._adapter.stack.windows.items()
+        }
         with self._adapter.own_tables():
             out = self._adapter.model(
-                input_ids=self._tensor(ids)[None],
-                position_ids=rows.positions[None],
+                input_ids=ids,
+                position_ids=rows.positions,
                 past_key_values=cache,
                 use_cache=True,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             )
-        logits: torch.Tensor = out.logits[0].float()
+        logits: torch.Tensor = out.logits
         return logits
 
     def _mask(self, rows: Places, keys: Places, window: Any) -> torch.Tensor:
-        """Additive ``[1, 1, rows, keys]``."""
-        at, group = rows.positions[:, None], rows.groups[:, None]
-        seen = keys.positions[None] <= at
-        seen &= (keys.groups[None] == SHARED) | (keys.groups[None] == group)
+        """Additive ``[B, 1, rows, keys]``. A row sees at least what all rows see before it."""
+        at, group = rows.positions[..., None], rows.groups[..., None]
+        seen = keys.positions[:, None] <= at
+        seen &= (keys.groups[:, None] == SHARED) | (keys.groups[:, None] == group)
         if window is not None:
-            seen &= keys.positions[None] >= window.first_seen(at)
+            seen &= keys.positions[:, None] >= window.first_seen(at)
         dtype = self._adapter.layout.torch_dtype
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
     def _tail_places(self, prompt: ChunkPrompt, said: Sequence[Sequence[int]]) -> Places:
         """Places of every tail and what was answered to it."""
@@ -280,7 +337,7 @@ class Forwards:
 
 def _deviation(target: Target, student: torch.Tensor) -> Deviation:
     teacher, student = target.logits, student[-len(target.logits) :]
-    expected, found = teacher.log_softmax(-1), student.log_softmax(-1)
+    expected, found = (t.log_softmax(-1, dtype=torch.float32) for t in (teacher, student))
     share = expected.exp()
     # a model may give tokens a logit of -inf, and the difference of two is not a number
     kl = (share * (expected - found).where(share > 0, 0.0)).sum(-1)  # [T + A - 1]
