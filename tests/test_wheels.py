@@ -10,7 +10,7 @@ import pytest
 from hatchling.build import build_wheel
 
 from blendrag.chat.formats import ORDER
-from blendrag.demo import demo_corpus_path, demo_questions, handbook_path
+from blendrag.demo import demo_corpus_path, demo_questions, demo_writer_path, handbook_path
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Projects → what their wheels install.
@@ -52,6 +52,8 @@ def test_wheels_have_their_licence_and_what_the_demo_needs(wheel):
     assert asked <= documents
     for path in handbook_path().glob("*.md"):
         assert f"blendrag/demo/handbook/{path.name}" in sizes
+    for path in demo_writer_path().iterdir():
+        assert f"blendrag/demo/writer/{path.name}" in sizes
     for name in (
         "questions.json",
         "handbook_questions.json",

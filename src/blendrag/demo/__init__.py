@@ -1,4 +1,5 @@
-"""What the demo needs: the embedded model ``demo`` and its corpus, the handbook for SmolLM2, and questions.
+"""What the demo needs: the embedded model ``demo`` and its corpus, the handbook and the writer for SmolLM2,
+and questions.
 
 Importing this loads neither torch nor transformers.
 """
@@ -43,6 +44,11 @@ _HERE = Path(__file__).parent
 def demo_model_path() -> Path:
     """The directory for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
     return _HERE / "model"
+
+
+def demo_writer_path() -> Path:
+    """The directory of the writer for SmolLM2-135M-Instruct, for ``writer`` and ``--writer``."""
+    return _HERE / "writer"
 
 
 def demo_corpus_path() -> Path:

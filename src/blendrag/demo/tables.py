@@ -6,13 +6,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from blendrag.demo.tour import Tour, TourReply
+from blendrag.demo.tour import NO_WRITER, Tour, TourReply
 
+MEANINGS = {
+    "full": "full prefills the whole prompt",
+    "reuse": "reuse loads every chunk's KV as it was stored",
+    "blend": "blend loads every chunk's KV and recomputes a small share of it",
+    NO_WRITER: f"{NO_WRITER} is blend over chunks that were encoded without a writer",
+}
+RECOMPUTES_NOTHING = (
+    "blend loads every chunk's KV, as it was encoded with a writer, and recomputes nothing"
+)
 LEGEND = (
-    "full prefills the whole prompt; reuse loads every chunk's KV as it was stored; blend loads it and "
-    "recomputes a small share. ✗: wrong. TTFT: time to first token. Reused: share of blend's prompt that was "
-    "not computed. Of small models, fixed costs hide most of what blending saves: blendrag bench ttft "
-    "measures a larger one."
+    "✗: wrong. TTFT: time to first token. Reused: share of blend's prompt that was not computed. Of small "
+    "models, fixed costs hide most of what reuse saves: blendrag bench ttft measures a larger one."
 )
 #: Columns of output that is not a terminal.
 WIDTH = 140
@@ -27,7 +34,7 @@ def table(tour: Tour) -> Table:
     """One row per question, with the answer of each mode; wrong answers are marked ✗."""
     drawn = Table(
         title=f"{tour.documents} documents, {tour.chunks} chunks of KV",
-        caption=LEGEND,
+        caption=legend(tour),
         caption_justify="left",
         row_styles=["", "dim"],
     )
@@ -44,6 +51,14 @@ def table(tour: Tour) -> Table:
             f"{stop.replies['blend'].reused_share:.0%}",
         )
     return drawn
+
+
+def legend(tour: Tour) -> str:
+    """What the modes of ``tour`` do, and what its columns show."""
+    meanings = dict(MEANINGS)
+    if NO_WRITER in tour.modes:
+        meanings["blend"] = RECOMPUTES_NOTHING
+    return f"{'; '.join(meanings[mode] for mode in tour.modes)}. {LEGEND}"
 
 
 def totals(tour: Tour) -> str:

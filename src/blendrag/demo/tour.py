@@ -2,10 +2,11 @@
 
 There are two tours. The embedded model compares ``full``, ``reuse`` and ``blend`` on a small corpus: half of
 what it says can only be understood with the paragraph before, which is another chunk, so ``reuse`` must fail
-there. SmolLM2 compares ``full`` and ``blend`` on a handbook, where blending saves seconds.
+there. SmolLM2 compares ``full`` with ``blend`` on a handbook whose chunks a writer has encoded, and with
+``no writer``, the same without that writer.
 
 ``full`` prefills the whole prompt, ``reuse`` loads every chunk's KV as it was stored, ``blend`` loads it and
-recomputes a small share (CacheBlend).
+recomputes a small share (CacheBlend), or nothing at ratio 0.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blendrag.config import DEMO_MODEL, Mode
 from blendrag.demo import (
     Question,
     demo_corpus_path,
     demo_questions,
+    demo_writer_path,
     handbook_path,
     handbook_questions,
 )
@@ -39,6 +41,8 @@ TOP_K = 6
 MAX_NEW_TOKENS = 16
 
 HANDBOOK_MODES: tuple[Mode, ...] = ("full", "blend")
+#: Mode ``blend`` over KV that was encoded without the writer.
+NO_WRITER = "no writer"
 
 Show = Callable[[str], None]
 """Shows how far the tour is."""
@@ -70,6 +74,7 @@ class Stop:
     """As in :class:`blendrag.demo.Question`."""
     expected: str
     replies: dict[str, TourReply]
+    """By mode; that of :data:`NO_WRITER`, too, if there is a writer."""
     sources: tuple[str, ...] = ()
     """Names of the files that the retrieved chunks are from, the same in all modes."""
 
@@ -117,13 +122,15 @@ class Tour:
 
 
 def take_handbook_tour(model: Any, store: Path | None = None, show: Show | None = None) -> Tour:
-    """Ask the questions on the handbook of ``model``, in the modes ``full`` and ``blend``."""
+    """Ask the questions on the handbook of ``model``, in the modes ``full`` and ``blend``, the latter over KV
+    with and without the demo's writer."""
     return take_tour(
         store, model, handbook_path(), handbook_questions(), HANDBOOK_MODES, show,
         stop=("\n",),  # the questions need one sentence; a small model would go on
+        writer=demo_writer_path(),
         chunk_tokens=512,
         max_new_tokens=32,
-        ratio=0.15,  # recomputing costs most of so small a model's time to first token
+        ratio=0.0,  # recomputing would cost most of so small a model's time to first token
     )  # fmt: skip
 
 
@@ -135,16 +142,18 @@ def take_tour(
     modes: Sequence[Mode] = MODES,
     show: Show | None = None,
     stop: tuple[str, ...] = (),
+    writer: Path | None = None,
     **settings: Any,
 ) -> Tour:
     """Ingest the corpus into ``store`` (``None``: a temporary one) and ask every question in every mode.
 
-    ``stop`` ends an answer; ``settings`` go to :class:`BlendEngine`. The modes take turns, so that other load
-    on the machine affects all of them equally; retrieval is not timed.
+    ``stop`` ends an answer; ``settings`` go to :class:`BlendEngine`. With a ``writer`` the corpus is encoded
+    without and with it. The modes take turns, so that other load on the machine affects all of them equally.
 
     Raises :class:`KeyboardInterrupt` and :class:`StoreFullError` if the ingest was cut short.
     """
     from blendrag.engine import BlendEngine
+    from blendrag.model.writer import NONE
 
     chosen = tuple(questions if questions is not None else demo_questions())
     tell: Show = show or (lambda text: None)
@@ -158,37 +167,53 @@ def take_tour(
         if store is None:
             folder = tempfile.TemporaryDirectory(prefix="blendrag-demo-")
             store = Path(stack.enter_context(folder)) / "store"
-        engine = stack.enter_context(BlendEngine(model, store, **defaults | settings))
         tell("loading the model")
         documents = [corpus if corpus is not None else demo_corpus_path()]
-        report = engine.ingest(documents, lambda so_far: tell(_ingested(so_far))).whole()
+
+        def lanes_of(modes: Sequence[tuple[str, Mode]], **more: Any) -> list[Lane]:
+            engine = stack.enter_context(BlendEngine(model, store, **defaults | settings | more))
+            reports.append(engine.ingest(documents, lambda so_far: tell(_ingested(so_far))).whole())
+            return [Lane(name, engine, mode) for name, mode in modes]
+
+        reports: list[IngestReport] = []
+        lanes, given = [], {}
+        if writer is not None:  # first, as a store keeps the writer of its last ingest
+            lanes, given = lanes_of([(NO_WRITER, "blend")], writer=NONE), {"writer": writer}
+        lanes = [*lanes_of([(mode, mode) for mode in modes], **given), *lanes]
         tell("warming up")
-        for mode in modes:  # the first answer of a mode takes longer
-            _reply(engine, chosen[0], mode, stop)
+        for lane in lanes:  # the first answer of a mode takes longer
+            _reply(lane, chosen[0], stop)
         stops = []
         for number, question in enumerate(chosen, start=1):
             tell(f"question {number} of {len(chosen)}")
-            stops.append(_stop(engine, question, modes, stop))
-    return Tour(report.documents, report.chunks, tuple(stops))
+            stops.append(_stop(question, lanes, stop))
+    return Tour(reports[-1].documents, reports[-1].chunks, tuple(stops))
+
+
+class Lane(NamedTuple):
+    """A column of the table: an engine, and the mode in which it is asked."""
+
+    name: str
+    engine: BlendEngine
+    mode: Mode
 
 
 def _ingested(so_far: IngestReport) -> str:
     return f"ingesting: {so_far.documents} documents, {so_far.chunks} chunks"
 
 
-def _stop(
-    engine: BlendEngine, question: Question, modes: Sequence[Mode], stop: tuple[str, ...]
-) -> Stop:
-    replies: dict[str, TourReply] = {mode: _reply(engine, question, mode, stop) for mode in modes}
-    sources = dict.fromkeys(Path(chunk.source).name for chunk in engine.retrieve(question.text))
+def _stop(question: Question, lanes: Sequence[Lane], stop: tuple[str, ...]) -> Stop:
+    replies = {lane.name: _reply(lane, question, stop) for lane in lanes}
+    chunks = lanes[0].engine.retrieve(question.text)
+    sources = dict.fromkeys(Path(chunk.source).name for chunk in chunks)
     return Stop(question.text, question.kind, question.answer, replies, tuple(sources))
 
 
-def _reply(engine: BlendEngine, question: Question, mode: Mode, stop: tuple[str, ...]) -> TourReply:
+def _reply(lane: Lane, question: Question, stop: tuple[str, ...]) -> TourReply:
     from blendrag.engine import Options
 
-    answer = engine.ask(question.text, options=Options(mode=mode, stop=stop))
-    engine.drain()  # finish background work before the next question is timed
+    answer = lane.engine.ask(question.text, options=Options(mode=lane.mode, stop=stop))
+    lane.engine.drain()  # finish background work before the next question is timed
     metrics = answer.metrics
     return TourReply(
         answer.text.strip(),

@@ -89,7 +89,8 @@ class LayerLoader:
             for buffer, spans in zip(buffers, per_layer, strict=True)
         ]
         # asked once for each span: it looks at every attribute
-        are = {id(span): isinstance(span.reader, ResidentReader) for span in chain(*per_layer)}
+        every = {id(span): span for span in chain(*per_layer)}
+        are = {at: isinstance(span.reader, ResidentReader) for at, span in every.items()}
         self._work = [[one for one in layer if not are[id(one[0])]] for layer in placed]
         self._resident = [[one for one in layer if are[id(one[0])]] for layer in placed]
         transfers = [
