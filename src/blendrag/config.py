@@ -49,6 +49,9 @@ CALIBRATED = "calibrated"
 #: The lowest mean KL from full prefill over four pretrained models (docs/quality.md).
 DEFAULT_POLICY = "query"
 DEFAULT_SCHEDULE = "constant"
+#: r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16). At 0.3 pretrained
+#: models agreed with full prefill on 96% of the tokens of two question sets (docs/quality.md).
+DEFAULT_RATIO = 0.3
 DEFAULT_EMBEDDER = "sentence-transformers/all-MiniLM-L6-v2"
 #: Largest number of alternatives per token, as in OpenAI's API.
 MAX_LOGPROBS = 20
@@ -153,7 +156,7 @@ Schedule = Annotated[str, text("schedule",
 #: In [0, 1], or ``auto``: chosen by the loading controller from a profile (``blendrag profile``).
 Ratio = Annotated[float | Literal["auto"], share("ratio",
     "Share of tokens recomputed; auto: as many as cost no time (see blendrag profile).",
-    _EVERYWHERE, AUTO)]
+    _EVERYWHERE, AUTO, unless_given=f"what blendrag calibrate found, else {DEFAULT_RATIO}")]
 MinRatio = Annotated[float, share("min_ratio", "Lowest ratio that ratio auto may choose.",
     _EVERYWHERE)]
 TopK = Annotated[int, whole("top_k", "Chunks in a prompt.", "env engine cli server ray", 1)]
@@ -340,10 +343,9 @@ class Settings:
     top_k: TopK = 6
     mode: Mode = "blend"
     policy: Policy = CALIBRATED
-    ratio: Ratio = 0.3
-    """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16). At 0.3
-    pretrained models agreed with full prefill on 96% of the tokens of two question sets (docs/quality.md)."""
-    min_ratio: MinRatio = 0.3
+    ratio: Ratio | None = None
+    """``None``: what was calibrated for the model, or :data:`DEFAULT_RATIO`."""
+    min_ratio: MinRatio = DEFAULT_RATIO
     schedule: Schedule = DEFAULT_SCHEDULE
     max_new_tokens: MaxNewTokens | None = None
     chat_template_kwargs: ChatTemplateKwargs = field(default_factory=dict)
@@ -386,7 +388,9 @@ class Settings:
 
     @property
     def fixed_ratio(self) -> float:
-        """``ratio``, or ``min_ratio`` if it is ``auto``."""
+        """``ratio``, or ``min_ratio`` if it is ``auto``, or :data:`DEFAULT_RATIO` if there is none."""
+        if self.ratio is None:
+            return DEFAULT_RATIO
         return self.min_ratio if self.ratio == AUTO else self.ratio
 
 

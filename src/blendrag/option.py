@@ -194,13 +194,13 @@ def number(
     )
 
 
-def share(name: str, help: str, where: str, word: str = "") -> Option:
+def share(name: str, help: str, where: str, word: str = "", **more: Any) -> Option:
     """A number in [0, 1], or ``word``."""
     return Option(
         name, help, where, f"a number in [0, 1]{f' or {word!r}' if word else ''}",
         lambda v: (bool(word) and v == word) or (is_number(v) and 0 <= v <= 1),
         lambda text: text if word and text == word else parse_number(text),
-        f"0..1|{word}" if word else "0..1",
+        f"0..1|{word}" if word else "0..1", **more,
     )  # fmt: skip
 
 

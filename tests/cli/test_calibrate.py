@@ -19,19 +19,25 @@ def test_what_was_found_is_printed_kept_and_used(store: Path) -> None:
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert len(report["rows"]) == 9  # as many as the corpus has chunks
-    found = report["calibration"]
+    assert [found["ratio"] for found in report["ratios"]] == [0.0, 0.05, 0.15, 0.2]
+    found = report["ratios"][-1]
     assert found["policy"] in (found["candidate"], "query")
     ran = ask(store, "--ratio", "0.2")["metrics"]["policy"]
     assert ran.partition("(")[0] == found["policy"].partition("(")[0]
+    chosen = report["calibration"]["ratio"]
+    assert ask(store)["metrics"]["ratio"] == pytest.approx(chosen, abs=0.02)
+    undone = invoke("calibrate", "--store", store, "--undo")
+    assert (undone.exit_code, undone.stdout) == (0, "what was calibrated is forgotten\n")
+    assert ask(store)["metrics"]["ratio"] == pytest.approx(0.3, abs=0.02)
+    undone = invoke("calibrate", "--store", store, "--undo")
+    assert undone.stdout == "nothing was calibrated for this model\n"
 
 
-def test_too_few_questions_are_reported(store: Path, tmp_path: Path) -> None:
+def test_too_few_questions_are_refused(store: Path, tmp_path: Path) -> None:
     questions = tmp_path / "questions.txt"
     questions.write_text("What is the topic of document 1?\n\nWhere is the windmill?\n")
-    result = invoke("calibrate", "--store", store, *FEW, "--questions", str(questions))
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("2 prompts are too few to choose a policy")
-    assert "2 prompts in " in result.stdout
+    words = refused("calibrate", "--store", store, *FEW, "--questions", str(questions))
+    assert "there are 2 prompts to calibrate on, expected 7 or more" in words
 
 
 def test_an_interrupted_calibration_says_what_was_used(
@@ -61,6 +67,7 @@ def test_ingest_offers_to_calibrate(
     ("arguments", "words"),
     [
         (("--ratio", "1.0"), "ratio 1.0"),
+        (("--ratio", "0"), "ratio 0 leaves nothing to compare"),
         (("--minutes", "0"), "minutes is 0"),
         (("--questions", "nowhere.txt"), "cannot be read"),
         (("--model", "demo"), "ingest first"),

@@ -17,6 +17,7 @@ from blendrag.config import settings
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.kv_namespace import opened_namespace
 from blendrag.engine.kv_writer import Job
+from blendrag.engine.planner import HEAD_ONLY
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.engine.request import RagPrompt
 from blendrag.errors import ModelLoadError
@@ -117,6 +118,8 @@ def test_mode_prefix_answers_as_a_full_prefill(root: Path, times: int) -> None:
             engine.drain()
             assert tiny.difference(found, full) < 1e-4
         assert all(chunk.outcome != "blended" for chunk in answer.metrics.chunks)
+        assert HEAD_ONLY in answer.metrics.notes
+        assert HEAD_ONLY not in engine.generate(prompt, max_new_tokens=1).metrics.notes
         assert times == 1 or answer.metrics.reused_tokens > 0
 
 

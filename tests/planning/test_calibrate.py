@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tiny
+import writers
 from blendrag.config import DEFAULT_POLICY
 from blendrag.engine import BlendEngine, CalibrationOptions, CalibrationReport, Options
 from blendrag.errors import (
@@ -27,12 +28,17 @@ from blendrag.planning.calibrate import (
     CONSTANT_SCHEDULE,
     MAX_KL,
     MIN_CHECK_PROMPTS,
+    MIN_PROMPTS,
     REUSE,
     Calibration,
+    Closeness,
     Race,
+    Row,
+    Trial,
     calibrations,
     deviation,
     divergence,
+    policy_at,
     question_about,
     reference,
     sample_corpus,
@@ -46,8 +52,8 @@ FIRST, *OTHERS = CANDIDATES
 DOCUMENTS = 8
 
 
-def found(policy: str = FIRST, candidate: str = FIRST) -> Calibration:
-    return Calibration(policy, candidate, RATIO, 16, 0.1, 0.2, 0.9, 0.1, 0.01)
+def found(policy: str = FIRST, candidate: str = FIRST, **more: Any) -> Calibration:
+    return Calibration(policy, candidate, RATIO, 16, 0.1, 0.2, 0.9, 0.1, 0.01, **more)
 
 
 # -- the choice ---------------------------------------------------------------------------------
@@ -55,19 +61,25 @@ def found(policy: str = FIRST, candidate: str = FIRST) -> Calibration:
 
 def race(kl: dict[str, float], prompts: int, samples: int) -> Race:
     """After ``prompts`` of ``samples``, with the same KL for each prompt up to a part of 10%."""
-    running = Race()
+    running = Race(RATIO)
     for number in range(prompts):
         running.narrow(number / samples)
         scale = 1 + 0.1 * (number % 3 - 1)
-        running.kls.append({name: scale * kl.get(name, 1.0) for name in running.policies})
+        row = {trial: Closeness(scale * kl.get(trial.policy, 1.0), 0.9) for trial in running.trials}
+        running.rows.append(row)
     return running
+
+
+def largest(running: Race) -> Calibration | None:
+    """What was found at the largest ratio."""
+    return next(iter(running.result()[-1:]), None)
 
 
 def test_candidates_are_dropped_early_and_the_last_is_checked_on_other_prompts():
     kl = {name: 0.1 + i / 10 for i, name in enumerate(reversed(CANDIDATES))}
-    measured = [len(row) for row in race(kl, 32, 32).kls]
-    assert measured == [2 + len(CANDIDATES)] * 4 + [4] * 8 + [3] * 20
-    result = race(kl, 32, 32).result(RATIO)
+    measured = [len(row) for row in race(kl, 32, 32).rows]
+    assert measured == [2 + len(CANDIDATES)] * 4 + [4] * 8 + [1 + 2 * 3] * 20  # at three ratios
+    result = largest(race(kl, 32, 32))
     assert result is not None
     assert (result.policy, result.candidate, result.prompts) == (CANDIDATES[-1],) * 2 + (20,)
     assert result.candidate_kl == pytest.approx(0.1, rel=0.02)
@@ -76,19 +88,67 @@ def test_candidates_are_dropped_early_and_the_last_is_checked_on_other_prompts()
 
 def test_an_early_end_decides_on_the_prompts_after_the_last_drop_or_not_at_all():
     kl = {name: 0.1 + i / 10 for i, name in enumerate(CANDIDATES)}
-    result = race(kl, 4 + MIN_CHECK_PROMPTS, 32).result(RATIO)
+    result = largest(race(kl, 4 + MIN_CHECK_PROMPTS, 32))
     assert result is not None
     assert (result.policy, result.prompts) == (FIRST, MIN_CHECK_PROMPTS)
     for prompts in (0, 4, 3 + MIN_CHECK_PROMPTS):
-        assert race(kl, prompts, 32).result(RATIO) is None
+        assert race(kl, prompts, 32).result() == ()
+    assert largest(race(kl, MIN_PROMPTS, MIN_PROMPTS)) is not None
+    assert race(kl, MIN_PROMPTS - 1, MIN_PROMPTS - 1).result() == ()
+
+
+def checked(*kl_and_agreement: tuple[float, float], noise: float = 0.0) -> tuple[Calibration, ...]:
+    """What is found for ratios 0, .05, .15 and .2 with these figures of each, on eight prompts."""
+    running = Race(RATIO, candidates=[FIRST], chosen_by=1)
+    for number in range(9):
+        row: dict[Trial, Closeness] = {}
+        for ratio, (kl, agreement) in zip((0, *running.ratios), kl_and_agreement, strict=True):
+            kl += (noise if number % 2 else -noise) * (ratio < RATIO)
+            policies = (DEFAULT_POLICY, FIRST) if ratio else (REUSE.policy,)
+            row.update({Trial(policy, ratio): Closeness(kl, agreement) for policy in policies})
+        running.rows.append(row)
+    return running.result()
+
+
+@pytest.mark.parametrize(
+    ("figures", "noise", "chosen"),
+    [
+        (((0.1, 0.95), (0.1, 0.95), (0.1, 0.95), (0.1, 0.95)), 0.0, 0.0),
+        (((0.4, 0.95), (0.1, 0.95), (0.1, 0.95), (0.1, 0.95)), 0.0, 0.05),
+        (((0.11, 0.90), (0.11, 0.93), (0.11, 0.945), (0.1, 0.95)), 0.1, 0.15),  # within noise
+        (((0.4, 0.90), (0.3, 0.90), (0.2, 0.90), (0.1, 0.95)), 0.01, 0.2),
+    ],
+)
+def test_the_smallest_ratio_is_chosen_that_is_as_close_as_the_largest(figures, noise, chosen):
+    results = checked(*figures, noise=noise)
+    assert [each.ratio for each in results] == [0.0, 0.05, 0.15, RATIO]
+    assert [each.ratio for each in results if each.is_chosen] == [chosen]
+    assert [each.policy for each in results] == ["reuse", *[DEFAULT_POLICY] * 3]
+    assert results[0].agreement == pytest.approx(figures[0][1])
+
+
+def test_a_policy_is_chosen_for_each_ratio():
+    running = Race(RATIO, candidates=[FIRST], chosen_by=1)
+    for number in range(9):
+        kl = dict.fromkeys([REUSE, *(Trial(DEFAULT_POLICY, r) for r in running.ratios)], 1.0)
+        kl |= {Trial(FIRST, 0.05): 0.5, Trial(FIRST, 0.15): 1.0, Trial(FIRST, RATIO): 2.0}
+        row = {t: Closeness(each + 0.01 * (number % 2), 0.9) for t, each in kl.items()}
+        running.rows.append(row)
+    assert [each.policy for each in running.result()[1:]] == [FIRST, DEFAULT_POLICY, DEFAULT_POLICY]
 
 
 def test_the_default_stays_if_the_gain_is_within_noise():
     default, own = [1.0, 1.2, 0.8, 1.1], [0.5, 0.6, 0.4, 0.5]
 
     def compared(own: list[float], default: list[float]) -> Calibration:
-        kls = zip(own, default, strict=True)
-        rows = [{"hkvd": one, "query": other, REUSE: other} for one, other in kls]
+        rows: list[Row] = [
+            {
+                Trial("hkvd", RATIO): Closeness(one, 1.0),
+                Trial("query", RATIO): Closeness(other, 1.0),
+                REUSE: Closeness(other, 1.0),
+            }
+            for one, other in zip(own, default, strict=True)
+        ]
         return Calibration.of("query", "hkvd", RATIO, rows)
 
     sure = compared(own, default)
@@ -97,21 +157,28 @@ def test_the_default_stays_if_the_gain_is_within_noise():
         assert (unsure.policy, unsure.candidate, unsure.gains) == ("query", "hkvd", False)
 
 
-@pytest.mark.parametrize(
-    ("calibration", "words"),
-    [
-        (found(), f"{FIRST} is used from now on: on 16 prompts"),
-        (found(policy="query"), "calibration gains nothing, so query stays"),
-        (None, "0 prompts are too few"),
-    ],
-)
-def test_the_conclusion_is_a_sentence(calibration, words):
-    if calibration is not None and calibration.policy == "query":
-        calibration = Calibration(**{**asdict(calibration), "gain_error": 0.09})
-    report = CalibrationReport(calibration, Race(), 1.0, False)
-    assert report.conclusion.startswith(words)
-    assert tiny.one_sentence(report.conclusion)
+def test_the_conclusion_says_what_was_chosen_for_which_ratio_and_how_to_undo_it():
+    results = checked((0.4, 0.9), (0.1, 0.95), (0.1, 0.95), (0.1, 0.95))
+    rows: list[Row] = [{}] * 9
+    report = CalibrationReport(results, Race(RATIO, rows=rows), 1.0, False)
+    first, *lines, about, undo = report.conclusion.splitlines()
+    assert first == (
+        "ratio 0.05 is as close to full prefill as 0.2: requests that name neither ratio nor policy take "
+        "ratio 0.05, query"
+    )
+    assert [line.split(":")[0] for line in lines] == [
+        "  ratio 0, reuse", "  ratio 0.05, query", "  ratio 0.15, query", "  ratio 0.2, query"
+    ]  # fmt: skip
+    assert "KL 0.4, 90.0% agree" in lines[0]
+    assert lines[1].endswith(f"; {FIRST} gains 0 ± 0, which is not enough")
+    assert "8 of 9 prompts" in about
+    assert "± is two standard errors" in about
+    assert "each policy holds for its ratio" in undo
+    assert "blendrag calibrate --undo" in undo
     json.dumps(report.as_dict())
+    few = CalibrationReport((), Race(RATIO, rows=rows[:3]), 1.0, False)
+    assert tiny.one_sentence(few.conclusion)
+    assert few.conclusion.startswith("3 prompts were measured and nothing was kept, because 7 or")
 
 
 # -- the measure --------------------------------------------------------------------------------
@@ -129,9 +196,23 @@ def test_divergence_is_the_kl_and_large_if_it_is_not_a_number():
 
 def test_a_calibration_replaces_the_one_before(tmp_path):
     for each in (found(), found("hkvd")):
-        calibrations(tmp_path, "n").keep(each)
+        calibrations(tmp_path, "n").replace([each])
     assert calibrations(tmp_path, "n").entries() == [found("hkvd")]
     assert calibrations(tmp_path, "another").entries() == []
+    assert calibrations(tmp_path, "n").clear()
+    assert not calibrations(tmp_path, "n").clear()
+    assert calibrations(tmp_path, "n").entries() == []
+
+
+def test_a_calibration_of_before_ratios_were_chosen_holds_for_its_ratio(tmp_path):
+    kept = calibrations(tmp_path, "n")
+    kept.replace([found()])
+    new = ("agreement", "loss", "loss_error", "lost_agreement", "is_chosen")
+    old = {name: value for name, value in asdict(found()).items() if name not in new}
+    kept.path.write_text(json.dumps({"calibrations": [old]}))
+    assert kept.entries() == [found()]
+    assert policy_at(kept.entries(), RATIO) == FIRST
+    assert policy_at(kept.entries(), 0.3) == DEFAULT_POLICY
 
 
 @pytest.mark.parametrize(
@@ -166,9 +247,12 @@ def engine(shared: BlendEngine) -> Iterator[BlendEngine]:
 def best(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     """KL by policy, in place of what would be measured; ``blend`` is closest to full prefill."""
     kl = {"blend": 0.1}
-    monkeypatch.setattr(
-        "blendrag.engine.calibration.deviation", lambda *given: kl.get(given[3], 1.0)
-    )
+
+    def invented(*given: Any) -> Closeness:
+        trial: Trial = given[3]
+        return Closeness(kl.get(f"{trial.ratio:g}", kl.get(trial.policy, 1.0)), 0.9)
+
+    monkeypatch.setattr("blendrag.engine.calibration.deviation", invented)
     monkeypatch.setattr("blendrag.engine.calibration.reference", mock.Mock())
     return kl
 
@@ -198,9 +282,10 @@ def test_deviation_is_the_divergence_of_what_generate_would_see(engine):
     with adapter.lock:
         answer = reference(adapter, asked)
         measured = [
-            deviation(fusor, controller, answer, policy, ratio)
-            for policy, ratio in (("query", RATIO), ("query", 1.0), ("reuse", 0.0))
+            deviation(fusor, controller, answer, trial)
+            for trial in (Trial("query", RATIO), Trial("query", 1.0), REUSE)
         ]
+    assert all(measured)
     said = adapter.model.generate(ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
     assert answer.answer == tuple(said[0, ids.shape[1] :].tolist())
     full = tiny.stock(adapter.model, said)[0, ids.shape[1] - 1 : -1].log_softmax(-1)
@@ -214,52 +299,92 @@ def test_deviation_is_the_divergence_of_what_generate_would_see(engine):
     plan.close()
     blended = torch.stack(rows).log_softmax(-1)
     expected = float((full.exp() * (full - blended)).sum(-1).mean())
-    assert measured[0] == pytest.approx(expected, rel=1e-2)
-    assert measured[1] < 1e-6 < 1e-3 < measured[2]
+    assert measured[0].kl == pytest.approx(expected, rel=1e-2)
+    assert measured[1].kl < 1e-6 < 1e-3 < measured[2].kl
+    chosen = (blended.argmax(-1) == torch.tensor(answer.answer)).float().mean()
+    assert measured[0].agreement == pytest.approx(float(chosen))
+    assert measured[1].agreement == 1.0
 
 
 def test_what_was_found_runs_for_requests_that_name_no_policy(engine, best):
-    assert metrics(engine).policy == DEFAULT_POLICY
+    assert metrics(engine, ratio=RATIO).policy == DEFAULT_POLICY
+    best["0.05"] = best["0.15"] = best["0"] = 2.0  # too far from full prefill
     watched: list[float] = []
     report = engine.calibrate(options(), lambda race, done: watched.append(done))
     assert watched == [n / 16 for n in range(1, 17)]
-    assert kept(engine).entries() == [report.calibration]
-    assert report.calibration is not None
-    assert report.calibration.prompts == 10
+    assert kept(engine).entries() == [*report.found]
+    assert report.chosen is report.found[-1]
+    assert report.chosen.prompts == 10
     after = metrics(engine)
     assert (after.policy, after.notes) == ("blend(2)", ())
+    assert after.ratio == pytest.approx(RATIO, abs=0.01)
     assert metrics(engine, policy="hkvd").policy == "hkvd"
+    assert metrics(engine, ratio=0.3).policy == DEFAULT_POLICY  # it was not measured there
     best["blend"] = 1.0
-    assert "gains nothing" in engine.calibrate(options()).conclusion
+    assert "which is not enough" in engine.calibrate(options()).conclusion
     assert metrics(engine).policy == DEFAULT_POLICY
+
+
+@pytest.mark.parametrize("chosen", [0.0, 0.05])
+def test_the_ratio_that_was_found_runs_until_it_is_forgotten(engine, best, chosen):
+    best |= {"0": 0.1 if chosen == 0 else 2.0, "0.05": 0.1}
+    report = engine.calibrate(options())
+    assert report.chosen is not None
+    assert report.chosen.ratio == chosen
+    after = metrics(engine)
+    assert after.ratio == pytest.approx(chosen, abs=0.01)
+    assert (after.policy == "reuse") == (chosen == 0)
+    # whoever names a policy or a ratio gets it
+    assert metrics(engine, policy="hkvd").ratio == pytest.approx(0.3, abs=0.01)
+    assert metrics(engine, ratio=0.25).ratio == pytest.approx(0.25, abs=0.01)
+    with tiny.engine(engine.adapter.model, engine.root, ratio=0.1) as other:
+        assert metrics(other).ratio == pytest.approx(0.1, abs=0.01)
+    assert engine.forget_calibration()
+    assert not engine.forget_calibration()
+    before = metrics(engine)
+    assert (before.policy, before.ratio) == (DEFAULT_POLICY, pytest.approx(0.3, abs=0.01))
+
+
+def test_a_writer_is_calibrated_apart(tmp_path, best):
+    model = tiny.llama()
+    best |= {"0": 0.1}
+    with tiny.engine(model, tmp_path / "s") as without:
+        without.ingest([tiny.document(i) for i in range(4)])
+        folder = writers.writer(model, tmp_path / "writer")
+        with tiny.engine(model, tmp_path / "s", writer=folder) as made:
+            made.ingest([tiny.document(i) for i in range(4)])
+            report = made.calibrate(options())
+            assert report.chosen is not None
+            assert metrics(made).charged_ratio == report.chosen.ratio == 0
+    with tiny.engine(model, tmp_path / "s", writer="none") as without:
+        assert metrics(without).ratio == pytest.approx(0.3, abs=0.01)
 
 
 @pytest.mark.slow
 def test_a_calibration_measures_and_stores_no_kv(engine):
     store, namespace = engine.store, engine.adapter.identity.namespace
     before = sorted(store.keys(namespace))
-    asked = ("What did Paragraph 3 build?", "Where is Paragraph 101?")
+    asked = tuple(f"What did Paragraph {i} build?" for i in range(MIN_PROMPTS))
     with tiny.counted(engine.kv_namespace.corpus.retriever().__class__, "retrieve") as calls:
         report = engine.calibrate(options(questions=asked))
     assert sorted(call[1] for call in calls) == sorted(asked)
-    assert report.calibration is None  # two prompts are too few
-    assert kept(engine).entries() == []
-    for row in report.race.kls:
-        assert 0 < row[DEFAULT_POLICY] < row[REUSE]
+    assert kept(engine).entries() == [*report.found]
+    for row in report.race.rows:
+        assert 0 < row[Trial(DEFAULT_POLICY, RATIO)].kl < row[REUSE].kl
     assert sorted(store.keys(namespace)) == before
 
 
 def test_an_interrupt_or_the_time_limit_concludes_from_the_finished_prompts(engine, best):
     def interrupt(race: Race, done: float) -> None:
-        if len(race.kls) == 2 + MIN_CHECK_PROMPTS:
+        if len(race.rows) == 2 + MIN_CHECK_PROMPTS:
             raise KeyboardInterrupt
 
     report = engine.calibrate(options(), interrupt)
     assert report.interrupted
-    assert kept(engine).entries() == [report.calibration]
+    assert kept(engine).entries() == [*report.found] != []
     late = engine.calibrate(options(minutes=1e-9))
-    assert (len(late.race.kls), late.calibration) == (1, None)
-    assert kept(engine).entries() == [report.calibration]
+    assert (len(late.race.rows), late.found) == (1, ())
+    assert kept(engine).entries() == [*report.found]
 
 
 def test_a_calibration_of_an_earlier_version_is_named_once_and_not_used(engine, monkeypatch):
@@ -277,7 +402,7 @@ def test_a_calibration_of_an_earlier_version_is_named_once_and_not_used(engine, 
 
 def test_a_model_changed_meanwhile_ends_the_calibration(tmp_path, best):
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
-        engine.ingest([tiny.document(i) for i in range(2)])
+        engine.ingest([tiny.document(i) for i in range(4)])
 
         def watch(race: Race, done: float) -> None:
             with torch.no_grad():
@@ -345,7 +470,7 @@ def test_a_first_ingest_offers_to_calibrate_a_deep_model(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ratio": 0.0}, "ratio 0.0"),
+        ({"ratio": 0.0}, "ratio 0.0 leaves nothing to compare"),
         ({"ratio": 1.0}, "ratio 1.0"),
         ({"ratio": float("nan")}, "ratio nan"),
         ({"samples": 0}, "samples is 0"),
@@ -358,9 +483,15 @@ def test_bad_options_are_one_sentence(changes, words):
         options(**changes)
 
 
+def test_too_few_prompts_are_refused_before_one_is_measured(engine):
+    asked = ("What did Paragraph 3 build?", "Where is Paragraph 101?")
+    with tiny.refuses("there are 2 prompts to calibrate on, expected 7 or more"):
+        engine.calibrate(options(questions=asked))
+
+
 def test_a_store_that_cannot_be_written_or_holds_no_kv_is_refused(tmp_path):
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
-        engine.ingest([tiny.document(0)])
+        engine.ingest([tiny.document(i) for i in range(4)])
         with (
             tiny.engine(tiny.llama(), tmp_path / "s", read_only=True) as reader,
             tiny.refuses("cannot be written", StoreUnavailableError),
@@ -376,6 +507,6 @@ def test_a_store_that_cannot_be_written_or_holds_no_kv_is_refused(tmp_path):
 def test_prompts_longer_than_the_context_are_refused(tmp_path):
     model = tiny.llama(max_position_embeddings=256, num_hidden_layers=2)
     with tiny.engine(model, tmp_path / "s") as engine:
-        engine.ingest([tiny.document(i, 4) for i in range(3)])
+        engine.ingest([tiny.document(i, 4) for i in range(7)])
         with pytest.raises(ContextOverflowError, match="fewer chunks or"):
             engine.calibrate(options(top_k=9))

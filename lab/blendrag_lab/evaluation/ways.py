@@ -10,7 +10,7 @@ from blendrag.config import CALIBRATED, DEFAULT_POLICY, Mode
 from blendrag.engine import Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES, Schedule, make_policy
-from blendrag.planning.calibrate import calibrations
+from blendrag.planning.calibrate import calibrations, policy_at
 
 FULL, NONE, PREFIX, REUSE = "full", "none", "prefix", "reuse"
 #: Chunks as modules at the positions of a schema, each encoded alone or all together.
@@ -117,5 +117,8 @@ def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:
             "or name other --policies"
         )
     return tuple(
-        replace(way, meaning=found[-1].policy) if way.policy == CALIBRATED else way for way in ways
+        replace(way, meaning=policy_at(found, way.ratio or 0.0))
+        if way.policy == CALIBRATED
+        else way
+        for way in ways
     )

@@ -1,4 +1,4 @@
-"""``blendrag calibrate``: find the policy that suits a model and a corpus."""
+"""``blendrag calibrate``: find the policy and the ratio that suit a model and a corpus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, interrupted, reporting
-from blendrag.cli.output import duration, echo, print_json
+from blendrag.cli.output import duration, echo, print_json, say
 from blendrag.cli.progress import StatusLine
 from blendrag.store.regular_files import MIB
 
@@ -24,28 +24,41 @@ MAX_QUESTIONS_BYTES = 16 * MIB
 @options.takes(*options.ENGINE, "top_k")
 def calibrate(
     context: typer.Context,
-    ratio: options.FixedRatio = None,
+    ratio: Annotated[
+        float | None,
+        options.number("Largest ratio; smaller ones are taken if as close. [default: 0.3]", 0, 1),
+    ] = None,
     samples: Annotated[int, options.number("Prompts to measure.", 1, kind=int)] = 32,
     minutes: Annotated[float, options.number("Time limit.", 0)] = 10.0,
     questions: Annotated[
         Path | None,
         options.optional("Text file, one question a line. [default: questions about chunks]"),
     ] = None,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Forget what was found for this model and store.")
+    ] = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
     """Choose the tokens to recompute as suits the model, measured on a sample of the corpus.
 
-    Compares selection policies by how far answers are from a full prefill's. The best one is used by every
-    request that names no --policy, if it also gains on prompts that did not choose it.
+    Compares selection policies and ratios, from 0 on, by how far answers are from a full prefill's. Requests
+    that name no --policy and no --ratio take the smallest ratio that is as close as the largest one, with the
+    policy that gained at it on prompts that did not choose it.
     """
     begin(verbose, "nothing was calibrated yet")
     from blendrag.config import settings
     from blendrag.engine import CalibrationOptions
+    from blendrag.engine.calibration import largest_ratio
 
     defaults = settings()
+    if undo:
+        with options.engine_for(context) as engine:
+            had = engine.forget_calibration()
+        echo("what was calibrated is forgotten" if had else "nothing was calibrated for this model")
+        return DONE
     sample = CalibrationOptions(
-        ratio=defaults.fixed_ratio if ratio is None else ratio,
+        ratio=largest_ratio(defaults) if ratio is None else ratio,
         samples=samples,
         minutes=minutes,
         top_k=context.params["top_k"] or defaults.top_k,
@@ -56,15 +69,20 @@ def calibrate(
 
             def show(race: Race, done: float) -> None:
                 interrupt.expect("the prompts measured so far were used", grace_s=10.0)
-                left = ", ".join(f"{name} {race.kl(name):.3g}" for name in race.policies)
-                line.show(f"prompt {len(race.kls)}, KL: {left}", round(100 * done), 100)
+                measured = (trial for trial in race.trials if trial in race.rows[-1])
+                left = "; ".join(f"{trial} {race.kl(trial):.3g}" for trial in measured)
+                what = f"prompt {len(race.rows)} of {race.prompts}, KL at {left}"
+                line.show(what, round(100 * done), 100)
 
             report = engine.calibrate(sample, show)
         if json:
             print_json(report.as_dict())
         else:
             echo(*report.conclusion.splitlines())
-            echo(f"{len(report.race.kls)} prompts in {duration(report.seconds)}")
+            measured = f"{len(report.race.rows)} of {report.race.prompts} prompts"
+            echo(f"{measured} in {duration(report.seconds)}")
+            if report.found and defaults.ratio is not None:
+                say("note", f"BLENDRAG_RATIO={defaults.ratio} goes before the ratio that was found")
     return interrupted() if report.interrupted else DONE
 
 

@@ -1,4 +1,4 @@
-"""Finds the selection policy for an engine's model on its own corpus (``blendrag calibrate``).
+"""Finds the selection policy and the ratio for an engine's model on its own corpus (``blendrag calibrate``).
 
 Prompts are drawn in the caller's thread, so that Ctrl-C ends it at once; the scheduler runs every prefill.
 """
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from blendrag.config import DEFAULT_POLICY, OF_ENGINES
+from blendrag.config import DEFAULT_POLICY, DEFAULT_RATIO, OF_ENGINES, Settings
 from blendrag.engine.ingest import IngestReport
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.planner import UNTRUSTED, Planner, check_fits
@@ -29,10 +29,13 @@ from blendrag.fusor.selection.base import DEEP_LAYERS
 from blendrag.option import refuses_unknown
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
+    MIN_PROMPTS,
     MIN_STANDARD_ERRORS,
     Calibration,
+    Closeness,
     Race,
     SampledQuestion,
+    Trial,
     calibrations,
     deviation,
     reference,
@@ -48,7 +51,7 @@ T = TypeVar("T")
 #: ``watch(race, done)`` after each prompt; ``done`` is the part of the calibration that is over.
 Watch = Callable[[Race, float], None]
 #: A calibration takes this many times as long as encoding its prompts.
-MAX_TIMES_ENCODING = 2.0
+MAX_TIMES_ENCODING = 3.0
 
 
 @refuses_unknown("an option of a calibration", OF_ENGINES)
@@ -57,6 +60,7 @@ class CalibrationOptions:
     """How to calibrate; the same options on the same store measure the same prompts."""
 
     ratio: float
+    """The largest one: smaller ratios are taken if they are as close to full prefill."""
     samples: int = 32
     """The most prompts to measure."""
     minutes: float = 10.0
@@ -68,7 +72,8 @@ class CalibrationOptions:
     def __post_init__(self) -> None:
         if not 0.0 < self.ratio < 1.0:
             raise InvalidInputError(
-                f"ratio {self.ratio} leaves no tokens to choose; expected above 0 and below 1"
+                f"ratio {self.ratio} leaves nothing to compare; expected the largest ratio that requests may "
+                "take, above 0 and below 1"
             )
         for name, what in (("samples", "prompts"), ("top_k", "chunks")):
             if getattr(self, name) < 1:
@@ -83,41 +88,66 @@ class CalibrationOptions:
 class CalibrationReport:
     """What was found, and what it was chosen from."""
 
-    calibration: Calibration | None
-    """``None`` if too few prompts were measured to choose; then nothing was kept."""
+    found: tuple[Calibration, ...]
+    """One for each ratio, ascending; empty if too few prompts were measured. Then nothing was kept."""
     race: Race
     seconds: float
     interrupted: bool
 
     @property
+    def chosen(self) -> Calibration | None:
+        """What requests take that name neither policy nor ratio."""
+        return next((each for each in self.found if each.is_chosen), None)
+
+    @property
     def conclusion(self) -> str:
-        found, prompts = self.calibration, len(self.race.kls)
-        if found is None:
+        """One sentence a line."""
+        if self.chosen is None:
             return (
-                f"{prompts} prompts are too few to choose a policy, and nothing was kept; measure more with "
-                "--samples or --minutes, with more --questions or after ingesting more"
+                f"{len(self.race.rows)} prompts were measured and nothing was kept, because {MIN_PROMPTS} or "
+                "more must choose a policy and check it; let it run on, or raise --minutes"
             )
-        compared = (
-            f"on {found.prompts} prompts that did not choose it, KL from full prefill is "
-            f"{found.candidate_kl:.3g} nats per token, with {DEFAULT_POLICY} {found.default_kl:.3g} "
-            f"(difference {found.gain:.2g} ± {MIN_STANDARD_ERRORS * found.gain_error:.2g}), with nothing "
-            f"recomputed {found.reuse_kl:.3g}"
-        )
-        if found.gains:
-            return f"{found.candidate} is used from now on: {compared}"
-        return (
-            f"calibration gains nothing, so {found.policy} stays; {found.candidate} came closest: "
-            f"{compared}"
+        largest = self.found[-1]
+        if self.chosen is largest:
+            first = (
+                f"no smaller ratio is as close to full prefill as {largest.ratio:g}, which stays"
+            )
+        else:
+            first = f"ratio {self.chosen.ratio:g} is as close to full prefill as {largest.ratio:g}"
+        return "\n".join(
+            (
+                f"{first}: requests that name neither ratio nor policy take {self.chosen.trial}",
+                *map(_line, self.found),
+                f"means over {largest.prompts} of {len(self.race.rows)} prompts, which chose no policy: KL "
+                "from full prefill in nats per token, and tokens that agree with it; ± is two standard "
+                f"errors of the difference to ratio {largest.ratio:g}",
+                f"each policy holds for its ratio, and requests at other ratios take {DEFAULT_POLICY}; "
+                "blendrag calibrate --undo forgets all of this",
+            )
         )
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "calibration": asdict(self.calibration) if self.calibration else None,
-            "rows": self.race.kls,
+            "calibration": asdict(self.chosen) if self.chosen else None,
+            "ratios": [asdict(each) for each in self.found],
+            "rows": [{str(t): d._asdict() for t, d in row.items()} for row in self.race.rows],
             "seconds": self.seconds,
             "interrupted": self.interrupted,
             "conclusion": self.conclusion,
         }
+
+
+def _line(found: Calibration) -> str:
+    """What was measured at one ratio."""
+    error = MIN_STANDARD_ERRORS * found.loss_error
+    compared = f" ± {error:.2g}" if error else ""
+    line = (
+        f"  {found.trial}: KL {found.kl:.3g}{compared}, {100 * (found.agreement or 0):.1f}% agree"
+    )
+    if found.policy == found.candidate:
+        return line
+    gain, noise = found.gain, MIN_STANDARD_ERRORS * found.gain_error
+    return f"{line}; {found.candidate} gains {gain:.2g} ± {noise:.2g}, which is not enough"
 
 
 def calibrate(
@@ -136,14 +166,18 @@ def calibrate(
             f"store {kv.root} cannot be written, so nothing found could be kept; calibrate on a "
             "copy of it"
         )
-    prompts = [
-        segments(build_rag_prompt(each.question, each.chunks)) for each in _asked(kv, options)
-    ]
+    asked = _asked(kv, options)
+    if len(asked) < MIN_PROMPTS:
+        raise InvalidInputError(
+            f"there are {len(asked)} prompts to calibrate on, expected {MIN_PROMPTS} or more, some to "
+            "choose a policy and others to check it; give more --questions or --samples, or ingest more"
+        )
+    prompts = [segments(build_rag_prompt(each.question, each.chunks)) for each in asked]
     adapter = kv.model.adapter
     for prompt in prompts:
         check_fits(len(prompt.ids), ANSWER_TOKENS, adapter.context_tokens)
     controller = scheduler.run(lambda: _controller(kv, planner))
-    race, interrupted = Race(), False
+    race, interrupted = Race(options.ratio, len(prompts)), False
 
     def done(measured: int) -> float:
         return max(measured / len(prompts), (time.monotonic() - began) / limit_s)
@@ -153,22 +187,40 @@ def calibrate(
             if measured and (time.monotonic() - began) * (measured + 1) / measured > limit_s:
                 break  # the next one would take longer
             race.narrow(done(measured))
-            row = _deviations(kv, scheduler, controller, prompt, race.policies, options.ratio)
+            row = _deviations(kv, scheduler, controller, prompt, race.trials)
             if row:
-                race.kls.append(row)
+                race.rows.append(row)
                 watch(race, min(1.0, done(measured + 1)))
     except KeyboardInterrupt:
         interrupted = True
-    if not race.kls and not interrupted:
+    if not race.rows and not interrupted:
         raise InvalidInputError(
             f"store {kv.root} holds no KV of {adapter.model_id} that could be blended; expected an "
             "ingested corpus, ingest it with this model first"
         )
-    found = race.result(options.ratio)
-    if found is not None:
+    found = race.result()
+    if found:
         with named_errors(f"writing the calibration below {kv.root}"):
-            calibrations(kv.root, controller.namespace).keep(found)
+            calibrations(kv.root, controller.namespace).replace(found)
     return CalibrationReport(found, race, time.monotonic() - began, interrupted)
+
+
+def undo(kv: KVNamespace, scheduler: Scheduler) -> bool:
+    """See :meth:`BlendEngine.forget_calibration`."""
+    kv.corpus.require()
+
+    def namespace() -> str:
+        with kv.model.adapter.lock:
+            return kv.validity.namespace
+
+    known = calibrations(kv.root, scheduler.run(namespace))
+    with named_errors(f"removing the calibration below {kv.root}"):
+        return known.clear()
+
+
+def largest_ratio(settings: Settings) -> float:
+    """The ratio that a calibration compares smaller ones with: the one of requests, if any is smaller."""
+    return settings.fixed_ratio if 0 < settings.fixed_ratio < 1 else DEFAULT_RATIO
 
 
 def offer(kv: KVNamespace, report: IngestReport) -> str:
@@ -183,12 +235,13 @@ def offer(kv: KVNamespace, report: IngestReport) -> str:
         return ""
     if not is_new or report.chunks <= settings.top_k or len(kv.layout.layers) < DEEP_LAYERS:
         return ""
-    defaults = CalibrationOptions(settings.fixed_ratio)
+    defaults = CalibrationOptions(largest_ratio(settings))
     seconds = MAX_TIMES_ENCODING * defaults.samples * prompt_tokens / report.tokens_per_s
     minutes = max(1, round(min(defaults.minutes, seconds / 60)))
     return (
         "blendrag calibrate would compare ways to choose the recomputed tokens on this model and corpus, and "
-        f"keep the one whose answers are closest to a full prefill's; it takes about {minutes} min"
+        "keep the one whose answers are closest to a full prefill's, and the smallest ratio that is as "
+        f"close; it takes about {minutes} min"
     )
 
 
@@ -219,10 +272,9 @@ def _deviations(
     scheduler: Scheduler,
     controller: Controller,
     prompt: SegmentedPrompt,
-    policies: Sequence[str],
-    ratio: float,
-) -> dict[str, float]:
-    """Deviation of each policy; empty if ``prompt`` holds nothing to blend.
+    trials: Sequence[Trial],
+) -> dict[Trial, Closeness]:
+    """What each of ``trials`` measured; empty if ``prompt`` holds nothing to blend.
 
     One prefill at a time. Between two of them somebody may change the model, so each checks
     that it is still the one whose KV the controller reads. Raises :class:`IdentityChangedError`,
@@ -243,15 +295,15 @@ def _deviations(
         return scheduler.run(locked)
 
     expected = run(lambda: reference(adapter, prompt))
-    found = {}
-    for policy in policies:
+    found: dict[Trial, Closeness] = {}
+    for trial in trials:
         try:
-            kl = run(partial(deviation, fusor, controller, expected, policy, ratio))
+            measured = run(partial(deviation, fusor, controller, expected, trial))
         except SpanCorruptError as exc:
             raise CorruptKVError(
                 "stored KV failed verification and was set aside; ingest again, then calibrate"
             ) from exc
-        if kl is None:
+        if measured is None:
             return {}
-        found[policy] = kl
+        found[trial] = measured
     return found

@@ -473,19 +473,24 @@ class BlendEngine:
         options: CalibrationOptions | None = None,
         watch: calibrating.Watch = lambda race, done: None,
     ) -> CalibrationReport:
-        """Find the policy that brings blended answers closest to full prefill.
+        """Find the policy that brings blended answers closest to full prefill, and the smallest ratio, from 0
+        on, that is as close as the largest one.
 
-        Measures the candidates on prompts sampled from the corpus, and checks the best on other prompts.
-        What is found is kept in the store and is the policy of every request that names none: the best
-        candidate, or the default if the check does not show a gain. Ctrl-C concludes from the finished
-        prompts. ``watch`` is called after each prompt. Raises :class:`InvalidInputError`,
+        Measures the candidates on prompts sampled from the corpus, and checks the best on other prompts, at
+        each ratio. What is found is kept in the store for requests that name none: the ratio, and for each
+        ratio the best candidate, or the default if the check does not show a gain. Ctrl-C concludes from the
+        finished prompts. ``watch`` is called after each prompt. Raises :class:`InvalidInputError`,
         :class:`CorpusError`, and :class:`StoreUnavailableError` for a store that cannot be written.
         """
         s = self.settings
-        options = options or CalibrationOptions(s.fixed_ratio, top_k=s.top_k)
+        options = options or CalibrationOptions(calibrating.largest_ratio(s), top_k=s.top_k)
         return calibrating.calibrate(
             self.kv_namespace, self.planner, self.segments, self.scheduler, options, watch
         )
+
+    def forget_calibration(self) -> bool:
+        """Undo :meth:`calibrate` for the loaded model; whether there was anything to undo."""
+        return calibrating.undo(self.kv_namespace, self.scheduler)
 
     def calibration_offer(self, report: IngestReport) -> str:
         """After an ingest: a sentence on what :meth:`calibrate` would do, if it is worth offering."""

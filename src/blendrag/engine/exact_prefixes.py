@@ -168,14 +168,20 @@ class ExactPrefixes:
         return controller.cut(request.prompt, there)
 
     def share(
-        self, request: Request, controller: Controller, check: Callable[[], None]
+        self,
+        request: Request,
+        controller: Controller,
+        calibrated: Callable[[Blending], Blending],
+        check: Callable[[], None],
     ) -> tuple[str, ...]:
         """Compute the beginning that waiting prompts have in common with this one, if that saves time.
 
-        Returns a note if it was computed. ``check`` raises if this request is over. While others wait for the
-        KV, that happens only once it is computed.
+        ``calibrated`` fills in what was calibrated. Returns a note if it was computed. ``check`` raises if
+        this request is over. While others wait for the KV, that happens only once it is computed.
         """
-        shared = self._worthwhile(request, controller) if controller.prefixes else None
+        shared = None
+        if controller.prefixes:
+            shared = self._worthwhile(request, controller, calibrated)
         if shared is None:
             return ()
 
@@ -252,7 +258,12 @@ class ExactPrefixes:
             return kv.model.fusor.packs or kv.validity.verification().blendable
         return False
 
-    def _worthwhile(self, request: Request, controller: Controller) -> SharedPrefix | None:
+    def _worthwhile(
+        self,
+        request: Request,
+        controller: Controller,
+        calibrated: Callable[[Blending], Blending],
+    ) -> SharedPrefix | None:
         """The beginning whose single prefill saves most over what the waiting requests would compute."""
         prompt, family = request.prompt, family_of(request)
         waiting = (each for each in self._scheduler.waiting if isinstance(each, PendingAnswer))
@@ -274,7 +285,10 @@ class ExactPrefixes:
 
             others = [(other, stream) for other, stream, shared in alike if shared >= end]
             ways = Counter(map(_way, [request, *(other for other, _ in others)]))
-            cost = {way: _cost(controller, prompt, way, start, end) for way in (*ways, _EXACT)}
+            cost = {
+                way: _cost(controller, prompt, way.mode, calibrated(way.blending), start, end)
+                for way in (*ways, _EXACT)
+            }
             alone = cost[_way(request)]
             gain = sum(cost[way] * times for way, times in ways.items()) - MARGIN * cost[_EXACT]
             if gain > most and (len(others) + 1 >= MANY or alone >= cost[_EXACT]):
@@ -347,10 +361,15 @@ def family_of(request: Request) -> Hashable:
 
 
 def _cost(
-    controller: Controller, prompt: SegmentedPrompt, way: _Way, start: int, end: int
+    controller: Controller,
+    prompt: SegmentedPrompt,
+    mode: Mode,
+    blending: Blending,
+    start: int,
+    end: int,
 ) -> float:
     """What the tokens ``[start, end)`` cost: seconds with a machine profile, else rows."""
-    rows = controller.rows(prompt, *way, start, end)
+    rows = controller.rows(prompt, mode, blending, start, end)
     profile = controller.profile
     if profile is None or not rows:
         return rows

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from blendrag.config import DEFAULT_POLICY
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import ContextOverflowError, InvalidInputError
-from blendrag.fusor.selection import make_policy
+from blendrag.fusor.selection import Blending, make_policy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.calibrate import calibrations
+from blendrag.planning.calibrate import calibrations, policy_at
 from blendrag.planning.controller import Controller, Encode
 from blendrag.planning.measure import prefill_token_s
 from blendrag.planning.plan import MODE_FULL, MissingKV, Plan, Reason
@@ -27,6 +26,10 @@ from blendrag.text.prompt import SegmentedPrompt
 OLD_CALIBRATION = (
     "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
     "calibrate"
+)
+HEAD_ONLY = (
+    "mode prefix reuses only the beginning of the prompt, because a writer encoded this store's chunks, and "
+    "none of them is what a full prefill would compute; mode blend or reuse loads them"
 )
 
 
@@ -173,7 +176,9 @@ class Planner:
         if is_long and not (adapter.has_long_table and request.sequences == 1):
             why = _other_table(adapter, request)
             return Plan.computed(prompt, why, (why.text,))
-        request = self._calibrated(request, namespace, stream)
+        self._tell_of_old_calibration(request, namespace, stream)
+        calibrated = partial(self._calibrated, namespace=namespace)
+        request = replace(request, blending=calibrated(request.blending))
         profile, notes = self._profile(request, namespace)
         controller = replace(
             self.controller(namespace, profile),
@@ -181,9 +186,11 @@ class Planner:
             scope=request.options.scope,
             is_long=is_long,
         )
+        if request.mode == "prefix" and controller.has_writer:
+            notes += (HEAD_ONLY,)
         encode: Encode | None = None
         if computes_first:
-            stream.notes += self.prefixes.share(request, controller, stream.check)
+            stream.notes += self.prefixes.share(request, controller, calibrated, stream.check)
             if request.mode != "prefix":
                 encode = partial(self._encode_first, prompt, stream)
         reserve = 1 if request.sequences == 1 else 2
@@ -272,19 +279,27 @@ class Planner:
             f"ingest loaded it, not as {kv.model.name!r} is loaded here ({cause}); {remedy}"
         )
 
-    def _calibrated(self, request: Request, namespace: str, stream: AnswerStream) -> Request:
-        """``request`` with the policy that was found for the model, unless it names one."""
-        blending = request.blending
+    def _calibrated(self, blending: Blending, namespace: str) -> Blending:
+        """``blending`` with what was found for the model, of what it names none of."""
         if not blending.is_calibrated:
-            return request
+            return blending
+        found = calibrations(self._kv.root, namespace).entries()
+        if blending.takes_calibrated_ratio:
+            chosen = next((each.ratio for each in found if each.is_chosen), blending.fixed_ratio)
+            blending = replace(blending, ratio=chosen, takes_calibrated_ratio=False)
+        policy = make_policy(policy_at(found, blending.fixed_ratio))
+        return replace(blending, policy=policy, is_calibrated=False)
+
+    def _tell_of_old_calibration(
+        self, request: Request, namespace: str, stream: AnswerStream
+    ) -> None:
+        """A note, once, if what was calibrated cannot be used."""
+        if not request.blending.is_calibrated or namespace in self.told:
+            return
         known = calibrations(self._kv.root, namespace)
-        found = known.entries()
-        policy = found[-1].policy if found else DEFAULT_POLICY
-        if not found and namespace not in self.told and known.unchecked():
+        if known.unchecked() and not known.entries():
             self.told.add(namespace)
             stream.notes.append(OLD_CALIBRATION)
-        blending = replace(blending, policy=make_policy(policy), is_calibrated=False)
-        return replace(request, blending=blending)
 
     def _profile(self, request: Request, namespace: str) -> tuple[Profile | None, tuple[str, ...]]:
         """The machine profile; a note if ratio auto needs one and there is none."""

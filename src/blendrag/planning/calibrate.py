@@ -1,4 +1,5 @@
-"""Finds the policy that is closest to full prefill at a given ratio: sample, measure, choose, keep.
+"""Finds the policy that is closest to full prefill, and the smallest ratio that is as close as a given one:
+sample, measure, choose, keep.
 
 The deviation of a policy is the KL divergence of blended answers from those of a full prefill.
 """
@@ -120,9 +121,30 @@ def _run(chunks: Sequence[Chunk], last: int, at_most: int) -> list[str]:
 ANSWER_TOKENS = 16
 #: The largest deviation: means and errors stay finite.
 MAX_KL = 1e3
-REUSE = "reuse"
 #: The best on every pretrained model measured.
 CONSTANT_SCHEDULE = Schedule("constant")
+
+
+class Trial(NamedTuple):
+    """What is measured on a prompt."""
+
+    policy: str
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"ratio {self.ratio:g}, {self.policy}"
+
+
+REUSE = Trial("reuse", 0.0)
+
+
+class Closeness(NamedTuple):
+    """How close a blended answer is to that of a full prefill."""
+
+    kl: float
+    """Mean KL(full prefill ‖ blended) per answer token, in nats."""
+    agreement: float
+    """Share of the answer's tokens that the blended prompt would choose, too."""
 
 
 @dataclass(frozen=True)
@@ -156,16 +178,16 @@ def deviation(
     fusor: Fusor,
     controller: Controller,
     expected: Reference,
-    policy: str,
-    ratio: float,
-) -> float | None:
-    """Mean KL(full prefill ‖ blended) per answer token, in nats; ``None`` if there is no chunk to blend.
+    trial: Trial,
+) -> Closeness | None:
+    """How close the blended answer is to that of the full prefill; ``None`` if there is no chunk to blend.
 
     The blended prompt is made to give the same answer (teacher forcing). The caller holds the lock. Raises
     :class:`SpanCorruptError`.
     """
     prompt, adapter = expected.prompt, fusor.adapter
-    plan = controller.plan(prompt, "blend", Blending(make_policy(policy), CONSTANT_SCHEDULE, ratio))
+    blending = Blending(make_policy(trial.policy), CONSTANT_SCHEDULE, trial.ratio)
+    plan = controller.plan(prompt, "blend", blending)
     try:
         request = plan.request(len(prompt.ids))
         if not request.candidates:
@@ -177,7 +199,9 @@ def deviation(
     rows = logits[0].float().cpu()  # [1, V]
     if said := expected.answer[:-1]:
         rows = torch.cat((rows, _logits(adapter, said, cache, len(said))))  # [T, V]
-    return divergence(expected.log_probs, rows.log_softmax(-1))
+    agrees = rows.argmax(-1) == torch.tensor(expected.answer)
+    kl = divergence(expected.log_probs, rows.log_softmax(-1))
+    return Closeness(kl, float(agrees.float().mean()))
 
 
 def divergence(full: torch.Tensor, blended: torch.Tensor) -> float:
@@ -202,59 +226,86 @@ def _logits(adapter: ModelAdapter, ids: Sequence[int], cache: Any, keep: int) ->
 CANDIDATES = ("query+shift", "query(33-67)", "query(0-100)", "query+hkvd", "hkvd", "blend")
 #: Candidates left from these parts of the calibration on. The last one is checked on the remaining prompts.
 ROUNDS = ((1 / 8, 2), (3 / 8, 1))
-#: The fewest prompts of a check.
+#: The fewest prompts of a check, and of a whole calibration.
 MIN_CHECK_PROMPTS = 4
+MIN_PROMPTS = 7
+#: Smaller ratios that are compared with the given one. Only their last candidate is measured.
+SMALLER_RATIOS = (0.05, 0.15)
+
+Row = Mapping[Trial, Closeness]
 
 
 @dataclass
 class Race:
-    """KL of each prompt measured so far, by policy: the default, nothing recomputed, and the candidates
+    """Deviations of each prompt measured so far: of nothing recomputed, of the default, and of the candidates
     that are left, the best first once some were dropped."""
 
+    ratio: float
+    """The largest ratio. Candidates are compared at it."""
+    prompts: int = 0
+    """Prompts that there are to measure."""
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
-    kls: list[dict[str, float]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     chosen_by: int = 0
     """Prompts on which the candidates left were chosen; the later ones check the first of them."""
 
     @property
-    def policies(self) -> tuple[str, ...]:
+    def ratios(self) -> tuple[float, ...]:
+        """Above 0, ascending."""
+        return (*(ratio for ratio in SMALLER_RATIOS if ratio < self.ratio), self.ratio)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
         """What the next prompt is measured with."""
-        return (REUSE, DEFAULT_POLICY, *self.candidates)
+        ratios = self.ratios if len(self.candidates) == 1 else (self.ratio,)
+        policies = DEFAULT_POLICY, *self.candidates
+        return (REUSE, *(Trial(policy, ratio) for ratio in ratios for policy in policies))
 
     def narrow(self, done: float) -> None:
         """Drop the worst candidates, if it is time: ``done`` is the part of the calibration that is over."""
         left = min((left for part, left in ROUNDS if done >= part), default=len(CANDIDATES))
-        if self.kls and left < len(self.candidates):
-            self.candidates = sorted(self.candidates, key=self.kl)[:left]
-            self.chosen_by = len(self.kls)
+        if self.rows and left < len(self.candidates):
+            self.candidates = sorted(
+                self.candidates, key=lambda policy: self.kl(Trial(policy, self.ratio))
+            )[:left]
+            self.chosen_by = len(self.rows)
 
-    def kl(self, policy: str) -> float:
-        """Mean over the prompts."""
-        return statistics.fmean(prompt[policy] for prompt in self.kls)
+    def kl(self, trial: Trial) -> float:
+        """Mean over the prompts that were measured with it."""
+        return statistics.fmean(row[trial].kl for row in self.rows if trial in row)
 
-    def result(self, ratio: float) -> Calibration | None:
-        """``None`` if too few prompts were measured."""
-        check = self.kls[self.chosen_by :]
+    def result(self) -> tuple[Calibration, ...]:
+        """One for each ratio, ascending; empty if too few prompts were measured."""
+        check = self.rows[self.chosen_by :]
         if not self.chosen_by or len(check) < MIN_CHECK_PROMPTS:
-            return None
-        return Calibration.of(DEFAULT_POLICY, self.candidates[0], ratio, check)
+            return ()
+        default, own = DEFAULT_POLICY, self.candidates[0]
+        # an early end may have measured smaller ratios on none of them, or on the last ones
+        ratios = (r for r in self.ratios if all(Trial(own, r) in row for row in check))
+        *smaller, largest = (Calibration.of(default, own, ratio, check) for ratio in ratios)
+        nothing = Calibration.of(REUSE.policy, REUSE.policy, REUSE.ratio, check)
+        found = [each.compared(largest, check) for each in (nothing, *smaller, largest)]
+        chosen = next(each for each in found if each.is_as_close)
+        return tuple(replace(each, is_chosen=each is chosen) for each in found)
 
 
 # -- what was found, kept in the store ---------------------------------------------------------------
 
-#: A gain counts if it is more than this many standard errors.
+#: A difference counts if it is more than this many standard errors.
 MIN_STANDARD_ERRORS = 2
+#: A smaller ratio may lose this share of the tokens that the largest one agrees on.
+MAX_LOST_AGREEMENT = 0.01
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The policy for a model's requests that name none. KL is in nats per answer token."""
+    """The policy for a model's requests at one ratio that name none. KL is in nats per answer token."""
 
     policy: str
     """The candidate that gained, else the default."""
     candidate: str
     """The policy that was closest to full prefill on the first prompts, and was checked on the others."""
-    ratio: Annotated[float, Field(gt=0, lt=1)]
+    ratio: Annotated[float, Field(ge=0, lt=1)]
     prompts: int
     """Prompts of the check. The following are means over them."""
     candidate_kl: float
@@ -265,29 +316,77 @@ class Calibration:
     """How much closer the candidate is than the default."""
     gain_error: float
     """Standard error of ``gain``, paired by prompt."""
+    agreement: float | None = None
+    """Share of the answer's tokens that ``policy`` would choose, too."""
+    loss: float = 0.0
+    """How much farther ``policy`` is than the policy of the largest ratio."""
+    loss_error: float = 0.0
+    """Standard error of ``loss``, paired by prompt."""
+    lost_agreement: float = 0.0
+    is_chosen: bool = False
+    """Whether requests that name neither policy nor ratio take this ratio."""
 
     def __post_init__(self) -> None:
         make_policy(self.policy)  # raises for a policy that no request could use
 
     @property
+    def trial(self) -> Trial:
+        return Trial(self.policy, self.ratio)
+
+    @property
+    def kl(self) -> float:
+        """That of ``policy``."""
+        return self.candidate_kl if self.policy == self.candidate else self.default_kl
+
+    @property
     def gains(self) -> bool:
         return self.gain > MIN_STANDARD_ERRORS * self.gain_error
 
+    @property
+    def is_as_close(self) -> bool:
+        """Whether this ratio is as close to full prefill as the largest one."""
+        is_within_noise = self.loss <= MIN_STANDARD_ERRORS * self.loss_error
+        return is_within_noise and self.lost_agreement <= MAX_LOST_AGREEMENT
+
     @classmethod
-    def of(
-        cls, default: str, candidate: str, ratio: float, kls: Sequence[Mapping[str, float]]
-    ) -> Calibration:
-        """From the KL of each policy on each prompt of the check, of which there are two or more."""
+    def of(cls, default: str, candidate: str, ratio: float, rows: Sequence[Row]) -> Calibration:
+        """From the deviations on each prompt of the check, of which there are two or more."""
         own, other, reuse = (
-            [prompt[name] for prompt in kls] for name in (candidate, default, REUSE)
+            [row[trial].kl for row in rows]
+            for trial in (Trial(candidate, ratio), Trial(default, ratio), REUSE)
         )
-        gains = [worse - better for worse, better in zip(other, own, strict=True)]
-        own_kl, other_kl, reuse_kl, gain = map(statistics.fmean, (own, other, reuse, gains))
-        error = statistics.stdev(gains) / math.sqrt(len(gains))
-        found = cls(default, candidate, ratio, len(gains), own_kl, other_kl, reuse_kl, gain, error)
+        own_kl, other_kl, reuse_kl = map(statistics.fmean, (own, other, reuse))
+        gain, error = _difference(other, own)
+        found = cls(default, candidate, ratio, len(rows), own_kl, other_kl, reuse_kl, gain, error)
         return replace(found, policy=candidate) if found.gains else found
+
+    def compared(self, largest: Calibration, rows: Sequence[Row]) -> Calibration:
+        """This one with what it loses against the ``largest`` ratio."""
+        own, other = ([row[each.trial] for row in rows] for each in (self, largest))
+        loss, error = _difference([one.kl for one in own], [one.kl for one in other])
+        agreement, most = (statistics.fmean(one.agreement for one in each) for each in (own, other))
+        return replace(
+            self,
+            agreement=agreement,
+            loss=loss,
+            loss_error=error,
+            lost_agreement=most - agreement,
+        )
+
+
+def _difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """The mean of ``one - other``, paired, and its standard error."""
+    differences = [a - b for a, b in zip(one, other, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences), error
 
 
 def calibrations(root: Path, namespace: str) -> Records[Calibration]:
-    """What was found for ``namespace``: one entry, which the next calibration replaces."""
+    """What was found for ``namespace``: one entry for each ratio, which the next calibration replaces."""
     return Records(root, f"{namespace}.schedules", "calibrations", Calibration, ())
+
+
+def policy_at(found: Sequence[Calibration], ratio: float) -> str:
+    """The policy that was ``found`` for requests at ``ratio``, else the default."""
+    at = (each.policy for each in found if math.isclose(each.ratio, ratio))
+    return next(at, DEFAULT_POLICY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,8 +81,21 @@ class Records(Generic[T]):
             for old in self.unchecked()
             if not isinstance(old, dict) or any(old.get(name) != new[name] for name in self.same)
         ]
+        self._write([*others, new])
+
+    def replace(self, entries: Sequence[T]) -> None:
+        """Keep these ``entries`` alone. Atomic. Raises :class:`OSError`."""
+        self._write([asdict(entry) for entry in entries])
+
+    def clear(self) -> bool:
+        """Remove all entries; whether there were any. Raises :class:`OSError`."""
+        had = bool(self.unchecked())
+        self.path.unlink(missing_ok=True)
+        return had
+
+    def _write(self, entries: list[Any]) -> None:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kept = {self.key: [*others, new][-MAX_ENTRIES:]}
+        kept = {self.key: entries[-MAX_ENTRIES:]}
         regular_files.replace(self.path, json.dumps(kept).encode())
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
-from blendrag.config import AUTO, CALIBRATED, Ratio
+from blendrag.config import AUTO, CALIBRATED, DEFAULT_RATIO, Ratio
 from blendrag.fusor.selection.base import SelectionPolicy
 from blendrag.fusor.selection.controls import ReusePolicy
 from blendrag.fusor.selection.named import make_policy
@@ -25,6 +25,8 @@ class Blending:
     """The smallest that ``auto`` may choose."""
     is_calibrated: bool = False
     """Whether what was calibrated for the model, if anything was, takes the place of the policy."""
+    takes_calibrated_ratio: bool = False
+    """The same for the ratio."""
 
     def __post_init__(self) -> None:
         if self.ratio == 0:
@@ -35,12 +37,16 @@ class Blending:
         cls,
         policy: str | SelectionPolicy,
         schedule: str | Schedule = "constant",
-        ratio: Ratio = 1.0,
+        ratio: Ratio | None = 1.0,
         min_ratio: float = 0.0,
     ) -> Blending:
-        """From names. Raises :class:`InvalidOptionError`."""
+        """From names; no ratio is the calibrated one if the policy is calibrated, too, or else the default.
+
+        Raises :class:`InvalidOptionError`."""
         parsed = schedule if isinstance(schedule, Schedule) else Schedule.parse(schedule)
-        return cls(make_policy(policy), parsed, ratio, min_ratio, policy == CALIBRATED)
+        calibrated, given = policy == CALIBRATED, DEFAULT_RATIO if ratio is None else ratio
+        takes_ratio = calibrated and ratio is None
+        return cls(make_policy(policy), parsed, given, min_ratio, calibrated, takes_ratio)
 
     @property
     def is_auto(self) -> bool:
