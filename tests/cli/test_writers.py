@@ -9,6 +9,7 @@ import pytest
 import tiny
 import writers
 from blendrag.model.writer import Writer
+from blendrag.store import writer_files
 from cli.commands import ingest_args, invoke, printed, refused, reused_tokens, write_documents
 
 
@@ -30,6 +31,38 @@ def test_a_store_that_was_ingested_with_a_writer_needs_no_option(
     shown = invoke("store", "stats", "--store", store).stdout
     assert f"encoded with writer {fingerprint[:12]}" in shown
     assert reused_tokens(store) > 0
+
+
+def test_stats_name_the_writer_of_each_namespace_and_gc_removes_unused_ones(
+    model_dir: Path, folder: Path, tmp_path: Path
+) -> None:
+    fingerprint, store = Writer.load(folder).fingerprint, tmp_path / "store"
+    args = ingest_args(write_documents(tmp_path / "docs"), model_dir, store)
+    for given in (str(folder), "none"):
+        assert invoke(*args, "--writer", given).exit_code == 0
+    found = printed("store", "stats", "--store", store)
+    assert {each["writer"] for each in found["namespaces"]} == {fingerprint, ""}
+    (kept,) = found["writers"]
+    assert (kept["writer"], kept["needed"]) == (fingerprint, True)
+    assert f", writer {fingerprint[:12]}: " in invoke("store", "stats", "--store", store).stdout
+    assert printed("store", "gc", "--store", store)["writers"] == []
+
+    assert printed("store", "gc", "--max-bytes", "0", "--store", store, "--json")["left"] > 0
+    assert printed("store", "stats", "--store", store)["writers"] == []
+
+
+def test_stats_say_that_a_writer_is_not_needed(
+    model_dir: Path, folder: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    args = ingest_args(write_documents(tmp_path / "docs"), model_dir, store)
+    assert invoke(*args, "--writer", "none").exit_code == 0
+    writer = Writer.load(folder)
+    writer_files.write(store, writer.fingerprint, writer.to_bytes())
+    shown = invoke("store", "stats", "--store", store).stdout
+    assert "not needed any more; blendrag store gc removes it" in shown
+    assert "; 1 unused writer removed" in invoke("store", "gc", "--store", store).stdout
+    assert not printed("store", "gc", "--store", store)["writers"]
 
 
 def test_none_goes_back_to_no_writer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 import time
 from contextlib import closing
@@ -65,9 +64,24 @@ def test_a_machine_that_follows_gets_the_writer_and_encodes_with_it(machine, tmp
         assert writer_files.kept_in(two.root) == writer_files.kept_in(one.root)
         assert not two.kv_namespace.validity.trouble
         (kept,) = (two.root / writer_files.DIRECTORY).iterdir()
-        kept.unlink()
-        two.follow()  # the snapshot is the same
-        assert kept.exists()
+        whole = kept.read_bytes()
+        for damage in (kept.unlink, lambda: kept.write_bytes(whole[:-3] + b"xyz")):
+            damage()
+            two.follow()  # the snapshot is the same
+            assert kept.read_bytes() == whole
+
+
+def test_following_reads_a_whole_writer_once(machine, tmp_path, monkeypatch):
+    folder, reads, read = writers.writer(tiny.llama(), tmp_path / "writer"), [], writer_files.read
+    with machine("one", writer=str(folder)) as one, machine("two") as two:
+        one.ingest([tiny.document(0)])
+        one.publish()
+        monkeypatch.setattr(
+            writer_files, "read", lambda *given: reads.append(given) or read(*given)
+        )
+        for _ in range(3):
+            two.follow()
+    assert [root for root, _ in reads] == [two.root]
 
 
 def test_a_collection_keeps_the_writer_of_the_published_corpus(machine, bucket, tmp_path):
@@ -82,11 +96,17 @@ def test_a_collection_keeps_the_writer_of_the_published_corpus(machine, bucket, 
         assert writer_files.kept_in(two.root) == writer_files.kept_in(one.root)
 
 
-def test_a_writer_that_is_lost_is_not_published(machine, tmp_path):
+def test_a_writer_that_is_lost_or_damaged_is_not_published(machine, tmp_path):
     folder = writers.writer(tiny.llama(), tmp_path / "writer")
     with machine("one", writer=str(folder)) as one:
         one.ingest([tiny.document(0)])
-        shutil.rmtree(one.root / writer_files.DIRECTORY)
+        (kept,) = (one.root / writer_files.DIRECTORY).iterdir()
+        whole = kept.read_bytes()
+        for damaged in (b"", whole[:-3] + b"xyz"):
+            kept.write_bytes(damaged)
+            with tiny.refuses("is damaged.*ingest again", CorpusError):
+                one.publish()
+        kept.unlink()
         with tiny.refuses("cannot be read.*ingest again", CorpusError):
             one.publish()
 

@@ -14,9 +14,13 @@ import torch
 import tiny
 import writers
 from blendrag.config import settings
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.manifest import Manifest
+from blendrag.corpus.unused_writers import remove_unused_writers
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.kv_namespace import opened_namespace
 from blendrag.engine.kv_writer import Job
+from blendrag.engine.library import Entry
 from blendrag.engine.planner import HEAD_ONLY
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.engine.request import RagPrompt
@@ -238,6 +242,19 @@ def test_an_archive_carries_the_writer(root: Path, tmp_path: Path) -> None:
     assert Writer.load(writer_files.path_of(other, fingerprint)).fingerprint == fingerprint
 
 
+def test_an_ingest_that_finds_imported_kv_records_its_writer(
+    root: Path, folder: Path, tmp_path: Path
+) -> None:
+    archive, other = tmp_path / "kv.tar", tmp_path / "other"
+    maintenance.export_archive(root, archive)
+    maintenance.import_archive(other, archive)
+    assert {each.writer for each in maintenance.survey(other).namespaces} == {None}
+    with tiny.engine(tiny.llama(), other, writer=str(folder)) as engine:
+        assert engine.ingest([tiny.document(number) for number in NUMBERS]).chunks_computed == 0
+    (fingerprint,) = writer_files.kept_in(root)
+    assert {each.writer for each in maintenance.survey(other).namespaces} == {fingerprint}
+
+
 def test_an_archive_leaves_out_a_writer_that_cannot_be_read(root: Path, tmp_path: Path) -> None:
     (fingerprint,) = writer_files.kept_in(root)
     file = writer_files.path_of(root, fingerprint)
@@ -249,6 +266,92 @@ def test_an_archive_leaves_out_a_writer_that_cannot_be_read(root: Path, tmp_path
     assert [each.partition(":")[0] for each in report.left_out] == [
         writer_files.member_of(fingerprint)
     ]
+
+
+# -- writers that nothing needs any more --------------------------------------------------------------
+
+
+def chunks_of(root: Path, fingerprint: str) -> int:
+    """Chunks of the namespaces of a writer, without those that are never evicted."""
+    found = maintenance.survey(root).namespaces
+    return sum(each.chunks - each.pinned for each in found if each.writer == fingerprint)
+
+
+@pytest.fixture
+def both(root: Path, tmp_path: Path) -> tuple[str, str]:
+    """Fingerprints of the first writer of the store, and of the one that took its place."""
+    (first,) = writer_files.kept_in(root)
+    other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
+    with tiny.engine(tiny.llama(), root, writer=str(other)) as engine:
+        ingest(engine)
+        return first, engine.manifest.writer
+
+
+def clear_chunks(root: Path, fingerprint: str) -> None:
+    """As an eviction does, which leaves what is pinned."""
+    for each in maintenance.survey(root).namespaces:
+        if each.writer == fingerprint:
+            maintenance.clear(root, each.namespace)
+
+
+def test_a_survey_says_which_writer_encoded_a_namespace(
+    root: Path, both: tuple[str, str], tmp_path: Path
+) -> None:
+    with tiny.engine(tiny.llama(), root, writer="none") as engine:
+        ask(engine)
+        engine.drain()  # stock KV of the same chunks
+    found = maintenance.survey(root)
+    assert {each.writer for each in found.namespaces} >= {*both, ""}
+    assert {each.writer for each in found.writers} == {*both}
+    for each in found.writers:
+        assert each.size_bytes == writer_files.path_of(root, each.writer).stat().st_size
+
+
+def test_a_writer_stays_while_there_is_kv_of_it_or_the_corpus_names_it(
+    root: Path, both: tuple[str, str]
+) -> None:
+    first, second = both
+    assert chunks_of(root, first)
+    assert remove_unused_writers(root) == ()
+    clear_chunks(root, second)  # the corpus needs it to encode them again
+    assert remove_unused_writers(root) == ()
+    clear_chunks(root, first)
+    assert remove_unused_writers(root) == (first,)
+    assert writer_files.kept_in(root) == [second]
+    with tiny.engine(tiny.llama(), root) as engine:
+        ingest(engine)
+        assert ask(engine, mode="reuse")[1] > 0
+
+
+def test_no_writer_is_removed_while_some_kv_may_be_of_any(
+    root: Path, both: tuple[str, str]
+) -> None:
+    """As KV that was imported, or stored by an earlier version."""
+    first, _ = both
+    (unnamed,) = {e.namespace for e in maintenance.survey(root).namespaces if e.writer == first}
+    (root / "verified" / f"{unnamed}.loaded.json").unlink()
+    assert None in {each.writer for each in maintenance.survey(root).namespaces}
+    assert remove_unused_writers(root) == ()
+
+
+def test_a_writer_that_an_ingest_is_about_to_name_is_there_afterwards(
+    root: Path, both: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although gc looked just before, when the corpus named another one."""
+    first, _ = both
+    clear_chunks(root, first)
+    named = Corpus.set_manifest
+
+    def collected(corpus: Corpus, manifest: Manifest) -> None:
+        if manifest.writer == first:
+            assert writer_files.is_kept(root, first)
+            writer_files.remove(root, first)
+        named(corpus, manifest)
+
+    monkeypatch.setattr(Corpus, "set_manifest", collected)
+    with tiny.engine(tiny.llama(), root, writer=str(folder)) as engine:
+        ingest(engine)
+    assert writer_files.is_kept(root, first)
 
 
 def test_a_dry_run_names_the_writer(root: Path, folder: Path) -> None:
@@ -379,9 +482,28 @@ def test_a_writer_that_cannot_be_read_is_refused_before_anything_is_stored(
         assert ask(engine, mode="reuse")[1] > 0
 
 
-def test_a_writer_of_another_model_is_refused_when_the_model_is_opened(tmp_path: Path) -> None:
+def test_a_writer_of_another_model_is_refused_when_the_model_is_opened(
+    root: Path, tmp_path: Path
+) -> None:
     other = writers.writer(tiny.llama(hidden_size=64), tmp_path / "other")
-    with tiny.engine(tiny.llama(), tmp_path / "store", writer=str(other)) as engine:
+    with tiny.engine(tiny.llama(), root, writer=str(other)) as engine:
         for call in (engine.open, lambda: engine.ingest([tiny.document(0)])):
             with tiny.refuses("does not fit", ModelLoadError):
                 call()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_refused_writer_leaves_no_new_store(is_damaged: bool, tmp_path: Path) -> None:
+    folder = writers.writer(tiny.llama(hidden_size=64), tmp_path / "other")
+    if is_damaged:
+        (folder / WEIGHTS).write_bytes(b"")
+    with tiny.engine(tiny.llama(), tmp_path / "store", writer=str(folder)) as engine:
+        calls: list[Callable[[], object]] = [
+            lambda: engine.ingest([tiny.document(0)]),
+            lambda: engine.library.add([Entry("one", tiny.sentence(1))]),
+            engine.open,
+        ]
+        for call in calls:
+            with tiny.refuses("damaged" if is_damaged else "does not fit", ModelLoadError):
+                call()
+    assert not (tmp_path / "store").exists()

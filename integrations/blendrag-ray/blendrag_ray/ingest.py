@@ -97,7 +97,7 @@ def ingest(
     patterns: Patterns = ALL,
 ) -> IngestReport:
     """:func:`ingest_on_ray`, by anything that runs the stages."""
-    corpus = kv.corpus.create()
+    corpus = kv.create_corpus()
 
     def run() -> IngestReport:
         begun = compute, workers, watch

@@ -77,13 +77,17 @@ def stats(
     found, corpus = maintenance.survey(root), _corpus_facts(root)
     # Only a corpus names the model of a namespace, that of its own chunks.
     models = {corpus.namespace: corpus.model} if corpus else {}
+    is_readable = corpus is None or not corpus.fault
+    unused = found.unused_writers((corpus and corpus.writer) or "") if is_readable else []
     if json:
         fields = {**asdict(found), "corpus": asdict(corpus) if corpus else None}
+        for each in fields["writers"]:
+            each["needed"] = each["writer"] not in unused
         for each in fields["namespaces"]:
             each["model"] = models.get(each["namespace"])
         print_json(fields)
     else:
-        _print_stats(found, corpus, models)
+        _print_stats(found, corpus, models, unused)
     return DONE
 
 
@@ -113,7 +117,10 @@ def _corpus_facts(root: Path) -> CorpusFacts | None:
 
 
 def _print_stats(
-    found: StoreSurvey, corpus: CorpusFacts | None, models: dict[str | None, str | None]
+    found: StoreSurvey,
+    corpus: CorpusFacts | None,
+    models: dict[str | None, str | None],
+    unused: list[str],
 ) -> None:
     default = "" if found.limit_is_remembered else " (the default)"
     echo(
@@ -125,6 +132,10 @@ def _print_stats(
         model = models.get(each.namespace) or learned
         kind = ", ".join([*each.dtypes, *each.encodings]) or "no known header"
         unknown = f"; {each.unknown} with an unknown header" * bool(each.unknown)
+        if found.writers and each.writer is None and not is_learned(each.namespace):
+            kind += ", writer unknown"
+        elif each.writer:
+            kind += f", writer {each.writer[:SHOWN_DIGITS]}"
         echo(
             f"  {each.namespace[:SHOWN_DIGITS]}  {model}, {kind}: {count(each.chunks, 'chunk')} "
             f"({each.pinned} pinned), {count(each.tokens, 'token')}, "
@@ -134,6 +145,12 @@ def _print_stats(
         counts = f"{count(corpus.documents, 'document')}, {count(corpus.chunks, 'chunk')}"
         writer = f"; encoded with writer {corpus.writer[:SHOWN_DIGITS]}" if corpus.writer else ""
         echo(f"  corpus: {readable_size(corpus.size_bytes)}, {corpus.fault or counts}{writer}")
+    for kept in found.writers:
+        use = "not needed any more; blendrag store gc removes it" * (kept.writer in unused)
+        echo(
+            f"  writer {kept.writer[:SHOWN_DIGITS]}: {readable_size(kept.size_bytes)}"
+            + f", {use}" * bool(use)
+        )
     if found.quarantine_files:
         echo(
             f"  quarantine: {count(found.quarantine_files, 'file')}, "
@@ -307,6 +324,7 @@ def gc(
 
     with ByteProgress("evicted") as progress:
         done = maintenance.collect(root, max_bytes, progress)
+    done = _without_unused_writers(root, done)
     _print_removal(done, "evicted", json)
     if done.left_bytes > done.limit_bytes:
         stays = "stays" if done.pinned == 1 else "stay"
@@ -366,6 +384,7 @@ def clear(
     interrupt.expect("the rest of the store is intact; repeat the command to go on")
     with ByteProgress("removed") as progress:
         done = maintenance.clear(root, whole, progress)
+    done = _without_unused_writers(root, done)
     _print_removal(done, "removed", json)
     return DONE
 
@@ -419,12 +438,25 @@ def _agreed(what: str) -> bool:
         ) from exc
 
 
+def _without_unused_writers(root: Path, done: Removal) -> Removal:
+    """Also remove the writers that nothing needs any more."""
+    from blendrag.corpus.unused_writers import remove_unused_writers
+
+    try:
+        return replace(done, writers=remove_unused_writers(root))
+    except BlendragError as exc:
+        say("note", f"no writer was removed: {exc}")
+        return done
+
+
 def _print_removal(done: Removal, verb: str, json: bool) -> None:
     show(
         json,
         done,
         f"{count(done.removed, 'chunk')} {verb}, {readable_size(done.removed_bytes)}; "
-        f"{done.left:,} left, {readable_size(done.left_bytes)}",
+        f"{done.left:,} left, {readable_size(done.left_bytes)}"
+        + f"; {count(len(done.writers), 'unused writer')} removed"
+        * bool(done.writers),
     )
 
 

@@ -107,7 +107,7 @@ def ingest(
     patterns: Patterns = ALL,
 ) -> IngestReport:
     """See :meth:`BlendEngine.ingest`."""
-    corpus = kv.corpus.create()
+    corpus = kv.create_corpus()
     listed: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
 
     def run() -> IngestReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from blendrag.config import Settings, absolute_model
+from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.manifest import Manifest
 from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.lazy_model import LazyModel, opened
+from blendrag.engine.loaded_as import recorded
 from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
 from blendrag.engine.store_writer import StoreWriter
 from blendrag.errors import InvalidInputError, StoreFullError
@@ -73,6 +76,18 @@ class KVNamespace:
         corpus = self.corpus.current
         return not (self.store.read_only or (corpus is not None and corpus.read_only))
 
+    def create_corpus(self) -> Corpus:
+        """The corpus to ingest into, created if there is none.
+
+        Raises :class:`ModelLoadError` for a given writer that cannot be read, and for one that does not fit
+        the model; then no new store is created.
+        """
+        if self.writer.is_given:
+            self.writer.writer()
+            if not os.path.lexists(self.root / "format") and self.model.adapter.refusal is None:
+                self.writer.fit(self.model.adapter)
+        return self.corpus.create()
+
     @property
     def layout(self) -> KVLayout:
         """KV layout of the model in this store's encoding. Loads the model."""
@@ -120,7 +135,10 @@ class KVNamespace:
         if has_documents and not by_ingest:
             by_ingest = self.corpus.manifest.writer == self.writer.fingerprint
         if self.model.is_loaded and (by_ingest or not has_documents):
-            self.record(self.validity.namespace, self.model.signature())
+            namespace = self.validity.namespace
+            self.record(namespace, self.model.signature())
+            if self.is_writable and recorded(self.root, namespace) is None:
+                self.validity.record(namespace)  # KV that was imported
 
     def forget_signature(self) -> None:
         """Make the next ingest load the model instead of relying on its files' signature."""
@@ -147,6 +165,7 @@ class KVNamespace:
         )
         if renewed != manifest:
             corpus.set_manifest(renewed)
+            self.writer.keep()  # gc may have removed it while no corpus named it
 
     # -- its entries ------------------------------------------------------------------------------
 

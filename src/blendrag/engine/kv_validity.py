@@ -320,9 +320,9 @@ class KVValidity:
             self._store.put(namespace, key, kv)
         self._store.pin(namespace, key)
         self._valid.setdefault(namespace, True)
-        self._record(namespace)
+        self.record(namespace)
 
-    def _record(self, namespace: str) -> None:
+    def record(self, namespace: str) -> None:
         """Keep how the model was loaded, once."""
         if namespace in self._recorded:
             return

@@ -102,7 +102,7 @@ class Library:
         if not entries:
             return Added()
         with self._changing:
-            corpus = self._kv.corpus.create()
+            corpus = self._kv.create_corpus()
             if rows is not None:
                 corpus.set_manifest(replace(corpus.manifest, embedder=GIVEN + embedder))
             new = self._rows(entries, rows, embed)

@@ -35,6 +35,11 @@ class StoreWriter:
         self._is_kept = False
 
     @property
+    def is_given(self) -> bool:
+        """Whether the caller gave a writer."""
+        return self._given is not None
+
+    @property
     def fingerprint(self) -> str:
         """Of the writer that chunks are encoded with; empty if there is none. Raises
         :class:`ModelLoadError` for a given one that cannot be read."""

@@ -6,6 +6,9 @@ What is in them is read by :mod:`blendrag.model.writer`, which compares it with 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+from functools import lru_cache
 from pathlib import Path
 
 from blendrag.store import regular_files
@@ -16,6 +19,8 @@ DIRECTORY = "writers"
 _ENDING = ".safetensors"
 #: Largest file; a writer of rank 64 for a model of 70B in float32 has a third of it.
 MAX_MIB = 8 << 10
+#: Largest record of how a namespace's model was loaded.
+MAX_RECORD_MIB = 16
 
 
 def path_of(root: Path, fingerprint: str) -> Path:
@@ -34,6 +39,14 @@ def kept_in(root: Path) -> list[str]:
     return sorted(filter(is_name, names))
 
 
+def size_bytes(root: Path, fingerprint: str) -> int:
+    """0 if it is gone."""
+    try:
+        return path_of(root, fingerprint).lstat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def is_kept(root: Path, fingerprint: str) -> bool:
     """Whether the file of a writer is there; of no writer (empty), nothing is missing."""
     return not fingerprint or path_of(root, fingerprint).is_file()
@@ -44,6 +57,20 @@ def read(root: Path, fingerprint: str) -> bytes:
     return regular_files.read_bytes(path_of(root, fingerprint), MAX_MIB * regular_files.MIB)
 
 
+def sha256_of(root: Path, fingerprint: str) -> str:
+    """SHA-256 of the file, empty if it cannot be read. The file is read again only if it has changed."""
+    try:
+        status = path_of(root, fingerprint).stat()
+        return _sha256(root, fingerprint, status.st_mtime_ns, status.st_ino, status.st_size)
+    except OSError:
+        return ""
+
+
+@lru_cache(maxsize=16)
+def _sha256(root: Path, fingerprint: str, *_: int) -> str:
+    return hashlib.sha256(read(root, fingerprint)).hexdigest()
+
+
 def write(root: Path, fingerprint: str, data: bytes) -> None:
     """Raises :class:`StoreFullError` and :class:`StoreUnavailableError`."""
     path = path_of(root, fingerprint)
@@ -52,4 +79,25 @@ def write(root: Path, fingerprint: str, data: bytes) -> None:
             path.parent.mkdir(mode=0o700)
             sync_directory(root)
         regular_files.replace(path, data)
+        sync_directory(path.parent)
+
+
+def writer_of(root: Path, namespace: str) -> str | None:
+    """Fingerprint of the writer whose KV a namespace holds, empty if none encoded it; ``None`` if it is not
+    recorded, as in stores of earlier versions, of imported KV, and of KV learned from prompts.
+    """
+    try:
+        record = root / "verified" / f"{namespace}.loaded.json"
+        data = regular_files.read_bytes(record, MAX_RECORD_MIB * regular_files.MIB)
+        writer = json.loads(data)["loaded"][-1]["identity"].get("writer", "")
+        return writer if isinstance(writer, str) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def remove(root: Path, fingerprint: str) -> None:
+    """Raises :class:`StoreUnavailableError`. Idempotent."""
+    path = path_of(root, fingerprint)
+    with named_errors(f"removing {path}"), contextlib.suppress(FileNotFoundError):
+        path.unlink()
         sync_directory(path.parent)

@@ -46,7 +46,13 @@ from blendrag.corpus.shared.snapshots import (
     read_manifest,
     read_pointer,
 )
-from blendrag.errors import BlendragError, CorpusError, InvalidInputError, StoreUnavailableError
+from blendrag.errors import (
+    BlendragError,
+    CorpusError,
+    InvalidInputError,
+    ModelLoadError,
+    StoreUnavailableError,
+)
 from blendrag.store import writer_files
 from blendrag.store.identity import digest_fields
 from blendrag.store.remote.claims import require_no_collection
@@ -72,6 +78,8 @@ class Shared:
     state: str
     intended: str = ""
     """Snapshot that the pointer was about to be set to."""
+    writer: str = ""
+    """SHA-256 of the snapshot's writer; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +185,7 @@ def publish(
             after = Pointer(VERSION, corpus_id, serial, name)
             if not remote.objects.replace(POINTER, _signed(remote, after), before):
                 raise _overtaken(remote, current)
-        _remember(corpus, Shared(corpus_id, serial, written.state))
+        _remember(corpus, Shared(corpus_id, serial, written.state, writer=written.writer))
     missing = len(keys.keys) - len(durable_keys)
     return Published(
         serial,
@@ -278,13 +286,21 @@ class _Writing:
         """Write the writer of the store at ``root``; its name, empty if there is none."""
         if not fingerprint:
             return ""
+        from blendrag.model.writer import Writer  # loads torch
+
         try:
-            return self.blob(writer_files.read(root, fingerprint))
+            data = writer_files.read(root, fingerprint)
+            if Writer.from_bytes(data, "the copy").fingerprint == fingerprint:
+                return self.blob(data)
+            why = "is damaged"
+        except ModelLoadError:
+            why = "is damaged"
         except OSError as exc:
-            raise CorpusError(
-                f"writer {fingerprint[:12]} of store {root} cannot be read ({exc.strerror or exc}), and who "
-                "follows needs it to encode; ingest again with its directory (--writer)"
-            ) from exc
+            why = f"cannot be read ({exc.strerror or exc})"
+        raise CorpusError(
+            f"writer {fingerprint[:12]} of store {root} {why}, and who follows needs it to encode; ingest "
+            "again with its directory (--writer)"
+        )
 
     def manifest(self, snapshot: Snapshot) -> str:
         """Write a manifest, also if it is there already: what was written just now is not collected."""
@@ -350,9 +366,9 @@ def _follow(root: Path, remote: RemoteRoot, pointer: Pointer, keep_settings: boo
     with Corpus.open(root, create=True) as corpus:
         shared = _shared(corpus)
         _require_follower(corpus, remote, shared, pointer)
-        writer = corpus.manifest.writer if corpus.has_manifest else ""
-        is_lost = not writer_files.is_kept(root, writer)
-        if shared is not None and shared.serial == pointer.serial and not is_lost:
+        fingerprint = corpus.manifest.writer if corpus.has_manifest else ""
+        is_same = shared is not None and shared.serial == pointer.serial
+        if shared is not None and is_same and _has_writer(root, fingerprint, shared.writer):
             ((documents,),) = corpus.file.rows("SELECT count(*) FROM document")
             return Followed(pointer.serial, documents, len(corpus))
         snapshot = read_manifest(remote, pointer.snapshot)
@@ -378,8 +394,9 @@ def _follow(root: Path, remote: RemoteRoot, pointer: Pointer, keep_settings: boo
         _fetch_writer(remote, snapshot, root)
         with tempfile.TemporaryDirectory(prefix="blendrag-follow-") as scratch:
             read_bytes = _fetch(remote, [part for _, part in changed], Path(scratch))
-            after = Shared(pointer.corpus, pointer.serial, snapshot.state)
+            after = Shared(pointer.corpus, pointer.serial, snapshot.state, writer=snapshot.writer)
             added, removed = _apply(corpus, snapshot, state, same, changed, Path(scratch), after)
+        _fetch_writer(remote, snapshot, root)  # it was unused until now, so gc may have removed it
         return Followed(pointer.serial, snapshot.documents, len(corpus), added, removed, read_bytes)
 
 
@@ -413,10 +430,15 @@ def _fetch(remote: RemoteRoot, parts: Sequence[SnapshotPart], scratch: Path) -> 
 
 
 def _fetch_writer(remote: RemoteRoot, snapshot: Snapshot, root: Path) -> None:
-    """Copy the writer of a snapshot into the store at ``root``, unless it is there."""
+    """Copy the writer of a snapshot into the store at ``root``, unless it is there and whole."""
     fingerprint = snapshot.settings.writer
-    if snapshot.writer and not writer_files.is_kept(root, fingerprint):
+    if snapshot.writer and not _has_writer(root, fingerprint, snapshot.writer):
         writer_files.write(root, fingerprint, read_blob(remote, PARTS, snapshot.writer))
+
+
+def _has_writer(root: Path, fingerprint: str, sha256: str) -> bool:
+    """Whether the store has that writer as it was published; of no writer (empty), nothing is missing."""
+    return not fingerprint or writer_files.sha256_of(root, fingerprint) == sha256
 
 
 def _apply(

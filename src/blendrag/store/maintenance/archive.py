@@ -141,6 +141,8 @@ def _copy(
     for fingerprint in writer_files.kept_in(root):
         try:
             data = writer_files.read(root, fingerprint)
+        except FileNotFoundError:
+            continue  # no longer needed, and removed meanwhile
         except OSError as exc:
             left_out = f"{writer_files.member_of(fingerprint)}: {exc.strerror or exc}"
             report.left_out.append(left_out)

@@ -16,9 +16,10 @@ from itertools import islice
 from pathlib import Path
 
 from blendrag.errors import CorruptKVError
+from blendrag.store import writer_files
 from blendrag.store.disk_writer import DiskWriter, oldest_first
 from blendrag.store.durable import named_errors
-from blendrag.store.identity import FORMAT_VERSION
+from blendrag.store.identity import FORMAT_VERSION, is_learned
 from blendrag.store.maintenance import opening
 from blendrag.store.maintenance.integrity import QUARANTINED
 from blendrag.store.maintenance.opening import Progress, no_progress
@@ -46,6 +47,17 @@ class NamespaceStats:
     """Chunks that are never evicted."""
     unknown: int
     """Chunks whose header cannot be read; ``check`` tells more."""
+    writer: str | None = None
+    """Fingerprint of the writer that encoded them, empty if none did; ``None`` if it is not recorded."""
+
+
+@dataclass(frozen=True)
+class WriterStats:
+    """A writer that the store keeps."""
+
+    writer: str
+    """Its fingerprint."""
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,22 @@ class StoreSurvey:
     temporary_bytes: int
     """Being written now, or left by a crash until the store is opened for writing."""
     namespaces: tuple[NamespaceStats, ...]
+    writers: tuple[WriterStats, ...]
+
+    def unused_writers(self, corpus_writer: str) -> list[str]:
+        """Writers that encoded none of the stored chunks, and that the corpus does not name either.
+
+        None while it is not known which writer encoded some chunks. What was learned from prompts, and
+        pinned entries, need no writer.
+        """
+        needed = {
+            each.writer
+            for each in self.namespaces
+            if each.chunks > each.pinned and not is_learned(each.namespace)
+        }
+        if None in needed:
+            return []
+        return [each.writer for each in self.writers if each.writer not in {*needed, corpus_writer}]
 
 
 @dataclass(frozen=True)
@@ -76,6 +104,8 @@ class Removal:
     """The size to reach; 0 for ``clear``."""
     pinned: int
     """Entries left that are never evicted."""
+    writers: tuple[str, ...] = ()
+    """Writers that nothing needed any more, and that were removed."""
 
 
 def survey(root: Path) -> StoreSurvey:
@@ -85,7 +115,7 @@ def survey(root: Path) -> StoreSurvey:
     namespace have equal sizes only if they have equal token counts. Verifies nothing.
     """
     with opening.open_for_reading(root) as files, named_errors(f"listing store {root}"):
-        namespaces = _survey_namespaces(files)
+        namespaces = _survey_namespaces(files, root)
         quarantine = _file_sizes(root / "quarantine")
         remembered = settle_limit(root, None, -1, read_only=False)
         return StoreSurvey(
@@ -100,10 +130,14 @@ def survey(root: Path) -> StoreSurvey:
             quarantine_bytes=sum(quarantine),
             temporary_bytes=sum(_file_sizes(root / "tmp")),
             namespaces=namespaces,
+            writers=tuple(
+                WriterStats(each, writer_files.size_bytes(root, each))
+                for each in writer_files.kept_in(root)
+            ),
         )
 
 
-def _survey_namespaces(files: PayloadFiles) -> tuple[NamespaceStats, ...]:
+def _survey_namespaces(files: PayloadFiles, root: Path) -> tuple[NamespaceStats, ...]:
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
     headers: dict[tuple[str, int], PayloadHeader] = {}
     pinned, marks = Counter[str](), files.pinned.all()
@@ -130,6 +164,7 @@ def _survey_namespaces(files: PayloadFiles) -> tuple[NamespaceStats, ...]:
                 size_bytes=sum(size * count for size, count in counts.items()),
                 pinned=pinned[namespace],
                 unknown=sum(count for size, count in counts.items() if size not in known),
+                writer=writer_files.writer_of(root, namespace),
             )
         )
     return tuple(stats)
