@@ -115,6 +115,7 @@ def test_interrupted_training_goes_on(
         (("--questions", "text.jsonl", "--model", "MODEL"), "has ctxs 'a', expected a list"),
         (("--questions", "number.jsonl", "--model", "MODEL"), "a passage without text"),
         (("--model", "MODEL", "--store", "none"), "ingest first"),
+        (("--model", "MODEL", "--from", "none"), "there is no writer 'none'"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -152,6 +153,8 @@ def test_what_is_saved_names_no_path_of_this_machine(
     assert printed("adapt", "--model", plain_model, "--documents", many_docs, "--out", out, *FEW)
     texts = [p.read_text() for p in out.iterdir() if p.suffix != ".safetensors"]
     assert not any(str(plain_model.parent) in text for text in texts)
+    words = refused("adapt", "--model", plain_model, "--from", out, "--rank", "8")
+    assert f"--from {out} is a writer of rank 2, not 8; leave --rank out" in words
     assert f"# A writer for {plain_model.name}" in (out / "README.md").read_text()
     assert public_name("someone/model") == "someone/model"
     cached = "/cache/hub/models--someone--model/snapshots/1a2b"

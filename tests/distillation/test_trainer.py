@@ -28,6 +28,7 @@ from blendrag.distillation.material import (
     with_questions,
 )
 from blendrag.distillation.memory import SHARE, needs_of
+from blendrag.distillation.memory import _kept_bytes as kept_bytes
 from blendrag.distillation.plot import write_plot
 from blendrag.distillation.questions import cleaned_question
 from blendrag.distillation.trainer import (
@@ -444,6 +445,39 @@ def test_held_out_questions_are_as_many_as_announced_and_differ() -> None:
     assert sum(len(each.questions) for each in held_out_prompts(few, recipe(held_out=9))) == 2
 
 
+def test_training_goes_on_from_a_writer_and_keeps_it_if_none_is_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = small()
+    first = adapt(adapter, corpus(adapter), recipe(steps=8), tmp_path / "first")
+    start = Writer.load(tmp_path / "first")
+    adapt(adapter, corpus(adapter), recipe(), tmp_path / "second", start=start)
+    report = json.loads((tmp_path / "second" / "report.json").read_text())
+    assert report["measured"][0]["step"] == 0
+    assert report["measured"][0]["typical_kl"] == pytest.approx(first.after.typical_kl, rel=1e-4)
+    kls = iter([1.0, 0.5, 0.6, 0.7])
+    monkeypatch.setattr(HeldOut, "score", lambda self, writes=True: scored(next(kls)))
+    worse = adapt(adapter, corpus(adapter), recipe(), tmp_path / "third", start=start)
+    assert worse.best_step == 0
+    kept = Writer.load(tmp_path / "third")
+    for name, part in start.parts.items():
+        assert torch.equal(kept.parts[name].down, part.down)
+        assert tiny.difference(kept.parts[name].up, part.up) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 80}]
+)
+def test_writer_that_does_not_fit_is_no_beginning(tmp_path: Path, changes: dict[str, int]) -> None:
+    adapter = small()
+    adapt(adapter, corpus(adapter), recipe(steps=1), tmp_path / "first")
+    other = small(**changes)
+    start = Writer.load(tmp_path / "first")
+    with pytest.raises(InvalidInputError, match=r"does not fit .*other names or shapes"):
+        adapt(other, corpus(other), recipe(), tmp_path / "second", start=start)
+    assert not hasattr(other.model, "peft_config")
+
+
 def test_too_small_a_corpus_is_refused(tmp_path: Path) -> None:
     adapter = small()
     with pytest.raises(InvalidInputError, match=r"too small to train a writer on: 3 groups"):
@@ -490,6 +524,28 @@ def test_fewer_chunks_are_held_at_a_time_where_memory_is_short(tmp_path: Path) -
     assert scarce.encode_batch == 2
     assert scarce.total_bytes == ample.total_bytes - ample.chunk_bytes
     assert "activations of 2 of 3 chunks are held at a time" in str(scarce)
+
+
+def test_attention_that_keeps_its_weights_is_counted_by_the_length_of_chunks(
+    tmp_path: Path,
+) -> None:
+    found = {}
+    for attention in ("sdpa", "eager"):
+        adapter = small()
+        adapter.model.set_attn_implementation(attention)
+        given = corpus(adapter)
+        with adapter.lock:
+            trained = TrainedWriter(adapter, 4, 0)
+            both = forwards(adapter, trained)
+            for tokens in (256, 512):
+                material = Material(adapter.tokens, given.groups, 3, 2, tokens)
+                needs = needs_of(adapter, trained, both, material, 5, 6, available=1 << 40)
+                held = kept_bytes(both, tokens)
+                assert 0.8 * held < needs.chunk_bytes < 1.2 * held
+                found[attention, tokens] = needs.chunk_bytes
+            trained.close()
+    assert found["sdpa", 512] < 2.5 * found["sdpa", 256]
+    assert found["eager", 512] > 3 * found["eager", 256]
 
 
 def test_the_model_asks_only_what_is_missing() -> None:

@@ -45,7 +45,14 @@ def adapt(
     ] = Path("blendrag-writer"),
     steps: Annotated[int, options.number("Training steps.", 1, kind=int)] = 200,
     batch: Annotated[int, options.number("Prompts in each step.", 1, kind=int)] = 4,
-    rank: Annotated[int, options.number("Rank of the LoRA.", 1, 1024, kind=int)] = 16,
+    start: Annotated[
+        Path | None,
+        options.optional("Begin with the weights of this writer of the same model.", "--from"),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        options.number("Rank of the LoRA. [default: 16, or that of --from]", 1, 1024, kind=int),
+    ] = None,
     learning_rate: Annotated[
         float, options.number("Highest learning rate.", 0, 1, above=True)
     ] = 5e-4,
@@ -69,9 +76,16 @@ def adapt(
     from blendrag.distillation.sources import corpus_of
     from blendrag.distillation.writer import require_peft
     from blendrag.model.loading import load_adapter
+    from blendrag.model.writer import Writer
 
     require_peft()
     require_unfinished(out)
+    begun = None if start is None else Writer.load(start)
+    if begun is not None and rank not in (None, begun.rank):
+        raise InvalidInputError(
+            f"--from {start} is a writer of rank {begun.rank}, not {rank}; leave --rank out"
+        )
+    rank = rank or (begun.rank if begun is not None else Recipe.rank)
     recipe = Recipe(steps=steps, batch=batch, rank=rank, learning_rate=learning_rate)
     given = context.params
     store = _store(given["store"], documents, questions)
@@ -109,6 +123,7 @@ def adapt(
             say=lambda text, done, total: line.show(f"{text} ({done} of {total})"),
             note=lambda text: say("note", text),
             watch=show,
+            start=begun,
         )
     if report.progress.skipped:
         say("note", _skipped(report))

@@ -40,6 +40,7 @@ from blendrag.distillation.trainer import (
 from blendrag.distillation.writer import TrainedWriter, public_name
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.writer import Writer
 from blendrag.store import regular_files
 
 REPORT = "report.json"
@@ -133,12 +134,15 @@ def adapt(
     say: Say = lambda text, done, total: None,
     note: Callable[[str], None] = lambda text: None,
     watch: Callable[[Progress, Score], None] = lambda progress, before: None,
+    start: Writer | None = None,
 ) -> AdaptReport:
     """Train a writer and save it in ``out``; goes on from a checkpoint there.
 
-    ``note`` gets sentences, ``watch`` the progress and the score before training after every step. Holds the
-    model's lock. Raises :class:`InvalidInputError`, :class:`UnsupportedModelError`, :class:`ModelError`, and
-    :class:`KeyboardInterrupt` with everything finished so far in ``out``.
+    ``start``: a writer of this model and the recipe's rank, whose weights training begins with; it is kept
+    if none becomes better. ``note`` gets sentences, ``watch`` the progress and the score before training
+    after every step. Holds the model's lock. Raises :class:`InvalidInputError`,
+    :class:`UnsupportedModelError`, :class:`ModelError`, and :class:`KeyboardInterrupt` with everything
+    finished so far in ``out``.
     """
     adapter.require_blendable()
     require_unfinished(out)
@@ -148,7 +152,9 @@ def adapt(
     with adapter.lock, torch.inference_mode(False):
         writer = TrainedWriter(adapter, recipe.rank, recipe.seed)
         try:
-            digest = run_digest(adapter, corpus, recipe)
+            digest = run_digest(adapter, corpus, recipe, start)
+            if start is not None:
+                writer.begin_with(start)
             with writer.stock():
                 train, held = _asked(adapter, train, held, recipe, out, digest, say)
             forwards = Forwards(adapter, corpus.prefix_ids, writer.stock, recipe.answer_tokens)
@@ -176,7 +182,9 @@ def adapt(
                     f"{adapter.model_id} does not compute numbers for held-out prompts, with full prefill or "
                     "over stored KV; take another --dtype"
                 )
-            trainer = Trainer(writer, forwards, material, held_out, recipe, out, digest)
+            trainer = Trainer(
+                writer, forwards, material, held_out, recipe, out, digest, start is not None
+            )
             if trainer.resume():
                 note(f"going on after step {trainer.progress.step} of {recipe.steps}")
             progress = trainer.run(lambda progress: watch(progress, before))
@@ -229,13 +237,15 @@ def _require_fitting_prompts(adapter: ModelAdapter, corpus: TrainingCorpus, reci
         )
 
 
-def run_digest(adapter: ModelAdapter, corpus: TrainingCorpus, recipe: Recipe) -> str:
+def run_digest(
+    adapter: ModelAdapter, corpus: TrainingCorpus, recipe: Recipe, start: Writer | None
+) -> str:
     """Tells this run from others."""
     texts = [[passage.text for passage in group.passages] for group in corpus.groups]
     asked = [[each.question for each in group.asked] for group in corpus.groups]
     parts = [
         adapter.identity.tensors_fingerprint, repr(recipe), texts, asked, corpus.prefix_ids,
-        corpus.chunk_tokens, corpus.top_k,
+        corpus.chunk_tokens, corpus.top_k, start.fingerprint if start else "",
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -83,7 +83,7 @@ class Forwards:
     ) -> None:
         """``encode_batch``: chunks whose activations are held at a time, which takes another forward;
         0 holds those of all chunks of a prompt."""
-        self._adapter, self._stock = adapter, stock
+        self.adapter, self._stock = adapter, stock
         self._prefix_ids = tuple(prefix_ids)
         self._answer_tokens = answer_tokens
         self.encode_batch = encode_batch
@@ -124,7 +124,7 @@ class Forwards:
 
     def _begun(self, prompt: ChunkPrompt) -> tuple[DynamicCache, Places, Sequence[torch.Tensor]]:
         """KV of a prompt with all its tails, its places, and the logits ``[T, V]`` of each tail."""
-        cache = self._adapter.prefill_at(prompt.shared_ids)
+        cache = self.adapter.prefill_at(prompt.shared_ids)
         keys = self._shared(range(prompt.end))
         rows = self._tail_places(prompt, [()] * len(prompt.tails))
         logits = self._logits([i for tail in prompt.tails for i in tail], rows, keys, cache)
@@ -215,7 +215,7 @@ class Forwards:
         at = [p for chunk in chunks for p in range(chunk.position, chunk.end)]
         own = [skip + n for chunk in chunks for n in range(len(chunk.ids))]
         positions = self._tensor(at)
-        repositioner = self._adapter.repositioner
+        repositioner = self.adapter.repositioner
         tables = repositioner.tables(positions - self._tensor(own))
         layers: list[LayerKV] = []
         for layer, start in enumerate(head):
@@ -241,8 +241,8 @@ class Forwards:
                 keys, values = (part.expand(len(ids), -1, -1, -1) for part in parts)
                 cache.update(keys, values, layer)
             positions = skip + torch.arange(longest, device=ids.device)[None]
-            with self._adapter.own_tables():
-                self._adapter.stack.base(
+            with self.adapter.own_tables():
+                self.adapter.stack.base(
                     input_ids=ids,
                     position_ids=positions.expand(len(ids), -1),
                     past_key_values=cache,
@@ -260,9 +260,14 @@ class Forwards:
             flat = encode(ids)
         return list(zip(flat[::2], flat[1::2], strict=True))
 
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that every chunk is encoded behind."""
+        return len(self._prefix_ids)
+
     def encoded_probe(self, tokens: int) -> Any:
         """KV of a chunk of ``tokens`` tokens, with all that its backward needs."""
-        vocabulary = self._adapter.model.get_input_embeddings().num_embeddings
+        vocabulary = self.adapter.model.get_input_embeddings().num_embeddings
         ids = tuple(7 * i % vocabulary for i in range(tokens))
         prefix = self._head(self._prefix_ids) if self._prefix_ids else None
         with self._in_own_precision():
@@ -270,7 +275,7 @@ class Forwards:
 
     def _in_own_precision(self) -> AbstractContextManager[Any]:
         """The float32 weights of the writer are multiplied in the model's dtype."""
-        dtype, device = self._adapter.layout.torch_dtype, self._adapter.device
+        dtype, device = self.adapter.layout.torch_dtype, self.adapter.device
         if dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device.type, dtype)
@@ -280,7 +285,7 @@ class Forwards:
         """Stock KV of the beginning of a prompt."""
         if ids not in self._heads:
             with self._stock():
-                cache = self._adapter.prefill_at(ids)
+                cache = self.adapter.prefill_at(ids)
             self._heads[ids] = [(layer.keys, layer.values) for layer in cache.layers]
         return self._heads[ids]
 
@@ -295,10 +300,10 @@ class Forwards:
         """Logits ``[B, n, V]`` of ``ids`` at ``rows``, which see ``keys``, themselves among these."""
         masks = {
             kind: self._mask(rows, keys, window)
-            for kind, window in self._adapter.stack.windows.items()
+            for kind, window in self.adapter.stack.windows.items()
         }
-        with self._adapter.own_tables():
-            out = self._adapter.model(
+        with self.adapter.own_tables():
+            out = self.adapter.model(
                 input_ids=ids,
                 position_ids=rows.positions,
                 past_key_values=cache,
@@ -315,7 +320,7 @@ class Forwards:
         seen &= (keys.groups[:, None] == SHARED) | (keys.groups[:, None] == group)
         if window is not None:
             seen &= keys.positions[:, None] >= window.first_seen(at)
-        dtype = self._adapter.layout.torch_dtype
+        dtype = self.adapter.layout.torch_dtype
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
@@ -332,7 +337,7 @@ class Forwards:
         return Places(at, torch.full_like(at, SHARED))
 
     def _tensor(self, values: Sequence[Any]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._adapter.device)
+        return torch.tensor(values, dtype=torch.long, device=self.adapter.device)
 
 
 def _deviation(target: Target, student: torch.Tensor) -> Deviation:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blendrag.distillation.forwards import Forwards
+from blendrag.distillation.forwards import TEACHER_BATCH, Forwards
 from blendrag.distillation.material import Material
 from blendrag.distillation.writer import TrainedWriter
 from blendrag.engine.decode_weights import available_bytes
@@ -14,8 +14,8 @@ from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store.durable import readable_size
 
-#: Tokens of the chunk whose activations are counted.
-COUNTED_TOKENS = 32
+#: Tokens of the two chunks whose activations are counted.
+COUNTED_TOKENS = 32, 64
 #: Float32 copies of logits that are alive at once: teacher, student, their log-softmax, gradients.
 LOGITS_COPIES = 6
 #: Share of the available memory that training may take.
@@ -27,9 +27,9 @@ class Needs:
     """Bytes that training takes besides the model."""
 
     writer_bytes: int
-    """Weights, gradients and moments of AdamW, a copy of them before a step, and the best weights."""
+    """Weights, gradients and moments of AdamW, the best weights and a copy that is being saved."""
     rows_bytes: int
-    """Logits and KV of a prompt, and logits of held-out answers."""
+    """Logits, KV and attention weights of a prompt, and logits of answers that wait for their turn."""
     chunk_bytes: int
     """Activations of one chunk of full length."""
     chunks: int
@@ -64,7 +64,7 @@ def needs_of(
     held_out: int,
     available: int | None = None,
 ) -> Needs:
-    """Measured on a short chunk. ``held_out``: held-out questions.
+    """Measured on two short chunks. ``held_out``: held-out questions.
 
     Raises :class:`InvalidInputError` if not even one chunk fits.
     """
@@ -75,21 +75,23 @@ def needs_of(
     vocabulary = adapter.model.get_input_embeddings().num_embeddings
     rows = material.questions * (answer_tokens + 64)
     kv = adapter.layout.size_bytes(chunk * material.top_k)
-    per_token = _bytes_per_token(adapter, forwards)
-    writer_bytes = 8 * 4 * parameters
-    rows_bytes = LOGITS_COPIES * 4 * rows * vocabulary + 4 * kv
+    per_token, per_pair = _activations(forwards)
+    chunk_bytes = int(per_token * chunk + per_pair * chunk * (chunk + forwards.prefix_tokens))
+    writer_bytes = 6 * 4 * parameters
+    rows_bytes = (LOGITS_COPIES + TEACHER_BATCH) * 4 * rows * vocabulary + 4 * kv
+    rows_bytes += int(per_token * rows + per_pair * rows * chunk * material.top_k)
     rows_bytes += 2 * held_out * answer_tokens * vocabulary
     left = SHARE * available - writer_bytes - rows_bytes
-    fit = int(left // (per_token * chunk))
+    fit = int(left // chunk_bytes)
     if fit < 1:
-        least = writer_bytes + rows_bytes + per_token * chunk
+        least = writer_bytes + rows_bytes + chunk_bytes
         raise InvalidInputError(
             f"training takes at least {readable_size(least)} of memory besides the model, and "
             f"{readable_size(available)} are available; take a smaller model, shorter chunks "
             "(--chunk-tokens) or a lower --rank"
         )
     batch = 0 if fit >= material.top_k else fit
-    sizes = writer_bytes, rows_bytes, per_token * chunk, material.top_k
+    sizes = writer_bytes, rows_bytes, chunk_bytes, material.top_k
     return Needs(*sizes, available, batch)
 
 
@@ -99,9 +101,16 @@ def _available(device: torch.device) -> int:
     return available_bytes()
 
 
-def _bytes_per_token(adapter: ModelAdapter, forwards: Forwards) -> int:
-    """Activations that a chunk's forward keeps for its backward, per token."""
-    own = {p.untyped_storage().data_ptr() for p in adapter.model.parameters()}
+def _activations(forwards: Forwards) -> tuple[float, float]:
+    """Bytes that a chunk's forward keeps for its backward: for each token, and for each pair of a token and
+    one that it sees, which is far from nothing where attention keeps its weights (eager)."""
+    short, long = (_kept_bytes(forwards, tokens) / tokens for tokens in COUNTED_TOKENS)
+    per_pair = max(0.0, (long - short) / (COUNTED_TOKENS[1] - COUNTED_TOKENS[0]))
+    return short - per_pair * (COUNTED_TOKENS[0] + forwards.prefix_tokens), per_pair
+
+
+def _kept_bytes(forwards: Forwards, tokens: int) -> int:
+    own = {p.untyped_storage().data_ptr() for p in forwards.adapter.model.parameters()}
     kept: dict[int, int] = {}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,6 +120,6 @@ def _bytes_per_token(adapter: ModelAdapter, forwards: Forwards) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        held = forwards.encoded_probe(COUNTED_TOKENS)
+        held = forwards.encoded_probe(tokens)
     del held
-    return sum(kept.values()) // COUNTED_TOKENS + 1
+    return sum(kept.values())

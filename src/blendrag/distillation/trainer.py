@@ -223,11 +223,13 @@ class Trainer:
         recipe: Recipe,
         out: Path,
         run_digest: str,
+        is_begun: bool = False,
     ) -> None:
-        """``run_digest``: tells this run from others, whose checkpoints it does not take."""
+        """``run_digest``: tells this run from others, whose checkpoints it does not take. ``is_begun``:
+        ``writer`` has weights of an earlier run, which are measured before the first step."""
         self._writer, self._forwards, self._material = writer, forwards, material
         self._held_out, self._recipe, self._out = held_out, recipe, out
-        self._digest = run_digest
+        self._digest, self._is_begun = run_digest, is_begun
         self._parameters = list(writer.parameters.values())
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=recipe.learning_rate, betas=BETAS, weight_decay=0.0
@@ -302,7 +304,7 @@ class Trainer:
     def _measure_if_due(self) -> None:
         step = self.progress.step
         is_due = step % self._recipe.measure_every == 0 or self.ending is not None
-        is_trained = self.progress.skipped < step
+        is_trained = self.progress.skipped < step or self._is_begun
         if not is_due or not is_trained or any(at == step for at, _ in self.progress.scores):
             return
         began, before = time.monotonic(), self.progress.best

@@ -14,7 +14,7 @@ from torch import nn
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import fingerprint
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.writer import layers_for_writers, mark_as_writer
+from blendrag.model.writer import Writer, layers_for_writers, mark_as_writer
 
 #: The factor of a LoRA's product is alpha / rank.
 ALPHA_PER_RANK = 2
@@ -100,6 +100,22 @@ class TrainedWriter:
                     yield
         finally:
             self._stock_depth -= 1
+
+    def begin_with(self, writer: Writer) -> None:
+        """Take the weights of a writer of this model and rank. Raises :class:`InvalidInputError`."""
+        given = {}
+        for name, part in writer.parts.items():
+            key = f"base_model.model.{name}.lora_"
+            given[f"{key}A.default.weight"] = part.down
+            given[f"{key}B.default.weight"] = part.up * (part.scale / ALPHA_PER_RANK)
+        own = {name: parameter.shape for name, parameter in self.parameters.items()}
+        if {name: weight.shape for name, weight in given.items()} != own:
+            of = f" of {writer.model_id}" if writer.model_id else ""
+            raise InvalidInputError(
+                f"{writer.label}{of} does not fit {self._adapter.model_id}, whose layers have other names or "
+                "shapes; begin with one that was trained for this model"
+            )
+        self.load(given)
 
     def state(self) -> dict[str, torch.Tensor]:
         """A copy of the weights, on the CPU."""
