@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,18 @@ ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ("integrations/langchain-blendrag", "integrations/llama-index-llms-blendrag")
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_every_class_has_a_name_of_its_own(framework: str) -> None:
     roots = ("src", "lab", "integrations/blendrag-ray", framework)
     places = defaultdict(set)
     for path in [path for root in roots for path in (ROOT / root).rglob("*.py")]:
         if "tests" not in path.parts:
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            for node in nodes(path):
                 if isinstance(node, ast.ClassDef):
                     places[node.name].add(path.relative_to(ROOT).as_posix())
     assert {name: sorted(found) for name, found in places.items() if len(found) > 1} == {}
@@ -40,7 +46,7 @@ def test_tests_ask_for_behaviour_or_public_names():
     for path in (
         path for root in (ROOT / "src", ROOT / "integrations") for path in root.rglob("*.py")
     ):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 ours.add(node.name)
             elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -53,7 +59,7 @@ def test_tests_ask_for_behaviour_or_public_names():
         for root in ("tests", "integrations", "lab")
         for path in (ROOT / root).rglob("*.py")
         if "tests" in path.relative_to(ROOT).parts
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr in private and _is_foreign(node.value)
     }
     assert not sorted(each for each in found if each.startswith(WITHOUT_PRIVATE_NAMES))

@@ -213,7 +213,7 @@ class TrainingRun:
             rng = random.Random(f"{progress.seed}/{progress.step}")
             stage = _drawn_stage(rng, progress.stage)
             batch = self._batch(rng, stage)
-            loss, right = self._step(batch, _rate(progress, done))
+            loss, right = self.train_step(batch, _rate(progress, done))
             now = time.monotonic()
             progress.elapsed_s += now - last
             last = now
@@ -250,7 +250,7 @@ class TrainingRun:
         samples = list(_fill(rng, stage, self.writer))
         return collate(samples, self.tokenizer.pad_token_id, torch.bfloat16, self.device)
 
-    def _step(self, batch: Batch, rate: float) -> tuple[float, list[bool]]:
+    def train_step(self, batch: Batch, rate: float) -> tuple[float, list[bool]]:
         """One optimiser step → (loss, of each answer whether its first token is right)."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -104,10 +104,10 @@ class Interrupted(TrainingRun):
 
     steps = 0
 
-    def _step(self, batch: Batch, rate: float) -> tuple[float, list[bool]]:
+    def train_step(self, batch: Batch, rate: float) -> tuple[float, list[bool]]:
         if self.progress.step + 1 == self.steps:
             self.stop()
-        return super()._step(batch, rate)
+        return super().train_step(batch, rate)
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -138,7 +138,7 @@ def test_a_deep_model_is_also_supervised_after_its_first_half(tmp_path):
     """The second half adds nothing at first, so both losses are equal."""
     run = TrainingRun(tmp_path, seed=0, resume=False)
     batch = run._batch(random.Random(0), 1)
-    shallow, _ = run._step(batch, rate=0.0)
+    shallow, _ = run.train_step(batch, rate=0.0)
     run.adopt(deepened(run.model, DEEP))
-    deep, _ = run._step(batch, rate=0.0)
+    deep, _ = run.train_step(batch, rate=0.0)
     assert deep == pytest.approx((1 + EXIT_WEIGHT) * shallow)

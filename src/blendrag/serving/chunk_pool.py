@@ -210,7 +210,7 @@ class ChunkPool:
             self._overlays = Overlays(layout, self._limit_tokens, device)
         return self._overlays.join(held, positions, room)
 
-    def _held(self, part: _Part, position: int, computed: torch.Tensor) -> HeldChunk:
+    def _held(self, part: _ChunkPart, position: int, computed: torch.Tensor) -> HeldChunk:
         """``position``: where its first token is. ``computed`` ``[N]``: tokens computed in any layer."""
         chunk = self._chunks.get(part.key)
         if chunk is None:
@@ -219,16 +219,16 @@ class ChunkPool:
         stale[: part.end - part.at] = computed[part.at : part.end]
         return HeldChunk(chunk, position, stale if stale.any() else None)
 
-    def _parts(self, request: RequestKV) -> Iterator[_Part]:
+    def _parts(self, request: RequestKV) -> Iterator[_ChunkPart]:
         """What of the prompt can be shared."""
         for span in request.loaded.spans if request.loaded is not None else ():
             if isinstance(span.reader, PrefixReader):  # in memory already: not copied
                 for key, chunk in span.reader.parts():
                     if chunk.start < span.end:
                         end = min(span.end, chunk.start + chunk.tokens)
-                        yield _Part(key, chunk.start, end, span, chunk)
+                        yield _ChunkPart(key, chunk.start, end, span, chunk)
             elif span.tokens >= MIN_CHUNK_TOKENS:
-                yield _Part(span.reader.key, span.start, span.end, span)
+                yield _ChunkPart(span.reader.key, span.start, span.end, span)
 
     def _read(self, span: LoadedSpan) -> SharedChunk:
         layout, tokens = self.adapter.layout, span.reader.tokens
@@ -240,7 +240,7 @@ class ChunkPool:
         return SharedChunk(layers, span.stored_position)
 
 
-class _Part(NamedTuple):
+class _ChunkPart(NamedTuple):
     """Tokens ``[at, end)`` of a cache whose KV others may hold, too."""
 
     key: str
