@@ -386,6 +386,23 @@ def test_stored_kv_is_used_although_its_writer_is_lost(root: Path, damage: Damag
         assert not engine.store.where(engine.kv_namespace.validity.namespace, keys)
 
 
+def test_beginnings_of_prompts_are_stored_although_the_writer_is_lost(root: Path) -> None:
+    """The model alone encodes them."""
+    (fingerprint,) = writer_files.kept_in(root)
+    writer_files.remove(root, fingerprint)
+    before = {*root.rglob("*.kv")}
+    with tiny.engine(tiny.llama(), root) as engine:
+        full, _ = ask(engine, mode="full")
+        for _ in range(2):  # a beginning is stored when it comes back
+            found, _ = ask(engine, ratio=1.0)
+            engine.drain()
+        assert {*root.rglob("*.kv")} - before
+    with tiny.engine(tiny.llama(), root) as engine:
+        found, reused = ask(engine, ratio=1.0)
+        assert reused > 0
+        assert tiny.difference(found, full) < 1e-4
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_machine_that_computes_other_kv_uses_none_of_a_writer(root: Path, is_lost: bool) -> None:
     (fingerprint,) = writer_files.kept_in(root)

@@ -195,6 +195,11 @@ class Job(NamedTuple):
         """Whether its KV is evicted first and in no remote."""
         return self.is_long or self.scope is not None
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the model alone encodes it, which a lost writer does not prevent."""
+        return self.prefix is None
+
     def place(self, namespace: str, has_writer: bool) -> tuple[str, str]:
         """Namespace and key of the KV that a model of ``namespace`` computes."""
         namespace = kv_namespace(namespace, self.scope, self.is_long)
@@ -231,10 +236,11 @@ class BackgroundWriter:
 
     def queue(self, todo: Sequence[Job]) -> None:
         """Encode these in the background."""
-        if not (todo and self._can_store):
+        if not (todo and self._kv.is_writable):
             return
+        is_lost = bool(self._kv.validity.trouble)
         for job in todo:
-            if self._full and not job.is_learned:
+            if (self._full and not job.is_learned) or (is_lost and not job.is_exact):
                 continue
             if len(self._queued) >= QUEUED_CHUNKS:
                 log.info("%d chunks wait to be encoded; no more are queued", QUEUED_CHUNKS)
@@ -243,16 +249,12 @@ class BackgroundWriter:
                 self._queued.add(job)
                 self._scheduler.submit(Pending(partial(self._encode, job)), background=True)
 
-    @property
-    def _can_store(self) -> bool:
-        return self._kv.is_writable and not self._kv.validity.trouble
-
     def due_now(
         self, prompt: SegmentedPrompt, missing: Sequence[MissingKV]
     ) -> tuple[list[Job], str]:
         """Which of a prompt's missing chunks are encoded before it runs, and why: all if other requests
         wait, else those that an earlier request missed and that have waited since."""
-        if self._full or not self._can_store:
+        if self._full or not self._kv.is_writable or self._kv.validity.trouble:
             return [], ""
         jobs = self._jobs(missing, self._is_long(prompt))
         if self._scheduler.is_waited_for:
@@ -296,8 +298,7 @@ class BackgroundWriter:
                         if job.is_long:
                             encoder = partial(kv.model.adapter.encode, is_long=True)
                             encode = partial(encode, encoder=encoder)
-                        exact = job.prefix is None
-                        computed = encode(namespace, job.ids, job.prefix or (), exact=exact)
+                        computed = encode(namespace, job.ids, job.prefix or (), exact=job.is_exact)
                     kv.store.put(place, key, computed)
             return True
         except StoreFullError as full:
