@@ -128,11 +128,11 @@ def test_one_child_reads_all_files_until_it_dies(good: Path, pool: ReaderPool) -
     (child,) = pool._idle
     assert pool.read(good) == ([document], None)
     assert pool._idle == [child]
-    os.kill(child._process.pid, signal.SIGKILL)
+    os.kill(child.process.pid, signal.SIGKILL)
     assert pool.read(good) == ([document], None)
     (other,) = pool._idle
     assert other is not child
-    assert child._process.returncode == -signal.SIGKILL  # waited for, no zombie
+    assert child.process.returncode == -signal.SIGKILL  # waited for, no zombie
 
 
 def test_a_child_that_hangs_is_ended_and_replaced(
@@ -140,10 +140,10 @@ def test_a_child_that_hangs_is_ended_and_replaced(
 ) -> None:
     pool.read(good)
     (child,) = pool._idle
-    os.kill(child._process.pid, signal.SIGSTOP)
+    os.kill(child.process.pid, signal.SIGSTOP)
     monkeypatch.setattr(limited_reading, "START_S", 0.01)
     assert "takes more than 1 s to read" in sentence(pool, good)
-    assert child._process.returncode == -signal.SIGKILL
+    assert child.process.returncode == -signal.SIGKILL
     monkeypatch.undo()
     assert pool.read(good)[1] is None
 
@@ -175,8 +175,8 @@ def test_a_child_that_dies_in_a_file_says_how(
     def dies(child: ReaderChild, *given):
         reply = receive(child, *given)
         if "documents" in reply[0]:
-            os.kill(child._process.pid, number)
-            child._process.wait()
+            os.kill(child.process.pid, number)
+            child.process.wait()
             raise EOFError
         return reply
 
@@ -196,8 +196,8 @@ def test_the_limit_of_time_holds_where_this_process_ignores_its_signal(
         signal.signal(signal.SIGPROF, before)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     (child,) = pool._idle
-    os.kill(child._process.pid, signal.SIGPROF)
-    assert child._process.wait(60) == -signal.SIGPROF
+    os.kill(child.process.pid, signal.SIGPROF)
+    assert child.process.wait(60) == -signal.SIGPROF
 
 
 def test_ctrl_c_ends_the_child_at_once(
@@ -212,7 +212,7 @@ def test_ctrl_c_ends_the_child_at_once(
     monkeypatch.setattr(ReaderChild, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.read(good)
-    assert child._process.returncode is not None
+    assert child.process.returncode is not None
     assert pool._idle == []
 
 
@@ -251,7 +251,7 @@ print("began", flush=True)
 path = Path(sys.argv[1])
 (document,) = limited_reading.read_documents(path)
 (child,) = limited_reading._POOL._idle
-print(document.title, child._process.pid, flush=True)
+print(document.title, child.process.pid, flush=True)
 if sys.argv[2] == "fork":
     if (pid := os.fork()) == 0:
         (same,) = limited_reading.read_documents(path)

@@ -146,7 +146,7 @@ class ReaderChild:
         self._replies = self._socket.makefile("rb")
         with child_end:
             try:
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     _command(),
                     stdin=child_end.fileno(),
                     stdout=subprocess.DEVNULL,
@@ -200,7 +200,7 @@ class ReaderChild:
     def _why(self, limits: dict[str, Any]) -> str:
         """Why the child died while it read a file."""
         cpu_s, memory_bytes = limits["limits"]
-        status = self._process.returncode
+        status = self.process.returncode
         if status == -signal.SIGPROF:
             return _slow(cpu_s)
         if status == OUT_OF_MEMORY:
@@ -237,14 +237,14 @@ class ReaderChild:
             return ""
         self.is_open = False
         self.disconnect()
-        self._process.kill()
+        self.process.kill()
         with suppress(subprocess.TimeoutExpired):  # it may wait for a file system that is gone
-            self._process.wait(5)
-        assert self._process.stderr is not None
-        with self._process.stderr as stderr:
+            self.process.wait(5)
+        assert self.process.stderr is not None
+        with self.process.stderr as stderr:
             said = stderr.read().decode("utf-8", "replace").strip().splitlines()
         return (
-            said[-1][:200] if said else f"its process ended with status {self._process.returncode}"
+            said[-1][:200] if said else f"its process ended with status {self.process.returncode}"
         )
 
 
