@@ -17,7 +17,7 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import attention
 from blendrag.fusor.attention import ROWS_KEYWORD, NotServedError, blend_attention
 from blendrag.fusor.hooks import slice_kwargs, token_arguments
-from blendrag.fusor.rows import ALIGNED, PromptRows, Rows
+from blendrag.fusor.rows import ALIGNED, BLOCK_ROWS, PromptRows, Rows
 from blendrag.model import compat
 from blendrag.model.windows import Window
 
@@ -170,6 +170,15 @@ def test_as_many_blocks_are_folded_as_there_is_memory_for(monkeypatch):
     assert [len(block.bias) // (block.b - block.a) for block in blocks] == [2, 2, 1]
     assert torch.equal(blocks[0].bias, torch.cat((plain[0].bias, plain[0].bias)))
     assert error(positions, 900) < 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 95, 97, 100, 143, 145, 300, 400])
+def test_no_block_of_rows_is_much_shorter_than_the_others(count):
+    blocks = Rows(torch.arange(900 - count, 900), 900).blocks(None, torch.float32)
+    lengths = [block.b - block.a for block in blocks]
+    assert sum(lengths) == count
+    assert max(lengths) <= 1.5 * BLOCK_ROWS
+    assert min(lengths) > 0.9 * max(lengths)
 
 
 def test_forced_masks_take_the_explicit_path_and_change_nothing():

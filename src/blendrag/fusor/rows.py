@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,8 @@ import torch
 
 from blendrag.model.windows import Window
 
-#: Rows per attention call on a CPU: with fewer, fewer keys are masked by all of them, but calls cost time.
+#: About as many rows per attention call on a CPU: with fewer, fewer keys are masked by all of them, but calls
+#: cost time.
 BLOCK_ROWS = 96
 #: The same where most rows of the prompt are computed.
 RUN_ROWS = 512
@@ -232,6 +234,7 @@ class Rows:
             return [AttentionBlock(0, 1, lo, n, seen)]
         on_cpu = self.positions.device.type == "cpu"
         step = RUN_ROWS if self.count > 0.6 * n else BLOCK_ROWS
+        step = ceil(self.count / max(1, round(self.count / step)))  # a short last block costs most
         if not on_cpu:
             step = max(step, FOLDED_BYTES // (sharing * n * dtype.itemsize))
         host = self.positions.numpy() if on_cpu and self._host is None else self._host
