@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.model import ModelAdapter
+from blendrag.model import ModelAdapter, positions
 from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.model.positions import PROBE_OFFSETS, Rotation, apply_rotary, rotary_table
 
@@ -88,6 +88,24 @@ def test_a_rotation_by_its_parts_equals_the_models_own(model):
         cos, sin, half = Rotation.of(moves.apply, table, keys.shape[-1])
         by_parts = keys * cos + (keys @ half) * sin
         assert close(by_parts, apply_rotary(moves.apply, keys, table), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_turned_in_place_are_those_of_the_models_own_function_to_the_last_bit(model, dtype):
+    moves = model.repositioner
+    offsets = torch.arange(70) * 17
+    tables = moves.tables(offsets)
+    for layer, kind in enumerate(moves.kinds):
+        if kind != "rotary":
+            continue
+        shape = model.layout.layers[layer]
+        keys = torch.randn(2, shape.kv_heads, 70, shape.head_dim).to(dtype)
+        expected = apply_rotary(moves.apply, keys, tables[moves.table_names[layer]]).to(dtype)
+        turned = keys.clone()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(positions, "HALVES_VALUES", keys.numel() // 3)  # in several blocks
+            moves.rotate_(turned, layer, tables)
+        assert torch.equal(turned, expected), layer
 
 
 @torch.no_grad()

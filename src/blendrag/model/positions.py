@@ -20,7 +20,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +39,8 @@ LayersKV = Sequence[tuple[torch.Tensor, torch.Tensor]]
 PROBE_OFFSETS = (7, 1531)
 #: The kind of a layer must fit this many times better than the other one.
 MARGIN = 4.0
+#: Values that :func:`rotate_halves_` turns at a time.
+HALVES_VALUES = 3 << 15
 #: A quantised model's own noise counts up to this share of a channel's content; mistakes are of order 1.
 MAX_OWN_NOISE = 0.25
 
@@ -59,6 +61,8 @@ class Repositioner:
     """Each layer's rotary table: ``""`` in models with one, the layer type in models with several."""
     rotary: Any
     apply: RotaryApply
+    _halves: dict[tuple[int, int], bool] = field(default_factory=dict, repr=False, compare=False)
+    """By heads and width: what :meth:`_turns_halves` found."""
 
     def tables(self, offsets: torch.Tensor) -> dict[str, RotaryTable]:
         """Tables for ``offsets`` ``[n]`` (int64), one per rotary table in use."""
@@ -75,8 +79,13 @@ class Repositioner:
 
         They belong to ``layer``, or to several layers of its kind and table.
         """
-        if self.kinds[layer] != "position-free":
-            keys.copy_(apply_rotary(self.apply, keys, tables[self.table_names[layer]]))
+        if self.kinds[layer] == "position-free" or not keys.numel():
+            return
+        table = tables[self.table_names[layer]]
+        if keys.device.type == "cpu" and self._turns_halves(keys, table):
+            rotate_halves_(keys, table)
+        else:
+            keys.copy_(apply_rotary(self.apply, keys, table))
 
     def rotated(
         self, keys: torch.Tensor, layer: int, tables: dict[str, RotaryTable]
@@ -85,6 +94,36 @@ class Repositioner:
         if self.kinds[layer] == "position-free":
             return keys
         return apply_rotary(self.apply, keys, tables[self.table_names[layer]]).to(keys.dtype)
+
+    def _turns_halves(self, keys: torch.Tensor, table: RotaryTable) -> bool:
+        """Whether :func:`rotate_halves_` does what ``apply`` does to such keys, found out once by trying."""
+        heads, _, width = keys.shape[-3:]
+        if table.cos.shape[-1] != width or width % 2:
+            return False
+        if (heads, width) not in self._halves:
+            random = torch.Generator().manual_seed(0)
+            keys = torch.randn((heads, 2, width), generator=random)
+            angles = torch.rand((1, 2, width // 2), generator=random).repeat(1, 1, 2)
+            table = RotaryTable(angles.cos(), angles.sin())
+            expected = apply_rotary(self.apply, keys, table)
+            rotate_halves_(keys, table)
+            self._halves[heads, width] = torch.equal(keys, expected)
+        return self._halves[heads, width]
+
+
+def rotate_halves_(keys: torch.Tensor, table: RotaryTable) -> None:
+    """:func:`apply_rotary` in place for models that turn the first half of each head against the second, as
+    Llama does: fewer passes, over blocks that stay in a core's cache."""
+    half, tokens = keys.shape[-1] // 2, keys.shape[-2]
+    step = max(1, HALVES_VALUES * tokens // keys.numel())
+    for a in range(0, tokens, step):
+        cos, sin = (part[0, a : a + step] for part in table)  # [n, D]
+        part = keys[..., a : a + step, :]
+        wide = part.float()
+        turned = wide * cos
+        turned[..., :half] -= wide[..., half:] * sin[..., :half]
+        turned[..., half:] += wide[..., :half] * sin[..., half:]
+        part.copy_(turned)
 
 
 def rotary_table(rotary: Any, name: str, offsets: torch.Tensor) -> RotaryTable:
