@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,64 @@ def test_an_ingest_with_another_writer_changes_that_of_the_store(
             assert engine.manifest.writer == fingerprint
             _, reused = ask(engine, mode="reuse")
             assert reused > 0
+
+
+def test_an_ingest_says_that_kv_of_another_writer_is_kept_apart(root: Path, tmp_path: Path) -> None:
+    other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
+    (first,), documents = writer_files.kept_in(root), [tiny.document(number) for number in NUMBERS]
+    for given, now in (
+        (str(other), f"writer {Writer.load(other).fingerprint[:12]}"),
+        ("none", "no writer"),
+    ):
+        with tiny.engine(tiny.llama(), root, writer=given) as engine:
+            says = f"holds KV of writer {first[:12]}, which is kept apart from that of {now}"
+            (warning,) = engine.dry_run(documents).warnings
+            assert says in warning
+    with tiny.engine(tiny.llama(), root, writer=str(other)) as engine:
+        (warning,) = engine.ingest(documents).warnings
+        assert f"writer {first[:12]}" in warning
+        assert not engine.ingest(documents).warnings  # it is the corpus's by now
+
+
+def test_two_engines_with_different_writers_share_a_model_and_a_store(
+    root: Path, folder: Path, tmp_path: Path
+) -> None:
+    model = tiny.llama()
+    other = writers.writer(model, tmp_path / "other", seed=1)
+    ids = tiny.random_ids(24)[0].tolist()
+    with (
+        tiny.engine(model, root, writer=str(folder)) as one,
+        tiny.engine(model, root, writer=str(other)) as two,
+        ThreadPoolExecutor(2) as threads,
+    ):
+
+        def encoded(engine: BlendEngine) -> list[torch.Tensor]:
+            validity = engine.kv_namespace.validity
+            return [
+                torch.cat([layer.flatten() for layer in validity.encode(name, ids, ()).layers])
+                for name in [validity.namespace] * 6
+            ]
+
+        ran = [threads.submit(encoded, engine) for engine in (one, two)]
+        for job, seed in zip(ran, (0, 1), strict=True):
+            expected = writers.by_peft(writers.with_lora(tiny.llama(), seed), (), ids)
+            wanted = torch.cat([layer.flatten() for layer in expected.layers])
+            assert all((found - wanted).abs().max() < 1e-5 for found in job.result())
+
+
+def test_a_directory_that_changes_while_an_engine_runs_is_not_read_again(
+    tmp_path: Path, folder: Path
+) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store", writer=str(folder)) as engine:
+        first = engine.kv_namespace.writer.fingerprint
+        shutil.rmtree(folder)
+        writers.writer(tiny.llama(), folder, seed=1)
+        ingest(engine)
+        assert engine.manifest.writer == first
+        assert ask(engine, mode="reuse")[1] > 0
+    assert writer_files.kept_in(tmp_path / "store") == [first]
+    with tiny.engine(tiny.llama(), tmp_path / "store", writer=str(folder)) as engine:
+        assert engine.kv_namespace.writer.fingerprint != first
 
 
 def test_what_is_learned_without_a_writer_leaves_that_of_the_store(

@@ -88,6 +88,22 @@ class KVNamespace:
                 self.writer.fit(self.model.adapter)
         return self.corpus.create()
 
+    def other_writer(self) -> list[str]:
+        """That the corpus's documents were encoded with another writer than an ingest now does, if so."""
+        corpus, now = self.corpus.current, self.writer.fingerprint
+        if corpus is None or not (corpus.has_manifest and corpus.has_documents):
+            return []
+        manifest = corpus.manifest
+        if manifest.writer == now or not manifest.namespace:
+            return []
+        then, other = (
+            f"writer {each[:12]}" if each else "no writer" for each in (manifest.writer, now)
+        )
+        return [
+            f"store {self.root} holds KV of {then}, which is kept apart from that of {other}; questions use "
+            "the new KV, and documents that are not ingested again get theirs when they are asked about"
+        ]
+
     @property
     def layout(self) -> KVLayout:
         """KV layout of the model in this store's encoding. Loads the model."""
