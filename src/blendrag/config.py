@@ -55,6 +55,8 @@ DEFAULT_RATIO = 0.3
 DEFAULT_EMBEDDER = "sentence-transformers/all-MiniLM-L6-v2"
 #: Largest number of alternatives per token, as in OpenAI's API.
 MAX_LOGPROBS = 20
+#: Most chunks that a chunk is encoded after.
+MAX_ENCODE_AFTER = 4
 #: How the names of all variables begin.
 _VARIABLES = "BLENDRAG_"
 
@@ -92,6 +94,9 @@ Lora = Annotated[str, path("lora", "Directory of a PEFT adapter.", _ENGINE)]
 Writer = Annotated[str, path("writer",
     "Directory of a LoRA that is active while chunks are encoded (blendrag adapt); none: without.",
     _SETTING, unless_given="the store's")]
+EncodeAfter = Annotated[int, whole("encode_after",
+    "Most similar chunks that each chunk is encoded after; 0: none.", _SETTING, 0, MAX_ENCODE_AFTER,
+    unless_given="the store's, else 0")]
 TrustRemoteCode = Annotated[bool, switch("trust_remote_code",
     "Run Python files that come with the model or the embedder. Read them first.", _ENGINE,
     flags="--trust-remote-code")]
@@ -275,6 +280,7 @@ class EngineOptions(TypedDict, total=False):
     model_kwargs: ModelKwargs | None
     lora: Lora | None
     writer: Writer | None
+    encode_after: EncodeAfter | None
     trust_remote_code: TrustRemoteCode | None
     embedder: Embedder | None
     chunk_tokens: ChunkTokens | None
@@ -336,6 +342,8 @@ class Settings:
     """``auto``: the checkpoint's, or float32 on a CPU without fast products in it."""
     device: Device = "auto"
     writer: Writer | None = None
+    """``None``: that of the store."""
+    encode_after: EncodeAfter | None = None
     """``None``: that of the store."""
     embedder: Embedder | None = None
     """``None``: that of the corpus, or :data:`DEFAULT_EMBEDDER` for a new one."""

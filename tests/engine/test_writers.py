@@ -147,10 +147,10 @@ def test_a_beginning_with_the_ids_of_a_chunk_is_kept_apart_from_it(
     with tiny.engine(tiny.llama(), tmp_path / "store", **given) as engine:
         ingest(engine)
         kv = engine.kv_namespace
-        namespace, has_writer = kv.validity.namespace, bool(kv.validity.writer)
-        beginning = Job(tuple(ids), None, "scope").place(namespace, has_writer)
-        assert beginning != Job(tuple(ids), (), "scope").place(namespace, has_writer)
-        assert beginning != Job(tuple(ids), None, "scope").place(namespace, False)
+        namespace, is_exact = kv.validity.namespace, kv.validity.recipe.is_exact
+        beginning = Job(tuple(ids), None, "scope").place(namespace, is_exact)
+        assert beginning != Job(tuple(ids), (), "scope").place(namespace, is_exact)
+        assert beginning != Job(tuple(ids), None, "scope").place(namespace, True)
 
 
 def test_modules_of_prompt_schemas_are_encoded_by_the_model_alone(root: Path) -> None:
@@ -508,8 +508,8 @@ def test_chunks_are_not_exact_for_a_request_that_began_with_the_writer(root: Pat
         namespace, corpus = kv.validity.namespace, kv.corpus.current
         assert corpus is not None
         corpus.set_manifest(replace(corpus.manifest, writer=""))
-        assert kv.validity.has_writer(namespace)
-        assert not kv.validity.has_writer(kv.validity.namespace)
+        assert kv.validity.recipe_of(namespace).writer
+        assert kv.validity.recipe_of(kv.validity.namespace).is_exact
 
 
 def test_a_writer_of_the_store_that_does_not_fit_the_model_is_named_in_a_note(root: Path) -> None:

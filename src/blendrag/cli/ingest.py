@@ -152,6 +152,8 @@ def _ingest(
         f"{readable_size(report.bytes)} encoded in {duration(report.encoding_s)}, "
         f"{report.tokens_per_s:,.0f} tokens/s; "
     )
+    if report.context_tokens:
+        encoded += f"{count(report.context_tokens, 'token')} of other chunks before them; "
     pruned = f"; {count(report.pruned, 'document')} removed" * bool(report.pruned)
     show(
         json,
@@ -179,6 +181,7 @@ def _dry_run(engine: BlendEngine, paths: list[Path], patterns: Patterns, json: b
         say("warning", warning)
     _say_skipped(plan.skipped)
     writer = f", with writer {plan.writer[:12]}" if plan.writer else ""
+    writer += f", each after {count(plan.encode_after, 'chunk')}" * bool(plan.encode_after)
     show(
         json,
         plan,

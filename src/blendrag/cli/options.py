@@ -35,7 +35,7 @@ _REPEATABLE = ("stop", "chat_template_kwargs")
 
 # -- groups of options ----------------------------------------------------------------------------
 
-MODEL = ("model", "store", "dtype", "device", "lora", "writer", "trust_remote_code")
+MODEL = ("model", "store", "dtype", "device", "lora", "writer", "encode_after", "trust_remote_code")
 #: An engine over a corpus that is there.
 ENGINE = (*MODEL, "embedder", "ram_bytes", "disk_bytes", "remote", "decode_weights")
 #: An engine that may make a corpus.

@@ -82,6 +82,9 @@ class IngestProgress(StatusLine):
     def __call__(self, totals: IngestReport) -> None:
         self.name_failures(totals.failures)
         done, total = totals.done_bytes, totals.total_bytes
+        if totals.embedded and not totals.chunks:
+            self.show(f"{count(totals.embedded, 'chunk')} embedded, none encoded yet")
+            return
         speed = f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s"
         text = f"{speed}, {readable_size(done)} of {readable_size(total)} read"
         self.show(text, done, total, totals.ready_bytes)

@@ -62,6 +62,8 @@ class CorpusFacts:
     """Namespace of its chunks' KV, as the last ingest recorded it."""
     writer: str | None = None
     """Fingerprint of the writer of that KV, if there is one."""
+    encode_after: int = 0
+    """Most similar chunks that each chunk of it was encoded after."""
     fault: str | None = None
 
 
@@ -111,6 +113,7 @@ def _corpus_facts(root: Path) -> CorpusFacts | None:
                 model=manifest.model if manifest else None,
                 namespace=manifest.namespace or None if manifest else None,
                 writer=manifest.writer or None if manifest else None,
+                encode_after=manifest.encode_after if manifest else 0,
             )
     except BlendragError as exc:
         return CorpusFacts(size_bytes=size_bytes, fault=str(exc))
@@ -144,6 +147,8 @@ def _print_stats(
     if corpus is not None:
         counts = f"{count(corpus.documents, 'document')}, {count(corpus.chunks, 'chunk')}"
         writer = f"; encoded with writer {corpus.writer[:SHOWN_DIGITS]}" if corpus.writer else ""
+        after = corpus.encode_after
+        writer += f"; each encoded after {count(after, 'other chunk')}" * bool(after)
         echo(f"  corpus: {readable_size(corpus.size_bytes)}, {corpus.fault or counts}{writer}")
     for kept in found.writers:
         use = "not needed any more; blendrag store gc removes it" * (kept.writer in unused)

@@ -11,8 +11,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 
-from blendrag.config import KVEncoding
+from blendrag.config import MAX_ENCODE_AFTER, KVEncoding
 from blendrag.errors import CorpusError, InvalidInputError
+from blendrag.store.identity import ChunkRecipe
 
 #: Fields that chunks and their KV depend on. The model may change.
 _BINDING = ("encoding", "chunk_tokens", "prefix_ids", "tokenizer_fingerprint")
@@ -47,6 +48,12 @@ class Manifest:
     """How the chunks' KV is stored."""
     writer: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     """Fingerprint of the writer that encoded the KV of ``namespace``; empty if none did."""
+    encode_after: Annotated[int, Field(strict=True, ge=0, le=MAX_ENCODE_AFTER)] = 0
+    """Other chunks that each chunk of ``namespace`` was encoded after, at most."""
+
+    @property
+    def recipe(self) -> ChunkRecipe:
+        return ChunkRecipe(self.writer, self.encode_after)
 
     def differences(self, other: Manifest) -> dict[str, tuple[object, object]]:
         """This and the other value of each field that chunks and their KV depend on, where they differ."""
@@ -54,8 +61,10 @@ class Manifest:
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def as_dict(self) -> dict[str, object]:
-        """The fields; ``writer`` only if there is one, so that earlier versions read corpora without."""
-        return {name: value for name, value in asdict(self).items() if name != "writer" or value}
+        """The fields; those of the recipe only if they are set, so that earlier versions read other
+        corpora."""
+        new = ("writer", "encode_after")
+        return {name: value for name, value in asdict(self).items() if name not in new or value}
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict())

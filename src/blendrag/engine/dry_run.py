@@ -37,6 +37,8 @@ class DryRun:
     """Why no KV of this model can be stored."""
     writer: str = ""
     """Fingerprint of the writer that would encode the chunks; empty if none would."""
+    encode_after: int = 0
+    """Most similar chunks that each would be encoded after."""
 
 
 def dry_run(
@@ -82,6 +84,7 @@ def dry_run(
         skipped=report.skipped,
         refused=refused,
         writer=kv.writer.fingerprint,
+        encode_after=kv.recipe.encode_after,
     )
 
 
@@ -114,7 +117,8 @@ def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk]) -> floa
     checking_s = kv.model.decode_weights.expected_s(step_s)
     if verdict is None:
         checking_s += gate.expected_s(adapter, token_s, step_s)
-    return checking_s + opening_s + token_s * sum(chunk.tokens for chunk in new)
+    times = 1 + min(kv.recipe.encode_after, len(new))  # each is computed after others
+    return checking_s + opening_s + token_s * times * sum(chunk.tokens for chunk in new)
 
 
 def _embedding_s(kv: KVNamespace, chunks: list[Chunk]) -> float:

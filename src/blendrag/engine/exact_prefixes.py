@@ -216,7 +216,7 @@ class ExactPrefixes:
         """
         if plan.chunks:
             end, first = len(plan.prompt.leading_ids), plan.chunks[0]
-            is_never_stored = self._kv.corpus.is_dated or bool(self._kv.validity.writer)
+            is_never_stored = self._kv.corpus.is_dated or not self._kv.validity.recipe.is_exact
             if request.mode == "prefix" and first.span is None and is_never_stored:
                 end = max(end, first.segment.end)
             ids = ids[:end]

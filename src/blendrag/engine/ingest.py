@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from blendrag.corpus.corpus import Corpus, files_of, is_at, resolved
 from blendrag.corpus.languages import Languages
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import KVWriter, remember_namespace, with_loaded_identity
+from blendrag.engine.neighbours import Neighbours
 from blendrag.errors import (
     BlendragError,
     IdentityChangedError,
@@ -57,8 +58,12 @@ class IngestReport:
     chunks_skipped: int = 0
     failed: int = 0
     tokens: int = 0
+    context_tokens: int = 0
+    """Tokens of other chunks that were computed again, because chunks are encoded after them."""
+    embedded: int = 0
+    """Chunks that were embedded before the first was encoded, because they are encoded after one another."""
     tokens_per_s: float = 0.0
-    """Computed tokens per second of encoding and storing; 0 if nothing was computed."""
+    """Stored tokens per second of encoding and storing; 0 if nothing was computed."""
     bytes: int = 0
     encoding_s: float = 0.0
     """Seconds of encoding and storing, a part of ``seconds``."""
@@ -143,6 +148,8 @@ class IngestRun:
         self._watch = watch or (lambda report: None)
         self._writer = KVWriter(kv, scheduler)
         self._rows = DocumentRows(kv, corpus)
+        after = kv.recipe.encode_after
+        self._neighbours = Neighbours(corpus, after) if after else None
         self._languages = Languages()
         self._announced = False
         self._report = IngestReport()
@@ -154,7 +161,10 @@ class IngestRun:
         report.warnings += self._kv.other_writer()
         with ended_early(report, self._writer.claim):
             with self._writer.pinned():
-                for document, size_bytes in documents_of(inputs, report, patterns, read):
+                documents = documents_of(inputs, report, patterns, read)
+                if self._neighbours is not None:
+                    documents = self._embedded_first(documents, self._neighbours)
+                for document, size_bytes in documents:
                     seen.add(resolved(document.source))
                     self._ingest(document, size_bytes)
             self._rows.find_gone(report, inputs, seen, read, prune)
@@ -167,6 +177,7 @@ class IngestRun:
         report, written = self._report, self._writer.written
         report.failed = len(report.failures)
         report.chunks_computed, report.bytes = written.chunks, written.size_bytes
+        report.context_tokens = written.context_tokens
         report.tokens_per_s = written.tokens / written.seconds if written.seconds else 0.0
         report.encoding_s = written.seconds
         report.seconds = time.perf_counter() - self._began
@@ -174,6 +185,26 @@ class IngestRun:
     def _tell(self) -> None:
         self._count()
         self._watch(self._report)
+
+    def _embedded_first(
+        self, documents: Iterable[tuple[Document, float]], neighbours: Neighbours
+    ) -> Iterator[tuple[Document, float]]:
+        """``documents``, once all new chunks of them are embedded."""
+        report, held = self._report, list[tuple[Document, float]]()
+        for document, size_bytes in documents:
+            held.append((document, size_bytes))
+            report.done_bytes = 0  # nothing is done before its KV is stored
+            with suppress(InvalidInputError):  # raised again, and named, when it is its turn
+                if self._corpus.unchanged(document.source, digest_of(document)) is None:
+                    chunks = self._kv.corpus.chunker().split(document.text, document.source)
+                    titled = [(document.title, chunk) for chunk in chunks]
+                    vectors = self._kv.corpus.vectors_of(self._corpus, titled, self._tell)
+                    neighbours.add(titled, vectors, replaces=document.source)
+                    report.embedded += len(chunks)
+                    self._tell()
+        report.done_bytes = 0
+        yield from held
+        report.done_bytes = report.total_bytes
 
     def _ingest(self, document: Document, size_bytes: float) -> None:
         """Bring one document up to date. A bad one is named and counted, and the run goes on."""
@@ -242,7 +273,8 @@ class IngestRun:
             if not self._announced:
                 self._announce_size(chunks, size_bytes)
             name = f"{document.source}, characters {chunk.start} to {chunk.end}"
-            self._writer.write(chunk, name)
+            near = self._neighbours and self._neighbours.texts(document.title, chunk)
+            self._writer.write(chunk, name, near or ())
         except UnsupportedModelError as refused:
             self._report.refused = str(refused)
         return not self._report.refused
@@ -272,8 +304,9 @@ class IngestRun:
     def _write_rows(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
         """Embed new chunks, write the document's rows, drop KV that no row refers to any more."""
         titled = [(document.title, chunk) for chunk in chunks]
-        vectors = np.stack(self._kv.corpus.vectors_of(self._corpus, titled, self._tell))
-        self._rows.put(document, digest, chunks, vectors)
+        embedded = self._neighbours.vectors(titled) if self._neighbours is not None else None
+        vectors = embedded or self._kv.corpus.vectors_of(self._corpus, titled, self._tell)
+        self._rows.put(document, digest, chunks, np.stack(vectors))
 
 
 class DocumentRows:

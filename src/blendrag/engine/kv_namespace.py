@@ -20,7 +20,7 @@ from blendrag.engine.store_writer import StoreWriter
 from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.profile import ProfileCache, conditions_of
-from blendrag.store.identity import chunk_key, kv_namespace
+from blendrag.store.identity import ChunkRecipe, chunk_key, kv_namespace
 from blendrag.store.kv import KVLayout
 from blendrag.store.tiered import KVStore
 from blendrag.text.chunking import scope_of
@@ -55,7 +55,8 @@ class KVNamespace:
                 f"a loaded {type(name).__name__} cannot be sent to other machines, expected the name of a "
                 "model; give its hub id or directory"
             )
-        given = {**self._options, "writer": self.writer.sent()}
+        after = self.recipe.encode_after
+        given = {**self._options, "writer": self.writer.sent(), "encode_after": after}
         manifest = self.corpus.manifest
         return partial(
             opened_namespace, name, settings=self.settings, options=given, manifest=manifest
@@ -105,6 +106,14 @@ class KVNamespace:
         ]
 
     @property
+    def recipe(self) -> ChunkRecipe:
+        """How chunks are encoded: as this engine was told, else as the corpus says. Raises
+        :class:`ModelLoadError` for a given writer that cannot be read."""
+        after = self._options.get("encode_after")
+        kept = self.corpus.manifest.encode_after
+        return ChunkRecipe(self.writer.fingerprint, kept if after is None else after)
+
+    @property
     def layout(self) -> KVLayout:
         """KV layout of the model in this store's encoding. Loads the model."""
         return self.model.adapter.layout.encoded(self.corpus.manifest.encoding)
@@ -116,7 +125,12 @@ class KVNamespace:
         if adapter.refusal is None:
             self.writer.fit(adapter)
         return KVValidity(
-            adapter, self.store, self.root, lambda: self.corpus.manifest, writer=self.writer
+            adapter,
+            self.store,
+            self.root,
+            lambda: self.corpus.manifest,
+            writer=self.writer,
+            recipe=lambda: self.recipe,
         )
 
     @opened
@@ -138,18 +152,18 @@ class KVNamespace:
             signature = self.model.signature()
             same = manifest.model_signature == signature
             same &= manifest.encoding == self.corpus.manifest.encoding
-            same &= manifest.writer == self.writer.fingerprint
+            same &= manifest.recipe == self.recipe
             if signature and manifest.namespace and same:
                 return manifest.namespace
         return self.validity.namespace
 
     def remember(self, by_ingest: bool = True) -> None:
-        """Record the loaded model's namespace in the manifest. Only an ingest changes the writer of
+        """Record the loaded model's namespace in the manifest. Only an ingest changes the recipe of
         documents."""
         corpus = self.corpus.current
         has_documents = corpus is not None and corpus.has_documents
         if has_documents and not by_ingest:
-            by_ingest = self.corpus.manifest.writer == self.writer.fingerprint
+            by_ingest = self.corpus.manifest.recipe == self.recipe
         if self.model.is_loaded and (by_ingest or not has_documents):
             namespace = self.validity.namespace
             self.record(namespace, self.model.signature())
@@ -160,24 +174,25 @@ class KVNamespace:
         """Make the next ingest load the model instead of relying on its files' signature."""
         corpus = self.corpus.current
         if corpus is not None and corpus.has_manifest:
-            self.record(corpus.manifest.namespace, "", corpus.manifest.writer)
+            self.record(corpus.manifest.namespace, "", corpus.manifest.recipe)
 
-    def record(self, namespace: str, signature: str, writer: str | None = None) -> None:
-        """Record in the manifest which namespace the files of that signature have, and its ``writer``, by
+    def record(self, namespace: str, signature: str, recipe: ChunkRecipe | None = None) -> None:
+        """Record in the manifest which namespace the files of that signature have, and its ``recipe``, by
         default this engine's."""
         corpus = self.corpus.current
         if corpus is None or not self.is_writable:
             return
         manifest = corpus.manifest
-        if writer is None:
+        if recipe is None:
             self.writer.keep()
-            writer = self.writer.fingerprint
+            recipe = self.recipe
         renewed = replace(
             manifest,
             model=self.model.name,
             model_signature=signature,
             namespace=namespace,
-            writer=writer,
+            writer=recipe.writer,
+            encode_after=recipe.encode_after,
         )
         if renewed != manifest:
             corpus.set_manifest(renewed)
@@ -257,5 +272,7 @@ def opened_namespace(
     made = LazyModel(model, tokenizer, settings, lora, trusts, model_kwargs)
     read_only = bool(options.get("read_only"))
     corpus = ModelCorpus(made, root, settings, corpus_settings, read_only, manifest)
-    writer = options.get("writer", settings.writer)
-    return KVNamespace(made, corpus, {**options, "lora": lora, "writer": writer})
+    recipe = {
+        name: options.get(name, getattr(settings, name)) for name in ("writer", "encode_after")
+    }
+    return KVNamespace(made, corpus, {**options, "lora": lora, **recipe})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from blendrag.engine.store_writer import StoreWriter
 from blendrag.errors import (
     CorruptKVError,
     IdentityChangedError,
+    InvalidInputError,
     ModelLoadError,
     StoreUnavailableError,
     UnsupportedModelError,
@@ -37,7 +38,7 @@ from blendrag.model.sharing import before_layers
 from blendrag.serving.coroutine import let_texts_in
 from blendrag.store.base import ForeignKVError, KVReader, Probe
 from blendrag.store.encodings.codec import codec_of, staging_of
-from blendrag.store.identity import ModelIdentity, exact_key, probe_key
+from blendrag.store.identity import ChunkRecipe, ModelIdentity, exact_key, probe_key
 from blendrag.store.kv import ChunkKV, dtype_name
 from blendrag.store.tiered import KVStore
 
@@ -68,41 +69,42 @@ class KVValidity:
         manifest: Callable[[], Manifest],
         gate: Gate | None = None,
         writer: StoreWriter | None = None,
+        recipe: Callable[[], ChunkRecipe] = ChunkRecipe,
     ) -> None:
         """``manifest``: with the prefix and the encoding of KV that is stored now. ``gate``: instead of that
-        of blending. ``writer``: of the chunks; ``None`` if they are encoded by the model alone."""
+        of blending. ``writer``: that of ``recipe``, by which chunks are encoded now."""
         self._gate: Gate = gate or verify
         self._adapter = adapter
         self._store = store
         self._root = root
         self._manifest = manifest
         self._writer = writer
+        self._recipe = recipe
         self._valid: dict[str, bool] = {}
         self._why_not: dict[str, str] = {}
         self._recorded: set[str] = set()
-        self._writers: dict[str, str] = {}
-        """Writers of the namespaces that the model had so far."""
+        self._recipes: dict[str, ChunkRecipe] = {}
+        """Those of the namespaces that the model had so far."""
 
     @property
     def namespace(self) -> str:
         """Namespace of the loaded model's KV in this store's encoding."""
-        writer = self.writer
-        namespace = self._identity_with(writer).namespace
-        self._writers[namespace] = writer
+        recipe = self.recipe
+        namespace = self._identity_by(recipe).namespace
+        self._recipes[namespace] = recipe
         return namespace
 
     @property
-    def writer(self) -> str:
-        """Fingerprint of the writer that encodes chunks; empty if none does."""
-        return self._writer.fingerprint if self._writer is not None else ""
+    def recipe(self) -> ChunkRecipe:
+        """How chunks are encoded now."""
+        return self._recipe()
 
-    def has_writer(self, namespace: str) -> bool:
-        """Whether a writer encodes the chunks of ``namespace``; the corpus may have another writer by now."""
-        writer = self._writers.get(namespace)
-        return bool(self.writer if writer is None else writer)
+    def recipe_of(self, namespace: str) -> ChunkRecipe:
+        """How the chunks of ``namespace`` are encoded; the corpus may have another recipe by now."""
+        return self._recipes.get(namespace) or self.recipe
 
-    def _identity_with(self, writer: str) -> ModelIdentity:
-        return replace(self._adapter.identity.encoded(self._manifest().encoding), writer=writer)
+    def _identity_by(self, recipe: ChunkRecipe) -> ModelIdentity:
+        return self._adapter.identity.encoded(self._manifest().encoding).by(recipe)
 
     @property
     def trouble(self) -> str:
@@ -171,7 +173,7 @@ class KVValidity:
         then = recorded(self._root, namespace)
         if then is None:
             return None
-        return difference(then.identity, self._identity_with(self.writer))
+        return difference(then.identity, self._identity_by(self.recipe))
 
     def _is_valid_here(self, namespace: str) -> bool:
         if namespace not in self._valid:
@@ -245,7 +247,7 @@ class KVValidity:
 
     def _encoded_probe(self, namespace: str, prefix: tuple[int, ...]) -> ChunkKV:
         """By the model alone, so that it can be compared when the writer is lost: the identity covers the
-        writer, and :class:`FittedWriter` checks that it changes every layer that it names."""
+        recipe, and :class:`FittedWriter` checks that it changes every layer that it names."""
         return self.encode(namespace, self._probe_ids(), prefix, exact=True)
 
     def _probe_ids(self) -> tuple[int, ...]:
@@ -255,7 +257,7 @@ class KVValidity:
     def probe_key(self, namespace: str) -> str:
         """Key of the entry by which stored KV is compared with what the model computes."""
         prefix = self._manifest().prefix_ids
-        return exact_key(namespace, prefix, self._probe_ids(), self.has_writer(namespace))
+        return exact_key(namespace, prefix, self._probe_ids(), self.recipe_of(namespace).is_exact)
 
     # -- the identity ---------------------------------------------------------------------------
 
@@ -266,19 +268,54 @@ class KVValidity:
         prefix: Sequence[int],
         encoder: Callable[[Sequence[int], Sequence[int]], ChunkKV] | None = None,
         exact: bool = False,
+        context: Sequence[int] = (),
     ) -> ChunkKV:
         """KV of ``ids`` after ``prefix``, computed by the model that ``namespace`` names.
 
         ``encoder``: another method of the model than ``encode``. ``exact``: by the model alone, for the
-        beginnings of prompts; chunks are encoded with the writer.
+        beginnings of prompts; chunks are encoded by the recipe, after a :meth:`context`.
         Raises :class:`IdentityChangedError` if the loaded model is no longer that one, and
         :class:`ModelLoadError` if the writer is lost or does not fit.
         """
         with self._adapter.lock:
-            writer = self.writer
-            self._require(namespace, writer)
-            with self._with_writer("" if exact else writer, len(prefix), len(ids)):
-                return self.encoded((encoder or self._adapter.encode)(prefix, ids))
+            recipe = self.recipe
+            self._require(namespace, recipe)
+            writer = "" if exact else recipe.writer
+            encode: Callable[..., ChunkKV] = encoder or self._adapter.encode
+            if context and recipe.encode_after and not exact:
+                encode = partial(encode, context_ids=context)
+            else:
+                context = ()
+            with self._with_writer(writer, len(prefix) + len(context), len(ids)):
+                return self.encoded(encode(prefix, ids))
+
+    def context(
+        self, others: Iterable[Sequence[int]], tokens: int, is_long: bool = False
+    ) -> tuple[int, ...]:
+        """What a chunk of so many ``tokens`` is encoded after, behind the prefix: ``others`` as far as the
+        recipe says and the model has room for them. The nearest of ``others`` comes first there, and last
+        in the context.
+
+        Raises :class:`InvalidInputError` if there is room for none.
+        """
+        adapter, most = self._adapter, self.recipe.encode_after
+        if not most or not isinstance(adapter, ModelAdapter):
+            return ()
+        limit = adapter.encoded_alike(is_long)
+        room = limit - len(self._manifest().prefix_ids) - tokens
+        chosen, shortest = list[Sequence[int]](), 0
+        for ids in others:
+            shortest = min(shortest or len(ids), len(ids))
+            if len(chosen) < most and len(ids) <= room:
+                chosen.append(ids)
+                room -= len(ids)
+        if shortest and not chosen and room >= 0:
+            raise InvalidInputError(
+                f"encode_after {most}, but a chunk of {tokens} tokens has no room after another of "
+                f"{shortest} in the {limit:,} tokens that this model encodes alike; take shorter chunks "
+                "(chunk_tokens), or encode_after 0"
+            )
+        return tuple(i for ids in reversed(chosen) for i in ids)
 
     def _with_writer(self, writer: str, skip: int, tokens: int) -> AbstractContextManager[None]:
         if self._writer is None:
@@ -288,10 +325,10 @@ class KVValidity:
 
     def require_identity(self, namespace: str) -> None:
         """Raise :class:`IdentityChangedError` if the loaded model is not the one that ``namespace`` names."""
-        self._require(namespace, self.writer)
+        self._require(namespace, self.recipe)
 
-    def _require(self, namespace: str, writer: str) -> None:
-        if self._identity_with(writer).namespace != namespace:
+    def _require(self, namespace: str, recipe: ChunkRecipe) -> None:
+        if self._identity_by(recipe).namespace != namespace:
             raise IdentityChangedError(
                 f"the weights or adapters of {self._adapter.model_id} changed while KV was being "
                 "computed; nothing wrong was stored, start again"
@@ -327,7 +364,7 @@ class KVValidity:
         if namespace in self._recorded:
             return
         self._recorded.add(namespace)
-        now = LoadedAs.now(self._identity_with(self.writer))
+        now = LoadedAs.now(self._identity_by(self.recipe))
         if now.identity.namespace == namespace and recorded(self._root, namespace) != now:
             with suppress(OSError):  # it only explains
                 records_of(self._root, namespace).keep(now)

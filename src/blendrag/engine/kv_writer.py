@@ -1,7 +1,8 @@
 """The write path of KV: chunk → ids → key → KV → store.
 
 KV is computed by :meth:`KVValidity.encode`, so it is never stored under another model's namespace. A chunk is
-always encoded alone after the corpus's prefix; KV computed in the context of a query is never stored.
+encoded alone after the corpus's prefix, or after other chunks (``encode_after``); KV that a query's forward
+computed is never stored.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from blendrag.engine.kv_namespace import KVNamespace
+from blendrag.engine.neighbours import Neighbours
+from blendrag.engine.request import Options
 from blendrag.errors import BlendragError, IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import MissingKV, Plan
@@ -25,7 +28,7 @@ from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import beginning_key, chunk_key, kv_namespace
 from blendrag.store.kv import ChunkKV
 from blendrag.text.chunking import Chunk
-from blendrag.text.prompt import SegmentedPrompt
+from blendrag.text.prompt import Segment, SegmentedPrompt
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ class Written:
 
     chunks: int = 0
     tokens: int = 0
+    context_tokens: int = 0
+    """Tokens of other chunks that these were encoded after, which were computed, too."""
     size_bytes: int = 0
     seconds: float = 0.0
 
@@ -91,8 +96,9 @@ class KVWriter:
         self.stored |= found
         return [chunk for chunk, key in zip(chunks, keys, strict=True) if key not in found]
 
-    def write(self, chunk: Chunk, name: str) -> None:
-        """Encode ``chunk`` and store its KV; ``name`` says in errors which text it is.
+    def write(self, chunk: Chunk, name: str, others: Sequence[str] = ()) -> None:
+        """Encode ``chunk`` and store its KV; ``name`` says in errors which text it is. ``others``: texts that
+        it may be encoded after, the nearest first.
 
         Raises :class:`InvalidInputError` for a text that is too long or gives NaN, :class:`StoreFullError`,
         and :class:`IdentityChangedError` if the loaded weights are not those the run began with.
@@ -106,7 +112,7 @@ class KVWriter:
             self._admitted = True
         began = time.perf_counter()
         try:
-            encode = partial(self._encode, self._kv.model.text_ids(chunk.text))
+            encode = partial(self._encode, self._kv.model.text_ids(chunk.text), others)
             kv = self._computed(encode)
             self._kv.store.put(self.namespace, self.key_of(chunk), kv)
         except InvalidInputError as bad:
@@ -129,15 +135,17 @@ class KVWriter:
     def _computed(self, call: Callable[[], T]) -> T:
         return computed_among_requests(self._kv, self._scheduler, call)
 
-    def _encode(self, ids: Ids) -> ChunkKV:
+    def _encode(self, ids: Ids, others: Sequence[str]) -> ChunkKV:
         kv = self._kv
+        context = kv.validity.context(map(kv.model.text_ids, others), len(ids))
+        self.written.context_tokens += len(context)
         with before_layers(kv.model.adapter.decoder_layers, pause):  # streams go on meanwhile
-            return kv.validity.encode(self.namespace, ids, kv.corpus.prefix_ids)
+            return kv.validity.encode(self.namespace, ids, kv.corpus.prefix_ids, context=context)
 
     def _put_undated(self) -> None:
         """Store the KV of the prefix up to today's date."""
         kv, ids = self._kv, self._kv.corpus.undated_ids
-        key = beginning_key(self.namespace, ids, kv.validity.has_writer(self.namespace))
+        key = beginning_key(self.namespace, ids, kv.validity.recipe_of(self.namespace).is_exact)
         if ids and key not in kv.store.where(self.namespace, [key], durable=True):
             computed = kv.validity.encode(self.namespace, ids, (), exact=True)
             kv.store.put(self.namespace, key, computed)
@@ -179,7 +187,8 @@ def remember_namespace(kv: KVNamespace, scheduler: Scheduler) -> None:
         computed_among_requests(kv, scheduler, kv.remember)
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True)
+class Job:
     """Ids to be encoded after a prefix."""
 
     ids: Ids
@@ -189,6 +198,8 @@ class Job(NamedTuple):
     """Whose KV it is: that of a document if ``None``, else learned from prompts of that scope."""
     is_long: bool = False
     """Whether it is for long prompts, which have another rotary table."""
+    others: tuple[Ids, ...] = field(default=(), compare=False)
+    """Chunks that it may be encoded after, the nearest first."""
 
     @property
     def is_learned(self) -> bool:
@@ -200,12 +211,17 @@ class Job(NamedTuple):
         """Whether the model alone encodes it, which a lost writer does not prevent."""
         return self.prefix is None
 
-    def place(self, namespace: str, has_writer: bool) -> tuple[str, str]:
+    def place(self, namespace: str, chunks_are_exact: bool) -> tuple[str, str]:
         """Namespace and key of the KV that a model of ``namespace`` computes."""
         namespace = kv_namespace(namespace, self.scope, self.is_long)
         if self.prefix is None:
-            return namespace, beginning_key(namespace, self.ids, has_writer)
+            return namespace, beginning_key(namespace, self.ids, chunks_are_exact)
         return namespace, chunk_key(namespace, self.prefix, self.ids)
+
+
+def beside(items: Sequence[T], at: int) -> list[T]:
+    """What precedes ``items[at]``, or else what follows it; the nearest first."""
+    return [*reversed(items[:at])] or [*items[at + 1 :]]
 
 
 class BackgroundWriter:
@@ -219,10 +235,11 @@ class BackgroundWriter:
         self._full = False
         """Whether there was no room for KV of a document."""
 
-    def note(self, plan: Plan, scope: str | None) -> None:
-        """Queue the chunks that had no KV, and a leading part that ``scope`` has seen before."""
+    def note(self, plan: Plan, options: Options) -> None:
+        """Queue the chunks that had no KV, and a leading part that the scope has seen before."""
+        scope = options.scope
         is_long = self._is_long(plan.prompt)
-        todo = self._jobs(plan.missing, is_long)
+        todo = self._jobs(plan.prompt, plan.missing, options, is_long)
         if plan.leading and scope is not None and self._seen_before(scope, plan.leading):
             todo.append(Job(plan.leading, None, scope, is_long))
         self.queue(todo)
@@ -231,8 +248,42 @@ class BackgroundWriter:
         adapter = self._kv.model.adapter
         return adapter.refusal is None and adapter.is_long(len(prompt.ids))
 
-    def _jobs(self, missing: Sequence[MissingKV], is_long: bool) -> list[Job]:
-        return [Job(ids, self._kv.corpus.prefix_ids, scope, is_long) for ids, scope in missing]
+    def _jobs(
+        self,
+        prompt: SegmentedPrompt,
+        missing: Sequence[MissingKV],
+        options: Options,
+        is_long: bool,
+    ) -> list[Job]:
+        prefix = self._kv.corpus.prefix_ids
+        if not (missing and self._kv.recipe.encode_after):
+            return [Job(ids, prefix, scope, is_long) for ids, scope in missing]
+        others = partial(self._others, prompt.chunks, options.is_private)
+        return [Job(each.ids, prefix, each.scope, is_long, others(each)) for each in missing]
+
+    def _others(
+        self, chunks: Sequence[Segment], is_private: bool, missing: MissingKV
+    ) -> tuple[Ids, ...]:
+        """What a missing chunk may be encoded after: the prompt's other ``chunks``, but no passage that was
+        learned in a scope, if others use its KV. It must not show them what was in a private prompt, either;
+        then it is encoded after the chunks that an ingest would choose."""
+        if is_private and missing.scope is None:
+            named = {MissingKV.of(segment): segment.chunk_id for segment in chunks}
+            return self._similar(named[missing] or "")
+        shared = [s.stored_ids for s in chunks if s.scope in (None, missing.scope)]
+        ids = [*dict.fromkeys(shared)]
+        return tuple(beside(ids, ids.index(missing.ids)))
+
+    def _similar(self, chunk_id: str) -> tuple[Ids, ...]:
+        kv, corpus = self._kv, self._kv.corpus.current
+        if corpus is None:
+            return ()
+        try:
+            found = corpus.chunk(chunk_id)
+        except KeyError:  # it was removed meanwhile
+            return ()
+        texts = Neighbours(corpus, kv.recipe.encode_after).texts(found.title, found.chunk)
+        return tuple(map(kv.model.text_ids, texts))
 
     def queue(self, todo: Sequence[Job]) -> None:
         """Encode these in the background."""
@@ -250,13 +301,13 @@ class BackgroundWriter:
                 self._scheduler.submit(Pending(partial(self._encode, job)), background=True)
 
     def due_now(
-        self, prompt: SegmentedPrompt, missing: Sequence[MissingKV]
+        self, prompt: SegmentedPrompt, missing: Sequence[MissingKV], options: Options
     ) -> tuple[list[Job], str]:
         """Which of a prompt's missing chunks are encoded before it runs, and why: all if other requests
         wait, else those that an earlier request missed and that have waited since."""
         if self._full or not self._kv.is_writable or self._kv.validity.trouble:
             return [], ""
-        jobs = self._jobs(missing, self._is_long(prompt))
+        jobs = self._jobs(prompt, missing, options, self._is_long(prompt))
         if self._scheduler.is_waited_for:
             return jobs, "other requests waited"
         due = [job for job in jobs if job in self._queued]
@@ -288,13 +339,14 @@ class BackgroundWriter:
         try:
             with kv.model.adapter.lock:  # one identity from look-up to put
                 namespace = kv.validity.namespace
-                place, key = job.place(namespace, kv.validity.has_writer(namespace))
+                place, key = job.place(namespace, kv.validity.recipe_of(namespace).is_exact)
                 if key not in kv.store.where(place, [key], ask_remote=False):
                     if not job.is_learned and kv.store.is_behind:
                         return False  # requests do not wait for a slow remote
                     kv.validity.admit(namespace)
+                    context = kv.validity.context(job.others, len(job.ids), job.is_long)
                     with before_layers(kv.model.adapter.decoder_layers, pause):
-                        encode = kv.validity.encode
+                        encode = partial(kv.validity.encode, context=context)
                         if job.is_long:
                             encoder = partial(kv.model.adapter.encode, is_long=True)
                             encode = partial(encode, encoder=encoder)

@@ -21,7 +21,7 @@ import numpy as np
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import BackgroundWriter, Job
+from blendrag.engine.kv_writer import BackgroundWriter, Job, beside
 from blendrag.engine.request import Answer, Request
 from blendrag.errors import BlendragError
 from blendrag.store.encodings import stored_chunk_bytes
@@ -108,7 +108,10 @@ class Learner:
         self.passages += len(chunks)
         self.tokens += tokens
         prefix, text_ids = self._kv.corpus.prefix_ids, self._kv.model.text_ids
-        self._background.queue([Job(text_ids(chunk.text), prefix, scope) for chunk in chunks])
+        ids = [text_ids(chunk.text) for chunk in chunks]
+        self._background.queue(
+            [Job(each, prefix, scope, others=(*beside(ids, i),)) for i, each in enumerate(ids)]
+        )
         passages, were = (
             (f"{len(chunks)} passages", "were") if len(chunks) > 1 else ("1 passage", "was")
         )

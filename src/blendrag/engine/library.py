@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,14 @@ from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.languages import Languages
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import KVWriter, Written, remember_namespace, with_loaded_identity
+from blendrag.engine.kv_writer import (
+    KVWriter,
+    Written,
+    beside,
+    remember_namespace,
+    with_loaded_identity,
+)
+from blendrag.engine.neighbours import Neighbours
 from blendrag.engine.request_spans import retrieval
 from blendrag.errors import BlendragError, InvalidInputError, check_unicode
 from blendrag.serving.scheduler import Scheduler
@@ -115,7 +122,8 @@ class Library:
                 if embed and rows is None:
                     changed = self._embedded(corpus, changed)
                 with corpus.dropped.adding():
-                    written = self._write_kv(corpus, chunks) if precompute else Written()
+                    others = self._others(corpus, new, changed) if precompute else {}
+                    written = self._write_kv(corpus, chunks, others) if precompute else Written()
                     if changed:
                         self._kv.with_room(partial(corpus.entries.put, changed))
             except Exception:
@@ -285,7 +293,31 @@ class Library:
         vectors = self._kv.corpus.vectors_of(corpus, titled)
         return [row._replace(vector=v) for row, v in zip(rows, vectors, strict=True)]
 
-    def _write_kv(self, corpus: Corpus, chunks: Sequence[Chunk]) -> Written:
+    def _others(
+        self, corpus: Corpus, new: Sequence[NewEntry], changed: Sequence[NewEntry]
+    ) -> dict[str, Callable[[], Sequence[str]]]:
+        """By chunk id, what finds the texts that a chunk may be encoded after: similar ones, or without
+        vectors those that precede it among ``new``."""
+        most = self._kv.recipe.encode_after
+        if not most:
+            return {}
+        neighbours = Neighbours(corpus, most)
+        for entry, chunk, _, vector in changed:
+            neighbours.add([(entry.title, chunk)], [vector], replaces=entry.id)
+        texts = [*dict.fromkeys(row.chunk.text for row in new)]
+
+        def find(row: NewEntry) -> Sequence[str]:
+            similar = neighbours.texts(row.entry.title, row.chunk)
+            return similar or beside(texts, texts.index(row.chunk.text))
+
+        return {row.chunk.chunk_id: partial(find, row) for row in new}
+
+    def _write_kv(
+        self,
+        corpus: Corpus,
+        chunks: Sequence[Chunk],
+        others: Mapping[str, Callable[[], Sequence[str]]],
+    ) -> Written:
         """Store the KV of chunks that have none and are long enough to be recognised in a prompt."""
         wanted = list({c.chunk_id: c for c in chunks if is_recognisable(c.text)}.values())
         if not wanted:
@@ -299,7 +331,8 @@ class Library:
                     corpus.dropped.note(missing, ADDING)  # dropped again if this is killed
                     remember_namespace(self._kv, self._scheduler)
                 for chunk in missing:
-                    writer.write(chunk, f"the text {chunk.text[:40]!r}…")
+                    find = others.get(chunk.chunk_id, tuple)
+                    writer.write(chunk, f"the text {chunk.text[:40]!r}…", find())
             self._kv.store.flush()
             writer.claim()
             return writer.written

@@ -88,5 +88,9 @@ _CAUSES: dict[str, Callable[[ModelIdentity, ModelIdentity], tuple[str, str]]] = 
         else "with another writer" if now.writer else "without its writer",
         f"{'give the same writer' if then.writer else 'give writer none'}, or ingest again",
     ),
+    "encode_after": lambda then, now: (
+        f"encode_after {now.encode_after}, not {then.encode_after}",
+        f"give encode_after {then.encode_after}, or ingest again",
+    ),
     "encoding": lambda then, now: (f"KV encoding {now.encoding}, not {then.encoding}", "ingest again"),
 }  # fmt: skip

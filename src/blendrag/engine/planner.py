@@ -21,7 +21,6 @@ from blendrag.planning.measure import prefill_token_s
 from blendrag.planning.plan import MODE_FULL, MissingKV, Plan, Reason
 from blendrag.planning.profile import Profile
 from blendrag.store.kv import dtype_name
-from blendrag.text.prompt import SegmentedPrompt
 
 OLD_CALIBRATION = (
     "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
@@ -186,13 +185,13 @@ class Planner:
             scope=request.options.scope,
             is_long=is_long,
         )
-        if request.mode == "prefix" and controller.has_writer:
+        if request.mode == "prefix" and not controller.chunks_are_exact:
             notes += (HEAD_ONLY,)
         encode: Encode | None = None
         if computes_first:
             stream.notes += self.prefixes.share(request, controller, calibrated, stream.check)
             if request.mode != "prefix":
-                encode = partial(self._encode_first, prompt, stream)
+                encode = partial(self._encode_first, request, stream)
         reserve = 1 if request.sequences == 1 else 2
         plan = controller.plan(prompt, request.mode, request.blending, avoid, reserve, encode)
         try:
@@ -207,10 +206,10 @@ class Planner:
         return replace(plan, notes=(*notes, *plan.notes))
 
     def _encode_first(
-        self, prompt: SegmentedPrompt, stream: AnswerStream, missing: Sequence[MissingKV]
+        self, request: Request, stream: AnswerStream, missing: Sequence[MissingKV]
     ) -> int:
         """Encode what the prompt misses, if that is due; how many chunks are stored."""
-        jobs, because = self.background.due_now(prompt, missing)
+        jobs, because = self.background.due_now(request.prompt, missing, request.options)
         encoded = self.background.encode_first(jobs, stream.check)
         if encoded:
             chunks = "1 chunk was" if encoded == 1 else f"{encoded} chunks were"
@@ -230,7 +229,7 @@ class Planner:
             profile,
             token_s=self._token_s,
             undated_ids=kv.corpus.undated_ids,
-            has_writer=kv.validity.has_writer(namespace),
+            chunks_are_exact=kv.validity.recipe_of(namespace).is_exact,
         )
 
     def _token_s(self) -> float:

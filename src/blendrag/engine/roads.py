@@ -220,7 +220,7 @@ class BlendedRoad(Road):
         return Prefill(ids, cache, keep=keep)
 
     def finish(self, plan: Plan) -> None:
-        self._planner.background.note(plan, self.request.options.scope)
+        self._planner.background.note(plan, self.request.options)
 
 
 class FixedPositionsRoad(Road):

@@ -63,6 +63,7 @@ class NamedEngineFields(BaseModel):
     device: config.Device | None = None
     lora: config.Lora | None = None
     writer: config.Writer | None = None
+    encode_after: config.EncodeAfter | None = None
     trust_remote_code: config.TrustRemoteCode | None = None
     embedder: config.Embedder | None = None
     chunk_tokens: config.ChunkTokens | None = None

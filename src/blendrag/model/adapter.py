@@ -274,9 +274,13 @@ class ModelAdapter:
 
     @torch.inference_mode()
     def encode(
-        self, prefix_ids: Sequence[int], chunk_ids: Sequence[int], is_long: bool = False
+        self,
+        prefix_ids: Sequence[int],
+        chunk_ids: Sequence[int],
+        is_long: bool = False,
+        context_ids: Sequence[int] = (),
     ) -> ChunkKV:
-        """KV of ``chunk_ids`` prefilled after ``prefix_ids``, on the CPU, without the prefix.
+        """KV of ``chunk_ids`` prefilled after ``prefix_ids`` and ``context_ids``, on the CPU, without these.
 
         Keys are rotated to positions ``[len(prefix_ids), …)``, with ``is_long`` by the table of long prompts
         (:attr:`has_long_table`). The caller holds the lock. Raises
@@ -285,22 +289,37 @@ class ModelAdapter:
         if not chunk_ids:
             raise InvalidInputError("chunk of 0 tokens cannot be encoded; drop it before ingest")
         layout = self.layout
-        skip, tokens = len(prefix_ids), len(chunk_ids)
-        limit = self.context_tokens
-        if not is_long:
-            limit = min(limit, self.blend_limit_tokens or limit)
+        skip, tokens = len(prefix_ids) + len(context_ids), len(chunk_ids)
+        limit = self.encoded_alike(is_long)
         if skip + tokens > limit:
             raise InvalidInputError(
                 f"a chunk of {tokens} tokens after a prefix of {skip} exceeds the {limit} tokens that "
                 "this model encodes alike; take shorter chunks (chunk_tokens)"
             )
         with self._long_table() if is_long else nullcontext():
-            cache = self.prefill_at([*prefix_ids, *chunk_ids], after_kv=end_forward)
+            ids = [*prefix_ids, *context_ids, *chunk_ids]
+            cache = self.prefill_at(ids, after_kv=end_forward)
         layers = [
             shape.joined(layer.keys[0, :, skip:], layer.values[0, :, skip:])
             for shape, layer in zip(layout.layers, cache.layers, strict=True)
         ]
+        if context_ids:
+            self._move_(layers, -len(context_ids), is_long)
         return ChunkKV(layout, tokens, _on_host([layer.to(layout.torch_dtype) for layer in layers]))
+
+    def _move_(self, layers: Sequence[torch.Tensor], offset: int, is_long: bool) -> None:
+        """Move the keys of ``layers``, each as in :class:`LayerShape`, by ``offset`` positions in place."""
+        repositioner = self._long if is_long else self.repositioner
+        assert repositioner is not None
+        tokens = layers[0].shape[2]
+        tables = repositioner.tables(torch.full((tokens,), offset, device=self.device))
+        for i, (shape, layer) in enumerate(zip(self.layout.layers, layers, strict=True)):
+            repositioner.rotate_(shape.split(layer)[repositioner.part(i)], i, tables)
+
+    def encoded_alike(self, is_long: bool = False) -> int:
+        """Most tokens of a chunk and what precedes it, so that its KV does not depend on their number."""
+        limit = self.context_tokens
+        return limit if is_long else min(limit, self.blend_limit_tokens or limit)
 
     def prefill_at(
         self,

@@ -87,8 +87,8 @@ class Controller:
     """Whether prompts have LongRoPE's table for long ones, and KV of it is loaded."""
     undated_ids: tuple[int, ...] = ()
     """Beginning of ``prefix_ids`` that is stored by itself, because the rest changes from day to day."""
-    has_writer: bool = False
-    """Whether chunks were encoded with a writer; then no chunk is exact, wherever it is."""
+    chunks_are_exact: bool = True
+    """Whether a chunk directly behind the prefix is exact; by some recipes none is, wherever it is."""
     _stored: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Whether the store had a key when it was asked."""
 
@@ -187,10 +187,10 @@ class Controller:
         return {key for _, key in places if self._stored[key]}
 
     def _is_exact(self, segment: Segment, prompt: SegmentedPrompt) -> bool:
-        """Whether the chunk directly follows the prefix that it was encoded with, by the model alone."""
+        """Whether the chunk directly follows the prefix that it was encoded with, and nothing else."""
         at = segment.position
         return (
-            not self.has_writer
+            self.chunks_are_exact
             and at == len(self.prefix_ids)
             and prompt.ids[:at] == self.prefix_ids
         )
@@ -214,7 +214,7 @@ class Controller:
         if self.scope is None or not (prompt.chunks and fits and last):
             return None, ()
         namespace = self._within(self.scope)
-        key = beginning_key(namespace, ids, self.has_writer)
+        key = beginning_key(namespace, ids, self.chunks_are_exact)
         layout = self.adapter.layout.encoded(self.encoding)
         reader = None if key in avoid else self.store.open(namespace, key, layout, len(ids))
         if reader is None:
@@ -251,7 +251,7 @@ class Controller:
         wanted: dict[int, WantedKV] = {}
         if not start and self._begins_undated(prompt):
             namespace, ids = self._within(None), self.undated_ids
-            key = beginning_key(namespace, ids, self.has_writer)
+            key = beginning_key(namespace, ids, self.chunks_are_exact)
             wanted[0] = WantedKV(namespace, key, len(ids))
         for segment in prompt.chunks:
             if segment.position >= start and not self._why_not(segment, prompt, mode, last):

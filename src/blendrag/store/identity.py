@@ -55,6 +55,21 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 @dataclass(frozen=True)
+class ChunkRecipe:
+    """How chunks are encoded behind the prefix, if not by the model alone."""
+
+    writer: str = ""
+    """Fingerprint of the writer that is active while chunks are encoded, empty if there is none."""
+    encode_after: int = 0
+    """Most other chunks that a chunk is encoded after; only its own KV is kept."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a chunk's KV is what a full prefill computes for it directly behind the prefix."""
+        return self == ChunkRecipe()
+
+
+@dataclass(frozen=True)
 class ModelIdentity:
     """Everything that decides which KV a loaded model computes."""
 
@@ -76,18 +91,24 @@ class ModelIdentity:
     encoding: str = NATIVE_ENCODING
     """How a store keeps the KV (:mod:`blendrag.store.encodings`)."""
     writer: str = ""
-    """Fingerprint of the writer that is active while chunks are encoded, empty if there is none."""
+    encode_after: int = 0
+    """Both of the :class:`ChunkRecipe`."""
 
     def encoded(self, encoding: str) -> ModelIdentity:
         """The same model with its KV stored in another encoding."""
         return replace(self, encoding=encoding)
+
+    def by(self, recipe: ChunkRecipe) -> ModelIdentity:
+        """The same model with its chunks encoded by ``recipe``."""
+        return replace(self, writer=recipe.writer, encode_after=recipe.encode_after)
 
     @property
     def namespace(self) -> str:
         """64 hex digits that name this identity's part of a store."""
         fields = [str(FORMAT_VERSION).encode(), LAYOUT.encode()]
         for name, value in sorted(asdict(self).items()):
-            if name != "writer" or value:  # earlier versions had no writers
+            # earlier versions had no recipes
+            if name not in ("writer", "encode_after") or value:
                 fields += [name.encode(), str(value).encode()]
         return digest_fields(fields)
 
@@ -120,20 +141,20 @@ def chunk_key(namespace: str, prefix_ids: Sequence[int], chunk_ids: Sequence[int
 
 
 def exact_key(
-    namespace: str, prefix_ids: Sequence[int], ids: Sequence[int], has_writer: bool
+    namespace: str, prefix_ids: Sequence[int], ids: Sequence[int], chunks_are_exact: bool
 ) -> str:
-    """Key of the KV of ``ids`` after ``prefix_ids`` that the model computes without a writer (64 hex digits).
+    """Key of the KV of ``ids`` directly after ``prefix_ids`` by the model alone (64 hex digits).
 
-    A chunk has the same KV, unless a writer encoded it.
+    A chunk has the same KV, unless the namespace's :class:`ChunkRecipe` says otherwise.
     """
-    if not has_writer:
+    if chunks_are_exact:
         return chunk_key(namespace, prefix_ids, ids)
     return digest_fields([b"exact", namespace.encode(), pack_ids(prefix_ids), pack_ids(ids)])
 
 
-def beginning_key(namespace: str, ids: Sequence[int], has_writer: bool) -> str:
+def beginning_key(namespace: str, ids: Sequence[int], chunks_are_exact: bool) -> str:
     """Key of the exact KV of ``ids`` at the beginning of a prompt (64 hex digits)."""
-    return exact_key(namespace, (), ids, has_writer)
+    return exact_key(namespace, (), ids, chunks_are_exact)
 
 
 def probe_key(namespace: str) -> str:

@@ -1,0 +1,96 @@
+"""Which chunks a chunk is encoded after: those of the corpus that are most similar to it.
+
+Chunks that are retrieved together resemble each other, so that a chunk's KV has then seen text like that
+which precedes it in prompts (FusionRAG, arXiv 2601.12904).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.documents import StoredChunk, chunk_at
+from blendrag.text.chunking import Chunk
+
+#: A chunk under the title of its document, by which it is embedded.
+Titled = tuple[str, Chunk]
+
+
+class Neighbours:
+    """Similar chunks for one run: among those that the corpus has, and those that the run is to store."""
+
+    def __init__(self, corpus: Corpus, most: int) -> None:
+        """``most``: chunks that a chunk is encoded after."""
+        self._corpus = corpus
+        self._most = most
+        self._new: dict[tuple[str, str], tuple[Chunk, np.ndarray]] = {}
+        """By title and chunk id."""
+        self._new_ids: set[str] = set()
+        self._rows: tuple[list[Chunk], np.ndarray] | None = None
+        """The new chunks and their vectors.  float32 [n, dim]"""
+        self._replaced: set[str] = set()
+        """Sources, or ids of entries, whose stored chunks are out of date."""
+
+    def add(self, titled: Sequence[Titled], vectors: Sequence[np.ndarray], replaces: str) -> None:
+        """Note chunks that the run is to store, with unit vectors; an empty one is never found.
+        ``replaces``: the source, or the id of the entry, that they replace."""
+        self._replaced.add(replaces)
+        for (title, chunk), vector in zip(titled, vectors, strict=True):
+            if vector.size:
+                self._new[title, chunk.chunk_id] = chunk, vector
+                self._new_ids.add(chunk.chunk_id)
+        self._rows = None
+
+    def vectors(self, titled: Sequence[Titled]) -> list[np.ndarray]:
+        """The vectors of chunks that were added; none if any was not."""
+        found = [self._new.get((title, chunk.chunk_id)) for title, chunk in titled]
+        known = [each[1] for each in found if each is not None]
+        return known if len(known) == len(found) else []
+
+    def texts(self, title: str, chunk: Chunk) -> list[str]:
+        """Texts of the most similar other chunks, the nearest first; none for a chunk without a vector."""
+        chunk_id = chunk.chunk_id
+        if added := self._new.get((title, chunk_id)):
+            vector = added[1]
+        elif stored := self._corpus.known_vectors(title, [chunk_id]):
+            vector = stored[chunk_id]
+        else:
+            return []
+        found = self._among_stored(vector, chunk) + self._among_new(vector, chunk)
+        nearest = sorted((distance, chunk_id, text) for chunk_id, text, distance in found)
+        texts = {chunk_id: text for _, chunk_id, text in nearest}  # each at its smaller distance
+        return [*texts.values()][: self._most]
+
+    def _among_stored(self, vector: np.ndarray, chunk: Chunk) -> list[tuple[str, str, float]]:
+        """Ids, texts and L2 distances."""
+
+        def accept(passage: int) -> tuple[str, StoredChunk] | None:
+            found = chunk_at(self._corpus.file, passage)
+            if found is None or found.chunk_id == chunk.chunk_id:
+                return None
+            is_old = (found.entry_id or found.document) in self._replaced
+            return (
+                None if is_old and found.chunk_id not in self._new_ids else (found.chunk_id, found)
+            )
+
+        hits = self._corpus.vectors.nearest(vector, self._most, accept)
+        return [(found.chunk_id, found.text, distance) for found, distance in hits]
+
+    def _among_new(self, vector: np.ndarray, chunk: Chunk) -> list[tuple[str, str, float]]:
+        if not self._new:
+            return []
+        if self._rows is None:
+            chunks, vectors = zip(*self._new.values(), strict=True)
+            self._rows = [*chunks], np.stack(vectors)
+        new, rows = self._rows
+        distances = np.sqrt(np.maximum(0.0, 2.0 - 2.0 * (rows @ vector)))
+        found: dict[str, tuple[str, str, float]] = {}
+        for i in np.argsort(distances, kind="stable"):
+            near = new[i]
+            if near.chunk_id != chunk.chunk_id:
+                found.setdefault(near.chunk_id, (near.chunk_id, near.text, float(distances[i])))
+            if len(found) == self._most:
+                break
+        return [*found.values()]

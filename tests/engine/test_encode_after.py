@@ -1,0 +1,401 @@
+"""Chunks that are encoded after similar ones: what is stored, and whose KV it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+import writers
+from blendrag.config import settings
+from blendrag.engine import BlendEngine, Options
+from blendrag.engine.library import Entry
+from blendrag.engine.rendering import build_rag_prompt
+from blendrag.store import maintenance
+from blendrag.store.kv import ChunkKV
+from blendrag.text.readers import Document
+
+Ids = tuple[int, ...]
+NUMBERS = (0, 1)
+
+
+def ingest(engine: BlendEngine, *numbers: int) -> Any:
+    return engine.ingest([tiny.document(each, 5) for each in numbers or NUMBERS]).whole()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A store whose chunks were encoded after one other."""
+    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+        ingest(engine)
+    return tmp_path / "store"
+
+
+def ask(engine: BlendEngine, **options: Any) -> tuple[torch.Tensor, int]:
+    """Logits of the first token, and how many tokens were reused."""
+    logits, answer = tiny.first_logits(engine, tiny.prompt(engine, *NUMBERS), Options(**options))
+    return logits, answer.metrics.reused_tokens
+
+
+@contextmanager
+def encoded(engine: BlendEngine) -> Iterator[dict[Ids, Ids]]:
+    """The context of each chunk that is encoded, by its ids; fails for what is encoded twice."""
+    found: dict[Ids, Ids] = {}
+    adapter, kv = engine.adapter, engine.kv_namespace
+    real, probe = adapter.encode, kv.validity._probe_ids()
+
+    def encode(prefix: Sequence[int], ids: Sequence[int], *more: Any, **given: Any) -> ChunkKV:
+        if prefix and prefix == kv.corpus.prefix_ids and ids != probe:
+            assert tuple(ids) not in found
+            found[tuple(ids)] = tuple(given.get("context_ids", ()))
+        return real(prefix, ids, *more, **given)
+
+    adapter.encode = encode  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        adapter.encode = real  # type: ignore[method-assign]
+
+
+def ids_of(engine: BlendEngine, text: str) -> Ids:
+    return tuple(engine.kv_namespace.model.text_ids(text))
+
+
+def join(*parts: Ids) -> Ids:
+    return tuple(i for part in parts for i in part)
+
+
+# -- what is stored ---------------------------------------------------------------------------------
+
+
+def stock(engine: BlendEngine, context: Ids, ids: Ids) -> ChunkKV:
+    """KV of ``ids`` in one forward over prefix, ``context`` and chunk, at its place there."""
+    made, prefix = engine.adapter, engine.kv_namespace.corpus.prefix_ids
+    skip = len(prefix) + len(context)
+    with made.lock, torch.inference_mode():
+        cache = made.prefill_at([*prefix, *context, *ids])
+    layers = [
+        shape.joined(layer.keys[0, :, skip:], layer.values[0, :, skip:])
+        for shape, layer in zip(made.layout.layers, cache.layers, strict=True)
+    ]
+    return ChunkKV(made.layout, len(ids), layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "bloom"])
+def test_stored_kv_is_that_of_a_forward_over_the_neighbours_moved_back(
+    family: str, tmp_path: Path
+) -> None:
+    with tiny.engine(tiny.family(family), tmp_path / "store", encode_after=2) as engine:
+        with encoded(engine) as contexts:
+            ingest(engine)
+        assert contexts
+        made = engine.adapter
+        for ids, context in contexts.items():
+            kv = tiny.stored_kv(engine, ids)
+            assert kv is not None
+            assert context
+            tables = made.repositioner.tables(torch.full((len(ids),), len(context)))
+            for i, (layer, there) in enumerate(
+                zip(kv.layers, stock(engine, context, ids).layers, strict=True)
+            ):
+                turning = made.layout.layers[i].split(layer)[made.repositioner.part(i)]
+                made.repositioner.rotate_(turning, i, tables)  # where it stood
+                assert (layer - there).abs().max() < 1e-4
+
+
+def test_a_writer_is_active_in_the_chunk_and_not_in_its_neighbours(tmp_path: Path) -> None:
+    folder = writers.writer(tiny.llama(), tmp_path / "writer")
+    given: dict[str, Any] = {"writer": str(folder), "encode_after": 1}
+    with tiny.engine(tiny.llama(), tmp_path / "store", **given) as engine:
+        with encoded(engine) as contexts:
+            ingest(engine)
+        ids, context = next(iter(contexts.items()))
+        before = join(engine.kv_namespace.corpus.prefix_ids, context)
+        expected = writers.by_peft(writers.with_lora(tiny.llama()), before, ids)
+        kv = tiny.stored_kv(engine, ids)
+        assert kv is not None
+        for layer, there in zip(kv.layers, expected.layers, strict=True):
+            assert (layer[1] - there[1]).abs().max() < 1e-5  # values do not move
+
+
+def test_zero_stores_what_an_engine_without_the_option_stores(tmp_path: Path) -> None:
+    files = []
+    for name, given in (("none", {}), ("off", {"encode_after": 0})):
+        with tiny.engine(tiny.llama(), tmp_path / name, **given) as engine:
+            report = ingest(engine)
+            assert report.context_tokens == report.embedded == 0
+            assert "encode_after" not in engine.manifest.to_json()
+            assert engine.kv_namespace.validity.namespace == engine.adapter.identity.namespace
+        found = sorted((tmp_path / name).rglob("*.kv"))
+        files.append([(file.name.partition(".")[0], file.read_bytes()) for file in found])
+    assert len(files[0]) > 4
+    assert files[0] == files[1]
+
+
+# -- which neighbours -------------------------------------------------------------------------------
+
+
+def topic(word: str, number: int) -> Document:
+    """A document of one chunk that is more like those of the same word, and of a near number."""
+    text = " ".join([word] * 12 + ["near"] * number)
+    return Document(source=f"{word}{number}.txt", title="t", text=text)
+
+
+def contexts_of(engine: BlendEngine, documents: Sequence[Document]) -> dict[str, list[str]]:
+    """By the text of each chunk, the texts that it was encoded after, in their order."""
+    with encoded(engine) as contexts:
+        engine.ingest(documents).whole()
+    texts = {ids_of(engine, d.text): d.source for d in DOCUMENTS}
+    found = {}
+    for ids, context in contexts.items():
+        before, rest = [], context
+        while rest:
+            part = next(each for each in texts if rest[: len(each)] == each)
+            before.append(texts[part])
+            rest = rest[len(part) :]
+        found[texts[ids]] = before
+    return found
+
+
+DOCUMENTS = [topic(word, number) for word in ("ship", "farm") for number in (1, 2, 4)]
+
+
+def test_a_chunk_is_encoded_after_the_most_similar_ones_the_nearest_last(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=2) as engine:
+        contexts = contexts_of(engine, DOCUMENTS)
+    embed = tiny.WordEmbedder().embed_query
+    for document in DOCUMENTS:
+        others = [each for each in DOCUMENTS if each is not document]
+        others.sort(key=lambda each, d=document: -float(embed(each.text) @ embed(d.text)))
+        assert contexts[document.source] == [others[1].source, others[0].source]
+        assert all(name[:4] == document.source[:4] for name in contexts[document.source])
+
+
+def test_neighbours_were_stored_earlier_or_come_later_in_the_same_ingest(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+        assert contexts_of(engine, [DOCUMENTS[0]]) == {"ship1.txt": []}  # there is no other
+        found = contexts_of(engine, [DOCUMENTS[3], DOCUMENTS[4], DOCUMENTS[1]])
+    assert found == {
+        "farm1.txt": ["farm2.txt"],
+        "farm2.txt": ["farm1.txt"],
+        "ship2.txt": ["ship1.txt"],
+    }
+
+
+def test_the_version_that_a_document_replaces_is_no_neighbour(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+        engine.ingest([DOCUMENTS[0], DOCUMENTS[3]]).whole()
+        changed = replace(DOCUMENTS[1], source=DOCUMENTS[0].source)
+        assert contexts_of(engine, [changed]) == {"ship2.txt": ["farm1.txt"]}
+
+
+def test_equal_texts_are_no_neighbours_of_one_another(tmp_path: Path) -> None:
+    twin = replace(DOCUMENTS[0], source="twin.txt", title="other")
+    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=2) as engine:
+        found = contexts_of(engine, [DOCUMENTS[0], twin, DOCUMENTS[3]])
+    assert found == {"ship1.txt": ["farm1.txt"], "farm1.txt": ["ship1.txt"]}
+
+
+def test_an_unchanged_document_is_encoded_after_its_neighbours_without_new_vectors(
+    tmp_path: Path,
+) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        engine.ingest(DOCUMENTS).whole()
+    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+        with tiny.counted(engine.kv_namespace.corpus.embedder, "embed") as calls:
+            found = contexts_of(engine, DOCUMENTS)
+        assert not calls
+    assert len(found) == len(DOCUMENTS)
+    assert all(name[0][:4] == source[:4] for source, name in found.items())
+
+
+def test_entries_are_encoded_after_similar_ones_or_those_before_them(tmp_path: Path) -> None:
+    texts = [each.text for each in DOCUMENTS[:2] + DOCUMENTS[3:5]]
+    entries = [Entry(str(i), text) for i, text in enumerate(texts)]
+    for embed, expected in ((True, [1, 0, 3, 2]), (False, [1, 0, 1, 2])):
+        with tiny.engine(tiny.llama(), tmp_path / str(embed), encode_after=1) as engine:
+            with encoded(engine) as contexts:
+                engine.library.add(entries, embed=embed)
+            for i, other in enumerate(expected):
+                assert contexts[ids_of(engine, texts[i])] == ids_of(engine, texts[other])
+
+
+def test_what_an_ingest_costs_is_reported(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=2) as engine:
+        assert engine.dry_run([tiny.document(0)]).encode_after == 2
+        with encoded(engine) as contexts:
+            report = ingest(engine)
+    assert report.context_tokens == sum(map(len, contexts.values())) > report.tokens
+    assert report.embedded == report.chunks
+
+
+# -- as far as there is room ------------------------------------------------------------------------
+
+
+def small(positions: int) -> Any:
+    return tiny.llama(max_position_embeddings=positions)
+
+
+def test_fewer_chunks_precede_one_if_the_model_has_no_room_for_more(tmp_path: Path) -> None:
+    size = 560  # for a chunk of 122 tokens, its prefix, and three others
+    with tiny.engine(small(size), tmp_path / "store", encode_after=4) as engine:
+        with encoded(engine) as contexts:
+            ingest(engine)
+        prefix = len(engine.kv_namespace.corpus.prefix_ids)
+        for ids, context in contexts.items():
+            assert context
+            assert prefix + len(context) + len(ids) <= size
+
+
+def test_a_model_without_room_for_any_is_named(tmp_path: Path) -> None:
+    with tiny.engine(small(190), tmp_path / "store", encode_after=1) as engine:
+        report = engine.ingest([tiny.document(0)])
+        assert report.failed == 1
+        assert tiny.one_sentence(report.failures[0])
+        assert "has no room after another" in report.failures[0]
+        assert report.chunks_computed == 0
+
+
+# -- whose KV it is ---------------------------------------------------------------------------------
+
+
+def test_an_engine_without_options_goes_on_as_the_store_was_begun(root: Path) -> None:
+    with tiny.engine(tiny.llama(), root) as engine:
+        assert engine.manifest.encode_after == 1
+        assert ask(engine, mode="reuse")[1] > 0
+        with encoded(engine) as contexts:
+            ingest(engine, 5)
+        assert all(contexts.values())
+
+
+def test_kv_with_and_without_is_kept_apart(root: Path) -> None:
+    with tiny.engine(tiny.llama(), root) as engine:
+        near, _ = ask(engine, mode="reuse")
+    with tiny.engine(tiny.llama(), root, encode_after=0) as engine:
+        metrics = engine.generate(tiny.prompt(engine, *NUMBERS)).metrics
+        engine.drain()
+        assert metrics.reused_tokens == 0
+        assert any("encode_after 0, not 1); give encode_after 1" in note for note in metrics.notes)
+        alone, reused = ask(engine, mode="reuse")
+        assert reused > 0
+    with tiny.engine(tiny.llama(), root) as engine:
+        again, _ = ask(engine, mode="reuse")
+    assert tiny.difference(again, near) < 1e-5
+    assert tiny.difference(alone, near) > 1e-3
+
+
+def test_an_ingest_switches_it_off_again(root: Path) -> None:
+    with tiny.engine(tiny.llama(), root, encode_after=0) as engine:
+        assert ingest(engine).chunks_computed > 0
+    with tiny.engine(tiny.llama(), root) as engine:
+        assert engine.manifest.encode_after == 0
+        assert engine.kv_namespace.validity.recipe.is_exact
+        assert ask(engine, mode="reuse")[1] > 0
+
+
+def test_a_variable_sets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLENDRAG_ENCODE_AFTER", "2")
+    settings.cache_clear()
+    try:
+        with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+            assert engine.kv_namespace.recipe.encode_after == 2
+    finally:
+        settings.cache_clear()
+
+
+def test_nothing_is_exact(root: Path) -> None:
+    with tiny.engine(tiny.llama(), root) as engine:
+        texts = [text for number in NUMBERS for text in tiny.chunk_texts(engine, number)]
+        prompt = build_rag_prompt("What did the company do?", texts)  # begins with the prefix
+        chunks = engine.generate(prompt, Options(ratio=1.0)).metrics.chunks
+        assert {chunk.outcome for chunk in chunks} == {"blended"}
+        full, _ = tiny.first_logits(engine, prompt, Options(mode="full"))
+        for options in (Options(mode="prefix"), Options(ratio=1.0)):
+            found, _ = tiny.first_logits(engine, prompt, options)
+            engine.drain()
+            assert tiny.difference(found, full) < 1e-4
+
+
+def test_an_archive_carries_it_to_a_store_that_is_ingested_alike(
+    root: Path, tmp_path: Path
+) -> None:
+    archive, other = tmp_path / "kv.tar", tmp_path / "other"
+    maintenance.export_archive(root, archive)
+    assert maintenance.import_archive(other, archive).is_complete
+    with tiny.engine(tiny.llama(), other, encode_after=1) as engine:
+        assert ingest(engine).chunks_computed == 0
+
+
+# -- chunks that a prompt misses --------------------------------------------------------------------
+
+
+def missed(engine: BlendEngine, **options: Any) -> dict[Ids, Ids]:
+    """The contexts in which the chunks of document 1 are encoded, whose KV is lost."""
+    tiny.lose_kv(engine, *tiny.chunk_keys(engine, 1))
+    with encoded(engine) as contexts:
+        engine.generate(tiny.prompt(engine, *NUMBERS), Options(**options))
+        engine.drain()
+    assert ask(engine, mode="reuse")[1] > 0
+    return contexts
+
+
+def test_a_missing_chunk_is_encoded_after_those_before_it_in_its_prompt(root: Path) -> None:
+    with tiny.engine(tiny.llama(), root) as engine:
+        texts = [text for number in NUMBERS for text in tiny.chunk_texts(engine, number)]
+        chunks = [ids_of(engine, text) for text in texts]
+        lost = [ids_of(engine, text) for text in tiny.chunk_texts(engine, 1)]
+        assert missed(engine) == {ids: chunks[chunks.index(ids) - 1] for ids in lost}
+
+
+def test_the_first_chunk_of_a_prompt_is_encoded_after_the_next(root: Path) -> None:
+    with tiny.engine(tiny.llama(), root) as engine:
+        chunks = [ids_of(engine, text) for text in tiny.chunk_texts(engine, 0)]
+        tiny.lose_kv(engine, *tiny.chunk_keys(engine, 0)[:1])
+        with encoded(engine) as contexts:
+            engine.generate(tiny.prompt(engine, 0))
+            engine.drain()
+    assert contexts == {chunks[0]: chunks[1]}
+
+
+def test_a_private_prompt_leaves_nothing_in_kv_of_documents(root: Path) -> None:
+    """Not even which chunks it had: they are encoded after those that an ingest would choose."""
+    found = []
+    for options in ({"tenant": "a"}, {"cache_salt": "b"}):
+        with tiny.engine(tiny.llama(), root) as engine:
+            found.append(missed(engine, **options))
+    with tiny.engine(tiny.llama(), root) as engine:
+        tiny.lose_kv(engine, *tiny.chunk_keys(engine, 1))
+        with encoded(engine) as contexts:
+            ingest(engine)
+    assert found == [contexts, contexts]
+
+
+def test_a_learned_passage_is_in_no_kv_of_documents(root: Path) -> None:
+    passage = "\n\n".join(tiny.sentence(900 + i) for i in range(3))
+    with tiny.engine(tiny.llama(), root, learn=True) as engine:
+        first = tiny.chunk_texts(engine, 1)[0]
+        for question in ("What was built?", "Who built it?"):
+            engine.generate(f"{passage}\n\n{question}")
+            engine.drain()
+        tiny.lose_kv(engine, tiny.chunk_keys(engine, 1)[0])
+        with encoded(engine) as contexts:
+            answer = engine.generate(f"{passage}\n\n{first}\n\nAnd when?")
+            engine.drain()
+        assert len(answer.metrics.chunks) > 1
+        assert contexts[ids_of(engine, first)] == ()
+
+
+def test_vectors_of_another_embedder_are_compared_as_given(tmp_path: Path) -> None:
+    entries = [Entry(str(i), DOCUMENTS[i].text) for i in (0, 1, 3)]
+    vectors = np.eye(3, dtype=np.float32) + np.float32([[0, 0, 1], [0, 0, 0], [1, 0, 0]])
+    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+        with encoded(engine) as contexts:
+            engine.library.add(entries, vectors, embedder="mine")
+        assert contexts[ids_of(engine, entries[0].text)] == ids_of(engine, entries[2].text)
