@@ -197,6 +197,7 @@ FROM = {"env": [variable], "engine": [constructor], "request": [request], "wrapp
         ("max_new_tokens", 0, "0 must be a whole number of at least 1"),
         ("max_new_tokens", "5x", "'5x' must be a whole number of at least 1"),
         ("top_k", 0, "0 must be a whole number of at least 1"),
+        ("encode_after", 5, "5 must be a whole number in [0, 4]"),
         ("chunk_tokens", 8, "8 must be a whole number in [64, 4096]"),
         ("ram_bytes", "much", "'much' must be a number of bytes; as text also 500MB or 2GiB"),
         ("seed", 2**64, "18446744073709551616 must be a whole number of at most 64 bits"),

@@ -65,6 +65,22 @@ def test_stats_say_that_a_writer_is_not_needed(
     assert not printed("store", "gc", "--store", store)["writers"]
 
 
+def test_a_store_whose_chunks_were_encoded_after_others_needs_no_option(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    args = ingest_args(write_documents(tmp_path / "docs"), model_dir, store)
+    assert printed(*args, "--dry-run")["encode_after"] == 0
+    assert printed(*args, "--encode-after", 2, "--dry-run")["encode_after"] == 2
+    report = printed(*args, "--encode-after", 2)
+    assert report["context_tokens"] > 0
+    shown = invoke("store", "stats", "--store", store).stdout
+    assert "each encoded after 2 other chunks" in shown
+    assert printed("store", "stats", "--store", store)["corpus"]["encode_after"] == 2
+    assert reused_tokens(store) > 0
+    assert printed(*args)["chunks_computed"] == 0
+
+
 def test_none_goes_back_to_no_writer(
     model_dir: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,7 +144,7 @@ def test_zero_stores_what_an_engine_without_the_option_stores(tmp_path: Path) ->
 
 def topic(word: str, number: int) -> Document:
     """A document of one chunk that is more like those of the same word, and of a near number."""
-    text = " ".join([word] * 12 + ["near"] * number)
+    text = " ".join([word] * 12 + ["near"] * number) + "."
     return Document(source=f"{word}{number}.txt", title="t", text=text)
 
 

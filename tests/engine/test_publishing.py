@@ -84,6 +84,16 @@ def test_following_reads_a_whole_writer_once(machine, tmp_path, monkeypatch):
     assert [root for root, _ in reads] == [two.root]
 
 
+def test_a_machine_that_follows_encodes_after_as_many_chunks(machine):
+    with machine("one", encode_after=2) as one, machine("two") as two:
+        one.ingest([tiny.document(i) for i in range(2)]).whole()
+        one.publish()
+        two.follow()
+        assert two.manifest.encode_after == 2
+        answer = two.generate(tiny.prompt(two, 0, 1))
+        assert answer.metrics.reused_tokens > 0
+
+
 def test_a_collection_keeps_the_writer_of_the_published_corpus(machine, bucket, tmp_path):
     folder = writers.writer(tiny.llama(), tmp_path / "writer")
     with machine("one", writer=str(folder)) as one:

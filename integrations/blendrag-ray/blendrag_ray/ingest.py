@@ -46,6 +46,8 @@ from blendrag_ray.ray_session import ray_session
 
 #: Chunks that a worker takes at a time, and bytes of text and vectors that travel together.
 BATCH_CHUNKS, BLOCK_BYTES = 4, 64 << 10
+#: Chunks in a batch that are encoded after one another.
+BATCH_NEIGHBOURS = 32
 #: Bytes of files that are read by one task.
 READ_BYTES = 256 << 10
 #: Memory that reading asks for; not what the next stage asks for, which keeps them apart.
@@ -204,7 +206,7 @@ def dataset_rows(ray: Any, plan: IngestPlan, share: Share, files: list[Row]) -> 
             .map_batches(
                 EncodeChunks,
                 fn_constructor_args=(plan,),
-                batch_size=BATCH_CHUNKS,
+                batch_size=BATCH_NEIGHBOURS if plan.encode_after else BATCH_CHUNKS,
                 num_cpus=share.cpus,
                 num_gpus=share.gpus or None,
                 compute=ActorPoolStrategy(size=share.workers),
@@ -306,6 +308,7 @@ class DistributedIngest:
             self._computed_tokens += row["kv_tokens"] * row["computed"]
             report.refused = report.refused or row["refused"]
             report.chunks_skipped += not (row["computed"] or row["refused"] or row["failure"])
+            report.context_tokens += row["context_tokens"]
             report.bytes += row["kv_bytes"]
             report.encoding_s += row["seconds"] / self._workers
             before = report.done_bytes

@@ -34,7 +34,8 @@ from blendrag.config import Settings
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine.ingest import damage_of, documents_in, named_failure
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import KVWriter
+from blendrag.engine.kv_writer import KVWriter, beside
+from blendrag.engine.neighbours import Neighbours
 from blendrag.errors import (
     BlendragError,
     InvalidInputError,
@@ -61,8 +62,8 @@ DOCUMENT: Row = {
 }  # fmt: skip
 CHUNK: Row = {"number": 0, "of": 0, "start": 0, "end": 0, "tokens": 0, "vector": b""}
 KV: Row = {
-    "computed": False, "kv_tokens": 0, "kv_bytes": 0, "seconds": 0.0, "namespace": "", "signature": "",
-    "refused": "", "full": "", "key": "",
+    "computed": False, "kv_tokens": 0, "context_tokens": 0, "kv_bytes": 0, "seconds": 0.0,
+    "namespace": "", "signature": "", "refused": "", "full": "", "key": "",
 }  # fmt: skip
 
 
@@ -76,6 +77,7 @@ class IngestPlan:
     place: Place | None
     model: str
     settings: Settings
+    encode_after: int = 0
 
     @property
     def remote(self) -> str:
@@ -84,7 +86,7 @@ class IngestPlan:
     @classmethod
     def of(cls, kv: KVNamespace) -> IngestPlan:
         root = kv.root.resolve()
-        where = root, place_of(root), kv.model.name, kv.settings
+        where = root, place_of(root), kv.model.name, kv.settings, kv.recipe.encode_after
         return cls(kv.reopen_in(), kv.corpus.embedder, *where)
 
     def open(self) -> KVNamespace:
@@ -203,7 +205,8 @@ class EmbedChunks:
 class EncodeChunks:
     """Stores the KV of chunks that have none. What it returns is durable, in the remote if there is one.
 
-    The model is loaded when the first chunk is missing.
+    The model is loaded when the first chunk is missing. A chunk is encoded after others of its batch
+    (``encode_after``), because a worker knows no more of the corpus.
     """
 
     def __init__(self, plan: IngestPlan) -> None:
@@ -212,7 +215,8 @@ class EncodeChunks:
         self._scheduler = Scheduler()
         self._refused = ""
         self._is_admitted = False
-        self._seconds = 0.0
+        self._batch: list[Row] = []
+        self._seconds, self._context_tokens = 0.0, 0
 
     def __del__(self) -> None:
         self._open.close()
@@ -222,6 +226,7 @@ class EncodeChunks:
             dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
         ]
         done = [row | KV for row in rows]
+        self._batch = [row for row in done if row["of"] and not row["fatal"]]
         try:
             for row in done:
                 if row["of"] and not row["fatal"]:
@@ -235,15 +240,13 @@ class EncodeChunks:
         return {name: [row[name] for row in done] for name in done[0]}
 
     def _stored(self, row: Row) -> Row:
-        text, start, end = str(row["text"]), int(row["start"]), int(row["end"])
-        chunk = Chunk(text, start, end, int(row["tokens"]), chunk_id_of(text))
-        found: Row = {"kv_tokens": len(self._kv.model.text_ids(text))}
+        chunk = _chunk(row)
+        found: Row = {"kv_tokens": len(self._kv.model.text_ids(chunk.text))}
         try:
             if self._refused:
                 raise UnsupportedModelError(self._refused)
             if self._writer.missing([chunk]):
-                name = f"{row['source']}, characters {start} to {end}"
-                found |= self._write(chunk, name)
+                found |= self._write(chunk, row)
         except UnsupportedModelError as refused:
             self._refused = found["refused"] = str(refused)
         except StoreFullError as full:
@@ -255,23 +258,38 @@ class EncodeChunks:
             found["key"] = self._writer.key_of(chunk)
         return found
 
-    def _write(self, chunk: Chunk, name: str) -> Row:
+    def _write(self, chunk: Chunk, row: Row) -> Row:
         """Encode and store a chunk, unless another worker did so meanwhile."""
         _ = self._kv.model.adapter
         # One worker at a time runs the gate and renews KV that is no longer valid.
         with nullcontext() if self._is_admitted else FileLock(self._kv.root / "ingest.lock"):
             if not self._is_admitted:
                 self._writer = self._open.enter_context(_pinned(self._kv, self._scheduler))
-                self._seconds = 0.0
+                self._seconds, self._context_tokens = 0.0, 0
                 if not self._writer.missing([chunk]):
                     return {}
             self._require_room(chunk.tokens)
-            self._writer.write(chunk, name)
+            name = f"{row['source']}, characters {chunk.start} to {chunk.end}"
+            self._writer.write(chunk, name, self._others(chunk, row))
             self._is_admitted = True
-        written, before = self._writer.written.seconds, self._seconds
-        self._seconds = written
+        written, before = self._writer.written, (self._seconds, self._context_tokens)
+        self._seconds, self._context_tokens = written.seconds, written.context_tokens
         kv_bytes = stored_chunk_bytes(self._kv.layout, chunk.tokens)
-        return {"computed": True, "kv_bytes": kv_bytes, "seconds": written - before}
+        spent = {"seconds": self._seconds - before[0]}
+        spent["context_tokens"] = self._context_tokens - before[1]
+        return {"computed": True, "kv_bytes": kv_bytes} | spent
+
+    def _others(self, chunk: Chunk, row: Row) -> list[str]:
+        """Texts that a chunk may be encoded after: similar ones of its batch. Those of unchanged documents
+        come without vectors and are encoded after the chunks before them."""
+        if not self._plan.encode_after:
+            return []
+        near = Neighbours(None, self._plan.encode_after)
+        for each in self._batch:
+            vector = np.frombuffer(each["vector"], np.float32)
+            near.add([(each["title"], _chunk(each))], [vector], replaces=each["source"])
+        texts = [*dict.fromkeys(str(each["text"]) for each in self._batch)]
+        return near.texts(row["title"], chunk) or beside(texts, texts.index(chunk.text))
 
     def _require_room(self, tokens: int) -> None:
         """Other workers' new KV is not pinned here, so nothing may be evicted for this chunk."""
@@ -294,6 +312,11 @@ class EncodeChunks:
     @cached_property
     def _writer(self) -> KVWriter:
         return self._open.enter_context(_pinned(self._kv, self._scheduler))
+
+
+def _chunk(row: Row) -> Chunk:
+    text = str(row["text"])
+    return Chunk(text, int(row["start"]), int(row["end"]), int(row["tokens"]), chunk_id_of(text))
 
 
 @contextmanager

@@ -80,6 +80,19 @@ def test_workers_encode_with_the_writer_of_the_driver(model, docs, tmp_path):
     assert writer_files.kept_in(tmp_path / "many") == writer_files.kept_in(tmp_path / "one")
 
 
+def test_workers_encode_chunks_after_others_of_their_batch(model, docs, tmp_path):
+    with (
+        engine(model, tmp_path / "one", encode_after=1) as one,
+        engine(model, tmp_path / "many", encode_after=1) as many,
+    ):
+        here, there = one.ingest([docs]).whole(), ingest(many, [docs], inline(batch=99)).whole()
+        assert here.context_tokens == there.context_tokens > 0
+        assert many.corpus.manifest == one.corpus.manifest
+        assert many.corpus.manifest.encode_after == 1
+    # the whole corpus is one batch, so that its neighbours are those of one process
+    assert digests(tmp_path / "many") == digests(tmp_path / "one")
+
+
 def test_the_number_of_threads_does_not_change_kv(adapter):
     ids, found = [7 * i % 600 + 20 for i in range(300)], []
     threads = torch.get_num_threads()

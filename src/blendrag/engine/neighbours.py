@@ -21,8 +21,9 @@ Titled = tuple[str, Chunk]
 class Neighbours:
     """Similar chunks for one run: among those that the corpus has, and those that the run is to store."""
 
-    def __init__(self, corpus: Corpus, most: int) -> None:
-        """``most``: chunks that a chunk is encoded after."""
+    def __init__(self, corpus: Corpus | None, most: int) -> None:
+        """``corpus``: ``None`` looks among the run's own chunks only. ``most``: chunks that a chunk is
+        encoded after."""
         self._corpus = corpus
         self._most = most
         self._new: dict[tuple[str, str], tuple[Chunk, np.ndarray]] = {}
@@ -54,7 +55,7 @@ class Neighbours:
         chunk_id = chunk.chunk_id
         if added := self._new.get((title, chunk_id)):
             vector = added[1]
-        elif stored := self._corpus.known_vectors(title, [chunk_id]):
+        elif stored := self._corpus and self._corpus.known_vectors(title, [chunk_id]):
             vector = stored[chunk_id]
         else:
             return []
@@ -65,9 +66,12 @@ class Neighbours:
 
     def _among_stored(self, vector: np.ndarray, chunk: Chunk) -> list[tuple[str, str, float]]:
         """Ids, texts and L2 distances."""
+        corpus = self._corpus
+        if corpus is None:
+            return []
 
         def accept(passage: int) -> tuple[str, StoredChunk] | None:
-            found = chunk_at(self._corpus.file, passage)
+            found = chunk_at(corpus.file, passage)
             if found is None or found.chunk_id == chunk.chunk_id:
                 return None
             is_old = (found.entry_id or found.document) in self._replaced
@@ -75,7 +79,7 @@ class Neighbours:
                 None if is_old and found.chunk_id not in self._new_ids else (found.chunk_id, found)
             )
 
-        hits = self._corpus.vectors.nearest(vector, self._most, accept)
+        hits = corpus.vectors.nearest(vector, self._most, accept)
         return [(found.chunk_id, found.text, distance) for found, distance in hits]
 
     def _among_new(self, vector: np.ndarray, chunk: Chunk) -> list[tuple[str, str, float]]:

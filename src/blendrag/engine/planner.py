@@ -27,8 +27,9 @@ OLD_CALIBRATION = (
     "calibrate"
 )
 HEAD_ONLY = (
-    "mode prefix reuses only the beginning of the prompt, because a writer encoded this store's chunks, and "
-    "none of them is what a full prefill would compute; mode blend or reuse loads them"
+    "mode prefix reuses only the beginning of the prompt, because this store's chunks were encoded with a "
+    "writer or after similar chunks, and none of them is what a full prefill would compute; mode blend or "
+    "reuse loads them"
 )
 
 

@@ -1,7 +1,8 @@
 """Identity of stored KV: model identity, namespace of the store, chunk key.
 
 Equal keys mean that this model, loaded this way, computes exactly these bytes for these ids after this
-prefix. Everything that can change the bytes is a field.
+prefix. Everything that can change the bytes is a field, except the chunks between prefix and chunk in
+namespaces with ``encode_after``: there one of several valid variants is stored.
 """
 
 from __future__ import annotations
