@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -457,7 +458,7 @@ def test_a_first_ingest_offers_to_calibrate_a_deep_model(tmp_path):
     with tiny.engine(tiny.llama(num_hidden_layers=16), tmp_path / "deep") as engine:
         offer = engine.calibration_offer(engine.ingest(documents))
         assert "blendrag calibrate" in offer
-        assert "it takes about 1 min" in offer
+        assert re.search(r"it takes about \d+ min", offer)
         assert engine.calibration_offer(engine.ingest(documents)) == ""
         assert engine.calibration_offer(engine.ingest([tiny.document(6)])) == ""
     with tiny.engine(tiny.llama(num_hidden_layers=2), tmp_path / "shallow") as engine:

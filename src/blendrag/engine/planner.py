@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.kv_namespace import KVNamespace
@@ -15,12 +15,13 @@ from blendrag.engine.stream import AnswerStream
 from blendrag.errors import ContextOverflowError, InvalidInputError
 from blendrag.fusor.selection import Blending, make_policy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.calibrate import calibrations, policy_at
+from blendrag.planning.calibrate import Calibration, calibrations, policy_at
 from blendrag.planning.controller import Controller, Encode
 from blendrag.planning.measure import prefill_token_s
 from blendrag.planning.plan import MODE_FULL, MissingKV, Plan, Reason
 from blendrag.planning.profile import Profile
 from blendrag.store.kv import dtype_name
+from blendrag.store.records import Records
 
 OLD_CALIBRATION = (
     "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
@@ -176,8 +177,11 @@ class Planner:
         if is_long and not (adapter.has_long_table and request.sequences == 1):
             why = _other_table(adapter, request)
             return Plan.computed(prompt, why, (why.text,))
-        self._tell_of_old_calibration(request, namespace, stream)
-        calibrated = partial(self._calibrated, namespace=namespace)
+        known = calibrations(self._kv.root, namespace)
+        found = cache(known.entries)
+        calibrated = partial(_calibrated, found)
+        if request.blending.is_calibrated and not found():
+            stream.notes += self._old_calibration(known, namespace)
         request = replace(request, blending=calibrated(request.blending))
         profile, notes = self._profile(request, namespace)
         controller = replace(
@@ -279,27 +283,12 @@ class Planner:
             f"ingest loaded it, not as {kv.model.name!r} is loaded here ({cause}); {remedy}"
         )
 
-    def _calibrated(self, blending: Blending, namespace: str) -> Blending:
-        """``blending`` with what was found for the model, of what it names none of."""
-        if not blending.is_calibrated:
-            return blending
-        found = calibrations(self._kv.root, namespace).entries()
-        if blending.takes_calibrated_ratio:
-            chosen = next((each.ratio for each in found if each.is_chosen), blending.fixed_ratio)
-            blending = replace(blending, ratio=chosen, takes_calibrated_ratio=False)
-        policy = make_policy(policy_at(found, blending.fixed_ratio))
-        return replace(blending, policy=policy, is_calibrated=False)
-
-    def _tell_of_old_calibration(
-        self, request: Request, namespace: str, stream: AnswerStream
-    ) -> None:
-        """A note, once, if what was calibrated cannot be used."""
-        if not request.blending.is_calibrated or namespace in self.told:
-            return
-        known = calibrations(self._kv.root, namespace)
-        if known.unchecked() and not known.entries():
-            self.told.add(namespace)
-            stream.notes.append(OLD_CALIBRATION)
+    def _old_calibration(self, known: Records[Calibration], namespace: str) -> tuple[str, ...]:
+        """A note, once, if there is a calibration and it cannot be used."""
+        if namespace in self.told or not known.unchecked():
+            return ()
+        self.told.add(namespace)
+        return (OLD_CALIBRATION,)
 
     def _profile(self, request: Request, namespace: str) -> tuple[Profile | None, tuple[str, ...]]:
         """The machine profile; a note if ratio auto needs one and there is none."""
@@ -311,3 +300,14 @@ class Planner:
             f"ratio auto needs a machine profile{other}; ratio {request.blending.fixed_ratio:g} is used; "
             f"run blendrag profile --model {self._kv.model.name} --store {self._kv.root}",
         )
+
+
+def _calibrated(found: Callable[[], Sequence[Calibration]], blending: Blending) -> Blending:
+    """``blending`` with what was ``found`` for the model in place of what it does not name."""
+    if not blending.is_calibrated:
+        return blending
+    if blending.takes_calibrated_ratio:
+        chosen = next((each.ratio for each in found() if each.is_chosen), blending.fixed_ratio)
+        blending = replace(blending, ratio=chosen, takes_calibrated_ratio=False)
+    policy = make_policy(policy_at(found(), blending.fixed_ratio))
+    return replace(blending, policy=policy, is_calibrated=False)
