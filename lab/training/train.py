@@ -212,7 +212,7 @@ class TrainingRun:
                 break
             rng = random.Random(f"{progress.seed}/{progress.step}")
             stage = _drawn_stage(rng, progress.stage)
-            batch = self._batch(rng, stage)
+            batch = self.make_batch(rng, stage)
             loss, right = self.train_step(batch, _rate(progress, done))
             now = time.monotonic()
             progress.elapsed_s += now - last
@@ -246,7 +246,7 @@ class TrainingRun:
         export.load_state_dict(self.model.state_dict())
         export.to(torch.bfloat16).save_pretrained(self.out)
 
-    def _batch(self, rng: random.Random, stage: int) -> Batch:
+    def make_batch(self, rng: random.Random, stage: int) -> Batch:
         samples = list(_fill(rng, stage, self.writer))
         return collate(samples, self.tokenizer.pad_token_id, torch.bfloat16, self.device)
 

@@ -137,7 +137,7 @@ def test_an_interrupted_and_resumed_run_ends_with_the_same_weights(tmp_path):
 def test_a_deep_model_is_also_supervised_after_its_first_half(tmp_path):
     """The second half adds nothing at first, so both losses are equal."""
     run = TrainingRun(tmp_path, seed=0, resume=False)
-    batch = run._batch(random.Random(0), 1)
+    batch = run.make_batch(random.Random(0), 1)
     shallow, _ = run.train_step(batch, rate=0.0)
     run.adopt(deepened(run.model, DEEP))
     deep, _ = run.train_step(batch, rate=0.0)
