@@ -78,16 +78,17 @@ class KVNamespace:
         return not (self.store.read_only or (corpus is not None and corpus.read_only))
 
     def create_corpus(self) -> Corpus:
-        """The corpus to ingest into, created if there is none.
+        """The corpus to ingest into, created if there is none. Raises as :meth:`require_writer`."""
+        self.require_writer()
+        return self.corpus.create()
 
-        Raises :class:`ModelLoadError` for a given writer that cannot be read, and for one that does not fit
-        the model; then no new store is created.
-        """
+    def require_writer(self) -> None:
+        """Raise :class:`ModelLoadError` for a given writer that cannot be read, and before a store is created
+        also for one that does not fit the model, which is loaded then."""
         if self.writer.is_given:
             self.writer.writer()
             if not os.path.lexists(self.root / "format") and self.model.adapter.refusal is None:
                 self.writer.fit(self.model.adapter)
-        return self.corpus.create()
 
     def other_writer(self) -> list[str]:
         """That the corpus's documents were encoded with another writer than an ingest now does, if so."""

@@ -49,6 +49,7 @@ def profile(
 ) -> ProfileReport:
     """See :meth:`BlendEngine.profile`."""
     to_time = _checked(directories)
+    kv.require_writer()
     root, store = kv.root, kv.store  # makes the root, with its checks
     if kv.corpus.current is not None and len(kv.corpus.current):
         kv.corpus.require()  # refuses a corpus of another model: its prefix holds that model's ids

@@ -116,7 +116,11 @@ class Writer:
         if folder.is_file():
             return cls.from_bytes(_read(folder), str(folder))
         _require_writer(folder)
-        check_adapter_files(folder)
+        try:
+            check_adapter_files(folder)
+        except ModelLoadError as exc:
+            fault, is_damage, _ = str(exc).partition("; download the model")
+            raise ModelLoadError(fault + "; copy the writer again" * bool(is_damage)) from exc
         config = _json(folder / CONFIG, SIZES_MIB[CONFIG])
         mark = _json(folder / MARK, 1)
         _require_plain_lora(folder, config)
