@@ -12,6 +12,9 @@ import tiny
 import writers
 from blendrag.cli.progress import StatusLine
 from blendrag.config import settings
+from blendrag.corpus.corpus import Corpus
+from blendrag_lab.evaluation import ways
+from blendrag_lab.evaluation.ways import Way
 from cli.commands import ingest_args, invoke, refused, save_model, write_documents
 
 ROW = {
@@ -131,6 +134,25 @@ def test_a_writer_is_compared_with_none_and_a_store_brings_its_own(model, tmp_pa
     assert list(of_store) == ["none", "full", "reuse", "reuse+writer"]
     assert of_store == of_option
     assert without == {name: of_store[name] for name in ("none", "full", "reuse")}
+
+
+def test_the_calibration_of_a_store_with_a_writer_is_looked_up(model, tmp_path, monkeypatch):
+    given = tiny.llama(num_hidden_layers=3, eos_token_id=639)
+    writer, store = str(writers.writer(given, tmp_path / "w")), tmp_path / "store"
+    docs = write_documents(tmp_path / "docs", documents=1)
+    assert invoke(*ingest_args(docs, model, store, "--writer", writer)).exit_code == 0
+    asked: list[str] = []
+
+    def spy(found: Sequence[Way], root: Path, namespace: str) -> Sequence[Way]:
+        asked.append(namespace)
+        return found
+
+    monkeypatch.setattr(ways, "look_up", spy)
+    for more in ((), ("--writer", "none")):
+        args = small(model, "--policies", "reuse", "--store", str(store), "--fidelity", *more)
+        rows(*args, "--contexts", "1", "--questions", "1")
+    with Corpus.open(store, read_only=True) as corpus:
+        assert asked[0] == corpus.manifest.namespace != asked[1]
 
 
 def test_a_writer_that_cannot_be_used_is_one_sentence(model, tmp_path):
