@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
