@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import blendrag
-from blendrag.config import KVEncoding
+from blendrag.config import DEFAULT_EMBEDDER, KVEncoding
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.rendering import SEPARATOR, render
@@ -34,7 +34,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.writer import NONE as NO_WRITER
 from blendrag.model.writer import Writer
-from blendrag.store.identity import chunk_key, digest_fields
+from blendrag.store.identity import ChunkRecipe, chunk_key, digest_fields
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from blendrag.text.readers import Document
 from blendrag_lab.evaluation.asking import ObservedAnswer, Wording, ask, prompt_of, wording_for
@@ -42,7 +42,7 @@ from blendrag_lab.evaluation.datasets import Case, Dataset, by_context
 from blendrag_lab.evaluation.rows import ArenaRow, Journal, Outcome, make_rows
 from blendrag_lab.evaluation.schema_prompts import add_schemas, schema_prompt
 from blendrag_lab.evaluation.scoring import exact_match, f1, rouge_l, token_kl
-from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX, Way, with_writer
+from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX, Way, with_recipe
 
 #: Called with questions done and questions in all, before each one and at the end.
 Watch = Callable[[int, int], None]
@@ -72,19 +72,21 @@ class Encoding(NamedTuple):
     """The corpus's prefix (``True``), nothing (``False``), or the text before them in the prompt
     (:data:`PREFIX`)."""
     has_writer: bool = False
+    encode_after: int = 0
 
 
 def _encoding(way: Way) -> Encoding | None:
     """``None`` for ways that load nothing."""
     after = PREFIX if way.policy == PREFIX else way.encode_prefix
-    return None if after is None else Encoding(after, bool(way.writer))
+    return None if after is None else Encoding(after, bool(way.writer), way.encode_after)
 
 
 class Engines:
     """Made by :func:`open_engines`; ``engines`` by the encoding of the ways that they answer."""
 
-    def __init__(self, engines: Mapping[Encoding, BlendEngine]) -> None:
-        self._engines = engines
+    def __init__(self, engines: Mapping[Encoding, BlendEngine], corpus: Sequence[str]) -> None:
+        """``corpus``: all chunks of the dataset, among which similar ones are looked for."""
+        self._engines, self._corpus = engines, corpus
         self._held: dict[Encoding, list[str]] = {encoding: [] for encoding in engines}
 
     def of(self, way: Way) -> BlendEngine:
@@ -92,16 +94,23 @@ class Engines:
         return self._engines[encoding or next(iter(self._engines))]
 
     def hold(self, chunks: Sequence[str]) -> None:
-        """Encode ``chunks`` in place of those before."""
-        texts = [text for text in dict.fromkeys(chunk.strip() for chunk in chunks) if text]
+        """Encode ``chunks`` in place of those before; where chunks are encoded after similar ones, those of
+        the whole dataset, once."""
+        texts = _distinct(chunks)
         if not texts:
             raise InvalidInputError(
                 "the chunk list is empty, expected at least one text; give every record its contexts"
             )
         for encoding, engine in self._engines.items():
-            if self._held[encoding]:
-                engine.remove(self._held[encoding])
-            wanted = texts[:1] if encoding.after == PREFIX else texts
+            held, wanted = self._held[encoding], texts
+            if encoding.encode_after:
+                if held:
+                    continue
+                wanted = _distinct(self._corpus)
+            elif held:
+                engine.remove(held)
+            if encoding.after == PREFIX:
+                wanted = texts[:1]
             documents = [Document(f"chunk {i}", text, "") for i, text in enumerate(wanted)]
             report = engine.ingest(documents).whole()
             if report.chunks != len(wanted):
@@ -117,6 +126,10 @@ class Engines:
         """Add schemas whose modules are ``chunks``, in place of those before."""
         for engine in self._engines.values():
             add_schemas(engine, chunks, wording)
+
+
+def _distinct(chunks: Sequence[str]) -> list[str]:
+    return [text for text in dict.fromkeys(chunk.strip() for chunk in chunks) if text]
 
 
 def _promote(engine: BlendEngine, chunk: str) -> None:
@@ -139,11 +152,12 @@ def open_engines(
     largest_chunk: int,
     kv_encoding: KVEncoding = "native",
     writer: Path | None = None,
+    corpus: Sequence[str] = (),
 ) -> Iterator[Engines]:
     """Engines for chunks of at most ``largest_chunk`` tokens; their stores are removed afterwards.
 
     ``head``: the rendered prompt before its first chunk. Idealised prefix caching keeps native KV.
-    ``writer``: for the ways that have one.
+    ``writer``: for the ways that have one. ``corpus``: all chunks of the dataset.
     """
     found = dict.fromkeys(encoding for way in ways if (encoding := _encoding(way)) is not None)
     with ExitStack() as stack:
@@ -158,14 +172,16 @@ def open_engines(
                 prefix_text=head if is_ideal else None,
                 encode_prefix=encoding.after is not False,
                 writer=str(writer) if encoding.has_writer else NO_WRITER,
+                encode_after=encoding.encode_after,
                 kv_encoding="native" if is_ideal else kv_encoding,
                 ram_bytes=IDEAL_RAM_BYTES if is_ideal else 0,
                 decode_weights="native",
                 learn=False,
             )
-            engine.use_embedder(NoEmbedder("none"))
+            searches = encoding.encode_after > 0
+            engine.use_embedder(Embedder(DEFAULT_EMBEDDER) if searches else NoEmbedder("none"))
             engines[encoding] = stack.enter_context(engine)
-        yield Engines(engines)
+        yield Engines(engines, corpus)
 
 
 class Arena:
@@ -182,11 +198,14 @@ class Arena:
         as_schema: bool = False,
         writer: Path | None = None,
         fidelity: bool = False,
+        encode_after: int = 0,
     ) -> None:
         """``seed`` of the bootstrap and of the order of ways; ``max_new_tokens``: default by the dataset's
         metric; ``kv_encoding`` of stored chunks; ``as_schema``: prompts are those of a schema whose modules
         are the chunks; ``writer``: every way that loads chunks is also asked over chunks that it encodes;
-        ``fidelity``: only full prefill answers, the other ways are compared with it and have no score."""
+        ``fidelity``: only full prefill answers, the other ways are compared with it and have no score;
+        ``encode_after``: the ways that load chunks are also asked over chunks that are encoded after so many
+        similar ones of the dataset."""
         if as_schema and any(case.history for case in dataset.cases):
             raise InvalidInputError(
                 "cases of a chat cannot be asked with --schema; name another --dataset"
@@ -194,9 +213,8 @@ class Arena:
         adapter.require_blendable()
         self.adapter = adapter
         self.dataset = dataset
-        self.ways = tuple(ways)
-        if writer is not None:
-            self.ways = with_writer(ways, Writer.load(writer).fingerprint)
+        fingerprint = "" if writer is None else Writer.load(writer).fingerprint
+        self.ways = with_recipe(ways, ChunkRecipe(fingerprint, encode_after))
         self._writer = writer
         self.fidelity = fidelity
         self.seed = seed
@@ -222,8 +240,10 @@ class Arena:
         watch(done, total)
         if pending:
             head = self._wording.head(self.adapter.tokens)
+            corpus = [chunk for case in self.dataset.cases for chunk in case.chunks]
+            sizes = self._largest_chunk, self.kv_encoding
             with open_engines(
-                self.adapter, self.ways, head, self._largest_chunk, self.kv_encoding, self._writer
+                self.adapter, self.ways, head, *sizes, self._writer, corpus
             ) as engines:
                 for cases in by_context(pending):
                     engines.hold(cases[0].chunks)

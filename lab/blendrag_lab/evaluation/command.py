@@ -6,7 +6,7 @@ Heavy imports are inside functions.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -32,7 +32,7 @@ QUICK_QUESTIONS = 10
 
 @reporting
 @options.takes(
-    "model", "writer", "embedder", "kv_encoding", "dtype", "device", "trust_remote_code",
+    "model", "writer", "encode_after", "embedder", "kv_encoding", "dtype", "device", "trust_remote_code",
     "max_new_tokens",
 )  # fmt: skip
 def evaluate(
@@ -118,8 +118,9 @@ def evaluate(
     verbose: options.Verbose = False,
 ) -> int:
     """Compare the answers of policies at equal r (--ratio), and what each is charged for that, the
-    entry layer included. With --writer, each is also asked over chunks that the writer encoded. An
-    interrupted run continues where it was."""
+    entry layer included. With --writer, each is also asked over chunks that the writer encoded, and
+    with --encode-after over chunks that were encoded after similar ones. An interrupted run continues where
+    it was."""
     begin(verbose, "nothing was asked yet; repeat the command")
     ways = _ways(policies, schedules, ratio, encode_prefix, schema)
     given = context.params
@@ -128,6 +129,7 @@ def evaluate(
     from blendrag.corpus.recorded_model import model_for
     from blendrag.model.loading import load_adapter, load_tokens
     from blendrag.model.writer import Writer
+    from blendrag.store.identity import ChunkRecipe
     from blendrag_lab.evaluation import report
     from blendrag_lab.evaluation.arena import Arena
     from blendrag_lab.evaluation.datasets import (
@@ -167,11 +169,12 @@ def evaluate(
     )
     adapter.require_blendable()
     kept_as = cast("KVEncoding", given["kv_encoding"] or settings().kv_encoding)
-    identity = replace(adapter.identity.encoded(kept_as), writer=fingerprint)
+    identity = adapter.identity.encoded(kept_as).by(ChunkRecipe(fingerprint))
     ways = look_up(ways, store or settings().store, identity.namespace)
     arena = Arena(
-        adapter, made, ways, seed, given["max_new_tokens"], kept_as, schema, encoder, fidelity
-    )
+        adapter, made, ways, seed, given["max_new_tokens"], kept_as, schema, encoder, fidelity,
+        given["encode_after"] or 0,
+    )  # fmt: skip
     rows = _run(arena, out)
     if json:
         output.print_json([asdict(row) for row in rows])

@@ -11,6 +11,7 @@ from blendrag.engine import Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES, Schedule, make_policy
 from blendrag.planning.calibrate import calibrations, policy_at
+from blendrag.store.identity import ChunkRecipe
 
 FULL, NONE, PREFIX, REUSE = "full", "none", "prefix", "reuse"
 #: Chunks as modules at the positions of a schema, each encoded alone or all together.
@@ -45,19 +46,24 @@ class Way:
     """The policy that ``calibrated`` means."""
     writer: str = ""
     """Fingerprint of the writer that encodes its chunks."""
+    encode_after: int = 0
+    """Similar chunks that each of its chunks is encoded after."""
 
     @property
     def name(self) -> str:
-        """The policy, and whether a writer encodes the chunks."""
-        return f"{self.policy}+writer" if self.writer else self.policy
+        """The policy, and how its chunks are encoded if not alone."""
+        writer = "+writer" if self.writer else ""
+        after = f"+after{self.encode_after}" if self.encode_after else ""
+        return f"{self.policy}{writer}{after}"
 
     @property
     def key(self) -> str:
         """Identifies the way in a journal."""
         ratio = "" if self.ratio is None else repr(self.ratio)
         prefix = {None: "", True: "on", False: "off"}[self.encode_prefix]
-        writer = [self.writer] if self.writer else []
-        return "|".join((self.meaning or self.policy, self.schedule, ratio, prefix, *writer))
+        more = [self.writer] if self.writer else []
+        more += [f"after {self.encode_after}"] if self.encode_after else []
+        return "|".join((self.meaning or self.policy, self.schedule, ratio, prefix, *more))
 
     def options(self, max_new_tokens: int) -> Options:
         """The engine's options for a greedy answer."""
@@ -100,10 +106,16 @@ def make_ways(
     return tuple(dict.fromkeys(made))
 
 
-def with_writer(ways: Sequence[Way], fingerprint: str) -> tuple[Way, ...]:
-    """``ways``, and each that loads chunks also over chunks that this writer encodes."""
-    loading = (way for way in ways if way.policy not in (*COMPUTING, *PLACED))
-    return (*ways, *(replace(way, writer=fingerprint) for way in loading))
+def with_recipe(ways: Sequence[Way], recipe: ChunkRecipe) -> tuple[Way, ...]:
+    """``ways``, and each that loads chunks also over chunks that the writer of ``recipe`` encodes, and over
+    chunks that are encoded after similar ones, as far as it has either."""
+    loading = [way for way in ways if way.policy not in (*COMPUTING, *PLACED)]
+    made = [*ways]
+    if recipe.writer:
+        made += [replace(way, writer=recipe.writer) for way in loading]
+    if recipe.encode_after:
+        made += [replace(way, encode_after=recipe.encode_after) for way in loading]
+    return tuple(made)
 
 
 def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:

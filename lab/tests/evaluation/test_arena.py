@@ -261,6 +261,22 @@ def test_a_writer_changes_only_the_ways_that_are_named_after_it(tmp_path, monkey
     assert everything.kl == pytest.approx(0.0, abs=1e-4)
 
 
+def test_chunks_are_also_encoded_after_similar_ones_of_the_whole_dataset(tmp_path):
+    cases = lab.cases(2, 1)
+    ways = make_ways(["reuse", "query"], ["constant"], [1.0], [True])
+    alone = lab.arena(ways, cases).run()
+    both = Arena(lab.adapter(), lab.dataset(cases), ways, max_new_tokens=4, encode_after=1).run()
+    of = {row.policy: row for row in both if row.kind == "all"}
+    assert list(of) == ["none", "full", "reuse", "query", "reuse+after1", "query+after1"]
+    for row in alone:
+        if row.kind == "all":
+            same = of[row.policy]
+            assert (same.token_kl, same.agreement) == (row.token_kl, row.agreement)
+    assert of["reuse+after1"].token_kl != of["reuse"].token_kl
+    everything = of["query+after1"]  # nothing of what was stored is left
+    assert everything.kl == pytest.approx(0.0, abs=1e-4)
+
+
 def test_a_run_goes_on_with_another_writer_and_asks_only_what_it_changes(tmp_path, turns):
     adapter, cases = lab.adapter(), lab.cases(1, 2)
 
