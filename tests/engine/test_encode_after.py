@@ -236,6 +236,23 @@ def test_what_an_ingest_costs_is_reported(tmp_path: Path) -> None:
     assert report.embedded == report.chunks
 
 
+@pytest.mark.parametrize("stage", ["embedded", "chunks_computed"])
+def test_an_interrupted_ingest_goes_on(stage: str, tmp_path: Path) -> None:
+    def stop(report: Any) -> None:
+        if getattr(report, stage):
+            raise KeyboardInterrupt
+
+    documents = [tiny.document(each, 5) for each in NUMBERS]
+    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+        report = engine.ingest(documents, stop)
+        assert report.interrupted
+        assert report.chunks_computed == (stage == "chunks_computed")
+        with encoded(engine) as contexts:
+            rest = engine.ingest(documents).whole()
+        assert rest.chunks_computed == rest.chunks - report.chunks_computed
+        assert all(contexts.values())
+
+
 # -- as far as there is room ------------------------------------------------------------------------
 
 
@@ -293,7 +310,12 @@ def test_kv_with_and_without_is_kept_apart(root: Path) -> None:
 
 def test_an_ingest_switches_it_off_again(root: Path) -> None:
     with tiny.engine(tiny.llama(), root, encode_after=0) as engine:
-        assert ingest(engine).chunks_computed > 0
+        report = ingest(engine)
+        assert report.chunks_computed > 0
+        (warning,) = report.warnings
+        assert (
+            "holds KV of encode_after 1, which is kept apart from that of encode_after 0" in warning
+        )
     with tiny.engine(tiny.llama(), root) as engine:
         assert engine.manifest.encode_after == 0
         assert engine.kv_namespace.validity.recipe.is_exact

@@ -48,7 +48,7 @@ def dry_run(
     corpus, chunker = kv.corpus.current, kv.corpus.chunker()
     if corpus is not None and corpus.has_manifest:
         kv.corpus.check(corpus)
-    report, unchanged, languages = IngestReport(warnings=kv.other_writer()), 0, Languages()
+    report, unchanged, languages = IngestReport(warnings=kv.other_recipe()), 0, Languages()
     chunks: dict[str, Chunk] = {}
     unembedded: dict[str, Chunk] = {}
     for document, _ in documents_of(inputs, report, patterns):

@@ -158,7 +158,7 @@ class IngestRun:
     def run(self, inputs: Inputs, prune: bool = False, patterns: Patterns = ALL) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
         report, seen, read = self._report, set(), set[str]()
-        report.warnings += self._kv.other_writer()
+        report.warnings += self._kv.other_recipe()
         with ended_early(report, self._writer.claim):
             with self._writer.pinned():
                 documents = documents_of(inputs, report, patterns, read)

@@ -90,20 +90,19 @@ class KVNamespace:
             if not os.path.lexists(self.root / "format") and self.model.adapter.refusal is None:
                 self.writer.fit(self.model.adapter)
 
-    def other_writer(self) -> list[str]:
-        """That the corpus's documents were encoded with another writer than an ingest now does, if so."""
-        corpus, now = self.corpus.current, self.writer.fingerprint
+    def other_recipe(self) -> list[str]:
+        """That the corpus's documents were encoded by another recipe than an ingest now does, if so."""
+        corpus, now = self.corpus.current, self.recipe
         if corpus is None or not (corpus.has_manifest and corpus.has_documents):
             return []
         manifest = corpus.manifest
-        if manifest.writer == now or not manifest.namespace:
+        then = manifest.recipe
+        if then == now or not manifest.namespace:
             return []
-        then, other = (
-            f"writer {each[:12]}" if each else "no writer" for each in (manifest.writer, now)
-        )
+        before, other = then.unlike(now), now.unlike(then)
         return [
-            f"store {self.root} holds KV of {then}, which is kept apart from that of {other}; questions use "
-            "the new KV, and documents that are not ingested again get theirs when they are asked about"
+            f"store {self.root} holds KV of {before}, which is kept apart from that of {other}; questions "
+            "use the new KV, and documents that are not ingested again get theirs when they are asked about"
         ]
 
     @property

@@ -69,6 +69,13 @@ class ChunkRecipe:
         """Whether a chunk's KV is what a full prefill computes for it directly behind the prefix."""
         return self == ChunkRecipe()
 
+    def unlike(self, other: ChunkRecipe) -> str:
+        """What of it differs from ``other``, for messages."""
+        writer = f"writer {self.writer[:12]}" if self.writer else "no writer"
+        parts = [writer] * (self.writer != other.writer)
+        parts += [f"encode_after {self.encode_after}"] * (self.encode_after != other.encode_after)
+        return " and ".join(parts)
+
 
 @dataclass(frozen=True)
 class ModelIdentity:
