@@ -118,7 +118,7 @@ def test_answer_that_ends_early_does_not_change_the_others() -> None:
             for token in whole[n].answer[:-1]
             if token not in whole[1 - n].answer
         )
-        both._ends = only
+        both.ends = only
         cut = both.teacher(asked)
     end = whole[early].answer.index(*only) + 1
     assert cut[early].answer == whole[early].answer[:end]

@@ -244,7 +244,7 @@ def test_step_without_a_finite_loss_or_gradient_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     kept: list[dict[str, torch.Tensor]] = []
-    real = Trainer._step
+    real = Trainer.step
 
     def step(self: Trainer) -> None:
         real(self)
@@ -255,7 +255,7 @@ def test_step_without_a_finite_loss_or_gradient_changes_nothing(
         }
         kept.append(self._writer.state() | moments)
 
-    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(Trainer, "step", step)
     Broken(monkeypatch, {2}, what)
     adapter = small()
     report = adapt(adapter, corpus(adapter), recipe(), tmp_path)
@@ -476,6 +476,16 @@ def test_writer_that_does_not_fit_is_no_beginning(tmp_path: Path, changes: dict[
     with pytest.raises(InvalidInputError, match=r"does not fit .*other names or shapes"):
         adapt(other, corpus(other), recipe(), tmp_path / "second", start=start)
     assert not hasattr(other.model, "peft_config")
+
+
+def test_card_names_the_task_of_each_file_and_documents(tmp_path: Path) -> None:
+    adapter = small()
+    given = corpus(adapter)
+    half = [replace(group, task="records" if n % 2 else "") for n, group in enumerate(given.groups)]
+    adapt(adapter, replace(given, groups=tuple(half)), recipe(steps=1, held_out=9), tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "| records: with |" in card
+    assert "| documents: with |" in card
 
 
 def test_too_small_a_corpus_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def rows_of(report: AdaptReport) -> Iterator[tuple[str, ...]]:
     tasks = report.tasks()
     if len(tasks) > 1:
         for name, (before, after) in tasks.items():
-            label = name or "by the model"
+            label = name or "documents"
             yield _row(f"{label}: without", before)
             yield _row(f"{label}: with", after, before)
 

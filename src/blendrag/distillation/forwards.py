@@ -89,7 +89,7 @@ class Forwards:
         self.encode_batch = encode_batch
         self._heads: dict[tuple[int, ...], list[LayerKV]] = {}
         eos = adapter.model.generation_config.eos_token_id
-        self._ends = {*eos} if isinstance(eos, list | tuple) else {eos}
+        self.ends = {*eos} if isinstance(eos, list | tuple) else {eos}
 
     # -- teacher ------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Forwards:
         return self._run(self._tensor(ids), rows, keys, cache), keys
 
     def _is_over(self, answer: Sequence[int]) -> bool:
-        return len(answer) >= self._answer_tokens or answer[-1] in self._ends
+        return len(answer) >= self._answer_tokens or answer[-1] in self.ends
 
     # -- student ------------------------------------------------------------------------------------
 

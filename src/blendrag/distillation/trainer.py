@@ -248,7 +248,7 @@ class Trainer:
         try:
             self._measure_if_due()  # a run may have been interrupted before it
             while self.ending is None:
-                self._step()
+                self.step()
                 self._measure_if_due()
                 watch(self.progress)
         except KeyboardInterrupt:
@@ -277,7 +277,8 @@ class Trainer:
         since = sum(best is None or step > best[0] for step, _ in done.scores)
         return Ending.PATIENCE if since >= self._recipe.patience else None
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One step, which changes nothing if its loss or gradient is not finite."""
         began, number, recipe = time.monotonic(), self.progress.step, self._recipe
         rng = random.Random(f"{recipe.seed} {number}")
         self._optimizer.zero_grad(set_to_none=True)
