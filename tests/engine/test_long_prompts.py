@@ -91,6 +91,20 @@ def test_a_chunk_for_long_prompts_is_encoded_as_at_their_beginning(family):
     assert max(map(tiny.difference, again.layers, own.layers)) == 0, "no hook stays"
 
 
+def test_a_chunk_for_long_prompts_is_moved_back_from_behind_others_by_their_table(family):
+    adapter = tiny.adapter(longrope(family))
+    ids = tiny.random_ids(90)[0].tolist()
+    there = adapter.encode(ids[:50], ids[50:], is_long=True)
+    made = adapter.encode(ids[:20], ids[50:], is_long=True, context_ids=ids[20:50])
+    turn = adapter.repositioner_of(LIMIT + 1)
+    tables = turn.tables(torch.full((40,), 30))
+    for i, (one, other) in enumerate(zip(made.layers, there.layers, strict=True)):
+        assert (one[0] - other[0]).abs().max() > 1e-3
+        moved = one.clone()
+        turn.rotate_(moved[0], i, tables)
+        assert (moved - other).abs().max() < 1e-4
+
+
 def test_long_prompts_are_answered_and_blended_from_the_second_one_on(engine):
     text = long_prompt(engine)
     first = engine.generate(text, BLEND)
