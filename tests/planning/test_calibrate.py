@@ -15,8 +15,9 @@ import torch
 
 import tiny
 import writers
-from blendrag.config import DEFAULT_POLICY
+from blendrag.config import AUTO, CALIBRATED, DEFAULT_POLICY
 from blendrag.engine import BlendEngine, CalibrationOptions, CalibrationReport, Options
+from blendrag.engine.planner import _calibrated
 from blendrag.errors import (
     ContextOverflowError,
     IdentityChangedError,
@@ -214,6 +215,15 @@ def test_a_calibration_of_before_ratios_were_chosen_holds_for_its_ratio(tmp_path
     assert kept.entries() == [found()]
     assert policy_at(kept.entries(), RATIO) == FIRST
     assert policy_at(kept.entries(), 0.3) == DEFAULT_POLICY
+
+
+def test_ratio_auto_that_may_begin_at_0_is_not_held_there_by_a_calibration():
+    nothing = Calibration.of(REUSE.policy, REUSE.policy, 0.0, [{REUSE: Closeness(0.1, 0.9)}] * 2)
+    auto = Blending.of(CALIBRATED, ratio=AUTO, min_ratio=0.0)
+    known = _calibrated(lambda: [nothing, found()], auto)
+    assert str(known.policy) == DEFAULT_POLICY
+    assert known.is_auto
+    assert str(known.at(0.0).policy) == REUSE.policy
 
 
 @pytest.mark.parametrize(

@@ -387,6 +387,7 @@ def calibrations(root: Path, namespace: str) -> Records[Calibration]:
 
 
 def policy_at(found: Sequence[Calibration], ratio: float) -> str:
-    """The policy that was ``found`` for requests at ``ratio``, else the default."""
-    at = (each.policy for each in found if math.isclose(each.ratio, ratio))
+    """The policy that was ``found`` for requests at ``ratio``, else the default. At 0 none chooses tokens, so
+    that of ratio 0 is not for ``auto``, which may begin there and recompute more."""
+    at = (each.policy for each in found if each.ratio and math.isclose(each.ratio, ratio))
     return next(at, DEFAULT_POLICY)
