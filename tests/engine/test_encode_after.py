@@ -271,6 +271,13 @@ def test_fewer_chunks_precede_one_if_the_model_has_no_room_for_more(tmp_path: Pa
             assert prefix + len(context) + len(ids) <= size
 
 
+def test_no_more_others_are_tokenized_than_a_chunk_is_encoded_after(root: Path) -> None:
+    others = iter([(1, 2), (3,), (4,)])
+    with tiny.engine(tiny.llama(), root, encode_after=2) as engine:
+        assert engine.kv_namespace.validity.context(others, 10) == (3, 1, 2)
+    assert [*others] == [(4,)]
+
+
 def test_a_model_without_room_for_any_is_named(tmp_path: Path) -> None:
     with tiny.engine(small(190), tmp_path / "store", encode_after=1) as engine:
         report = engine.ingest([tiny.document(0)])
@@ -412,6 +419,21 @@ def test_a_learned_passage_is_in_no_kv_of_documents(root: Path) -> None:
             engine.drain()
         assert len(answer.metrics.chunks) > 1
         assert contexts[ids_of(engine, first)] == ()
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_learned_passages_name_others_only_if_they_are_encoded_after_them(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passages = [" ".join(tiny.sentence(10 * i + k) for k in range(3)) for i in range(2)]
+    with tiny.engine(tiny.llama(), tmp_path / "store", learn=True, encode_after=after) as engine:
+        jobs: list[Any] = []
+        monkeypatch.setattr(engine.background, "queue", jobs.extend)
+        for question in ("What was built?", "Who built it?"):
+            engine.generate("\n\n".join([tiny.LEAD, *passages, question]))
+        learned = [job for job in jobs if job.scope is not None and not job.is_exact]
+    assert learned
+    assert all(bool(job.others) == bool(after) for job in learned)
 
 
 def test_vectors_of_another_embedder_are_compared_as_given(tmp_path: Path) -> None:

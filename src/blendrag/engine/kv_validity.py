@@ -306,9 +306,11 @@ class KVValidity:
         chosen, shortest = list[Sequence[int]](), 0
         for ids in others:
             shortest = min(shortest or len(ids), len(ids))
-            if len(chosen) < most and len(ids) <= room:
+            if len(ids) <= room:
                 chosen.append(ids)
                 room -= len(ids)
+            if len(chosen) == most:
+                break  # of thousands of others, no more are tokenized
         if shortest and not chosen and room >= 0:
             raise InvalidInputError(
                 f"encode_after {most}, but a chunk of {tokens} tokens has no room after another of "

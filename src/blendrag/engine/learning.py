@@ -109,8 +109,12 @@ class Learner:
         self.tokens += tokens
         prefix, text_ids = self._kv.corpus.prefix_ids, self._kv.model.text_ids
         ids = [text_ids(chunk.text) for chunk in chunks]
+        after = self._kv.recipe.encode_after
         self._background.queue(
-            [Job(each, prefix, scope, others=(*beside(ids, i),)) for i, each in enumerate(ids)]
+            [
+                Job(each, prefix, scope, others=tuple(beside(ids, i)) if after else ())
+                for i, each in enumerate(ids)
+            ]
         )
         passages, were = (
             (f"{len(chunks)} passages", "were") if len(chunks) > 1 else ("1 passage", "was")
