@@ -120,6 +120,40 @@ def test_encoding_ends_with_the_last_kv(has_writer: bool, tmp_path: Path) -> Non
     assert ran == ["k"]
 
 
+def test_a_model_may_name_the_arguments_when_it_fills_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny.llama()
+    adapter = tiny.adapter(model)
+    expected = adapter.encode(PREFIX, IDS)
+
+    def by_name(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        cache = kwargs["past_key_values"]
+        update = cache.update
+        names = "key_states", "value_states", "layer_idx"
+        monkeypatch.setattr(
+            cache,
+            "update",
+            lambda *given, **more: update(**dict(zip(names, given, strict=False)), **more),
+        )
+        return args, kwargs
+
+    hook = model.model.register_forward_pre_hook(by_name, with_kwargs=True)
+    assert largest_difference(adapter.encode(PREFIX, IDS), expected) == 0
+    hook.remove()
+
+
+def test_a_model_that_fills_its_cache_in_another_way_is_run_whole_with_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.llama()
+    made = writers.with_lora(model)
+    adapter, folder = tiny.adapter(model), writers.saved(made, tmp_path)
+    expected, real = writers.by_peft(made, PREFIX, IDS), adapter.prefill_at
+    monkeypatch.setattr(adapter, "prefill_at", lambda ids, **_: real(ids))  # no update() is noticed
+    assert largest_difference(encoded(adapter, folder), expected) < 1e-5
+
+
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     model = tiny.llama()
     adapter, before = tiny.adapter(model), tiny.adapter(model).encode(PREFIX, IDS)

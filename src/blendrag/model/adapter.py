@@ -438,10 +438,15 @@ class _NoticedCache(DynamicCache):
         super().__init__()
         self._last, self._after_kv = layers - 1, after_kv
 
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    def update(  # models of other authors may name the arguments
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        kept = super().update(keys, values, layer_idx, *args, **kwargs)
+        kept = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == self._last:
             self._after_kv()
         return kept

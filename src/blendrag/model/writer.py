@@ -367,7 +367,7 @@ class FittedWriter:
             self._adapter.prefill_at(range(TRIAL_TOKENS), after_kv=lambda: needed.extend(given))
         self._require_all(writer.parts, given)
         groups: dict[int, dict[str, LowRank]] = {}
-        for name in needed:
+        for name in needed or given:  # all if the model never says when the last layer has K and V
             groups.setdefault(id(given[name]), {})[name] = writer.parts[name]
         return list(groups.values())
 
