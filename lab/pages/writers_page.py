@@ -1,11 +1,13 @@
-"""Writers: the commands that compare the default policy with and without one, and their tables."""
+"""How chunks are encoded: the commands that compare chunks encoded alone, with a writer, and after similar
+ones, by the default policy, and their tables."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
 from blendrag_lab.evaluation.pretrained import MODELS, ByTask, Fidelity, mean_of
@@ -18,15 +20,17 @@ WRITERS = "WRITERS"
 #: The run that times the ways of a model, and its questions.
 TIMES, TIMED_QUESTIONS = "ttft", 6
 _COMMAND = (
-    f"blendrag eval --model {MODELS}/{{0}} --writer {WRITERS}/{{0}} --dataset {{1}} --dtype bfloat16 "
+    f"blendrag eval --model {MODELS}/{{0}} --writer {WRITERS}/{{0}} --encode-after 2 --dataset {{1}} "
+    f"--dtype bfloat16 "
     f"--policies {REUSE},{DEFAULT_POLICY} --ratio 0.05 --ratio 0.15 --ratio 0.3 "
     f"--schedules {DEFAULT_SCHEDULE} --chunks 6 --chunk-tokens 512 --contexts {{2}} "
     "--max-new-tokens {3} --fidelity --json"
 )
-_SUFFIX = "+writer"
+#: What follows the name of a policy, by how its chunks are encoded.
+_SUFFIXES = {"alone": "", "with a writer": "+writer", "after 2 similar ones": "+after2"}
 _PICTURE = (
-    "![Agreement with full prefill and KL recovered against time to first token, with a writer and without]"
-    "(quality/writers-frontier.png)"
+    "![Agreement with full prefill and KL recovered against time to first token: chunks encoded alone, with "
+    "a writer, after similar ones](quality/writers-frontier.png)"
 )
 
 
@@ -60,8 +64,8 @@ def timed_by(points: Sequence[Fidelity], times: Sequence[Fidelity]) -> list[Fide
 
 
 def frontiers(measured: Mapping[str, ByTask]) -> dict[str, list[Fidelity]]:
-    """By writer, the mean over the files of questions: the default policy with the writer and without, from
-    r = 0, which is reuse, up."""
+    """By writer, the mean over the files of questions: the default policy over chunks encoded in each way,
+    from r = 0, which is reuse, up."""
     found = {}
     for name, tasks in measured.items():
         ways: dict[tuple[str, float], list[Fidelity]] = {}
@@ -83,59 +87,59 @@ def _files_of(tasks: ByTask) -> ByTask:
 
 def writers_text(measured: Mapping[str, ByTask]) -> str:
     """The frontier, a table by ratio for the files of questions, and one by task where nothing is
-    recomputed."""
+    recomputed: KL per token, recovered, agreement, and how many times sooner the first token is there."""
     if not measured:
         return "Not measured yet; `make arena-real` with `WRITERS` does."
-    pairs = [
-        (name, each, _with_writer(each, points))
+    lines = [
+        (name, each, points)
         for name, tasks in measured.items()
         for points in _files_of(tasks).values()
         for each in points
         if each.policy in (REUSE, DEFAULT_POLICY)
     ]
     columns: list[Column] = [
-        ("writer", lambda pair: pair[0]),
-        ("n", lambda pair: str(pair[1].n)),
-        ("r", lambda pair: f"{pair[1].ratio:.2f}"),
-        ("KL per token", lambda pair: _change(pair, "token_kl", ".2g")),
-        ("recovered", lambda pair: f"{_recovered(pair[1])} → **{_recovered(pair[2])}**"),
-        ("agreement", lambda pair: _change(pair, "agreement", ".3f")),
-        ("TTFT", lambda pair: f"{1 / pair[2].relative_ttft:.1f}× faster"),
+        ("model", lambda line: line[0]),
+        ("n", lambda line: str(line[1].n)),
+        ("r", lambda line: f"{line[1].ratio:.2f}"),
+        *(_encoded(how, lambda line: line[1:], timed=True) for how in _SUFFIXES),
     ]
-    parts = [_PICTURE, table(columns, pairs).markdown()]
+    parts = [_PICTURE, table(columns, lines).markdown()]
     tasks = [task for task in TASKS if any(task in of for of in measured.values())]
     return "\n\n".join([*parts, *([_by_task(measured, tasks)] if tasks else [])])
 
 
 def _by_task(measured: Mapping[str, ByTask], tasks: Sequence[str]) -> str:
-
-    def cell(task: str) -> Column:
-        return task, lambda line: _task_cell(line[1].get(task))
-
-    return table([("r = 0", lambda line: line[0]), *map(cell, tasks)], measured.items()).markdown()
-
-
-def _task_cell(points: Sequence[Fidelity] | None) -> str:
-    if points is None:
-        return NOTHING
-    reuse = next(each for each in points if each.policy == REUSE)
-    pair = ("", reuse, _with_writer(reuse, points))
-    return (
-        f"{_change(pair, 'token_kl', '.2g')}<br>**{_recovered(pair[2])}**<br>"
-        f"{_change(pair, 'agreement', '.3f')}; n = {reuse.n}"
-    )
+    lines = [
+        (name, task, next(each for each in of[task] if each.policy == REUSE), of[task])
+        for name, of in measured.items()
+        for task in tasks
+        if task in of
+    ]
+    columns: list[Column] = [
+        ("r = 0", lambda line: line[0]),
+        ("task", lambda line: line[1]),
+        ("n", lambda line: str(line[2].n)),
+        *(_encoded(how, lambda line: line[2:]) for how in _SUFFIXES),
+    ]
+    return table(columns, lines).markdown()
 
 
-def _with_writer(point: Fidelity, points: Sequence[Fidelity]) -> Fidelity:
-    way = (point.policy + _SUFFIX, point.ratio)
-    return next(each for each in points if (each.policy, each.ratio) == way)
+def _encoded(
+    how: str, of: Callable[[Any], tuple[Fidelity, Sequence[Fidelity]]], timed: bool = False
+) -> Column:
+    """A column for chunks that are encoded so; ``of``: a line's way over chunks encoded alone, and all."""
 
+    def cell(line: Any) -> str:
+        alone, points = of(line)
+        wanted = (alone.policy + _SUFFIXES[how], alone.ratio)
+        point = next((each for each in points if (each.policy, each.ratio) == wanted), None)
+        if point is None:
+            return NOTHING
+        times = f"; {1 / point.relative_ttft:.1f}×" if timed else ""
+        parts = [number(point.token_kl, ".2g"), number(point.agreement, ".3f") + times]
+        if point.policy != REUSE:
+            near = interval(point.recovered, point.recovered_low, point.recovered_high)
+            parts.insert(1, f"**{near}**")
+        return "<br>".join(parts)
 
-def _change(pair: tuple[str, Fidelity, Fidelity], name: str, form: str) -> str:
-    return " → ".join(number(getattr(each, name), form) for each in pair[1:])
-
-
-def _recovered(point: Fidelity) -> str:
-    if point.policy == REUSE:
-        return "0"
-    return interval(point.recovered, point.recovered_low, point.recovered_high)
+    return how, cell
