@@ -22,7 +22,7 @@ from blendrag.cli.app import app
 from blendrag.cli.options import ANSWER_TOKENS
 from blendrag.cli.output import Guarded, print_json
 from blendrag.cli.progress import StatusLine
-from blendrag.config import DEFAULT_POLICY, Settings
+from blendrag.config import DEFAULT_POLICY, DEFAULT_RATIO, Settings
 from blendrag.option import parse_size
 from blendrag.server.running import server_of
 from cli.commands import invoke, said
@@ -50,10 +50,10 @@ def test_help_shows_the_defaults_of_the_settings() -> None:
     helps = {option.name: option.help for option in command.commands["ask"].params}
     defaults = vars(Settings())
     defaults["max_new_tokens"] = ANSWER_TOKENS
-    options = "store", "top_k", "mode", "schedule", "ratio", "min_ratio", "max_new_tokens"
-    for name in options:
+    for name in ("store", "top_k", "mode", "schedule", "min_ratio", "max_new_tokens"):
         assert f"[default: {defaults[name]}]" in helps[name]
-    assert f"else {DEFAULT_POLICY}]" in helps["policy"]
+    for name, otherwise in (("policy", DEFAULT_POLICY), ("ratio", DEFAULT_RATIO)):
+        assert f"else {otherwise}]" in helps[name]
 
 
 def test_version_is_the_version_of_the_package() -> None:
