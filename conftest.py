@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -47,6 +48,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _open_streams() -> Iterator[None]:
+    """uvicorn closes all logging handlers, and that of absl, which rouge_score imports, closes the standard
+    error of its import if a test has replaced it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging, "shutdown", lambda handlers=(): None)
+        yield
 
 
 @pytest.fixture(scope="module")

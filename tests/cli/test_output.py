@@ -157,8 +157,6 @@ def test_a_verbose_server_writes_no_escape_sequences_on_a_terminal(
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", Guarded(terminal))
-    # uvicorn closes all handlers, and that of absl, which rouge_score imports, closes pytest's stream
-    monkeypatch.setattr(logging, "shutdown", lambda handlers=(): None)
     loggers = [logging.getLogger(name) for name in LOGGING_CONFIG["loggers"]]
     before = [(each, each.handlers, each.level, each.propagate) for each in loggers]
     try:
