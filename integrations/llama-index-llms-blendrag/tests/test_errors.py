@@ -29,6 +29,9 @@ import tiny
 from blendrag.errors import ContextOverflowError, InvalidInputError
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
+#: LlamaIndex keeps conversations in SQLite on a thread, which may outlive the loop of a test.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 #: As Gemma 2: no system role, and roles that alternate.
 STRICT = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -102,7 +105,6 @@ async def test_a_query_engine_raises_the_error(
         await (await engine.aquery("What?")).get_response()  # type: ignore[union-attr]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
 async def test_a_chat_engine_raises_the_error(broken: Any, found: Any, chat: Any) -> None:
     engine = chat(BlendLLM(engine=broken), found)
