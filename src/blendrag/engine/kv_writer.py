@@ -255,8 +255,10 @@ class BackgroundWriter:
         options: Options,
         is_long: bool,
     ) -> list[Job]:
+        if not missing:
+            return []  # the corpus may be unreadable, and is not needed
         prefix = self._kv.corpus.prefix_ids
-        if not (missing and self._kv.recipe.encode_after):
+        if not self._kv.recipe.encode_after:
             return [Job(ids, prefix, scope, is_long) for ids, scope in missing]
         others = partial(self._others, prompt.chunks, options.is_private)
         return [Job(each.ids, prefix, each.scope, is_long, others(each)) for each in missing]
