@@ -607,7 +607,11 @@ class Alone:
         return next((found for found in asked.found if named(found) == asked.sources), now)
 
     def prepared(
-        self, request: Request, controller: Controller, check: Callable[[], None]
+        self,
+        request: Request,
+        controller: Controller,
+        _calibrated: object,
+        check: Callable[[], None],
     ) -> tuple[str, ...]:
         """In place of sharing with waiting requests: the store has KV of the chunks that the answer says had
         some, and the beginning is in memory that the answer says was."""
