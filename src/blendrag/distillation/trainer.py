@@ -356,12 +356,12 @@ class Trainer:
         except Exception as exc:  # torch and pickle raise all kinds
             raise InvalidInputError(
                 f"checkpoint {path} is damaged or of another version of blendrag ({type(exc).__name__}); "
-                "remove it to begin anew, or take another --out"
+                "remove it to start over, or take another --out"
             ) from exc
         if not is_own:
             raise InvalidInputError(
                 f"checkpoint {path} is of a run with another model, material or recipe; take another --out, "
-                "or remove it to begin anew"
+                "or remove it to start over"
             )
         self._writer.load(weights)
         self._optimizer.load_state_dict(optimizer)

@@ -110,8 +110,9 @@ class KVNamespace:
         """How chunks are encoded: as this engine was told, else as the corpus says. Raises
         :class:`ModelLoadError` for a given writer that cannot be read."""
         after = self._options.get("encode_after")
-        kept = self.corpus.manifest.encode_after
-        return ChunkRecipe(self.writer.fingerprint, kept if after is None else after)
+        if after is None:
+            after = self.corpus.manifest.encode_after
+        return ChunkRecipe(self.writer.fingerprint, after)
 
     @property
     def layout(self) -> KVLayout:

@@ -199,6 +199,7 @@ class KVValidity:
         if not self._is_valid_here(namespace):
             if trouble := self.trouble:  # nothing could be stored instead
                 raise ModelLoadError(trouble)
+            self.require_identity(namespace)  # by another recipe its probe has another key
             for key in list(self._store.keys(namespace)):
                 self._store.delete(namespace, key)
             self._valid[namespace] = True
