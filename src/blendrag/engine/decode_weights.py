@@ -48,6 +48,8 @@ AUTOMATIC = "int8"
 LEAST_BYTES = 32 * 2**20
 #: Share of the available memory that copies may take.
 MOST_OF_MEMORY = 0.8
+#: Files that are kept of a model: its weights change with an adapter (``lora``), and two may take turns.
+KEPT = 2
 #: Files that are kept of all models without a name together.
 KEPT_UNNAMED = 4
 NOT_FASTER = "packed weights are not faster on this machine"
@@ -379,11 +381,11 @@ def _of_model(adapter: ModelAdapter, name: str) -> str:
 
 
 def _remove_earlier(file: Path, adapter: ModelAdapter, name: str) -> None:
-    """Remove the files of earlier weights of the model, which make room for ``file``.
+    """Remove the files of earlier weights of the model but the ones written last, to make room for ``file``.
 
-    Models without a name look like one, so some of their files stay: those written last.
+    Models without a name look like one, so more of their files stay.
     """
-    kept = KEPT_UNNAMED - 1 if adapter.model_id == UNNAMED else 0
+    kept = (KEPT_UNNAMED if adapter.model_id == UNNAMED else KEPT) - 1
     with suppress(FileNotFoundError):  # another process removes one; the rest goes the next time
         files = file.parent.glob(f"{_of_model(adapter, name)}-*")
         earlier = [each for each in files if each.stem != file.stem]  # not what one writes now
