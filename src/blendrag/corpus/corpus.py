@@ -16,6 +16,7 @@ from blendrag.corpus.database import CorpusFile
 from blendrag.corpus.documents import StoredChunk
 from blendrag.corpus.embedder import same_embedder
 from blendrag.corpus.manifest import Manifest
+from blendrag.corpus.selection import Selections
 from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.errors import BlendragError, CorpusError, InvalidInputError
 from blendrag.text.chunking import Chunk, scope_of
@@ -59,6 +60,7 @@ class Corpus:
         self._begun: Manifest | None = None
         self._chunk_index = _CurrentChunkIndex(file, self.text)
         self.vectors = VectorIndex(file)
+        self.selections = Selections(file)
         self.dropped = documents.DroppedTexts(file)
         self.entries = documents.EntryTable(file, self.vectors, self.require_begun)
 

@@ -233,6 +233,15 @@ DROPPED = CheckedTable("dropped", chunk_id=str, text=str, since=float)
 TABLES = (META, DOCUMENT, CHUNK, PASSAGE, ENTRY, HASHES, DROPPED)
 
 
+def entry_of(document: str) -> tuple[str | None, str]:
+    """Id and shown source of the document with this stored source; no id if it is no entry."""
+    if document.startswith(ENTRY_SOURCE):
+        with suppress(ValueError, TypeError, RecursionError):
+            entry_id, source = json.loads(document[len(ENTRY_SOURCE) :])
+            return str(entry_id), str(source)
+    return None, document
+
+
 # -- errors -----------------------------------------------------------------------------------------
 
 

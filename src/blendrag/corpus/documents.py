@@ -29,6 +29,7 @@ from blendrag.corpus.database import (
     PASSAGE,
     CorpusFile,
     DamagedRow,
+    entry_of,
 )
 from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.errors import CorpusError
@@ -97,19 +98,10 @@ def _stored_chunk(
     *_, start, end, vector = passage
     _, chunk_id, text, tokens = chunk
     _, document, title, digest, metadata, _ = of
-    entry_id, source = _entry_of(document)
+    entry_id, source = entry_of(document)
     return StoredChunk(
         chunk_id, text, tokens, title, entry_id, source, start, end, metadata, document, digest, vector
     )  # fmt: skip
-
-
-def _entry_of(document: str) -> tuple[str | None, str]:
-    """Id and source of the entry whose document has this stored source."""
-    if document.startswith(ENTRY_SOURCE):
-        with suppress(ValueError, TypeError, RecursionError):
-            entry_id, source = json.loads(document[len(ENTRY_SOURCE) :])
-            return str(entry_id), str(source)
-    return None, document
 
 
 def insert_document(
