@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# Further arguments for installing torch, such as --index-url for the CPU builds.
+# Further arguments for installing torch, such as --extra-index-url for the CPU builds.
 TORCH_ARGS ?=
 
 INTEGRATIONS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
@@ -81,15 +81,16 @@ test-real: $(READY) ## the tests on pretrained models: make test-real MODELS=DIR
 	@test -d "$(MODELS)" || { echo "a directory of models is needed: make test-real MODELS=DIR" >&2; exit 2; }
 	TEST_MODELS="$(MODELS)" $(BIN)/python -m pytest tests/real
 
-# The versions of integrations/oldest.txt and newest.txt, and the constraints for all other packages.
+# The versions of integrations/oldest.txt, and the constraints for all other packages.
 test-oldest: ## the integrations with the oldest framework versions that they support
-test-newest: ## the integrations with the newest framework versions that were tested
+test-newest: ## the integrations beside all that users of the frameworks install, at the versions of the constraints
 test-oldest test-newest: test-%: integrations/%.txt
 	$(PYTHON) -m venv .venv-$*
 	sed -n 's/==.*//p' $< | sed 's/.*/^&==/' > .venv-$*/named
 	grep -vif .venv-$*/named constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
 	.venv-$*/bin/python -m pip install --quiet -c .venv-$*/constraints.txt -r $< -e . $(FRAMEWORKS:%=-e %)
+	.venv-$*/bin/python -m pip check
 	.venv-$*/bin/python -m pytest -W default $(FRAMEWORKS:%=%/tests)
 
 # What users get who install today. Not for a release: what breaks here is announced for tomorrow.

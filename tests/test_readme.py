@@ -1,8 +1,8 @@
 """Every block of the pages for newcomers runs, in order, in one directory, as a reader would paste them.
 
 The text is run as printed: the named model is a tiny one in a directory of that name, and the folders that
-the pages mention are there. Only the benchmark gets a smaller geometry. ``make`` and ``pip`` lines are
-checked but not run.
+the pages mention are there. Only the benchmark gets a smaller geometry. ``make``, ``pip`` and
+``python3 -m venv`` lines are checked but not run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
+from packaging.requirements import Requirement
 
 import blendrag
 import tiny
@@ -74,11 +75,7 @@ def run_in_shell(line):
     program, *arguments = shlex.split(command)
     if program == "make":
         assert re.search(rf"^{arguments[0]}:.*##", (ROOT / "Makefile").read_text(), re.M), line
-    elif program == "pip":
-        extras = {extra for word in arguments for extra in re.findall(r"blendrag\[(\w+)\]", word)}
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        assert extras <= set(project["optional-dependencies"]), line
-    else:
+    elif program not in ("pip", "python3"):
         assert program == "blendrag", line
         asked = "Which sport does Anna Bell enjoy?\n" * (arguments[0] == "chat")
         result = invoke(*arguments, stdin=asked)
@@ -144,6 +141,57 @@ def test_the_site_has_no_broken_link_and_the_reference(tmp_path, monkeypatch):
     assert ":class:" not in engine
     assert "ChatBlend" in (tmp_path / "reference/langchain.html").read_text(encoding="utf-8")
     assert "Try it" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+def extras() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return set(project["optional-dependencies"])
+
+
+def test_what_the_pages_install_with_pip_is_there():
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        ROOT / "lab/README.md",
+        *ROOT.glob("integrations/*/README.md"),
+    ]
+    lines = [
+        shlex.split(line)
+        for page in pages
+        for line in re.findall(r"pip install ([^`\n]+?)(?:  #.*)?[`\n]", page.read_text("utf-8"))
+    ]
+    words = [word for line in lines for word in line]
+    named = [extra for word in words for extra in re.findall(r"^(?:\.|blendrag)\[(.*)\]", word)]
+    assert len(named) > 8
+    assert {extra for each in named for extra in each.split(",")} <= extras()
+    projects = {ROOT / word for word in words if word.startswith("./")}
+    assert projects == {path.parent for path in PYPROJECTS} - {ROOT}
+    assert {line[line.index("-c") + 1] for line in lines if "-c" in line} == {"constraints.txt"}
+
+
+def test_the_quick_start_lists_every_extra():
+    install = PAGES["docs/quickstart.md"].partition("## Install")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", install, re.M)) == extras()
+
+
+def test_the_constraints_satisfy_what_the_packages_require_and_the_frameworks_of_their_users():
+    pinned = dict(
+        line.lower().replace("_", "-").split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    required = []
+    for path in PYPROJECTS:
+        project = tomllib.loads(path.read_text())["project"]
+        required += project.get("dependencies", [])
+        required += [
+            each for of in project.get("optional-dependencies", {}).values() for each in of
+        ]
+    required += re.findall(r"^[\w-]+$", (ROOT / "integrations/newest.txt").read_text(), re.M)
+    own = {tomllib.loads(path.read_text())["project"]["name"] for path in PYPROJECTS}
+    for requirement in map(Requirement, required):
+        name = requirement.name.lower().replace("_", "-")
+        assert name in own or requirement.specifier.contains(pinned[name]), requirement
 
 
 def test_the_page_of_versions_names_what_the_packages_require():

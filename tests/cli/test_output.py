@@ -134,7 +134,7 @@ def test_without_the_lab_its_commands_say_how_to_install_it(
     monkeypatch.setattr("cli.commands.app", app)
     result = invoke(*command)
     assert result.exit_code == 2
-    assert said(result).endswith("is not installed; pip install 'blendrag[lab]'")
+    assert said(result).endswith("; pip install 'blendrag[lab]', or from a checkout ./lab")
 
 
 @pytest.mark.parametrize("command", ["ingest", "serve"])
@@ -146,7 +146,7 @@ def test_ray_without_blendrag_ray_says_how_to_install_it(
     (tmp_path / "d.txt").write_text("A document.")
     result = invoke(command, *paths, "--ray", "--model", "demo", "--store", str(tmp_path / "s"))
     assert result.exit_code == 2
-    assert said(result).endswith("is not installed; pip install 'blendrag[ray]'")
+    assert said(result).endswith("'blendrag[ray]', or from a checkout ./integrations/blendrag-ray")
     assert not (tmp_path / "s").exists()
 
 

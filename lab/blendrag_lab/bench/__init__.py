@@ -43,7 +43,8 @@ def require_ray() -> None:
         from blendrag_ray import ray_session
     except ImportError as exc:
         raise InvalidInputError(
-            "this needs blendrag-ray, which is not installed; pip install 'blendrag[ray]'"
+            "this needs blendrag-ray, which is not installed; pip install 'blendrag[ray]', "
+            "or from a checkout ./integrations/blendrag-ray"
         ) from exc
     ray_session.require_ray()
 

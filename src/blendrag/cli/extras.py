@@ -35,9 +35,10 @@ def add_commands(app: typer.Typer) -> None:
 def _missing_command(name: str) -> Callable[..., None]:
     @reporting
     def command(context: typer.Context) -> int:
-        """Not installed: pip install 'blendrag[lab]'."""
+        """Not installed: pip install 'blendrag[lab]', or from a checkout ./lab."""
         raise InvalidInputError(
-            f"blendrag {name} needs blendrag-lab, which is not installed; pip install 'blendrag[lab]'"
+            f"blendrag {name} needs blendrag-lab, which is not installed; pip install 'blendrag[lab]', "
+            "or from a checkout ./lab"
         )
 
     return command
@@ -49,5 +50,6 @@ def ray_function(name: str) -> Callable[..., Any]:
         function: Callable[..., Any] = found.load()
         return function
     raise InvalidInputError(
-        "--ray needs blendrag-ray, which is not installed; pip install 'blendrag[ray]'"
+        "--ray needs blendrag-ray, which is not installed; pip install 'blendrag[ray]', "
+        "or from a checkout ./integrations/blendrag-ray"
     )
