@@ -62,6 +62,8 @@ _VARIABLES = "BLENDRAG_"
 
 _MODES = Literal["blend", "full", "prefix", "reuse"]
 _ENCODINGS = Literal["native", "int8"]
+#: How chunks are searched for.
+SearchMode = Literal["hybrid", "dense", "lexical"]
 _DECODE_WEIGHTS = Literal["auto", "native", "int8", "int4"]
 
 # Who may set an option: every surface takes all options of its name.
@@ -165,6 +167,9 @@ Ratio = Annotated[float | Literal["auto"], share("ratio",
 MinRatio = Annotated[float, share("min_ratio", "Lowest ratio that ratio auto may choose.",
     _EVERYWHERE)]
 TopK = Annotated[int, whole("top_k", "Chunks in a prompt.", "env engine cli server ray", 1)]
+Search = Annotated[SearchMode, one_of("search",
+    "hybrid, dense or lexical: chunks are found by vectors and by their words, or by one of them.",
+    "env engine cli server ray", get_args(SearchMode))]
 
 # -- what is asked and answered -------------------------------------------------------------------
 
@@ -299,6 +304,7 @@ class ConstructorOptions(EngineOptions, RequestDefaults, total=False):
     """Keywords of :class:`~blendrag.engine.BlendEngine`."""
 
     top_k: TopK | None
+    search: Search | None
 
 
 #: What requests are given by mistake.
@@ -349,6 +355,7 @@ class Settings:
     """``None``: that of the corpus, or :data:`DEFAULT_EMBEDDER` for a new one."""
     chunk_tokens: ChunkTokens = 512
     top_k: TopK = 6
+    search: Search = "hybrid"
     mode: Mode = "blend"
     policy: Policy = CALIBRATED
     ratio: Ratio | None = None

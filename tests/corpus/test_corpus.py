@@ -309,8 +309,8 @@ def test_a_corpus_that_cannot_be_opened_is_not_created(tmp_path: Path) -> None:
     [
         (None, "not a corpus database"),
         ("CREATE TABLE theirs (x)", "of another program"),
-        ("PRAGMA user_version = 99", "has format 99, expected 3.*newer blendrag"),
-        ("PRAGMA user_version = 2", "has format 2, expected 3.*ingest again"),
+        ("PRAGMA user_version = 99", "has format 99, expected 4.*newer blendrag"),
+        ("PRAGMA user_version = 2", "has format 2, expected 4.*ingest again"),
     ],
 )
 def test_what_is_not_a_corpus_of_this_format_is_refused(

@@ -36,6 +36,7 @@ class ServedCluster(NamedEngineFields, DefaultFields):
     model: config.Model | None = None
     store: str | None = None
     top_k: config.TopK | None = None
+    search: config.Search | None = None
     schemas: tuple[str, ...] = ()
     """Files of prompt schemas."""
     api_key_file: str | None = None

@@ -221,8 +221,8 @@ def _fields(answer: Answer) -> dict[str, Any]:
 
 
 def say_sources(sources: Sequence[RetrievedChunk]) -> None:
-    """Print the file, place, score and beginning of each passage on stderr, the nearest first."""
-    for source in sorted(sources, key=lambda source: source.distance):
+    """Print the file, place, score and beginning of each passage on stderr, the best first."""
+    for source in sorted(sources, key=lambda source: source.rank):
         say(
             "source",
             f"{source.source}, characters {source.start} to {source.end}, score {source.score:.2f}: "

@@ -40,8 +40,10 @@ MODEL = ("model", "store", "dtype", "device", "lora", "writer", "encode_after", 
 ENGINE = (*MODEL, "embedder", "ram_bytes", "disk_bytes", "remote", "decode_weights")
 #: An engine that may make a corpus.
 NEW_CORPUS = (*ENGINE, "chunk_tokens", "kv_encoding")
+#: How chunks are found, which an engine knows.
+SEARCH = ("search",)
 #: Defaults of requests.
-DEFAULTS = (*RequestDefaults.__annotations__, "top_k")
+DEFAULTS = (*RequestDefaults.__annotations__, "top_k", *SEARCH)
 #: What a server takes.
 LIMITS = ("max_requests", "max_body_bytes", "max_tokens")
 #: A question.
@@ -216,7 +218,8 @@ def request_options(context: typer.Context, **more: Any) -> Options:
     from blendrag.engine import Options
 
     values = given(context.params, REQUEST)
-    return Options(**{name: value for name, value in values.items() if name != "top_k"}, **more)
+    not_its = ("top_k", *SEARCH)
+    return Options(**{name: value for name, value in values.items() if name not in not_its}, **more)
 
 
 def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) -> BlendEngine:
@@ -224,10 +227,10 @@ def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) ->
     from blendrag.corpus.recorded_model import model_for
     from blendrag.engine import BlendEngine
 
-    values = given(context.params, tuple(EngineOptions.__annotations__))
+    values = given(context.params, (*EngineOptions.__annotations__, *SEARCH))
     if "max_new_tokens" in context.params:
         more.setdefault("max_new_tokens", settings().max_new_tokens or ANSWER_TOKENS)
     store = context.params["store"] or settings().store
     trusts = bool(values.get("trust_remote_code"))
     model = model_for(context.params.get("model"), store, trusts, for_ingest)
-    return BlendEngine(model, store, **values, **more)
+    return BlendEngine(model, store, **{**values, **more})

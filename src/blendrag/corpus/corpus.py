@@ -15,7 +15,9 @@ from blendrag.corpus import database, documents
 from blendrag.corpus.database import CorpusFile
 from blendrag.corpus.documents import StoredChunk
 from blendrag.corpus.embedder import same_embedder
+from blendrag.corpus.full_text import FullTextIndex
 from blendrag.corpus.manifest import Manifest
+from blendrag.corpus.search import CorpusSearch, FoundChunk, SearchQuery
 from blendrag.corpus.selection import Selections
 from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.errors import BlendragError, CorpusError, InvalidInputError
@@ -60,6 +62,7 @@ class Corpus:
         self._begun: Manifest | None = None
         self._chunk_index = _CurrentChunkIndex(file, self.text)
         self.vectors = VectorIndex(file)
+        self.searches = CorpusSearch(file, self.vectors)
         self.selections = Selections(file)
         self.dropped = documents.DroppedTexts(file)
         self.entries = documents.EntryTable(file, self.vectors, self.require_begun)
@@ -223,18 +226,18 @@ class Corpus:
                 "for texts added by id; expected another path"
             )
         vectors = np.ascontiguousarray(vectors, np.float32)
-        with self.file.writing() as connection:
+        with self.file.writing():
             self.require_begun()
             self.vectors.check(vectors, len(chunks))
-            suspects = documents.delete_documents(connection, _BY_SOURCE, document.source)
-            documents.insert_document(connection, document, digest, chunks, vectors)
+            suspects = documents.delete_documents(self.file, _BY_SOURCE, document.source)
+            documents.insert_document(self.file, document, digest, chunks, vectors)
             return documents.end_change(self.file, suspects)
 
     def remove_source(self, source: str) -> list[str]:
         """Remove one document; ids of chunks that are no longer used."""
-        with self.file.writing() as connection:
+        with self.file.writing():
             return documents.end_change(
-                self.file, documents.delete_documents(connection, _BY_SOURCE, source)
+                self.file, documents.delete_documents(self.file, _BY_SOURCE, source)
             )
 
     # -- chunks -------------------------------------------------------------------------------
@@ -326,17 +329,19 @@ class Corpus:
         """:attr:`chunk_index` and the passages that were learned in ``scope``."""
         return self._chunk_index.current(scope)
 
+    def search(
+        self, query: SearchQuery, k: int, allowed: np.ndarray | None = None
+    ) -> list[FoundChunk]:
+        """The k best different chunks, the best first; see :meth:`CorpusSearch.find`."""
+        return self.searches.find(query, k, allowed)
+
     def nearest(self, vector: np.ndarray, k: int) -> list[tuple[StoredChunk, float]]:
         """The k nearest different chunks with their L2 distance, nearest first.
 
         ``vector``: float32 [dim]. Each chunk is returned at the place whose vector is nearest.
         """
-
-        def accept(passage: int) -> tuple[str, StoredChunk] | None:
-            found = documents.chunk_at(self.file, passage)
-            return None if found is None else (found.chunk_id, found)
-
-        return self.vectors.nearest(vector, k, accept)
+        found = self.search(SearchQuery("", vector, "dense"), k)
+        return [(each.chunk, each.distance or 0.0) for each in found]
 
 
 class _CurrentChunkIndex:
@@ -471,12 +476,14 @@ def _scan(file: CorpusFile) -> tuple[int, list[tuple[database.CheckedTable, Any]
         faults.append(f"row {name} {key}: its {parent} is lost")
     for (source,) in execute(f"SELECT source FROM document WHERE {_LOST_PASSAGES}"):
         faults.append(f"document {source!r:.80}: some of its passages are lost")
-    return rows, damaged, faults
+    return rows, damaged, faults + FullTextIndex(file).faults()
 
 
 def _remove_damaged(file: CorpusFile, damaged: list[tuple[database.CheckedTable, Any]]) -> None:
     """In a transaction."""
     execute = file.connection.execute
+    if file.meta(database.FULL_TEXT):
+        FullTextIndex(file).reset()  # the next search builds it again
     execute("REINDEX")
     for table, key in damaged:
         if table is database.CHUNK:  # a document that lost a chunk is incomplete

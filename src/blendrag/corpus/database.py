@@ -16,6 +16,8 @@ Invariants of the tables:
   ids than all earlier ones.
 - ``entry`` names documents that were added by id, with one chunk each; their source begins with
   :data:`ENTRY_SOURCE`.
+- ``full_text`` has a row per passage with a vector (:mod:`blendrag.corpus.full_text`). Files of format 3 lack
+  it until they are searched.
 - ``dropped`` records texts that no document holds although their KV may be stored: removed ones (``since``
   0), or ones whose addition has begun (``since`` 1) and has not ended.
 """
@@ -31,7 +33,8 @@ import stat
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,13 +51,16 @@ from blendrag.errors import (
 )
 from blendrag.store import databases
 from blendrag.store.regular_files import open_regular
+from blendrag.text.terms import TERMS_VERSION
 
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "corpus"
 FILE_NAME = "corpus.sqlite"
 APPLICATION_ID = 0x424C5247  # "BLRG"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+#: Without the full-text index, which it then gets.
+EARLIER_VERSION = 3
 #: Largest text, vector or row; SQLite reads and writes nothing larger.
 MAX_ROW_BYTES = 128 * 1024**2
 #: How long one process waits for another's transaction.
@@ -120,6 +126,10 @@ CREATE TABLE dropped (
     row_digest BLOB NOT NULL
 ) WITHOUT ROWID;
 """
+#: The setting of that name has the version of its terms. Its rowids are those of passages. The ``ascii``
+#: tokenizer splits terms at spaces and changes none.
+FULL_TEXT = "full_text"
+FULL_TEXT_SCHEMA = f"CREATE VIRTUAL TABLE {FULL_TEXT} USING fts5(title, text, tokenize='ascii')"
 
 
 # -- rows -------------------------------------------------------------------------------------------
@@ -404,8 +414,25 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
         for statement in _SCHEMA.split(";"):
             connection.execute(statement)
         META.put(connection, "generation", "0")
+        if has_full_text():
+            connection.execute(FULL_TEXT_SCHEMA)
+            META.put(connection, FULL_TEXT, str(TERMS_VERSION))
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        version = SCHEMA_VERSION if has_full_text() else EARLIER_VERSION
+        connection.execute(f"PRAGMA user_version = {version}")
+
+
+@cache
+def has_full_text() -> bool:
+    """Whether this Python's SQLite has FTS5."""
+    return bool(_full_text_objects())
+
+
+@cache
+def _full_text_objects() -> frozenset[tuple[str, str, str]]:
+    with suppress(sqlite3.OperationalError):
+        return databases.objects_made_by(FULL_TEXT_SCHEMA)
+    return frozenset()
 
 
 def _is_corpus(connection: sqlite3.Connection, path: Path) -> bool:
@@ -420,14 +447,20 @@ def _is_corpus(connection: sqlite3.Connection, path: Path) -> bool:
             f"{path} is a database of another program, expected a blendrag corpus; "
             "choose another store"
         )
-    if version != SCHEMA_VERSION:
+    if version not in (EARLIER_VERSION, SCHEMA_VERSION):
         newer = "a newer blendrag: upgrade, or ingest into another store"
         older = f"an older blendrag: delete the directory {path.parent} and ingest again"
         raise CorpusError(
             f"{path} has format {version}, expected {SCHEMA_VERSION}; it was written by "
             f"{newer if version > SCHEMA_VERSION else older}"
         )
-    if strange := objects ^ databases.objects_made_by(_SCHEMA):
+    if version == SCHEMA_VERSION and not has_full_text():
+        raise CorpusError(
+            f"{path} has a full-text index, expected a Python whose SQLite has FTS5 to read it (SQLite "
+            f"{sqlite3.sqlite_version} lacks it); use another Python"
+        )
+    # what is lost of the full-text index is built again
+    if strange := (objects ^ databases.objects_made_by(_SCHEMA)) - _full_text_objects():
         names = ", ".join(sorted(f"{kind} {name}"[:60] for kind, name, _ in strange)[:4])
         raise CorpusError(
             f"{path} has other tables than a corpus ({names}); delete the directory {path.parent} and "
@@ -463,7 +496,7 @@ class CorpusFile:
             self.connection = _connect(directory, read_only, create)
         self.lock = threading.RLock()
         self.closed = False
-        self._damaged: set[str] = set()
+        self._warned: set[str] = set()
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -492,8 +525,10 @@ class CorpusFile:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Everything read within this context is one state of the file."""
-        with self._using(), _transaction(self.connection, self.path, "DEFERRED"):
+        """Everything read within this context is one state of the file. May be nested."""
+        with self._using(), ExitStack() as transaction:
+            if not self.connection.in_transaction:
+                transaction.enter_context(_transaction(self.connection, self.path, "DEFERRED"))
             yield self.connection
 
     def rows(self, query: str, *parameters: str | float) -> list[tuple]:
@@ -520,14 +555,20 @@ class CorpusFile:
 
     def warn_damaged(self, what: str) -> None:
         """Log once that a row is left out."""
-        if what not in self._damaged:
-            self._damaged.add(what)
-            logger.warning(
-                "the corpus at %s is damaged: row %s is not what was written and is left out; run "
-                "blendrag store check --repair, then ingest again",
-                self.directory,
-                what,
-            )
+        self.warn_once(
+            f"the corpus at {self.directory} is damaged: row {what} is not what was written and is left out; "
+            "run blendrag store check --repair, then ingest again"
+        )
+
+    def warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("%s", message)
+
+    def has_full_text(self) -> bool:
+        """Whether all tables of the full-text index are there."""
+        with self._using(), _mapped_errors(self.path):
+            return _full_text_objects() <= databases.objects_of(self.connection)
 
     def generation(self) -> int:
         return self.number("generation") or 0

@@ -31,6 +31,7 @@ from blendrag.corpus.database import (
     DamagedRow,
     entry_of,
 )
+from blendrag.corpus.full_text import FullTextIndex
 from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.errors import CorpusError
 from blendrag.store.durable import lock_file, named_errors
@@ -105,20 +106,25 @@ def _stored_chunk(
 
 
 def insert_document(
-    connection: sqlite3.Connection,
+    file: CorpusFile,
     document: Document,
     digest: str,
     chunks: Sequence[Chunk],
     vectors: Iterable[np.ndarray],
 ) -> int:
     """Add a new document and return its row id. ``vectors``: float32 [dim] for each chunk, or [0]."""
+    connection, full_text = file.connection, FullTextIndex(file)
     metadata = json.dumps(dict(document.metadata))
     document_row = DOCUMENT.add(
         connection, document.source, document.title, digest, metadata, len(chunks)
     )
     for chunk, vector in zip(chunks, vectors, strict=True):
         chunk_row = _insert_chunk(connection, chunk)
-        PASSAGE.add(connection, document_row, chunk_row, chunk.start, chunk.end, vector.tobytes())
+        passage = PASSAGE.add(
+            connection, document_row, chunk_row, chunk.start, chunk.end, vector.tobytes()
+        )
+        if vector.size:
+            full_text.add(passage, document.title, document.source, chunk.text)
     return document_row
 
 
@@ -144,16 +150,19 @@ def _insert_chunk(connection: sqlite3.Connection, chunk: Chunk) -> int:
     return row
 
 
-def delete_documents(connection: sqlite3.Connection, which: str, value: str) -> list[int]:
+def delete_documents(file: CorpusFile, which: str, value: str) -> list[int]:
     """Remove documents with their passages; row ids of the chunks that they held.
 
     ``which`` selects the documents' row ids by ``value``.
     """
+    connection, full_text = file.connection, FullTextIndex(file)
     rows = connection.execute(
-        f"SELECT DISTINCT chunk FROM passage WHERE document IN ({which})", (value,)
+        f"SELECT id, chunk FROM passage WHERE document IN ({which})", (value,)
     ).fetchall()
+    for passage, _ in rows:
+        full_text.remove(passage)
     connection.execute(f"DELETE FROM document WHERE id IN ({which})", (value,))
-    return [chunk for (chunk,) in rows]
+    return [*dict.fromkeys(chunk for _, chunk in rows)]
 
 
 def end_change(file: CorpusFile, suspects: Sequence[int]) -> list[str]:
@@ -173,6 +182,7 @@ def end_change(file: CorpusFile, suspects: Sequence[int]) -> list[str]:
                 _, chunk_id, text, _ = CHUNK.checked(each)
                 DROPPED.put(file.connection, chunk_id, text, 0.0)
                 orphans.append(chunk_id)
+    FullTextIndex(file).end_change()
     file.set_meta("generation", str(file.generation() + 1))
     return orphans
 
@@ -219,17 +229,17 @@ def record_of(file: CorpusFile, source: str) -> Record | None:
 
 
 def insert_record(
-    connection: sqlite3.Connection, record: Record, check: Callable[[np.ndarray, int], None]
+    file: CorpusFile, record: Record, check: Callable[[np.ndarray, int], None]
 ) -> None:
     """Add what :func:`record_of` gave. ``check`` refuses vectors that do not fit the corpus."""
     vectors = [np.frombuffer(place.vector, np.float32) for place in record.places]
     for vector in vectors:
         check(vector[None], 1)
     document = Document(record.source, "", record.title, record.metadata)
-    row = insert_document(connection, document, record.digest, record.places, vectors)
+    row = insert_document(file, document, record.digest, record.places, vectors)
     if record.entry is not None:
         entry_id, parent, given = record.entry
-        ENTRY.put(connection, entry_id, row, parent, given)
+        ENTRY.put(file.connection, entry_id, row, parent, given)
 
 
 #: Chunks of other documents than entries of one parent.
@@ -439,7 +449,7 @@ class EntryTable:
                 self._vectors.check(vector, 1)
                 source = ENTRY_SOURCE + json.dumps([entry.id, entry.source])
                 document = Document(source, entry.text, entry.title, entry.metadata)
-                row = insert_document(connection, document, new.digest, [new.chunk], vector)
+                row = insert_document(self._file, document, new.digest, [new.chunk], vector)
                 given = None if entry.text == new.chunk.text else entry.text
                 ENTRY.put(connection, entry.id, row, entry.parent, given)
             return end_change(self._file, suspects)
@@ -455,7 +465,7 @@ class EntryTable:
         chunks: list[int] = []
         connection, which = self._file.connection, "SELECT document FROM entry WHERE id = ?"
         for entry_id in ids:
-            chunks += delete_documents(connection, which, entry_id)
+            chunks += delete_documents(self._file, which, entry_id)
             connection.execute("DELETE FROM entry WHERE id = ?", (entry_id,))
         return chunks
 

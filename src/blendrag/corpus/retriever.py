@@ -1,7 +1,8 @@
 """From a question to the chunks to read, in reading order.
 
-Chunks are chosen by L2 distance (CacheBlend §7.1). They are returned document by document, the nearest
-document first, and in the document's order, so that "she" or "this city" follows what it refers to.
+Chunks are found by vectors, by full text or by both (:mod:`blendrag.corpus.search`). They are returned
+document by document, that of the best chunk first, and in the document's order, so that "she" or "this city"
+follows what it refers to.
 
 In a conversation a question may go on with the one before ("And when was it built?") or change the topic.
 Both are searched for, the question alone and the two together, and chunks are taken from the results in turn.
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import PurePath
 
-from blendrag.config import OPTIONS
-from blendrag.corpus.corpus import Corpus, StoredChunk
+import numpy as np
+
+from blendrag.config import OPTIONS, SearchMode, settings
+from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
+from blendrag.corpus.search import FoundChunk, SearchQuery
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.text.readers import MetadataValue
 from blendrag.wording import quoted
@@ -28,13 +32,17 @@ from blendrag.wording import quoted
 #: are below, and few questions that change the topic.
 FOLLOW_UP_DISTANCE = 0.88
 
-NearChunk = tuple[StoredChunk, float]
-
 
 @dataclass(frozen=True)
 class RetrievedChunk:
-    """A chunk with its L2 distance from the question, in [0, 2]: smaller is nearer. In a conversation it is
-    the distance from the question with the one before, if that is less."""
+    """A chunk that was found for a question.
+
+    ``rank``: 1 is the best. ``score``: what the ranking follows, larger is better: cosine similarity (dense
+    search), BM25 (lexical), or the share of the best possible sum of both rankings (hybrid), in [0, 1].
+    ``distance``: L2 of its vector from the question's, in [0, 2], smaller is nearer; ``None`` in lexical
+    search. In a conversation, score and distance are those of the question alone or of the question with the
+    one before, whichever is better.
+    """
 
     chunk_id: str
     text: str
@@ -42,30 +50,38 @@ class RetrievedChunk:
     title: str
     start: int
     end: int
-    distance: float
+    distance: float | None
     metadata: Mapping[str, MetadataValue]
+    score: float
+    rank: int
 
     @property
     def file_name(self) -> str:
         """The last part of its source."""
         return PurePath(self.source).name
 
-    @property
-    def score(self) -> float:
-        """Cosine similarity to the question, in [-1, 1]: larger is nearer."""
-        return 1 - self.distance**2 / 2
-
 
 class Retriever:
-    def __init__(self, corpus: Corpus, embedder: Embedder) -> None:
+    def __init__(
+        self, corpus: Corpus, embedder: Embedder, search: SearchMode | None = None
+    ) -> None:
+        """``search``: how chunks are found unless a call says otherwise; ``None``: as the settings say."""
         self.corpus = corpus
         self.embedder = embedder
+        self.search: SearchMode = search or settings().search
 
     def retrieve(
-        self, question: str, top_k: int, check: Check = proceed, earlier: str = ""
+        self,
+        question: str,
+        top_k: int,
+        check: Check = proceed,
+        earlier: str = "",
+        *,
+        search: SearchMode | None = None,
+        allowed: np.ndarray | None = None,
     ) -> list[RetrievedChunk]:
         """At most ``top_k`` different chunks, in reading order. ``check`` may raise to give up. ``earlier``:
-        the question before it in a conversation.
+        the question before it in a conversation. ``allowed``: ids of passages, others are not found.
 
         Raises :class:`InvalidInputError` for an empty question, an empty corpus or ``top_k`` < 1.
         """
@@ -78,37 +94,54 @@ class Retriever:
             raise InvalidInputError("the question is empty, expected some words; ask something")
         check_unicode(question, "the question")
         OPTIONS["top_k"].check(top_k)
+        OPTIONS["search"].check(search)
         if not self.corpus.has_documents:
             raise InvalidInputError(
                 f"the corpus at {self.corpus.directory} holds no chunks; ingest first "
                 "(blendrag ingest PATH…)"
             )
-        if self.corpus.has_manifest:
-            refuse_given(self.corpus.manifest.embedder)
-        searches = [question, f"{earlier}\n{question}"] if earlier.strip() else [question]
-        vectors = self.embedder.embed_queries(searches, check=check)
-        hits = [self.corpus.nearest(vector, top_k) for vector in vectors]
+        mode = self.corpus.searches.available(search or self.search)
+        searched = [question, f"{earlier}\n{question}"] if earlier.strip() else [question]
+        vectors: Sequence[np.ndarray | None] = [None] * len(searched)
+        if mode != "lexical":
+            if self.corpus.has_manifest:
+                refuse_given(self.corpus.manifest.embedder)
+            vectors = [*self.embedder.embed_queries(searched, check=check)]
+        hits = [
+            self.corpus.search(SearchQuery(text, vector, mode), top_k, allowed)
+            for text, vector in zip(searched, vectors, strict=True)
+        ]
+        found = hits[0] if len(hits) == 1 else _merged(hits[0], hits[1], top_k)
+        if mode == "dense":
+            found.sort(key=lambda each: -each.score)
         chunks = [
             RetrievedChunk(
-                c.chunk_id, c.text, c.source, c.title, c.start, c.end, distance, c.metadata
+                c.chunk_id, c.text, c.source, c.title, c.start, c.end, each.distance, c.metadata,
+                each.score, rank,
             )
-            for c, distance in (hits[0] if len(hits) == 1 else _merged(hits[0], hits[1], top_k))
-        ]
-        best: dict[str, float] = {}
+            for rank, each in enumerate(found, 1)
+            for c in (each.chunk,)
+        ]  # fmt: skip
+        best: dict[str, int] = {}
         for chunk in chunks:
-            best[chunk.source] = min(chunk.distance, best.get(chunk.source, chunk.distance))
+            best.setdefault(chunk.source, chunk.rank)
         return sorted(chunks, key=lambda chunk: (best[chunk.source], chunk.source, chunk.start))
 
 
 def _merged(
-    alone: Sequence[NearChunk], together: Sequence[NearChunk], top_k: int
-) -> list[NearChunk]:
-    """The first ``top_k`` different chunks of both searches in turn, each with its smaller distance."""
-    goes_on = bool(alone and together) and together[0][1] < FOLLOW_UP_DISTANCE * alone[0][1]
+    alone: Sequence[FoundChunk], together: Sequence[FoundChunk], top_k: int
+) -> list[FoundChunk]:
+    """The first ``top_k`` different chunks of both searches in turn, each at its better score."""
+    goes_on = _nearest(together) < FOLLOW_UP_DISTANCE * _nearest(alone)
     first, second = (together, alone) if goes_on else (alone, together)
-    merged: dict[str, NearChunk] = {}
+    merged: dict[str, FoundChunk] = {}
     for hit in chain.from_iterable(zip_longest(first, second)):
-        if hit is not None and (hit[0].chunk_id in merged or len(merged) < top_k):
-            known = merged.setdefault(hit[0].chunk_id, hit)
-            merged[hit[0].chunk_id] = hit if hit[1] < known[1] else known
+        if hit is not None and (hit.chunk.chunk_id in merged or len(merged) < top_k):
+            known = merged.setdefault(hit.chunk.chunk_id, hit)
+            merged[hit.chunk.chunk_id] = max(hit, known, key=lambda each: each.score)
     return list(merged.values())
+
+
+def _nearest(found: Sequence[FoundChunk]) -> float:
+    """The smallest distance; 0 if there is none, from which nothing is nearer."""
+    return min((each.distance for each in found if each.distance is not None), default=0.0)

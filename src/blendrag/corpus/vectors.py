@@ -64,12 +64,17 @@ class VectorIndex:
             )
 
     def nearest(
-        self, vector: np.ndarray, k: int, accept: Callable[[int], tuple[Hashable, T] | None]
+        self,
+        vector: np.ndarray,
+        k: int,
+        accept: Callable[[int], tuple[Hashable, T] | None],
+        allowed: np.ndarray | None = None,
     ) -> list[tuple[T, float]]:
         """The k nearest passages that ``accept`` takes, the nearest of each key, with their L2 distance.
 
-        ``vector``: float32 [dim]. ``accept(passage id)`` gives a key and a value. Raises
-        :class:`InvalidInputError` for a vector of another length than the corpus's.
+        ``vector``: float32 [dim]. ``accept(passage id)`` gives a key and a value. ``allowed``: ids of
+        passages, int64 [n]; others are not found. Raises :class:`InvalidInputError` for a vector of another
+        length than the corpus's.
         """
         with self._file.reading():
             dim = self.dim()
@@ -82,22 +87,32 @@ class VectorIndex:
                 )
             self._refresh(dim)
             found: dict[Hashable, tuple[T, float]] = {}
-            for passage, distance in self._ascending(vector, k):
+            for passage, distance in self._ascending(vector, k, allowed):
                 if accepted := accept(passage):
                     found.setdefault(accepted[0], (accepted[1], distance))
                     if len(found) == k:
                         break
             return list(found.values())
 
-    def _ascending(self, vector: np.ndarray, width: int) -> Iterator[tuple[int, float]]:
+    def _ascending(
+        self, vector: np.ndarray, width: int, allowed: np.ndarray | None
+    ) -> Iterator[tuple[int, float]]:
         """Passage ids and L2 distances, nearest first, by searches of growing width.
 
         A chunk that many documents contain fills many hits, so more than ``width`` may be needed.
         """
+        import faiss
+
         given, size = np.asarray(vector, np.float32)[None], self._index.ntotal
+        parameters = None
+        if allowed is not None:
+            allowed = np.intersect1d(allowed, faiss.vector_to_array(self._index.id_map))
+            size = len(allowed)
+            selector = faiss.IDSelectorBatch(allowed)
+            parameters = faiss.SearchParameters(sel=selector)  # type: ignore[call-arg]
         seen: set[int] = set()
         while len(seen) < size:
-            squared, ids = self._index.search(given, min(width, size))
+            squared, ids = self._index.search(given, min(width, size), params=parameters)
             for passage, distance in zip(ids[0].tolist(), squared[0].tolist(), strict=True):
                 if passage not in seen:
                     seen.add(passage)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from blendrag.config import SearchMode
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.lazy_model import LazyModel
@@ -47,12 +48,17 @@ class Asking:
         _ = self._corpus.retriever().embedder.dim
 
     def retrieve(
-        self, question: str, top_k: int | None, earlier: str = "", check: Check = proceed
+        self,
+        question: str,
+        top_k: int | None,
+        earlier: str = "",
+        check: Check = proceed,
+        search: SearchMode | None = None,
     ) -> list[RetrievedChunk]:
         """See :meth:`BlendEngine.retrieve`."""
         k = self._corpus.settings.top_k if top_k is None else top_k
         with retrieval(self._corpus.root, k):
-            return self._corpus.retriever().retrieve(question, k, check, earlier)
+            return self._corpus.retriever().retrieve(question, k, check, earlier, search=search)
 
     def over(
         self,

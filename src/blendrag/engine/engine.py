@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from blendrag import tracing
-from blendrag.config import ConstructorOptions, RequestDefaults, Settings, check_options, settings
+from blendrag.config import (
+    ConstructorOptions,
+    RequestDefaults,
+    SearchMode,
+    Settings,
+    check_options,
+    settings,
+)
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder
 from blendrag.corpus.embedding_turns import Check, proceed
@@ -301,15 +308,22 @@ class BlendEngine:
         return pieces
 
     def retrieve(
-        self, question: str, top_k: int | None = None, *, earlier: str = "", check: Check = proceed
+        self,
+        question: str,
+        top_k: int | None = None,
+        *,
+        search: SearchMode | None = None,
+        earlier: str = "",
+        check: Check = proceed,
     ) -> list[RetrievedChunk]:
-        """The ``top_k`` chunks nearest to ``question`` by L2, in reading order.
+        """The ``top_k`` best chunks for ``question``, in reading order; their ``rank`` says which is best.
 
-        ``earlier``: the question before it in a conversation; then some of the chunks are the nearest to the
-        two together.
+        ``search``: ``hybrid`` merges the rankings by vectors and by words, ``dense`` and ``lexical`` take one
+        of them. ``earlier``: the question before it in a conversation; then some of the chunks are the best
+        for the two together.
         ``check`` is called while the question waits to be embedded, and may raise to give up.
         """
-        return self.asking.retrieve(question, top_k, earlier, check)
+        return self.asking.retrieve(question, top_k, earlier, check, search)
 
     def render(self, prompt: Prompt, options: Options | None = None) -> Rendered:
         """``prompt`` as the model reads it (``.text``). It can be asked in place of ``prompt``, with the same

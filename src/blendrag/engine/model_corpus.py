@@ -329,7 +329,7 @@ class ModelCorpus:
         return [known[title, chunk.chunk_id] for title, chunk in titled]
 
     def retriever(self) -> Retriever:
-        return Retriever(self.require(), self.embedder)
+        return Retriever(self.require(), self.embedder, self.settings.search)
 
     def close(self) -> None:
         """Close what was opened. Idempotent."""

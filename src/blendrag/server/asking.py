@@ -214,7 +214,8 @@ def _options(
             f"is {max_new_tokens}, and this server allows at most {limit} (--max-tokens)",
         )
     blend = body.blendrag.model_dump(exclude_none=True) if body.blendrag else {}
-    blend.pop("top_k", None)
+    for name in ("top_k", "search"):
+        blend.pop(name, None)
     return Options(
         max_new_tokens=max_new_tokens,
         temperature=_temperature(body),
@@ -405,12 +406,13 @@ def _with_texts(
         return replace(over, chunks=None, history=tuple(history)), ()
     earlier = [message["content"] for message in history if message["role"] == "user"]
     top_k = body.blendrag.top_k if body.blendrag else None
+    search = body.blendrag.search if body.blendrag else None
     if top_k is not None and top_k > MAX_TOP_K:
         raise Refusal(
             400, f"top_k is {top_k}, expected at most {MAX_TOP_K}", param="blendrag.top_k"
         )
     before = earlier[-1] if earlier else ""
-    chunks = tuple(engine.retrieve(question, top_k, earlier=before, check=check))
+    chunks = tuple(engine.retrieve(question, top_k, search=search, earlier=before, check=check))
     named = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
     over = build_rag_prompt(question, [chunk.text for chunk in chunks], named)
     return replace(over, history=tuple(history)), chunks

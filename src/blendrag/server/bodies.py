@@ -119,6 +119,7 @@ class BlendOptions(Body):
     ratio: config.Ratio | None = None
     min_ratio: config.MinRatio | None = None
     top_k: config.TopK | None = None
+    search: config.Search | None = None
     timeout_s: config.TimeoutS | None = None
     plain_messages: config.PlainMessages | None = None
     explain: config.Explain | None = None

@@ -453,7 +453,7 @@ def _apply(
     """Change the corpus, in one transaction; how many documents were added and removed."""
     file = corpus.file
     added = 0
-    with file.writing() as connection:
+    with file.writing():
         if _State.of(corpus, len(snapshot.parts)).digests != state.digests:
             raise CorpusError(
                 f"another process changed the corpus at {corpus.directory} at the same time; repeat the "
@@ -472,12 +472,12 @@ def _apply(
             new.append((part, wanted))
         by_source = "SELECT id FROM document WHERE source = ?"
         for source in sorted(gone):
-            suspects += delete_documents(connection, by_source, source)
+            suspects += delete_documents(file, by_source, source)
         file.set_meta("manifest", snapshot.settings.to_json())
         for part, wanted in new:
             for record in _records(scratch, part) if wanted else ():
                 if record.source in wanted:
-                    insert_record(connection, record, corpus.vectors.check)
+                    insert_record(file, record, corpus.vectors.check)
                     added += 1
         removed = len(gone - {source for _, wanted in new for source in wanted})
         end_change(file, suspects)

@@ -1,0 +1,151 @@
+"""One search over a corpus: by vectors, by full text, or both, merged by reciprocal rank fusion.
+
+Fusion adds 1 / (60 + rank) over both rankings (Cormack, Clarke and Büttcher, SIGIR 2009), so that cosines and
+BM25 need not be comparable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from blendrag.config import SearchMode
+from blendrag.corpus.database import CorpusFile
+from blendrag.corpus.documents import StoredChunk, chunk_at
+from blendrag.corpus.full_text import DamagedIndex, FullTextIndex
+from blendrag.corpus.vectors import VectorIndex, vector_of
+
+#: Constant of reciprocal rank fusion: the paper's.
+RANK_OFFSET = 60
+#: Different chunks of each ranking that are fused: these times k, and at least so many.
+DEPTH_FACTOR, LEAST_DEPTH = 5, 50
+
+
+@dataclass(frozen=True)
+class SearchQuery:
+    """What is searched for. ``vector``: of the text, float32 [dim]; only lexical search does without."""
+
+    text: str
+    vector: np.ndarray | None
+    mode: SearchMode
+
+
+@dataclass(frozen=True)
+class FoundChunk:
+    """A chunk that a search found. ``distance``: L2 of its vector from the question's, if there is one.
+
+    ``score``: what the ranking follows, larger is better: cosine similarity (dense), BM25 (lexical), or the
+    share of the best possible sum of fusion (hybrid), 1 for the first of both rankings.
+    """
+
+    chunk: StoredChunk
+    distance: float | None
+    score: float
+
+
+class CorpusSearch:
+    """The indexes of one corpus. Thread-safe."""
+
+    def __init__(self, file: CorpusFile, vectors: VectorIndex) -> None:
+        self._file = file
+        self._vectors = vectors
+        self.full_text = FullTextIndex(file)
+
+    def available(self, mode: SearchMode) -> SearchMode:
+        """``mode``, or dense if the full-text index cannot be used; builds the index if it has to be."""
+        if mode == "dense" or not (why := self.full_text.prepare()):
+            return mode
+        self._file.warn_once(
+            f"search {mode} of the corpus at {self._file.directory} is dense: {why}"
+        )
+        return "dense"
+
+    def find(
+        self, query: SearchQuery, k: int, allowed: np.ndarray | None = None
+    ) -> list[FoundChunk]:
+        """The k best different chunks, the best first, each at its best place.
+
+        ``allowed``: ids of passages, int64 [n]; others are not found.
+        """
+        if query.mode == "dense":
+            return self._dense(query, k, allowed)
+        try:
+            return self._with_text(query, k, allowed)
+        except DamagedIndex:
+            why = self.full_text.rebuild_damaged()
+        if not why:
+            return self._with_text(query, k, allowed)
+        return self._dense(query, k, allowed)
+
+    def _dense(self, query: SearchQuery, k: int, allowed: np.ndarray | None) -> list[FoundChunk]:
+        if query.vector is None:
+            return []
+
+        def accept(passage: int) -> tuple[str, StoredChunk] | None:
+            found = chunk_at(self._file, passage)
+            return None if found is None else (found.chunk_id, found)
+
+        hits = self._vectors.nearest(query.vector, k, accept, allowed)
+        return [FoundChunk(found, distance, 1 - distance**2 / 2) for found, distance in hits]
+
+    def _with_text(
+        self, query: SearchQuery, k: int, allowed: np.ndarray | None
+    ) -> list[FoundChunk]:
+        depth = max(LEAST_DEPTH, DEPTH_FACTOR * k)
+        vector = query.vector if query.mode == "hybrid" else None
+        with self._file.reading():
+            ranked = self.full_text.ranked(query.text, allowed, rare_only=vector is not None)
+            lexical = self._different(ranked, depth)
+            if vector is None:
+                return self._loaded([(passage, score) for passage, score in lexical], query, k)
+            nearest = self._vectors.nearest(vector, depth, self._chunk_of, allowed)
+            return self._loaded(self._fused([nearest, lexical]), query, k)
+
+    def _chunk_of(self, passage: int) -> tuple[int, int] | None:
+        """Row of the chunk at a passage, and the passage."""
+        rows = self._file.rows("SELECT chunk FROM passage WHERE id = ?", passage)
+        return (rows[0][0], passage) if rows else None
+
+    def _different(
+        self, ranked: Iterable[tuple[int, float]], depth: int
+    ) -> list[tuple[int, float]]:
+        """The first passage of each chunk, ``depth`` at most."""
+        first: dict[int, tuple[int, float]] = {}
+        for passage, score in ranked:
+            if place := self._chunk_of(passage):
+                first.setdefault(place[0], (passage, score))
+            if len(first) == depth:
+                break
+        return [*first.values()]
+
+    def _fused(self, rankings: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
+        """Passages, one of each chunk, by the sum of their reciprocal ranks."""
+        places: dict[int, int] = {}
+        sums: dict[int, float] = {}
+        for ranking in rankings:
+            for rank, (passage, _) in enumerate(ranking, 1):
+                place = self._chunk_of(passage)
+                chunk = place[0] if place else -passage
+                places.setdefault(chunk, passage)
+                sums[chunk] = sums.get(chunk, 0.0) + (RANK_OFFSET + 1) / (RANK_OFFSET + rank)
+        best = sorted(sums, key=lambda chunk: (-sums[chunk], places[chunk]))
+        return [(places[chunk], sums[chunk] / len(rankings)) for chunk in best]
+
+    def _loaded(
+        self, ranked: Sequence[tuple[int, float]], query: SearchQuery, k: int
+    ) -> list[FoundChunk]:
+        """The first k chunks that are not damaged."""
+        found: list[FoundChunk] = []
+        for passage, score in ranked:
+            if len(found) == k:
+                break
+            if (chunk := chunk_at(self._file, passage)) is not None:
+                found.append(FoundChunk(chunk, _distance(chunk, query.vector), score))
+        return found
+
+
+def _distance(chunk: StoredChunk, vector: np.ndarray | None) -> float | None:
+    own = None if vector is None else vector_of(chunk.vector, len(vector))
+    return None if own is None or vector is None else float(np.linalg.norm(own - vector))
