@@ -48,7 +48,9 @@ def test_a_long_line_is_split_in_windows(unit, monkeypatch):
     chunker, seen = Chunker(TOKENIZER, 64), []
     window_spans = chunker._window_spans
     monkeypatch.setattr(
-        chunker, "_window_spans", lambda text, a, b: seen.append(b - a) or window_spans(text, a, b)
+        chunker,
+        "_window_spans",
+        lambda of, a, b, *rest: seen.append(b - a) or window_spans(of, a, b, *rest),
     )
     text = unit * (20_000 // len(unit))
     assert_chunks_are_right(text, chunker)

@@ -66,7 +66,8 @@ def test_every_chunk_of_a_table_has_its_header(source: str, text: str, header: s
     chunks = chunks_of(text, source)
     assert len(chunks) > 2
     assert all(header in chunk.text for chunk in chunks)
-    assert all(chunk.text.startswith(f"{header}\n") for chunk in chunks[1:])
+    path = "Parts\n\n" * text.startswith("# Parts")
+    assert all(chunk.text.startswith(f"{path}{header}\n") for chunk in chunks[1:])
     lines = {line.strip() for line in text.split("\n")}
     for chunk in chunks:  # no row is cut
         assert {line.strip() for line in chunk.text.split("\n")[2:]} <= lines
@@ -167,7 +168,7 @@ def test_a_changed_row_changes_only_the_chunks_near_it() -> None:
     ],
 )
 def test_texts_without_a_long_table_are_cut_as_before(text: str) -> None:
-    assert CHUNKER.split(text, "a.md") == CHUNKER.split(text, repeat_headers=False)
+    assert CHUNKER.split(text, "a.md") == CHUNKER.split(text, with_context=False)
 
 
 def test_tables_of_markdown_are_found() -> None:

@@ -154,7 +154,7 @@ class Learner:
         ]
         if not passages:
             return []
-        split = partial(self._kv.corpus.chunker().split, repeat_headers=False)
+        split = partial(self._kv.corpus.chunker().split, with_context=False)
         chunks = {chunk.chunk_id: chunk for passage in passages for chunk in split(passage)}
         return [chunk for chunk in chunks.values() if letters_in(chunk.text) >= MIN_LETTERS]
 

@@ -21,7 +21,9 @@ _MODULES = {"PDF": "pypdf", "DOCX": "docx"}
 
 def kind_of(path: Path, beginning: bytes) -> str:
     """``PDF``, ``DOCX`` or empty."""
-    if b"%PDF-" in beginning[:1024]:
+    # viewers allow other bytes before the mark, and texts mention it
+    is_named = path.suffix.lower() == ".pdf" and b"%PDF-" in beginning[:1024]
+    if is_named or beginning.lstrip().startswith(b"%PDF-"):
         return "PDF"
     is_docx = beginning.startswith(b"PK\x03\x04") and path.suffix.lower() == ".docx"
     return "DOCX" if is_docx else ""

@@ -21,8 +21,10 @@ from blendrag.errors import InvalidInputError, UnreadableDocumentError, check_un
 from blendrag.store import regular_files
 from blendrag.store.identity import digest_fields
 from blendrag.text import office_files
+from blendrag.text.chunking import CHUNKING_REVISION
 from blendrag.text.decoding import BEGINNING_BYTES, decoded, is_text
 from blendrag.text.names import MAX_ID_CHARS, MAX_TITLE_CHARS, check_metadata, check_name, cut_title
+from blendrag.text.outline import markdown_headings
 from blendrag.text.tables import markdown_table
 
 if TYPE_CHECKING:
@@ -70,9 +72,11 @@ def check_document(document: Document) -> None:
 
 
 def digest_of(document: Document) -> str:
-    """SHA-256 over text, title and metadata. Re-ingest skips a document whose digest is unchanged."""
+    """SHA-256 over text, title and metadata, and how texts are cut. Re-ingest skips a document whose digest
+    is unchanged."""
     metadata = json.dumps(dict(document.metadata), sort_keys=True)
-    fields = ("document", document.title, document.text, metadata)
+    cut = f"document, cut {CHUNKING_REVISION}"
+    fields = (cut, document.title, document.text, metadata)
     return digest_fields(field.encode("utf-8", "surrogatepass") for field in fields)
 
 
@@ -299,33 +303,10 @@ def _read_plain(path: Path, text: str) -> Iterator[Document]:
     yield Document(path.as_posix(), text, _stem_title(path))
 
 
-_FENCE = re.compile(r"\s{0,3}(```|~~~)")
-_HEADING = re.compile(r"\s{0,3}#{1,6}[ \t]+(.*)$")
-
-
 def _read_markdown(path: Path, text: str) -> Iterator[Document]:
-    yield Document(path.as_posix(), text, _first_heading(text) or _stem_title(path))
-
-
-def _first_heading(text: str) -> str | None:
-    """The first Markdown heading outside code blocks, if it is near the beginning."""
-    fence = None
-    for line in text[:BEGINNING_BYTES].splitlines():
-        if opening := _FENCE.match(line):
-            if fence is None:
-                fence = opening[1]
-            elif fence == opening[1]:
-                fence = None
-        elif (
-            fence is None and (heading := _HEADING.match(line)) and (title := _unclosed(heading[1]))
-        ):
-            return cut_title(title)
-    return None
-
-
-def _unclosed(heading: str) -> str:
-    """Without the number signs that may close it. A regular expression takes quadratic time for this."""
-    return heading.rstrip(" \t").rstrip("#").rstrip(" \t")
+    heading = next(markdown_headings(text[:BEGINNING_BYTES]), None)
+    title = cut_title(heading.label) if heading is not None else _stem_title(path)
+    yield Document(path.as_posix(), text, title)
 
 
 _UNREAD_TAGS = ("script", "style", "noscript", "template", "head", "svg")
