@@ -17,6 +17,7 @@ from blendrag.engine import BlendEngine, Options, lazy_model
 from blendrag.engine.library import Entry
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.errors import CorpusError, InvalidInputError
+from blendrag.text import chunking, outline, readers
 from blendrag.text.readers import Document
 from text import hostile_files
 
@@ -458,3 +459,22 @@ def stored_layers(engine: BlendEngine, number: int) -> list[torch.Tensor]:
     ids = [engine.kv_namespace.model.text_ids(text) for text in tiny.chunk_texts(engine, number)]
     found = [tiny.stored_kv(engine, each) for each in ids]
     return [layer for kv in found if kv is not None for layer in kv.layers]
+
+
+def test_documents_cut_in_an_earlier_way_are_reused_and_cut_again_at_their_next_ingest(
+    empty: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = Document(
+        "guide.md", f"# Guide\n\n## Lamps\n\n{'The lamp was lit at dusk. ' * 60}", "Guide"
+    )
+    with monkeypatch.context() as earlier:
+        earlier.setattr(chunking, "outline_of", lambda text, source: outline.Outline())
+        earlier.setattr(readers, "CHUNKING_REVISION", 1)
+        cut = empty.ingest([guide, DOCUMENTS[0]]).chunks
+    assert all(not each.text.startswith("Guide >") for each in empty.retrieve("lamp", cut))
+    again = empty.ingest([guide, DOCUMENTS[0]])
+    assert (again.documents, again.documents_unchanged) == (2, 0)
+    assert again.chunks_skipped  # cut as before, so their KV is still right
+    assert again.chunks_computed
+    assert any(each.text.startswith("Guide > Lamps\n\n") for each in empty.retrieve("lamp", cut))
+    assert empty.ingest([guide]).documents_unchanged == 1
