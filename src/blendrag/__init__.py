@@ -24,18 +24,21 @@ from blendrag import errors
 from blendrag.errors import BlendragError
 
 if TYPE_CHECKING:
+    from blendrag.corpus.filters import Filter
     from blendrag.engine import Answer, BlendEngine, Options
     from blendrag.text.readers import Document
 
 __version__ = "0.1.0"
 __all__ = [
-    "Answer", "BlendEngine", "BlendragError", "Document", "Options", "__version__", "errors",
+    "Answer", "BlendEngine", "BlendragError", "Document", "Filter", "Options", "__version__",
+    "errors",
 ]  # fmt: skip
 
 _LAZY = {
     "Answer": "blendrag.engine",
     "BlendEngine": "blendrag.engine",
     "Document": "blendrag.text.readers",
+    "Filter": "blendrag.corpus.filters",
     "Options": "blendrag.engine",
 }
 

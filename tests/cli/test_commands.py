@@ -64,6 +64,36 @@ def test_remove_forgets_documents_and_names_unknown_paths(store: Path) -> None:
     assert (both.exit_code, both.stdout) == (0, "2 documents removed\n")
 
 
+def test_ask_and_chat_search_only_what_is_chosen(ingested: Path) -> None:
+    def sources(*options: str) -> set[str]:
+        return {Path(each["source"]).name for each in ask(ingested, *options)["sources"]}
+
+    assert sources("--top-k", "9", "--only", "d1.*") == {"d1.txt"}
+    assert sources("--top-k", "9", "--only", "d1.*", "--only", "docs/d0.txt") == {
+        "d0.txt",
+        "d1.txt",
+    }
+    assert sources("--top-k", "9", "--where", "file_name!=d1.txt") == {"d0.txt", "d2.txt"}
+    chosen = ("--only", "*.txt", "--where", "title=d2")
+    assert sources("--top-k", "9", *chosen) == {"d2.txt"}
+    chatted = invoke("chat", "--store", ingested, "--json", *chosen, stdin="What is it?\n")
+    (answer,) = map(json.loads, chatted.stdout.splitlines())
+    assert {Path(each["source"]).name for each in answer["sources"]} == {"d2.txt"}
+
+
+@pytest.mark.parametrize("command", [("ask", QUESTION), ("chat",)])
+def test_a_filter_that_cannot_match_is_refused(ingested: Path, command: tuple[str, ...]) -> None:
+    def refusal(*options: str) -> str:
+        return refused(*command, "--store", str(ingested), *options)
+
+    assert "--where 'year' is no condition, expected FIELD=VALUE" in refusal("--where", "year")
+    assert "--only '/' is no pattern" in refusal("--only", "/")
+    said_of_field = refusal("--where", "titel=x")
+    assert (
+        "filter names the field 'titel', which no document has; did you mean title" in said_of_field
+    )
+
+
 def test_ask_in_json_prints_one_object_and_nothing_else(ingested: Path) -> None:
     args = ("ask", QUESTION, "--store", ingested, "--max-new-tokens", "6", "--json")
     result = invoke(*args)

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from blendrag.config import SearchMode
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder
+from blendrag.corpus.filters import Filter
 from blendrag.corpus.retriever import Retriever
+from blendrag.corpus.search import SearchQuery
 from blendrag.demo import demo_corpus_path, demo_questions
 from blendrag.errors import InvalidInputError
 from blendrag.text.readers import Document, digest_of
-from corpus.small_corpus import chunk_of
+from corpus.small_corpus import chunk_of, vector_of
 
 DOCUMENTS = {
     "Maria Silva": [
@@ -64,6 +67,33 @@ def test_an_impossible_question_says_why(
         pytest.raises(InvalidInputError, match=reason),
     ):
         Retriever(empty, embedder).retrieve(question, top_k)
+
+
+@pytest.mark.parametrize("mode", ["dense", "lexical", "hybrid"])
+def test_a_filter_leaves_as_many_chunks_as_it_passes_however_far_they_are(
+    retriever: Retriever, mode: SearchMode
+) -> None:
+    potatoes = {"type": "glob", "key": "source", "value": "Potato*"}
+    question = "Which bridge did the mayor of the town in the potato soil order in spring?"
+    found = retriever.retrieve(question, 2, search=mode, filter=potatoes)
+    assert [chunk.text for chunk in found] == DOCUMENTS["Potato farming"]
+    others = {"type": "not", "filters": [potatoes]}
+    assert len(retriever.retrieve(question, 4, search="dense", filter=others)) == 4
+    none = Filter.only("*.pdf")
+    assert retriever.retrieve(question, 2, search=mode, filter=none) == []
+    follow_up = retriever.retrieve("And when?", 3, earlier=question, filter=potatoes)
+    assert {chunk.title for chunk in follow_up} == {"Potato farming"}
+
+
+def test_a_chunk_of_many_documents_is_found_at_the_one_that_passes(tmp_path: Path) -> None:
+    with Corpus.open(tmp_path, create=True) as corpus:
+        for name in "abc":
+            chunk = chunk_of("the same text")
+            document = Document(f"{name}.md", chunk.text, name, {"name": name})
+            corpus.put_document(document, "d", [chunk], vector_of(chunk.text)[None])
+        query = SearchQuery("same", vector_of("the same text"), "hybrid")
+        (found,) = corpus.search(query, 3, corpus.allowed(Filter.where("name=b")))
+        assert found.chunk.source == "b.md"
 
 
 # -- conversations --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import scripted
 import tiny
 from blendrag.demo import demo_model_path
-from blendrag.engine import BlendEngine, Options
+from blendrag.engine import BlendEngine, Filter, Options
 from blendrag.engine import prompts as asking
 from blendrag.engine.rendering import LEADING
+from blendrag.errors import InvalidInputError
 from blendrag.model.loading import load_tokens
 
 QUESTION = "Who built the ships near the town?"
@@ -42,6 +44,25 @@ def test_a_prompt_names_its_sources_and_says_what_to_do_without_an_answer(tmp_pa
     assert head.endswith(LEADING.strip())
     assert "If the answer is not in the context, say that you do not know." in asked(engine)
     assert rest.startswith(f"Question: {QUESTION}\nAnswer:")
+
+
+def test_an_answer_is_over_documents_that_pass_the_filter(tmp_path: Path) -> None:
+    with scripted.engine([], tmp_path / "store") as engine:
+        texts = [replace(tiny.document(i, paragraphs=2), metadata={"n": i}) for i in range(3)]
+        engine.ingest(texts).whole()
+        second = Filter.where("n=1")
+        assert {s.source for s in engine.ask(QUESTION, filter=second).sources} == {texts[1].source}
+        pieces = engine.ask_stream(QUESTION, 1, filter={"type": "gt", "key": "n", "value": 1})
+        pieces.close()
+        assert [source.source for source in pieces.sources] == [texts[2].source]
+        none = Filter.where("n>5")
+        assert engine.retrieve(QUESTION, filter=none) == []
+        with pytest.raises(
+            InvalidInputError, match=r"filter \('n' > '5' or 5\) passes no document"
+        ):
+            engine.ask(QUESTION, filter=none)
+        with pytest.raises(InvalidInputError, match="'m', which no document has"):
+            engine.ask_stream(QUESTION, filter=Filter.where("m=1"))
 
 
 def test_the_embedded_model_keeps_the_prompt_that_it_was_trained_on() -> None:

@@ -166,6 +166,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"documents": [{"title": "x"}]}, "documents[0]", "has no text"),
         ({"documents": ["\ud800"]}, None, "documents[0] holds a lone surrogate"),
         ({"documents": ["x"], "retrieve": True}, "retrieve", "one of them"),
+        ({"filters": {"type": "eq"}}, "filters", "without retrieve; add retrieve: true"),
         ({"retrieve": True, "blendrag": {"top_k": 10**18}}, "blendrag.top_k", "at most 1000"),
         ({"retrieve": True, "blendrag": {"top_k": 0}}, "blendrag.top_k", "top_k 0 must be"),
         (

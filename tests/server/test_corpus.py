@@ -42,6 +42,40 @@ def test_retrieve_answers_like_ask_and_cites_its_sources(served: Live, client) -
     assert len(answered(client, retrieve=True, blendrag={"top_k": 1})[1]["sources"]) == 1
 
 
+def test_retrieve_searches_what_passes_the_filters(client) -> None:
+    """In the form of OpenAI's file search."""
+    bells = {"type": "glob", "key": "source", "value": "anna-bell.*"}
+    either = {"type": "or", "filters": [bells, {"type": "eq", "key": "title", "value": "none"}]}
+    for filters in (bells, either):
+        more = {"retrieve": True, "filters": filters, "blendrag": {"top_k": 2}}
+        found = [Path(each["source"]).stem for each in answered(client, **more)[1]["sources"]]
+        assert found == ["anna-bell"] * len(found) != []
+
+
+@pytest.mark.parametrize(
+    ("filters", "says"),
+    [
+        (
+            {"type": "eq", "key": "yaer", "value": 1},
+            "filters names the field 'yaer', which no docu",
+        ),
+        (
+            {"type": "is", "key": "title", "value": 1},
+            "filters has the type 'is'; expected one of eq",
+        ),
+        ({"type": "eq", "key": "title", "value": 1}, "'title' with 1, but it holds texts"),
+        ({"type": "eq", "key": "title", "value": "none"}, "'title' = 'none') passes no document"),
+        ([], "filters is [], expected"),
+    ],
+)
+def test_filters_that_cannot_match_are_refused(client, filters: object, says: str) -> None:
+    response = client.post(CHAT, json={"messages": ASKED, "retrieve": True, "filters": filters})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "filters")
+    assert says in error["message"]
+    assert tiny.one_sentence(error["message"])
+
+
 def test_retrieve_searches_for_the_question_before_too(client) -> None:
     """The second question names no subject."""
     question = {"role": "user", "content": "And when?"}

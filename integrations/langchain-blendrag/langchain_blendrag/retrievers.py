@@ -10,11 +10,12 @@ from langchain_core.callbacks import (
 )
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from blendrag import config
 from blendrag.frameworks.fields import CONFIG, EngineFields
 from blendrag.frameworks.streaming import to_thread
+from langchain_blendrag._filters import filter_of
 
 if TYPE_CHECKING:
     from blendrag.corpus.retriever import RetrievedChunk
@@ -37,6 +38,15 @@ class BlendRetriever(EngineFields, BaseRetriever):
 
     k: config.TopK | None = Field(default=None, alias="top_k")
     """``top_k``, as LangChain calls it."""
+    filter: Any = None
+    """Which documents are searched: ``{"author": "Kim"}``, ``{"year": {"$gte": 2024}}`` or a
+    ``blendrag.Filter``."""
+
+    @field_validator("filter")
+    @classmethod
+    def _check_filter(cls, given: Any) -> Any:
+        filter_of(given)
+        return given
 
     def _get_relevant_documents(
         self,
@@ -44,8 +54,9 @@ class BlendRetriever(EngineFields, BaseRetriever):
         *,
         run_manager: CallbackManagerForRetrieverRun | None = None,
         k: int | None = None,
+        filter: Any = None,
     ) -> list[Document]:
-        return [to_document(chunk) for chunk in self._nearest(query, k)]
+        return [to_document(chunk) for chunk in self._nearest(query, k, filter)]
 
     async def _aget_relevant_documents(
         self,
@@ -53,12 +64,17 @@ class BlendRetriever(EngineFields, BaseRetriever):
         *,
         run_manager: AsyncCallbackManagerForRetrieverRun | None = None,
         k: int | None = None,
+        filter: Any = None,
     ) -> list[Document]:
-        chunks = await to_thread(self._nearest, query, k)
+        chunks = await to_thread(self._nearest, query, k, filter)
         return [to_document(chunk) for chunk in chunks]
 
-    def _nearest(self, query: str, k: int | None) -> list[RetrievedChunk]:
-        chunks: list[RetrievedChunk] = self.engine.retrieve(query, self.k if k is None else k)
+    def _nearest(self, query: str, k: int | None, filter: Any) -> list[RetrievedChunk]:
+        chunks: list[RetrievedChunk] = self.engine.retrieve(
+            query,
+            self.k if k is None else k,
+            filter=filter_of(self.filter if filter is None else filter),
+        )
         return chunks
 
 

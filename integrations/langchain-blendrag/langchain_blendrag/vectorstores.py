@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -22,13 +22,11 @@ from blendrag.frameworks.engines import EngineArguments
 from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.option import refuse_unknown
 from blendrag.signatures import shows
+from langchain_blendrag._filters import AnyFilter, filter_of
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
     from blendrag.engine.library import Entry, Hit, Library
-
-#: Which documents may be found: by metadata (a list gives several values), or by a function.
-Filter = Mapping[str, Any] | Callable[[Document], bool]
 
 
 class CorpusEmbeddings(Embeddings):
@@ -204,21 +202,21 @@ class BlendVectorStore(VectorStore):
     # -- searching ------------------------------------------------------------------------------
 
     def similarity_search(
-        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
+        self, query: str, k: int = 4, filter: AnyFilter | None = None, **kwargs: Any
     ) -> list[Document]:
         """The ``k`` documents nearest to ``query``, the nearest first."""
         _refuse_unread(kwargs)
         return [to_document(hit.entry) for hit in self._hits(query, k, filter)]
 
     def similarity_search_with_score(
-        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
+        self, query: str, k: int = 4, filter: AnyFilter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """:meth:`similarity_search` with the L2 distance of unit vectors, in [0, 2]."""
         _refuse_unread(kwargs)
         return [(to_document(hit.entry), hit.distance) for hit in self._hits(query, k, filter)]
 
     def similarity_search_by_vector(
-        self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
+        self, embedding: list[float], k: int = 4, filter: AnyFilter | None = None, **kwargs: Any
     ) -> list[Document]:
         """:meth:`similarity_search` for a vector."""
         _refuse_unread(kwargs)
@@ -230,7 +228,7 @@ class BlendVectorStore(VectorStore):
         k: int = 4,
         fetch_k: int = 20,
         lambda_mult: float = 0.5,
-        filter: Filter | None = None,
+        filter: AnyFilter | None = None,
         **kwargs: Any,
     ) -> list[Document]:
         """:meth:`max_marginal_relevance_search_by_vector` for a question."""
@@ -246,7 +244,7 @@ class BlendVectorStore(VectorStore):
         k: int = 4,
         fetch_k: int = 20,
         lambda_mult: float = 0.5,
-        filter: Filter | None = None,
+        filter: AnyFilter | None = None,
         **kwargs: Any,
     ) -> list[Document]:
         """``k`` diverse documents of the ``fetch_k`` nearest; ``lambda_mult=1`` ignores diversity."""
@@ -262,16 +260,21 @@ class BlendVectorStore(VectorStore):
         )
         return [to_document(hits[i].entry) for i in chosen]
 
-    def _hits(self, query: str, k: int, filter: Filter | None) -> list[Hit]:
+    def _hits(self, query: str, k: int, filter: AnyFilter | None) -> list[Hit]:
         _check_query(query)
         if self._embedding is not None:
             return self._hits_by_vector(self._embedding.embed_query(query), k, filter)
-        _check_k(k)
-        return self._library.search(query, k, where=where_of(filter))
+        return self._search(query, k, filter)
 
-    def _hits_by_vector(self, vector: list[float], k: int, filter: Filter | None) -> list[Hit]:
+    def _hits_by_vector(self, vector: list[float], k: int, filter: AnyFilter | None) -> list[Hit]:
+        return self._search(np.asarray(vector, np.float32), k, filter)
+
+    def _search(self, asked: str | np.ndarray, k: int, filter: AnyFilter | None) -> list[Hit]:
         _check_k(k)
-        return self._library.search(np.asarray(vector, np.float32), k, where=where_of(filter))
+        if callable(filter):
+            accepts = filter
+            return self._library.search(asked, k, lambda entry: bool(accepts(to_document(entry))))
+        return self._library.search(asked, k, filter=filter_of(filter))
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         """Cosine similarity, at least 0."""
@@ -320,30 +323,6 @@ def to_entry(name: str, document: Document) -> Entry:
 
 def to_document(entry: Entry) -> Document:
     return Document(id=entry.id, page_content=entry.text, metadata=dict(entry.metadata))
-
-
-def where_of(filter: Filter | None) -> Callable[[Entry], bool] | None:
-    """``filter`` as a function of the library's entries."""
-    if filter is None:
-        return None
-    if callable(filter):
-        return lambda entry: bool(filter(to_document(entry)))
-    if not isinstance(filter, Mapping):
-        raise InvalidInputError(
-            f"filter is a {type(filter).__name__}, expected metadata such as {{'source': 'a.txt'}} or "
-            "a function of a document"
-        )
-    for key, wanted in filter.items():
-        if str(key).startswith("$") or isinstance(wanted, Mapping):
-            raise InvalidInputError(
-                f"filter {key!r}: {wanted!r:.60} has operators, expected a value or a list of values; "
-                "give a function of a document for anything else"
-            )
-    return lambda entry: all(_matches(entry.metadata.get(k), v) for k, v in filter.items())
-
-
-def _matches(value: Any, wanted: Any) -> bool:
-    return value in wanted if isinstance(wanted, list | tuple | set) else value == wanted
 
 
 def embedding_name(embedding: Embeddings | None) -> str:

@@ -14,10 +14,10 @@ from langchain_tests.integration_tests import VectorStoreIntegrationTests
 from samples import CATS, CHANGED, FOXES, SHIPS, documents
 
 import tiny
-from blendrag.engine import BlendEngine
+from blendrag.engine import BlendEngine, Filter
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.store.identity import chunk_key
-from langchain_blendrag import BlendVectorStore
+from langchain_blendrag import BlendRetriever, BlendVectorStore
 
 
 @pytest.fixture
@@ -120,9 +120,38 @@ def test_a_filter_is_metadata_or_a_function(store: BlendVectorStore) -> None:
 
     assert texts({"source": "a"}) == {CATS}
     assert texts({"source": ["a", "b"]}) == {CATS, SHIPS, FOXES}
+    assert texts({"source": {"$ne": "a"}}) == {SHIPS, FOXES}
+    assert texts(Filter.where("source=a")) == {CATS}
+    assert texts({}) == {CATS, SHIPS, FOXES}
     assert texts(lambda d: "fox" in d.page_content) == {FOXES}
     with pytest.raises(InvalidInputError, match="filter is a str, expected metadata"):
         store.similarity_search("the", filter="a")  # type: ignore[arg-type]
+
+
+def test_filters_have_the_operators_of_other_vector_stores(store: BlendVectorStore) -> None:
+    years = {CATS: 2023, SHIPS: 2024, FOXES: 2025}
+    given = [Document(text, metadata={"year": year}) for text, year in years.items()]
+    given[0].metadata |= {"tags": ["pets", "Home"], "by": None}
+    given[1].metadata |= {"by": "Kim"}
+    store.add_documents(given)
+
+    def texts(filter: Any) -> set[str]:
+        return {d.page_content for d in store.similarity_search("the", k=3, filter=filter)}
+
+    assert texts({"year": {"$gte": 2024, "$lt": 2025}}) == {SHIPS}
+    assert texts({"year": {"$in": [2023, 2025]}}) == {CATS, FOXES}
+    assert texts({"$or": [{"year": 2023}, {"by": "Kim"}]}) == {CATS, SHIPS}
+    assert texts({"$and": [{"year": {"$gt": 2023}}, {"by": None}]}) == {FOXES}
+    assert texts({"$not": {"year": {"$neq": 2024}}}) == {SHIPS}
+    assert texts({"tags": "pets"}) == {CATS}
+    assert texts({"by": {"$ilike": "KI"}}) == {SHIPS}
+    marginal = store.max_marginal_relevance_search("the", 3, filter={"year": {"$gt": 2023}})
+    assert {d.page_content for d in marginal} == {SHIPS, FOXES}
+    retriever = store.as_retriever(search_kwargs={"k": 3, "filter": {"year": 2025}})
+    assert [d.page_content for d in retriever.invoke("the")] == [FOXES]
+    corpus = BlendRetriever(engine=store.engine, filter={"year": {"$lt": 2025}})
+    assert {d.page_content for d in corpus.invoke("the")} == {CATS, SHIPS}
+    assert [d.page_content for d in corpus.invoke("the", filter={"year": 2025})] == [FOXES]
 
 
 def test_marginal_relevance_prefers_diverse_documents(store: BlendVectorStore) -> None:
@@ -175,7 +204,21 @@ def test_wrong_arguments_are_refused_and_change_nothing(store: BlendVectorStore)
         (lambda: kept.similarity_search("x", k="2"), "whole number"),
         (lambda: kept.similarity_search("x", k=-1), "0 or more"),
         (lambda: kept.similarity_search("x", top_k=2), "top_k: not an option"),
-        (lambda: kept.similarity_search("x", filter={"a": {"$in": [1]}}), "a function of a docum"),
+        (
+            lambda: kept.similarity_search("x", filter={"a": {"$in": [1]}}),
+            "'a', which no document has",
+        ),
+        (
+            lambda: kept.similarity_search("x", filter={"source": {"$is": 1}}),
+            "that compares; expected",
+        ),
+        (
+            lambda: kept.similarity_search("x", filter={"$xor": []}),
+            "that joins filters; did you mean",
+        ),
+        (lambda: kept.similarity_search("x", filter={"$or": {"a": 1}}), "a list of filters"),
+        (lambda: kept.similarity_search("x", filter={"$and": ["a"]}), "in place of metadata"),
+        (lambda: kept.similarity_search("x", filter={"source": 1}), "but it holds texts"),
         (lambda: kept.max_marginal_relevance_search("x", lambda_=1), "lambda_mult"),
         (lambda: BlendVectorStore(stor="kv"), "did you mean store"),  # type: ignore[call-arg]
         (lambda: BlendVectorStore("demo"), "model="),  # type: ignore[arg-type]
@@ -184,6 +227,8 @@ def test_wrong_arguments_are_refused_and_change_nothing(store: BlendVectorStore)
         with pytest.raises(InvalidInputError, match=says) as raised:
             call()
         assert tiny.one_sentence(str(raised.value))
+    with pytest.raises(ValueError, match=r"\$is: not an operator that compares"):
+        BlendRetriever(engine=store.engine, filter={"a": {"$is": 1}})
     with pytest.raises(InvalidInputError, match="similarity_score_threshold"):
         store.as_retriever(search_kwargs={"score_threshold": 0.5}).invoke("x")
     assert [doc.id for doc in store.similarity_search("cats", k=9)] == ["a"]

@@ -20,6 +20,7 @@ from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, ContextOverflowError, check_unicode
 
 if TYPE_CHECKING:
+    from blendrag.corpus.filters import Filter
     from blendrag.corpus.retriever import RetrievedChunk
     from blendrag.engine import Answer, BlendEngine, Options
     from blendrag.engine.answers import AnswerIterator
@@ -44,6 +45,8 @@ def ask(
             "Write an HTML page: each token's state, each chunk's reason, a timeline."
         ),
     ] = None,
+    only: options.Only = None,
+    where: options.Where = None,
     sources: options.Sources = True,
     json: options.Json = False,
     verbose: options.Verbose = False,
@@ -55,8 +58,11 @@ def ask(
         options.require_place("--explain", explain, ".html")
     top_k = context.params["top_k"]
     request = options.request_options(context, explain=explain is not None)
+    chosen = options.filter_of(only, where)
     with options.engine_for(context) as engine:
-        answer = print_answer(engine.ask_stream(question, top_k, request), silent=json)
+        answer = print_answer(
+            engine.ask_stream(question, top_k, request, filter=chosen), silent=json
+        )
         if json:
             print_json(_fields(answer))
         else:
@@ -72,6 +78,8 @@ def ask(
 @options.takes(*options.ENGINE, *options.REQUEST, max_new_tokens=options.ANSWER_TOKENS)
 def chat(
     context: typer.Context,
+    only: options.Only = None,
+    where: options.Where = None,
     sources: options.Sources = True,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a line for each answer.")
@@ -86,7 +94,9 @@ def chat(
     with suppress(ImportError):
         import readline  # noqa: F401  # lets input() edit lines
     top_k, request = context.params["top_k"], options.request_options(context)
+    chosen = options.filter_of(only, where)
     with options.engine_for(context) as engine:
+        engine.require_corpus().allowed(chosen)  # a field that does not exist ends it here
         began = time.perf_counter()
         with StatusLine("opening the model"):
             engine.open_retrieval()
@@ -98,7 +108,17 @@ def chat(
         with interrupt.left_to_caller():
             while (question := read_question()) is not None:
                 if question.strip():
-                    _turn(engine, question, top_k, request, history, sources, json, shown_notes)
+                    _turn(
+                        engine,
+                        question,
+                        top_k,
+                        request,
+                        chosen,
+                        history,
+                        sources,
+                        json,
+                        shown_notes,
+                    )
         interrupt.expect("some chunks are not precomputed yet")
         engine.drain()
     return DONE
@@ -122,6 +142,7 @@ def _turn(
     question: str,
     top_k: int | None,
     request: Options,
+    chosen: Filter | None,
     history: list[tuple[str, str]],
     sources: bool,
     json: bool,
@@ -134,7 +155,9 @@ def _turn(
     said: list[str] = []
     try:
         check_unicode(question, "the question")
-        pieces = engine.ask_stream(question, top_k, request, history=history, trim_history=True)
+        pieces = engine.ask_stream(
+            question, top_k, request, filter=chosen, history=history, trim_history=True
+        )
         if pieces.left_out:
             del history[: pieces.left_out]
             turns = "turn is" if pieces.left_out == 1 else f"{pieces.left_out} turns are"

@@ -24,6 +24,7 @@ from blendrag.store import regular_files
 from blendrag.store.durable import readable_size
 
 if TYPE_CHECKING:
+    from blendrag.corpus.filters import Filter
     from blendrag.engine import BlendEngine, Options
 
 F = TypeVar("F", bound=Callable[..., int])
@@ -196,6 +197,20 @@ FixedRatio = Annotated[float | None, number("Share of tokens recomputed. [defaul
 Sources = Annotated[
     bool, typer.Option("--sources/--no-sources", help="Show the passages that were read.")
 ]
+Only = Annotated[
+    list[str] | None,
+    optional(
+        "Search these documents only: a pattern as in .gitignore, such as '*.pdf' or reports/; repeatable.",
+        metavar="GLOB",
+    ),
+]
+Where = Annotated[
+    list[str] | None,
+    optional(
+        "Search documents with this metadata only: also !=, >, >=, <, <=, ~ (contains); repeatable.",
+        metavar="FIELD=VALUE",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show library logs.")]
 
@@ -220,6 +235,21 @@ def request_options(context: typer.Context, **more: Any) -> Options:
     values = given(context.params, REQUEST)
     not_its = ("top_k", *SEARCH)
     return Options(**{name: value for name, value in values.items() if name not in not_its}, **more)
+
+
+def filter_of(only: Sequence[str] | None, where: Sequence[str] | None) -> Filter | None:
+    """The filter of ``--only``, of which one pattern must match, and ``--where``, all of which must hold."""
+    from blendrag.corpus.filters import Filter
+
+    made: Filter | None = None
+    for name, given, make in (("--only", only, Filter.only), ("--where", where, Filter.where)):
+        if given:
+            try:
+                part = Filter.parse(make(*given))
+            except InvalidOptionError as error:
+                raise error.called(name) from None
+            made = part if made is None else made & part
+    return made
 
 
 def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) -> BlendEngine:

@@ -15,6 +15,7 @@ from blendrag.corpus import database, documents
 from blendrag.corpus.database import CorpusFile
 from blendrag.corpus.documents import StoredChunk
 from blendrag.corpus.embedder import same_embedder
+from blendrag.corpus.filters import Filter, FilterLike
 from blendrag.corpus.full_text import FullTextIndex
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.search import CorpusSearch, FoundChunk, SearchQuery
@@ -328,6 +329,13 @@ class Corpus:
     def known_to(self, scope: str | None) -> ChunkIndex:
         """:attr:`chunk_index` and the passages that were learned in ``scope``."""
         return self._chunk_index.current(scope)
+
+    def allowed(self, chosen: FilterLike | None) -> np.ndarray | None:
+        """Ids of the passages that a filter selects, int64, ascending; ``None`` without a filter.
+
+        Raises :class:`InvalidOptionError`.
+        """
+        return None if chosen is None else self.selections.passages(Filter.parse(chosen))
 
     def search(
         self, query: SearchQuery, k: int, allowed: np.ndarray | None = None

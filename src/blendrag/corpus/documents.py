@@ -427,9 +427,17 @@ class EntryTable:
         """The entries with these ids; unknown ids are left out."""
         return {entry.id: entry for entry, _ in self.read(ids)}
 
-    def all(self, parent: str | None = None) -> Iterator[Entry]:
-        """Entries in the order of :meth:`ids`, without those removed meanwhile."""
+    def all(self, parent: str | None = None, allowed: np.ndarray | None = None) -> Iterator[Entry]:
+        """Entries in the order of :meth:`ids`, without those removed meanwhile; ``allowed``: only those with
+        one of these passages."""
         ids = self.ids(parent)
+        if allowed is not None:
+            passages = set(allowed.tolist())
+            rows = self._file.rows(
+                "SELECT entry.id, passage.id FROM entry JOIN passage ON passage.document = entry.document"
+            )
+            within = {entry for entry, passage in rows if passage in passages}
+            ids = [entry for entry in ids if entry in within]
         for at in range(0, len(ids), _BATCH):
             batch = ids[at : at + _BATCH]
             found = self.get(batch)
@@ -470,18 +478,22 @@ class EntryTable:
         return chunks
 
     def nearest(
-        self, vector: np.ndarray, k: int, where: Callable[[Entry], bool] | None = None
+        self,
+        vector: np.ndarray,
+        k: int,
+        where: Callable[[Entry], bool] | None = None,
+        allowed: np.ndarray | None = None,
     ) -> list[Hit]:
         """The k nearest entries and chunks of ingested documents that ``where`` accepts, nearest first.
 
-        ``vector``: float32 [dim].
+        ``vector``: float32 [dim]. ``allowed``: ids of passages, int64 [n]; others are not found.
         """
 
         def accept(passage: int) -> tuple[str, tuple[Entry, np.ndarray]] | None:
             hit = self._hit(passage)
             return (hit[0].id, hit) if hit and (where is None or where(hit[0])) else None
 
-        found = self._vectors.nearest(vector, k, accept)
+        found = self._vectors.nearest(vector, k, accept, allowed)
         return [Hit(entry, distance, of_entry) for (entry, of_entry), distance in found]
 
     def _hit(self, passage: int) -> tuple[Entry, np.ndarray] | None:

@@ -150,6 +150,15 @@ class Joined(Filter):
         )
 
 
+#: A filter, or one written as JSON.
+FilterLike = Filter | Mapping[str, Any]
+
+
+def nothing_found(chosen: FilterLike) -> InvalidOptionError:
+    """Why a question whose filter no passage passes is not answered."""
+    return wrong(f"({Filter.parse(chosen)}) passes no document, expected at least one; widen it")
+
+
 def wrong(what: str) -> InvalidOptionError:
     """What is wrong with a filter; surfaces that call it otherwise rename the option."""
     return InvalidOptionError("filter", what)

@@ -22,6 +22,7 @@ from blendrag.config import OPTIONS, SearchMode, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
+from blendrag.corpus.filters import FilterLike
 from blendrag.corpus.search import FoundChunk, SearchQuery
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.text.readers import MetadataValue
@@ -78,12 +79,13 @@ class Retriever:
         earlier: str = "",
         *,
         search: SearchMode | None = None,
-        allowed: np.ndarray | None = None,
+        filter: FilterLike | None = None,
     ) -> list[RetrievedChunk]:
         """At most ``top_k`` different chunks, in reading order. ``check`` may raise to give up. ``earlier``:
-        the question before it in a conversation. ``allowed``: ids of passages, others are not found.
+        the question before it in a conversation. ``filter``: which documents are searched.
 
-        Raises :class:`InvalidInputError` for an empty question, an empty corpus or ``top_k`` < 1.
+        Raises :class:`InvalidInputError` for an empty question, an empty corpus, ``top_k`` < 1, or a wrong
+        filter.
         """
         if not isinstance(question, str):
             raise InvalidInputError(
@@ -100,6 +102,9 @@ class Retriever:
                 f"the corpus at {self.corpus.directory} holds no chunks; ingest first "
                 "(blendrag ingest PATH…)"
             )
+        allowed = self.corpus.allowed(filter)
+        if allowed is not None and not allowed.size:
+            return []
         mode = self.corpus.searches.available(search or self.search)
         searched = [question, f"{earlier}\n{question}"] if earlier.strip() else [question]
         vectors: Sequence[np.ndarray | None] = [None] * len(searched)

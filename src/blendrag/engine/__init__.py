@@ -1,5 +1,6 @@
 """The engine: one class an integration needs, and the types it takes and returns."""
 
+from blendrag.corpus.filters import Filter
 from blendrag.corpus.retriever import RetrievedChunk as Source
 from blendrag.engine.answers import AnswerIterator, AsyncAnswerIterator
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
@@ -19,6 +20,7 @@ __all__ = [
     "CalibrationReport",
     "Document",
     "DryRun",
+    "Filter",
     "IngestReport",
     "Message",
     "Options",

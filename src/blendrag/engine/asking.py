@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from blendrag.config import SearchMode
 from blendrag.corpus.embedding_turns import Check, proceed
+from blendrag.corpus.filters import FilterLike, nothing_found
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.model_corpus import ModelCorpus
@@ -28,15 +29,25 @@ class Asking:
         self._model, self._corpus, self._prompts = model, corpus, prompts
 
     def prompt(
-        self, question: str, top_k: int | None, history: Sequence[tuple[str, str]], options: Options
+        self,
+        question: str,
+        top_k: int | None,
+        history: Sequence[tuple[str, str]],
+        options: Options,
+        filter: FilterLike | None = None,
     ) -> tuple[RagPrompt, Options]:
-        """The prompt of ``question`` over what is retrieved, and options that end its answer."""
+        """The prompt of ``question`` over what is retrieved, and options that end its answer.
+
+        Raises :class:`InvalidOptionError` for a filter that no document passes.
+        """
         check_history(history)
         earlier = history[-1][0] if history else ""
         began = time.perf_counter()
         self.open()
         opened = time.perf_counter()
-        chunks = self.retrieve(question, top_k, earlier)
+        chunks = self.retrieve(question, top_k, earlier, filter=filter)
+        if filter is not None and not chunks:
+            raise nothing_found(filter)
         retrieval_s = time.perf_counter() - opened
         prompt = self.over(question, chunks, history, options)
         if not self._prompts.uses_template(options):  # where no template ends the answer
@@ -54,11 +65,13 @@ class Asking:
         earlier: str = "",
         check: Check = proceed,
         search: SearchMode | None = None,
+        filter: FilterLike | None = None,
     ) -> list[RetrievedChunk]:
         """See :meth:`BlendEngine.retrieve`."""
         k = self._corpus.settings.top_k if top_k is None else top_k
         with retrieval(self._corpus.root, k):
-            return self._corpus.retriever().retrieve(question, k, check, earlier, search=search)
+            retriever = self._corpus.retriever()
+            return retriever.retrieve(question, k, check, earlier, search=search, filter=filter)
 
     def over(
         self,

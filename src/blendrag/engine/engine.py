@@ -29,6 +29,7 @@ from blendrag.config import (
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder
 from blendrag.corpus.embedding_turns import Check, proceed
+from blendrag.corpus.filters import FilterLike
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.recorded_model import model_for
 from blendrag.corpus.retriever import RetrievedChunk
@@ -267,18 +268,21 @@ class BlendEngine:
         top_k: int | None = None,
         options: Options | None = None,
         *,
+        filter: FilterLike | None = None,
         history: Sequence[tuple[str, str]] = (),
         **given: Unpack[OptionFields],
     ) -> Answer:
         """Retrieve the nearest chunks and answer over them; the answer names its sources.
 
+        ``filter``: which documents are searched, as for :meth:`retrieve`; one that no document passes is an
+        error.
         ``history``: earlier questions and answers of the conversation, the oldest first. Chunks are retrieved
         for the question alone, and for it together with the one before. Options of the request are keywords,
         or ``options``.
         """
         options = with_keywords(options, given)
         with tracing.span("ask"):
-            prompt, options = self.asking.prompt(question, top_k, history, options)
+            prompt, options = self.asking.prompt(question, top_k, history, options, filter)
             return replace(self._answering.one(prompt, options).wait(), sources=prompt.retrieved)
 
     @takes_options
@@ -288,6 +292,7 @@ class BlendEngine:
         top_k: int | None = None,
         options: Options | None = None,
         *,
+        filter: FilterLike | None = None,
         history: Sequence[tuple[str, str]] = (),
         trim_history: bool = False,
         **given: Unpack[OptionFields],
@@ -299,7 +304,7 @@ class BlendEngine:
         """
         options, left_out = with_keywords(options, given), 0
         with tracing.span("ask"):  # ends before the answer does
-            prompt, options = self.asking.prompt(question, top_k, history, options)
+            prompt, options = self.asking.prompt(question, top_k, history, options, filter)
             request: Prompt | Request = prompt
             if trim_history:
                 request, left_out = self.asking.trimmed(prompt, question, history, options)
@@ -313,17 +318,19 @@ class BlendEngine:
         top_k: int | None = None,
         *,
         search: SearchMode | None = None,
+        filter: FilterLike | None = None,
         earlier: str = "",
         check: Check = proceed,
     ) -> list[RetrievedChunk]:
         """The ``top_k`` best chunks for ``question``, in reading order; their ``rank`` says which is best.
 
         ``search``: ``hybrid`` merges the rankings by vectors and by words, ``dense`` and ``lexical`` take one
-        of them. ``earlier``: the question before it in a conversation; then some of the chunks are the best
-        for the two together.
+        of them. ``filter``: which documents are searched, a :class:`Filter` or ``{"type": "eq", "key":
+        "author", "value": "Kim"}``; nothing is found if none passes it. ``earlier``: the question before it
+        in a conversation; then some of the chunks are the best for the two together.
         ``check`` is called while the question waits to be embedded, and may raise to give up.
         """
-        return self.asking.retrieve(question, top_k, earlier, check, search)
+        return self.asking.retrieve(question, top_k, earlier, check, search, filter)
 
     def render(self, prompt: Prompt, options: Options | None = None) -> Rendered:
         """``prompt`` as the model reads it (``.text``). It can be asked in place of ``prompt``, with the same

@@ -21,6 +21,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import ADDING, REMOVED, Entry, Hit, NewEntry
 from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
+from blendrag.corpus.filters import Filter
 from blendrag.corpus.languages import Languages
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import (
@@ -193,16 +194,30 @@ class Library:
         found = {} if corpus is None else corpus.entries.get(ids)
         return [found[entry_id] for entry_id in ids if entry_id in found]
 
-    def entries(self, where: Where | None = None, parent: str | None = None) -> Iterator[Entry]:
-        """Entries that ``where`` accepts, in the order of :meth:`ids`."""
+    def entries(
+        self,
+        where: Where | None = None,
+        parent: str | None = None,
+        *,
+        filter: Filter | None = None,
+    ) -> Iterator[Entry]:
+        """Entries that ``filter`` and ``where`` accept, in the order of :meth:`ids`."""
         corpus = self._own()
         if corpus is not None:
-            yield from filter(where or (lambda entry: True), corpus.entries.all(parent))
+            allowed = corpus.allowed(filter)
+            each = corpus.entries.all(parent, allowed)
+            yield from (entry for entry in each if where is None or where(entry))
 
     def search(
-        self, query: str | np.ndarray | Sequence[float], k: int, where: Where | None = None
+        self,
+        query: str | np.ndarray | Sequence[float],
+        k: int,
+        where: Where | None = None,
+        *,
+        filter: Filter | None = None,
     ) -> list[Hit]:
-        """The k nearest entries and chunks of ingested documents that ``where`` accepts, nearest first.
+        """The k nearest entries and chunks of ingested documents that ``filter`` and ``where`` accept,
+        nearest first.
 
         A text is embedded with the corpus's embedder; a vector is normalised. Raises
         :class:`InvalidInputError` for a vector of the wrong length, and for a text if vectors were given.
@@ -218,7 +233,7 @@ class Library:
             return []
         with retrieval(self._kv.root, k):
             vector = self.embed_query(query) if isinstance(query, str) else unit_vector(query)
-            return corpus.entries.nearest(vector, k, where)
+            return corpus.entries.nearest(vector, k, where, corpus.allowed(filter))
 
     def has_kv(self, ids: Sequence[str]) -> dict[str, bool]:
         """Whether the KV of each entry's text is stored; without unknown ids."""

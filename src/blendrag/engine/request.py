@@ -255,7 +255,7 @@ OF_REQUESTS = Elsewhere(
 )
 
 #: What :meth:`BlendEngine.ask` takes besides the options.
-_ASK = ("top_k", "history")
+_ASK = ("top_k", "filter", "history")
 
 #: Shows every option in the signature of a call.
 takes_options = shows(OptionFields, Options())

@@ -16,6 +16,7 @@ from blendrag.chat.messages import REASONING, cleaned
 from blendrag.chat.reply import Reply
 from blendrag.chat.template_arguments import RESERVED
 from blendrag.corpus.embedding_turns import Check, proceed
+from blendrag.corpus.filters import nothing_found
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import Answer, BlendEngine, Message, Options, Prompt, SchemaPrompt
 from blendrag.engine.rendering import build_rag_prompt
@@ -387,6 +388,8 @@ def _with_texts(
     The last message is the question. Retrieved chunks are known; brought documents are recognised, and
     learned, like any other text of a prompt. Both are data, never markup.
     """
+    if body.filters is not None and not body.retrieve:
+        raise wrong_field("filters", "without retrieve; add retrieve: true")
     if not (body.retrieve or body.documents):
         return messages, ()
     if body.retrieve and body.documents:
@@ -412,7 +415,13 @@ def _with_texts(
             400, f"top_k is {top_k}, expected at most {MAX_TOP_K}", param="blendrag.top_k"
         )
     before = earlier[-1] if earlier else ""
-    chunks = tuple(engine.retrieve(question, top_k, search=search, earlier=before, check=check))
+    chunks = tuple(
+        engine.retrieve(
+            question, top_k, search=search, filter=body.filters, earlier=before, check=check
+        )
+    )
+    if body.filters is not None and not chunks:
+        raise nothing_found(body.filters)
     named = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
     over = build_rag_prompt(question, [chunk.text for chunk in chunks], named)
     return replace(over, history=tuple(history)), chunks

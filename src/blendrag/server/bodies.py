@@ -293,6 +293,8 @@ class ChatBody(Generating):
     """Texts to answer from, as vLLM's and Cohere's clients send them."""
     retrieve: bool | None = None
     """Whether to search the store for texts to answer from."""
+    filters: dict[str, Any] | None = None
+    """Which documents ``retrieve`` searches, as in OpenAI's file search."""
     schema_name: str | None = Field(None, alias="schema")
     """The prompt schema whose modules the only message imports."""
     # ignored

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 #: Names of the engine's options in a body.
 OPTION_FIELDS = {
     "max_new_tokens": "max_tokens",
+    "filter": "filters",
     "logprobs": "top_logprobs",
     **{name: f"blendrag.{name}" for name in BlendOptions.model_fields},
 }

@@ -1,4 +1,4 @@
-"""LlamaIndex nodes ↔ entries of blendrag's corpus, and metadata filters."""
+"""LlamaIndex nodes ↔ entries of blendrag's corpus."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from llama_index.core.schema import (
     RelatedNodeInfo,
     TextNode,
 )
-from llama_index.core.vector_stores.types import FilterCondition, MetadataFilters
-from llama_index.core.vector_stores.utils import (
-    build_metadata_filter_fn,
-    metadata_dict_to_node,
-    node_to_metadata_dict,
-)
+from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
 if TYPE_CHECKING:
     from blendrag.engine.library import Entry
@@ -64,33 +59,15 @@ def to_node(
 
 
 def accepts(
-    filters: MetadataFilters | None,
-    node_ids: Sequence[str] | None = None,
-    doc_ids: Sequence[str] | None = None,
+    node_ids: Sequence[str] | None = None, doc_ids: Sequence[str] | None = None
 ) -> Callable[[Entry], bool] | None:
-    """Whether an entry passes, as a function; ``None`` if all do."""
-    if filters is None and node_ids is None and doc_ids is None:
+    """Whether an entry is one of these, as a function; ``None`` if all are."""
+    if node_ids is None and doc_ids is None:
         return None
 
     def accept(entry: Entry) -> bool:
-        return (
-            (node_ids is None or entry.id in node_ids)
-            and (doc_ids is None or entry.parent in doc_ids)
-            and (filters is None or _match(filters, entry.metadata))
+        return (node_ids is None or entry.id in node_ids) and (
+            doc_ids is None or entry.parent in doc_ids
         )
 
     return accept
-
-
-def _match(filters: MetadataFilters, metadata: Mapping[str, Any]) -> bool:
-    """LlamaIndex's matching, which does not support nesting, applied to nested filters."""
-    condition = filters.condition or FilterCondition.AND
-    results = [
-        _match(one, metadata)
-        if isinstance(one, MetadataFilters)
-        else build_metadata_filter_fn(lambda _: metadata, MetadataFilters(filters=[one]))("")
-        for one in filters.filters
-    ]
-    if condition == FilterCondition.NOT:
-        return not any(results)
-    return any(results) if condition == FilterCondition.OR else all(results)

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.vector_stores.types import MetadataFilters
 
 from blendrag.config import OPTIONS, EngineOptions
 from blendrag.frameworks.engines import check_given
 from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.frameworks.streaming import to_thread
 from blendrag.signatures import shows
+from llama_index.llms.blendrag._filters import filter_of
 from llama_index.llms.blendrag._nodes import to_node
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class BlendRetriever(BaseRetriever):
         model, store, options: names of the shared engine, as for :class:`BlendLLM`.
         engine: a ``BlendEngine``, instead of all these names.
         similarity_top_k: chunks to retrieve; ``None`` takes the engine's ``top_k``.
+        filters: which documents are searched; all of LlamaIndex's operators, nested.
     """
 
     @shows(EngineOptions)
@@ -45,6 +48,7 @@ class BlendRetriever(BaseRetriever):
         *,
         engine: BlendEngine | None = None,
         similarity_top_k: int | None = None,
+        filters: MetadataFilters | None = None,
         callback_manager: CallbackManager | None = None,
         verbose: bool = False,
         **options: Unpack[EngineOptions],
@@ -55,6 +59,8 @@ class BlendRetriever(BaseRetriever):
             check_given(engine, model=model, store=store, **options)
         self._engine = EngineFields(model=model, store=store, engine=engine, **options)
         self.similarity_top_k = similarity_top_k
+        self.filters = filters
+        filter_of(filters)
         super().__init__(callback_manager=callback_manager, verbose=verbose)
 
     @property
@@ -73,7 +79,9 @@ class BlendRetriever(BaseRetriever):
         self.close()
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        chunks = self.engine.retrieve(query_bundle.query_str, self.similarity_top_k)
+        chunks = self.engine.retrieve(
+            query_bundle.query_str, self.similarity_top_k, filter=filter_of(self.filters)
+        )
         return [node_with_score(chunk) for chunk in chunks]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:

@@ -19,6 +19,7 @@ from pydantic import model_validator
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.fields import CONFIG, EngineFields
 from blendrag.frameworks.streaming import to_thread
+from llama_index.llms.blendrag._filters import filter_of
 from llama_index.llms.blendrag._nodes import CONTENT, accepts, to_entry, to_node
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
                 "delete_nodes got neither node_ids nor filters, expected one of them; clear() removes all"
             )
         library = self.engine.library
-        library.delete([entry.id for entry in library.entries(accepts(filters, node_ids))])
+        chosen = library.entries(accepts(node_ids), filter=filter_of(filters))
+        library.delete([entry.id for entry in chosen])
 
     def clear(self) -> None:
         """Remove every node that was added by id, but no document that was ingested by path."""
@@ -116,9 +118,14 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
         """Nodes with these ids, in this order, or all nodes, that pass ``filters``."""
-        library, accept = self.engine.library, accepts(filters)
-        entries = library.get(node_ids) if node_ids is not None else library.entries()
-        return [_node_of(entry) for entry in entries if accept is None or accept(entry)]
+        library, chosen = self.engine.library, filter_of(filters)
+        if node_ids is None:
+            return [_node_of(entry) for entry in library.entries(filter=chosen)]
+        entries = library.get(node_ids)
+        if chosen is not None:
+            passing = {entry.id for entry in library.entries(accepts(node_ids), filter=chosen)}
+            entries = [entry for entry in entries if entry.id in passing]
+        return [_node_of(entry) for entry in entries]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """The nearest nodes to the query's text or, with ``embedding_name``, to its vector.
@@ -133,14 +140,15 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
         library = self.engine.library
         asked = self._asked(query)
         # an index over a store of texts passes an empty list for any ids
-        where = accepts(query.filters, query.node_ids or None, query.doc_ids or None)
+        where = accepts(query.node_ids or None, query.doc_ids or None)
+        chosen = filter_of(query.filters)
         if query.mode == VectorStoreQueryMode.DEFAULT:
-            hits = library.search(asked, query.similarity_top_k, where)
+            hits = library.search(asked, query.similarity_top_k, where, filter=chosen)
         else:
             factor = kwargs.get("mmr_prefetch_factor") or MMR_PREFETCH
             wanted = kwargs.get("mmr_prefetch_k") or int(query.similarity_top_k * factor)
             vector = library.embed_query(asked) if isinstance(asked, str) else asked
-            near = library.search(vector, wanted, where)
+            near = library.search(vector, wanted, where, filter=chosen)
             threshold = kwargs.get("mmr_threshold", query.mmr_threshold)
             hits = _diverse(vector, near, query.similarity_top_k, threshold)
         return VectorStoreQueryResult(
