@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from blendrag.config import DEFAULT_SCHEDULE
 from blendrag.fusor import Fusor, attention, scout
+from blendrag.fusor.rows import Rows
+from blendrag.fusor.scout import Scout
 from blendrag.fusor.selection import LayerView
 from blendrag.fusor.selection.blend import BlendPolicy
 from blendrag.fusor.selection.query import QueryPolicy
@@ -89,6 +91,42 @@ def test_attention_in_blocks_of_rows_is_the_same(fusor, monkeypatch):
     monkeypatch.setattr(scout, "BLOCK_WEIGHTS", 4 * N * 7)  # 7 rows of four heads
     tiny.fuse(fusor, IDS, exact_spans(fusor.adapter, 1.0), blocks, 0.3)
     assert tiny.difference(whole.attention, blocks.attention) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("sqrt", [False, True])
+@torch.inference_mode()
+def test_products_observe_what_attention_written_out_does(dtype, off, sqrt):
+    drawn = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn((1, heads, n, 16), generator=drawn).to(dtype)
+        for heads, n in ((6, 30), (2, 80), (2, 80))
+    )
+    rows = Rows(torch.tensor([*range(3, 13), *range(60, 80)]), 80)
+    by_products, written = Scout(20, sqrt=sqrt, rows=rows), Scout(20, sqrt=sqrt, rows=rows)
+    got = scout._by_products(by_products, query, key, value, None)
+    expected = scout._written_out(written, query, key, value, None, None, None, None, None)
+    assert by_products.attention is not None
+    assert written.attention is not None
+    assert tiny.difference(got, expected) < off
+    assert tiny.difference(by_products.attention, written.attention) < off * float(
+        written.attention.max()
+    )
+
+
+@torch.inference_mode()
+def test_a_layer_that_is_not_summed_attends_as_a_blended_forward(fusor, monkeypatch):
+    every, last = Recording(), Recording()
+    last.depth = every.depth = (50, 100)
+    tiny.fuse(fusor, IDS, exact_spans(fusor.adapter, 1.0), last, 0.3)
+    written = []
+    monkeypatch.setattr(
+        scout, "attend", lambda *args: written.append(args) or attention.attend(*args)
+    )
+    monkeypatch.setattr(scout, "_hides", lambda window, tokens: True)  # the reference
+    tiny.fuse(fusor, IDS, exact_spans(fusor.adapter, 1.0), every, 0.3)
+    assert len(written) == LAYERS // 2
+    assert tiny.difference(last.attention, every.attention) < 1e-5
 
 
 def test_the_tokens_attended_most_are_chosen_in_nested_sets(fusor):

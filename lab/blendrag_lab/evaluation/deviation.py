@@ -184,12 +184,11 @@ class ForwardAttention(Scout):
         self._columns = columns
         self._blocks: list[list[torch.Tensor]] = []
 
-    def add(self, weights: torch.Tensor, first_row: int, rows: int) -> None:
-        """``weights`` ``[H, s, N]`` are of the rows from ``first_row`` on, out of ``rows``."""
+    def add(self, weights: torch.Tensor) -> None:
+        """``weights`` ``[H, s, N]`` are of some rows that ask."""
         if len(self._blocks) == self.layers:
             self._blocks.append([])
-        skipped = max(0, rows - self._asking - first_row)
-        self._blocks[-1].append(weights[:, skipped:, self._columns].cpu())
+        self._blocks[-1].append(weights[..., self._columns].cpu())
 
     def matrices(self) -> list[torch.Tensor]:
         """A_i of each layer, ``[H, Q, n]``; raises :class:`UnsupportedModelError` if none was seen."""

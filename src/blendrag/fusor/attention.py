@@ -68,11 +68,11 @@ def blend_attention(
     outs = []
     for _, own, a, b, lo, hi in rows.parts:
         qkv = query[:, :, a:b], key[:, :, lo:hi], value[:, :, lo:hi]
-        outs.append(_attend(own, *qkv, scaling, window))
+        outs.append(attend(own, *qkv, scaling, window))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), None
 
 
-def _attend(
+def attend(
     rows: Rows,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -174,6 +174,11 @@ class Rows:
         """These rows as those of the only prompt of a pack."""
         return [PackPart(0, self, 0, self.count, 0, self.prompt_tokens)]
 
+    def first(self, count: int) -> Rows:
+        """The first ``count`` of these rows."""
+        host = None if self._host is None else self._host[:count]
+        return Rows(self.positions[:count], self._prompt, host=host)
+
     def gather(self, value: Any, dim: int, alone: bool = False) -> Any:
         """``value`` at these rows of ``dim``, computed once while layers pass the same ``value``.
 
