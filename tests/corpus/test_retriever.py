@@ -17,7 +17,7 @@ from blendrag.corpus.search import SearchQuery
 from blendrag.demo import demo_corpus_path, demo_questions
 from blendrag.errors import InvalidInputError
 from blendrag.text.readers import Document, digest_of
-from corpus.small_corpus import chunk_of, vector_of
+from corpus.small_corpus import chunk_of, make_corpus, vector_of
 
 DOCUMENTS = {
     "Maria Silva": [
@@ -94,6 +94,17 @@ def test_a_chunk_of_many_documents_is_found_at_the_one_that_passes(tmp_path: Pat
         query = SearchQuery("same", vector_of("the same text"), "hybrid")
         (found,) = corpus.search(query, 3, corpus.allowed(Filter.where("name=b")))
         assert found.chunk.source == "b.md"
+
+
+def test_passages_that_pass_but_have_no_vector_end_a_search(tmp_path: Path) -> None:
+    make_corpus(tmp_path)
+    with Corpus.open(tmp_path) as corpus:
+        allowed = corpus.allowed(Filter.where("n>=2"))
+        assert allowed is not None
+        assert len(allowed) == 2
+        query = SearchQuery("", vector_of("anything"), "dense")
+        (found,) = corpus.search(query, 5, allowed)
+        assert found.chunk.entry_id == "id2"
 
 
 # -- conversations --------------------------------------------------------------------------------

@@ -106,14 +106,15 @@ class VectorIndex:
         given, size = np.asarray(vector, np.float32)[None], self._index.ntotal
         parameters = None
         if allowed is not None:
-            allowed = np.intersect1d(allowed, faiss.vector_to_array(self._index.id_map))
-            size = len(allowed)
+            size = min(size, len(allowed))
             selector = faiss.IDSelectorBatch(allowed)
             parameters = faiss.SearchParameters(sel=selector)  # type: ignore[call-arg]
         seen: set[int] = set()
         while len(seen) < size:
             squared, ids = self._index.search(given, min(width, size), params=parameters)
             for passage, distance in zip(ids[0].tolist(), squared[0].tolist(), strict=True):
+                if passage < 0:  # the rest of those allowed have no vector
+                    return
                 if passage not in seen:
                     seen.add(passage)
                     yield passage, math.sqrt(max(distance, 0.0))
