@@ -23,6 +23,7 @@ from blendrag.store.identity import chunk_key, learned_namespace
 from blendrag.text.chunking import chunk_id_of
 from blendrag.text.matches import Match
 from blendrag.text.prompt import Segment, SegmentedPrompt
+from blendrag.text.rendered import Rendered
 
 MODES = ("blend", "reuse", "prefix", "full")
 RAW = {"apply_chat_template": False}
@@ -143,6 +144,28 @@ def test_a_chunk_cut_off_at_its_tail_is_reused_up_to_the_cut(engine):
     assert 0 < chunk.tokens < len(engine.kv_namespace.model.text_ids(whole))
     assert difference < 1e-3
     assert_adds_up(answer)
+
+
+def test_the_kv_of_a_part_is_that_of_its_tokens_in_the_chunk(engine):
+    """Behind the text that it was encoded behind, what is loaded is what a full prefill computes."""
+    whole = tiny.chunk_texts(engine, 1)[0]
+    head = whole.index(" ", len(whole) // 3)
+    text = f"{tiny.BOS}{whole}\n\nWhat?"
+    at = len(tiny.BOS)
+
+    match = Match(chunk_id_of(whole), at + head, at + len(whole), complete=False, head=head)
+    prompt = Rendered(text, chunks=(match,))
+    expected, _ = tiny.first_logits(engine, prompt, Options(mode="full"))
+    logits, answer = tiny.first_logits(engine, prompt, Options(mode="reuse"))
+    (chunk,) = answer.metrics.chunks
+    stored = engine.kv_namespace.model.text_ids(whole)
+    assert chunk.outcome == "reused"
+    assert f"a part: tokens {len(stored) - chunk.tokens + 1} to {len(stored)} of" in chunk.reason
+    assert chunk.tokens > len(stored) // 2
+    assert tiny.difference(logits, expected) < 1e-3
+    blended, _, difference = blended_and_full(engine, prompt)
+    assert difference < 1e-3
+    assert_adds_up(blended)
 
 
 def test_a_conversation_is_blended_in_every_turn(engine):

@@ -117,6 +117,14 @@ def test_layers_arrive_in_order_and_a_layer_is_ready_before_the_next_is_read(kv)
     assert log == [(name, layer) for layer in range(LAYERS) for name in "ab"]
 
 
+def test_a_span_begins_with_the_token_of_the_chunk_that_it_names(kv):
+    held = buffers()
+    with loading(LoadedSpan(3, 13, tiny.Held(kv), 8, False, first=8), into=held) as loader:
+        loader.synchronize(LAYERS - 1)
+    for layer, buffer in zip(kv.layers, held, strict=True):
+        assert torch.equal(buffer[:, :, 3:13], layer[:, :, 8:18])
+
+
 def test_layers_are_read_ahead_of_compute_in_another_thread(kv):
     reader = Gated(kv, [])
     reader.open_all()

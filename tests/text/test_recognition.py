@@ -17,7 +17,7 @@ from blendrag.text import recognition
 from blendrag.text.chunking import canonical
 from blendrag.text.matches import MIN_LETTERS, Match, is_recognisable, letters_in
 from blendrag.text.prompt import SegmentedPrompt, segment_prompt
-from blendrag.text.recognition import MAX_COMPARED, ChunkIndex, chunk_hashes
+from blendrag.text.recognition import HASHES_BYTES, MAX_COMPARED, ChunkIndex, chunk_hashes
 
 PROSE = (
     "The lighthouse on the northern cape was built in 1871 by a family of masons from the valley. "
@@ -29,6 +29,7 @@ OTHER = (
 )
 CJK = "灯塔的看守人每天傍晚点亮油灯。没有人知道那天晚上是谁爬上了楼梯,也没有人问起她从哪里来。" * 2
 PAGES = '"Two" paragraphs,\n\n' + "\n\n".join(tiny.sentence(i) for i in range(10, 16))
+LONG = "\n\n".join(tiny.sentence(i) for i in range(20, 56))
 HEBREW = "מגדלור עתיק עמד על הצוק, ובו שומר זקן שהדליק את המנורה בכל ערב לפני שקיעת החמה. " * 2
 ARABIC = "كانت المنارة القديمة تقف على الجرف، وكان حارسها يُشعل المصباح كلَّ مساءٍ قبل الغروب. " * 2
 BIDI = f"\u2067{HEBREW.strip()}\u2069 means \u2066{PROSE[:80]}\u2069 here."
@@ -110,11 +111,51 @@ def test_a_tail_cut_chunk_ends_with_the_last_whole_word():
     assert found(index, f"{cut}…") == [("a", cut, False)]
 
 
-def test_chunks_without_head_or_most_of_their_tail_are_not_matched():
-    index = index_of(short=PROSE, long=OTHER * 4)
-    assert index.find(PROSE[1:]) == []
+def test_chunks_without_most_of_their_text_are_not_matched():
+    index = index_of(short=PROSE, long=OTHER * 9)
     assert index.find(PROSE[:63] + "…") == []
-    assert index.find(OTHER[: len(OTHER) - 10] + "…") == [], "under a quarter of the chunk"
+    assert index.find(OTHER[: len(OTHER) - 10] + "…") == [], "under an eighth of the chunk"
+
+
+def test_parts_of_a_chunk_are_found_wherever_it_is_cut():
+    """As a splitter of other sizes, with an overlap, leaves them."""
+    index = index_of(a=LONG, b=PROSE)
+    words = [at + 1 for at, char in enumerate(LONG) if char.isspace()]
+    size = len(LONG)
+    starts = [words[len(words) * n // 10] for n in range(1, 6)]
+    for start in starts:
+        piece = LONG[start : start + size // 2].rstrip()
+        (match,) = index.find(f"Source 2:\n{piece}\n---\nQuestion: who?")
+        assert match.chunk_id == "a"
+        assert not match.complete
+        assert start - 1 <= match.head <= start, "white space around it may be shared, too"
+        assert match.head + match.end - match.start == start + len(piece)
+    inside = LONG.index("Paragraph 30") + 4
+    (match,) = index.find(f"tele{LONG[inside : inside + size // 2]}")
+    assert LONG[match.head :].startswith(" 30 tells"), "a part begins with a whole word"
+
+
+def test_the_two_halves_of_a_chunk_are_both_found():
+    cut = LONG.index("\n\n", len(LONG) // 2)
+    first, second = index_of(a=LONG).find(f"{LONG[:cut]}\n\nSource 2:\n{LONG[cut:].strip()}")
+    assert (first.head, first.end) == (0, cut + 2)
+    assert second.head + second.end - second.start == len(LONG)
+
+
+def test_a_learned_passage_is_not_found_in_part():
+    documents = index_of(b=OTHER)
+    learned = ChunkIndex(lambda _: LONG, documents)
+    learned.add({"a": chunk_hashes(LONG)})
+    assert learned.find(LONG[len(LONG) // 4 :]) == []
+    assert [match.chunk_id for match in learned.find(LONG)] == ["a"]
+
+
+def test_chunks_that_were_stored_without_samples_are_found_as_before():
+    index = ChunkIndex({"a": LONG}.__getitem__)
+    index.add({"a": chunk_hashes(LONG)[:HASHES_BYTES]})
+    assert [match.complete for match in index.find(LONG)] == [True]
+    assert [match.head for match in index.find(LONG[: len(LONG) // 2])] == [0]
+    assert index.find(LONG[len(LONG) // 4 :]) == []
 
 
 def test_chunks_with_few_letters_are_matched_only_without_strict():
@@ -146,7 +187,9 @@ def test_only_the_given_spans_are_searched():
     prompt = f"{PROSE}{PROSE}|{OTHER}"
     half = len(PROSE)
     assert index.find(prompt, [(half, 2 * half)]) == [Match("a", half, 2 * half, True)]
-    assert index.find(prompt, [(1, half + 40), (2 * half + 3, len(prompt))]) == []
+    assert index.find(prompt, [(1, half + 40)]) == []
+    outside = index.find(prompt, [(2 * half + 3, len(prompt))])
+    assert all(match.start >= 2 * half + 3 for match in outside)
     assert index.find(prompt, []) == []
     (cut,) = index.find(prompt, [(half, half + 120)])
     assert (cut.start, cut.complete) == (half, False)
@@ -271,8 +314,9 @@ def segments_of(prompt: str, texts: Mapping[str, str]) -> SegmentedPrompt:
         if segment.chunk_id is not None:
             text = canonical(texts[segment.chunk_id])
             assert segment.stored_ids == stored(segment.chunk_id)
-            assert segment.ids == segment.stored_ids[: len(segment.ids)]
-            assert text.startswith(segment.text)
+            last = segment.first + len(segment.ids)
+            assert segment.ids == segment.stored_ids[segment.first : last]
+            assert segment.text in text
             assert segment.text in prompt
             assert segment.complete == (segment.text == text)
     assert TOKENS.decode(cut.ids) == TOKENS.decode(TOKENS.encode_template(prompt))

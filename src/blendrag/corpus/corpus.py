@@ -421,7 +421,8 @@ def _is_sound(row: Sequence[Any]) -> bool:
         *_, packed = database.HASHES.checked(row)
     except database.DamagedRow:
         return False
-    return len(packed) == HASHES_BYTES and 0 <= int.from_bytes(packed[:8], "little") < 1 << 40
+    is_whole = len(packed) >= HASHES_BYTES and len(packed) % 8 == 0
+    return is_whole and 0 <= int.from_bytes(packed[:8], "little") < 1 << 40
 
 
 # -- check and repair -------------------------------------------------------------------------------

@@ -224,6 +224,18 @@ class Prompts:
             note = f"the corpus was not used, and the prompt was prefilled normally: {error}"
             return self._segments_of(None, note, rendered, None)
 
+    def _cut_otherwise(self, chunks: Sequence[Match]) -> tuple[str, ...]:
+        """A note if the prompt has parts of chunks."""
+        parts = sum(not match.complete for match in chunks)
+        if not parts:
+            return ()
+        most = self._corpus.settings.chunk_tokens
+        return (
+            f"{parts} of {len(chunks)} chunks are in this prompt only in part, as its passages were cut "
+            f"otherwise than the corpus; passages of at most {most} tokens that blendrag's splitter cuts are "
+            "reused whole",
+        )
+
     def _segments_of(
         self, corpus: Corpus | None, foreign: str, rendered: Rendered, scope: str | None
     ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...], FreshText | None]:
@@ -247,6 +259,7 @@ class Prompts:
             lambda chunk_id: text_ids(found.stored[chunk_id].text),
             found.plain,
         )
-        notes = (*((foreign,) if foreign else found.notes), *rendered.notes)
+        notes = (*((foreign,) if foreign else found.notes), *self._cut_otherwise(found.chunks))
+        notes += rendered.notes
         fresh = None if foreign or scope is None else found.fresh
         return segments, {i: chunk.source for i, chunk in found.stored.items()}, notes, fresh

@@ -34,15 +34,17 @@ READERS = 3
 @dataclass(frozen=True)
 class LoadedSpan:
     """A stretch of the prompt whose KV comes from the store; shorter than ``reader.tokens`` if the chunk is
-    cut off at its tail."""
+    cut."""
 
     start: int
     end: int
     reader: KVReader
     stored_position: int
-    """Position the first token had when it was encoded (the length of its prefix)."""
+    """Position the first token had when it was encoded (the length of its prefix, if ``first`` is 0)."""
     exact: bool
     """KV is what a full prefill would compute here: its tokens are not candidates for recompute."""
+    first: int = 0
+    """The reader's token that the span begins with."""
 
     @property
     def tokens(self) -> int:
@@ -95,7 +97,7 @@ class LayerLoader:
         self._resident = [[one for one in layer if are[id(one[0])]] for layer in placed]
         transfers = [
             [
-                Transfer(view, (*view.shape[:2], span.reader.tokens, view.shape[3]))
+                Transfer(view, (*view.shape[:2], span.reader.tokens, view.shape[3]), span.first)
                 for span, view in work
                 if not _reads_in_place(span, view)
             ]

@@ -1,7 +1,7 @@
 """Host memory for KV on its way from a reader to where the model computes (CacheBlend §5, §6).
 
-Needed if a reader cannot write into the prompt's buffers: on another device, or for a chunk cut off at its
-tail. The reading thread fills one slot while the other is copied out, and waits if both are full. A query
+Needed if a reader cannot write into the prompt's buffers: on another device, or for a chunk that is cut.
+The reading thread fills one slot while the other is copied out, and waits if both are full. A query
 then takes two layers of memory on top of the prompt's own, however deep the model.
 """
 
@@ -19,16 +19,21 @@ SLOTS = 2
 
 
 class Transfer(NamedTuple):
-    """A tensor to be staged, and where its first tokens go."""
+    """A tensor to be staged, and where some of its tokens go."""
 
     target: torch.Tensor
     """``[2, Hkv, n, D]`` of the prompt's buffer."""
     shape: tuple[int, ...]
-    """``[2, Hkv, T, D]`` with ``T >= n``: what the reader writes, in the target's dtype."""
+    """``[2, Hkv, T, D]`` with ``T >= first + n``: what the reader writes, in the target's dtype."""
+    first: int = 0
 
     @property
     def size_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.target.element_size()
+
+    def place(self, staged: torch.Tensor) -> None:
+        """Copy the tokens that the target takes."""
+        self.target.copy_(staged[:, :, self.first : self.first + self.target.shape[2]])
 
 
 class StagingRing(ABC):
@@ -112,8 +117,8 @@ class HostRing(StagingRing):
         filled, self._sent[layer] = self._sent[layer], ()
         if not filled:
             return
-        for (target, _), staged in zip(self._transfers[layer], filled, strict=True):
-            target.copy_(staged[:, :, : target.shape[2]])
+        for transfer, staged in zip(self._transfers[layer], filled, strict=True):
+            transfer.place(staged)
         self._free.release()
 
     def stop(self) -> None:
@@ -159,8 +164,8 @@ class CudaRing(StagingRing):
             # asynchronous and needs no second one in host memory.
             used = self._slots[at][: sum(transfer.size_bytes for transfer in transfers)]
             arrived = self._parts(used.to(self._device, non_blocking=True), layer)
-            for (target, _), part in zip(transfers, arrived, strict=True):
-                target.copy_(part[:, :, : target.shape[2]])
+            for transfer, part in zip(transfers, arrived, strict=True):
+                transfer.place(part)
             self._arrived[layer].record(self._stream)
         self._last[at] = layer
 

@@ -191,6 +191,7 @@ class Controller:
         at = segment.position
         return (
             self.chunks_are_exact
+            and not segment.first
             and at == len(self.prefix_ids)
             and prompt.ids[:at] == self.prefix_ids
         )
@@ -295,7 +296,8 @@ class Controller:
             is_corrupt = self._place(segment)[1] in avoid
             return PlannedChunk(segment, CORRUPT if is_corrupt else NO_KV)
         end, exact = min(segment.end, last), self._is_exact(segment, prompt)
-        span = LoadedSpan(segment.position, end, reader, len(self.prefix_ids), exact)
+        stored_position = len(self.prefix_ids) + segment.first
+        span = LoadedSpan(segment.position, end, reader, stored_position, exact, segment.first)
         return PlannedChunk(segment, _why_loaded(segment, span), span)
 
     def _without_slow_remote(self, plan: Plan) -> Plan:
@@ -401,8 +403,11 @@ def _why_loaded(segment: Segment, span: LoadedSpan) -> Reason:
     moved = f"moved by {span.offset} positions"
     if segment.complete:
         return Reason(moved)
-    shown = f"{len(segment.ids)} of {len(segment.stored_ids)} tokens"
-    return Reason(f"tail cut off: {shown}, {moved}")
+    of = len(segment.stored_ids)
+    if segment.first:
+        last = segment.first + len(segment.ids)
+        return Reason(f"a part: tokens {segment.first + 1} to {last} of {of}, {moved}")
+    return Reason(f"tail cut off: {len(segment.ids)} of {of} tokens, {moved}")
 
 
 def _part(span: LoadedSpan, stored: KVLayout) -> StoredPart:

@@ -227,7 +227,9 @@ class ChunkPool:
                     if chunk.start < span.end:
                         end = min(span.end, chunk.start + chunk.tokens)
                         yield _ChunkPart(key, chunk.start, end, span, chunk)
-            elif span.tokens >= MIN_CHUNK_TOKENS:
+            elif (
+                span.tokens >= MIN_CHUNK_TOKENS and not span.first
+            ):  # a chunk is held from its beginning on
                 yield _ChunkPart(span.reader.key, span.start, span.end, span)
 
     def _read(self, span: LoadedSpan) -> SharedChunk:

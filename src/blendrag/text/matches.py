@@ -36,16 +36,16 @@ _ESCAPED = [ord(char) for char in "ntr"]
 
 @dataclass(frozen=True)
 class Match:
-    """A chunk's text at ``prompt[start:end]``.
+    """A chunk's text at ``prompt[start:end]``, from its character ``head`` on.
 
-    ``complete`` is False where the chunk's tail is cut off: then ``prompt[start:end]`` is a proper
-    prefix of the chunk's text.
+    ``complete`` is False where the chunk is cut: then ``prompt[start:end]`` is only a part of its text.
     """
 
     chunk_id: str
     start: int
     end: int
     complete: bool
+    head: int = 0
 
 
 @lru_cache(maxsize=1 << 16)
@@ -113,6 +113,16 @@ class SearchArea:
         ends = np.where(fits, ends, starts)
         enough = self._letters[ends] - self._letters[starts] >= self._least
         return fits & enough & self._boundary[ends]
+
+    def around(self, place: int) -> tuple[int, int]:
+        """The searched span around ``place``; empty outside of all spans."""
+        at = int(np.searchsorted(self._starts, place, "right")) - 1
+        start, end = int(self._starts[at]), int(self._ends[at])
+        return (start, end) if place < end else (place, place)
+
+    def begin(self, start: int, end: int) -> int:
+        """The first word boundary in ``prompt[start:end]``."""
+        return start + int(np.argmax(self._boundary[start : end + 1]))
 
     def cut(self, start: int, end: int) -> int:
         """The last word boundary in ``prompt[start:end]``, or ``start`` if too few letters precede it."""

@@ -47,9 +47,10 @@ class Segment:
     position: int
     chunk_id: str | None = None
     stored_ids: tuple[int, ...] = ()
-    """Ids of the whole chunk; ``ids`` is a prefix of them."""
+    """Ids of the whole chunk; ``ids`` equal those from ``first`` on."""
     complete: bool = True
     """Whether the whole text of the chunk is in the prompt."""
+    first: int = 0
 
     @property
     def end(self) -> int:
@@ -108,6 +109,31 @@ class _Piece(NamedTuple):
     is_plain: bool
 
 
+class _Shared(NamedTuple):
+    """Tokens ``[start, end)`` of a text that equal a chunk's ids from ``first`` on."""
+
+    start: int
+    end: int
+    first: int = 0
+
+
+def _aligned(ids: tuple[int, ...], stored: tuple[int, ...], is_inside: bool) -> _Shared:
+    """The longest beginning of ``ids`` that ``stored`` begins with.
+
+    ``is_inside``: the text begins inside of the chunk, so it is found anywhere in ``stored``; its first
+    tokens, at most :data:`SEAM_TOKENS`, may be others there.
+    """
+    if not is_inside:
+        return _Shared(0, common_prefix(ids, stored))
+    found = _Shared(0, 0)
+    for start in range(min(SEAM_TOKENS, len(ids))):
+        for first in (at for at, each in enumerate(stored) if each == ids[start]):
+            end = start + common_prefix(ids[start:], stored[first:])
+            if end - start > found.end - found.start:
+                found = _Shared(start, end, first)
+    return found
+
+
 @dataclass
 class _Cutting:
     """One prompt while it is cut."""
@@ -161,23 +187,25 @@ class _Cutting:
                 self.encoded[piece] = Encoded(list(ids), [])
         return self.encoded[piece]
 
-    def _shared(self, piece: _Piece, number: int) -> tuple[int, int] | None:
-        """First and last token (exclusive) of the piece that equal the chunk's ids; ``None`` if too few."""
+    def _shared(self, piece: _Piece, number: int) -> _Shared | None:
+        """The tokens of the piece that equal the chunk's ids; ``None`` if too few."""
         match, stored, encoded = self.matches[number], self.stored[number], self._encode(piece)
-        if piece.is_plain:  # the end of a cut chunk may fall inside a token
-            return 0, common_prefix(tuple(encoded.ids), stored)
+        if piece.is_plain:  # the ends of a cut chunk may fall inside a token
+            return _aligned(tuple(encoded.ids), stored, bool(match.head))
         low, high = (
             bisect_left(encoded.offsets, (at - piece.start, 0)) for at in (match.start, match.end)
         )
-        end = low + common_prefix(tuple(encoded.ids[low:high]), stored)
-        lost = (len(stored) if match.complete else high - low) - (end - low)
-        if end == low or lost > SEAM_TOKENS:
+        shared = _aligned(tuple(encoded.ids[low:high]), stored, bool(match.head))
+        start, end = low + shared.start, low + shared.end
+        lost = (len(stored) if match.complete else high - start) - (end - start)
+        if end == start or lost > SEAM_TOKENS:
             return None
-        if end < high:
-            begin, stop = encoded.offsets[end][0], encoded.offsets[high - 1][1]
-            if self.tokens.control_spans(self.text[piece.start + begin : piece.start + stop]):
-                return None
-        return low, end
+        for before, after in ((low, start), (end, high)):
+            if before < after:
+                begin, stop = encoded.offsets[before][0], encoded.offsets[after - 1][1]
+                if self.tokens.control_spans(self.text[piece.start + begin : piece.start + stop]):
+                    return None
+        return _Shared(start, end, shared.first)
 
     def _parts(self, piece: _Piece) -> Iterator[Segment]:
         """The segments of the piece, without their positions; some may have no ids."""
@@ -186,10 +214,10 @@ class _Cutting:
         for number in piece.matches:
             match, shared = self.matches[number], self._shared(piece, number)
             assert shared is not None  # the pieces were cut until every chunk shares its tokens
-            low, end = shared
+            low, end, first = shared
             if low < end:
                 yield Segment(self.text[seen : match.start], ids[at:low], 0)
                 text, stored = self.text[match.start : match.end], self.stored[number]
-                yield Segment(text, ids[low:end], 0, match.chunk_id, stored, match.complete)
+                yield Segment(text, ids[low:end], 0, match.chunk_id, stored, match.complete, first)
                 at, seen = end, match.end
         yield Segment(self.text[seen : piece.end], ids[at:], 0)
