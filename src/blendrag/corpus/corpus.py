@@ -150,6 +150,7 @@ class Corpus:
             if not self.has_manifest or not self.has_documents:
                 self.file.set_meta("manifest", manifest.to_json())
             self._begun = self.manifest
+        documents.add_samples(self.file)
 
     def require_begun(self) -> None:
         """Raise :class:`CorpusError` if another process has replaced the manifest since :meth:`begin`."""

@@ -239,6 +239,8 @@ CHUNK = CheckedTable("chunk", id=int, chunk_id=str, text=str, tokens=int)
 PASSAGE = CheckedTable("passage", id=int, document=int, chunk=int, start=int, end=int, vector=bytes)
 ENTRY = CheckedTable("entry", id=str, document=int, parent=str, given=str | None)
 HASHES = CheckedTable("anchor", id=int, chunk=int, chunk_id=str, packed=bytes)
+#: Set if no hashes are those of an earlier version, which cannot find parts of a chunk.
+HAS_SAMPLES = "samples"
 DROPPED = CheckedTable("dropped", chunk_id=str, text=str, since=float)
 TABLES = (META, DOCUMENT, CHUNK, PASSAGE, ENTRY, HASHES, DROPPED)
 
@@ -414,6 +416,7 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
         for statement in _SCHEMA.split(";"):
             connection.execute(statement)
         META.put(connection, "generation", "0")
+        META.put(connection, HAS_SAMPLES, "1")
         if has_full_text():
             connection.execute(FULL_TEXT_SCHEMA)
             META.put(connection, FULL_TEXT, str(TERMS_VERSION))

@@ -25,6 +25,7 @@ from blendrag.corpus.database import (
     DROPPED,
     ENTRY,
     ENTRY_SOURCE,
+    HAS_SAMPLES,
     HASHES,
     PASSAGE,
     CorpusFile,
@@ -37,7 +38,7 @@ from blendrag.errors import CorpusError
 from blendrag.store.durable import lock_file, named_errors
 from blendrag.text.chunking import Chunk, scope_of
 from blendrag.text.readers import Document
-from blendrag.text.recognition import chunk_hashes
+from blendrag.text.recognition import HASHES_BYTES, chunk_hashes
 
 #: Parent of the entries that were learned from prompts. Their ids are those of their chunks, which name the
 #: scope (:func:`blendrag.text.chunking.learned_id`).
@@ -148,6 +149,29 @@ def _insert_chunk(connection: sqlite3.Connection, chunk: Chunk) -> int:
         )
         CHUNK.seal(connection, row, chunk.chunk_id, chunk.text, chunk.tokens)
     return row
+
+
+def add_samples(file: CorpusFile) -> None:
+    """Make the hashes of chunks anew that an earlier version stored, so that parts of them are found, too.
+
+    In short transactions, so that it can be interrupted.
+    """
+    last: int | None = 0
+    while last is not None and file.meta(HAS_SAMPLES) is None:
+        with file.writing() as connection:
+            rows = list(
+                file.sound_rows(
+                    (HASHES, CHUNK),
+                    f"JOIN chunk ON chunk.id = {HASHES.name}.chunk WHERE {HASHES.name}.id > ? "
+                    f"AND length(packed) = ? ORDER BY {HASHES.name}.id LIMIT {_BATCH}",
+                    *(last, HASHES_BYTES),
+                )
+            )
+            for (row, *of, _), (*_, text, _) in rows:
+                HASHES.put(connection, row, *of, chunk_hashes(text))
+            last = rows[-1][0][0] if rows else None
+            if last is None:
+                file.set_meta(HAS_SAMPLES, "1")
 
 
 def delete_documents(file: CorpusFile, which: str, value: str) -> list[int]:
