@@ -2,7 +2,8 @@
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +13,14 @@ from blendrag.text.chunking import chunk_id_of
 
 QUESTIONS = [question.text for question in demo_questions()[:3]]
 LOADED = {"exact", "blended", "reused"}
+#: Pages longer than the frameworks' default passages, and questions about them.
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = [DOCS / name for name in ("store.md", "serving.md", "schemas.md", "controller.md")]
+PAGE_QUESTIONS = [
+    "What happens when a stored file is damaged?",
+    "How many requests may wait?",
+    "Which ratio is chosen?",
+]
 
 
 class Counts:
@@ -20,7 +29,7 @@ class Counts:
     def __init__(self, engine):
         self._engine = engine
         self.retrieved = {}
-        self.loaded = {}
+        self.loaded = Counter()
         self.notes = []
 
     def was_retrieved(self, text):
@@ -29,15 +38,16 @@ class Counts:
 
     def was_answered(self, chunks, notes):
         self.notes += notes if self.retrieved else ()
+        loaded = Counter()  # a passage may be cut into parts of one chunk
         for chunk in chunks:
             if chunk["outcome"] in LOADED:
-                most = max(chunk["tokens"], self.loaded.get(chunk["chunk_id"], 0))
-                self.loaded[chunk["chunk_id"]] = most
+                loaded[chunk["chunk_id"]] += chunk["tokens"]
+        self.loaded |= loaded  # the larger count of each
 
     def tokens(self):
         """Loaded tokens and retrieved tokens."""
-        loaded = sum(min(self.loaded.get(c, 0), n) for c, n in self.retrieved.items())
-        return loaded, sum(self.retrieved.values())
+        retrieved = sum(self.retrieved.values())
+        return min(self.loaded.total(), retrieved), retrieved
 
 
 def share_of(counts: list[Counts]) -> tuple[float, str]:
@@ -48,13 +58,16 @@ def share_of(counts: list[Counts]) -> tuple[float, str]:
 
 
 @contextmanager
-def demo_engine(chunk_tokens: int) -> Iterator[BlendEngine]:
-    """The embedded model over its corpus."""
+def demo_engine(
+    chunk_tokens: int | None = None, documents: Sequence[Path] = (demo_corpus_path(),)
+) -> Iterator[BlendEngine]:
+    """The embedded model over ``documents``."""
     with (
         tempfile.TemporaryDirectory() as store,
         BlendEngine("demo", store, chunk_tokens=chunk_tokens, embedder="minilm-offline") as engine,
     ):
-        engine.ingest([demo_corpus_path()])
+        if documents:
+            engine.ingest(documents)
         yield engine
 
 

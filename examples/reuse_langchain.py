@@ -11,12 +11,17 @@ from langchain_classic.chains import (
 )
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableConfig, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool, tool
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_text_splitters import RecursiveCharacterTextSplitter
 from reuse_counts import (
+    PAGE_QUESTIONS,
+    PAGES,
     QUESTIONS,
     Counts,
     demo_engine,
@@ -148,6 +153,24 @@ def agent_of_json(llm, retriever):
     return lambda q, config: graph.invoke({"messages": [HumanMessage(q)]}, config)
 
 
+def rows_of_defaults() -> list[tuple[str, float, str]]:
+    """With the default sizes of LangChain's splitter and of blendrag."""
+    splitter = RecursiveCharacterTextSplitter()
+    pieces = splitter.create_documents([page.read_text(encoding="utf-8") for page in PAGES])
+    two = {"search_kwargs": {"k": 2}}  # four do not fit the embedded model's context
+    with demo_engine(documents=()) as engine:
+        store = BlendVectorStore(engine=engine)
+        store.add_documents(pieces)
+        ask = lcel(ChatBlend(engine=engine, max_new_tokens=8), store.as_retriever(**two))
+        name = "`RecursiveCharacterTextSplitter()`, `BlendVectorStore`, LCEL"
+        found = [(name, *share(engine, ask, PAGE_QUESTIONS))]
+    with demo_engine(documents=PAGES) as engine:
+        other = InMemoryVectorStore.from_documents(pieces, DeterministicFakeEmbedding(size=32))
+        ask = lcel(ChatBlend(engine=engine, max_new_tokens=8), other.as_retriever(**two))
+        name = "the same pieces of documents that were ingested"
+        return [*found, (name, *share(engine, ask, PAGE_QUESTIONS))]
+
+
 def rows() -> list[tuple[str, float, str]]:
     """Path, share of tokens reused, and the reason if it is not all."""
     with demo_engine(CHUNK_TOKENS) as engine:
@@ -163,7 +186,7 @@ def rows() -> list[tuple[str, float, str]]:
         found.append(("agent with a retriever tool", *share(engine, agent(llm, retriever))))
         name = "agent with a tool that returns JSON"
         found.append((name, *share(engine, agent_of_json(llm, retriever))))
-    return found
+    return found + rows_of_defaults()
 
 
 if __name__ == "__main__":

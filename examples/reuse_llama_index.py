@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from llama_index.core import PromptHelper, VectorStoreIndex
+from llama_index.core import Document, PromptHelper, StorageContext, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.chat_engine import (
@@ -20,6 +20,8 @@ from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEng
 from llama_index.core.schema import MetadataMode
 from llama_index.core.tools import FunctionTool, QueryEngineTool, RetrieverTool
 from reuse_counts import (
+    PAGE_QUESTIONS,
+    PAGES,
     QUESTIONS,
     Counts,
     demo_engine,
@@ -170,6 +172,31 @@ def searches(prompt):
     return scripted_models().call("search", input=asked)
 
 
+def default_index(engine, **more):
+    """The pages in LlamaIndex's default nodes, of 1,024 of its tokens."""
+    pages = [Document(text=page.read_text(encoding="utf-8")) for page in PAGES]
+    embeddings = BlendEmbedding(engine=engine)
+    return VectorStoreIndex.from_documents(pages, embed_model=embeddings, **more)
+
+
+def rows_of_defaults() -> list[tuple[str, float, str]]:
+    """With the default sizes of LlamaIndex and of blendrag."""
+    with demo_engine(documents=()) as engine:
+        llm = BlendLLM(engine=engine, max_new_tokens=8)
+        own = StorageContext.from_defaults(vector_store=BlendVectorStore(engine=engine))
+        index = default_index(engine, storage_context=own)
+        ways = {
+            "default nodes in a `BlendVectorStore`, compact": index.as_query_engine(llm=llm),
+            "the same with `CitationQueryEngine`": CitationQueryEngine.from_args(index, llm=llm),
+        }
+        found = [(name, *share(engine, way.query, PAGE_QUESTIONS)) for name, way in ways.items()]
+    with demo_engine(documents=PAGES) as engine:
+        llm = BlendLLM(engine=engine, max_new_tokens=8)
+        ask = default_index(engine).as_query_engine(llm=llm).query
+        name = "default nodes of documents that were ingested, compact"
+        return [*found, (name, *share(engine, ask, PAGE_QUESTIONS))]
+
+
 def rows() -> list[tuple[str, float, str]]:
     """Path, share of tokens reused, and the reason if it is not all."""
     with demo_engine(CHUNK_TOKENS) as engine:
@@ -185,7 +212,7 @@ def rows() -> list[tuple[str, float, str]]:
         llm = BlendLLM(engine=engine)
         retriever = BlendRetriever(engine=engine, similarity_top_k=4)
         found += [(name, *share(engine, make(llm, retriever))) for name, make in AGENTS.items()]
-    return found
+    return found + rows_of_defaults()
 
 
 if __name__ == "__main__":

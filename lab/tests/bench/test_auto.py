@@ -38,7 +38,6 @@ def test_with_a_store_slower_than_computing_auto_computes_and_fixed_ratios_load(
     size_ms = 2 * LAYERS * 2 * 32 * 2 * 16 * 2 / 1e3
     for row in tier["fixed"]:
         assert min(row["ms"]["low"], row["predicted_ms"]) >= 0.99 * size_ms
-    assert tier["auto"]["predicted_ms"] < size_ms
 
 
 def test_a_throttled_tier_enters_the_profile_no_faster_than_the_disk():

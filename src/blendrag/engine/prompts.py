@@ -226,14 +226,12 @@ class Prompts:
 
     def _cut_otherwise(self, chunks: Sequence[Match]) -> tuple[str, ...]:
         """A note if the prompt has parts of chunks."""
-        parts = sum(not match.complete for match in chunks)
-        if not parts:
+        if all(match.complete for match in chunks):
             return ()
         most = self._corpus.settings.chunk_tokens
         return (
-            f"{parts} of {len(chunks)} chunks are in this prompt only in part, as its passages were cut "
-            f"otherwise than the corpus; passages of at most {most} tokens that blendrag's splitter cuts are "
-            "reused whole",
+            "some passages of this prompt are parts of chunks, as they were cut otherwise than the corpus; "
+            f"those of at most {most} tokens that blendrag's splitter cuts are reused whole",
         )
 
     def _segments_of(
