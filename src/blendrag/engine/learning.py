@@ -68,7 +68,7 @@ class Learner:
             return request
         corpus = self._kv.corpus.current
         known = corpus.known_to(scope) if corpus else ()
-        if letters_in(fresh.text) < MIN_LETTERS or len(known) or len(self._told) >= TOLD_SCOPES:
+        if len(known) or len(self._told) >= TOLD_SCOPES or letters_in(fresh.text) < MIN_LETTERS:
             return request
         is_first = not self._told
         self._told[scope] = None

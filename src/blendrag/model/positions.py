@@ -120,10 +120,11 @@ def rotate_halves_(keys: torch.Tensor, table: RotaryTable) -> None:
         cos, sin = (part[0, a : a + step] for part in table)  # [n, D]
         part = keys[..., a : a + step, :]
         wide = part.float()
-        turned = wide * cos
-        turned[..., :half] -= wide[..., half:] * sin[..., :half]
-        turned[..., half:] += wide[..., :half] * sin[..., half:]
-        part.copy_(turned)
+        first, second = wide[..., :half], wide[..., half:]
+        to_second, from_first = first * sin[..., half:], second * sin[..., :half]
+        first.mul_(cos[..., :half]).sub_(from_first)
+        second.mul_(cos[..., half:]).add_(to_second)
+        part.copy_(wide)
 
 
 def rotary_table(rotary: Any, name: str, offsets: torch.Tensor) -> RotaryTable:

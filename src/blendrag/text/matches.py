@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -62,7 +63,7 @@ def _kind(char: str) -> int:
 
 def letters_in(text: str) -> int:
     """Letters and digits of ``text``; a wide character counts :data:`WIDE_LETTERS`."""
-    return sum(_kind(char) & _LETTERS for char in text)
+    return sum(count * (_kind(char) & _LETTERS) for char, count in Counter(text).items())
 
 
 def is_recognisable(text: str) -> bool:
