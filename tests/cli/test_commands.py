@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from blendrag.cli import progress
-from blendrag.cli.ask import say_metrics
+from blendrag.cli.ask import say_metrics, say_sources
+from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.metrics import RequestMetrics
 from cli.commands import QUESTION, ask, invoke, printed, refused, said
 
@@ -142,6 +143,13 @@ def test_ask_shows_file_place_score_and_passage_of_its_sources(ingested: Path) -
         assert line.endswith(" …")
     assert metrics.startswith("metrics: ")
     assert said(invoke(*args, "--no-sources")).startswith("metrics: ")
+
+
+def test_a_source_in_a_pdf_is_shown_with_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    say_sources([RetrievedChunk("id", "Lit.", "a.pdf", "a", 5, 9, 0.5, {}, 0.9, 1, page=3)])
+    assert capsys.readouterr().err.startswith(
+        "source: a.pdf, page 3, characters 5 to 9, score 0.90:"
+    )
 
 
 def test_ask_explains_the_answer_in_a_page(ingested: Path, tmp_path: Path) -> None:

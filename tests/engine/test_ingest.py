@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -478,3 +479,19 @@ def test_documents_cut_in_an_earlier_way_are_reused_and_cut_again_at_their_next_
     assert again.chunks_computed
     assert any(each.text.startswith("Guide > Lamps\n\n") for each in empty.retrieve("lamp", cut))
     assert empty.ingest([guide]).documents_unchanged == 1
+
+
+def test_the_page_of_a_chunk_is_known_in_every_answer(empty: BlendEngine, tmp_path: Path) -> None:
+    writer, path = pytest.importorskip("pypdf").PdfWriter(), tmp_path / "lamp.pdf"
+    for page in (1, 2):
+        lines = [f"Lamp {n} of page {page} is lit at dusk" for n in range(20)]
+        writer.append(io.BytesIO(hostile_files.pdf(*lines)))
+    writer.write(path)
+    report = empty.ingest([path, DOCUMENTS[0]])
+    assert not report.failures
+    found = empty.retrieve("lamp", report.chunks)
+    pages = [each.page for each in found if each.source == str(path)]
+    assert pages == sorted(pages)
+    assert {*pages} == {1, 2}
+    assert {each.page for each in found if each.source != str(path)} == {None}
+    assert all(not each.metadata for each in found)

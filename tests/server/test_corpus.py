@@ -38,7 +38,7 @@ def test_retrieve_answers_like_ask_and_cites_its_sources(served: Live, client) -
     assert text == alone.text.strip(" .")
     assert [each["text"] for each in about["sources"]] == [each.text for each in alone.sources]
     assert about["reused_tokens"] == alone.metrics.reused_tokens > 50
-    assert {"source", "title", "start", "end", "score"} <= set(about["sources"][0])
+    assert {"source", "title", "page", "start", "end", "score"} <= set(about["sources"][0])
     assert len(answered(client, retrieve=True, blendrag={"top_k": 1})[1]["sources"]) == 1
 
 

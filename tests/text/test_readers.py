@@ -14,7 +14,17 @@ import pytest
 
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
 from blendrag.store.tiered import open_store
-from blendrag.text.readers import Document, Patterns, digest_of, open_documents, scan_inputs
+from blendrag.text.outline import outline_of
+from blendrag.text.readers import (
+    PAGE_STARTS,
+    Document,
+    Patterns,
+    digest_of,
+    open_documents,
+    page_at,
+    scan_inputs,
+)
+from text import hostile_files
 
 
 def read_documents(path: Path) -> Iterator[Document]:
@@ -55,8 +65,21 @@ def test_html_keeps_blocks_and_drops_scripts(tmp_path: Path) -> None:
     (document,) = read_documents(write(tmp_path / "a.HTML", html))
     assert document.title == "A title"
     assert document.text == (
-        "Head\n\nOne bold word.\n\nTwo\nlines\n\nfirst\n\nsecond\n\na b\n\nx\n  y"
+        "# Head\n\nOne bold word.\n\nTwo\nlines\n\nfirst\n\nsecond\n\na b\n\n```\nx\n  y\n```"
     )
+
+
+def test_headings_of_html_are_headings_and_lines_of_its_code_are_not(tmp_path: Path) -> None:
+    html = (
+        "<html><h1><div>The</div><p>guide<br>book</h1><h2>Install</h2><pre># no heading\n<pre>in\n</pre>"
+        "</pre><h3><pre>a  b</pre></h3><ul><li><h4>Item</h4>text</ul>"
+    )
+    (document,) = read_documents(write(tmp_path / "a.html", html))
+    found = [
+        (each.depth, each.label) for each in outline_of(document.text, document.source).sections
+    ]
+    assert found == [(1, "The guide book"), (2, "Install"), (3, "a b"), (4, "Item")]
+    assert "```\n# no heading\n" in document.text
 
 
 def test_html_tables_become_markdown_and_those_that_place_text_do_not(tmp_path: Path) -> None:
@@ -210,14 +233,58 @@ def test_pdf_and_docx_are_read(tmp_path: Path) -> None:
     assert page.title == "the manual"
     letter = docx.Document()
     letter.core_properties.title = "A letter"
+    letter.add_heading("A  letter", 0)
     letter.add_heading("Terms")
+    letter.add_heading("Payment", 2)
     letter.add_table(1, 2).rows[0].cells[1].text = "30 days"
     letter.add_paragraph("Signed.")
     letter.save(tmp_path / "a.docx")
     (document,) = read_documents(tmp_path / "a.docx")
-    assert (document.title, document.text) == ("A letter", "Terms\n\n| 30 days\n\nSigned.")
+    assert (document.title, document.text) == (
+        "A letter",
+        "# A letter\n\n# Terms\n\n## Payment\n\n| 30 days\n\nSigned.",
+    )
     with pytest.raises(UnreadableDocumentError, match="file without text, such as a scan"):
         list(read_documents(write(tmp_path / "scan.pdf", pdf())))
+
+
+@pytest.mark.parametrize(
+    ("name", "claimed", "title"),
+    [
+        ("harrow-lamps.pdf", "Microsoft Word - draft3.doc", "harrow lamps"),
+        ("harrow-lamps.pdf", "untitled", "harrow lamps"),
+        ("harrow-lamps-2024.pdf", "Harrow lamps", "harrow lamps 2024"),
+        ("2405.16444.pdf", " Harrow\nlamps: an overview", "Harrow lamps: an overview"),
+        ("2405.16444.pdf", "", "2405.16444"),
+    ],
+)
+def test_the_title_of_a_pdf_is_its_name_unless_the_text_begins_with_what_it_claims(
+    tmp_path: Path, name: str, claimed: str, title: str
+) -> None:
+    writer = pytest.importorskip("pypdf").PdfWriter()
+    writer.append(io.BytesIO(pdf("HARROW LAMPS", "An overview")))
+    writer.add_metadata({"/Title": claimed})
+    writer.write(tmp_path / name)
+    (document,) = read_documents(tmp_path / name)
+    assert document.title == title
+
+
+def test_the_pages_of_a_pdf_are_known(tmp_path: Path) -> None:
+    pytest.importorskip("pypdf")
+    two = hostile_files.pdf("The warranty.", "Two years.", kids="3 0 R 3 0 R")
+    (document,) = read_documents(write(tmp_path / "a.pdf", two))
+    starts, second = document.metadata[PAGE_STARTS], document.text.rindex("The warranty.")
+    assert second > 0
+    assert [page_at(starts, place) for place in (0, second - 1, second, 10**6)] == [1, 1, 2, 2]
+    assert page_at(None, 5) is page_at("0 x", 5) is page_at("", 5) is page_at(7, 5) is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"# A note\n\nIt mentions %PDF-1.4 somewhere.", b"x = '%PDF-'"]
+)
+def test_a_text_that_mentions_the_mark_of_a_pdf_is_text(tmp_path: Path, content: bytes) -> None:
+    (document,) = read_documents(write(tmp_path / "a.txt", content))
+    assert document.text == content.decode()
 
 
 @pytest.mark.parametrize("algorithm", ["RC4-40", "RC4-128", "AES-128", "AES-256-R5", "AES-256"])

@@ -89,4 +89,6 @@ def to_document(chunk: RetrievedChunk) -> Document:
         "chunk_id": chunk.chunk_id,
         "distance": chunk.distance,
     }
+    if chunk.page is not None:
+        metadata["page_label"] = str(chunk.page)
     return Document(id=chunk.chunk_id, page_content=chunk.text, metadata=metadata)

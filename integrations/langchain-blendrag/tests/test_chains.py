@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pydantic import ValidationError
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from langchain_blendrag import BlendRetriever
+from langchain_blendrag.retrievers import to_document
 from paragraphs import assert_reused
 
 QUESTION = "What does document 3 say about the company of Place2114?"
@@ -56,6 +58,8 @@ async def test_a_document_is_the_chunk_and_says_where_it_is_from(engine: BlendEn
     assert text[first["start"] : first["end"]].strip() == documents[0].page_content.strip()
     assert set(first) == {"source", "title", "start", "end", "chunk_id", "distance"}
     assert 0 <= first["distance"] <= 2
+    paged = replace(engine.retrieve(QUESTION, 1)[0], page=7)
+    assert to_document(paged).metadata["page_label"] == "7"
 
 
 def test_an_impossible_search_is_refused(engine: BlendEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from llm_standard_tests import gathered
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever, BlendReuseEvent
+from llama_index.llms.blendrag.retrievers import node_with_score
 from paragraphs import assert_reused
 
 QUESTION = "What does document 3 say about the company of Place2114?"
@@ -33,6 +35,8 @@ async def test_a_node_is_the_chunk_and_says_where_it_is_from(
     assert node.get_content(MetadataMode.LLM) == node.text.strip()
     assert node.get_content(MetadataMode.EMBED) == node.text.strip()
     assert set(node.metadata) == {"source", "title", "chunk_id", "distance"}
+    paged = replace(engine.retrieve(QUESTION, 1)[0], page=7)
+    assert node_with_score(paged).node.metadata["page_label"] == "7"
     by_distance = sorted(nodes, key=lambda n: n.node.metadata["distance"])
     assert by_distance == sorted(nodes, key=lambda n: -(n.score or 0))
     assert all(-1 <= (n.score or 0) <= 1 for n in nodes)

@@ -233,7 +233,7 @@ def say_answer(
 
 
 def _fields(answer: Answer) -> dict[str, Any]:
-    shown = ("source", "title", "start", "end", "score", "distance", "chunk_id", "text")
+    shown = ("source", "title", "page", "start", "end", "score", "distance", "chunk_id", "text")
     return {
         "answer": answer.text,
         "reasoning": answer.reasoning,
@@ -246,9 +246,11 @@ def _fields(answer: Answer) -> dict[str, Any]:
 def say_sources(sources: Sequence[RetrievedChunk]) -> None:
     """Print the file, place, score and beginning of each passage on stderr, the best first."""
     for source in sorted(sources, key=lambda source: source.rank):
+        page = f", page {source.page}" if source.page is not None else ""
+        place = f"{source.source}{page}, characters {source.start} to {source.end}"
         say(
             "source",
-            f"{source.source}, characters {source.start} to {source.end}, score {source.score:.2f}: "
+            f"{place}, score {source.score:.2f}: "
             f"{shorten(source.text, PASSAGE_CHARS, placeholder=' …')}",
         )
 

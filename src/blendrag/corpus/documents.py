@@ -37,7 +37,7 @@ from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.errors import CorpusError
 from blendrag.store.durable import lock_file, named_errors
 from blendrag.text.chunking import Chunk, scope_of
-from blendrag.text.readers import Document
+from blendrag.text.readers import PAGE_STARTS, Document, page_at
 from blendrag.text.recognition import HASHES_BYTES, chunk_hashes
 
 #: Parent of the entries that were learned from prompts. Their ids are those of their chunks, which name the
@@ -63,6 +63,8 @@ class StoredChunk:
     start: int
     end: int
     metadata: Mapping[str, Any]
+    page: int | None
+    """The page of a PDF that it begins on, from 1."""
     document: str
     """The document's source as stored; differs from ``source`` for an entry."""
     digest: str
@@ -101,8 +103,9 @@ def _stored_chunk(
     _, chunk_id, text, tokens = chunk
     _, document, title, digest, metadata, _ = of
     entry_id, source = entry_of(document)
+    page = page_at(metadata.pop(PAGE_STARTS, None), start)
     return StoredChunk(
-        chunk_id, text, tokens, title, entry_id, source, start, end, metadata, document, digest, vector
+        chunk_id, text, tokens, title, entry_id, source, start, end, metadata, page, document, digest, vector
     )  # fmt: skip
 
 
@@ -533,6 +536,8 @@ class EntryTable:
             return None if entry is None else (entry, vector)
         place = ("source", "title", "start", "end", "chunk_id")
         metadata = {**found.metadata, **{name: getattr(found, name) for name in place}}
+        if found.page is not None:
+            metadata["page_label"] = str(found.page)  # as both frameworks name it
         # Equal chunks are one entry.
         places = found.source, found.title, found.start
         return Entry(found.chunk_id, found.text, metadata, *places), vector

@@ -55,6 +55,8 @@ class RetrievedChunk:
     metadata: Mapping[str, MetadataValue]
     score: float
     rank: int
+    page: int | None = None
+    """The page of a PDF that it begins on, from 1."""
 
     @property
     def file_name(self) -> str:
@@ -122,7 +124,7 @@ class Retriever:
         chunks = [
             RetrievedChunk(
                 c.chunk_id, c.text, c.source, c.title, c.start, c.end, each.distance, c.metadata,
-                each.score, rank,
+                each.score, rank, c.page,
             )
             for rank, each in enumerate(found, 1)
             for c in (each.chunk,)

@@ -15,7 +15,7 @@ from blendrag.engine import Answer, TokenLogprob
 Fields = dict[str, Any]
 
 #: What is said of a source.
-_SOURCE = ("source", "title", "start", "end", "score", "distance", "chunk_id", "text")
+_SOURCE = ("source", "title", "page", "start", "end", "score", "distance", "chunk_id", "text")
 
 
 class Envelope:

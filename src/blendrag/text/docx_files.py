@@ -1,7 +1,7 @@
 """Text of DOCX files in reading order, from the XML that python-docx opens (the extra ``files``).
 
 python-docx itself leaves out what is inside content controls, insertions, text boxes and notes. Here all is
-read but deletions, comments and codes of fields. Tables become Markdown.
+read but deletions, comments and codes of fields. Headings and tables become Markdown.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _UNREAD = frozenset({
     "del", "moveFrom", "delText", "instrText", "pPr", "rPr", "tblPr", "tblGrid", "trPr", "tcPr", "sectPr",
     "sdtPr", "sdtEndPr", "rt",
 })  # fmt: skip
+#: Levels of the outline that are headings of Markdown, and how long a chain of styles is followed.
+_LEVELS, _MAX_STYLES = "012345", 10
 _CHARACTERS = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 
 
@@ -81,6 +83,11 @@ class _Walk:
             for styles in self.related("styles")
             for style in styles.iter(f"{_NAMESPACE}style")
         }
+        self._based_on: dict[str, str] = {
+            style.get(f"{_NAMESPACE}styleId"): _value(style, "basedOn") or ""
+            for styles in self.related("styles")
+            for style in styles.iter(f"{_NAMESPACE}style")
+        }
 
     def related(self, kind: str) -> list[Any]:
         """The roots of the parts of this kind."""
@@ -119,7 +126,9 @@ class _Walk:
     def _paragraph(self, paragraph: Any) -> Iterator[str]:
         boxes: list[Any] = []
         if text := "".join(self._pieces(paragraph, boxes)).strip():
-            yield self._label(paragraph) + text
+            marks = "#" * self._heading_level(paragraph)
+            text = self._label(paragraph) + text
+            yield f"{marks} {' '.join(text.split())}" if marks else text
         for box in boxes:
             yield from self.blocks(box)
 
@@ -139,6 +148,21 @@ class _Walk:
                 yield from self._pieces(_chosen(child), boxes)
             elif name not in _UNREAD:
                 yield from self._pieces(child, boxes)
+
+    def _heading_level(self, paragraph: Any) -> int:
+        """1 to 6 for a heading, whose style or itself has a level of the outline; else 0."""
+        own = paragraph.find(f"{_NAMESPACE}pPr")
+        style = _value(own, "pStyle") or ""
+        if style == "Title":
+            return 1
+        for _ in range(_MAX_STYLES):
+            level = _value(own, "outlineLvl")
+            if level is not None:
+                return int(level) + 1 if level in tuple(_LEVELS) else 0
+            if style not in self._styles:
+                break
+            own, style = self._styles[style], self._based_on.get(style, "")
+        return 0
 
     def _label(self, paragraph: Any) -> str:
         """Number or bullet of an item of a list."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import zipfile
 from collections import Counter
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
 from blendrag.errors import UnreadableDocumentError, is_out_of_memory
 from blendrag.store.durable import readable_size
@@ -37,6 +40,8 @@ def lacks_reader(kind: str) -> bool:
 MAX_PARTS, MAX_UNPACKED_BYTES, MAX_XML_BYTES = 10_000, 1024 * MIB, 256 * MIB
 #: Parts of more than so many bytes are packed at most so well: text reaches 20 to 50.
 RATIO_FROM_BYTES, MAX_RATIO = 8 * MIB, 100
+#: Between two pages in a text.
+_PAGE_END = "\n\n"
 #: A page of a PDF is an object that its list of pages should name once.
 MAX_PAGE_REPEATS = 100
 
@@ -72,14 +77,22 @@ def _unreadable(path: Path, kind: str, exc: Exception) -> UnreadableDocumentErro
     )
 
 
-def read(path: Path, kind: str, data: bytes) -> tuple[str, str]:
-    """Text and title, which may be empty. Raises :class:`UnreadableDocumentError`."""
+class OfficeText(NamedTuple):
+    """What a file holds; ``title`` may be empty. ``pages``: where each page of a PDF begins in the text."""
+
+    text: str
+    title: str
+    pages: Sequence[int] = ()
+
+
+def read(path: Path, kind: str, data: bytes) -> OfficeText:
+    """The text of a file. Raises :class:`UnreadableDocumentError`."""
     if lacks_reader(kind):
         raise UnreadableDocumentError(
             path, f"is a {kind} file, read only with the extra: {INSTALL}"
         )
     try:
-        text, title = _pdf(path, data) if kind == "PDF" else docx_files.read(data)
+        found = _pdf(path, data) if kind == "PDF" else OfficeText(*docx_files.read(data))
     except UnreadableDocumentError:
         raise
     except Exception as exc:  # both libraries raise many types for damaged files
@@ -90,14 +103,30 @@ def read(path: Path, kind: str, data: bytes) -> tuple[str, str]:
                 path, f"is a PDF encrypted with AES, read only with the whole extra: {INSTALL}"
             ) from exc
         raise _unreadable(path, kind, exc) from exc
-    if not text.strip():
+    if not found.text.strip():
         raise UnreadableDocumentError(
             path, f"is a {kind} file without text, such as a scan; recognise its text (OCR) first"
         )
-    return text, " ".join(title.split())
+    return found._replace(title=_true_title(path.stem, found.title, found.text))
 
 
-def _pdf(path: Path, data: bytes) -> tuple[str, str]:
+#: Characters at the beginning of a text in which its title is expected.
+_TITLE_WITHIN_CHARS = 4000
+
+
+def _true_title(stem: str, title: str, text: str) -> str:
+    """The title that a file claims, if it says more than its name and the text begins with it. Programs write
+    templates, names of drafts and "untitled" there."""
+    claimed, words = _words(title), _words(text[:_TITLE_WITHIN_CHARS])
+    is_shown = "".join(claimed) in "".join(words)
+    return " ".join(title.split()) if is_shown and not {*claimed} <= {*_words(stem)} else ""
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.casefold())
+
+
+def _pdf(path: Path, data: bytes) -> OfficeText:
     from pypdf import PasswordType, PdfReader
 
     reader = PdfReader(BytesIO(data))
@@ -109,6 +138,12 @@ def _pdf(path: Path, data: bytes) -> tuple[str, str]:
     times = Counter(page.indirect_reference for page in reader.pages)
     if times and max(times.values()) > MAX_PAGE_REPEATS:
         raise ValueError(f"it shows one page {max(times.values()):,} times")
-    pages = [page.extract_text().strip() for page in reader.pages]
+    pieces, starts, at = [], [], 0
+    for page in reader.pages:
+        # as readers write line ends, so that the places stay right
+        text = page.extract_text().replace("\r\n", "\n").replace("\r", "\n").strip()
+        starts.append(at)
+        pieces += [text] * bool(text)
+        at += (len(text) + len(_PAGE_END)) * bool(text)
     title = reader.metadata.title if reader.metadata else None
-    return "\n\n".join(filter(None, pages)), str(title or "")
+    return OfficeText(_PAGE_END.join(pieces), str(title or ""), starts)

@@ -10,8 +10,10 @@ import json
 import os
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,6 +57,26 @@ class Document:
     metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
     damage: str = ""
     """What of its file could not be read, for the report of an ingest; no part of the document."""
+
+
+#: Metadata of a PDF: where each page begins in the text, as decimal numbers.
+PAGE_STARTS = "_page_starts"
+
+
+def page_at(starts: object, place: int) -> int | None:
+    """The number of the page that holds a character, from 1. ``starts``: :data:`PAGE_STARTS` of its document,
+    ``None`` without pages."""
+    pages = _page_starts(starts) if isinstance(starts, str) else ()
+    return bisect_right(pages, place) or None
+
+
+@lru_cache(maxsize=4)
+def _page_starts(starts: str) -> tuple[int, ...]:
+    numbers = starts.split()
+    return tuple(map(int, numbers)) if all(map(_DECIMAL.fullmatch, numbers)) else ()
+
+
+_DECIMAL = re.compile(r"[0-9]{1,9}")
 
 
 def check_document(document: Document) -> None:
@@ -262,8 +284,10 @@ def _checked(path: Path, documents: Iterator[Document], damage: str = "") -> Ite
 
 
 def _read_office(path: Path, kind: str, data: bytes) -> Iterator[Document]:
-    text, title = office_files.read(path, kind, data)
-    yield Document(path.as_posix(), _with_newlines(text), cut_title(title) or _stem_title(path))
+    text, title, pages = office_files.read(path, kind, data)
+    metadata = {PAGE_STARTS: " ".join(map(str, pages))} if pages else {}
+    title = cut_title(title) or _stem_title(path)
+    yield Document(path.as_posix(), _with_newlines(text), title, metadata)
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -315,6 +339,7 @@ _BLOCK_NAMES = (
     "footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol p pre section summary table tr ul"
 )
 _BLOCKS = frozenset(_BLOCK_NAMES.split())
+_HEADINGS = frozenset({"h1", "h2", "h3", "h4", "h5", "h6"})
 
 
 #: Characters of a cell of a table, and columns that one may span.
@@ -342,7 +367,7 @@ def _read_html(path: Path, text: str) -> Iterator[Document]:
 
 
 def _html_text(soup: BeautifulSoup) -> str:
-    """Text in reading order, one blank line between blocks, lines of ``pre`` kept. In linear time."""
+    """Markdown in reading order, one blank line between blocks. In linear time."""
     lines = (line.rstrip(" ") for line in "".join(_html_pieces(soup)).split("\n"))
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^ (?! )", "", "\n".join(lines))).strip()
 
@@ -350,31 +375,39 @@ def _html_text(soup: BeautifulSoup) -> str:
 def _html_pieces(soup: BeautifulSoup) -> Iterator[str]:
     """Strings with what separates them. Walks the tree: methods of bs4 look through all ancestors."""
     inside: list[tuple[str, Iterator[Any]]] = [("", iter(soup.contents))]
-    in_pre = 0
+    in_pre = in_heading = 0
     while inside:
         name, contents = inside[-1]
         for node in contents:
             kind, child = type(node).__name__, getattr(node, "name", None)
             if child == "br":
-                yield "\n"
+                yield " " if in_heading else "\n"
             elif child == "table" and (table := _html_table(node)):
                 yield f"\n\n{table}\n\n"
             elif child is not None and child not in _UNREAD_TAGS:
                 if child in _BLOCKS:
-                    yield "\n\n"
+                    yield " " if in_heading else "\n\n"
+                if child == "pre" and not in_pre and not in_heading:
+                    yield "```\n"  # its lines are no headings
+                elif child in _HEADINGS and not in_heading and not in_pre:
+                    yield f"{'#' * int(child[1])} "
                 elif child in ("td", "th") and name in ("td", "th"):  # one that is not closed
                     yield " "
                 in_pre += child == "pre"
+                in_heading += child in _HEADINGS
                 inside.append((child, iter(node.contents)))
                 break
             elif kind == "NavigableString":
-                yield node if in_pre else re.sub(r"\s+", " ", node)
+                yield node if in_pre and not in_heading else re.sub(r"\s+", " ", node)
             elif kind == "CData":
                 yield node
         else:
             inside.pop()
             in_pre -= name == "pre"
-            if name in ("td", "th"):
+            in_heading -= name in _HEADINGS
+            if name == "pre" and not in_pre and not in_heading:
+                yield "\n```\n\n"
+            elif name in ("td", "th") or in_heading:
                 yield " "
             elif name in _BLOCKS:
                 yield "\n\n"

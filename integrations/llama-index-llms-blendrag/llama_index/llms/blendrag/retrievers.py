@@ -97,6 +97,8 @@ def node_with_score(chunk: RetrievedChunk) -> NodeWithScore:
         "chunk_id": chunk.chunk_id,
         "distance": chunk.distance,
     }
+    if chunk.page is not None:
+        metadata["page_label"] = str(chunk.page)
     node = to_node(
         chunk.text,
         metadata,
