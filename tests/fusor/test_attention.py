@@ -304,7 +304,7 @@ def test_stripes_merged_by_their_log_sum_exps_equal_one_mask(sharing, monkeypatc
     ]  # fmt: skip
     query = torch.randn(1, 2 * sharing, len(positions), 16)
     key, value = torch.randn(2, 1, 2, n, 16).unbind()
-    got = attention._attend(rows, query, key, value, 0.3, None)
+    got = attention.attend(rows, query, key, value, 0.3, None)
     expected = reference(query, key, value, visible(positions, n, None), 0.3)
     assert float((got - expected).abs().max()) < 1e-5
 

@@ -198,7 +198,7 @@ def test_stripes_of_rows_equal_one_mask(sharing, monkeypatch):
     query = torch.randn(1, 2 * sharing, len(at), 64, device="cuda", dtype=torch.bfloat16)
     key, value = torch.randn(2, 1, 2, 100, 64, device="cuda", dtype=torch.bfloat16).unbind()
     assert len(rows.stripes(query.dtype, sharing)) == 3
-    got = attention._attend(rows, query, key, value, None, None)
+    got = attention.attend(rows, query, key, value, None, None)
     hidden = torch.arange(100)[None] > at[:, None]
     whole = (each.repeat_interleave(sharing, dim=1) for each in (key, value))
     expected, _ = reference(query, *whole, hidden.cuda())
