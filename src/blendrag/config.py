@@ -170,6 +170,9 @@ TopK = Annotated[int, whole("top_k", "Chunks in a prompt.", "env engine cli serv
 Search = Annotated[SearchMode, one_of("search",
     "hybrid, dense or lexical: chunks are found by vectors and by their words, or by one of them.",
     "env engine cli server ray", get_args(SearchMode))]
+Reranker = Annotated[str, text("reranker",
+    "sentence-transformers cross-encoder that sorts what search found; more exact, and slower.",
+    "env engine cli ray")]
 
 # -- what is asked and answered -------------------------------------------------------------------
 
@@ -305,6 +308,7 @@ class ConstructorOptions(EngineOptions, RequestDefaults, total=False):
 
     top_k: TopK | None
     search: Search | None
+    reranker: Reranker | None
 
 
 #: What requests are given by mistake.
@@ -356,6 +360,7 @@ class Settings:
     chunk_tokens: ChunkTokens = 512
     top_k: TopK = 6
     search: Search = "hybrid"
+    reranker: Reranker | None = None
     mode: Mode = "blend"
     policy: Policy = CALIBRATED
     ratio: Ratio | None = None

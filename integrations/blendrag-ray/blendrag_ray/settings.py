@@ -37,6 +37,7 @@ class ServedCluster(NamedEngineFields, DefaultFields):
     store: str | None = None
     top_k: config.TopK | None = None
     search: config.Search | None = None
+    reranker: config.Reranker | None = None
     schemas: tuple[str, ...] = ()
     """Files of prompt schemas."""
     api_key_file: str | None = None

@@ -24,6 +24,7 @@ from blendrag.cli.output import count, duration, echo
 from blendrag.cli.profile import profile
 from blendrag.cli.progress import StatusLine
 from blendrag.cli.schema import app as schema_commands
+from blendrag.cli.search import search
 from blendrag.cli.serve import serve
 from blendrag.cli.store import app as store_commands
 from blendrag.option import near_names
@@ -185,7 +186,7 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
         )
 
 
-for command in (ingest, remove, ask, chat, serve, verify, demo, calibrate, adapt, profile):
+for command in (ingest, remove, search, ask, chat, serve, verify, demo, calibrate, adapt, profile):
     app.command()(command)
 app.command("list")(list_documents)
 app.add_typer(schema_commands)

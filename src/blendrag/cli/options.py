@@ -42,7 +42,7 @@ ENGINE = (*MODEL, "embedder", "ram_bytes", "disk_bytes", "remote", "decode_weigh
 #: An engine that may make a corpus.
 NEW_CORPUS = (*ENGINE, "chunk_tokens", "kv_encoding")
 #: How chunks are found, which an engine knows.
-SEARCH = ("search",)
+SEARCH = ("search", "reranker")
 #: Defaults of requests.
 DEFAULTS = (*RequestDefaults.__annotations__, "top_k", *SEARCH)
 #: What a server takes.

@@ -323,7 +323,7 @@ class Embedder:
         if not self._trust_remote_code:
             ModelFiles(name, local_files_only, self._recorded).check()
             options["weights_only"] = True
-        with _no_progress_bars():
+        with no_progress_bars():
             return SentenceTransformer(
                 name,
                 local_files_only=local_files_only,
@@ -393,7 +393,7 @@ def batches(tokens: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Hide the bars that transformers draws while it loads weights."""
     from transformers.utils import logging as hf_logging
 

@@ -12,7 +12,7 @@ The question alone comes first, unless the two together have a hit that is clear
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import PurePath
 
@@ -23,6 +23,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.filters import FilterLike
+from blendrag.corpus.reranker import Reranker
 from blendrag.corpus.search import FoundChunk, SearchQuery
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.text.readers import MetadataValue
@@ -32,6 +33,8 @@ from blendrag.wording import quoted
 #: distance of the question alone. Chosen on the demo's corpora: most questions such as "And how wide is it?"
 #: are below, and few questions that change the topic.
 FOLLOW_UP_DISTANCE = 0.88
+#: Chunks that a reranker sorts: these times ``top_k``, and at least so many.
+RERANKED_FACTOR, LEAST_RERANKED = 3, 20
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class RetrievedChunk:
     """A chunk that was found for a question.
 
     ``rank``: 1 is the best. ``score``: what the ranking follows, larger is better: cosine similarity (dense
-    search), BM25 (lexical), or the share of the best possible sum of both rankings (hybrid), in [0, 1].
+    search), BM25 (lexical), or the share of the best possible sum of both rankings (hybrid), in [0, 1]; with
+    a reranker its score.
     ``distance``: L2 of its vector from the question's, in [0, 2], smaller is nearer; ``None`` in lexical
     search. In a conversation, score and distance are those of the question alone or of the question with the
     one before, whichever is better.
@@ -66,9 +70,14 @@ class RetrievedChunk:
 
 class Retriever:
     def __init__(
-        self, corpus: Corpus, embedder: Embedder, search: SearchMode | None = None
+        self,
+        corpus: Corpus,
+        embedder: Embedder,
+        search: SearchMode | None = None,
+        reranker: Reranker | None = None,
     ) -> None:
         """``search``: how chunks are found unless a call says otherwise; ``None``: as the settings say."""
+        self.reranker = reranker
         self.corpus = corpus
         self.embedder = embedder
         self.search: SearchMode = search or settings().search
@@ -108,6 +117,7 @@ class Retriever:
         if allowed is not None and not allowed.size:
             return []
         mode = self.corpus.searches.available(search or self.search)
+        k = top_k if self.reranker is None else max(LEAST_RERANKED, RERANKED_FACTOR * top_k)
         searched = [question, f"{earlier}\n{question}"] if earlier.strip() else [question]
         vectors: Sequence[np.ndarray | None] = [None] * len(searched)
         if mode != "lexical":
@@ -115,18 +125,24 @@ class Retriever:
                 refuse_given(self.corpus.manifest.embedder)
             vectors = [*self.embedder.embed_queries(searched, check=check)]
         hits = [
-            self.corpus.search(SearchQuery(text, vector, mode), top_k, allowed)
+            self.corpus.search(SearchQuery(text, vector, mode), k, allowed)
             for text, vector in zip(searched, vectors, strict=True)
         ]
-        found = hits[0] if len(hits) == 1 else _merged(hits[0], hits[1], top_k)
-        if mode == "dense":
+        found = hits[0] if len(hits) == 1 else _merged(hits[0], hits[1], k)
+        if self.reranker is not None:
+            texts = [each.chunk.text for each in found]
+            scores = self.reranker.scores(searched[-1], texts, check)
+            found = [
+                replace(each, score=float(score)) for each, score in zip(found, scores, strict=True)
+            ]
+        if mode == "dense" or self.reranker is not None:
             found.sort(key=lambda each: -each.score)
         chunks = [
             RetrievedChunk(
                 c.chunk_id, c.text, c.source, c.title, c.start, c.end, each.distance, c.metadata,
                 each.score, rank, c.page,
             )
-            for rank, each in enumerate(found, 1)
+            for rank, each in enumerate(found[:top_k], 1)
             for c in (each.chunk,)
         ]  # fmt: skip
         best: dict[str, int] = {}

@@ -18,6 +18,7 @@ from blendrag.corpus.database import DIRECTORY, FILE_NAME, EmptyDatabase
 from blendrag.corpus.embedder import GIVEN, Embedder, absolute_embedder, embedder_of, same_embedder
 from blendrag.corpus.embedding_turns import Check, EmbeddingTurns, proceed
 from blendrag.corpus.manifest import Manifest
+from blendrag.corpus.reranker import Reranker
 from blendrag.corpus.retriever import Retriever
 from blendrag.engine.lazy_model import LazyModel, opened
 from blendrag.engine.rendering import daily_part, prefix_token_ids
@@ -305,6 +306,11 @@ class ModelCorpus:
         self._corpus_settings.check_embedder(manifest, self.root)
         return embedder_of(manifest, self.root, given, trusted, turns)
 
+    @opened
+    def reranker(self) -> Reranker | None:
+        name = self.settings.reranker
+        return None if name is None else Reranker(name, self._model.trust_remote_code)
+
     def vectors_of(
         self, corpus: Corpus, titled: Sequence[tuple[str, Chunk]], check: Check = proceed
     ) -> list[np.ndarray]:
@@ -329,7 +335,7 @@ class ModelCorpus:
         return [known[title, chunk.chunk_id] for title, chunk in titled]
 
     def retriever(self) -> Retriever:
-        return Retriever(self.require(), self.embedder, self.settings.search)
+        return Retriever(self.require(), self.embedder, self.settings.search, self.reranker)
 
     def close(self) -> None:
         """Close what was opened. Idempotent."""

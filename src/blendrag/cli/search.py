@@ -1,0 +1,88 @@
+"""``blendrag search``: the chunks that a question finds, without an answer."""
+
+from __future__ import annotations
+
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from blendrag.cli import options
+from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.output import console, print_json
+from blendrag.config import settings
+from blendrag.errors import check_unicode
+
+if TYPE_CHECKING:
+    from blendrag.corpus.retriever import RetrievedChunk
+
+#: Characters shown of each chunk.
+FIRST_CHARS = 70
+#: Names under which readers and applications keep a chunk's place in its document.
+_PLACES = {"page": "page {}", "section": "{}"}
+
+
+@reporting
+@options.takes("store", "embedder", "trust_remote_code", "top_k", *options.SEARCH)
+def search(
+    context: typer.Context,
+    question: Annotated[str, typer.Argument(help="What to look for.", show_default=False)],
+    only: options.Only = None,
+    where: options.Where = None,
+    json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Show the passages that a question finds, the best first. Loads no language model."""
+    begin(verbose, "the search was abandoned; the store is intact")
+    check_unicode(question, "the question")
+    from blendrag.corpus.corpus import Corpus
+    from blendrag.corpus.embedder import embedder_of
+    from blendrag.corpus.reranker import Reranker
+    from blendrag.corpus.retriever import Retriever
+
+    given = context.params
+    root, trusts = given["store"] or settings().store, bool(given["trust_remote_code"])
+    name = given["reranker"] or settings().reranker
+    with Corpus.open(root) as corpus:
+        embedder = embedder_of(
+            corpus.manifest, root, given["embedder"] or settings().embedder, trusts
+        )
+        reranker = None if name is None else Reranker(name, trusts)
+        retriever = Retriever(corpus, embedder, given["search"], reranker)
+        found = retriever.retrieve(
+            question, given["top_k"] or settings().top_k, filter=options.filter_of(only, where)
+        )
+    found.sort(key=lambda chunk: chunk.rank)
+    if json:
+        print_json({"question": question, "chunks": [_fields(chunk) for chunk in found]})
+    else:
+        _print(found)
+    return DONE
+
+
+def _fields(chunk: RetrievedChunk) -> dict[str, Any]:
+    shown = ("rank", "score", "source", "title", "start", "end", "distance", "metadata", "chunk_id")
+    return {**{name: getattr(chunk, name) for name in shown}, "text": chunk.text}
+
+
+def _print(found: list[RetrievedChunk]) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", justify="right")
+    table.add_column("score", justify="right")
+    for heading in ("document", "place", "text"):
+        table.add_column(heading, overflow="fold")
+    for chunk in found:
+        text = shorten(chunk.text, FIRST_CHARS, placeholder=" …")
+        row = (str(chunk.rank), f"{chunk.score:.3f}", chunk.source, _place(chunk), text)
+        table.add_row(*row)
+    console(width=160).print(table)
+
+
+def _place(chunk: RetrievedChunk) -> str:
+    named = [
+        form.format(chunk.metadata[name])
+        for name, form in _PLACES.items()
+        if chunk.metadata.get(name) not in (None, "")
+    ]
+    return ", ".join(named) or f"{chunk.start}–{chunk.end}"
