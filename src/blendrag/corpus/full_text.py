@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import sqlite3
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import PurePath
 
 import numpy as np
@@ -46,12 +49,26 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRA
 _COMPLETE, _BUILDING = str(TERMS_VERSION), f"building {TERMS_VERSION}"
 
 
+@dataclass(frozen=True)
+class TextRanking:
+    """Passages and their BM25, the best first.
+
+    ``information``: sum of the inverse document frequencies of the question's terms, which is about the BM25
+    of a passage that has each of them once.
+    """
+
+    passages: list[tuple[int, float]]
+    information: float
+
+
 class FullTextIndex:
     """The full-text index of one corpus."""
 
     def __init__(self, file: CorpusFile) -> None:
         self._file = file
         self._building = threading.Lock()
+        self._is_sound = False
+        """Whether it has found a passage that it holds."""
 
     # -- in the transaction of a change ----------------------------------------------------------
 
@@ -97,7 +114,10 @@ class FullTextIndex:
         One thread builds; others do without meanwhile.
         """
         if self._is_complete():
-            return ""
+            if self._is_sound or self._answers():
+                self._is_sound = True
+                return ""
+            return self.rebuild_damaged()
         if not has_full_text():
             return f"SQLite {sqlite3.sqlite_version} of this Python lacks FTS5"
         if self._file.read_only:
@@ -109,6 +129,23 @@ class FullTextIndex:
         finally:
             self._building.release()
         return ""
+
+    def _answers(self) -> bool:
+        """Whether a term of the newest row finds it: without its root, an index finds nothing, in silence."""
+        with self._file.reading() as connection, suppress(sqlite3.DatabaseError):
+            newest = f"SELECT max(id) FROM {FULL_TEXT}_docsize"
+            for row, title, text in connection.execute(
+                f"SELECT rowid, title, text FROM {FULL_TEXT} WHERE rowid = ({newest})"
+            ):
+                term = f"{text} {title}".split()[:1]
+                return not term or bool(
+                    connection.execute(
+                        f"SELECT 1 FROM {FULL_TEXT} WHERE {FULL_TEXT} MATCH ? AND rowid = ?",
+                        (_quoted(term[0]), row),
+                    ).fetchone()
+                )
+            return True
+        return False
 
     def _is_complete(self) -> bool:
         return self._file.has_full_text() and self._file.meta(FULL_TEXT) == _COMPLETE
@@ -162,14 +199,14 @@ class FullTextIndex:
 
     def ranked(
         self, text: str, allowed: np.ndarray | None = None, rare_only: bool = True
-    ) -> list[tuple[int, float]]:
+    ) -> TextRanking:
         """Passages with any of the rarest terms of ``text`` and their BM25, the best first.
 
         ``allowed``: ids of passages, others are left out. ``rare_only``: nothing is found if every term is
         in too many passages to tell them apart. In a read transaction.
         """
         try:
-            terms = self._rarest(query_terms(text), rare_only)
+            terms, information = self._rarest(query_terms(text), rare_only)
             rows = self._file.connection.execute(
                 f"SELECT rowid, -bm25({FULL_TEXT}, {TITLE_WEIGHT}, 1.0) FROM {FULL_TEXT} "
                 f"WHERE {FULL_TEXT} MATCH ?",
@@ -182,10 +219,13 @@ class FullTextIndex:
         if allowed is not None:
             known = set(allowed.tolist())
             rows = [row for row in rows if row[0] in known]
-        return sorted(rows, key=lambda row: (-row[1], row[0]))
+        return TextRanking(sorted(rows, key=lambda row: (-row[1], row[0])), information)
 
-    def _rarest(self, terms: Sequence[str], rare_only: bool) -> list[str]:
-        """At most :data:`MAX_TERMS` that are in the fewest passages, in at most :data:`MAX_ROWS` together."""
+    def _rarest(self, terms: Sequence[str], rare_only: bool) -> tuple[list[str], float]:
+        """At most :data:`MAX_TERMS` that are in the fewest passages, in at most :data:`MAX_ROWS` together;
+        and the sum of the inverse document frequencies of all."""
+        ((size,),) = self._file.connection.execute(f"SELECT count(*) FROM {FULL_TEXT}_docsize")
+        information = 0.0
         counted: list[tuple[int, int, str]] = []
         bound = MAX_ROWS + 1  # counting ends there: a term that is in more passages is no candidate
         for at, term in enumerate(terms):
@@ -193,6 +233,7 @@ class FullTextIndex:
                 f"SELECT count(*) FROM (SELECT 1 FROM {FULL_TEXT} WHERE {FULL_TEXT} MATCH ? LIMIT ?)",
                 (_quoted(term), bound),
             )
+            information += math.log(1 + max(0.5, size - count + 0.5) / (count + 0.5))
             if count:
                 bisect.insort(counted, (count, at, term))
             if len(counted) > MAX_TERMS:
@@ -205,7 +246,7 @@ class FullTextIndex:
             if rows > MAX_ROWS and (chosen or rare_only):
                 break
             chosen.append(term)
-        return chosen
+        return chosen, information
 
     def rebuild_damaged(self) -> str:
         """After :class:`DamagedIndex`: build the index again, as :meth:`prepare`."""

@@ -27,20 +27,21 @@ _UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     "\uac00-\ud7a3\uf900-\ufaff\U0001b000-\U0001b16f\U00020000-\U0003ffff"
 )
-#: A letter or digit, then also the vowel signs of Indic scripts.
-_WORD = rf"[^\W_{_UNSPACED}](?:[^\W_{_UNSPACED}]|[\u0900-\u0963\u0970-\u0dff])*"
+#: Vowel signs of Indic scripts, which follow a letter.
+_SIGNS = "\u0900-\u0963\u0970-\u0dff"
+_WORD = rf"[^\W_{_UNSPACED}](?:[^\W_{_UNSPACED}]|[{_SIGNS}])*"
 #: A run of an unspaced script, or words that signs join.
 _TOKEN = re.compile(rf"(?P<run>[{_UNSPACED}]+)|{_WORD}(?:(?:[-.:/\\@'’+&#]|_+|::){_WORD})*")
 _WORDS = re.compile(_WORD)
 #: Parts of getHTTPServer2.
-_PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[^\W\d_A-Z]+|[A-Z]+|\d+")
+_PARTS = re.compile(rf"[A-Z]+(?=[A-Z][a-z])|[A-Z]?(?:[^\W\d_A-Z]|[{_SIGNS}])+|[A-Z]+|\d+")
 #: Marks that are no letters: accents, vowel signs of Arabic and Hebrew. Those of Indic scripts are.
 _MARKS = re.compile(
     "[\u0300-\u036f\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0670\u1ab0-\u1aff\u1dc0-\u1dff]"
 )
 _PLAIN = str.maketrans(
     {"ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D", "ð": "d", "Ð": "D", "ı": "i",
-     "æ": "ae", "Æ": "AE", "œ": "oe", "Œ": "OE", "þ": "th", "Þ": "TH"}
+     "æ": "ae", "Æ": "Ae", "œ": "oe", "Œ": "Oe", "þ": "th", "Þ": "Th"}
 )  # fmt: skip
 
 
