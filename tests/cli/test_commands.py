@@ -194,3 +194,15 @@ def test_verify_passes_a_llama_and_explains_its_figures(model_dir, monkeypatch):
     assert "(at most 0.000" in shown
     assert "wrong KV would be noticed" in shown
     assert "the next 32 tokens are those of the model without blendrag: yes" in shown
+
+
+def test_search_shows_what_a_question_finds_without_a_model(ingested: Path) -> None:
+    found = printed("search", QUESTION, "--store", ingested, "--top-k", "3")
+    assert [chunk["rank"] for chunk in found["chunks"]] == [1, 2, 3]
+    assert Path(found["chunks"][0]["source"]).name == "d2.txt"
+    assert {"score", "start", "end", "distance", "metadata", "text"} < found["chunks"][0].keys()
+    shown = invoke("search", QUESTION, "--store", ingested, "--search", "lexical").stdout
+    assert shown.split()[:5] == ["rank", "score", "document", "place", "text"]
+    assert "d2.txt" in shown.splitlines()[1]
+    only = printed("search", QUESTION, "--store", ingested, "--only", "d1.txt")
+    assert {Path(chunk["source"]).name for chunk in only["chunks"]} == {"d1.txt"}

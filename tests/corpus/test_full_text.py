@@ -131,17 +131,17 @@ def test_an_interrupted_build_goes_on_and_follows_changes(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execute(root, *EARLIER)
-    monkeypatch.setattr(full_text, "_BATCH", 4)
+    monkeypatch.setattr(full_text, "BATCH_PASSAGES", 4)
     with Corpus.open(root) as corpus:
         batches = iter(range(2))
-        after = corpus.searches.full_text._build_after
+        after = corpus.searches.full_text.build_after
 
         def killed(last: int) -> int | None:
             if next(batches, None) is None:
                 raise KeyboardInterrupt
             return after(last)
 
-        monkeypatch.setattr(corpus.searches.full_text, "_build_after", killed)
+        monkeypatch.setattr(corpus.searches.full_text, "build_after", killed)
         with pytest.raises(KeyboardInterrupt):
             corpus.searches.available("hybrid")
     change(root)
@@ -271,7 +271,7 @@ def test_one_thread_builds_while_others_search_by_vectors(
 ) -> None:
     execute(root, *EARLIER)
     with Corpus.open(root) as corpus:
-        with corpus.searches.full_text._building:
+        with corpus.searches.full_text.building:
             assert corpus.searches.available("hybrid") == "dense"
         assert corpus.searches.available("hybrid") == "hybrid"
     assert "its full-text index is being built" in caplog.text

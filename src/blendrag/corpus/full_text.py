@@ -43,7 +43,7 @@ MAX_TERMS, MAX_ROWS = 32, 6000
 #: Weight of a term in the title against one in the text, as each chunk of a document has its title.
 TITLE_WEIGHT = 0.5
 #: Passages that are added in one transaction when the index is built.
-_BATCH = 256
+BATCH_PASSAGES = 256
 #: What SQLite says of a damaged index; anything else is a fault of the file or the disk.
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT)
 _COMPLETE, _BUILDING = str(TERMS_VERSION), f"building {TERMS_VERSION}"
@@ -66,7 +66,8 @@ class FullTextIndex:
 
     def __init__(self, file: CorpusFile) -> None:
         self._file = file
-        self._building = threading.Lock()
+        self.building = threading.Lock()
+        """Held by the thread that builds."""
         self._is_sound = False
         """Whether it has found a passage that it holds."""
 
@@ -122,12 +123,12 @@ class FullTextIndex:
             return f"SQLite {sqlite3.sqlite_version} of this Python lacks FTS5"
         if self._file.read_only:
             return "it has no full-text index and cannot be written"
-        if not self._building.acquire(blocking=False):
+        if not self.building.acquire(blocking=False):
             return "its full-text index is being built"
         try:
             self._build()
         finally:
-            self._building.release()
+            self.building.release()
         return ""
 
     def _answers(self) -> bool:
@@ -166,9 +167,9 @@ class FullTextIndex:
             )
         last: int | None = 0
         while last is not None:
-            last = self._build_after(last)
+            last = self.build_after(last)
 
-    def _build_after(self, last: int) -> int | None:
+    def build_after(self, last: int) -> int | None:
         """Add the next passages that the index lacks; the last of them, ``None`` at the end."""
         with self._file.writing():
             if self._file.meta(FULL_TEXT) != _BUILDING:  # another process ended it, or began again
@@ -176,7 +177,7 @@ class FullTextIndex:
             ids = self._file.rows(
                 "SELECT id FROM passage WHERE id > ? AND length(vector) > 0 AND NOT EXISTS "
                 f"(SELECT 1 FROM {FULL_TEXT}_docsize AS row WHERE row.id = passage.id) "
-                f"ORDER BY id LIMIT {_BATCH}",
+                f"ORDER BY id LIMIT {BATCH_PASSAGES}",
                 last,
             )
             if not ids:
