@@ -48,6 +48,17 @@ def test_the_context_window_is_known_without_the_weights(checkpoint: str) -> Non
     assert load_context_tokens(checkpoint) == tiny.adapter(tiny.llama()).context_tokens == 4096
 
 
+def test_the_tokenizers_are_read_once_for_the_corpus_and_the_model(checkpoint: str) -> None:
+    with tiny.counted(loading, "_tokenizer") as reads, tiny.counted(json, "loads") as parsed:
+        tokens = load_tokens(checkpoint)
+        written = tokens.tokenizer.backend_tokenizer.to_str()
+        assert load_adapter(checkpoint).tokens is tokens
+    assert len(reads) == 1
+    assert [args[0] for args in parsed].count(written) == 1
+    Path(checkpoint, "tokenizer.json").touch()  # other files are read again
+    assert load_tokens(checkpoint) is not tokens
+
+
 @pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
 def test_a_model_without_a_forward_of_the_whole_is_refused_with_what_to_load_instead(
     checkpoint: str, kind: str

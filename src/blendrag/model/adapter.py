@@ -68,7 +68,7 @@ class ModelAdapter:
         self.model.eval()
         name, self.revision = origin(model.config)
         self.model_id = model_id or name or UNNAMED
-        self.tokens = Tokens(tokenizer)
+        self.tokens = tokenizer if isinstance(tokenizer, Tokens) else Tokens(tokenizer)
         self.lock = lock_of(self.model)
         """Belongs to the model, not to this adapter. Held from the first hook to the last token."""
         self.why_not_movable = ""
@@ -393,8 +393,9 @@ class ModelAdapter:
         if getattr(stack.rotary, "rope_type", None) == "longrope":
             with suppress(UnsupportedModelError, TypeError, ValueError, IndexError, RuntimeError):
                 self._probe_long(kv_at, others, still)
+        at_start: LayersKV = [(layer.keys[0], layer.values[0]) for layer in first.layers]
         self._repositioner = classify(
-            kv_at(0), shifted, others, still, stack, self.precision, again
+            at_start, shifted, others, still, stack, self.precision, again
         )
 
     def _probe_long(

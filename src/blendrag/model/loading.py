@@ -37,6 +37,7 @@ from blendrag.model.adapter import ModelAdapter, context_tokens_of
 from blendrag.model.checked_files import check_adapter_files, check_model_files
 from blendrag.model.compat import cpu_multiplies_fast
 from blendrag.model.gguf_files import is_gguf, unpacked_directory
+from blendrag.model.sharing import loaded_once
 from blendrag.model.tokens import Tokens
 from blendrag.store import regular_files
 from blendrag.store.kv import dtype_name
@@ -111,7 +112,7 @@ def load_adapter(
     given = dict(model_kwargs or {})
     files = {"trust_remote_code": trust_remote_code, **hub_kwargs(given)}
     _check_files(name, **files)
-    tokenizer = _tokenizer(name, **files)
+    tokens = _tokens_once(name, **files)
     config = _pretrained("AutoConfig", name, **files)
     in_files = next(filter(None, _of_any_part(config, "quantization_config")), None)
     quantised = given.get("quantization_config") or in_files
@@ -126,15 +127,26 @@ def load_adapter(
         if lora is not None:
             model = _with_lora(model, lora)
         with _mapped(lambda exc: _load_message(name, exc)):
-            return ModelAdapter(model, tokenizer, model_id=name)
+            return ModelAdapter(model, tokens, model_id=name)
 
 
 def load_tokens(name: str, trust_remote_code: bool = False, **hub: Any) -> Tokens:
-    """Only the tokenizers of ``name``, as :func:`load_adapter` loads them; raises :class:`ModelLoadError`."""
+    """Only the tokenizers of ``name``, the same object that :func:`load_adapter` gives its adapter while
+    somebody holds it; raises :class:`ModelLoadError`."""
     _check_files(name, trust_remote_code, **hub)
-    tokenizer = _tokenizer(name, trust_remote_code=trust_remote_code, **hub)
-    with _mapped(lambda exc: _load_message(name, exc)):
-        return Tokens(tokenizer)
+    return _tokens_once(name, trust_remote_code=trust_remote_code, **hub)
+
+
+def _tokens_once(name: str, **options: Any) -> Tokens:
+    """The tokenizers of the files that are there now; a large vocabulary takes a second to read."""
+
+    def load() -> Tokens:
+        tokenizer = _tokenizer(name, **options)
+        with _mapped(lambda exc: _load_message(name, exc)):
+            return Tokens(tokenizer)
+
+    key = ("tokens", name, model_signature(name), repr(sorted(options.items())))
+    return loaded_once(key, load)
 
 
 @lru_cache(maxsize=32)

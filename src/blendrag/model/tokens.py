@@ -17,7 +17,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache, wraps
+from functools import lru_cache, wraps
 from itertools import pairwise, product, takewhile
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,9 +76,14 @@ class Tokens:
                 "load the model with its fast tokenizer (use_fast=True)"
             )
         self.tokenizer = tokenizer
-        _check_definition(tokenizer.backend_tokenizer)
-        self.text = _plain_text_tokenizer(tokenizer.backend_tokenizer)
-        self._continuing = _continuing_tokenizer(tokenizer.backend_tokenizer)
+        written = uncapped(tokenizer.backend_tokenizer).to_str()
+        definition = json.loads(written)  # once: the definition has all of the vocabulary
+        self.fingerprint = digest_fields([written.encode()])
+        """Digest of the fast tokenizer's definition, without truncation and padding, which every call of the
+        tokenizer may change."""
+        _check_definition(tokenizer.backend_tokenizer, definition)
+        self.text = _plain_text_tokenizer(definition)
+        self._continuing = _continuing_tokenizer(definition)
         added = tokenizer.added_tokens_decoder
         self._added_ids = frozenset(added)
         self._added = {str(token): index for index, token in added.items()}
@@ -163,14 +168,6 @@ class Tokens:
         """All ids as text, control tokens included."""
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(list(ids), **options))
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest of the fast tokenizer's definition, taken once.
-
-        Without truncation and padding, which every call of the tokenizer may change.
-        """
-        return digest_fields([uncapped(self.tokenizer.backend_tokenizer).to_str().encode()])
 
     # -- control tokens -----------------------------------------------------------------------
 
@@ -350,14 +347,13 @@ MAX_TOKEN_ID = 1 << 22
 MAX_GROWTH = 64
 
 
-def _check_definition(backend: Tokenizer) -> None:
-    """Raise :class:`ModelLoadError` for a tokenizer that cannot be written, or whose texts have no bound."""
+def _check_definition(backend: Tokenizer, definition: dict[str, Any]) -> None:
+    """Raise :class:`ModelLoadError` for a tokenizer of too many ids, or whose texts have no bound."""
     if (largest := max(backend.get_vocab().values(), default=0)) > MAX_TOKEN_ID:
         raise ModelLoadError(
             f"the tokenizer has a token of id {largest}, expected at most {MAX_TOKEN_ID}; correct its "
             "tokenizer.json"
         )
-    definition = json.loads(backend.to_str())
     for part in ("normalizer", "decoder"):
         if (growth := _growth(definition[part])) > MAX_GROWTH:
             raise ModelLoadError(
@@ -419,19 +415,16 @@ def _changes_text(backend: Tokenizer) -> bool:
     return normalizer is not None and text not in normalizer.normalize_str(text)
 
 
-def _plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:
-    """A copy of ``backend`` without added tokens that adds neither tokens nor a leading space."""
-    definition = _without_additions(backend)
-    definition["added_tokens"] = []
+def _plain_text_tokenizer(definition: dict[str, Any]) -> Tokenizer:
+    """A tokenizer of this definition without added tokens, which adds neither tokens nor a leading space."""
+    plainly = _without_additions(definition)
     try:
-        plain = Tokenizer.from_str(json.dumps(definition))
+        plain = Tokenizer.from_str(json.dumps(plainly | {"added_tokens": []}))
     except Exception:
         # A model whose unknown token exists only as an added token needs the list. Marked special, all of
         # them are encoded as text.
-        definition["added_tokens"] = [
-            {**token, "special": True} for token in json.loads(backend.to_str())["added_tokens"]
-        ]
-        plain = Tokenizer.from_str(json.dumps(definition))
+        special = [{**token, "special": True} for token in definition["added_tokens"]]
+        plain = Tokenizer.from_str(json.dumps(plainly | {"added_tokens": special}))
     plain.encode_special_tokens = True
     return plain
 
@@ -439,22 +432,20 @@ def _plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:
 _WHERE_SPACES_COME_FROM = ("normalizer", "pre_tokenizer")
 
 
-def _continuing_tokenizer(backend: Tokenizer) -> Tokenizer | None:
-    """A copy that puts no space before a text that continues another; ``None`` if ``backend`` puts none."""
-    stock, definition = json.loads(backend.to_str()), _without_additions(backend)
-    if all(definition[part] == stock[part] for part in _WHERE_SPACES_COME_FROM):
+def _continuing_tokenizer(definition: dict[str, Any]) -> Tokenizer | None:
+    """A tokenizer that puts no space before a text that continues another; ``None`` if ``definition`` puts
+    none."""
+    continuing = _without_additions(definition)
+    if all(continuing[part] == definition[part] for part in _WHERE_SPACES_COME_FROM):
         return None
-    return Tokenizer.from_str(json.dumps(definition))
+    return Tokenizer.from_str(json.dumps(continuing))
 
 
-def _without_additions(backend: Tokenizer) -> dict[str, Any]:
+def _without_additions(definition: dict[str, Any]) -> dict[str, Any]:
     """The definition without whatever adds or removes tokens, and without the space before a text."""
-    definition: dict[str, Any] = json.loads(backend.to_str())
-    definition["post_processor"] = None
-    definition["padding"] = definition["truncation"] = None
-    for part in _WHERE_SPACES_COME_FROM:
-        definition[part] = _without_prefix(definition[part])
-    return definition
+    absent = dict.fromkeys(("post_processor", "padding", "truncation"))
+    spaceless = {part: _without_prefix(definition[part]) for part in _WHERE_SPACES_COME_FROM}
+    return definition | absent | spaceless
 
 
 def _without_prefix(part: Any) -> Any:
