@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 
 from blendrag.cli import progress
+from blendrag.cli.progress import TimeLeft
 from blendrag.engine import ingest as ingesting
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.fusor import gate
 from blendrag.store.durable import readable_size
+from blendrag.text.chunking import Chunk
 from cli.commands import ingest_args, invoke, printed, refused, write_documents
+from clocks import Clock
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ def test_the_time_left_is_right_after_a_tenth_of_the_work(
     monkeypatch.setattr(progress, "LINE_EVERY_S", 1.0)
     told = invoke(*ingest_args(docs, model_dir, store)).stderr
     lines = re.findall(
-        r"progress: (\d+) chunks?, .* of [\d.]+ KiB read(?:, about (.*) left)?", told
+        r"progress: (\d+) chunks?, .* of [\d.]+ KiB done(?:, about (.*) left)?", told
     )
     work = len(lines)
     assert work > 72
@@ -109,11 +113,70 @@ def seconds_of(duration: str) -> float:
 def test_ingest_says_what_it_will_take_on_disk_if_that_is_much(ingest, monkeypatch):
     monkeypatch.setattr(ingesting, "ANNOUNCED_BYTES", 10_000)
     told = invoke(*ingest)
-    (said,) = [line for line in told.stderr.splitlines() if line.startswith("warning: the KV of ")]
-    assert " of text takes about " in said
+    (said,) = [
+        line for line in told.stderr.splitlines() if line.startswith("warning: the KV to be ")
+    ]
     assert " per token; the disk has " in said
     size = re.search(r"takes about ([\d.]+) KiB", said)
     stored = re.search(r"; ([\d.]+) KiB encoded in", told.stdout)
     assert size is not None
     assert stored is not None
     assert 0.8 < float(size[1]) / float(stored[1]) < 1.25
+
+
+def test_the_time_left_follows_a_speed_that_changes_early() -> None:
+    at, left = Clock(), TimeLeft()
+    for done in range(1001):
+        told_s = left.seconds(at(), done, 1000 - done)
+        if 100 <= done < 1000:
+            assert told_s is not None
+            assert (1000 - done) / 1.5 <= told_s <= 1.5 * (1000 - done), done
+        at.now += 60.0 if done == 0 else 5.0 if done < 20 else 1.0  # opens the model, is disturbed
+
+
+def test_an_ingest_of_mixed_sizes_tells_its_time_by_tokens_that_are_not_stored(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Crumbs and long documents in a random order, a third of them stored before, each text twice."""
+    docs, store, at = tmp_path / "docs", tmp_path / "store", Clock()
+    rng = random.Random(5)
+    sizes = [rng.choice((1, 2, 3, 40, 120)) for _ in range(30)]
+    for number, paragraphs in enumerate(sizes):
+        words = (f"word{number} {rng.getrandbits(40)} said {i}." for i in range(paragraphs))
+        text = "\n\n".join(words)
+        for copy in ("", "again"):
+            write_text(docs / f"{rng.random()}{copy}.md", f"{text}\n\n" if copy else text)
+        if number % 3 == 0:  # their bytes are no work
+            write_text(tmp_path / "first" / f"{number}.md", text)
+    assert invoke(*ingest_args(tmp_path / "first", model_dir, store)).exit_code == 0
+    write, done_s, told = KVWriter.write, list[float](), list[tuple[float, float]]()
+
+    def write_slowly(writer: KVWriter, chunk: Chunk, *args: Any) -> None:
+        took_s = (chunk.tokens + 20.0) / 100 + 300.0 * (not done_s)  # the first opens the model
+        at.now += took_s
+        done_s.append(took_s)
+        write(writer, chunk, *args)
+
+    show = progress.TimeLeft.seconds
+
+    def noted(self: TimeLeft, now: float, done: float, left: float) -> float | None:
+        if (said := show(self, now, done, left)) is not None:
+            told.append((sum(done_s), said))
+        return said
+
+    monkeypatch.setattr(KVWriter, "write", write_slowly)
+    monkeypatch.setattr("rich.console.monotonic", at)
+    monkeypatch.setattr(progress.TimeLeft, "seconds", noted)
+    assert invoke(*ingest_args(docs, model_dir, store)).exit_code == 0
+    whole_s, first_s = sum(done_s), done_s[0]
+    assert len(done_s) > 40
+    late = [(done, said) for done, said in told if first_s + (whole_s - first_s) / 10 <= done]
+    assert len(late) > 30
+    for done, said in late:
+        left_s, little_s = whole_s - done, whole_s / 50  # embedding takes no time here
+        assert left_s / 1.5 - little_s <= said <= left_s * 1.5 + little_s, (done, said)
+
+
+def write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)

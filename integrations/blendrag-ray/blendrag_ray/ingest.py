@@ -315,8 +315,8 @@ class DistributedIngest:
             report.done_bytes = round(
                 self._done_bytes + row["bytes"] * (row["end"] / row["characters"])
             )
-            if not row["computed"]:
-                report.ready_bytes += report.done_bytes - before
+            if row["computed"]:
+                report.work_done += report.done_bytes - before
         if self._document and self._document[0]["source"] != row["source"]:
             self._refuse_changed()
         self._document.append(row)
@@ -385,6 +385,8 @@ class DistributedIngest:
         spent_s = report.encoding_s
         report.tokens_per_s = self._computed_tokens / spent_s if spent_s else 0.0
         report.seconds = time.perf_counter() - self._began
+        # workers read the files, so of what is to come only the bytes are known
+        report.work = report.work_done + report.total_bytes - report.done_bytes
 
     def _tell(self) -> None:
         self._count()

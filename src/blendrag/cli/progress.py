@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Self
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 #: Between two printed lines.
 LINE_EVERY_S = 5.0
+#: Most steps that are remembered.
+MARKS = 256
 
 
 class StatusLine:
@@ -29,7 +32,7 @@ class StatusLine:
             transient=True,
             disable=not self._console.is_terminal,
         )
-        self._marks: list[tuple[float, float]] = []  # time and work at the first two steps
+        self._time_left = TimeLeft()
         self._task = self._bar.add_task(printable_line(text), total=None)
 
     def __enter__(self) -> Self:
@@ -39,13 +42,10 @@ class StatusLine:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show(self, text: str, done: int = 0, total: int | None = None, ready: int = 0) -> None:
-        """Replace the line; ``done`` of ``total`` sets the bar and gives an estimate of the time left.
-
-        ``ready``: how much of ``done`` cost no work in this run.
-        """
+    def show(self, text: str, done: float = 0, total: float | None = None) -> None:
+        """Replace the line; ``done`` of ``total`` sets the bar and gives an estimate of the time left."""
         now = self._console.get_time()
-        left_s = self._left_s(now, done - ready, (total or 0) - done)
+        left_s = self._time_left.seconds(now, done, (total or 0) - done)
         if left_s is not None and left_s >= 0.05:
             text += f", about {duration(left_s)} left"
         self._bar.update(self._task, completed=done, total=total, description=printable_line(text))
@@ -53,14 +53,29 @@ class StatusLine:
             self._printed = now
             say("progress", text)
 
-    def _left_s(self, now: float, worked: float, left: float) -> float | None:
-        """At the mean speed since the end of the first step, which warms up."""
-        if len(self._marks) < 2:
-            if not self._marks or worked > self._marks[0][1]:
-                self._marks.append((now, worked))
+
+class TimeLeft:
+    """Estimates the time left from the speed over the last half of the work done.
+
+    So what was slow at the beginning is soon forgotten. The first step, which warms up, counts nothing.
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, float]] = []
+        """Work done, and when: at first, after the first step, then after others."""
+
+    def seconds(self, now: float, done: float, left: float) -> float | None:
+        """The time left for ``left`` at time ``now``; ``None`` before it can be told."""
+        marks = self._marks
+        if not marks or done > marks[-1][0]:
+            marks.append((done, now))
+        if len(marks) < 3 or done <= (first := marks[1][0]):
             return None
-        began, before = self._marks[1]
-        return left * (now - began) / (worked - before) if worked > before else None
+        if len(marks) > MARKS:
+            del marks[2:-1:2]
+        half = (first + done) / 2
+        before, began = marks[max(1, bisect_right(marks, (half, now)) - 1)]
+        return left * (now - began) / (done - before)
 
 
 class ByteProgress(StatusLine):
@@ -85,9 +100,12 @@ class IngestProgress(StatusLine):
         if totals.embedded and not totals.chunks:
             self.show(f"{count(totals.embedded, 'chunk')} embedded, none encoded yet")
             return
+        if not totals.chunks:
+            self.show("reading the documents")
+            return
         speed = f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s"
-        text = f"{speed}, {readable_size(done)} of {readable_size(total)} read"
-        self.show(text, done, total, totals.ready_bytes)
+        text = f"{speed}, {readable_size(done)} of {readable_size(total)} done"
+        self.show(text, totals.work_done, totals.work)
 
     def name_failures(self, failures: list[str]) -> None:
         """Name the failures that were not named yet."""

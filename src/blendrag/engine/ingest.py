@@ -20,6 +20,13 @@ import numpy as np
 
 from blendrag.corpus.corpus import Corpus, files_of, is_at, resolved
 from blendrag.corpus.languages import Languages
+from blendrag.engine.ingest_plan import (
+    CHUNK_WORK,
+    EMBEDDING_WORK,
+    PlannedDocument,
+    Reading,
+    WorkAhead,
+)
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import KVWriter, remember_namespace, with_loaded_identity
 from blendrag.engine.neighbours import Neighbours
@@ -83,9 +90,12 @@ class IngestReport:
     refused: str = ""
     """Why no KV was stored: the model's cannot be reused. Empty if it can."""
     total_bytes: int = 0
-    """Bytes of the given files, of which ``done_bytes`` are done, ``ready_bytes`` of these without work."""
+    """Bytes of the given files, of which ``done_bytes`` are done."""
     done_bytes: int = 0
-    ready_bytes: int = 0
+    work: float = 0.0
+    """How much there is to do, in parts that take equal time, as far as it is known; ``work_done`` of it is
+    done. What is stored already is no work."""
+    work_done: float = 0.0
 
     def whole(self) -> IngestReport:
         """This report, if the run reached its end.
@@ -153,21 +163,27 @@ class IngestRun:
         self._languages = Languages()
         self._announced = False
         self._report = IngestReport()
+        self._ahead = WorkAhead((), self._planned, Reading(), self._tell)
+        self._counted = set[str]()
+        """Ids of chunks without KV that some document has."""
         self._began = time.perf_counter()
 
     def run(self, inputs: Inputs, prune: bool = False, patterns: Patterns = ALL) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
-        report, seen, read = self._report, set(), set[str]()
+        report, seen, reading = self._report, set(), Reading()
         report.warnings += self._kv.other_recipe()
         with ended_early(report, self._writer.claim):
             with self._writer.pinned():
-                documents = documents_of(inputs, report, patterns, read)
+                found = documents_of(inputs, report, patterns, reading)
+                self._ahead = WorkAhead(found, self._planned, reading, self._tell)
+                documents: Iterable[PlannedDocument] = self._ahead
                 if self._neighbours is not None:
                     documents = self._embedded_first(documents, self._neighbours)
-                for document, size_bytes in documents:
-                    seen.add(resolved(document.source))
-                    self._ingest(document, size_bytes)
-            self._rows.find_gone(report, inputs, seen, read, prune)
+                for planned in documents:
+                    seen.add(resolved(planned.document.source))
+                    self._ingest(planned)
+                report.done_bytes = report.total_bytes
+            self._rows.find_gone(report, inputs, seen, reading.read, prune)
         report.warnings += filter(None, [self._languages.warning(self._corpus.manifest.embedder)])
         self._count()
         return report
@@ -181,75 +197,90 @@ class IngestRun:
         report.tokens_per_s = written.tokens / written.seconds if written.seconds else 0.0
         report.encoding_s = written.seconds
         report.seconds = time.perf_counter() - self._began
+        report.work = self._ahead.total
 
     def _tell(self) -> None:
         self._count()
         self._watch(self._report)
 
+    def _planned(self, document: Document, size_bytes: float) -> PlannedDocument:
+        """``document`` cut into chunks, and which of them have no KV."""
+        digest = digest_of(document)
+        try:
+            known = self._corpus.unchanged(document.source, digest)
+            chunks = known or self._kv.corpus.chunker().split(document.text, document.source)
+            if not chunks:
+                raise UnreadableDocumentError(document.source, "holds no text")
+            missing = self._missing(chunks)
+            tokens = [len(self._kv.model.text_ids(chunk.text)) for chunk in chunks]
+        except InvalidInputError as bad:  # named when it is its turn
+            return PlannedDocument(document, size_bytes, digest, bad=bad)
+        new = missing - self._counted
+        self._counted |= new
+        sizes = {chunk.chunk_id: n for chunk, n in zip(chunks, tokens, strict=True)}
+        only_embedded = not (known or new or self._neighbours is not None)
+        return PlannedDocument(
+            *(document, size_bytes, digest, chunks, tokens, missing),
+            {chunk_id: sizes[chunk_id] + CHUNK_WORK for chunk_id in new},
+            EMBEDDING_WORK * sum(tokens) * only_embedded,
+        )
+
     def _embedded_first(
-        self, documents: Iterable[tuple[Document, float]], neighbours: Neighbours
-    ) -> Iterator[tuple[Document, float]]:
+        self, documents: Iterable[PlannedDocument], neighbours: Neighbours
+    ) -> Iterator[PlannedDocument]:
         """``documents``, once all new chunks of them are embedded."""
-        report, held = self._report, list[tuple[Document, float]]()
-        for document, size_bytes in documents:
-            held.append((document, size_bytes))
-            report.done_bytes = 0  # nothing is done before its KV is stored
+        report, held = self._report, list[PlannedDocument]()
+        for planned in documents:
+            held.append(planned)
+            document, chunks = planned.document, planned.chunks
             with suppress(InvalidInputError):  # raised again, and named, when it is its turn
-                if self._corpus.unchanged(document.source, digest_of(document)) is None:
-                    chunks = self._kv.corpus.chunker().split(document.text, document.source)
+                if chunks and self._corpus.unchanged(document.source, planned.digest) is None:
                     titled = [(document.title, chunk) for chunk in chunks]
                     vectors = self._kv.corpus.vectors_of(self._corpus, titled, self._tell)
                     neighbours.add(titled, vectors, replaces=document.source)
                     report.embedded += len(chunks)
                     self._tell()
-        report.done_bytes = 0
         yield from held
-        report.done_bytes = report.total_bytes
 
-    def _ingest(self, document: Document, size_bytes: float) -> None:
+    def _ingest(self, planned: PlannedDocument) -> None:
         """Bring one document up to date. A bad one is named and counted, and the run goes on."""
-        digest = digest_of(document)
+        document, report = planned.document, self._report
+        bytes_before, work_before = report.done_bytes, report.work_done
         try:
-            known = self._corpus.unchanged(document.source, digest)
+            if planned.bad is not None:
+                raise planned.bad
+            known = self._corpus.unchanged(document.source, planned.digest)
+            computed = self._write_kv(planned)
             if known is not None:
-                computed = self._write_kv(document, known, size_bytes)
-                self._report.documents_unchanged += not computed
+                report.documents_unchanged += not computed
             else:
-                chunks = self._kv.corpus.chunker().split(document.text, document.source)
-                if not chunks:
-                    raise UnreadableDocumentError(document.source, "holds no text")
-                self._write_kv(document, chunks, size_bytes)
-                self._write_rows(document, digest, chunks)
+                self._write_rows(document, planned.digest, planned.chunks)
             self._rows.remove_other_spellings(document.source)
         except InvalidInputError as bad:
-            self._report.failures.append(named_failure(document.source, bad))
+            report.failures.append(named_failure(document.source, bad))
             return
-        self._report.documents += 1
+        finally:
+            report.done_bytes = bytes_before + round(planned.size_bytes)
+            report.work_done = work_before + planned.total
+        report.documents += 1
         self._languages.add(document.text)
         self._tell()
 
-    def _write_kv(self, document: Document, chunks: Sequence[Chunk], size_bytes: float) -> int:
-        """Store the KV of chunks that have none; returns how many. None of a model that is refused.
-
-        ``size_bytes``: the size of the document in its file.
-        """
+    def _write_kv(self, planned: PlannedDocument) -> int:
+        """Store the KV of chunks that have none; returns how many. None of a model that is refused."""
         report, began = self._report, self._report.done_bytes
-        computed = 0
-        missing = self._missing(chunks)
-        for chunk in chunks:
+        computed, document = 0, planned.document
+        for chunk, tokens in zip(planned.chunks, planned.tokens, strict=True):
             report.chunks += 1
-            report.tokens += len(self._kv.model.text_ids(chunk.text))
-            is_new = chunk.chunk_id in missing and self._write_chunk(
-                document, chunk, chunks, size_bytes
-            )
-            before = report.done_bytes
-            report.done_bytes = began + round(size_bytes * chunk.end / len(document.text))
+            report.tokens += tokens
+            is_new = chunk.chunk_id in planned.missing and self._write_chunk(document, chunk)
+            report.done_bytes = began + round(planned.size_bytes * chunk.end / len(document.text))
+            report.work_done += planned.work.get(chunk.chunk_id, 0.0)
             if is_new:
                 computed += 1
                 self._tell()
             else:
                 report.chunks_skipped += not report.refused
-                report.ready_bytes += report.done_bytes - before
         self._kv.store.flush()
         return computed
 
@@ -262,16 +293,14 @@ class IngestRun:
             self._report.refused = str(refused)
             return set()
 
-    def _write_chunk(
-        self, document: Document, chunk: Chunk, chunks: Sequence[Chunk], size_bytes: float
-    ) -> bool:
+    def _write_chunk(self, document: Document, chunk: Chunk) -> bool:
         """Store the KV of a chunk unless it has some by now; returns whether it had none."""
         try:
             # another process, or this document with an equal chunk, may have stored it meanwhile
             if self._report.refused or not self._writer.missing([chunk], ask_remote=False):
                 return False
             if not self._announced:
-                self._announce_size(chunks, size_bytes)
+                self._announce_size()
             name = f"{document.source}, characters {chunk.start} to {chunk.end}"
             near = self._neighbours and self._neighbours.texts(document.title, chunk)
             self._writer.write(chunk, name, near or ())
@@ -279,26 +308,22 @@ class IngestRun:
             self._report.refused = str(refused)
         return not self._report.refused
 
-    def _announce_size(self, chunks: Sequence[Chunk], size_bytes: float) -> None:
-        """Say what the rest will take on disk if that is much, going by the first document's tokens."""
+    def _announce_size(self) -> None:
+        """Say what will be stored if that is much: exactly, as far as documents were read."""
         self._announced = True
-        report, layout = self._report, self._kv.layout
-        tokens = sum(chunk.tokens for chunk in chunks)
-        text_bytes = report.total_bytes - report.done_bytes
-        if not (text_bytes and size_bytes):
-            return  # given as documents, not as files
-        chunk_tokens = self._kv.corpus.manifest.chunk_tokens
-        per_token = stored_chunk_bytes(layout, chunk_tokens) / chunk_tokens
-        needed_bytes = text_bytes * tokens / size_bytes * per_token
+        ahead, layout, root = self._ahead, self._kv.layout, self._kv.root
+        counted = ahead.chunk_tokens
+        planned_bytes = sum(stored_chunk_bytes(layout, n) * of for n, of in counted.items())
+        needed_bytes = planned_bytes * (ahead.total / ahead.planned if ahead.planned else 1.0)
         if needed_bytes >= ANNOUNCED_BYTES:
-            root = self._kv.root
             smaller = "; a new store in encoding int8 takes about half" * (
                 layout.encoding == NATIVE_ENCODING and layout.dtype != "float32"
             )
+            per_token = planned_bytes / max(1, sum(n * of for n, of in counted.items()))
             log.warning(
-                "the KV of %s of text takes about %s in store %s, %s per token; the disk has %s free%s",
-                *(readable_size(text_bytes), readable_size(needed_bytes), root),
-                *(readable_size(per_token), readable_size(shutil.disk_usage(root).free), smaller),
+                "the KV to be stored takes about %s in store %s, %s per token; the disk has %s free%s",
+                *(readable_size(needed_bytes), root, readable_size(per_token)),
+                *(readable_size(shutil.disk_usage(root).free), smaller),
             )
 
     def _write_rows(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
@@ -405,13 +430,17 @@ def remove_sources(kv: KVNamespace, sources: Iterable[str]) -> int:
 
 
 def documents_of(
-    inputs: Inputs, report: IngestReport, patterns: Patterns = ALL, read: set[str] | None = None
+    inputs: Inputs,
+    report: IngestReport,
+    patterns: Patterns = ALL,
+    reading: Reading | None = None,
 ) -> Iterator[tuple[Document, float]]:
     """Given documents and those of given paths, whose sources are their resolved paths.
 
-    Each with its share of its file's bytes. Counts bytes, failures and skipped files in ``report``; ``read``
-    gets the files read to their end.
+    Each with its share of its file's bytes. Counts failures and skipped files in ``report``, and files in
+    ``reading``.
     """
+    reading = reading or Reading()
     given: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     for each in given:
         if isinstance(each, Document):
@@ -422,16 +451,19 @@ def documents_of(
             else:
                 yield each, 0.0
     paths = [Path(each) for each in given if not isinstance(each, Document)]
-    for name, (path, size_bytes) in files_at(paths, report, patterns).items():
-        end = report.done_bytes + size_bytes
+    files = files_at(paths, report, patterns)
+    for path, size_bytes in files.values():
+        reading.unread[path.suffix] += size_bytes
+    for name, (path, size_bytes) in files.items():
         documents, failure = documents_in(path, name, size_bytes)
+        reading.kind = path.suffix
+        reading.unread[path.suffix] -= size_bytes
         if failure:
             report.failures.append(failure)
-        elif read is not None:
-            read.add(name)
+        else:
+            reading.read.add(name)
         report.warnings += damage_of(documents)
         yield from documents
-        report.done_bytes = end
 
 
 def files_at(
