@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import typer
 
@@ -17,6 +17,7 @@ from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import duration, echo, print_json, say, write_piece, write_thought
 from blendrag.cli.progress import StatusLine
+from blendrag.cli.served import ServedAnswer, ServedPieces, pieces
 from blendrag.errors import BlendragError, ContextOverflowError, check_unicode
 
 if TYPE_CHECKING:
@@ -57,16 +58,19 @@ def ask(
     if explain is not None:
         options.require_place("--explain", explain, ".html")
     top_k = context.params["top_k"]
+    if explain is None and (served := pieces(context, question)) is not None:
+        told = print_answer(served, silent=json)
+        if not json:  # whether the policy follows it would take torch to say
+            told = replace(told, metrics=replace(told.metrics, schedule=""))
+        _show(told, sources, json, context.params["max_new_tokens"] or options.ANSWER_TOKENS)
+        return DONE
     request = options.request_options(context, explain=explain is not None)
     chosen = options.filter_of(only, where)
     with options.engine_for(context) as engine:
         answer = print_answer(
             engine.ask_stream(question, top_k, request, filter=chosen), silent=json
         )
-        if json:
-            print_json(_fields(answer))
-        else:
-            say_answer(answer, sources, request.max_new_tokens or engine.settings.max_new_tokens)
+        _show(answer, sources, json, request.max_new_tokens or engine.settings.max_new_tokens)
         if explain is not None:
             explain.write_text(answer.explain().page(question), encoding="utf-8")
         interrupt.expect("the answer is complete; some chunks are not precomputed yet")
@@ -177,9 +181,26 @@ def _turn(
         history.append((question, "".join(said).strip()))
 
 
+def _show(
+    answer: Answer | ServedAnswer, sources: bool, json: bool, most_tokens: int | None
+) -> None:
+    if json:
+        print_json(_fields(answer))
+    else:
+        say_answer(answer, sources, most_tokens)
+
+
+@overload
 def print_answer(
     pieces: AnswerIterator, said: list[str] | None = None, silent: bool = False
-) -> Answer:
+) -> Answer: ...
+@overload
+def print_answer(
+    pieces: ServedPieces, said: list[str] | None = None, silent: bool = False
+) -> ServedAnswer: ...
+def print_answer(
+    pieces: AnswerIterator | ServedPieces, said: list[str] | None = None, silent: bool = False
+) -> Answer | ServedAnswer:
     """Print pieces on stdout as they come, and add those of the answer to ``said``; reasoning is dim."""
     from blendrag.chat.reply import Reasoning
 
@@ -210,7 +231,10 @@ def print_answer(
 
 
 def say_answer(
-    answer: Answer, sources: bool, most_tokens: int | None, shown_notes: set[str] | None = None
+    answer: Answer | ServedAnswer,
+    sources: bool,
+    most_tokens: int | None,
+    shown_notes: set[str] | None = None,
 ) -> None:
     """Print the sources, if they are wanted, and the figures on stderr; also if ``most_tokens`` cut the
     answer."""
@@ -232,7 +256,7 @@ def say_answer(
     )
 
 
-def _fields(answer: Answer) -> dict[str, Any]:
+def _fields(answer: Answer | ServedAnswer) -> dict[str, Any]:
     shown = ("source", "title", "page", "start", "end", "score", "distance", "chunk_id", "text")
     return {
         "answer": answer.text,
@@ -285,9 +309,11 @@ def say_metrics(metrics: RequestMetrics, shown_notes: set[str] | None = None) ->
 
 def _schedule(metrics: RequestMetrics) -> str:
     """The schedule that ran; a long vector is cut, the JSON has all of it."""
+    if not (metrics.policy and metrics.schedule):
+        return ""
     from blendrag.fusor.selection import make_policy
 
-    if not metrics.policy or not make_policy(metrics.policy).follows_schedule:
+    if not make_policy(metrics.policy).follows_schedule:
         return ""
     text = metrics.schedule
     if len(text) > SCHEDULE_CHARS:

@@ -17,6 +17,7 @@ from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import say
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.store import server_record
 from blendrag.store.regular_files import MIB
 
 #: Modules that the extra installs.
@@ -118,13 +119,20 @@ def serve(
             say("note", refused)
         if follows:
             following.enter_context(closing(engine.keep_following()))
-        service = Service(engine, Limits(**limits), keys, hosts, origins)
+        address, taken, *_ = at.getsockname()
+        record = None
+        if reached := server_record.loopback(address):
+            has_keys = bool(keys.may_write)
+            record = server_record.ServerRecord(reached, taken, engine.model_name, has_keys)
+        service = Service(engine, Limits(**limits), keys, hosts, origins, record=record)
         at.listen()
+        if record is not None:
+            following.enter_context(server_record.written(engine.root, record))
         shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{at.getsockname()[1]}"
+        url = f"http://{shown}:{taken}"
         say("serving", f"{service.model_id} at {url}/v1")
         say("page", f"{url}/")
-        warn_of_others(at.getsockname()[0], bool(keys.may_write), origins)
+        warn_of_others(address, bool(keys.may_write), origins)
         interrupt.expect("the server has stopped")
         serve_until_signal(create_app(service), at, verbose)
     return DONE

@@ -22,6 +22,7 @@ from blendrag.server.page import page
 from blendrag.server.refusals import install_refusals
 from blendrag.server.replies import Fields
 from blendrag.server.service import Service
+from blendrag.store.server_record import MAX_CHALLENGE_CHARS
 
 #: Content type of Prometheus' text format.
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
@@ -100,10 +101,14 @@ def create_app(service: Service) -> ASGIApp:
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
-    async def health() -> Fields:
+    async def health(
+        challenge: Annotated[str, Query(max_length=MAX_CHALLENGE_CHARS)] = "",
+    ) -> Fields:
         service.check_open()
         service.check_moving()
-        return {"status": "ok"}
+        if not challenge or service.record is None:
+            return {"status": "ok"}
+        return {"status": "ok", "proof": service.record.proof(challenge)}
 
     @app.get("/metrics")
     async def metrics() -> Response:

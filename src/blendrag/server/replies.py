@@ -15,7 +15,9 @@ from blendrag.engine import Answer, TokenLogprob
 Fields = dict[str, Any]
 
 #: What is said of a source.
-_SOURCE = ("source", "title", "page", "start", "end", "score", "distance", "chunk_id", "text")
+_SOURCE = (
+    "source", "title", "page", "start", "end", "rank", "score", "distance", "chunk_id", "text",
+)  # fmt: skip
 
 
 class Envelope:

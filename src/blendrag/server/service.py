@@ -32,6 +32,7 @@ from blendrag.server.admission import Admission, queues_exposition
 from blendrag.server.asking import ServedRequest
 from blendrag.server.refusals import Refusal
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
+from blendrag.store.server_record import ServerRecord
 from blendrag.wording import quoted
 
 T = TypeVar("T")
@@ -83,11 +84,14 @@ class Service:
         hosts: tuple[str, ...] = (),
         origins: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
+        record: ServerRecord | None = None,
     ) -> None:
         """``hosts``: further names of this machine (:func:`blendrag.server.access.checked_hosts`);
-        ``origins``: whose pages may ask (:func:`blendrag.server.cross_origin.checked_origins`)."""
+        ``origins``: whose pages may ask (:func:`blendrag.server.cross_origin.checked_origins`); ``record``:
+        by which commands over the store find this server."""
         self.engine, self.limits, self.keys = engine, limits or Limits(), keys or ApiKeys()
         self.hosts, self.origins, self.clock = hosts, origins, clock
+        self.record = record
         self.began = int(time.time())
         self.admission = Admission(self.limits.max_requests, engine.scheduler.requests)
         self.questions = ThreadQueue("questions", QUESTION_THREADS, clock)
