@@ -180,7 +180,9 @@ def test_the_conclusion_says_what_was_chosen_for_which_ratio_and_how_to_undo_it(
     json.dumps(report.as_dict())
     few = CalibrationReport((), Race(RATIO, rows=rows[:3]), 1.0, False)
     assert tiny.one_sentence(few.conclusion)
-    assert few.conclusion.startswith("3 prompts were measured and nothing was kept, because 7 or")
+    assert few.conclusion.startswith(
+        "3 prompts were measured and nothing was chosen yet, because 7 or"
+    )
 
 
 # -- the measure --------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 def engine(shared: BlendEngine) -> Iterator[BlendEngine]:
     """Without a calibration."""
     yield shared
-    kept(shared).path.unlink(missing_ok=True)
+    shared.forget_calibration()
 
 
 @pytest.fixture
@@ -393,9 +395,34 @@ def test_an_interrupt_or_the_time_limit_concludes_from_the_finished_prompts(engi
     report = engine.calibrate(options(), interrupt)
     assert report.interrupted
     assert kept(engine).entries() == [*report.found] != []
+    assert engine.forget_calibration()
     late = engine.calibrate(options(minutes=1e-9))
     assert (len(late.race.rows), late.found) == (1, ())
-    assert kept(engine).entries() == [*report.found]
+    assert kept(engine).entries() == []
+
+
+def test_a_calibration_goes_on_where_the_same_one_ended(engine, best, monkeypatch):
+    whole = engine.calibrate(options())
+    assert engine.forget_calibration()
+    asked = []
+    monkeypatch.setattr("blendrag.engine.calibration.reference", lambda _, p: asked.append(p))
+
+    def interrupt(race: Race, done: float) -> None:
+        if len(race.rows) in (3, 8):
+            raise KeyboardInterrupt
+
+    runs = [engine.calibrate(options(), interrupt) for _ in range(2)]
+    assert [(len(run.race.rows), run.before) for run in runs] == [(3, 0), (8, 3)]
+    another = engine.calibrate(options(samples=8), interrupt)
+    assert (len(another.race.rows), another.before) == (3, 0)  # other prompts: from the beginning
+    engine.calibrate(options(), interrupt)
+    asked.clear()
+    last = engine.calibrate(options())
+    assert (last.found, last.before) == (whole.found, 3)
+    assert len(asked) == len(last.race.rows) - 3
+    asked.clear()
+    assert engine.calibrate(options()).before == 0  # a complete one is measured again
+    assert len(asked) == len(whole.race.rows)
 
 
 def test_a_calibration_of_an_earlier_version_is_named_once_and_not_used(engine, monkeypatch):
