@@ -46,7 +46,9 @@ def profile(
 
     --policy, --ratio and --top-k set the prompt that --plot and the table of storage devices are for.
     """
-    begin(verbose, "nothing was kept; an incomplete profile is not used")
+    begin(
+        verbose, "an incomplete profile is not used; the same command goes on with its whole rounds"
+    )
     from blendrag.config import settings
     from blendrag.fusor.selection import make_policy
     from blendrag.planning.storage import choose_storage
