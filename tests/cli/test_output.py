@@ -30,7 +30,11 @@ from cli.commands import invoke, said
 
 @pytest.mark.parametrize(
     ("command", "shown"),
-    [(["--help"], "ingest"), pytest.param(["bench", "--help"], "ttft", marks=pytest.mark.slow)],
+    [
+        (["--help"], "ingest"),
+        (["ask", "--help"], "--top-k"),
+        pytest.param(["bench", "--help"], "ttft", marks=pytest.mark.slow),
+    ],
 )
 def test_help_imports_neither_torch_nor_transformers(command: list[str], shown: str) -> None:
     code = (

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 SCHEDULE_CHARS = 60
 #: Seconds; a shorter opening is not mentioned.
 WORTH_TELLING_S = 0.1
+#: Seconds; shorter imports are not mentioned.
+LONG_IMPORT_S = 1.0
 #: Characters shown of each source.
 PASSAGE_CHARS = 80
 
@@ -64,13 +66,22 @@ def ask(
             told = replace(told, metrics=replace(told.metrics, schedule=""))
         _show(told, sources, json, context.params["max_new_tokens"] or options.ANSWER_TOKENS)
         return DONE
+    began = time.perf_counter()
     request = options.request_options(context, explain=explain is not None)
+    imported_s = time.perf_counter() - began
     chosen = options.filter_of(only, where)
     with options.engine_for(context) as engine:
         answer = print_answer(
             engine.ask_stream(question, top_k, request, filter=chosen), silent=json
         )
         _show(answer, sources, json, request.max_new_tokens or engine.settings.max_new_tokens)
+        if imported_s >= LONG_IMPORT_S and not json:
+            opened = f"opening the model {duration(answer.metrics.opening_s)}"
+            say(
+                "note",
+                f"importing torch and transformers took {duration(imported_s)}, {opened}; with blendrag "
+                "serve running over the store, blendrag ask waits for neither",
+            )
         if explain is not None:
             explain.write_text(answer.explain().page(question), encoding="utf-8")
         interrupt.expect("the answer is complete; some chunks are not precomputed yet")
