@@ -53,17 +53,93 @@ def stored_text(engine):
     return b"".join(file.read_bytes() for file in files).decode("utf-8", "replace")
 
 
-@pytest.mark.parametrize("pauses", [True, False])
-def test_a_passage_is_reused_from_its_third_prompt_on(engine, pauses):
-    """Also if prompts follow each other without a pause for the background."""
+BLEND = Options(ratio=0.2)
+ORDERS = ((0, 1, 2), (3, 2, 0, 1), (1, 0, 2), (2, 1, 0))
+
+
+def answered(engine, text, options=BLEND):
+    """The answer to ``text``, and how many rows each layer has computed until then. The engine is held, so
+    nothing runs in the background."""
+    rows = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[-2]))
+        for layer in engine.adapter.decoder_layers
+    ]
+    pieces = engine.stream(text, options)
+    while not pieces.pending.future.done():
+        engine.scheduler.step()
+    for hook in hooks:
+        hook.remove()
+    return pieces.answer, sum(rows) / len(hooks)
+
+
+@pytest.fixture
+def held(engine):
+    """The engine, held, with a model that is verified, as an engine that was idle has."""
+    engine.scheduler.run(engine.kv_namespace.validity.verification)
+    with engine.scheduler.held():
+        yield engine
+
+
+def test_a_passage_is_reused_from_its_third_prompt_on(engine):
     shares = []
-    for order in ((0, 1, 2), (3, 2, 0, 1), (1, 0, 2), (2, 1, 0)):
+    for order in ORDERS:
         shares.append(reused(engine.generate(prompt(*order, question=f"Where is {order}?"))))
-        if pauses:
-            engine.drain()
+        engine.drain()
     assert shares[:2] == [0, 0]
     assert min(shares[2:]) > 0.8
     assert sorted(learned(engine)) == sorted(TEXTS[:3])
+
+
+def test_learning_delays_no_answer_and_the_third_is_faster(held, tmp_path):
+    """In rows computed until the answer, where prompts follow each other without a pause."""
+    with (
+        tiny.engine(tiny.llama(), tmp_path / "other", learn=False) as other,
+        other.scheduler.held(),
+    ):
+        for number, order in enumerate(ORDERS):
+            text = prompt(*order, question=f"Where is {order}?")
+            (answer, rows), (_, before) = answered(held, text), answered(other, text)
+            assert rows <= before
+            if number > 1:
+                assert rows < 0.85 * before
+                assert reused(answer) > 0.8
+                assert "as an earlier prompt computed it" in answer.metrics.chunks[0].reason
+
+
+def test_nothing_is_kept_of_a_model_that_was_not_verified(held, monkeypatch):
+    monkeypatch.setattr(type(held.kv_namespace.validity), "is_verified", False)
+    for order in ORDERS[:3]:
+        answer, _ = answered(held, prompt(*order, question=f"Where is {order}?"))
+    assert reused(answer) == 0
+    assert [chunk.outcome for chunk in answer.metrics.chunks] == ["computed"] * 3
+
+
+def test_kept_kv_is_what_the_prefill_computed_and_counts_as_reused(held, monkeypatch):
+    """Moved to where chunks are stored and back. Without exact prefixes in memory, which would go first."""
+    monkeypatch.setattr(type(held.prefixes), "may_use", lambda *_: False)
+    for order in ORDERS[:2]:
+        text = prompt(*order, question=f"Where is {order}?")
+        answered(held, text)
+    answer, _ = answered(held, text, Options(mode="reuse", logprobs=0))
+    full, _ = answered(held, text, Options(mode="full", logprobs=0))
+    outcomes = [chunk.outcome for chunk in answer.metrics.chunks]
+    assert outcomes.count("reused") == 3
+    assert "exact" not in outcomes
+    for one, other in zip(answer.logprobs, full.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_what_a_tenants_prompt_computed_is_used_for_no_other(held):
+    for tenant in ("a", "a", "b", "b"):
+        answered(held, prompt(0, 1, question="Who?"), Options(tenant=tenant))
+    names = {scope: Options(tenant=scope).scope for scope in "ab"}
+    places = {namespace for namespace, _ in held.store.memory._blocks}
+    kept = {name: held.planner.kept.namespace("n", scope) for name, scope in names.items()}
+    assert None not in kept.values()
+    assert len(places) == 2
+    answer, _ = answered(held, prompt(0, 1, question="Who?"), Options(tenant="c"))
+    assert not answer.metrics.chunks
 
 
 def test_what_was_learned_is_told_and_counted(engine):

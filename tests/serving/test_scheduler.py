@@ -131,6 +131,39 @@ def test_background_calls_run_when_nothing_else_waits_or_runs(scheduler, order):
     assert order == ["request", "next", "background", "later"]
 
 
+def test_a_background_call_gives_way_before_its_next_layer_and_begins_again(scheduler, order):
+    request = noted(order, "r")
+
+    def call() -> None:
+        for layer in range(3):
+            pause()
+            order.append(f"layer {layer}")
+            if len(order) == 1:  # from another thread
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(scheduler.submit, request).result(BLOCKED_S)
+
+    background = Pending(call)
+    scheduler.submit(background, noted(order, "later"), background=True)
+    for _ in range(4):
+        scheduler.step()
+    assert order == ["layer 0", "r", "layer 0", "layer 1", "layer 2", "later"]
+    assert background.future.done()
+
+
+def test_a_background_call_gives_way_to_another_engine_over_the_same_model(scheduler, order):
+    wanted = [False, True]
+
+    def call() -> None:
+        order.append("begun")
+        pause(lambda: wanted.pop() if wanted else False)
+        order.append("done")
+
+    scheduler.submit(Pending(call), background=True)
+    for _ in range(3):
+        scheduler.step()
+    assert order == ["begun", "begun", "done"]
+
+
 def test_all_calls_of_one_submission_wait_before_the_first_begins(scheduler):
     waiting: list[int] = []
     scheduler.submit(*(Pending(lambda: waiting.append(len(scheduler.waiting))) for _ in range(3)))
@@ -331,6 +364,21 @@ def test_closing_finishes_what_waits_and_drops_background_calls(threaded, order)
     threaded.submit()  # nothing is refused
     with pytest.raises(BlendragError, match="closed"):
         threaded.run(lambda: None)
+
+
+def test_closing_ends_a_background_call_before_its_next_layer(threaded, order):
+    begun = threading.Event()
+
+    def call() -> None:
+        begun.set()
+        while True:
+            pause()
+
+    endless = Pending(call)
+    threaded.submit(endless, background=True)
+    assert begun.wait(BLOCKED_S)
+    threaded.close()
+    assert endless.future.cancelled()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

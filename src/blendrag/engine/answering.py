@@ -250,12 +250,14 @@ class Answering:
                 if ahead.share is not None:  # also if it is refused now
                     held.callback(budget.release, ahead.share)
                 road.begin(ahead, stream.opening_s)
+                lesson = self._learner.lesson(road.request)
+                road.prefilled = lesson.take
                 share = ahead.share or share_of(road.request, adapter, stream)
                 held.callback(budget.release, share)
                 budget.hold(share)
                 answer = Generation(road, stream, share, weights, choice.note).run()
                 self._measure_in_background()
-                return self._learner.learn(road.request, answer)
+                return lesson.learned(answer)
 
     def _measure_in_background(self) -> None:
         """Go on to find out with which weights the model decodes, a token at a time."""

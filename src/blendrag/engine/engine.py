@@ -45,6 +45,7 @@ from blendrag.engine.dry_run import DryRun, dry_run
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.exposition import exposition
 from blendrag.engine.ingest import IngestReport, Inputs, Watch
+from blendrag.engine.kept_kv import KeptKV
 from blendrag.engine.kv_namespace import KVNamespace, opened_namespace
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.learning import Learner
@@ -134,8 +135,9 @@ class BlendEngine:
         self.library = Library(kv, self.scheduler)
         self.background = BackgroundWriter(kv, self.scheduler)
         self.prefixes = ExactPrefixes(kv, self.scheduler)
-        self.planner = Planner(kv, self.background, self.prefixes)
-        self._learner = Learner(kv, self.background)
+        kept = KeptKV(kv)
+        self.planner = Planner(kv, self.background, self.prefixes, kept)
+        self._learner = Learner(kv, self.background, kept)
         self.schemas = Schemas(kv, self.scheduler)
         self.prompts = Prompts(kv.model, kv.corpus, self.schemas)
         self._answering = Answering(

@@ -35,7 +35,7 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.model.placement import PlacedModel
 from blendrag.model.sharing import before_layers
-from blendrag.serving.coroutine import let_texts_in
+from blendrag.serving.coroutine import give_way
 from blendrag.store.base import ForeignKVError, KVReader, Probe
 from blendrag.store.encodings.codec import codec_of, staging_of
 from blendrag.store.identity import ChunkRecipe, ModelIdentity, exact_key, probe_key
@@ -81,6 +81,8 @@ class KVValidity:
         self._writer = writer
         self._recipe = recipe
         self._valid: dict[str, bool] = {}
+        self._verified: dict[str, bool] = {}
+        """Verdicts of the gate that were looked up."""
         self._why_not: dict[str, str] = {}
         self._recorded: set[str] = set()
         self._recipes: dict[str, ChunkRecipe] = {}
@@ -127,10 +129,21 @@ class KVValidity:
         namespace = self._adapter.identity.namespace
         known = verdicts.recall(namespace, self._adapter.device)
         if known is None:
-            with before_layers(self._adapter.decoder_layers, let_texts_in):  # it may take minutes
+            with before_layers(self._adapter.decoder_layers, give_way):  # it may take minutes
                 known = self._gate(self._adapter, self._announce)
             verdicts.remember(namespace, self._adapter.device, known)
         return known
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the gate is known to hold for the loaded model; does not run it."""
+        namespace = self._adapter.identity.namespace
+        if namespace not in self._verified:
+            known = verdicts.recall(namespace, self._adapter.device)
+            if known is None:
+                return False
+            self._verified[namespace] = known.blendable
+        return self._verified[namespace]
 
     def _announce(self, tokens: int, seconds: float) -> None:
         if seconds >= ANNOUNCED_S:

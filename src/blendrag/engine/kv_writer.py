@@ -21,7 +21,7 @@ from blendrag.engine.request import Options
 from blendrag.errors import BlendragError, IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import MissingKV, Plan
-from blendrag.serving.coroutine import pause
+from blendrag.serving.coroutine import GaveWay, pause
 from blendrag.serving.scheduler import Pending, Scheduler
 from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
@@ -306,9 +306,11 @@ class BackgroundWriter:
         self, prompt: SegmentedPrompt, missing: Sequence[MissingKV], options: Options
     ) -> tuple[list[Job], str]:
         """Which of a prompt's missing chunks are encoded before it runs, and why: all if other requests
-        wait, else those that an earlier request missed and that have waited since."""
+        wait, else those that an earlier request missed and that have waited since. Passages that were learned
+        from prompts delay no answer."""
         if self._full or not self._kv.is_writable or self._kv.validity.trouble:
             return [], ""
+        missing = [each for each in missing if each.scope is None]
         jobs = self._jobs(prompt, missing, options, self._is_long(prompt))
         if self._scheduler.is_waited_for:
             return jobs, "other requests waited"
@@ -335,11 +337,24 @@ class BackgroundWriter:
             del self._seen[next(iter(self._seen))]
         return seen
 
-    def _encode(self, job: Job) -> bool:
-        """Whether the KV is stored now."""
+    def verify(self) -> None:
+        """Run the gate in the background, if no verdict on the model is known."""
         kv = self._kv
+
+        def run() -> None:
+            with kv.model.adapter.lock:
+                kv.validity.verification()
+
+        if kv.model.adapter.refusal is None and not kv.validity.is_verified:
+            self._scheduler.submit(Pending(run), background=True)
+
+    def _encode(self, job: Job) -> bool:
+        """Whether the KV is stored now. One in the background gives way to requests, also to those of
+        another engine, before a layer."""
+        kv = self._kv
+        lock, is_over = kv.model.adapter.lock, True
         try:
-            with kv.model.adapter.lock:  # one identity from look-up to put
+            with lock:  # one identity from look-up to put
                 namespace = kv.validity.namespace
                 place, key = job.place(namespace, kv.validity.recipe_of(namespace).is_exact)
                 if key not in kv.store.where(place, [key], ask_remote=False):
@@ -347,7 +362,8 @@ class BackgroundWriter:
                         return False  # requests do not wait for a slow remote
                     kv.validity.admit(namespace)
                     context = kv.validity.context(job.others, len(job.ids), job.is_long)
-                    with before_layers(kv.model.adapter.decoder_layers, pause):
+                    give_way_or_pause = partial(pause, lambda: lock.is_wanted)
+                    with before_layers(kv.model.adapter.decoder_layers, give_way_or_pause):
                         encode = partial(kv.validity.encode, context=context)
                         if job.is_long:
                             encoder = partial(kv.model.adapter.encode, is_long=True)
@@ -363,6 +379,10 @@ class BackgroundWriter:
                 log.info("what was learned from prompts is not stored: %s", full)
         except BlendragError as error:
             log.warning("a chunk of %d tokens was not stored: %s", len(job.ids), error)
+        except GaveWay:
+            is_over = False
+            raise
         finally:
-            self._queued.discard(job)
+            if is_over:
+                self._queued.discard(job)
         return False

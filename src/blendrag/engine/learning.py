@@ -15,15 +15,19 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
+from blendrag.engine.kept_kv import KeptKV
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import BackgroundWriter, Job, beside
 from blendrag.engine.request import Answer, Request
 from blendrag.errors import BlendragError
+from blendrag.fusor import BlendCache
+from blendrag.planning.plan import Plan
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.text.chunking import Chunk, learned_id, scope_of
 from blendrag.text.matches import Match, letters_in
@@ -35,6 +39,7 @@ from blendrag.text.passages import (
     joined,
     paragraphs,
 )
+from blendrag.text.prompt import Segment, segment_prompt
 from blendrag.text.questions import without_question
 
 log = logging.getLogger(__name__)
@@ -45,13 +50,24 @@ LEARNING_MODES = ("blend", "reuse")
 TOLD_SCOPES = 1024
 
 
+class Passage(NamedTuple):
+    """A chunk of a prompt's text, from character ``start`` to ``end``."""
+
+    chunk: Chunk
+    start: int
+    end: int
+
+
 class Learner:
     """Passages that the prompts of one engine have in common. Learns on the scheduler's thread."""
 
-    def __init__(self, kv: KVNamespace, background: BackgroundWriter) -> None:
+    def __init__(self, kv: KVNamespace, background: BackgroundWriter, kept: KeptKV) -> None:
         self._kv = kv
         self._background = background
+        self._kept = kept
         self._learns = kv.settings.learn
+        self.is_first = True
+        """Whether no prompt was learned from yet."""
         self._told: dict[str | None, None] = {}
         self._memories = PromptMemories()
         self._sizes: dict[str, dict[str, int]] | None = None
@@ -86,27 +102,47 @@ class Learner:
             log.warning("%s", advice)
         return replace(request, notes=(*request.notes, advice))
 
-    def learn(self, request: Request, answer: Answer) -> Answer:
-        """Learn what the request's prompt has in common with earlier ones; the answer with a note on it."""
+    def lesson(self, request: Request) -> Lesson:
+        """What is learned from this request, which begins now."""
+        learns = self._learns and request.mode in LEARNING_MODES and request.fresh is not None
+        return Lesson(self, request, learns and request.options.scope is not None)
+
+    def meet(self, request: Request) -> list[Passage]:
+        """What the request's prompt has in common with earlier ones of its scope; it is remembered, too."""
         fresh, scope = request.fresh, request.options.scope
-        learns = self._learns and scope is not None and request.mode in LEARNING_MODES
-        if not learns or fresh is None or scope is None:
-            return answer
-        try:
-            self._mark_used(request, scope)
-            chunks = self._stored(self._passages(fresh, scope), scope)
-        except Exception as error:  # the answer is complete and must not be lost
-            self._learns = False
-            unexpected = None if isinstance(error, BlendragError) else error
-            log.warning(
-                "this engine learns no more passages from prompts: %s", error, exc_info=unexpected
-            )
-            return answer
-        if not chunks:
-            return answer
-        tokens = sum(chunk.tokens for chunk in chunks)
+        assert fresh is not None
+        assert scope is not None
+        return self._passages(fresh, scope)
+
+    def keep(
+        self, request: Request, plan: Plan, passages: Sequence[Passage], cache: BlendCache
+    ) -> int:
+        """Keep the KV that the prompt's prefill has computed of these passages and of chunks that had none;
+        of how many passages it is kept."""
+        missing = [c.segment for c in plan.chunks if c.reason.is_missing]
+        self._kept.keep(request, missing, cache)
+        return self._kept.keep(request, self._segments(request, passages), cache) if passages else 0
+
+    def stop(self, error: Exception) -> None:
+        """Learn no more: the answer must not be lost."""
+        self._learns = False
+        unexpected = None if isinstance(error, BlendragError) else error
+        log.warning(
+            "this engine learns no more passages from prompts: %s", error, exc_info=unexpected
+        )
+
+    def store(self, request: Request, passages: Sequence[Passage]) -> list[Chunk]:
+        """Add those of these passages that there is room for to the corpus, and encode them in the
+        background."""
+        scope = request.options.scope
+        assert scope is not None
+        self._mark_used(request, scope)
+        if self.is_first:  # the gate takes seconds, and must have passed before KV is kept
+            self.is_first = False
+            self._background.verify()
+        chunks = self._stored([passage.chunk for passage in passages], scope)
         self.passages += len(chunks)
-        self.tokens += tokens
+        self.tokens += sum(chunk.tokens for chunk in chunks)
         prefix, text_ids = self._kv.corpus.prefix_ids, self._kv.model.text_ids
         ids = [text_ids(chunk.text) for chunk in chunks]
         after = self._kv.recipe.encode_after
@@ -116,19 +152,27 @@ class Learner:
                 for i, each in enumerate(ids)
             ]
         )
-        passages, were = (
-            (f"{len(chunks)} passages", "were") if len(chunks) > 1 else ("1 passage", "was")
-        )
-        note = (
-            f"{passages} ({tokens:,} tokens) {were} in an earlier prompt, too: encoded in the background, "
-            "reused from the next request on"
-        )
-        metrics = replace(
-            answer.metrics, learned_tokens=tokens, notes=(*answer.metrics.notes, note)
-        )
-        return replace(answer, metrics=metrics)
+        return chunks
 
-    def _passages(self, fresh: FreshText, scope: str) -> list[Chunk]:
+    def _segments(self, request: Request, passages: Sequence[Passage]) -> list[Segment]:
+        """The passages among the tokens of the prompt, without those that are tokenised otherwise in it."""
+        fresh, prompt, model = request.fresh, request.prompt, self._kv.model
+        assert fresh is not None
+        ids = {segment.chunk_id: segment.stored_ids for segment in prompt.chunks}
+        known = [match for match in fresh.chunks if match.chunk_id in ids]
+        new = [Match(p.chunk.chunk_id, p.start, p.end, complete=True) for p in passages]
+        ids |= {p.chunk.chunk_id: model.text_ids(p.chunk.text) for p in passages}
+        matches = sorted([*known, *new], key=lambda match: match.start)
+        found = segment_prompt(fresh.text, matches, model.tokens, lambda name: ids[name])
+        named = {match.chunk_id for match in new}
+        return [
+            segment
+            for segment in found.chunks
+            if segment.chunk_id in named
+            and prompt.ids[segment.position : segment.end] == segment.ids
+        ]
+
+    def _passages(self, fresh: FreshText, scope: str) -> list[Passage]:
         """Chunks of what the prompt has in common with earlier ones of its scope, each once."""
         runs = self._memories.meet(scope, fresh.text, fresh.spans)
         if not (runs and runs[0].begins_prompts and runs[0].ends_parts):
@@ -140,23 +184,28 @@ class Learner:
             return self._chunks(fresh, after)
         return self._chunks(fresh, runs[1:]) or self._chunks(fresh, runs)
 
-    def _chunks(self, fresh: FreshText, runs: Sequence[CommonText]) -> list[Chunk]:
+    def _chunks(self, fresh: FreshText, runs: Sequence[CommonText]) -> list[Passage]:
         """What ``runs`` of the prompt hold, without its question."""
         text = fresh.text
         spans = [span for run in runs for span in paragraphs(text, run)]
         matches = [Match("", start, end, complete=True) for start, end in spans]
         around = sorted([*fresh.chunks, *matches], key=lambda match: match.start)
         kept = [m for m in without_question(around, text, fresh.turn) if not m.chunk_id]
-        passages = [
-            text[start:end]
+        whole = [
+            (start, end)
             for start, end in joined(text, [(m.start, m.end) for m in kept], runs)
             if not any(low < end and start < high for low, high in fresh.control)
         ]
-        if not passages:
+        if not whole:
             return []
         split = partial(self._kv.corpus.chunker().split, with_context=False)
-        chunks = {chunk.chunk_id: chunk for passage in passages for chunk in split(passage)}
-        return [chunk for chunk in chunks.values() if letters_in(chunk.text) >= MIN_LETTERS]
+        passages: dict[str, Passage] = {}
+        for start, end in whole:
+            for chunk in split(text[start:end]):
+                if letters_in(chunk.text) >= MIN_LETTERS:
+                    found = Passage(chunk, start + chunk.start, start + chunk.end)
+                    passages.setdefault(chunk.chunk_id, found)
+        return [*passages.values()]
 
     def _stored(self, chunks: Sequence[Chunk], scope: str) -> list[Chunk]:
         """Those of ``chunks`` that there is room for, as entries of the corpus."""
@@ -206,6 +255,54 @@ class Learner:
         for segment in request.prompt.chunks:
             if segment.chunk_id in sizes:
                 sizes[segment.chunk_id] = sizes.pop(segment.chunk_id)
+
+
+class Lesson:
+    """What one request teaches: its passages, and their KV."""
+
+    def __init__(self, learner: Learner, request: Request, learns: bool) -> None:
+        self._learner = learner
+        self._request = request
+        self._learns = learns
+        self._passages: list[Passage] | None = None
+        """``None`` before they were looked for."""
+        self._kept = 0
+
+    def take(self, plan: Plan, cache: BlendCache) -> None:
+        """The prompt is prefilled: keep the KV of passages. Raises nothing."""
+        try:
+            self._passages = self._learner.meet(self._request) if self._learns else []
+            self._kept = self._learner.keep(self._request, plan, self._passages, cache)
+        except Exception as error:
+            self._learner.stop(error)
+            self._learns = False
+
+    def learned(self, answer: Answer) -> Answer:
+        """The request was answered: store its passages. ``answer`` with a note on them; raises nothing."""
+        if not self._learns:
+            return answer
+        try:
+            if self._passages is None:
+                self._passages = self._learner.meet(self._request)
+            chunks = self._learner.store(self._request, self._passages)
+        except Exception as error:
+            self._learner.stop(error)
+            return answer
+        if not chunks:
+            return answer
+        tokens = sum(chunk.tokens for chunk in chunks)
+        passages, were = (
+            (f"{len(chunks)} passages", "were") if len(chunks) > 1 else ("1 passage", "was")
+        )
+        then = "from the next request on" if self._kept >= len(chunks) else "from then on"
+        note = (
+            f"{passages} ({tokens:,} tokens) {were} in an earlier prompt, too: encoded in the background, "
+            f"reused {then}"
+        )
+        metrics = replace(
+            answer.metrics, learned_tokens=tokens, notes=(*answer.metrics.notes, note)
+        )
+        return replace(answer, metrics=metrics)
 
 
 def _beyond(

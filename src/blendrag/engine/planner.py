@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from blendrag.engine.exact_prefixes import ExactPrefixes
+from blendrag.engine.kept_kv import KeptKV
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
@@ -105,12 +106,13 @@ class Planner:
     """Decides how requests of one engine use stored KV. Caller holds the model's lock."""
 
     def __init__(
-        self, kv: KVNamespace, background: BackgroundWriter, prefixes: ExactPrefixes
+        self, kv: KVNamespace, background: BackgroundWriter, prefixes: ExactPrefixes, kept: KeptKV
     ) -> None:
         self._kv = kv
         self._settings = kv.settings
         self.background = background
         self.prefixes = prefixes
+        self.kept = kept
         self._is_open = False
         self.measured_token_s: float | None = None
         self._holds: dict[str, bool] = {}
@@ -189,6 +191,7 @@ class Planner:
             prefixes=self.prefixes.of(request),
             scope=request.options.scope,
             is_long=is_long,
+            kept_in=self.kept.namespace(namespace, request.options.scope),
         )
         if request.mode == "prefix" and not controller.chunks_are_exact:
             notes += (HEAD_ONLY,)

@@ -64,6 +64,8 @@ class Road(ABC):
         self._model = model
         self._stream = stream
         self._check = pausing(stream.check)
+        self.prefilled: Callable[[Plan, BlendCache], None] | None = None
+        """Called once with the KV of the prompt, if it is in a cache of ours."""
 
     @abstractmethod
     def open(self) -> float:
@@ -149,7 +151,7 @@ class BlendedRoad(Road):
     def prefill(self, plan: Plan, timeline: Timeline | None) -> Iterator[Prefill]:
         adapter, check = self.adapter, self._check
         ids = self._ids(self.request.prompt.ids)
-        tokens, kept = ids.shape[1], partial(self._planner.prefixes.keep, self.request, plan)
+        tokens, kept = ids.shape[1], partial(self._keep, plan)
         cache: BlendCache | None
         prefilled = self.ahead.prefilled if plan is self.ahead.plan else None
         with adapter.own_tables():
@@ -179,6 +181,12 @@ class BlendedRoad(Road):
                 )
                 cache.batch_repeat_interleave(self.request.sequences)
                 yield Prefill(ids, cache, fusion)
+
+    def _keep(self, plan: Plan, cache: BlendCache, ids: tuple[int, ...]) -> None:
+        self._planner.prefixes.keep(self.request, plan, cache, ids)
+        if self.prefilled is not None:
+            self.prefilled(plan, cache)
+            self.prefilled = None
 
     def _cache_behind(self, plan: Plan) -> BlendCache | None:
         """A cache for an ordinary ``generate``, with the beginning that was joined; ``None``: transformers

@@ -307,6 +307,14 @@ class ModelAdapter:
             self._move_(layers, -len(context_ids), is_long)
         return ChunkKV(layout, tokens, _on_host([layer.to(layout.torch_dtype) for layer in layers]))
 
+    @torch.inference_mode()
+    def taken(self, buffers: Sequence[torch.Tensor], start: int, position: int) -> ChunkKV:
+        """A copy of the KV that ``buffers``, one per layer as in :class:`LayerShape`, hold from token
+        ``start`` on, on the CPU, with keys moved from there to ``position``."""
+        layers = [buffer[..., start:, :].clone() for buffer in buffers]
+        self._move_(layers, position - start, is_long=False)
+        return ChunkKV(self.layout, layers[0].shape[2], _on_host(layers))
+
     def _move_(self, layers: Sequence[torch.Tensor], offset: int, is_long: bool) -> None:
         """Move the keys of ``layers``, each as in :class:`LayerShape`, by ``offset`` positions in place."""
         repositioner = self._long if is_long else self.repositioner

@@ -85,6 +85,8 @@ class Controller:
     read."""
     is_long: bool = False
     """Whether prompts have LongRoPE's table for long ones, and KV of it is loaded."""
+    kept_in: str | None = None
+    """Namespace of what earlier prompts of the same scope computed of chunks that had no KV."""
     undated_ids: tuple[int, ...] = ()
     """Beginning of ``prefix_ids`` that is stored by itself, because the rest changes from day to day."""
     chunks_are_exact: bool = True
@@ -119,6 +121,7 @@ class Controller:
             plan = replace(plan, leading_span=span)
             wanted = self._wanted(prompt, mode, avoid, last, span.end if span else 0)
             readers = self._open_all(prompt, wanted)
+            readers |= self._open_all(prompt, self._kept(prompt, wanted, readers))
             if encode is not None:
                 stored = self._encoded(prompt, wanted.keys() - readers.keys(), encode)
                 readers |= self._open_all(prompt, {at: wanted[at] for at in stored})
@@ -259,6 +262,19 @@ class Controller:
                 wanted[segment.position] = WantedKV(*self._place(segment), len(segment.stored_ids))
         return {at: each for at, each in wanted.items() if last and each.key not in avoid}
 
+    def _kept(
+        self, prompt: SegmentedPrompt, wanted: Mapping[int, WantedKV], found: Mapping[int, KVReader]
+    ) -> dict[int, WantedKV]:
+        """What earlier prefills may have left of the chunks that were not ``found``."""
+        within = self.kept_in
+        if within is None or self.is_long:
+            return {}
+        return {
+            s.position: WantedKV(within, chunk_key(within, self.prefix_ids, s.stored_ids), len(s.stored_ids))
+            for s in prompt.chunks
+            if s.position in wanted and s.position not in found
+        }  # fmt: skip
+
     def _open_all(
         self, prompt: SegmentedPrompt, wanted: Mapping[int, WantedKV]
     ) -> dict[int, KVReader]:
@@ -295,10 +311,11 @@ class Controller:
                 return PlannedChunk(segment, NOT_ASKED)
             is_corrupt = self._place(segment)[1] in avoid
             return PlannedChunk(segment, CORRUPT if is_corrupt else NO_KV)
-        end, exact = min(segment.end, last), self._is_exact(segment, prompt)
+        is_own = self.kept_in is None or reader.key == self._place(segment)[1]
+        end, exact = min(segment.end, last), is_own and self._is_exact(segment, prompt)
         stored_position = len(self.prefix_ids) + segment.first
         span = LoadedSpan(segment.position, end, reader, stored_position, exact, segment.first)
-        return PlannedChunk(segment, _why_loaded(segment, span), span)
+        return PlannedChunk(segment, _why_loaded(segment, span, is_own), span)
 
     def _without_slow_remote(self, plan: Plan) -> Plan:
         """``plan`` without what is read from the remote, unless that saves time, going by the first bytes."""
@@ -397,10 +414,12 @@ def blended_s(loading_s: float, recomputing_s: float, scouted_share: float) -> f
     return scouted_s + max(loading_s - scouted_s, recomputing_s)
 
 
-def _why_loaded(segment: Segment, span: LoadedSpan) -> Reason:
+def _why_loaded(segment: Segment, span: LoadedSpan, is_own: bool) -> Reason:
     if span.exact:
         return EXACT_PREFIX
     moved = f"moved by {span.offset} positions"
+    if not is_own:
+        moved = f"as an earlier prompt computed it, {moved}"
     if segment.complete:
         return Reason(moved)
     of = len(segment.stored_ids)

@@ -29,12 +29,16 @@ if TYPE_CHECKING:
     from blendrag.serving.scheduler import Pending, Scheduler
 
 
+class GaveWay(BaseException):
+    """Ends a background call, because a request waits. The call is begun again later."""
+
+
 class Coroutine(greenlet):
     """One running call. Its context is its own, as a thread's is."""
 
     def __init__(self, scheduler: Scheduler, pending: Pending[Any]) -> None:
         # tracebacks of the call keep frames, which must not keep this object and its KV
-        super().__init__(lambda _: pending.settle())
+        super().__init__(lambda _: None if pending.settle() else scheduler.put_back(pending))
         self.gr_context = copy_context()
         self.scheduler = scheduler
         self.pending = pending
@@ -139,19 +143,31 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def let_texts_in() -> None:
-    """Let a batch of texts be embedded if one is due. Called before each layer of what nothing may pause."""
+def _never() -> bool:
+    return False
+
+
+def give_way(is_wanted: Callable[[], bool] = _never) -> None:
+    """End this call if it is in the background and a request waits, or ``is_wanted()``; it is begun again
+    later. Let a batch of texts be embedded if one is due. Called before each layer of what nothing may
+    pause."""
     call = getcurrent()
     if isinstance(call, Coroutine):
+        scheduler = call.scheduler
+        if call.pending.is_background and (
+            scheduler.is_waited_for or scheduler.closed or is_wanted()
+        ):
+            raise GaveWay
         call.scheduler.embedding.before_step()
 
 
-def pause() -> None:
-    """Let the other calls decode a token if that is due. Called before each layer of a prefill."""
+def pause(is_wanted: Callable[[], bool] = _never) -> None:
+    """Let the other calls decode a token if that is due; a background call ends (:func:`give_way`). Called
+    before each layer of a prefill."""
     call = getcurrent()
     if not isinstance(call, Coroutine):
         return
-    let_texts_in()
+    give_way(is_wanted)
     if not call.scheduler.is_step_due(call):
         return
     # function modes are the thread's, too: the others would draw from this call's seed

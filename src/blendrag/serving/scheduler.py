@@ -16,7 +16,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -27,7 +27,7 @@ from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
 from blendrag.model.decode_weights import DecodeWeights
 from blendrag.serving.chunk_pool import ChunkPool
-from blendrag.serving.coroutine import Coroutine, JointForward
+from blendrag.serving.coroutine import Coroutine, GaveWay, JointForward
 from blendrag.serving.decode_step import DecodeStep, decoded_together
 from blendrag.serving.kv_budget import KVBudget, KVShare
 from blendrag.serving.kv_room import KVRoom
@@ -61,15 +61,27 @@ class Pending(Generic[T]):
     share: Callable[[], KVShare] | None = None
     """The memory that a request needs; ``None`` for work that keeps no KV."""
     future: Future[T] = field(default_factory=Future)
+    is_background: bool = False
+    """Whether it gives way to every other call, and is begun again after it."""
 
-    def settle(self) -> None:
-        """Run the call. Raises nothing."""
-        if not self.future.set_running_or_notify_cancel():
-            return
+    def settle(self) -> bool:
+        """Run the call; ``False`` if it gave way. Raises nothing."""
+        if self.is_background:  # can be cancelled until it has ended
+            if self.future.done():
+                return True
+        elif not self.future.set_running_or_notify_cancel():
+            return True
         try:
-            self.future.set_result(self.call())
+            result = self.call()
+        except GaveWay:
+            return False
         except BaseException as exc:
-            self.future.set_exception(exc)
+            with suppress(InvalidStateError):
+                self.future.set_exception(exc)
+        else:
+            with suppress(InvalidStateError):
+                self.future.set_result(result)
+        return True
 
 
 class Scheduler:
@@ -140,6 +152,8 @@ class Scheduler:
             self._start()
             if not (self._waiting or self._running):
                 self._submitted_at = self._clock()
+            for pending in calls:
+                pending.is_background = background
             (self._background if background else self._waiting).extend(calls)
             self._changed.notify_all()
 
@@ -324,6 +338,14 @@ class Scheduler:
                     self._running.append(Coroutine(self, pending))
                     return self._running[-1]
         return None
+
+    def put_back(self, pending: Pending[Any]) -> None:
+        """Queue a background call again that gave way, before the others."""
+        with self._changed:
+            if self.closed:
+                pending.future.cancel()
+            else:
+                self._background.appendleft(pending)
 
     def _may_join(self, pending: Pending[Any]) -> bool:
         """Whether it may begin while others run: a request also needs memory for its KV."""

@@ -138,6 +138,11 @@ def kv_namespace(namespace: str, scope: str | None, is_long: bool) -> str:
     return namespace if scope is None else learned_namespace(namespace, scope)
 
 
+def kept_namespace(namespace: str, scope: str) -> str:
+    """Where the KV of chunks is that prefills of prompts of ``scope`` computed; in memory only."""
+    return learned_namespace(learned_namespace(namespace, "prefills"), scope)
+
+
 def is_learned(namespace: str) -> bool:
     """Whether a namespace holds KV learned from prompts."""
     return namespace.startswith(LEARNED_BEGINNING)
