@@ -50,7 +50,7 @@ LEARNING_MODES = ("blend", "reuse")
 TOLD_SCOPES = 1024
 
 
-class Passage(NamedTuple):
+class FoundPassage(NamedTuple):
     """A chunk of a prompt's text, from character ``start`` to ``end``."""
 
     chunk: Chunk
@@ -107,7 +107,7 @@ class Learner:
         learns = self._learns and request.mode in LEARNING_MODES and request.fresh is not None
         return Lesson(self, request, learns and request.options.scope is not None)
 
-    def meet(self, request: Request) -> list[Passage]:
+    def meet(self, request: Request) -> list[FoundPassage]:
         """What the request's prompt has in common with earlier ones of its scope; it is remembered, too."""
         fresh, scope = request.fresh, request.options.scope
         assert fresh is not None
@@ -115,7 +115,7 @@ class Learner:
         return self._passages(fresh, scope)
 
     def keep(
-        self, request: Request, plan: Plan, passages: Sequence[Passage], cache: BlendCache
+        self, request: Request, plan: Plan, passages: Sequence[FoundPassage], cache: BlendCache
     ) -> int:
         """Keep the KV that the prompt's prefill has computed of these passages and of chunks that had none;
         of how many passages it is kept."""
@@ -131,7 +131,7 @@ class Learner:
             "this engine learns no more passages from prompts: %s", error, exc_info=unexpected
         )
 
-    def store(self, request: Request, passages: Sequence[Passage]) -> list[Chunk]:
+    def store(self, request: Request, passages: Sequence[FoundPassage]) -> list[Chunk]:
         """Add those of these passages that there is room for to the corpus, and encode them in the
         background."""
         scope = request.options.scope
@@ -154,7 +154,7 @@ class Learner:
         )
         return chunks
 
-    def _segments(self, request: Request, passages: Sequence[Passage]) -> list[Segment]:
+    def _segments(self, request: Request, passages: Sequence[FoundPassage]) -> list[Segment]:
         """The passages among the tokens of the prompt, without those that are tokenised otherwise in it."""
         fresh, prompt, model = request.fresh, request.prompt, self._kv.model
         assert fresh is not None
@@ -172,7 +172,7 @@ class Learner:
             and prompt.ids[segment.position : segment.end] == segment.ids
         ]
 
-    def _passages(self, fresh: FreshText, scope: str) -> list[Passage]:
+    def _passages(self, fresh: FreshText, scope: str) -> list[FoundPassage]:
         """Chunks of what the prompt has in common with earlier ones of its scope, each once."""
         runs = self._memories.meet(scope, fresh.text, fresh.spans)
         if not (runs and runs[0].begins_prompts and runs[0].ends_parts):
@@ -184,7 +184,7 @@ class Learner:
             return self._chunks(fresh, after)
         return self._chunks(fresh, runs[1:]) or self._chunks(fresh, runs)
 
-    def _chunks(self, fresh: FreshText, runs: Sequence[CommonText]) -> list[Passage]:
+    def _chunks(self, fresh: FreshText, runs: Sequence[CommonText]) -> list[FoundPassage]:
         """What ``runs`` of the prompt hold, without its question."""
         text = fresh.text
         spans = [span for run in runs for span in paragraphs(text, run)]
@@ -199,11 +199,11 @@ class Learner:
         if not whole:
             return []
         split = partial(self._kv.corpus.chunker().split, with_context=False)
-        passages: dict[str, Passage] = {}
+        passages: dict[str, FoundPassage] = {}
         for start, end in whole:
             for chunk in split(text[start:end]):
                 if letters_in(chunk.text) >= MIN_LETTERS:
-                    found = Passage(chunk, start + chunk.start, start + chunk.end)
+                    found = FoundPassage(chunk, start + chunk.start, start + chunk.end)
                     passages.setdefault(chunk.chunk_id, found)
         return [*passages.values()]
 
@@ -264,7 +264,7 @@ class Lesson:
         self._learner = learner
         self._request = request
         self._learns = learns
-        self._passages: list[Passage] | None = None
+        self._passages: list[FoundPassage] | None = None
         """``None`` before they were looked for."""
         self._kept = 0
 
