@@ -86,6 +86,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
     monkeypatch.setattr(scheduler, "decoded_together", watched)
     monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
+    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0)
     return seen
 
 

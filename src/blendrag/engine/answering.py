@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -225,8 +225,19 @@ class Answering:
             adapter = self._model.adapter
             return adapter.refusal is None and not adapter.lock.is_wanted  # by another engine
 
+        def cost() -> float:
+            return 0.0 if batch.share_of(number) is not None else computed_tokens()
+
+        @cache
+        def computed_tokens() -> float:
+            """Of its prefill, if the KV of its chunks is stored."""
+            chunks = sum(len(segment.ids) for segment in request.prompt.chunks)
+            computed = request.blending.fixed_ratio if request.may_blend else 1.0
+            known = self._planner.prefixes.known_tokens(request)
+            return max(1.0, len(request.prompt.ids) - max(known, (1 - computed) * chunks))
+
         return PendingAnswer(
-            answer, joins, lambda: stream.done, share, request=request, stream=stream
+            answer, joins, lambda: stream.done, share, cost, request=request, stream=stream
         )
 
     def _answer(

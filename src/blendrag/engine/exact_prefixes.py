@@ -160,6 +160,12 @@ class ExactPrefixes:
         if not adapter.is_long(len(ids)) and self._weights == adapter.weights_now():
             self.tree.insert(family, ids, going.kv(cache), going.state(cache))
 
+    def known_tokens(self, request: Request) -> int:
+        """How many tokens at the beginning of its prompt are in memory, if it may use them."""
+        if self.tree is None or request.fixed is not None or request.mode not in MODES:
+            return 0
+        return self.tree.match(family_of(request), request.prompt.ids)
+
     def length(self, request: Request, controller: Controller) -> int:
         """How many tokens at the beginning of its prompt are in memory and can be used."""
         if controller.prefixes is None or self.tree is None:

@@ -54,6 +54,8 @@ class Coroutine(greenlet):
         """What it waits for; ``None`` if that must be computed alone."""
         self.is_paused = False
         """Whether it waits between two layers of a prefill."""
+        self.prefill_s = 0.0
+        """How long its prefill has computed."""
         self.share: KVShare | None = None
         """What it holds of the memory."""
         self.weights: DecodeWeights | None = None

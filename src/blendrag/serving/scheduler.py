@@ -2,7 +2,8 @@
 
 One thread computes. It repeats :meth:`Scheduler.step`:
 
-- admit: the next call that waits begins, if it may run beside those that run;
+- admit: if those that run had their share of time since the last prefill, and if it may run beside them, the
+  call that waits and has least to compute begins;
 - make room: each that runs gets room for its next token, or waits (:mod:`blendrag.serving.kv_room`);
 - decode: one forward computes a token of each (:mod:`blendrag.serving.decode_step`);
 - resume: each goes on to its next token or its end, and a paused prefill to its next pause.
@@ -43,6 +44,10 @@ CLOSED = "this engine is closed; make a new BlendEngine"
 #: A prefill computes this many times as long as the others decoded before it lets them decode again, so they
 #: delay its first token by a sixth, and by the step that runs when it arrives.
 PREFILL_PER_STEP = 6
+#: After a prefill the running answers go first for this part of the time that it took.
+ANSWERS_SHARE = 0.3
+#: How many later calls that have less to compute may begin before one that waits.
+MAX_OVERTAKEN = 2
 
 
 def _never() -> bool:
@@ -60,7 +65,13 @@ class Pending(Generic[T]):
     """Whether it would end at once; then it waits for none of those before it."""
     share: Callable[[], KVShare] | None = None
     """The memory that a request needs; ``None`` for work that keeps no KV."""
+    cost: Callable[[], float] | None = None
+    """Tokens that it computes before its first one, about. Without it, a call keeps its place."""
     future: Future[T] = field(default_factory=Future)
+    overtaken: int = 0
+    """How many calls that came later have begun before it."""
+    number: int = 0
+    """Of its submission, whose calls begin in order."""
     is_background: bool = False
     """Whether it gives way to every other call, and is begun again after it."""
 
@@ -84,8 +95,23 @@ class Pending(Generic[T]):
         return True
 
 
+def shortest(waiting: Sequence[Pending[Any]]) -> Sequence[Pending[Any]]:
+    """The one of ``waiting`` that begins next, if there is any: the oldest that was overtaken too often, else
+    the one that has least to compute. What has no cost, and what was submitted together, keeps its order."""
+    starved = [each for each in waiting if each.overtaken >= MAX_OVERTAKEN]
+    first = next(iter(starved or waiting), None)
+    if first is None or starved or first.cost is None:
+        return () if first is None else (first,)
+    heads: dict[int, Pending[Any]] = {}
+    for each in waiting:
+        heads.setdefault(each.number, each)
+    priced = [(each.cost(), each) for each in heads.values() if each.cost is not None]
+    return (min(priced, key=lambda pair: pair[0])[1],)
+
+
 class Scheduler:
-    """Begins calls in order, background calls only while there are no others, and decodes for all that run.
+    """Begins calls, the shortest first, background calls only while there are no others, and decodes for all
+    that run.
 
     Its thread starts with the first call. Thread-safe.
     """
@@ -122,6 +148,9 @@ class Scheduler:
         """How long the last two steps took; one that begins to share chunks takes far longer than others."""
         self._stepped_at = 0.0
         """When the last step began or, once it has ended, ended."""
+        self._answers_until = 0.0
+        """When the running answers have had their share of time, and another call may begin."""
+        self._submissions = 0
         self._limit = RowLimit()
         self._warned = False
         self._thread: threading.Thread | None = None
@@ -152,8 +181,9 @@ class Scheduler:
             self._start()
             if not (self._waiting or self._running):
                 self._submitted_at = self._clock()
+            self._submissions += 1
             for pending in calls:
-                pending.is_background = background
+                pending.is_background, pending.number = background, self._submissions
             (self._background if background else self._waiting).extend(calls)
             self._changed.notify_all()
 
@@ -285,7 +315,7 @@ class Scheduler:
                 self.embedding.before_step()
                 was_over = begun is not None and begun.pending.is_over()
                 if begun is not None:
-                    self._resume(begun)
+                    self._prefill(begun)
                 if not was_over:
                     self._decode_for_all()
         finally:
@@ -310,7 +340,16 @@ class Scheduler:
         self._stepped_at = self._clock()
         self._steps_s = self._steps_s[1], self._stepped_at - began
         for call in paused:
-            self._resume(call)
+            self._prefill(call)
+
+    def _prefill(self, call: Coroutine) -> None:
+        """Begin ``call``, or go on with it, until it has its first token, pauses or ends."""
+        began = self._clock()
+        self._resume(call)
+        now = self._clock()
+        call.prefill_s += now - began
+        if not call.is_paused:
+            self._answers_until = now + ANSWERS_SHARE * call.prefill_s
 
     def is_step_due(self, prefill: Coroutine) -> bool:
         """Whether other calls should decode before ``prefill`` computes its next layer."""
@@ -321,19 +360,22 @@ class Scheduler:
     def _admit(self) -> Coroutine | None:
         """The next call, about to begin; ``None`` if those that run must go on first.
 
-        Calls begin in order, but one that is over makes no other wait. None begins while a prefill is paused.
+        One that is over makes no other wait. None begins while a prefill is paused.
         """
         queue = self._waiting or self._background
         if self._running and (queue is self._background or any(c.is_paused for c in self._running)):
             return None
         with self._changed:
             candidates = list(queue)
-        chosen: Iterable[Pending[Any]] = candidates[:1]
-        if self._running and candidates and not self._may_join(candidates[0]):
+        chosen: Iterable[Pending[Any]] = shortest(candidates)
+        answers_first = self._clock() < self._answers_until
+        if self._running and (answers_first or not all(map(self._may_join, chosen))):
             chosen = (pending for pending in candidates if pending.is_over())
         for pending in chosen:
             with self._changed:
                 if pending in queue:  # closing clears background calls; no other thread takes any
+                    for earlier in candidates[: candidates.index(pending)]:
+                        earlier.overtaken += 1
                     queue.remove(pending)
                     self._running.append(Coroutine(self, pending))
                     return self._running[-1]
