@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from blendrag.engine.kv_writer import KVWriter
 from blendrag.engine.library import Added, Entry, Library
 from blendrag.errors import CorpusError, InvalidInputError, StoreFullError
 from blendrag.text.chunking import chunk_id_of
+from loops import BLOCKED_S
 
 
 def entry(number: int, **changes: Any) -> Entry:
@@ -425,3 +427,29 @@ def test_another_engine_sees_each_change_at_once(tmp_path):
         assert other.library.delete(["id1"]) == ["id1"]
         assert one.library.search(tiny.sentence(1), 1) == []
         assert reused(one, tiny.sentence(1)) == 0
+
+
+def test_closing_ends_additions_in_the_background_after_the_entries_that_are_added(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def vectors(batch: Sequence[Entry]) -> np.ndarray:
+        begun.set()
+        assert go_on.wait(BLOCKED_S)
+        return np.eye(len(batch), 4, dtype=np.float32)
+
+    engine = opened(tmp_path)
+    engine.library.add_in_background(entries(6), vectors, precompute=False, at_a_time=2)
+    assert begun.wait(BLOCKED_S)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(engine.close)
+        while not engine.closed:
+            pass
+        go_on.set()
+        closing.result(BLOCKED_S)
+    assert "4 entries that waited were not added; add them again" in caplog.text
+    with pytest.raises(InvalidInputError, match="closed"):
+        engine.library.add_in_background(entries(1))
+    with opened(tmp_path) as again:
+        assert again.library.ids() == ["id0", "id1"]

@@ -26,6 +26,7 @@ from langchain_blendrag._filters import AnyFilter, filter_of
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
+    from blendrag.engine.additions import Progress
     from blendrag.engine.library import Entry, Hit, Library
 
 
@@ -99,6 +100,7 @@ class BlendVectorStore(VectorStore):
         ids: Sequence[str | None] | None = None,
         batch_size: int | None = None,
         precompute: bool = True,
+        wait: bool = True,
         **kwargs: Any,
     ) -> list[str]:
         """Add ``documents``, replacing those with the same ids; returns the ids.
@@ -106,20 +108,37 @@ class BlendVectorStore(VectorStore):
         Ids are those given, else the documents' own, else made of text and metadata, so adding the
         same document again changes nothing. ``batch_size`` documents (default: all) are added together
         or not at all. With ``precompute=False`` the KV is computed after a prompt first misses it.
+
+        With ``wait=False`` they are added on another thread, 16 at a time unless ``batch_size`` says
+        otherwise: :attr:`indexing` tells how far that is, and :meth:`wait` waits for it. An error is raised
+        there or by the next call that adds or deletes.
         """
-        refuse_unknown(kwargs, ("ids", "batch_size", "precompute"), "an option of add_documents")
+        known = ("ids", "batch_size", "precompute", "wait")
+        refuse_unknown(kwargs, known, "an option of add_documents")
         named = ids_of(documents, ids)
-        size = batch_size or max(len(documents), 1)
-        for start in range(0, len(documents), size):
-            batch, names = documents[start : start + size], named[start : start + size]
-            entries = [to_entry(name, doc) for name, doc in zip(names, batch, strict=True)]
-            self._library.add(
-                entries,
-                self._vectors_of(batch),
-                embedder=embedding_name(self._embedding),
-                precompute=precompute,
+        entries = [to_entry(name, doc) for name, doc in zip(named, documents, strict=True)]
+        library, size = self._library, batch_size or max(len(entries), 1)
+        embedder = embedding_name(self._embedding)
+        if not wait:
+            more = {"at_a_time": batch_size} if batch_size else {}
+            library.add_in_background(
+                entries, self._vectors_of, embedder=embedder, precompute=precompute, **more
             )
+            return named
+        for start in range(0, len(entries), size):
+            batch = entries[start : start + size]
+            vectors = self._vectors_of(batch)
+            library.add(batch, vectors, embedder=embedder, precompute=precompute)
         return named
+
+    @property
+    def indexing(self) -> Progress:
+        """How many of the documents are added that were given with ``wait=False``."""
+        return self._library.additions.progress
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until these are added, or for so long; whether they are. Raises the error that ended it."""
+        return self._library.additions.wait(timeout_s)
 
     def add_texts(
         self,
@@ -133,10 +152,10 @@ class BlendVectorStore(VectorStore):
         refuse_text("texts", texts)
         return super().add_texts(texts, metadatas, ids=ids, **kwargs)
 
-    def _vectors_of(self, documents: Sequence[Document]) -> np.ndarray | None:
+    def _vectors_of(self, entries: Sequence[Entry]) -> np.ndarray | None:
         if self._embedding is None:
             return None
-        texts = [document.page_content for document in documents]
+        texts = [entry.text for entry in entries]
         return np.asarray(self._embedding.embed_documents(texts), np.float32)
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:

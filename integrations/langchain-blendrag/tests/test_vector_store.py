@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from blendrag.engine import BlendEngine, Filter
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.store.identity import chunk_key
 from langchain_blendrag import BlendRetriever, BlendVectorStore
+from loops import BLOCKED_S
 
 
 @pytest.fixture
@@ -50,6 +52,68 @@ def test_kv_is_added_with_a_document_and_deleted_with_the_last_of_its_text(
     assert not has_kv(engine, CATS)
     store.add_documents(documents(FOXES), precompute=False)
     assert not has_kv(engine, FOXES)
+
+
+class Gate(DeterministicFakeEmbedding):
+    """Waits before it embeds, and fails where ``texts`` hold a word."""
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        assert GATE.wait(BLOCKED_S)
+        if any("fails" in text for text in texts):
+            raise ConnectionError("the embedder is gone")
+        return super().embed_documents(texts)
+
+
+GATE = threading.Event()
+
+
+@pytest.fixture
+def gated(engine: BlendEngine) -> Iterator[BlendVectorStore]:
+    GATE.clear()
+    yield BlendVectorStore(Gate(size=8), engine=engine)
+    GATE.set()
+
+
+def test_documents_are_added_while_the_caller_goes_on(
+    gated: BlendVectorStore, engine: BlendEngine
+) -> None:
+    given = documents(CATS, SHIPS, FOXES)
+    ids = gated.add_documents(given, batch_size=1, wait=False)
+    assert gated.indexing == (0, 3)
+    assert not gated.wait(0)
+    assert gated.get_by_ids(ids) == []
+    GATE.set()
+    assert gated.wait(BLOCKED_S)
+    assert gated.indexing == (3, 3)
+    assert [found.page_content for found in gated.get_by_ids(ids)] == [CATS, SHIPS, FOXES]
+    assert has_kv(engine, SHIPS)
+
+
+@pytest.mark.parametrize("by", ["wait", "delete", "add"])
+def test_what_went_wrong_in_the_background_is_raised_once_by_the_next_call(
+    gated: BlendVectorStore, by: str
+) -> None:
+    GATE.set()
+    ids = gated.add_documents(documents(CATS, "It fails.", FOXES), batch_size=1, wait=False)
+    while gated.indexing.done < 1 or gated.engine.library.additions._thread is not None:
+        pass
+    calls = {
+        "wait": gated.wait,
+        "delete": lambda: gated.delete(ids),
+        "add": lambda: gated.add_documents(documents(SHIPS)),
+    }
+    with pytest.raises(ConnectionError) as caught:
+        calls[by]()
+    assert caught.value.__notes__ == ["2 entries were not added in the background; add them again"]
+    assert [found.page_content for found in gated.get_by_ids(ids)] == [CATS]
+    calls[by]()
+
+
+def test_a_wrong_document_is_refused_at_once_also_without_waiting(gated: BlendVectorStore) -> None:
+    before = gated.indexing
+    with pytest.raises(InvalidInputError):
+        gated.add_documents([Document("A text.", metadata={"at": object()})], wait=False)
+    assert gated.indexing == before
 
 
 def test_documents_without_ids_are_added_once(store: BlendVectorStore) -> None:

@@ -145,3 +145,12 @@ def test_a_closed_engine_is_an_error_in_every_call(own: BlendEngine) -> None:
         lambda: BlendPrecompute(engine=own)([TextNode(text=text_about("Cape", 1))]),
         lambda: BlendNodeParser(engine=own).split_text("ships"),
     )
+
+
+def test_nodes_of_an_index_are_added_while_the_caller_goes_on(store: BlendVectorStore) -> None:
+    index = VectorStoreIndex.from_vector_store(store, embed_model=MockEmbedding(4))
+    nodes = [TextNode(id_=place, text=text_about(place)) for place in ("Bay", "Cape")]
+    index.insert_nodes(nodes, wait=False)
+    assert store.wait()
+    assert store.indexing == (2, 2)
+    assert {node.node_id for node in store.get_nodes()} == {"Bay", "Cape"}

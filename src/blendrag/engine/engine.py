@@ -574,7 +574,9 @@ class BlendEngine:
         """Finish running requests, drop queued background work, close the store, and free a model that was
         loaded by name unless another open engine uses it. Idempotent.
         """
+        self.library.additions.stop()
         self.scheduler.close()
+        self.library.additions.close()
         self.prefixes.close()
         self.kv_namespace.close()
 

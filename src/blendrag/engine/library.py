@@ -23,6 +23,7 @@ from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.filters import Filter
 from blendrag.corpus.languages import Languages
+from blendrag.engine.additions import STEP_ENTRIES, BackgroundAdditions, Step
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import (
     KVWriter,
@@ -62,6 +63,8 @@ class Added:
 
 
 Where = Callable[[Entry], bool]
+#: Gives a row for each of some entries.
+VectorsOf = Callable[[Sequence[Entry]], np.ndarray | Sequence[Sequence[float]] | None]
 
 
 class Library:
@@ -71,6 +74,8 @@ class Library:
         self._kv = kv
         self._scheduler = scheduler
         self._changing = threading.Lock()
+        self.additions = BackgroundAdditions()
+        """What is added while callers go on."""
         self._warned = False
         self._languages: Languages | None = Languages()
         """The languages of the texts that were embedded here; ``None`` after its warning."""
@@ -102,6 +107,7 @@ class Library:
         Raises :class:`InvalidInputError`, :class:`UnsupportedModelError`, :class:`StoreFullError`; then
         nothing was added.
         """
+        self.additions.check()
         began = time.perf_counter()
         rows = given_vectors(vectors, len(entries))
         if vectors is not None and not embed:
@@ -144,11 +150,35 @@ class Library:
             seconds=time.perf_counter() - began,
         )
 
+    def add_in_background(
+        self,
+        entries: Sequence[Entry],
+        vectors: VectorsOf | None = None,
+        *,
+        embedder: str = "",
+        precompute: bool = True,
+        at_a_time: int = STEP_ENTRIES,
+    ) -> None:
+        """:meth:`add` on another thread, after what waits there, so many entries at a time; ``vectors`` gives
+        those of some entries there. :attr:`additions` tells how far it is.
+
+        Raises :class:`InvalidInputError` for entries that cannot be stored, and the error of earlier ones.
+        """
+        check_entries(entries)
+
+        def step(batch: Sequence[Entry]) -> None:
+            rows = None if vectors is None else vectors(batch)
+            self.add(batch, rows, embedder=embedder, precompute=precompute)
+
+        batches = (entries[at : at + at_a_time] for at in range(0, len(entries), at_a_time))
+        self.additions.submit(Step(len(batch), partial(step, batch)) for batch in batches)
+
     def delete(self, ids: Sequence[str]) -> list[str]:
         """Remove entries; returns the ids of those that existed.
 
         KV is deleted with the last entry or document that holds its text.
         """
+        self.additions.check()
         corpus = self._own()
         if corpus is None:
             return []

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from llama_index.core.schema import BaseNode
 
     from blendrag.engine import BlendEngine
+    from blendrag.engine.additions import Progress
     from blendrag.engine.library import Entry, Hit
 
 #: Candidates of maximal marginal relevance per requested node, as in LlamaIndex.
@@ -76,18 +77,39 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
 
     # -- changing -------------------------------------------------------------------------------
 
-    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+    def add(self, nodes: Sequence[BaseNode], *, wait: bool = True, **kwargs: Any) -> list[str]:
         """Add nodes, or replace those with the same ids; blocks until their KV is stored.
 
-        Raises :class:`InvalidInputError`, and adds nothing, for metadata that is not JSON.
+        With ``wait=False`` (``index.insert_nodes(nodes, wait=False)``) they are added on another thread, 16
+        at a time: :attr:`indexing` tells how far that is, and :meth:`wait` waits for it. An error is raised
+        there or by the next call that adds or deletes. Raises :class:`InvalidInputError`, and adds nothing,
+        for metadata that is not JSON.
         """
-        entries = [to_entry(node) for node in nodes]
-        if self.embedding_name is None:
-            self.engine.library.add(entries)
+        library, entries = self.engine.library, [to_entry(node) for node in nodes]
+        embedder, vectors_of = self.embedding_name or "", None
+        if self.embedding_name is not None:
+            given = {node.node_id: node.get_embedding() for node in nodes}
+
+            def vectors_of(batch: Sequence[Entry]) -> list[list[float]]:
+                return [given[entry.id] for entry in batch]
+
+        if wait:
+            vectors = None if vectors_of is None else vectors_of(entries)
+            library.add(entries, vectors, embedder=embedder)
         else:
-            vectors = [node.get_embedding() for node in nodes]
-            self.engine.library.add(entries, vectors, embedder=self.embedding_name)
+            library.add_in_background(entries, vectors_of, embedder=embedder)
         return [entry.id for entry in entries]
+
+    @property
+    def indexing(self) -> Progress:
+        """How many of the nodes are added that were given with ``wait=False``."""
+        progress: Progress = self.engine.library.additions.progress
+        return progress
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until these are added, or for so long; whether they are. Raises the error that ended it."""
+        is_over: bool = self.engine.library.additions.wait(timeout_s)
+        return is_over
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Remove a document's nodes, vectors and KV, if there are any."""

@@ -1,0 +1,132 @@
+"""Additions to a library on a thread of their own, some entries at a time, while the caller goes on.
+
+An error ends what waits. It is raised once: by :meth:`BackgroundAdditions.wait`, or by the next call on the
+library. Each step is added as a whole or not at all, so a process that ends loses no more than what waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
+from blendrag.serving.scheduler import CLOSED
+
+log = logging.getLogger(__name__)
+
+#: Entries that are added at a time, unless the caller says otherwise.
+STEP_ENTRIES = 16
+
+
+class Step(NamedTuple):
+    """An addition of so many entries."""
+
+    entries: int
+    add: Callable[[], object]
+
+
+class Progress(NamedTuple):
+    """Of the additions since nothing waited."""
+
+    done: int
+    """Entries that were added."""
+    total: int
+
+
+class BackgroundAdditions:
+    """What one library adds while its callers go on. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._steps: deque[Step] = deque()
+        self._progress = Progress(0, 0)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is."""
+        return self._progress
+
+    def submit(self, steps: Iterable[Step]) -> None:
+        """Add these in order, after those that wait. Raises the error of earlier ones, and
+        :class:`NoThreadError`."""
+        self.check()
+        with self._changed:
+            if self._closed:
+                raise InvalidInputError(CLOSED)
+            new = [*steps]
+            done, total = self._progress if self._thread is not None else (0, 0)
+            self._progress = Progress(done, total + sum(step.entries for step in new))
+            self._steps.extend(new)
+            if self._thread is None and new:
+                self._thread = threading.Thread(
+                    target=self._work, name="blendrag-additions", daemon=True
+                )
+                try:
+                    with starting_thread():
+                        self._thread.start()
+                except NoThreadError:
+                    self._thread = None
+                    self._steps.clear()
+                    raise
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until all is added, or for so long; whether it is. Raises the error that ended it."""
+        with self._changed:
+            is_over = self._changed.wait_for(lambda: self._thread is None, timeout_s)
+        self.check()
+        return is_over
+
+    def check(self) -> None:
+        """Raise the error that ended earlier additions, once."""
+        with self._changed:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def stop(self) -> None:
+        """Begin no further step."""
+        with self._changed:
+            self._closed = True
+            left = sum(step.entries for step in self._steps)
+            self._steps.clear()
+        if left:
+            log.warning("%d entries that waited were not added; add them again", left)
+
+    def close(self) -> None:
+        """:meth:`stop`, and wait for the step that runs. Idempotent."""
+        self.stop()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._steps:
+                    self._end(None)
+                    return
+                step = self._steps.popleft()
+            try:
+                step.add()
+            except BaseException as error:
+                with self._changed:
+                    self._end(error)
+                return
+            with self._changed:
+                self._progress = self._progress._replace(done=self._progress.done + step.entries)
+
+    def _end(self, error: BaseException | None) -> None:
+        """The thread ends. Caller holds the lock."""
+        if error is not None and not self._closed:
+            left = self._progress.total - self._progress.done
+            error.add_note(f"{left} entries were not added in the background; add them again")
+            self._error = error
+        self._steps.clear()
+        self._thread = None
+        self._changed.notify_all()
