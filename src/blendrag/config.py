@@ -178,6 +178,7 @@ Reranker = Annotated[str, text("reranker",
 
 MaxNewTokens = Annotated[int, whole("max_new_tokens", "Longest answer in tokens.", _EVERYWHERE, 1,
     unless_given="to its end or that of the context")]
+System = Annotated[str, text("system", "System message of prompts that have none.", _EVERYWHERE)]
 ChatTemplateKwargs = Annotated[Mapping[str, Any], mapping("chat_template_kwargs",
     "Arguments of the model's chat template: reasoning_effort=low.", _EVERYWHERE)]
 EnableThinking = Annotated[bool, switch("enable_thinking",
@@ -273,6 +274,7 @@ class RequestDefaults(TypedDict, total=False):
     ratio: Ratio | None
     min_ratio: MinRatio | None
     max_new_tokens: MaxNewTokens | None
+    system: System | None
     chat_template_kwargs: ChatTemplateKwargs | None
     enable_thinking: EnableThinking | None
     plain_messages: PlainMessages | None
@@ -368,6 +370,7 @@ class Settings:
     min_ratio: MinRatio = DEFAULT_RATIO
     schedule: Schedule = DEFAULT_SCHEDULE
     max_new_tokens: MaxNewTokens | None = None
+    system: System | None = None
     chat_template_kwargs: ChatTemplateKwargs = field(default_factory=dict)
     enable_thinking: EnableThinking | None = None
     plain_messages: PlainMessages = False

@@ -46,6 +46,34 @@ def test_a_prompt_names_its_sources_and_says_what_to_do_without_an_answer(tmp_pa
     assert rest.startswith(f"Question: {QUESTION}\nAnswer:")
 
 
+def test_a_system_message_precedes_prompts_that_have_none(tmp_path: Path) -> None:
+    own, given = "Answer like a pirate.", "Answer in one word."
+    with scripted.engine([], tmp_path / "store", system=own) as engine:
+        engine.ingest([tiny.document(i, paragraphs=2) for i in range(2)]).whole()
+        answer = engine.ask(QUESTION, top_k=2)
+        assert asked(engine).startswith(f"<|bos|><|start|>system\n{own}<|end|>")
+        assert LEADING.strip() in asked(engine)
+        assert {chunk.outcome for chunk in answer.metrics.chunks} == {"blended"}
+        engine.ask(QUESTION, top_k=2, system=given)
+        assert asked(engine).startswith(f"<|bos|><|start|>system\n{given}<|end|>")
+        engine.generate("Who?", system=given)
+        assert asked(engine).startswith(f"<|bos|><|start|>system\n{given}<|end|>")
+        messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"}]
+        engine.generate(messages)
+        assert asked(engine).startswith("<|bos|><|start|>system\nBe kind.<|end|>")
+        assert own not in asked(engine)
+        engine.generate("Who?", apply_chat_template=False)
+        assert own not in asked(engine)
+
+
+def test_a_model_without_a_template_is_told_the_system_message_first(engine: BlendEngine) -> None:
+    raw = Options(apply_chat_template=False, system="Answer in one word.")
+    prompt, _ = engine.asking.prompt(QUESTION, 2, (), raw)
+    rendered = engine.render(prompt, raw)
+    assert rendered.text.startswith(f"Answer in one word.\n\n{LEADING}")
+    assert len(engine.segments(prompt, raw).chunks) == 2
+
+
 def test_an_answer_is_over_documents_that_pass_the_filter(tmp_path: Path) -> None:
     with scripted.engine([], tmp_path / "store") as engine:
         texts = [replace(tiny.document(i, paragraphs=2), metadata={"n": i}) for i in range(3)]

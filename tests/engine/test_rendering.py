@@ -422,8 +422,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 def test_tool_output_is_recognised_unless_escapes_change_it(library, content, found, is_escaped):
     prompt = [{"role": "user", "content": "Who?"}, {"role": "tool", "content": content}]
     metrics = library.generate(prompt, Options(mode="reuse", max_new_tokens=1)).metrics
-    assert [segment.text for segment in library.segments(prompt).chunks] == found
+    chunks = library.segments(prompt).chunks
+    assert [segment.text for segment in chunks if segment.complete] == found
+    parts = [segment.text for segment in chunks if not segment.complete]
+    assert all(part in PAGES for part in parts), "only what lies between escapes"
+    assert is_escaped or not parts
     assert all(chunk.outcome in ("reused", "exact") for chunk in metrics.chunks)
-    assert bool(found) == bool(metrics.reused_tokens)
-    assert ["escaped" in note for note in metrics.notes] == [True] * is_escaped
+    assert bool(chunks) == bool(metrics.reused_tokens)
+    assert any("escaped" in note for note in metrics.notes) == is_escaped
     assert all(tiny.one_sentence(note) for note in metrics.notes)

@@ -192,9 +192,11 @@ class Prompts:
         return replace(options, tool_choice=choice, opening=opening)
 
     def _rendered(self, prompt: Prompt, options: Options, may_be_empty: bool = False) -> Rendered:
+        settings = self._corpus.settings
         if options.plain_messages is None:
-            settings = self._corpus.settings
             options = replace(options, plain_messages=settings.plain_messages)
+        if options.system is None:
+            options = replace(options, system=settings.system)
         return render(prompt, self._model.tokens, options, may_be_empty)
 
     def _answer_form(self, options: Options, form: Format | None) -> AnswerForm | None:

@@ -45,6 +45,8 @@ NEXT_QUESTION = "\nQuestion:"
 #: Every part of a date and a time differs between these and the fixed moment.
 _OTHER_MOMENTS = (datetime(1981, 11, 5, 13, 47, 59), datetime(2037, 2, 18, 22, 31, 8))
 
+_SYSTEM_ROLES = ("system", "developer")
+
 Change = Callable[[int, str], str]
 """The number of a message and its content, to another content."""
 
@@ -137,7 +139,7 @@ def render(prompt: Prompt, tokens: Tokens, options: Options, may_be_empty: bool 
             f"a prompt that is a {type(prompt).__name__}, expected a text or a list of messages with "
             "role and content; send one of them"
         )
-    messages = cleaned(messages)
+    messages = _with_system(cleaned(messages), options.system)
     _check_messages(messages, tokens)
     if not may_be_empty:
         require_text(messages)
@@ -155,6 +157,13 @@ def render(prompt: Prompt, tokens: Tokens, options: Options, may_be_empty: bool 
     made = _opened(made, tokens, options)
     check_unicode(made.text, "the rendered prompt")
     return replace(made, notes=_rendered_twice(messages, tokens))
+
+
+def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """``messages`` after a ``system`` message, unless they have one, or there are none."""
+    if not system or not messages or any(each["role"] in _SYSTEM_ROLES for each in messages):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _rendered(
@@ -197,6 +206,8 @@ def _raw(prompt: str | RagPrompt, text: str, tokens: Tokens, options: Options) -
     """A prompt without a chat template. What the caller rendered is not data."""
     bos = tokens.tokenizer.bos_token if tokens.adds_bos else ""
     bos = "" if text.startswith(bos) else bos
+    if options.system and (options.apply_chat_template or isinstance(prompt, RagPrompt)):
+        bos += options.system + SEPARATOR
     made = Rendered(f"{bos}{text}{options.opening}")
     turn = (len(bos), len(bos) + len(text))
     if isinstance(prompt, RagPrompt) and prompt.chunks is not None:

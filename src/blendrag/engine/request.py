@@ -134,6 +134,9 @@ class Options:
     """A single string is one text."""
     temperature: config.Temperature | None = None
     top_p: config.TopP | None = None
+    system: config.System | None = None
+    """Also before a prompt of :meth:`BlendEngine.ask` for a model without a chat template. Messages that have
+    a system message keep theirs."""
     apply_chat_template: config.ApplyChatTemplate = True
     chat_template_kwargs: config.ChatTemplateKwargs = field(default_factory=dict)
     enable_thinking: config.EnableThinking | None = None

@@ -83,6 +83,7 @@ class DefaultFields(BaseModel):
     ratio: config.Ratio | None = None
     min_ratio: config.MinRatio | None = None
     max_new_tokens: config.MaxNewTokens | None = None
+    system: config.System | None = None
     chat_template_kwargs: config.ChatTemplateKwargs | None = None
     enable_thinking: config.EnableThinking | None = None
     plain_messages: config.PlainMessages | None = None

@@ -122,6 +122,7 @@ class BlendOptions(Body):
     search: config.Search | None = None
     timeout_s: config.TimeoutS | None = None
     plain_messages: config.PlainMessages | None = None
+    system: config.System | None = None
     explain: config.Explain | None = None
 
 
