@@ -30,7 +30,7 @@ def adapted(text: str, server: Live) -> str:
 
 def test_the_examples_in_python_run(open_to_all: Live, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         names: dict[str, Any] = {}
         exec(adapted(block, open_to_all), names)

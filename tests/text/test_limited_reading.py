@@ -54,7 +54,13 @@ def test_a_child_reads_as_this_process_does(tmp_path: Path, pool: ReaderPool) ->
     lines.write_text('{"text": "a", "year": 1.5, "new": true, "tags": ["x"]}\n[]\n{"text": "b"}')
     documents, failure = pool.read(lines)
     assert [each.text for each in documents] == ["a", "b"]
-    assert documents[0].metadata == {"year": 1.5, "new": True, "tags": '["x"]'}
+    day = documents[0].metadata["file_date"]
+    assert documents[0].metadata == {
+        "year": 1.5,
+        "new": True,
+        "tags": ["x"],
+        "file_date": day,
+    }
     assert failure is not None
     assert "line 2 is not an object" in str(failure)
 

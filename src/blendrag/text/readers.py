@@ -12,7 +12,9 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +34,9 @@ from blendrag.text.tables import markdown_table
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup
 
-MetadataValue = str | int | float | bool
+MetadataValue = str | int | float | bool | list[str | int | float | bool]
+#: Metadata of what was read from a file: the day of its last change, in UTC, as ``2026-11-26``.
+FILE_DATE = "file_date"
 
 #: Size limit of a file, and of the documents in it.
 MAX_FILE_BYTES = 1024 * regular_files.MIB
@@ -94,9 +98,10 @@ def check_document(document: Document) -> None:
 
 
 def digest_of(document: Document) -> str:
-    """SHA-256 over text, title and metadata, and how texts are cut. Re-ingest skips a document whose digest
-    is unchanged."""
-    metadata = json.dumps(dict(document.metadata), sort_keys=True)
+    """SHA-256 over text, title and metadata but the file's date, and how texts are cut. Re-ingest skips a
+    document whose digest is unchanged."""
+    counted = {name: value for name, value in document.metadata.items() if name != FILE_DATE}
+    metadata = json.dumps(counted, sort_keys=True)
     cut = f"document, cut {CHUNKING_REVISION}"
     fields = (cut, document.title, document.text, metadata)
     return digest_fields(field.encode("utf-8", "surrogatepass") for field in fields)
@@ -269,7 +274,10 @@ def open_documents(path: Path) -> Opened:
 
 
 def _checked(path: Path, documents: Iterator[Document], damage: str = "") -> Iterator[Document]:
-    """The documents within the limits; the first carries the damage of the file."""
+    """The documents within the limits, with the file's date; the first carries the damage of the file."""
+    dated: dict[str, MetadataValue] = {}
+    with suppress(OSError, OverflowError, ValueError):  # it is gone, or its date is none
+        dated[FILE_DATE] = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
     for number, document in enumerate(documents):
         if number == MAX_FILE_DOCUMENTS:
             raise UnreadableDocumentError(
@@ -280,7 +288,8 @@ def _checked(path: Path, documents: Iterator[Document], damage: str = "") -> Ite
             check_document(document)
         except InvalidInputError as bad:
             raise UnreadableDocumentError(path, f"is refused: {bad}") from bad
-        yield document if number else replace(document, damage=damage)
+        metadata = {**dated, **document.metadata}
+        yield replace(document, metadata=metadata, damage="" if number else damage)
 
 
 def _read_office(path: Path, kind: str, data: bytes) -> Iterator[Document]:
@@ -327,10 +336,47 @@ def _read_plain(path: Path, text: str) -> Iterator[Document]:
     yield Document(path.as_posix(), text, _stem_title(path))
 
 
+#: YAML before a text, as site generators and note programs write it.
+_FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
+
+
 def _read_markdown(path: Path, text: str) -> Iterator[Document]:
+    metadata = _front_matter(text)
     heading = next(markdown_headings(text[:BEGINNING_BYTES]), None)
-    title = cut_title(heading.label) if heading is not None else _stem_title(path)
-    yield Document(path.as_posix(), text, title)
+    title = str(metadata.pop("title", "")).strip() or (heading.label if heading is not None else "")
+    yield Document(path.as_posix(), text, cut_title(title) or _stem_title(path), metadata)
+
+
+def _front_matter(text: str) -> dict[str, MetadataValue]:
+    """The fields of the YAML that begins a text; none if it is not YAML."""
+    found = _FRONT_MATTER.match(text[:BEGINNING_BYTES])
+    if found is None:
+        return {}
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        fields = yaml.safe_load(found[1])
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ):  # a rule between paragraphs, a date that is none
+        return {}
+    return _metadata(fields) if isinstance(fields, dict) else {}
+
+
+def _metadata(fields: Mapping[Any, Any]) -> dict[str, MetadataValue]:
+    """Fields of a file as metadata: texts, numbers, truth values and lists of them, other values as JSON."""
+    return {
+        str(name): value if _is_metadata(value) else json.dumps(value, default=str).strip('"')
+        for name, value in fields.items()
+        if value is not None
+    }
+
+
+def _is_metadata(value: object) -> bool:
+    each = value if isinstance(value, list) else [value]
+    return all(isinstance(one, str | int | float | bool) for one in each)
 
 
 _UNREAD_TAGS = ("script", "style", "noscript", "template", "head", "svg")
@@ -504,11 +550,7 @@ def _jsonl_document(path: Path, number: int, line: str) -> Document:
         source=f"{path.as_posix()}#{name}",
         text=text,
         title=str(record.get("title") or _stem_title(path)),
-        metadata={
-            key: value if isinstance(value, MetadataValue) else json.dumps(value)
-            for key, value in record.items()
-            if key not in ("text", "title") and value is not None
-        },
+        metadata=_metadata({k: v for k, v in record.items() if k not in ("text", "title")}),
     )
     try:
         check_name("its id", name, MAX_ID_CHARS)
