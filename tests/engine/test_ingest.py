@@ -14,7 +14,7 @@ import torch
 import scripted
 import tiny
 from blendrag.corpus.corpus import Corpus
-from blendrag.engine import BlendEngine, Options, lazy_model
+from blendrag.engine import BlendEngine, Filter, Options, lazy_model
 from blendrag.engine.library import Entry
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.errors import CorpusError, InvalidInputError
@@ -494,4 +494,14 @@ def test_the_page_of_a_chunk_is_known_in_every_answer(empty: BlendEngine, tmp_pa
     assert pages == sorted(pages)
     assert {*pages} == {1, 2}
     assert {each.page for each in found if each.source != str(path)} == {None}
-    assert all(not each.metadata for each in found)
+    assert {name for each in found for name in each.metadata} == {"file_date"}
+    for chosen in ("page=2", "page_label=2", "page>1"):
+        on_page = empty.retrieve("lamp", report.chunks, filter=Filter.where(chosen))
+        assert {each.page for each in on_page} == {2}
+        assert len(on_page) == pages.count(2)
+    others = empty.retrieve("lamp", report.chunks, filter=~Filter.where("page=2"))
+    assert len(others) == len(found) - pages.count(2)
+    unpaged = Filter.parse({"type": "is_empty", "key": "page"})
+    assert {each.page for each in empty.retrieve("lamp", 9, filter=unpaged)} == {None}
+    with pytest.raises(InvalidInputError, match="'page' with 'two', but it holds numbers"):
+        empty.retrieve("lamp", filter=Filter.where("page=two"))

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,12 @@ def read_documents(path: Path) -> Iterator[Document]:
 def write(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.utime(path, (0, 0))
     return path
+
+
+#: Metadata of what :func:`write` wrote.
+DATED = {"file_date": "1970-01-01"}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,7 @@ def test_the_title_is_the_first_heading_or_the_file_name(
     tmp_path: Path, name: str, content: str, text: str | None, title: str
 ) -> None:
     path = write(tmp_path / name, content)
-    assert list(read_documents(path)) == [Document(path.as_posix(), text or content, title, {})]
+    assert list(read_documents(path)) == [Document(path.as_posix(), text or content, title, DATED)]
 
 
 def test_html_keeps_blocks_and_drops_scripts(tmp_path: Path) -> None:
@@ -124,7 +130,7 @@ def test_json_lines_carry_title_id_and_metadata(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "\n\n".join(json.dumps(line) for line in lines))
     first, second, third = read_documents(path)
     assert first == Document(
-        f"{path.as_posix()}#x", "One.", "First", {"id": "x", "year": 1871, "tags": '["a"]'}
+        f"{path.as_posix()}#x", "One.", "First", {**DATED, "id": "x", "year": 1871, "tags": ["a"]}
     )
     assert second.source.endswith("#7")
     assert third.source.endswith("#5")
@@ -444,6 +450,41 @@ def test_a_file_named_explicitly_is_kept_and_a_missing_one_refused(tmp_path: Pat
     assert scan_inputs([tmp_path, path]) == ([path], {})
     with pytest.raises(InvalidInputError, match="does not exist"):
         scan_inputs([tmp_path / "gone"])
+
+
+@pytest.mark.parametrize(
+    ("matter", "title", "metadata"),
+    [
+        ("title: The plan\ndate: 2024-05-01\ndraft: true", "The plan", {"date": "2024-05-01", "draft": True}),
+        ("tags: [a, b]\nnone:\nwho: {name: Kim}", "Head", {"tags": ["a", "b"], "who": '{"name": "Kim"}'}),
+        ("file_date: 2020-01-01\n1: one", "Head", {"file_date": "2020-01-01", "1": "one"}),
+        ("title: ' '\ndate: 2024-99-99", "Head", {}),
+        ("no: yaml: here", "Head", {}),
+        ("only a line", "Head", {}),
+        ("- a list", "Head", {}),
+    ],
+)  # fmt: skip
+def test_the_yaml_before_a_markdown_file_is_its_metadata(
+    tmp_path: Path, matter: str, title: str, metadata: dict[str, Any]
+) -> None:
+    text = f"---\n{matter}\n---\n\n# Head\n\nText.\n"
+    (document,) = read_documents(write(tmp_path / "a.md", text))
+    assert (document.text, document.title) == (text, title)
+    assert document.metadata == {**DATED, **metadata}
+    (plain,) = read_documents(write(tmp_path / "a.txt", text))
+    assert plain.metadata == DATED
+
+
+def test_a_file_that_was_only_touched_is_unchanged(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "Text.")
+    (before,) = read_documents(path)
+    os.utime(path, (1e9, 1e9))
+    (after,) = read_documents(path)
+    assert (before.metadata["file_date"], after.metadata["file_date"]) == (
+        "1970-01-01",
+        "2001-09-09",
+    )
+    assert digest_of(before) == digest_of(after)
 
 
 def test_the_digest_changes_with_text_title_and_metadata_only() -> None:

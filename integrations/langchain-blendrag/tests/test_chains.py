@@ -56,7 +56,8 @@ async def test_a_document_is_the_chunk_and_says_where_it_is_from(engine: BlendEn
     first = documents[0].metadata
     text = Path(first["source"]).read_text()
     assert text[first["start"] : first["end"]].strip() == documents[0].page_content.strip()
-    assert set(first) == {"source", "title", "start", "end", "chunk_id", "distance"}
+    place = {"source", "title", "start", "end", "chunk_id", "distance"}
+    assert set(first) == place | {"file_date"}
     assert 0 <= first["distance"] <= 2
     paged = replace(engine.retrieve(QUESTION, 1)[0], page=7)
     assert to_document(paged).metadata["page_label"] == "7"

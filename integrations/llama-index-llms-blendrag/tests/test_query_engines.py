@@ -34,7 +34,7 @@ async def test_a_node_is_the_chunk_and_says_where_it_is_from(
     node = nodes[0].node
     assert node.get_content(MetadataMode.LLM) == node.text.strip()
     assert node.get_content(MetadataMode.EMBED) == node.text.strip()
-    assert set(node.metadata) == {"source", "title", "chunk_id", "distance"}
+    assert set(node.metadata) == {"source", "title", "chunk_id", "distance", "file_date"}
     paged = replace(engine.retrieve(QUESTION, 1)[0], page=7)
     assert node_with_score(paged).node.metadata["page_label"] == "7"
     assert [n.score for n in nodes] == [c.score for c in engine.retrieve(QUESTION, 4)]

@@ -1,7 +1,8 @@
 """Which documents a search may find: comparisons of their fields, joined by and, or and not.
 
 A field is what a document's metadata holds under that name. :data:`KNOWN_FIELDS` are known of every document
-besides. A list is compared element by element: it equals a value that it contains.
+besides, and :data:`PAGE_FIELDS` of the passages of PDFs. A list is compared element by element: it equals a
+value that it contains.
 
 Filters are written as in OpenAI's file search (https://platform.openai.com/docs/guides/retrieval)::
 
@@ -30,6 +31,8 @@ from blendrag.wording import quoted
 
 #: What is known of a document without any metadata.
 KNOWN_FIELDS = ("source", "file_name", "folder", "extension", "title")
+#: What is known of a passage of a PDF: the page it begins on, as a number and as the frameworks show it.
+PAGE_FIELDS = ("page", "page_label")
 #: Most values and comparisons of one filter, and how deep it may nest.
 MAX_VALUES = 10_000
 MAX_COMPARISONS = 200

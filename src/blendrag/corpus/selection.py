@@ -15,6 +15,7 @@ import numpy as np
 from blendrag.corpus.database import CorpusFile, entry_of
 from blendrag.corpus.filters import (
     KNOWN_FIELDS,
+    PAGE_FIELDS,
     Comparison,
     FieldValue,
     Filter,
@@ -23,6 +24,7 @@ from blendrag.corpus.filters import (
     wrong,
 )
 from blendrag.option import did_you_mean, near_names
+from blendrag.text.readers import PAGE_STARTS, page_at
 from blendrag.wording import quoted
 
 #: Selections that are remembered while the corpus does not change.
@@ -71,10 +73,12 @@ class Selections:
         for comparison in chosen.comparisons():
             self._check(comparison)
         statement = _Statement()
-        documents = f"SELECT d.id FROM {_DOCUMENTS} AS d WHERE {statement.holds(chosen)}"
+        condition = f"{_DOCUMENTS} AS d WHERE {statement.holds(chosen)}"
+        where = f"document IN (SELECT d.id FROM {condition})"
+        if any(comparison.key in PAGE_FIELDS for comparison in chosen.comparisons()):
+            where = f"EXISTS (SELECT 1 FROM {condition} AND d.id = passage.document)"
         rows = self._file.rows(
-            f"SELECT id FROM passage WHERE document IN ({documents}) ORDER BY id",
-            *statement.parameters,
+            f"SELECT id FROM passage WHERE {where} ORDER BY id", *statement.parameters
         )
         found = np.fromiter((passage for (passage,) in rows), np.int64, len(rows))
         with self._lock:
@@ -86,11 +90,12 @@ class Selections:
     def _check(self, comparison: Comparison) -> None:
         """Raise unless some document has the field with a value of a type that it is compared with."""
         kinds = dict.fromkeys(map(_kind_of, comparison.values))
-        if not kinds or (comparison.key in KNOWN_FIELDS and "texts" in kinds):
+        known = self._known_kind(comparison.key)
+        if not kinds or known in kinds:
             return
         statement = _Statement()
         types = [each for kind in kinds for each in _KINDS[kind]]
-        fits = statement.any_value(comparison.key, lambda _, kind: f"{kind} IN {_literals(types)}")
+        fits = statement.any_own(comparison.key, lambda _, kind: f"{kind} IN {_literals(types)}")
         if self._file.rows(
             f"SELECT 1 FROM {_DOCUMENTS} AS d WHERE {fits} LIMIT 1", *statement.parameters
         ):
@@ -104,6 +109,18 @@ class Selections:
             f"{' and '.join(held)}; give a value of that type"
         )
 
+    def _known_kind(self, key: str) -> str:
+        """The kind of what is known under a name without metadata; empty if nothing is."""
+        if key in PAGE_FIELDS and self._has_pages():
+            return "numbers" if key == "page" else "texts"
+        return "texts" if key in KNOWN_FIELDS else ""
+
+    def _has_pages(self) -> bool:
+        paged = "EXISTS (SELECT 1 FROM json_each(d.metadata) AS f WHERE f.key = ?)"
+        return bool(
+            self._file.rows(f"SELECT 1 FROM {_DOCUMENTS} AS d WHERE {paged} LIMIT 1", PAGE_STARTS)
+        )
+
     def _kinds_held(self, key: str) -> list[str]:
         element = "SELECT DISTINCT CASE f.type WHEN 'array' THEN e.type ELSE f.type END"
         rows = self._file.rows(
@@ -113,8 +130,8 @@ class Selections:
             key,
         )
         types = {kind for (kind,) in rows}
-        names = [name for name, of in _KINDS.items() if types.intersection(of)]
-        names += ["texts"] * (key in KNOWN_FIELDS and "texts" not in names)
+        known = self._known_kind(key)
+        names = [name for name, of in _KINDS.items() if types.intersection(of) or name == known]
         return names or ["no values that can be compared"] * bool(types)
 
     def _unknown_field(self, key: str) -> Exception:
@@ -123,9 +140,10 @@ class Selections:
             "WHERE typeof(f.key) = 'text' GROUP BY f.key ORDER BY count(*) DESC LIMIT 1000"
         )
         own = [name for name, _ in rows if not name.startswith("_")]
-        known = dict.fromkeys([*own[:_LISTED_FIELDS], *KNOWN_FIELDS])
+        pages = PAGE_FIELDS[:1] if self._has_pages() else ()
+        known = dict.fromkeys([*own[:_LISTED_FIELDS], *KNOWN_FIELDS, *pages])
         meant = did_you_mean(
-            near_names([key], [*own, *KNOWN_FIELDS]),
+            near_names([key], [*own, *KNOWN_FIELDS, *pages]),
             f"expected one of {', '.join(quoted(name, 40)[1:-1] for name in known)}",
         )
         return wrong(f"names the field {quoted(key, 40)}, which no document has; {meant}")
@@ -173,18 +191,26 @@ class _Statement:
     def any_value(self, key: str, test: _Test, of_elements: _Test | None = None) -> str:
         """Whether a field's value passes ``test``: the one of its metadata, an element of that, or the one
         that is known without metadata."""
-        own = (
+        own = self.any_own(key, test, of_elements)
+        if key in KNOWN_FIELDS:
+            value = f"blendrag_known({key!r}, CAST(d.source AS BLOB), CAST(d.title AS BLOB))"
+            return f"({own} OR {test(value, _TEXT)})"
+        if key in PAGE_FIELDS:
+            value = f"blendrag_page({key!r}, CAST({_PAGE_STARTS} AS BLOB), passage.start)"
+            return f"({own} OR {test(value, f'typeof({value})')})"
+        return own
+
+    def any_own(self, key: str, test: _Test, of_elements: _Test | None = None) -> str:
+        """Whether a value of the metadata, or an element of it, passes ``test``."""
+        return (
             f"EXISTS (SELECT 1 FROM json_each(d.metadata) AS f WHERE f.key = {self.mark(key)} AND "
             f"({test('f.value', 'f.type')} OR (f.type = 'array' AND EXISTS (SELECT 1 FROM "
             f"json_each(f.value) AS e WHERE {(of_elements or test)('e.value', 'e.type')}))))"
         )
-        if key not in KNOWN_FIELDS:
-            return own
-        value = f"blendrag_known({key!r}, CAST(d.source AS BLOB), CAST(d.title AS BLOB))"
-        return f"({own} OR {test(value, _TEXT)})"
 
 
 _TEXT = "'text'"
+_PAGE_STARTS = f"(SELECT f.value FROM json_each(d.metadata) AS f WHERE f.key = {PAGE_STARTS!r})"
 
 
 def _is_filled(value: str, kind: str) -> str:
@@ -257,9 +283,16 @@ def _known(field: str, source: Any, title: Any) -> str:
     return name if field == "file_name" else folder
 
 
+def _page(field: str, starts: Any, place: Any) -> int | str | None:
+    """A field of :data:`PAGE_FIELDS`."""
+    page = page_at(_text(starts), place) if isinstance(place, int) else None
+    return page if field == "page" or page is None else str(page)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "json": _json,
     "known": _known,
+    "page": _page,
     "icontains": lambda value, part: part.casefold() in _text(value).casefold(),
     "glob": lambda value, pattern: matches(pattern, _text(value)),
 }
