@@ -179,6 +179,11 @@ Reranker = Annotated[str, text("reranker",
 MaxNewTokens = Annotated[int, whole("max_new_tokens", "Longest answer in tokens.", _EVERYWHERE, 1,
     unless_given="to its end or that of the context")]
 System = Annotated[str, text("system", "System message of prompts that have none.", _EVERYWHERE)]
+PromptTemplate = Annotated[str, Option("prompt_template",
+    "What ask puts around the chunks and the question: a text with {context} and {question}.",
+    _EVERYWHERE, "a text with {context} and, after it, {question}", lambda v: isinstance(v, str)
+    and v.count("{context}") == v.count("{question}") == 1
+    and v.index("{context}") < v.index("{question}"))]
 ChatTemplateKwargs = Annotated[Mapping[str, Any], mapping("chat_template_kwargs",
     "Arguments of the model's chat template: reasoning_effort=low.", _EVERYWHERE)]
 EnableThinking = Annotated[bool, switch("enable_thinking",
@@ -275,6 +280,7 @@ class RequestDefaults(TypedDict, total=False):
     min_ratio: MinRatio | None
     max_new_tokens: MaxNewTokens | None
     system: System | None
+    prompt_template: PromptTemplate | None
     chat_template_kwargs: ChatTemplateKwargs | None
     enable_thinking: EnableThinking | None
     plain_messages: PlainMessages | None
@@ -371,6 +377,7 @@ class Settings:
     schedule: Schedule = DEFAULT_SCHEDULE
     max_new_tokens: MaxNewTokens | None = None
     system: System | None = None
+    prompt_template: PromptTemplate | None = None
     chat_template_kwargs: ChatTemplateKwargs = field(default_factory=dict)
     enable_thinking: EnableThinking | None = None
     plain_messages: PlainMessages = False

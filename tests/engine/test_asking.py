@@ -66,6 +66,23 @@ def test_a_system_message_precedes_prompts_that_have_none(tmp_path: Path) -> Non
         assert own not in asked(engine)
 
 
+def test_a_prompt_template_is_put_around_chunks_and_question(tmp_path: Path) -> None:
+    template = "Passages:\n{context}\n\nIn Latin, please: {question}!"
+    with scripted.engine([], tmp_path / "store", prompt_template=template) as engine:
+        engine.ingest([tiny.document(i, paragraphs=2) for i in range(2)]).whole()
+        answer = engine.ask(QUESTION, top_k=2)
+        prompt = asked(engine)
+        assert prompt.partition("user\n")[2].startswith("Passages:\nParagraph ")
+        assert f"]\n\nIn Latin, please: {QUESTION}!<|end|>" in prompt
+        assert LEADING.strip() not in prompt
+        assert len(answer.metrics.chunks) == 2
+        engine.ask(QUESTION, top_k=2, prompt_template="{context} {question}")
+        assert "Latin" not in asked(engine)
+    for wrong in ("{question} {context}", "{context}", "", "{context}{context}{question}"):
+        with tiny.refuses("prompt_template"):
+            Options(prompt_template=wrong)
+
+
 def test_a_model_without_a_template_is_told_the_system_message_first(engine: BlendEngine) -> None:
     raw = Options(apply_chat_template=False, system="Answer in one word.")
     prompt, _ = engine.asking.prompt(QUESTION, 2, (), raw)

@@ -83,12 +83,13 @@ class Asking:
         """The prompt of a question over retrieved chunks, after earlier questions and answers."""
         tokens, texts = self._model.tokens, [chunk.text for chunk in chunks]
         names = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
+        template = options.prompt_template or self._corpus.settings.prompt_template
         if not self._prompts.uses_template(options):
-            prompt = build_rag_prompt(question, texts, names, history)
+            prompt = build_rag_prompt(question, texts, names, history, template)
             return replace(prompt, retrieved=tuple(chunks))
         turns = ((("user", asked), ("assistant", answer)) for asked, answer in history)
         messages = tuple({"role": role, "content": text} for turn in turns for role, text in turn)
-        prompt = build_rag_prompt(question, texts, names)
+        prompt = build_rag_prompt(question, texts, names, template=template)
         return replace(prompt, history=messages, retrieved=tuple(chunks))
 
     def trimmed(

@@ -37,6 +37,7 @@ from blendrag.text.spans import Span, merged, overlapping
 
 LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"
+CONTEXT, QUESTION = "{context}", "{question}"
 #: Before the question, not in the head: small models follow what is near the answer, and KV stays exact.
 UNKNOWN = "If the answer is not in the context, say that you do not know.\n\n"
 #: Where base models and small ones begin to ask themselves.
@@ -61,8 +62,9 @@ def build_rag_prompt(
     texts: Sequence[str],
     names: Sequence[str] | None = None,
     answered: Sequence[tuple[str, str]] = (),
+    template: str | None = None,
 ) -> RagPrompt:
-    """blendrag's RAG prompt over the texts of chunks.
+    """The RAG prompt over the texts of chunks: blendrag's own, or that of a ``template``.
 
     With ``names``, one per text, the name of a document follows its chunks, and the model is told what to do
     if they do not contain the answer. All of this follows the first chunk, which stays an exact match.
@@ -71,20 +73,25 @@ def build_rag_prompt(
     question = question.strip()
     if not question:
         raise InvalidInputError("the question is empty; ask something")
-    matches, asked = [], LEADING
+    instruction = UNKNOWN if names else ""
+    template = (
+        template or f"{LEADING}{CONTEXT}{SEPARATOR}{instruction}Question: {QUESTION}\nAnswer:"
+    )
+    asked, _, rest = template.partition(CONTEXT)
+    before, _, after = rest.partition(QUESTION)
+    matches: list[Match] = []
     for number, text in enumerate(texts):
+        asked += SEPARATOR * bool(number)
         chunk = canonical(text)
         start = len(asked) + text.index(chunk)
         matches.append(Match(chunk_id_of(chunk), start, start + len(chunk), complete=True))
         asked += text
         if names and names[number : number + 1] != names[number + 1 : number + 2]:
             asked += f"\n[{short_name(names[number])}]"
-        asked += SEPARATOR
-    asked += UNKNOWN if names else ""
-    asked += "".join(f"Question: {q}\nAnswer: {a}{SEPARATOR}" for q, a in answered)
-    asked += f"Question: {question}"
+    asked += "".join(f"{SEPARATOR}Question: {q}\nAnswer: {a}" for q, a in answered)
+    asked += f"{before}{question}"
     end = len(asked)
-    return RagPrompt(f"{asked}\nAnswer:", tuple(matches), (end - len(question), end))
+    return RagPrompt(f"{asked}{after}", tuple(matches), (end - len(question), end))
 
 
 def prefix_token_ids(tokens: Tokens) -> tuple[int, ...]:

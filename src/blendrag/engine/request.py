@@ -137,6 +137,8 @@ class Options:
     system: config.System | None = None
     """Also before a prompt of :meth:`BlendEngine.ask` for a model without a chat template. Messages that have
     a system message keep theirs."""
+    prompt_template: config.PromptTemplate | None = None
+    """Chunks are encoded after blendrag's own beginning of a prompt, or ``prefix_text``, whatever this is."""
     apply_chat_template: config.ApplyChatTemplate = True
     chat_template_kwargs: config.ChatTemplateKwargs = field(default_factory=dict)
     enable_thinking: config.EnableThinking | None = None

@@ -84,6 +84,7 @@ class DefaultFields(BaseModel):
     min_ratio: config.MinRatio | None = None
     max_new_tokens: config.MaxNewTokens | None = None
     system: config.System | None = None
+    prompt_template: config.PromptTemplate | None = None
     chat_template_kwargs: config.ChatTemplateKwargs | None = None
     enable_thinking: config.EnableThinking | None = None
     plain_messages: config.PlainMessages | None = None

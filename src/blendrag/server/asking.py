@@ -401,10 +401,13 @@ def _with_texts(
             400, f"{name} with a last message that is not the user's question", param="messages"
         )
     question, tokens = last["content"], engine.tokens
+    own = body.blendrag.prompt_template if body.blendrag else None
+    template = own or engine.settings.prompt_template
     if body.documents:
         titled = [_titled(each, number) for number, each in enumerate(body.documents)]
         named = [title for title, _ in titled] if tokens.names_sources else None
-        over = build_rag_prompt(question, [text for _, text in titled], named)
+        texts = [text for _, text in titled]
+        over = build_rag_prompt(question, texts, named, template=template)
         _check_length(engine, [*history, {"role": "user", "content": over.text}])
         return replace(over, chunks=None, history=tuple(history)), ()
     earlier = [message["content"] for message in history if message["role"] == "user"]
@@ -423,7 +426,8 @@ def _with_texts(
     if body.filters is not None and not chunks:
         raise nothing_found(body.filters)
     named = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
-    over = build_rag_prompt(question, [chunk.text for chunk in chunks], named)
+    texts = [chunk.text for chunk in chunks]
+    over = build_rag_prompt(question, texts, named, template=template)
     return replace(over, history=tuple(history)), chunks
 
 

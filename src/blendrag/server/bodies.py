@@ -123,6 +123,7 @@ class BlendOptions(Body):
     timeout_s: config.TimeoutS | None = None
     plain_messages: config.PlainMessages | None = None
     system: config.System | None = None
+    prompt_template: config.PromptTemplate | None = None
     explain: config.Explain | None = None
 
 
