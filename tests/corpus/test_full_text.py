@@ -242,7 +242,9 @@ def test_no_question_is_a_syntax_error(root: Path, question: str) -> None:
 
 
 def test_of_a_long_message_the_rarest_terms_are_searched_for(root: Path) -> None:
-    message = "lamp keeper log wrote " * 300 + " ".join(f"number{i}" for i in range(800))
+    message = "lamp keeper log wrote " * 300 + " ".join(
+        "abcdefghij"[i % 9 :] + "xyz" * (i // 9) for i in range(800)
+    )
     message = f"{message} KX-77 {message}"
     with Corpus.open(root) as corpus:
         corpus.put_document(

@@ -8,6 +8,7 @@ rankings before one that has the key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from blendrag.corpus.vectors import VectorIndex, vector_of
 
 #: Constant of reciprocal rank fusion. The paper has 60 for rankings of equal worth; a smaller one lets the
 #: first ranks decide. Chosen on the sets of ``blendrag bench search``.
-RANK_OFFSET = 5
+RANK_OFFSET = 3
 #: The hit that the best one of the words is compared with, to see how far it stands out.
 _COMPARED_RANK = 6
 #: Different chunks of each ranking that are fused: these times k, and at least so many.
@@ -136,7 +137,7 @@ class CorpusSearch:
         best = lexical[0][1] if lexical else 0.0
         shares = (
             [(passage, 1.0) for passage, _ in nearest],
-            [(passage, weight * (score / best if best > 0 else 1.0)) for passage, score in lexical],
+            [(passage, weight * _share(score, best)) for passage, score in lexical],
         )
         places: dict[int, int] = {}
         sums: dict[int, float] = {}
@@ -145,9 +146,8 @@ class CorpusSearch:
                 place = self._chunk_of(passage)
                 chunk = place[0] if place else -passage
                 places.setdefault(chunk, passage)
-                sums[chunk] = sums.get(chunk, 0.0) + share * (RANK_OFFSET + 1) / (
-                    RANK_OFFSET + rank
-                )
+                reciprocal = (RANK_OFFSET + 1) / (RANK_OFFSET + rank)
+                sums[chunk] = sums.get(chunk, 0.0) + share * reciprocal
         ordered = sorted(sums, key=lambda chunk: (-sums[chunk], places[chunk]))
         return [(places[chunk], sums[chunk] / (1 + weight)) for chunk in ordered]
 
@@ -162,6 +162,11 @@ class CorpusSearch:
             if (chunk := chunk_at(self._file, passage)) is not None:
                 found.append(FoundChunk(chunk, _distance(chunk, query.vector), score))
         return found
+
+
+def _share(score: float, best: float) -> float:
+    """What a hit counts whose rank hides how far it is behind the best one."""
+    return math.sqrt(max(0.0, score) / best) if best > 0 else 1.0
 
 
 def _weight(lexical: Sequence[tuple[int, float]], information: float) -> float:
