@@ -31,6 +31,7 @@ SUMMARIES = {
     "grammar": "Milliseconds per token with a JSON schema against without.",
     "cluster": "Routing by resident KV against round robin, on replicas on Ray.",
     "ingest": "Ingest rate against stock prefill, and ingest of an unchanged corpus.",
+    "search": "Recall and MRR of dense, lexical and hybrid search, and milliseconds per search.",
     "store": "Reads, puts, misses and decoding of the store against raw I/O.",
 }
 #: Modules that are not called like their benches.

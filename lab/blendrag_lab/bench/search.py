@@ -1,7 +1,7 @@
 """``blendrag bench search``: what dense, lexical and hybrid search find, and how long a search takes.
 
-Documents are read, cut and embedded as an ingest does it, with the tokenizer of the demo model. The times are of
-generated chunks whose words are as frequent as in natural text, with random vectors.
+Documents are read, cut and embedded as an ingest does it, with the tokenizer of the demo model. The times are
+of generated chunks whose words are as frequent as in natural text, with random vectors.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _measured(asked: SearchSet, root: Path, embedder: Embedder, chunker: Chunker
             vectors = embedder.embed(texts, [document.title] * len(cut))
             corpus.put_document(document, digest_of(document), cut, vectors)
         retriever = Retriever(corpus, embedder)
-        found = {mode: _found(asked, retriever, mode) for mode in MODES}
+        found: dict[str, Found] = {mode: _found(asked, retriever, mode) for mode in MODES}
         return SearchRow(asked.name, len(corpus), len(asked.questions), found)
 
 
