@@ -1,0 +1,43 @@
+"""The bench of search: what is a right chunk, and rows of what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blendrag.text.readers import Document
+from blendrag_lab.bench import search
+from blendrag_lab.evaluation.search_sets import SearchQuestion, SearchSet, file_set
+from lab.tests.bench.small import measured
+
+
+def test_a_file_of_passages_is_a_set_without_questions_of_yes_or_no(tmp_path: Path) -> None:
+    path = tmp_path / "asked.jsonl"
+    path.write_text(
+        '{"question": "Who?", "answers": [["Ann"]], "ctxs": [{"text": "Bo."}, {"text": "Ann."}]}\n'
+        '{"question": "Is it?", "answers": ["yes"], "ctxs": [{"text": "Yes."}]}\n'
+    )
+    made = file_set(path)
+    assert [question.text for question in made.questions] == ["Who?"]
+    (question,) = made.questions
+    assert [question.is_answered_by(d.source, d.text) for d in made.documents] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_rows_say_what_each_way_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = tuple(
+        Document(f"{n}.md", f"ERR_4-{n}: the pump is hot.", "Manual") for n in range(12)
+    )
+    questions = tuple(SearchQuestion(f"ERR_4-{n}", "", (f"ERR_4-{n}:",)) for n in range(3))
+    sets = [SearchSet("errors", documents, questions)]
+    monkeypatch.setattr(search, "own_sets", lambda directory: sets)
+    result = measured("search", "--embedder", "minilm-offline", "--chunks", "20")
+    (row,) = result["rows"]
+    assert (row["chunks"], row["questions"]) == (12, 3)
+    assert {*row["found"]} == {"hybrid", "dense", "lexical"}
+    assert row["found"]["lexical"] == {"recall": 1.0, "mrr": 1.0}
+    assert [time["words"] for time in result["times"]] == [10, 30, 2000]
