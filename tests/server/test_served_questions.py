@@ -127,18 +127,18 @@ def test_variables_of_the_command_are_sent_or_need_its_own_engine(
     with announced(served, demo_engine.root) as record:
         monkeypatch.setenv("BLENDRAG_RATIO", "0.25")
         settings.cache_clear()
-        body = serving._body({"temperature": 0.5}, QUESTION, record)
+        body = serving.body_for({"temperature": 0.5}, QUESTION, record)
         assert body is not None
         assert (body["blendrag"], body["temperature"]) == ({"ratio": 0.25}, 0.5)
         monkeypatch.setenv("BLENDRAG_DTYPE", "float32")
         settings.cache_clear()
-        assert serving._body({}, QUESTION, record) is None
+        assert serving.body_for({}, QUESTION, record) is None
     settings.cache_clear()
 
 
 def test_an_answer_that_breaks_off_is_an_error() -> None:
     lines = iter([b": ping\n", b'data: {"choices": []}\n', b""])
-    events = serving._events(SimpleNamespace(readline=lambda limit: next(lines)))  # type: ignore[arg-type]
+    events = serving.events_of(SimpleNamespace(readline=lambda limit: next(lines)))  # type: ignore[arg-type]
     assert next(events) == {"choices": []}
     with pytest.raises(BlendragError, match="stopped before the answer was complete"):
         next(events)

@@ -110,7 +110,7 @@ def pieces(context: typer.Context, question: str) -> ServedPieces | None:
     """The answer of the store's running server; ``None`` if there is none, or if the options of the command
     need an engine of their own. A note says why a server that is there does not answer."""
     record = server_record.read(context.params["store"] or settings().store)
-    body = None if record is None else _body(context.params, question, record)
+    body = None if record is None else body_for(context.params, question, record)
     if record is None or body is None:
         return None
     try:
@@ -124,7 +124,9 @@ def pieces(context: typer.Context, question: str) -> ServedPieces | None:
     return found
 
 
-def _body(params: Mapping[str, Any], question: str, record: ServerRecord) -> dict[str, Any] | None:
+def body_for(
+    params: Mapping[str, Any], question: str, record: ServerRecord
+) -> dict[str, Any] | None:
     """The request for a question with these options; ``None`` if the server cannot have them."""
     now, usual = settings(), Settings()
     wanted = params.get("model") or now.model
@@ -160,7 +162,7 @@ def _asked(record: ServerRecord, body: dict[str, Any]) -> ServedPieces:
         if response.status != 200:
             refusal = json.loads(response.read(MAX_LINE_BYTES))
             raise _NotServed(f"refused the question: {refusal['error']['message']}")
-        events = _events(response)
+        events = events_of(response)
         try:
             first = next(events, {})
         except BlendragError as error:
@@ -189,7 +191,7 @@ def _check_proof(record: ServerRecord) -> None:
         raise _NotServed("is gone: something else listens there")
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def events_of(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     """The objects of a streamed answer. Raises :class:`BlendragError` for an error among them, or if the
     stream breaks off."""
     with suppress(OSError, http.client.HTTPException):

@@ -23,8 +23,8 @@ from blendrag.corpus.languages import Languages
 from blendrag.engine.ingest_plan import (
     CHUNK_WORK,
     EMBEDDING_WORK,
+    FilesRead,
     PlannedDocument,
-    Reading,
     WorkAhead,
 )
 from blendrag.engine.kv_namespace import KVNamespace
@@ -163,14 +163,14 @@ class IngestRun:
         self._languages = Languages()
         self._announced = False
         self._report = IngestReport()
-        self._ahead = WorkAhead((), self._planned, Reading(), self._tell)
+        self._ahead = WorkAhead((), self._planned, FilesRead(), self._tell)
         self._counted = set[str]()
         """Ids of chunks without KV that some document has."""
         self._began = time.perf_counter()
 
     def run(self, inputs: Inputs, prune: bool = False, patterns: Patterns = ALL) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
-        report, seen, reading = self._report, set(), Reading()
+        report, seen, reading = self._report, set(), FilesRead()
         report.warnings += self._kv.other_recipe()
         with ended_early(report, self._writer.claim):
             with self._writer.pinned():
@@ -433,14 +433,14 @@ def documents_of(
     inputs: Inputs,
     report: IngestReport,
     patterns: Patterns = ALL,
-    reading: Reading | None = None,
+    reading: FilesRead | None = None,
 ) -> Iterator[tuple[Document, float]]:
     """Given documents and those of given paths, whose sources are their resolved paths.
 
     Each with its share of its file's bytes. Counts failures and skipped files in ``report``, and files in
     ``reading``.
     """
-    reading = reading or Reading()
+    reading = reading or FilesRead()
     given: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     for each in given:
         if isinstance(each, Document):

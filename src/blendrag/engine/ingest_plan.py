@@ -24,7 +24,7 @@ EMBEDDING_WORK = 1 / 16
 
 
 @dataclass
-class Reading:
+class FilesRead:
     """Which files a run has read, and which kind of file it is reading."""
 
     unread: Counter[str] = field(default_factory=Counter)
@@ -67,7 +67,7 @@ class WorkAhead:
         self,
         documents: Iterable[tuple[Document, float]],
         plan: Callable[[Document, float], PlannedDocument],
-        reading: Reading,
+        reading: FilesRead,
         told: Callable[[], None],
     ) -> None:
         """``told`` is called when a document was read."""
