@@ -17,7 +17,7 @@ import writers
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.shared import sharing, snapshots
 from blendrag.corpus.shared.collection import collect_remote
-from blendrag.engine import publishing
+from blendrag.engine import Filter, publishing
 from blendrag.engine.publishing import Follower
 from blendrag.errors import CorpusError, InvalidInputError, StoreUnavailableError
 from blendrag.store import writer_files
@@ -132,6 +132,16 @@ def test_a_machine_that_follows_loads_the_kv_of_the_one_that_published(machine):
         answer = ask(two, 0)
         assert tiers(answer) == {"remote"}
         assert answer.text == ask(alone, 0).text
+
+
+def test_a_machine_that_follows_filters_by_the_same_metadata(machine):
+    texts = [replace(tiny.document(n, paragraphs=1), metadata={"tags": [str(n)]}) for n in (0, 1)]
+    with machine("one") as one, machine("two") as two:
+        one.ingest(texts)
+        one.publish()
+        two.follow()
+        found = two.retrieve("ships", filter=Filter.where("tags=1"))
+        assert {chunk.source for chunk in found} == {texts[1].source}
 
 
 def test_publishing_copies_what_only_this_machine_has(machine, bucket):
