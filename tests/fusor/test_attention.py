@@ -152,6 +152,15 @@ def test_heads_that_share_kv_are_folded_into_rows_of_one(kv_heads, asked):
     assert asked == [((kv_heads, 40 * 4 // kv_heads), False)]
 
 
+@pytest.mark.parametrize(("count", "amx"), [(60, True), (70, True), (70, False)])
+def test_many_rows_keep_heads_apart_where_amx_multiplies(count, amx, monkeypatch, asked):
+    monkeypatch.setattr(attention, "has_amx", lambda: amx)
+    monkeypatch.setattr(attention, "_multiplies", lambda query: False)
+    assert error(random_rows(300, count), 300, dtype=torch.bfloat16) < 3e-2
+    is_apart = amx and count >= attention.APART_ROWS
+    assert asked == [((4, count), True) if is_apart else ((2, 2 * count), False)]
+
+
 def test_on_a_gpu_a_bias_is_folded_whatever_it_takes(monkeypatch, asked):
     """A GPU has no fused kernel for a mask over shared KV heads."""
     monkeypatch.setattr("blendrag.fusor.rows.FOLDED_BYTES", 0)

@@ -38,6 +38,9 @@ HALF_PRECISION = (torch.bfloat16, torch.float16)
 #: Query heads per KV head from which torch's CPU kernel (2.13) is faster with heads as rows of one head, in
 #: 16 bits. In float32 it always is.
 FOLDED_HEADS = 4
+#: Rows from which torch's fused kernel (2.13) is faster with heads apart in bfloat16 on a CPU with AMX: the
+#: bias is then that of one head.
+APART_ROWS = 64
 #: Arguments of attention implementations that this one does not serve.
 UNSERVED = ("softcap", "s_aux", "position_bias", "cache")
 
@@ -97,7 +100,8 @@ def attend(
             return torch.cat(outs, dim=1)
     multiplies = sharing > 1 and _multiplies(query)
     keys = _centred(key) if multiplies else key
-    for block in rows.blocks(window, query.dtype, sharing):
+    is_apart = rows.count >= APART_ROWS and _has_heads_apart(query)
+    for block in rows.blocks(window, query.dtype, 1 if is_apart else sharing):
         a, b, lo, hi, bias = block
         queries = query[:, :, a:b]
         if sharing > 1 and bias.shape[0] == b - a and query.device.type in FOLDS_ANYWAY:
@@ -157,6 +161,11 @@ def _multiplies(query: torch.Tensor) -> bool:
     """Whether :func:`_by_products` is the faster way for blocks of these rows: in bfloat16, on CPUs without
     AMX, which torch's fused kernel (2.13) uses and the softmax of products does not."""
     return query.device.type == "cpu" and query.dtype == torch.bfloat16 and not has_amx()
+
+
+def _has_heads_apart(query: torch.Tensor) -> bool:
+    """Whether :data:`APART_ROWS` holds for these rows."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and has_amx()
 
 
 @cache
