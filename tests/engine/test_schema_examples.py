@@ -5,10 +5,20 @@ from __future__ import annotations
 import re
 
 import example_scripts
+from blendrag.engine import BlendEngine
 
 
-def test_the_use_cases_of_prompt_cache_compute_only_what_is_asked(capsys):
-    example_scripts.run("prompt_schemas.py")
+def test_the_embedded_model_answers_from_cached_modules(capsys):
+    example_scripts.run("prompt_schemas.py", "demo")
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"(cached|full): .*'skating'", printed)) == 2
+
+
+def test_the_use_cases_of_prompt_cache_compute_only_what_is_asked(tmp_path, capsys):
+    example = example_scripts.load("prompt_schemas.py")
+    with BlendEngine("demo", tmp_path, max_new_tokens=4) as engine:
+        for file, prompt in example.PROMPTS.items():
+            example.show(engine, file, prompt)
     printed = capsys.readouterr().out
     computed = re.findall(r"cached: (\d+) of (\d+) tokens computed", printed)
     assert len(computed) == 3
