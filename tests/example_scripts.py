@@ -1,8 +1,12 @@
-"""Runs files of ``examples/`` in this process, where they share loaded libraries and the embedded model."""
+"""Runs scripts and notebooks of ``examples/`` in this process, with shared libraries and embedded model."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import json
+import re
 import runpy
 import sys
 import tempfile
@@ -33,3 +37,20 @@ def load(name: str) -> Any:
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
+
+
+def run_notebook(name: str) -> list[tuple[str, str]]:
+    """Run the code cells of a notebook: what each printed, and what it is stored to have printed."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = []
+    for number, cell in enumerate(json.loads((EXAMPLES / name).read_text("utf-8"))["cells"]):
+        if cell["cell_type"] == "code":
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile("".join(cell["source"]), f"{name}[{number}]", "exec"), names)
+            stored = "".join("".join(output["text"]) for output in cell["outputs"])
+            printed.append((out.getvalue(), stored))
+    return printed
+
+
+def without_figures(text: str) -> str:
+    return re.sub(r"\d+", "N", text)
