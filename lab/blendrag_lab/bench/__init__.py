@@ -23,6 +23,7 @@ SUMMARIES = {
     "trace": "One request layer by layer, and how much of its loading and computing overlaps.",
     "serve": "Whole answers of many requests, one by one and together, against stock transformers.",
     "newcomer": "TTFT of a request that arrives while others decode, and how long those wait.",
+    "learning": "TTFT of requests over passages that the engine learns meanwhile, against without.",
     "load": "TTFT and throughput under Poisson arrivals, for full, prefix and blend.",
     "auto": "Ratio auto against fixed ratios on each tier, and predicted against measured TTFT.",
     "remote": "Time to first token from a cold remote of several throughputs against full prefill.",
