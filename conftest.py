@@ -39,6 +39,14 @@ if not IS_WORKER:  # the workers and every command of the tests share these
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
+@pytest.fixture(autouse=True)
+def requests_begin_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long running answers go first depends on the time that prefills take; ``test_scheduler.py`` tests
+    that by a clock."""
+    if request.path.name != "test_scheduler.py" and "blendrag.serving.scheduler" in sys.modules:
+        monkeypatch.setattr(sys.modules["blendrag.serving.scheduler"], "ANSWERS_SHARE", 0)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
     """Faster than two for models this small."""

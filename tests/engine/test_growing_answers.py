@@ -66,7 +66,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
         take(self, *args)
 
     monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
-    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0)
     monkeypatch.setattr(scheduler, "decoded_together", decoded)
     for watched in (reserve, put_aside, take_back):
         monkeypatch.setattr(ChunkPool, watched.__name__, watched)

@@ -52,7 +52,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
         return wait(call, step, is_paused)
 
     monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", 0)
-    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0)
     monkeypatch.setattr(scheduler, "MAX_OVERTAKEN", 0)  # in order
     monkeypatch.setattr(Coroutine, "wait", watched)
     return pauses
@@ -103,7 +102,6 @@ def test_a_running_request_decodes_while_others_are_prefilled(
 ):
     """With infinity, prefills do not pause."""
     monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", per_step)
-    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0)
     with engine.scheduler.held():
         first = stream(engine, 0)
         others = newcomers(engine, [Options(mode=mode, max_new_tokens=2)] * 2)

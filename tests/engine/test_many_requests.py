@@ -42,7 +42,6 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(scheduler, "decoded_together", counted)
     monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
-    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0)
     return sizes
 
 
@@ -118,7 +117,6 @@ def test_a_step_that_fails_is_not_tried_again_for_each_token(engine, monkeypatch
 
     monkeypatch.setattr(scheduler, "decoded_together", fail)
     monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
-    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0)
     for times in (1, 2):
         with engine.scheduler.held():
             asking = [engine.stream(*each) for each in asked_for]
@@ -141,7 +139,6 @@ def test_more_requests_decode_together_again_while_some_run(engine, monkeypatch)
     monkeypatch.setattr(scheduler, "decoded_together", fail_once)
     monkeypatch.setattr(row_limit, "STEPS_TO_TRIAL", 2)
     monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
-    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0)
     engine.drain()  # nothing runs, so all failures are forgotten
     kwargs = {"min_new_tokens": 12}
     with engine.scheduler.held():

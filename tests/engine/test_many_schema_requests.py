@@ -86,7 +86,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
     monkeypatch.setattr(scheduler, "decoded_together", watched)
     monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
-    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0)
     return seen
 
 

@@ -20,7 +20,6 @@ SMALL = (
 def steps_after_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets the number of requests of each joint step, of which none runs during a prefill."""
     monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
-    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0)
     return joint_steps(monkeypatch)
 
 
