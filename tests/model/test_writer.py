@@ -61,7 +61,7 @@ def test_a_chunk_is_encoded_as_peft_computes_it_behind_a_stock_prefix(
     adapter, folder = tiny.adapter(model), writers.saved(made, tmp_path)
     for prefix in (PREFIX, []):
         expected = writers.by_peft(made, prefix, IDS)
-        assert largest_difference(encoded(adapter, folder, prefix), expected) < 1e-5
+        assert largest_difference(encoded(adapter, folder, prefix), expected) < 2e-5
         assert largest_difference(adapter.encode(prefix, IDS), expected) > 1e-3
 
 
@@ -151,7 +151,7 @@ def test_a_model_that_fills_its_cache_in_another_way_is_run_whole_with_the_write
     adapter, folder = tiny.adapter(model), writers.saved(made, tmp_path)
     expected, real = writers.by_peft(made, PREFIX, IDS), adapter.prefill_at
     monkeypatch.setattr(adapter, "prefill_at", lambda ids, **_: real(ids))  # no update() is noticed
-    assert largest_difference(encoded(adapter, folder), expected) < 1e-5
+    assert largest_difference(encoded(adapter, folder), expected) < 2e-5
 
 
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:

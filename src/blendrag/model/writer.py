@@ -39,6 +39,13 @@ MARK = "blendrag_writer.json"
 NONE = "none"
 #: Tokens of the forward that checks whether a writer fits a model.
 TRIAL_TOKENS = 4
+#: Most MiB of the weights that a writer changes, for which changed copies are kept. Small layers are so fast that
+#: two small products more take up to a quarter of their time; of larger ones it is a tenth and less.
+MERGED_MIB = 256
+#: Most tokens before the chunk with merged weights. More are other chunks, which differ from chunk to chunk.
+HEAD_TOKENS = 128
+
+Hook = Callable[..., Any]
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 #: What a LoRA config may switch on that changes more than ``scale · B A``.
@@ -321,8 +328,53 @@ class _Products:
         return low[:, part.low]
 
 
+class _Merged:
+    """One linear layer with the change added to a copy of its weight."""
+
+    def __init__(self, layer: nn.Linear, part: LowRank) -> None:
+        self._layer = layer
+        stock = layer.weight.detach()
+        up, down = (tensor.to(stock.device, torch.float32) for tensor in (part.up, part.down))
+        self._weight = torch.addmm(stock.float(), up, down, alpha=part.scale).to(stock.dtype)
+        self._head: tuple[torch.Tensor, torch.Tensor] | None = None
+        """What the layer was last given before a chunk, and what it made of it."""
+
+    def product(self, given: torch.Tensor, skip: int) -> torch.Tensor:
+        """``[1, skip + T, out]``; the first ``skip`` rows are the layer's own."""
+        product = F.linear(given, self._weight, self._layer.bias)
+        if skip:
+            product[:, :skip] = self._own(given[:, :skip])
+        return product
+
+    def _own(self, given: torch.Tensor) -> torch.Tensor:
+        """Remembered, as chunks have the same prefix: a few rows take a fifth of the time of a chunk."""
+        if self._head is None or not _equal(self._head[0], given):
+            own = F.linear(given, self._layer.weight, self._layer.bias)
+            self._head = given.clone(), own
+        return self._head[1]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether these have the same bits; comparing numbers in bfloat16 takes five times as long."""
+    return one.shape == other.shape and torch.equal(one.view(torch.int64), other.view(torch.int64))
+
+
+def _can_merge(layer: nn.Module, like: tuple[torch.device, torch.dtype]) -> bool:
+    """Whether the layer is a plain product with its weight: not quantised, no adapter, not offloaded."""
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        return False
+    weight = layer.weight
+    is_plain = type(weight) is nn.Parameter and (weight.device, weight.dtype) == like
+    return is_plain and weight.shape[1] * weight.element_size() % torch.int64.itemsize == 0
+
+
 class FittedWriter:
-    """A writer on the device and in the dtype of one model, whose modules it does not change."""
+    """A writer on the device and in the dtype of one model, whose modules it does not change.
+
+    The layers of a small model are merged with it when the first chunk is encoded, which takes a copy of
+    their weights (:data:`MERGED_MIB`). To others, and behind more than :data:`HEAD_TOKENS`, the low-rank
+    product is added. Which it is depends on model, writer and what precedes the chunk, and never on the machine.
+    """
 
     def __init__(self, writer: Writer, adapter: ModelAdapter) -> None:
         """Raises :class:`ModelLoadError` for a model that it does not fit. The caller holds the lock."""
@@ -336,7 +388,14 @@ class FittedWriter:
         like = adapter.device, adapter.layout.torch_dtype
         with torch.inference_mode(False), torch.no_grad():
             self._groups = [_Group(modules, parts, like) for parts in groups]
+        self._merged: dict[str, _Merged] = {}
+        self._to_merge: Mapping[str, LowRank] | None = None
         self._require_fit()
+        changed = {name: modules[name] for parts in groups for name in parts}
+        size = sum(getattr(layer.weight, "nbytes", 0) for layer in changed.values())
+        merges = all(_can_merge(layer, like) for layer in changed.values())
+        if merges and size <= MERGED_MIB << 20:
+            self._to_merge = writer.parts
 
     def _unfit(self, why: str) -> ModelLoadError:
         return ModelLoadError(
@@ -360,7 +419,7 @@ class FittedWriter:
                 self._require_shape(name, writer.parts[name].shape, args, output, TRIAL_TOKENS)
                 given[name] = args[0]
 
-            return only_here(note)
+            return note
 
         hooks = {module: noted(name) for name, module in modules.items()}
         with torch.inference_mode(), _hooked(hooks):
@@ -390,16 +449,46 @@ class FittedWriter:
         Raises :class:`ModelLoadError` after a forward that left out a layer of the writer.
         """
         called: set[str] = set()
-        hooks = {}
+        before, after = dict[nn.Module, Hook](), dict[nn.Module, Hook]()
         for group in self._groups:
             products = _Products(group, skip)
             for part in group.parts:
-                hooks[part.module] = only_here(self._hook(part, products, skip + tokens, called))
-        with _hooked(hooks):
+                if merged := self._merged_of(part) if skip <= HEAD_TOKENS else None:
+                    hooks = self._replacing(part, merged, skip, skip + tokens, called)
+                    before[part.module], after[part.module] = hooks
+                else:
+                    after[part.module] = self._adding(part, products, skip + tokens, called)
+        with _hooked(after, before):
             yield
         self._require_all((part.name for group in self._groups for part in group.parts), called)
 
-    def _hook(self, part: _Part, products: _Products, end: int, called: set[str]) -> Any:
+    def _merged_of(self, part: _Part) -> _Merged | None:
+        if self._to_merge is None:
+            return None
+        if part.name not in self._merged:
+            assert isinstance(part.module, nn.Linear)
+            with torch.inference_mode(False), torch.no_grad():
+                self._merged[part.name] = _Merged(part.module, self._to_merge[part.name])
+        return self._merged[part.name]
+
+    def _replacing(
+        self, part: _Part, merged: _Merged, skip: int, end: int, called: set[str]
+    ) -> tuple[Hook, Hook]:
+        """The layer itself is given no rows, and the product with merged weights replaces its output."""
+        given = list[torch.Tensor]()
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            self._require_all_tokens(part.name, args, end)
+            given.append(args[0])
+            return args[0][:, :0], *args[1:]
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+            called.add(part.name)
+            return merged.product(given.pop(), skip)
+
+        return before, after
+
+    def _adding(self, part: _Part, products: _Products, end: int, called: set[str]) -> Hook:
         skip, (inputs, outputs), up = products.skip, part.shape, part.up
         shapes = (1, end, inputs), (1, end, outputs)
 
@@ -423,21 +512,28 @@ class FittedWriter:
         self, name: str, shape: tuple[int, int], args: tuple[Any, ...], output: Any, tokens: int
     ) -> None:
         """Raise :class:`ModelLoadError` unless a layer of that shape is given all ``tokens``."""
-        if not _gets_all(args, tokens):
-            raise self._unfit(f"whose {name:.100} is not given all tokens in their order")
+        self._require_all_tokens(name, args, tokens)
         inputs, outputs = args[0].shape[-1], output.shape[-1]
         if (inputs, outputs) != shape:
             raise self._unfit(
                 f"whose {name:.100} is {inputs} × {outputs}, not {shape[0]} × {shape[1]}"
             )
 
+    def _require_all_tokens(self, name: str, args: tuple[Any, ...], tokens: int) -> None:
+        if not _gets_all(args, tokens):
+            raise self._unfit(f"whose {name:.100} is not given all tokens in their order")
+
 
 @contextmanager
-def _hooked(hooks: Mapping[nn.Module, Callable[..., None]]) -> Iterator[None]:
-    """Within this context these are forward hooks of the modules."""
+def _hooked(
+    after: Mapping[nn.Module, Hook], before: Mapping[nn.Module, Hook] | None = None
+) -> Iterator[None]:
+    """Within this context these are hooks before and after the modules, in the caller's forwards."""
     with ExitStack() as stack:
-        for module, hook in hooks.items():
-            stack.callback(module.register_forward_hook(hook).remove)
+        for module, hook in (before or {}).items():
+            stack.callback(module.register_forward_pre_hook(only_here(hook)).remove)
+        for module, hook in after.items():
+            stack.callback(module.register_forward_hook(only_here(hook)).remove)
         yield
 
 
