@@ -1,9 +1,12 @@
-"""How messages repeat what others wrote: cut to a length, and without characters that a terminal obeys."""
+"""How messages repeat what others wrote: cut to a length, and without characters that a terminal obeys. How
+logs tell ordinary steps from warnings."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
+from pathlib import Path
 from typing import Any
 
 #: Longest part of a value that a message repeats, in characters.
@@ -77,3 +80,18 @@ def _repr(value: Any) -> str:
         return repr(value)
     except (ValueError, RecursionError):  # an int of thousands of digits, lists in lists
         return f"a {type(value).__name__} that is too large to show"
+
+
+def short_model(name: str) -> str:
+    """The last part of a model's directory; the name of a model on the hub is unchanged."""
+    return Path(name).name if Path(name).is_absolute() else name
+
+
+def log_step(log: logging.Logger, message: str, *args: object) -> None:
+    """Log an ordinary step that takes a while, or much room. The command line prints it as a note."""
+    log.info(message, *args, extra={"is_step": True}, stacklevel=2)
+
+
+def is_step(record: logging.LogRecord) -> bool:
+    """Whether :func:`log_step` made it."""
+    return getattr(record, "is_step", False)

@@ -113,9 +113,7 @@ def seconds_of(duration: str) -> float:
 def test_ingest_says_what_it_will_take_on_disk_if_that_is_much(ingest, monkeypatch):
     monkeypatch.setattr(ingesting, "ANNOUNCED_BYTES", 10_000)
     told = invoke(*ingest)
-    (said,) = [
-        line for line in told.stderr.splitlines() if line.startswith("warning: the KV to be ")
-    ]
+    (said,) = [line for line in told.stderr.splitlines() if line.startswith("note: the KV to be ")]
     assert " per token; the disk has " in said
     size = re.search(r"takes about ([\d.]+) KiB", said)
     stored = re.search(r"; ([\d.]+) KiB encoded in", told.stdout)

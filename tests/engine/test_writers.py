@@ -70,6 +70,31 @@ def test_chunks_are_stored_as_the_writer_encodes_them(root: Path, folder: Path) 
     assert writer_files.kept_in(root) == [Writer.load(folder).fingerprint]
 
 
+def test_chunks_are_encoded_with_the_weights_that_the_model_has_now(root: Path) -> None:
+    """The writer was merged into copies of earlier ones."""
+
+    def changed(model: Any) -> Any:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.up_proj.weight.mul_(1.5)
+        return model
+
+    model = tiny.llama()
+    with tiny.engine(model, root) as engine:
+        engine.ingest([tiny.document(7)]).whole()
+        changed(model)
+        engine.ingest([tiny.document(8)]).whole()
+        used = engine.kv_namespace
+        ids = used.model.text_ids(tiny.chunk_texts(engine, 8)[0])
+        stored = tiny.stored_kv(engine, ids)
+        expected = writers.by_peft(
+            writers.with_lora(changed(tiny.llama())), used.corpus.prefix_ids, ids
+        )
+    assert stored is not None
+    for one, other in zip(stored.layers, expected.layers, strict=True):
+        assert (one - other).abs().max() < 5e-5
+
+
 def test_an_engine_without_options_uses_the_writer_of_the_store(root: Path) -> None:
     with tiny.engine(tiny.llama(), root) as engine:
         with_writer, reused = ask(engine, mode="reuse")

@@ -17,6 +17,7 @@ from blendrag.fusor.gate import verify
 from blendrag.fusor.rows import AttentionBlock, Rows
 from blendrag.model.positions import Repositioner
 from blendrag.model.windows import Window
+from blendrag.wording import is_step
 
 CPU = torch.device("cpu")
 
@@ -253,11 +254,12 @@ def test_a_gate_that_takes_long_says_so_before_it_runs(tmp_path, monkeypatch, ca
     monkeypatch.setattr(kv_validity, "ANNOUNCED_S", 0.0)
     with (
         tiny.engine(tiny.llama(), tmp_path / "s") as engine,
-        caplog.at_level("WARNING", "blendrag"),
+        caplog.at_level("INFO", "blendrag"),
     ):
         engine.ingest([tiny.document(0)])
-    (said,) = [r.getMessage() for r in caplog.records if "checking once" in r.getMessage()]
-    assert re.search(r"a prompt of 96 tokens, about \d+ s$", said)
+    (said,) = [r for r in caplog.records if "checking once" in r.getMessage()]
+    assert is_step(said)
+    assert re.search(r"a prompt of 96 tokens, about \d+ s$", said.getMessage())
 
 
 # -- refused families ---------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from blendrag.errors import (
     starting_thread,
 )
 from blendrag.store.durable import readable_size
+from blendrag.wording import is_step
 
 DONE = 0
 #: Some inputs failed, or there was no room for all of them.
@@ -80,18 +81,25 @@ def begin(verbose: bool, if_interrupted: str, loads_torch: bool = True) -> None:
 
 
 class _Echo(logging.Handler):
-    """Prints blendrag's own warnings as sentences."""
+    """Prints blendrag's own warnings as sentences, and ordinary steps as notes; with ``verbose`` all."""
+
+    def __init__(self, verbose: bool) -> None:
+        super().__init__()
+        self._verbose = verbose
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.levelname.lower(), record.getMessage())
+        if is_step(record):
+            say("note", record.getMessage())
+        elif self._verbose or record.levelno >= logging.WARNING:
+            say(record.levelname.lower(), record.getMessage())
 
 
 def set_up_logging(verbose: bool) -> None:
     """Silence other libraries unless ``verbose``. They read these variables when they are imported."""
     ours = logging.getLogger("blendrag")
-    ours.handlers[:] = [_Echo()]
+    ours.handlers[:] = [_Echo(verbose)]
     ours.propagate = False
-    ours.setLevel(logging.INFO if verbose else logging.WARNING)
+    ours.setLevel(logging.INFO)
     if verbose:
         return
     for name, value in _QUIET.items():

@@ -33,7 +33,7 @@ from blendrag.model.adapter import UNNAMED, ModelAdapter
 from blendrag.model.decode_weights import NATIVE, DecodeWeights, Packed, PackedWeights
 from blendrag.model.sharing import is_loaded, loaded_once
 from blendrag.store.durable import readable_size
-from blendrag.wording import condensed
+from blendrag.wording import condensed, log_step, short_model
 
 log = logging.getLogger(__name__)
 
@@ -131,9 +131,10 @@ class DecodeWeightsChoice:
         piece."""
         computed(self.now)
         if self.is_measurable:
-            log.warning(
+            log_step(
+                log,
                 "measuring once whether %s chooses the same tokens with %s weights: %d tokens",
-                *(self._adapter.model_id, AUTOMATIC, TOKENS * len(TEXTS)),
+                *(short_model(self._adapter.model_id), AUTOMATIC, TOKENS * len(TEXTS)),
             )
         while self.is_measurable:
             computed(self.measure)

@@ -46,6 +46,7 @@ from blendrag.text.chunking import Chunk
 from blendrag.text.limited_reading import read_documents
 from blendrag.text.names import short_name
 from blendrag.text.readers import ALL, Document, Patterns, check_document, digest_of, scan_inputs
+from blendrag.wording import log_step
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +321,8 @@ class IngestRun:
                 layout.encoding == NATIVE_ENCODING and layout.dtype != "float32"
             )
             per_token = planned_bytes / max(1, sum(n * of for n, of in counted.items()))
-            log.warning(
+            log_step(
+                log,
                 "the KV to be stored takes about %s in store %s, %s per token; the disk has %s free%s",
                 *(readable_size(needed_bytes), root, readable_size(per_token)),
                 *(readable_size(shutil.disk_usage(root).free), smaller),

@@ -41,6 +41,7 @@ from blendrag.store.encodings.codec import codec_of, staging_of
 from blendrag.store.identity import ChunkRecipe, ModelIdentity, exact_key, probe_key
 from blendrag.store.kv import ChunkKV, dtype_name
 from blendrag.store.tiered import KVStore
+from blendrag.wording import log_step, short_model
 
 log = logging.getLogger(__name__)
 
@@ -147,9 +148,10 @@ class KVValidity:
 
     def _announce(self, tokens: int, seconds: float) -> None:
         if seconds >= ANNOUNCED_S:
-            log.warning(
+            log_step(
+                log,
                 "checking once whether KV of %s may be reused: a prompt of %s tokens, about %.0f s",
-                *(self._adapter.model_id, f"{tokens:,}", seconds),
+                *(short_model(self._adapter.model_id), f"{tokens:,}", seconds),
             )
 
     def require_verified(self) -> None:

@@ -24,6 +24,7 @@ from blendrag.config import settings
 from blendrag.errors import ModelLoadError, is_out_of_memory, is_out_of_space
 from blendrag.model import gguf_header
 from blendrag.store.durable import readable_size
+from blendrag.wording import log_step
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def _unpack(file: Path, target: Path) -> None:
             f"{file.name} needs {readable_size(needed)} for its unpacked weights, but {target.parent} has "
             f"{readable_size(free)} free; make room or name another directory in BLENDRAG_CACHE"
         )
-    log.warning("unpacking %s once, %s in %s", file.name, readable_size(needed), target.parent)
+    log_step(log, "unpacking %s once, %s in %s", file.name, readable_size(needed), target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}-") as scratch:
         try:
             _require_described(file, weights)

@@ -39,8 +39,8 @@ MARK = "blendrag_writer.json"
 NONE = "none"
 #: Tokens of the forward that checks whether a writer fits a model.
 TRIAL_TOKENS = 4
-#: Most MiB of the weights that a writer changes, for which changed copies are kept. Small layers are so fast that
-#: two small products more take up to a quarter of their time; of larger ones it is a tenth and less.
+#: Most MiB of the weights that a writer changes, for which changed copies are kept. Small layers are so fast
+#: that two small products more take up to a quarter of their time; of larger ones they take a tenth.
 MERGED_MIB = 256
 #: Most tokens before the chunk with merged weights. More are other chunks, which differ from chunk to chunk.
 HEAD_TOKENS = 128
@@ -373,7 +373,8 @@ class FittedWriter:
 
     The layers of a small model are merged with it when the first chunk is encoded, which takes a copy of
     their weights (:data:`MERGED_MIB`). To others, and behind more than :data:`HEAD_TOKENS`, the low-rank
-    product is added. Which it is depends on model, writer and what precedes the chunk, and never on the machine.
+    product is added. This depends on the model, the writer and what precedes the chunk, never on the machine,
+    so that a chunk's KV is always computed in one way.
     """
 
     def __init__(self, writer: Writer, adapter: ModelAdapter) -> None:

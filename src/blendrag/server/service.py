@@ -19,7 +19,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from blendrag.corpus.embedding_turns import Check
@@ -33,7 +32,7 @@ from blendrag.server.asking import ServedRequest
 from blendrag.server.refusals import Refusal
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from blendrag.store.server_record import ServerRecord
-from blendrag.wording import quoted
+from blendrag.wording import quoted, short_model
 
 T = TypeVar("T")
 #: Makes a request on a thread; its argument is a check that may raise to give up.
@@ -107,11 +106,11 @@ class Service:
 
     @cached_property
     def model_id(self) -> str:
-        return _short(self.engine.model_name)
+        return short_model(self.engine.model_name)
 
     @property
     def embedder_id(self) -> str:
-        return _short(self.engine.manifest.embedder)
+        return short_model(self.engine.manifest.embedder)
 
     def check_open(self) -> None:
         """Raise :class:`Refusal` 503 once the engine is closed."""
@@ -217,11 +216,6 @@ async def _made(make: Make, threads: ThreadQueue, timeout_s: float | None) -> Se
     if left_s <= 0:
         raise RequestTimeout(timeout_s)
     return replace(served, options=replace(served.options, timeout_s=left_s))
-
-
-def _short(name: str) -> str:
-    """The last part of a directory, which clients can write; other names unchanged."""
-    return Path(name).name if Path(name).is_absolute() else name
 
 
 def _check(name: str | None, *known: str) -> None:
