@@ -16,7 +16,9 @@ import tiny
 import writers
 from blendrag.config import settings
 from blendrag.engine import BlendEngine, Options
+from blendrag.engine.kv_writer import BackgroundWriter, KVWriter
 from blendrag.engine.library import Entry
+from blendrag.engine.neighbours import Neighbours
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.store import maintenance
 from blendrag.store.kv import ChunkKV
@@ -253,6 +255,37 @@ def test_an_interrupted_ingest_goes_on(stage: str, tmp_path: Path) -> None:
         assert all(contexts.values())
 
 
+class Killed(BaseException):
+    """As ``kill -9`` does, it leaves what was stored and nothing else."""
+
+
+@pytest.mark.parametrize("calls", [1, 3])  # before and after the first document is whole
+def test_an_ingest_that_is_killed_goes_on_alike_without_options(
+    calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [tiny.document(each, 5) for each in NUMBERS]
+    real, left = KVWriter.write, calls
+
+    def write(*given: Any) -> None:
+        nonlocal left
+        real(*given)
+        left -= 1
+        if not left:
+            raise Killed
+
+    with (
+        tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine,
+        monkeypatch.context() as patch,
+        pytest.raises(Killed),
+    ):
+        patch.setattr(KVWriter, "write", write)
+        engine.ingest(documents)
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        rest = engine.ingest(documents).whole()
+        assert engine.manifest.encode_after == 1
+    assert rest.chunks_computed == rest.chunks - calls
+
+
 # -- as far as there is room ------------------------------------------------------------------------
 
 
@@ -404,6 +437,47 @@ def test_a_private_prompt_leaves_nothing_in_kv_of_documents(root: Path) -> None:
         with encoded(engine) as contexts:
             ingest(engine)
     assert found == [contexts, contexts]
+
+
+def test_similar_chunks_are_looked_for_only_for_chunks_that_are_due(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A private prompt that waits for nothing looks for none before its answer."""
+    looked: list[bool] = []
+    is_asked = False
+    real_due, real_texts = BackgroundWriter.due_now, Neighbours.texts
+
+    def due_now(*given: Any) -> Any:
+        nonlocal is_asked
+        is_asked = True
+        found = real_due(*given)
+        is_asked = False
+        return found
+
+    def texts(*given: Any) -> Any:
+        looked.append(is_asked)
+        return real_texts(*given)
+
+    monkeypatch.setattr(BackgroundWriter, "due_now", due_now)
+    monkeypatch.setattr(Neighbours, "texts", texts)
+    with tiny.engine(tiny.llama(), root) as engine:
+        missed(engine, tenant="a")
+    assert looked
+    assert not any(looked)
+
+
+def test_the_kv_of_a_removed_document_is_removed_for_all_recipes(root: Path) -> None:
+    for after in (0, 2):
+        with tiny.engine(tiny.llama(), root, encode_after=after) as engine:
+            ingest(engine)
+    with tiny.engine(tiny.llama(), root) as engine:
+        before = {each.namespace: each.chunks for each in maintenance.survey(root).namespaces}
+        engine.remove_sources([tiny.document(1, 5).source])
+        kept = {each.namespace: each.chunks for each in maintenance.survey(root).namespaces}
+    removed = {before[each] - kept[each] for each in before}
+    assert len(before) == 3
+    assert len(removed) == 1
+    assert removed != {0}
 
 
 def test_a_learned_passage_is_in_no_kv_of_documents(root: Path) -> None:

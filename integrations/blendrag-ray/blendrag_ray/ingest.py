@@ -250,6 +250,7 @@ class DistributedIngest:
         with ended_early(report, self._claim):
             files = files_at([Path(path) for path in paths], report, patterns)
             sizes = {name: size_bytes for name, (_, size_bytes) in files.items()}
+            self._kv.record_recipe()
             plan = IngestPlan.of(self._kv)
             with closing(self._compute(plan, self._listed(files))) as rows:
                 for row in rows:

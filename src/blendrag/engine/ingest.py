@@ -302,6 +302,7 @@ class IngestRun:
                 return False
             if not self._announced:
                 self._announce_size()
+            self._kv.record_recipe()
             name = f"{document.source}, characters {chunk.start} to {chunk.end}"
             near = self._neighbours and self._neighbours.texts(document.title, chunk)
             self._writer.write(chunk, name, near or ())

@@ -14,7 +14,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.manifest import Manifest
 from blendrag.engine.kv_validity import KVValidity
 from blendrag.engine.lazy_model import LazyModel, opened
-from blendrag.engine.loaded_as import recorded
+from blendrag.engine.loaded_as import RECORDS, recorded
 from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
 from blendrag.engine.store_writer import StoreWriter
 from blendrag.errors import InvalidInputError, StoreFullError
@@ -22,6 +22,7 @@ from blendrag.model.loading import checked_model_kwargs
 from blendrag.planning.profile import ProfileCache, conditions_of
 from blendrag.store.identity import ChunkRecipe, chunk_key, kv_namespace
 from blendrag.store.kv import KVLayout
+from blendrag.store.records import recorded_namespaces
 from blendrag.store.tiered import KVStore
 from blendrag.text.chunking import scope_of
 
@@ -199,37 +200,53 @@ class KVNamespace:
             corpus.set_manifest(renewed)
             self.writer.keep()  # gc may have removed it while no corpus named it
 
+    def record_recipe(self) -> None:
+        """Record how chunks are encoded, before the first is stored: a run that is killed goes on so."""
+        corpus = self.corpus.current
+        if corpus is not None and not corpus.has_documents:
+            self.record(corpus.manifest.namespace, corpus.manifest.model_signature)
+
     # -- its entries ------------------------------------------------------------------------------
 
     def key_of(self, namespace: str, text: str) -> str:
         """Key of the KV of a chunk with this text after the corpus's prefix."""
         return chunk_key(namespace, self.corpus.prefix_ids, self.model.text_ids(text))
 
-    def places_of(self, chunk_id: str, text: str, is_long: bool = False) -> list[tuple[str, str]]:
-        """Namespace and key of every KV that the chunk may have in the store. May load the model.
+    def places_of(self, chunk_id: str, text: str) -> list[tuple[str, str]]:
+        """Namespace and key of every KV of the chunk that requests may use. May load the model."""
+        return self._places(self._namespaces(), chunk_id, text)
 
-        ``is_long``: whether it is the KV for long prompts.
-        """
+    def _namespaces(self) -> set[str]:
+        """Those that requests may use."""
         manifest = self.corpus.recorded_manifest or self.corpus.manifest
         namespaces = {manifest.namespace} if manifest.namespace else set()
         if self.model.is_loaded or not namespaces:
             namespaces.add(self.validity.namespace)
+        return namespaces
+
+    def _places(
+        self, namespaces: set[str], chunk_id: str, text: str, is_long: bool = False
+    ) -> list[tuple[str, str]]:
+        """``is_long``: of the KV for long prompts."""
+        manifest = self.corpus.recorded_manifest or self.corpus.manifest
         scope = scope_of(chunk_id)
         within = sorted(kv_namespace(each, scope, is_long) for each in namespaces)
         after = manifest.prefix_ids, self.model.text_ids(text)
         return [(namespace, chunk_key(namespace, *after)) for namespace in within]
 
     def drop_orphaned(self) -> int:
-        """Delete the KV of chunks that were removed or whose addition was abandoned; returns how many."""
+        """Delete the KV of chunks that were removed or whose addition was abandoned, also what other recipes
+        and other weights computed of them; returns how many."""
         corpus = self.corpus.current
         dropped = corpus.dropped.texts() if corpus is not None else {}
         if corpus is None or not dropped:
             return 0
         if self.store.stats().entries:
+            namespaces = self._namespaces().union(recorded_namespaces(self.root, RECORDS))
             for chunk_id, text in dropped.items():
                 if corpus.dropped.is_removed(chunk_id):
                     for is_long in (False, True):
-                        for place in self.places_of(chunk_id, text, is_long):
+                        for place in self._places(namespaces, chunk_id, text, is_long):
                             self.store.delete(*place)
         corpus.dropped.forget(list(dropped))
         return len(dropped)

@@ -230,7 +230,8 @@ class BackgroundWriter:
     def __init__(self, kv: KVNamespace, scheduler: Scheduler) -> None:
         self._kv = kv
         self._scheduler = scheduler
-        self._queued: set[Job] = set()
+        self._queued: dict[Job, Job] = {}
+        """Equal jobs may know other chunks; the values are those that were queued."""
         self._seen: dict[tuple[str, Ids], None] = {}
         self._full = False
         """Whether there was no room for KV of a document."""
@@ -299,7 +300,7 @@ class BackgroundWriter:
                 log.info("%d chunks wait to be encoded; no more are queued", QUEUED_CHUNKS)
                 return
             if job not in self._queued:
-                self._queued.add(job)
+                self._queued[job] = job
                 self._scheduler.submit(Pending(partial(self._encode, job)), background=True)
 
     def due_now(
@@ -311,11 +312,15 @@ class BackgroundWriter:
         if self._full or not self._kv.is_writable or self._kv.validity.trouble:
             return [], ""
         missing = [each for each in missing if each.scope is None]
-        jobs = self._jobs(prompt, missing, options, self._is_long(prompt))
-        if self._scheduler.is_waited_for:
-            return jobs, "other requests waited"
-        due = [job for job in jobs if job in self._queued]
-        return due, "background encoding was not finished"
+        is_waited_for = self._scheduler.is_waited_for
+        if not missing or not (is_waited_for or self._queued):
+            return [], ""
+        is_long = self._is_long(prompt)
+        if is_waited_for:
+            return self._jobs(prompt, missing, options, is_long), "other requests waited"
+        prefix = self._kv.corpus.prefix_ids
+        known = [self._queued.get(Job(ids, prefix, scope, is_long)) for ids, scope in missing]
+        return [job for job in known if job], "background encoding was not finished"
 
     def encode_first(self, jobs: Sequence[Job], check: Callable[[], None]) -> int:
         """Encode these chunks now, on the scheduler's thread; returns how many are stored.
@@ -384,5 +389,5 @@ class BackgroundWriter:
             raise
         finally:
             if is_over:
-                self._queued.discard(job)
+                self._queued.pop(job, None)
         return False

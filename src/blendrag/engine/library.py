@@ -375,6 +375,7 @@ class Library:
                 if missing:
                     corpus.dropped.note(missing, ADDING)  # dropped again if this is killed
                     remember_namespace(self._kv, self._scheduler)
+                    self._kv.record_recipe()
                 for chunk in missing:
                     find = others.get(chunk.chunk_id, tuple)
                     writer.write(chunk, f"the text {chunk.text[:40]!r}…", find())

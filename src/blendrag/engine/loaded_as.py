@@ -12,6 +12,9 @@ import transformers
 from blendrag.store.identity import ModelIdentity
 from blendrag.store.records import Records
 
+#: Ending of the names of these records.
+RECORDS = "loaded"
+
 
 @dataclass(frozen=True)
 class LoadedAs:
@@ -36,7 +39,7 @@ class LoadedAs:
 
 
 def records_of(root: Path, namespace: str) -> Records[LoadedAs]:
-    return Records(root, f"{namespace}.loaded", "loaded", LoadedAs, ("identity",))
+    return Records(root, f"{namespace}.{RECORDS}", "loaded", LoadedAs, ("identity",))
 
 
 def recorded(root: Path, namespace: str) -> LoadedAs | None:

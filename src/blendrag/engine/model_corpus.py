@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from blendrag.engine.rendering import daily_part, prefix_token_ids
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.model.tokens import Tokens
 from blendrag.serving.scheduler import CLOSED
-from blendrag.store.identity import is_name
+from blendrag.store.records import recorded_namespaces
 from blendrag.store.remote.tier import RemoteTier
 from blendrag.store.tiered import KVStore, open_store
 from blendrag.text.chunking import Chunk, Chunker
@@ -33,7 +33,7 @@ from blendrag.text.chunking import Chunk, Chunker
 logger = logging.getLogger(__name__)
 
 #: Ends the name of the record of a namespace's prompt schemas.
-SCHEMA_RECORDS = ".schemas"
+SCHEMA_RECORDS = "schemas"
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,9 @@ class ModelCorpus:
         entries = 0
         if made and self.current is None and (entries := self.store.stats().entries):
             entries -= sum(
-                1 for each in schema_namespaces(self.root) for _ in self.store.keys(each)
+                1
+                for each in recorded_namespaces(self.root, SCHEMA_RECORDS)
+                for _ in self.store.keys(each)
             )
         return f"store {self.root} holds the KV of {entries} chunks but no corpus" * bool(entries)
 
@@ -245,13 +247,20 @@ class ModelCorpus:
     @property
     def manifest(self) -> Manifest:
         """The corpus's manifest; one with this engine's settings while the corpus has no documents."""
-        return self._given_manifest or self._settled() or self._new_manifest
+        return self._given_manifest or self._settled() or self._unsettled()
 
     def _settled(self) -> Manifest | None:
         """The manifest of a corpus with documents; the settings of any other may still change."""
         corpus = self.current
         is_settled = corpus is not None and corpus.has_manifest and corpus.has_documents
         return corpus.manifest if corpus is not None and is_settled else None
+
+    def _unsettled(self) -> Manifest:
+        """With the recipe by which chunks may have been stored before an ingest was killed."""
+        kept, new = self.recorded_manifest, self._new_manifest
+        if kept is None or kept.model != new.model:
+            return new
+        return replace(new, writer=kept.writer, encode_after=kept.encode_after)
 
     @property
     def recorded_manifest(self) -> Manifest | None:
@@ -346,10 +355,3 @@ class ModelCorpus:
             self.store.close()
         if self._corpus is not None:
             self._corpus.close()
-
-
-def schema_namespaces(root: Path) -> list[str]:
-    """The namespaces of the store at ``root`` that hold modules of prompt schemas."""
-    ending = f"{SCHEMA_RECORDS}.json"
-    names = [path.name.removesuffix(ending) for path in (root / "verified").glob(f"*{ending}")]
-    return [name for name in names if is_name(name)]

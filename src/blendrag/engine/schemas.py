@@ -280,7 +280,7 @@ class Schemas:
             return 0
         self._recorded[schema.name] = schema
         records = Records(
-            self._kv.root, f"{namespace}{SCHEMA_RECORDS}", "schemas", _Stored, ("name",)
+            self._kv.root, f"{namespace}.{SCHEMA_RECORDS}", "schemas", _Stored, ("name",)
         )
         keys = {_key(namespace, block, *s) for block in schema.blocks for s in block.stretches}
         stale: set[str] = set()

@@ -121,7 +121,7 @@ class StoreWriter:
         return self._fitted_to(adapter, fingerprint).active(skip, tokens)
 
     def _fitted_to(self, adapter: ModelAdapter, fingerprint: str) -> FittedWriter:
-        # merged weights are copies of those that the model had
+        # joined weights are copies of those that the model had
         weights = adapter.identified_weights
         fitted = fingerprint, adapter.device, adapter.layout.dtype, weights
         if self._misfit is not None and self._misfit[0] == fitted:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import safetensors.torch
 import torch
@@ -39,11 +39,11 @@ MARK = "blendrag_writer.json"
 NONE = "none"
 #: Tokens of the forward that checks whether a writer fits a model.
 TRIAL_TOKENS = 4
-#: Most MiB of the weights that a writer changes, for which changed copies are kept. Small layers are so fast
-#: that two small products more take up to a quarter of their time; of larger ones they take a tenth.
-MERGED_MIB = 256
-#: Most tokens before the chunk with merged weights. More are other chunks, which differ from chunk to chunk.
-HEAD_TOKENS = 128
+#: Most MiB of the copies by which small models take fewer products (:class:`_Joined`). Their layers are so
+#: fast that the products of a writer take a fifth of their time; of larger ones they take a tenth.
+JOINED_MIB = 256
+#: A number of inputs that processors multiply without a rest.
+EVEN_INPUTS = 32
 
 Hook = Callable[..., Any]
 
@@ -328,53 +328,56 @@ class _Products:
         return low[:, part.low]
 
 
-class _Merged:
-    """One linear layer with the change added to a copy of its weight."""
+class _Joined:
+    """Copies of the weights of a group's layers to which the change is joined as further inputs.
 
-    def __init__(self, layer: nn.Linear, part: LowRank) -> None:
-        self._layer = layer
-        stock = layer.weight.detach()
-        up, down = (tensor.to(stock.device, torch.float32) for tensor in (part.up, part.down))
-        self._weight = torch.addmm(stock.float(), up, down, alpha=part.scale).to(stock.dtype)
-        self._head: tuple[torch.Tensor, torch.Tensor] | None = None
-        """What the layer was last given before a chunk, and what it made of it."""
+    ``W x + U (D x) = [W U] [x, D x]``: one product and one copy of ``x`` for the whole group, and no further
+    pass over what each layer makes. Of tokens before the chunk the further inputs are 0.
+    """
 
-    def product(self, given: torch.Tensor, skip: int) -> torch.Tensor:
-        """``[1, skip + T, out]``; the first ``skip`` rows are the layer's own."""
-        product = F.linear(given, self._weight, self._layer.bias)
-        if skip:
-            product[:, :skip] = self._own(given[:, :skip])
-        return product
+    def __init__(self, group: _Group) -> None:
+        rank, inputs = group.down.shape
+        self.down = group.down.new_zeros(-(-rank // EVEN_INPUTS) * EVEN_INPUTS, inputs)  # [R, in]
+        self.down[:rank] = group.down
+        self.weights: dict[str, torch.Tensor] = {}
+        """By the name of the layer.  [out, in + R]"""
+        for part in group.parts:
+            up = self.down.new_zeros(part.shape[1], len(self.down))
+            up[:, part.low] = part.up.T
+            self.weights[part.name] = torch.cat((cast(nn.Linear, part.module).weight, up), 1)
 
-    def _own(self, given: torch.Tensor) -> torch.Tensor:
-        """Remembered, as chunks have the same prefix: a few rows take a fifth of the time of a chunk."""
-        if self._head is None or not _equal(self._head[0], given):
-            own = F.linear(given, self._layer.weight, self._layer.bias)
-            self._head = given.clone(), own
-        return self._head[1]
+    def inputs(self, given: torch.Tensor, skip: int) -> torch.Tensor:
+        """``[1, skip + T, in + R]`` of ``given`` ``[1, skip + T, in]``."""
+        low = F.linear(given[0], self.down)
+        low[:skip] = 0
+        return torch.cat((given[0], low), 1)[None]
+
+    @staticmethod
+    def size_bytes(group: _Group) -> int:
+        """About what the copies take."""
+        return sum(math.prod(part.shape) for part in group.parts) * group.down.element_size()
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether these have the same bits; comparing numbers in bfloat16 takes five times as long."""
-    return one.shape == other.shape and torch.equal(one.view(torch.int64), other.view(torch.int64))
-
-
-def _can_merge(layer: nn.Module, like: tuple[torch.device, torch.dtype]) -> bool:
-    """Whether the layer is a plain product with its weight: not quantised, no adapter, not offloaded."""
-    if type(layer) is not nn.Linear or "forward" in vars(layer):
-        return False
-    weight = layer.weight
-    is_plain = type(weight) is nn.Parameter and (weight.device, weight.dtype) == like
-    return is_plain and weight.shape[1] * weight.element_size() % torch.int64.itemsize == 0
+def _can_join(group: _Group) -> bool:
+    """Whether several layers share inputs, and each is a plain product with its weight: not quantised,
+    without an adapter, not offloaded."""
+    down = group.down
+    plain = (
+        type(part.module) is nn.Linear
+        and "forward" not in vars(part.module)
+        and type(part.module.weight) is nn.Parameter
+        and (part.module.weight.device, part.module.weight.dtype) == (down.device, down.dtype)
+        for part in group.parts
+    )
+    return len(group.parts) > 1 and all(plain)
 
 
 class FittedWriter:
     """A writer on the device and in the dtype of one model, whose modules it does not change.
 
-    The layers of a small model are merged with it when the first chunk is encoded, which takes a copy of
-    their weights (:data:`MERGED_MIB`). To others, and behind more than :data:`HEAD_TOKENS`, the low-rank
-    product is added. This depends on the model, the writer and what precedes the chunk, never on the machine,
-    so that a chunk's KV is always computed in one way.
+    Layers of a small model that share their inputs are joined with it when the first chunk is encoded
+    (:class:`_Joined`). What others make is changed afterwards. This depends on the model and the writer,
+    never on the machine, so that a chunk's KV is always computed in one way.
     """
 
     def __init__(self, writer: Writer, adapter: ModelAdapter) -> None:
@@ -389,14 +392,13 @@ class FittedWriter:
         like = adapter.device, adapter.layout.torch_dtype
         with torch.inference_mode(False), torch.no_grad():
             self._groups = [_Group(modules, parts, like) for parts in groups]
-        self._merged: dict[str, _Merged] = {}
-        self._to_merge: Mapping[str, LowRank] | None = None
+        self._joined: dict[int, _Joined] = {}
+        self._to_join: set[int] = set()
+        """Indices of groups."""
         self._require_fit()
-        changed = {name: modules[name] for parts in groups for name in parts}
-        size = sum(getattr(layer.weight, "nbytes", 0) for layer in changed.values())
-        merges = all(_can_merge(layer, like) for layer in changed.values())
-        if merges and size <= MERGED_MIB << 20:
-            self._to_merge = writer.parts
+        joinable = {i: group for i, group in enumerate(self._groups) if _can_join(group)}
+        if sum(map(_Joined.size_bytes, joinable.values())) <= JOINED_MIB << 20:
+            self._to_join.update(joinable)
 
     def _unfit(self, why: str) -> ModelLoadError:
         return ModelLoadError(
@@ -451,43 +453,53 @@ class FittedWriter:
         """
         called: set[str] = set()
         before, after = dict[nn.Module, Hook](), dict[nn.Module, Hook]()
-        for group in self._groups:
-            products = _Products(group, skip)
-            for part in group.parts:
-                if merged := self._merged_of(part) if skip <= HEAD_TOKENS else None:
-                    hooks = self._replacing(part, merged, skip, skip + tokens, called)
-                    before[part.module], after[part.module] = hooks
-                else:
+        for index, group in enumerate(self._groups):
+            if joined := self._joined_of(index):
+                replaced = self._replacing(group, joined, skip, skip + tokens, called)
+                for module, hooks in replaced.items():
+                    before[module], after[module] = hooks
+            else:
+                products = _Products(group, skip)
+                for part in group.parts:
                     after[part.module] = self._adding(part, products, skip + tokens, called)
         with _hooked(after, before):
             yield
         self._require_all((part.name for group in self._groups for part in group.parts), called)
 
-    def _merged_of(self, part: _Part) -> _Merged | None:
-        if self._to_merge is None:
-            return None
-        if part.name not in self._merged:
-            assert isinstance(part.module, nn.Linear)
+    def _joined_of(self, index: int) -> _Joined | None:
+        if index in self._to_join and index not in self._joined:
             with torch.inference_mode(False), torch.no_grad():
-                self._merged[part.name] = _Merged(part.module, self._to_merge[part.name])
-        return self._merged[part.name]
+                self._joined[index] = _Joined(self._groups[index])
+        return self._joined.get(index)
 
     def _replacing(
-        self, part: _Part, merged: _Merged, skip: int, end: int, called: set[str]
-    ) -> tuple[Hook, Hook]:
-        """The layer itself is given no rows, and the product with merged weights replaces its output."""
-        given = list[torch.Tensor]()
+        self, group: _Group, joined: _Joined, skip: int, end: int, called: set[str]
+    ) -> dict[nn.Module, tuple[Hook, Hook]]:
+        """Hooks before and after the group's layers: each is given no rows, and the product with its joined
+        weight replaces what it makes."""
+        given: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
 
-        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            self._require_all_tokens(part.name, args, end)
-            given.append(args[0])
-            return args[0][:, :0], *args[1:]
+        def hooks(part: _Part) -> tuple[Hook, Hook]:
+            weight = joined.weights[part.name]
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-            called.add(part.name)
-            return merged.product(given.pop(), skip)
+            def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+                self._require_all_tokens(part.name, args, end)
+                if not given or given[0] is not args[0]:
+                    given[:], inputs[:] = [args[0]], [joined.inputs(args[0], skip)]
+                return args[0][:, :0], *args[1:]
 
-        return before, after
+            def after(module: nn.Linear, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+                called.add(part.name)
+                product = F.linear(inputs[0], weight, module.bias)
+                if part is group.parts[-1]:
+                    given.clear()
+                    inputs.clear()
+                return product
+
+            return before, after
+
+        return {part.module: hooks(part) for part in group.parts}
 
     def _adding(self, part: _Part, products: _Products, end: int, called: set[str]) -> Hook:
         skip, (inputs, outputs), up = products.skip, part.shape, part.up
@@ -546,11 +558,13 @@ def _gets_all(args: tuple[Any, ...], tokens: int) -> bool:
 
 @torch.no_grad()
 def layers_for_writers(adapter: ModelAdapter, layers: Mapping[str, nn.Module]) -> list[str]:
-    """Names of those of ``layers`` that a writer may change: they are given all tokens in their order.
+    """Names of those of ``layers`` that a writer may change: they are given all tokens in their order, before
+    the last layer has K and V.
 
     Experts are not, nor are layers beside experts in some models. The caller holds the lock.
     """
     found: dict[str, bool] = {}
+    needed: list[str] = []
 
     def noted(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -561,5 +575,6 @@ def layers_for_writers(adapter: ModelAdapter, layers: Mapping[str, nn.Module]) -
     with ExitStack() as stack:
         for name, module in layers.items():
             stack.callback(module.register_forward_pre_hook(noted(name)).remove)
-        adapter.prefill_at(range(TRIAL_TOKENS))
-    return [name for name in layers if found.get(name)]
+        adapter.prefill_at(range(TRIAL_TOKENS), after_kv=lambda: needed.extend(found))
+    # all if the model never says when the last layer has K and V
+    return [name for name in layers if found.get(name) and name in (needed or found)]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from blendrag.store import regular_files
+from blendrag.store.identity import is_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -28,6 +29,13 @@ T = TypeVar("T", bound="DataclassInstance")
 MAX_BYTES = 16 * regular_files.MIB
 #: Entries kept per file; the oldest goes first.
 MAX_ENTRIES = 64
+
+
+def recorded_namespaces(root: Path, what: str) -> list[str]:
+    """The namespaces of the store at ``root`` of which such records are kept."""
+    ending = f".{what}.json"
+    names = [path.name.removesuffix(ending) for path in (root / "verified").glob(f"*{ending}")]
+    return [name for name in names if is_name(name)]
 
 
 @dataclass(frozen=True)
