@@ -276,10 +276,10 @@ def test_an_ingest_that_is_killed_goes_on_alike_without_options(
     with (
         tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine,
         monkeypatch.context() as patch,
-        pytest.raises(Killed),
     ):
         patch.setattr(KVWriter, "write", write)
-        engine.ingest(documents)
+        with pytest.raises(Killed):
+            engine.ingest(documents)
     with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
         rest = engine.ingest(documents).whole()
         assert engine.manifest.encode_after == 1
