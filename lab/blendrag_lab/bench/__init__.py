@@ -36,7 +36,7 @@ SUMMARIES = {
     "store": "Reads, puts, misses and decoding of the store against raw I/O.",
 }
 #: Modules that are not called like their benches.
-_MODULES = {"ingest": "ingest_rate"}
+_MODULES = {"ingest": "ingest_rate", "search": "search_quality"}
 
 
 def require_ray() -> None:

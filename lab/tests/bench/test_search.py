@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.text.readers import Document
-from blendrag_lab.bench import search
+from blendrag_lab.bench import search_quality
 from blendrag_lab.evaluation.search_sets import SearchQuestion, SearchSet, file_set
 from lab.tests.bench.small import measured
 
@@ -34,7 +34,7 @@ def test_rows_say_what_each_way_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     questions = tuple(SearchQuestion(f"ERR_4-{n}", "", (f"ERR_4-{n}:",)) for n in range(3))
     sets = [SearchSet("errors", documents, questions)]
-    monkeypatch.setattr(search, "own_sets", lambda directory: sets)
+    monkeypatch.setattr(search_quality, "own_sets", lambda directory: sets)
     result = measured("search", "--embedder", "minilm-offline", "--chunks", "20")
     (row,) = result["rows"]
     assert (row["chunks"], row["questions"]) == (12, 3)
