@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from blendrag.cli.app import app
 from blendrag.corpus.documents import LEARNED
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import StoreFullError
+from blendrag.fusor import BlendCache
 from blendrag.store.encodings import stored_chunk_bytes
 
 pytestmark = pytest.mark.timeout(120)
@@ -130,13 +132,31 @@ def test_kept_kv_is_what_the_prefill_computed_and_counts_as_reused(held, monkeyp
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
+def test_kv_is_kept_of_no_token_that_merged_with_the_text_after_its_chunk(held):
+    for numbers in ((0, 1), (1, 0)):
+        answered(held, prompt(*numbers, question=f"Where is {numbers}?"))
+    request = held.prompts.request(prompt(0, 1), Options(), 0.0)
+    first, *_ = request.prompt.chunks
+    merged = replace(first, ids=first.ids[:-2])
+    cache = BlendCache(held.adapter.layout, first.end, held.adapter.device)
+    cache.show(first.end)
+    for buffer in cache.buffers(first.end):
+        buffer.zero_()
+    look_up = held.planner.kept.lookup(held.kv_namespace.validity.namespace, SHARED)
+    assert held.store.memory.delete(*look_up(first)[:2])
+    with held.adapter.lock:
+        held.planner.kept.keep(request, [merged], cache)
+    assert look_up(first).tokens == len(first.ids) - 2
+    answer, _ = answered(held, prompt(2, 0, 1))
+    reasons = [chunk.reason for chunk in answer.metrics.chunks if chunk.chunk_id == first.chunk_id]
+    assert "as an earlier prompt computed it" in reasons[0]
+    assert answer.metrics.fresh_tokens >= 2
+
+
 def test_what_a_tenants_prompt_computed_is_used_for_no_other(held):
     for tenant in ("a", "a", "b", "b"):
         answered(held, prompt(0, 1, question="Who?"), Options(tenant=tenant))
-    names = {scope: Options(tenant=scope).scope for scope in "ab"}
     places = {namespace for namespace, _ in held.store.memory._blocks}
-    kept = {name: held.planner.kept.namespace("n", scope) for name, scope in names.items()}
-    assert None not in kept.values()
     assert len(places) == 2
     answer, _ = answered(held, prompt(0, 1, question="Who?"), Options(tenant="c"))
     assert not answer.metrics.chunks

@@ -9,17 +9,23 @@ chunk goes before it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.request import Request
 from blendrag.errors import StoreFullError
 from blendrag.fusor import BlendCache
+from blendrag.store.base import WantedKV
 from blendrag.store.identity import chunk_key, kept_namespace
 from blendrag.text.prompt import Segment
 
 log = logging.getLogger(__name__)
+
+#: Chunks whose KV is found again; the memory tier may hold fewer.
+MAX_KEPT = 4096
 
 
 class KeptKV:
@@ -28,15 +34,27 @@ class KeptKV:
 
     def __init__(self, kv: KVNamespace) -> None:
         self._kv = kv
-        self._scopes: set[str] = set()
-        """Those of whose prompts something was kept."""
+        self._tokens: OrderedDict[str, int] = OrderedDict()
+        """Of how many of its tokens the KV of each chunk was kept, by key; the newest last."""
 
-    def namespace(self, namespace: str, scope: str | None) -> str | None:
-        """Where the KV is that prompts of ``scope`` left; ``None`` if there is none."""
-        return kept_namespace(namespace, scope) if scope in self._scopes and scope else None
+    def lookup(
+        self, namespace: str, scope: str | None
+    ) -> Callable[[Segment], WantedKV | None] | None:
+        """Finds what prompts of ``scope`` left of a chunk; ``None`` if they left nothing."""
+        if scope is None or not self._tokens:
+            return None
+        return partial(self._wanted, kept_namespace(namespace, scope))
+
+    def _wanted(self, within: str, chunk: Segment) -> WantedKV | None:
+        key = chunk_key(within, self._kv.corpus.prefix_ids, chunk.stored_ids)
+        tokens = self._tokens.get(key, 0)
+        return WantedKV(within, key, tokens) if tokens > chunk.first else None
 
     def keep(self, request: Request, chunks: Iterable[Segment], cache: BlendCache) -> int:
-        """Keep the KV of whole ``chunks`` of the prompt, which ``cache`` has computed; how many are kept."""
+        """Keep the KV of whole ``chunks`` of the prompt, which ``cache`` has computed; how many are kept.
+
+        Without that of last tokens that have merged with the text after the chunk there.
+        """
         adapter, scope, tokens = (
             self._kv.model.adapter,
             request.options.scope,
@@ -53,15 +71,17 @@ class KeptKV:
         within, prefix_ids = kept_namespace(namespace, scope), self._kv.corpus.prefix_ids
         kept = 0
         for chunk in chunks:
-            # the last tokens may have merged with the text after the chunk; theirs are taken for its own
-            end = chunk.position + len(chunk.stored_ids)
-            if end > tokens:
+            if chunk.end > tokens:
                 continue
             key = chunk_key(within, prefix_ids, chunk.stored_ids)
-            kv = adapter.taken(cache.buffers(end), chunk.position, len(prefix_ids))
+            if key in self._tokens and self._kv.store.memory.contains(within, key):
+                kept += 1
+                continue
+            kv = adapter.taken(cache.buffers(chunk.end), chunk.position, len(prefix_ids))
             with suppress(StoreFullError):  # larger than the memory tier
                 self._kv.store.memory.put(within, key, self._kv.validity.encoded(kv))
+                self._tokens[key] = len(chunk.ids)
                 kept += 1
-        if kept:
-            self._scopes.add(scope)
+        while len(self._tokens) > MAX_KEPT:
+            self._tokens.popitem(last=False)
         return kept

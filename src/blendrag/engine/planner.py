@@ -191,7 +191,7 @@ class Planner:
             prefixes=self.prefixes.of(request),
             scope=request.options.scope,
             is_long=is_long,
-            kept_in=self.kept.namespace(namespace, request.options.scope),
+            kept=self.kept.lookup(namespace, request.options.scope),
         )
         if request.mode == "prefix" and not controller.chunks_are_exact:
             notes += (HEAD_ONLY,)

@@ -85,8 +85,9 @@ class Controller:
     read."""
     is_long: bool = False
     """Whether prompts have LongRoPE's table for long ones, and KV of it is loaded."""
-    kept_in: str | None = None
-    """Namespace of what earlier prompts of the same scope computed of chunks that had no KV."""
+    kept: Callable[[Segment], WantedKV | None] | None = None
+    """What earlier prompts of the same scope computed of a chunk that had no KV, maybe without its last
+    tokens."""
     undated_ids: tuple[int, ...] = ()
     """Beginning of ``prefix_ids`` that is stored by itself, because the rest changes from day to day."""
     chunks_are_exact: bool = True
@@ -121,7 +122,7 @@ class Controller:
             plan = replace(plan, leading_span=span)
             wanted = self._wanted(prompt, mode, avoid, last, span.end if span else 0)
             readers = self._open_all(prompt, wanted)
-            readers |= self._open_all(prompt, self._kept(prompt, wanted, readers))
+            readers |= self._open_all(prompt, self._kept(prompt, avoid, wanted, readers))
             if encode is not None:
                 stored = self._encoded(prompt, wanted.keys() - readers.keys(), encode)
                 readers |= self._open_all(prompt, {at: wanted[at] for at in stored})
@@ -263,17 +264,18 @@ class Controller:
         return {at: each for at, each in wanted.items() if last and each.key not in avoid}
 
     def _kept(
-        self, prompt: SegmentedPrompt, wanted: Mapping[int, WantedKV], found: Mapping[int, KVReader]
+        self,
+        prompt: SegmentedPrompt,
+        avoid: frozenset[str],
+        wanted: Mapping[int, WantedKV],
+        found: Mapping[int, KVReader],
     ) -> dict[int, WantedKV]:
         """What earlier prefills may have left of the chunks that were not ``found``."""
-        within = self.kept_in
-        if within is None or self.is_long:
+        if self.kept is None or self.is_long:
             return {}
-        return {
-            s.position: WantedKV(within, chunk_key(within, self.prefix_ids, s.stored_ids), len(s.stored_ids))
-            for s in prompt.chunks
-            if s.position in wanted and s.position not in found
-        }  # fmt: skip
+        left = (s for s in prompt.chunks if s.position in wanted and s.position not in found)
+        asked = ((s.position, self.kept(s)) for s in left)
+        return {at: each for at, each in asked if each is not None and each.key not in avoid}
 
     def _open_all(
         self, prompt: SegmentedPrompt, wanted: Mapping[int, WantedKV]
@@ -311,8 +313,9 @@ class Controller:
                 return PlannedChunk(segment, NOT_ASKED)
             is_corrupt = self._place(segment)[1] in avoid
             return PlannedChunk(segment, CORRUPT if is_corrupt else NO_KV)
-        is_own = self.kept_in is None or reader.key == self._place(segment)[1]
-        end, exact = min(segment.end, last), is_own and self._is_exact(segment, prompt)
+        is_own = self.kept is None or reader.key == self._place(segment)[1]
+        held = segment.position + reader.tokens - segment.first
+        end, exact = min(segment.end, last, held), is_own and self._is_exact(segment, prompt)
         stored_position = len(self.prefix_ids) + segment.first
         span = LoadedSpan(segment.position, end, reader, stored_position, exact, segment.first)
         return PlannedChunk(segment, _why_loaded(segment, span, is_own), span)
