@@ -26,7 +26,7 @@ from langchain_blendrag._filters import AnyFilter, filter_of
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
-    from blendrag.engine.additions import Progress
+    from blendrag.engine.additions import AdditionProgress
     from blendrag.engine.library import Entry, Hit, Library
 
 
@@ -132,7 +132,7 @@ class BlendVectorStore(VectorStore):
         return named
 
     @property
-    def indexing(self) -> Progress:
+    def indexing(self) -> AdditionProgress:
         """How many of the documents are added that were given with ``wait=False``."""
         return self._library.additions.progress
 

@@ -95,7 +95,7 @@ def test_what_went_wrong_in_the_background_is_raised_once_by_the_next_call(
 ) -> None:
     GATE.set()
     ids = gated.add_documents(documents(CATS, "It fails.", FOXES), batch_size=1, wait=False)
-    while gated.indexing.done < 1 or gated.engine.library.additions._thread is not None:
+    while any(each.name == "blendrag-additions" for each in threading.enumerate()):
         pass
     calls = {
         "wait": gated.wait,

@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 STEP_ENTRIES = 16
 
 
-class Step(NamedTuple):
+class AdditionStep(NamedTuple):
     """An addition of so many entries."""
 
     entries: int
     add: Callable[[], object]
 
 
-class Progress(NamedTuple):
+class AdditionProgress(NamedTuple):
     """Of the additions since nothing waited."""
 
     done: int
@@ -41,18 +41,18 @@ class BackgroundAdditions:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._steps: deque[Step] = deque()
-        self._progress = Progress(0, 0)
+        self._steps: deque[AdditionStep] = deque()
+        self._progress = AdditionProgress(0, 0)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._closed = False
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> AdditionProgress:
         """How far it is."""
         return self._progress
 
-    def submit(self, steps: Iterable[Step]) -> None:
+    def submit(self, steps: Iterable[AdditionStep]) -> None:
         """Add these in order, after those that wait. Raises the error of earlier ones, and
         :class:`NoThreadError`."""
         self.check()
@@ -61,7 +61,7 @@ class BackgroundAdditions:
                 raise InvalidInputError(CLOSED)
             new = [*steps]
             done, total = self._progress if self._thread is not None else (0, 0)
-            self._progress = Progress(done, total + sum(step.entries for step in new))
+            self._progress = AdditionProgress(done, total + sum(step.entries for step in new))
             self._steps.extend(new)
             if self._thread is None and new:
                 self._thread = threading.Thread(

@@ -23,7 +23,7 @@ from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.filters import Filter
 from blendrag.corpus.languages import Languages
-from blendrag.engine.additions import STEP_ENTRIES, BackgroundAdditions, Step
+from blendrag.engine.additions import STEP_ENTRIES, AdditionStep, BackgroundAdditions
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import (
     KVWriter,
@@ -171,7 +171,7 @@ class Library:
             self.add(batch, rows, embedder=embedder, precompute=precompute)
 
         batches = (entries[at : at + at_a_time] for at in range(0, len(entries), at_a_time))
-        self.additions.submit(Step(len(batch), partial(step, batch)) for batch in batches)
+        self.additions.submit(AdditionStep(len(batch), partial(step, batch)) for batch in batches)
 
     def delete(self, ids: Sequence[str]) -> list[str]:
         """Remove entries; returns the ids of those that existed.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llama_index.core.schema import BaseNode
 
     from blendrag.engine import BlendEngine
-    from blendrag.engine.additions import Progress
+    from blendrag.engine.additions import AdditionProgress
     from blendrag.engine.library import Entry, Hit
 
 #: Candidates of maximal marginal relevance per requested node, as in LlamaIndex.
@@ -101,9 +101,9 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
         return [entry.id for entry in entries]
 
     @property
-    def indexing(self) -> Progress:
+    def indexing(self) -> AdditionProgress:
         """How many of the nodes are added that were given with ``wait=False``."""
-        progress: Progress = self.engine.library.additions.progress
+        progress: AdditionProgress = self.engine.library.additions.progress
         return progress
 
     def wait(self, timeout_s: float | None = None) -> bool:
