@@ -71,8 +71,6 @@ def test_chunks_are_stored_as_the_writer_encodes_them(root: Path, folder: Path) 
 
 
 def test_chunks_are_encoded_with_the_weights_that_the_model_has_now(root: Path) -> None:
-    """The writer was joined to copies of earlier ones."""
-
     def changed(model: Any) -> Any:
         with torch.no_grad():
             for layer in model.model.layers:

@@ -121,9 +121,7 @@ class StoreWriter:
         return self._fitted_to(adapter, fingerprint).active(skip, tokens)
 
     def _fitted_to(self, adapter: ModelAdapter, fingerprint: str) -> FittedWriter:
-        # joined weights are copies of those that the model had
-        weights = adapter.identified_weights
-        fitted = fingerprint, adapter.device, adapter.layout.dtype, weights
+        fitted = fingerprint, adapter.device, adapter.layout.dtype
         if self._misfit is not None and self._misfit[0] == fitted:
             raise ModelLoadError(self._misfit[1])
         if self._fitted is None or self._fitted[0] != fitted:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -39,13 +39,6 @@ MARK = "blendrag_writer.json"
 NONE = "none"
 #: Tokens of the forward that checks whether a writer fits a model.
 TRIAL_TOKENS = 4
-#: Most MiB of the copies by which small models take fewer products (:class:`_Joined`). Their layers are so
-#: fast that the products of a writer take a fifth of their time; of larger ones they take a tenth.
-JOINED_MIB = 256
-#: A number of inputs that processors multiply without a rest.
-EVEN_INPUTS = 32
-
-Hook = Callable[..., Any]
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 #: What a LoRA config may switch on that changes more than ``scale · B A``.
@@ -328,57 +321,8 @@ class _Products:
         return low[:, part.low]
 
 
-class _Joined:
-    """Copies of the weights of a group's layers to which the change is joined as further inputs.
-
-    ``W x + U (D x) = [W U] [x, D x]``: one product and one copy of ``x`` for the whole group, and no further
-    pass over what each layer makes. Of tokens before the chunk the further inputs are 0.
-    """
-
-    def __init__(self, group: _Group) -> None:
-        rank, inputs = group.down.shape
-        self.down = group.down.new_zeros(-(-rank // EVEN_INPUTS) * EVEN_INPUTS, inputs)  # [R, in]
-        self.down[:rank] = group.down
-        self.weights: dict[str, torch.Tensor] = {}
-        """By the name of the layer.  [out, in + R]"""
-        for part in group.parts:
-            up = self.down.new_zeros(part.shape[1], len(self.down))
-            up[:, part.low] = part.up.T
-            self.weights[part.name] = torch.cat((cast(nn.Linear, part.module).weight, up), 1)
-
-    def inputs(self, given: torch.Tensor, skip: int) -> torch.Tensor:
-        """``[1, skip + T, in + R]`` of ``given`` ``[1, skip + T, in]``."""
-        low = F.linear(given[0], self.down)
-        low[:skip] = 0
-        return torch.cat((given[0], low), 1)[None]
-
-    @staticmethod
-    def size_bytes(group: _Group) -> int:
-        """About what the copies take."""
-        return sum(math.prod(part.shape) for part in group.parts) * group.down.element_size()
-
-
-def _can_join(group: _Group) -> bool:
-    """Whether several layers share inputs, and each is a plain product with its weight: not quantised,
-    without an adapter, not offloaded."""
-    down = group.down
-    plain = (
-        type(part.module) is nn.Linear
-        and "forward" not in vars(part.module)
-        and type(part.module.weight) is nn.Parameter
-        and (part.module.weight.device, part.module.weight.dtype) == (down.device, down.dtype)
-        for part in group.parts
-    )
-    return len(group.parts) > 1 and all(plain)
-
-
 class FittedWriter:
-    """A writer on the device and in the dtype of one model, whose modules it does not change.
-
-    Layers of a small model that share their inputs are joined with it when the first chunk is encoded
-    (:class:`_Joined`). What others make is changed afterwards. This depends on the model and the writer,
-    never on the machine, so that a chunk's KV is always computed in one way.
-    """
+    """A writer on the device and in the dtype of one model, whose modules it does not change."""
 
     def __init__(self, writer: Writer, adapter: ModelAdapter) -> None:
         """Raises :class:`ModelLoadError` for a model that it does not fit. The caller holds the lock."""
@@ -392,13 +336,7 @@ class FittedWriter:
         like = adapter.device, adapter.layout.torch_dtype
         with torch.inference_mode(False), torch.no_grad():
             self._groups = [_Group(modules, parts, like) for parts in groups]
-        self._joined: dict[int, _Joined] = {}
-        self._to_join: set[int] = set()
-        """Indices of groups."""
         self._require_fit()
-        joinable = {i: group for i, group in enumerate(self._groups) if _can_join(group)}
-        if sum(map(_Joined.size_bytes, joinable.values())) <= JOINED_MIB << 20:
-            self._to_join.update(joinable)
 
     def _unfit(self, why: str) -> ModelLoadError:
         return ModelLoadError(
@@ -422,7 +360,7 @@ class FittedWriter:
                 self._require_shape(name, writer.parts[name].shape, args, output, TRIAL_TOKENS)
                 given[name] = args[0]
 
-            return note
+            return only_here(note)
 
         hooks = {module: noted(name) for name, module in modules.items()}
         with torch.inference_mode(), _hooked(hooks):
@@ -452,56 +390,16 @@ class FittedWriter:
         Raises :class:`ModelLoadError` after a forward that left out a layer of the writer.
         """
         called: set[str] = set()
-        before, after = dict[nn.Module, Hook](), dict[nn.Module, Hook]()
-        for index, group in enumerate(self._groups):
-            if joined := self._joined_of(index):
-                replaced = self._replacing(group, joined, skip, skip + tokens, called)
-                for module, hooks in replaced.items():
-                    before[module], after[module] = hooks
-            else:
-                products = _Products(group, skip)
-                for part in group.parts:
-                    after[part.module] = self._adding(part, products, skip + tokens, called)
-        with _hooked(after, before):
+        hooks = {}
+        for group in self._groups:
+            products = _Products(group, skip)
+            for part in group.parts:
+                hooks[part.module] = only_here(self._hook(part, products, skip + tokens, called))
+        with _hooked(hooks):
             yield
         self._require_all((part.name for group in self._groups for part in group.parts), called)
 
-    def _joined_of(self, index: int) -> _Joined | None:
-        if index in self._to_join and index not in self._joined:
-            with torch.inference_mode(False), torch.no_grad():
-                self._joined[index] = _Joined(self._groups[index])
-        return self._joined.get(index)
-
-    def _replacing(
-        self, group: _Group, joined: _Joined, skip: int, end: int, called: set[str]
-    ) -> dict[nn.Module, tuple[Hook, Hook]]:
-        """Hooks before and after the group's layers: each is given no rows, and the product with its joined
-        weight replaces what it makes."""
-        given: list[torch.Tensor] = []
-        inputs: list[torch.Tensor] = []
-
-        def hooks(part: _Part) -> tuple[Hook, Hook]:
-            weight = joined.weights[part.name]
-
-            def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-                self._require_all_tokens(part.name, args, end)
-                if not given or given[0] is not args[0]:
-                    given[:], inputs[:] = [args[0]], [joined.inputs(args[0], skip)]
-                return args[0][:, :0], *args[1:]
-
-            def after(module: nn.Linear, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-                called.add(part.name)
-                product = F.linear(inputs[0], weight, module.bias)
-                if part is group.parts[-1]:
-                    given.clear()
-                    inputs.clear()
-                return product
-
-            return before, after
-
-        return {part.module: hooks(part) for part in group.parts}
-
-    def _adding(self, part: _Part, products: _Products, end: int, called: set[str]) -> Hook:
+    def _hook(self, part: _Part, products: _Products, end: int, called: set[str]) -> Any:
         skip, (inputs, outputs), up = products.skip, part.shape, part.up
         shapes = (1, end, inputs), (1, end, outputs)
 
@@ -525,28 +423,21 @@ class FittedWriter:
         self, name: str, shape: tuple[int, int], args: tuple[Any, ...], output: Any, tokens: int
     ) -> None:
         """Raise :class:`ModelLoadError` unless a layer of that shape is given all ``tokens``."""
-        self._require_all_tokens(name, args, tokens)
+        if not _gets_all(args, tokens):
+            raise self._unfit(f"whose {name:.100} is not given all tokens in their order")
         inputs, outputs = args[0].shape[-1], output.shape[-1]
         if (inputs, outputs) != shape:
             raise self._unfit(
                 f"whose {name:.100} is {inputs} × {outputs}, not {shape[0]} × {shape[1]}"
             )
 
-    def _require_all_tokens(self, name: str, args: tuple[Any, ...], tokens: int) -> None:
-        if not _gets_all(args, tokens):
-            raise self._unfit(f"whose {name:.100} is not given all tokens in their order")
-
 
 @contextmanager
-def _hooked(
-    after: Mapping[nn.Module, Hook], before: Mapping[nn.Module, Hook] | None = None
-) -> Iterator[None]:
-    """Within this context these are hooks before and after the modules, in the caller's forwards."""
+def _hooked(hooks: Mapping[nn.Module, Callable[..., None]]) -> Iterator[None]:
+    """Within this context these are forward hooks of the modules."""
     with ExitStack() as stack:
-        for module, hook in (before or {}).items():
-            stack.callback(module.register_forward_pre_hook(only_here(hook)).remove)
-        for module, hook in after.items():
-            stack.callback(module.register_forward_hook(only_here(hook)).remove)
+        for module, hook in hooks.items():
+            stack.callback(module.register_forward_hook(hook).remove)
         yield
 
 
