@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
+import writers
 from blendrag.distillation import Progress, Score, adapt
 from blendrag.distillation.adapt import TrainingCorpus, held_out_prompts
 from blendrag.distillation.forwards import Forwards
@@ -467,6 +468,22 @@ def test_training_goes_on_from_a_writer_and_keeps_it_if_none_is_better(
     for name, part in start.parts.items():
         assert torch.equal(kept.parts[name].down, part.down)
         assert tiny.difference(kept.parts[name].up, part.up) < 1e-6
+
+
+def test_training_goes_on_from_a_writer_that_changes_the_whole_last_layer(tmp_path: Path) -> None:
+    """As those of earlier versions do, the one that ships among them."""
+    adapter = small()
+    start = Writer.load(writers.writer(adapter.model, tmp_path / "earlier"))
+    trained = TrainedWriter(adapter, start.rank, seed=0)
+    try:
+        trained.begin_with(start)
+        trained.save(tmp_path)
+    finally:
+        trained.close()
+    kept = Writer.load(tmp_path)
+    assert kept.parts.keys() < start.parts.keys()
+    for name, part in kept.parts.items():
+        assert torch.equal(part.down, start.parts[name].down)
 
 
 @pytest.mark.parametrize(

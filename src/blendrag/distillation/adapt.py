@@ -152,7 +152,7 @@ def adapt(
     with adapter.lock, torch.inference_mode(False):
         writer = TrainedWriter(adapter, recipe.rank, recipe.seed)
         try:
-            digest = run_digest(adapter, corpus, recipe, start)
+            digest = run_digest(adapter, corpus, recipe, start, sorted(writer.parameters))
             if start is not None:
                 writer.begin_with(start)
             with writer.stock():
@@ -238,14 +238,19 @@ def _require_fitting_prompts(adapter: ModelAdapter, corpus: TrainingCorpus, reci
 
 
 def run_digest(
-    adapter: ModelAdapter, corpus: TrainingCorpus, recipe: Recipe, start: Writer | None
+    adapter: ModelAdapter,
+    corpus: TrainingCorpus,
+    recipe: Recipe,
+    start: Writer | None,
+    trained: Sequence[str],
 ) -> str:
-    """Tells this run from others."""
+    """Tells this run from others. ``trained``: names of the trained weights."""
     texts = [[passage.text for passage in group.passages] for group in corpus.groups]
     asked = [[each.question for each in group.asked] for group in corpus.groups]
     parts = [
         adapter.identity.tensors_fingerprint, repr(recipe), texts, asked, corpus.prefix_ids,
         corpus.chunk_tokens, corpus.top_k, start.fingerprint if start else "",
+        trained,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -73,6 +73,11 @@ class TrainedWriter:
         )  # fmt: skip
         self._before = {name: p.requires_grad for name, p in adapter.model.named_parameters()}
         self._adapter = adapter
+        self._untrained = {
+            name: (layer.in_features, layer.out_features)
+            for name, layer in linear.items()
+            if name not in names
+        }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model: Any = get_peft_model(adapter.model, config)
@@ -102,9 +107,14 @@ class TrainedWriter:
             self._stock_depth -= 1
 
     def begin_with(self, writer: Writer) -> None:
-        """Take the weights of a writer of this model and rank. Raises :class:`InvalidInputError`."""
+        """Take the weights of a writer of this model and rank. Raises :class:`InvalidInputError`.
+
+        Writers of earlier versions also have parts that change nothing in a store, which are left out.
+        """
         given = {}
         for name, part in writer.parts.items():
+            if self._untrained.get(name) == part.shape:
+                continue
             key = f"base_model.model.{name}.lora_"
             given[f"{key}A.default.weight"] = part.down
             given[f"{key}B.default.weight"] = part.up * (part.scale / ALPHA_PER_RANK)
