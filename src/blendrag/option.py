@@ -29,6 +29,8 @@ _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 #: Least likeness of a misspelled name: "mdoe" is meant for "mode", and "template" not for "temperature".
 _NEAR = 0.75
+#: A list of names that is longer is not repeated in a message.
+LONG_LIST_CHARS = 300
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True,
            "false": False, "0": False, "no": False, "off": False}  # fmt: skip
 
@@ -115,16 +117,20 @@ def refuse_unknown(
 ) -> None:
     """Raise :class:`InvalidInputError` for a name that is not ``known``, with the remedy if it is one of
     ``elsewhere``, else with those that are near it, else with what to do ``otherwise``, by default with
-    all."""
+    all, or where they are listed."""
     names = sorted(known)
     if unknown := sorted(set(given).difference(names)):
         if elsewhere is not None and {*unknown} <= {*elsewhere.names}:
             raise InvalidInputError(
                 f"{', '.join(unknown)}: not {what}, but of {elsewhere.owner}; {elsewhere.remedy}"
             )
-        meant = did_you_mean(
-            near_names(unknown, names), otherwise or f"expected {', '.join(names)}"
+        listed = ", ".join(names)
+        by_default = (
+            f"expected {listed}"
+            if len(listed) < LONG_LIST_CHARS
+            else "docs/options.md lists them all"
         )
+        meant = did_you_mean(near_names(unknown, names), otherwise or by_default)
         raise InvalidInputError(f"{', '.join(unknown)}: not {what}; {meant}")
 
 

@@ -107,7 +107,7 @@ def _engine(timed: TimedModel, workload: Workload, root: Path, learns: str) -> B
         timed.adapter, root, policy=workload.policy, schedule=workload.schedule, ratio=workload.ratio,
         learn=learns == "yes", chunk_tokens=max(64, 2 * workload.chunk_tokens), decode_weights="native",
     )  # fmt: skip
-    engine.scheduler.run(lambda: engine.kv_namespace.validity.verification())
+    engine.verify()
     return engine
 
 
