@@ -29,8 +29,6 @@ _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 #: Least likeness of a misspelled name: "mdoe" is meant for "mode", and "template" not for "temperature".
 _NEAR = 0.75
-#: A list of names that is longer is not repeated in a message.
-LONG_LIST_CHARS = 300
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True,
            "false": False, "0": False, "no": False, "off": False}  # fmt: skip
 
@@ -117,24 +115,22 @@ def refuse_unknown(
 ) -> None:
     """Raise :class:`InvalidInputError` for a name that is not ``known``, with the remedy if it is one of
     ``elsewhere``, else with those that are near it, else with what to do ``otherwise``, by default with
-    all, or where they are listed."""
+    all."""
     names = sorted(known)
     if unknown := sorted(set(given).difference(names)):
         if elsewhere is not None and {*unknown} <= {*elsewhere.names}:
             raise InvalidInputError(
                 f"{', '.join(unknown)}: not {what}, but of {elsewhere.owner}; {elsewhere.remedy}"
             )
-        listed = ", ".join(names)
-        by_default = (
-            f"expected {listed}"
-            if len(listed) < LONG_LIST_CHARS
-            else "docs/options.md lists them all"
+        meant = did_you_mean(
+            near_names(unknown, names), otherwise or f"expected {', '.join(names)}"
         )
-        meant = did_you_mean(near_names(unknown, names), otherwise or by_default)
         raise InvalidInputError(f"{', '.join(unknown)}: not {what}; {meant}")
 
 
-def refuses_unknown(what: str, elsewhere: Elsewhere | None = None) -> Callable[[type[T]], type[T]]:
+def refuses_unknown(
+    what: str, otherwise: str = "", elsewhere: Elsewhere | None = None
+) -> Callable[[type[T]], type[T]]:
     """Decorator of a dataclass that users make: :func:`refuse_unknown` for other keywords than its fields."""
 
     def decorate(cls: type[T]) -> type[T]:
@@ -142,7 +138,7 @@ def refuses_unknown(what: str, elsewhere: Elsewhere | None = None) -> Callable[[
 
         @wraps(init)
         def checked(self: T, *args: Any, **given: Any) -> None:
-            refuse_unknown(given, names, what, elsewhere=elsewhere)
+            refuse_unknown(given, names, what, otherwise, elsewhere)
             init(self, *args, **given)
 
         cls.__init__ = checked  # type: ignore[assignment]

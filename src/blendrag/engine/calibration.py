@@ -58,7 +58,7 @@ Watch = Callable[[Race, float], None]
 MAX_TIMES_ENCODING = 3.0
 
 
-@refuses_unknown("an option of a calibration", OF_ENGINES)
+@refuses_unknown("an option of a calibration", elsewhere=OF_ENGINES)
 @dataclass(frozen=True)
 class CalibrationOptions:
     """How to calibrate; the same options on the same store measure the same prompts."""

@@ -111,7 +111,11 @@ REFUSED = {
 SCOPE_DIGITS = 32
 
 
-@refuses_unknown("an option of a request", config.OF_ENGINES)
+#: There are too many for a message.
+_LISTED = "docs/options.md lists the options of requests"
+
+
+@refuses_unknown("an option of a request", _LISTED, config.OF_ENGINES)
 @dataclass(frozen=True)
 class Options:
     """How to answer one request; ``None`` takes the engine's default.
@@ -277,7 +281,7 @@ def with_keywords(options: Options | None, keywords: Mapping[str, Any]) -> Optio
             "max_new_tokens=20"
         )
     known = *OptionFields.__annotations__, *_ASK
-    refuse_unknown(keywords, known, "an option of a request", elsewhere=config.OF_ENGINES)
+    refuse_unknown(keywords, known, "an option of a request", _LISTED, config.OF_ENGINES)
     return replace(options or Options(), **keywords)
 
 
