@@ -47,7 +47,7 @@ MAX_WHOLE = 4096
 #: Positions where a chunk may begin whose tail is cut off, and chunks compared at each of them.
 MAX_TAIL_CUT_STARTS = 512
 MAX_TAIL_CUT_CANDIDATES = 16
-#: Anchors of one prompt that are looked up, and chunks compared at each of them.
+#: Samples of one prompt that are looked up, and chunks compared at each of them.
 MAX_SAMPLES = 512
 MAX_SAMPLE_CANDIDATES = 16
 #: What must be there of a chunk that is cut: characters, and share of the chunk. All of its KV is read.
