@@ -458,6 +458,7 @@ def test_a_file_named_explicitly_is_kept_and_a_missing_one_refused(tmp_path: Pat
         ("title: The plan\ndate: 2024-05-01\ndraft: true", "The plan", {"date": "2024-05-01", "draft": True}),
         ("tags: [a, b]\nnone:\nwho: {name: Kim}", "Head", {"tags": ["a", "b"], "who": '{"name": "Kim"}'}),
         ("file_date: 2020-01-01\n1: one", "Head", {"file_date": "2020-01-01", "1": "one"}),
+        ("b: &b [*b]\nd: {2024-05-01: x}", "Head", {"b": "[[...]]", "d": "{datetime.date(2024, 5, 1): 'x'}"}),
         ("title: ' '\ndate: 2024-99-99", "Head", {}),
         ("no: yaml: here", "Head", {}),
         ("only a line", "Head", {}),

@@ -356,22 +356,26 @@ def _front_matter(text: str) -> dict[str, MetadataValue]:
 
     try:
         fields = yaml.safe_load(found[1])
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ):  # a rule between paragraphs, a date that is none
+        return _metadata(fields) if isinstance(fields, dict) else {}
+    # a rule between paragraphs, a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    return _metadata(fields) if isinstance(fields, dict) else {}
 
 
 def _metadata(fields: Mapping[Any, Any]) -> dict[str, MetadataValue]:
     """Fields of a file as metadata: texts, numbers, truth values and lists of them, other values as JSON."""
     return {
-        str(name): value if _is_metadata(value) else json.dumps(value, default=str).strip('"')
+        str(name): value if _is_metadata(value) else _as_json(value)
         for name, value in fields.items()
         if value is not None
     }
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str).strip('"')
+    except (TypeError, ValueError):  # YAML: a key that is a date, a value inside itself
+        return str(value)
 
 
 def _is_metadata(value: object) -> bool:
