@@ -216,9 +216,4 @@ def rows() -> list[tuple[str, float, str]]:
 
 
 if __name__ == "__main__":
-    for path, reused, note in rows():
-        print(f"{reused:7.1%}  {path}  {note}")
-
-
-if __name__ == "__main__":
     raise SystemExit("This is a part of reuse_table.py: python examples/reuse_table.py")
