@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from blendrag.cli import progress
 from blendrag.cli.ask import say_metrics, say_sources
+from blendrag.cli.search import _place
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.metrics import RequestMetrics
 from cli.commands import QUESTION, ask, invoke, printed, refused, said
@@ -200,9 +202,18 @@ def test_search_shows_what_a_question_finds_without_a_model(ingested: Path) -> N
     found = printed("search", QUESTION, "--store", ingested, "--top-k", "3")
     assert [chunk["rank"] for chunk in found["chunks"]] == [1, 2, 3]
     assert Path(found["chunks"][0]["source"]).name == "d2.txt"
-    assert {"score", "start", "end", "distance", "metadata", "text"} < found["chunks"][0].keys()
+    assert {"score", "page", "start", "end", "distance", "text"} < found["chunks"][0].keys()
     shown = invoke("search", QUESTION, "--store", ingested, "--search", "lexical").stdout
     assert shown.split()[:5] == ["rank", "score", "document", "place", "text"]
     assert "d2.txt" in shown.splitlines()[1]
     only = printed("search", QUESTION, "--store", ingested, "--only", "d1.txt")
     assert {Path(chunk["source"]).name for chunk in only["chunks"]} == {"d1.txt"}
+    nothing = invoke("search", "qqq", "--store", ingested, "--search", "lexical")
+    assert not nothing.stdout
+    assert "nothing was found; use other words" in nothing.stderr
+
+
+def test_search_shows_the_page_of_a_chunk_that_has_one() -> None:
+    chunk = RetrievedChunk("id", "text", "a.pdf", "a", 40, 90, None, {}, 1.0, 1)
+    assert _place(chunk) == "40–90"
+    assert _place(replace(chunk, page=3)) == "page 3"

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from blendrag.cli import options
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import console, print_json
+from blendrag.cli.output import console, print_json, say
 from blendrag.config import settings
 from blendrag.errors import check_unicode
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 #: Characters shown of each chunk.
 FIRST_CHARS = 70
-#: Names under which readers and applications keep a chunk's place in its document.
-_PLACES = {"page": "page {}", "section": "{}"}
 
 
 @reporting
@@ -56,14 +54,22 @@ def search(
     found.sort(key=lambda chunk: chunk.rank)
     if json:
         print_json({"question": question, "chunks": [_fields(chunk) for chunk in found]})
-    else:
+    elif found:
         _print(found)
+    else:
+        say(
+            "note",
+            "nothing was found; use other words, --search hybrid, or a wider --only or --where",
+        )
     return DONE
 
 
 def _fields(chunk: RetrievedChunk) -> dict[str, Any]:
-    shown = ("rank", "score", "source", "title", "start", "end", "distance", "metadata", "chunk_id")
-    return {**{name: getattr(chunk, name) for name in shown}, "text": chunk.text}
+    shown = (
+        "rank", "score", "source", "title", "page", "start", "end", "distance", "metadata", "chunk_id",
+        "text",
+    )  # fmt: skip
+    return {name: getattr(chunk, name) for name in shown}
 
 
 def _print(found: list[RetrievedChunk]) -> None:
@@ -80,9 +86,4 @@ def _print(found: list[RetrievedChunk]) -> None:
 
 
 def _place(chunk: RetrievedChunk) -> str:
-    named = [
-        form.format(chunk.metadata[name])
-        for name, form in _PLACES.items()
-        if chunk.metadata.get(name) not in (None, "")
-    ]
-    return ", ".join(named) or f"{chunk.start}–{chunk.end}"
+    return f"{chunk.start}–{chunk.end}" if chunk.page is None else f"page {chunk.page}"
