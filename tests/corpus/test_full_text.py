@@ -279,6 +279,19 @@ def test_one_thread_builds_while_others_search_by_vectors(
     assert "its full-text index is being built" in caplog.text
 
 
+def test_a_damaged_index_that_another_thread_builds_again_is_not_emptied(root: Path) -> None:
+    with Corpus.open(root) as corpus:
+        index = corpus.searches.full_text
+        with corpus.file.writing():
+            index.reset()
+            corpus.file.set_meta("full_text", full_text._BUILDING)
+        index.build_after(0)
+        built = corpus.file.rows("SELECT rowid FROM full_text")
+        with index.building:  # the other thread
+            assert index.rebuild_damaged() == "its full-text index is being built"
+        assert corpus.file.rows("SELECT rowid FROM full_text") == built != []
+
+
 def test_the_manifest_of_an_earlier_corpus_stays(root: Path) -> None:
     execute(root, *EARLIER)
     with Corpus.open(root) as corpus:

@@ -261,7 +261,8 @@ class FullTextIndex:
             return "its full-text index is damaged and cannot be written"
         self._say_damaged("it is built again")
         with self._file.writing():
-            self.reset()
+            if self._is_complete():  # else another thread or process is building it again
+                self.reset()
         return self.prepare()
 
     def _say_damaged(self, what_then: str) -> None:
