@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blendrag.text.terms import MAX_TERM_CHARS, query_terms, terms_of
+from blendrag.text.terms import MAX_TERM_CHARS, _parts, query_terms, terms_of
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,9 @@ def test_a_question_shares_a_term_with_the_text_that_names_it(question: str, tex
 
 def test_a_question_has_each_term_once_and_no_single_sign_of_a_run() -> None:
     assert query_terms("检索 检索 的 the The") == ["检索", "的", "the"]
+
+
+def test_long_words_are_not_kept_in_memory() -> None:
+    _parts.cache_clear()
+    assert terms_of("x" * 1000) == ["x" * MAX_TERM_CHARS]
+    assert _parts.cache_info().currsize == 0

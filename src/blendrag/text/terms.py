@@ -46,7 +46,7 @@ _PLAIN = str.maketrans(
 
 
 def terms_of(text: str) -> list[str]:
-    """All terms of a text to be found, in their order."""
+    """All terms under which a text is found, in their order."""
     return [*_terms(text, True)]
 
 
@@ -60,11 +60,13 @@ def _terms(text: str, with_single: bool) -> Iterator[str]:
         if match["run"]:
             yield from _pairs(match["run"], with_single)
         else:
-            yield from _parts(match[0])
+            # long ones do not come again, and would fill the memory of the cache
+            parts = _parts if len(match[0]) <= MAX_TERM_CHARS else _parts.__wrapped__
+            yield from parts(match[0])
 
 
 def _folded(text: str) -> str:
-    """Without diacritics and variants of characters, such as full-width letters."""
+    """The text without diacritics and variants of characters, such as full-width letters."""
     if text.isascii():
         return text
     plain = _MARKS.sub("", unicodedata.normalize("NFKD", text)).translate(_PLAIN)
