@@ -85,6 +85,9 @@ def test_nodes_are_deleted_by_id_and_filter(filled: BlendVectorStore, engine: Bl
     assert ids(filled) == ["Dale"]
     with pytest.raises(InvalidInputError, match="neither node_ids nor filters"):
         filled.delete_nodes()
+    with pytest.raises(InvalidInputError, match="neither node_ids nor filters"):
+        filled.delete_nodes(filters=MetadataFilters(filters=[]))  # which every node passes
+    assert ids(filled) == ["Dale"]
     filled.clear()
     assert ids(filled) == []
     assert filled.get_nodes() == []

@@ -122,12 +122,13 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
         **delete_kwargs: Any,
     ) -> None:
         """Remove the nodes with these ids that pass ``filters``, and their KV."""
-        if node_ids is None and filters is None:
+        passing = filter_of(filters)
+        if node_ids is None and passing is None:
             raise InvalidInputError(
                 "delete_nodes got neither node_ids nor filters, expected one of them; clear() removes all"
             )
         library = self.engine.library
-        chosen = library.entries(accepts(node_ids), filter=filter_of(filters))
+        chosen = library.entries(accepts(node_ids), filter=passing)
         library.delete([entry.id for entry in chosen])
 
     def clear(self) -> None:
