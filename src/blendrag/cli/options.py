@@ -41,7 +41,7 @@ MODEL = ("model", "store", "dtype", "device", "lora", "writer", "encode_after", 
 ENGINE = (*MODEL, "embedder", "ram_bytes", "disk_bytes", "remote", "decode_weights")
 #: An engine that may make a corpus.
 NEW_CORPUS = (*ENGINE, "chunk_tokens", "kv_encoding")
-#: How chunks are found, which an engine knows.
+#: How chunks are found: options of an engine, not of a request.
 SEARCH = ("search", "reranker")
 #: Defaults of requests.
 DEFAULTS = (*RequestDefaults.__annotations__, "top_k", *SEARCH)
@@ -233,8 +233,9 @@ def request_options(context: typer.Context, **more: Any) -> Options:
     from blendrag.engine import Options
 
     values = given(context.params, REQUEST)
-    not_its = ("top_k", *SEARCH)
-    return Options(**{name: value for name, value in values.items() if name not in not_its}, **more)
+    of_retrieval = ("top_k", *SEARCH)
+    kept = {name: value for name, value in values.items() if name not in of_retrieval}
+    return Options(**kept, **more)
 
 
 def filter_of(only: Sequence[str] | None, where: Sequence[str] | None) -> Filter | None:
@@ -242,10 +243,10 @@ def filter_of(only: Sequence[str] | None, where: Sequence[str] | None) -> Filter
     from blendrag.corpus.filters import Filter
 
     made: Filter | None = None
-    for name, given, make in (("--only", only, Filter.only), ("--where", where, Filter.where)):
-        if given:
+    for name, texts, make in (("--only", only, Filter.only), ("--where", where, Filter.where)):
+        if texts:
             try:
-                part = Filter.parse(make(*given))
+                part = Filter.parse(make(*texts))
             except InvalidOptionError as error:
                 raise error.called(name) from None
             made = part if made is None else made & part
