@@ -18,10 +18,12 @@ import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options, lazy_model
+from blendrag.engine.kv_writer import Job
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import InvalidInputError, NoThreadError, RequestTimeout
 from blendrag.frameworks.streaming import to_thread
 from blendrag.model.tokens import Tokens
+from blendrag.serving.scheduler import Pending, Scheduler
 from loops import BLOCKED_S, turns_while
 
 # -- callers on threads and event loops ---------------------------------------------------------
@@ -214,6 +216,24 @@ def test_a_request_that_waits_for_another_engine_keeps_its_timeout(model, engine
     with engines[0].adapter.lock, pytest.raises(RequestTimeout):
         engines[1].generate(text, Options(timeout_s=0.2))
     assert engines[1].generate(text).metrics.reused_tokens > 0
+
+
+def test_background_calls_of_two_engines_do_not_give_way_to_each_other(engines, monkeypatch):
+    gave_way = []
+
+    def put_back(scheduler: Scheduler, pending: Pending[Any]) -> None:
+        gave_way.append(pending)
+        pending.future.cancel()
+
+    monkeypatch.setattr(Scheduler, "put_back", put_back)
+    with engines[0].adapter.lock:  # both wait for it
+        for engine in engines:
+            prefix = engine.kv_namespace.corpus.prefix_ids
+            texts = [tuple(range(5 + number, 40)) for number in range(4)]
+            engine.background.queue([Job(ids, prefix, None) for ids in texts])
+    for engine in engines:
+        engine.drain()
+    assert not gave_way
 
 
 def test_engines_of_one_model_name_load_it_once_and_the_last_frees_it(checkpoint, tmp_path):

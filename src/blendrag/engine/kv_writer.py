@@ -347,7 +347,7 @@ class BackgroundWriter:
         kv = self._kv
 
         def run() -> None:
-            with kv.model.adapter.lock:
+            with kv.model.adapter.lock.in_background():
                 kv.validity.verification()
 
         if kv.model.adapter.refusal is None and not kv.validity.is_verified:
@@ -359,7 +359,7 @@ class BackgroundWriter:
         kv = self._kv
         lock, is_over = kv.model.adapter.lock, True
         try:
-            with lock:  # one identity from look-up to put
+            with lock.in_background():  # one identity from look-up to put
                 namespace = kv.validity.namespace
                 place, key = job.place(namespace, kv.validity.recipe_of(namespace).is_exact)
                 if key not in kv.store.where(place, [key], ask_remote=False):

@@ -43,16 +43,24 @@ class ModelLock:
         self._door, self._held = threading.Lock(), threading.Lock()
         self._owner: int | None = None
         self._depth = 0
+        self.is_wanted = False
+        """Whether another thread waits for it, not in the background."""
 
-    def acquire(self, timeout: float = -1) -> bool:
-        """Take the lock; ``False`` after ``timeout`` seconds (-1: no limit)."""
+    def acquire(self, timeout: float = -1, in_background: bool = False) -> bool:
+        """Take the lock; ``False`` after ``timeout`` seconds (-1: no limit).
+
+        ``in_background``: waiting for it does not make it :attr:`is_wanted`. Otherwise two background calls
+        would give way to each other for ever.
+        """
         if self._owner != threading.get_ident():
             if not self._door.acquire(timeout=timeout):
                 return False
             try:
+                self.is_wanted = not in_background
                 if not self._held.acquire(timeout=timeout):
                     return False
             finally:
+                self.is_wanted = False
                 self._door.release()
             self._owner = threading.get_ident()
         self._depth += 1
@@ -65,10 +73,14 @@ class ModelLock:
             self._owner = None
             self._held.release()
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether another thread waits for it."""
-        return self._door.locked()
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Hold the lock for work that nobody waits for."""
+        self.acquire(in_background=True)
+        try:
+            yield
+        finally:
+            self.release()
 
     def __enter__(self) -> None:
         self.acquire()
