@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from blendrag.engine.planner import _calibrated
 from blendrag.errors import (
     ContextOverflowError,
     IdentityChangedError,
+    StoreFullError,
     StoreUnavailableError,
 )
 from blendrag.fusor.selection import Blending
@@ -548,3 +550,21 @@ def test_prompts_longer_than_the_context_are_refused(tmp_path):
         engine.ingest([tiny.document(i, 4) for i in range(7)])
         with pytest.raises(ContextOverflowError, match="fewer chunks or"):
             engine.calibrate(options(top_k=9))
+
+
+def test_a_result_that_cannot_be_written_loses_no_measured_prompt(engine, best, monkeypatch):
+    replace = Records.replace
+
+    def fail(records, entries) -> None:
+        if records.kind is Calibration:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(records, entries)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Records, "replace", fail)
+        with pytest.raises(StoreFullError, match=r"writing the calibration below \S+; free"):
+            engine.calibrate(options())
+    (kept_race,) = engine.root.glob("verified/*.races.json")
+    assert json.loads(kept_race.read_text())["races"]
+    kept_race.write_text("{")  # damaged: measured from the beginning
+    assert engine.calibrate(options()).before == 0

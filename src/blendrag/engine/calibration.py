@@ -183,7 +183,7 @@ def calibrate(
     for prompt in prompts:
         check_fits(len(prompt.ids), ANSWER_TOKENS, adapter.context_tokens)
     controller = scheduler.run(lambda: _controller(kv, planner))
-    race, interrupted = Race(options.ratio, len(prompts)), False
+    race, interrupted, is_complete = Race(options.ratio, len(prompts)), False, False
     partial = partial_races(kv.root, controller.namespace)
     ids = [str((options.ratio, CANDIDATES)).encode(), *(str(p.ids).encode() for p in prompts)]
     digest = digest_fields(ids)
@@ -210,7 +210,7 @@ def calibrate(
             if row:
                 watch(race, min(1.0, done(first + measured + 1)))
         else:
-            partial.clear()  # it is complete
+            is_complete = True
     except KeyboardInterrupt:
         interrupted = True
     if not race.rows and not interrupted:
@@ -222,6 +222,9 @@ def calibrate(
     if found:
         with named_errors(f"writing the calibration below {kv.root}"):
             calibrations(kv.root, controller.namespace).replace(found)
+    if is_complete:
+        with named_errors(f"removing the measured prompts below {kv.root}"):
+            partial.clear()
     return CalibrationReport(found, race, time.monotonic() - began, interrupted, before)
 
 

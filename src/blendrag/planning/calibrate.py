@@ -391,7 +391,7 @@ class PartialRace:
     """A race that ended before its last prompt."""
 
     digest: str
-    """Of its prompts, its ratio and its candidates: only the same race goes on."""
+    """Tells its prompts, ratio and candidates from others: only the same race goes on."""
     prompts_done: int
     """Prompts that were tried; some may have given no row."""
     candidates: tuple[str, ...]

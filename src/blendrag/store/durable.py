@@ -104,9 +104,9 @@ def named_errors(doing: str, needed_bytes: int = 0) -> Iterator[None]:
         yield
     except OSError as exc:
         if is_out_of_space(exc):
+            needs = f", which needs {readable_size(needed_bytes)}" if needed_bytes else ""
             raise StoreFullError(
-                f"no space left while {doing}, which needs {readable_size(needed_bytes)}; "
-                "free some space or choose another store",
+                f"no space left while {doing}{needs}; free some space or choose another store",
                 needed_bytes,
             ) from exc
         raise StoreUnavailableError(
