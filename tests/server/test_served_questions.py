@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from blendrag.cli import served as serving
+from blendrag.cli.ask import print_answer
 from blendrag.config import settings
 from blendrag.engine import BlendEngine
 from blendrag.errors import BlendragError
@@ -136,8 +137,25 @@ def test_variables_of_the_command_are_sent_or_need_its_own_engine(
     settings.cache_clear()
 
 
-def test_an_answer_that_breaks_off_is_an_error() -> None:
-    lines = iter([b": ping\n", b'data: {"choices": []}\n', b""])
+def test_ctrl_c_within_an_answer_closes_the_connection(
+    served: Live, demo_engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(piece: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("blendrag.cli.ask.write_piece", interrupt)
+    with announced(served, demo_engine.root):
+        pieces = asked(demo_engine.root)
+        assert pieces is not None
+        assert pieces.connection.sock is not None
+        with pytest.raises(KeyboardInterrupt):
+            print_answer(pieces)
+    assert pieces.connection.sock is None
+
+
+@pytest.mark.parametrize("end", [b"", b'data: {"choi'])
+def test_an_answer_that_breaks_off_is_an_error(end: bytes) -> None:
+    lines = iter([b": ping\n", b'data: {"choices": []}\n', end])
     events = serving.events_of(SimpleNamespace(readline=lambda limit: next(lines)))  # type: ignore[arg-type]
     assert next(events) == {"choices": []}
     with pytest.raises(BlendragError, match="stopped before the answer was complete"):

@@ -194,7 +194,7 @@ def _check_proof(record: ServerRecord) -> None:
 def events_of(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     """The objects of a streamed answer. Raises :class:`BlendragError` for an error among them, or if the
     stream breaks off."""
-    with suppress(OSError, http.client.HTTPException):
+    with suppress(OSError, http.client.HTTPException, ValueError):
         while line := response.readline(MAX_LINE_BYTES):
             name, _, data = line.partition(b": ")
             if name != b"data":
