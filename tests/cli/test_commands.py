@@ -61,6 +61,7 @@ def test_remove_forgets_documents_and_names_unknown_paths(store: Path) -> None:
     assert json.loads(removed.stdout) == {"documents": 1, "failed": [missing]}
     assert said(removed).startswith(f"failed: {missing} is not in the corpus")
     left = ask(store, "--top-k", "9")["sources"]
+    assert sorted(each["rank"] for each in left) == [*range(1, len(left) + 1)]
     assert {Path(s["source"]).name for s in left} == {"d0.txt", "d2.txt"}
     assert "is not in the corpus" in refused(*args, docs / "d1.txt")
     both = invoke(*args, docs, docs / "d0.txt")

@@ -268,7 +268,9 @@ def say_answer(
 
 
 def _fields(answer: Answer | ServedAnswer) -> dict[str, Any]:
-    shown = ("source", "title", "page", "start", "end", "score", "distance", "chunk_id", "text")
+    shown = (
+        "source", "title", "page", "start", "end", "rank", "score", "distance", "chunk_id", "text",
+    )  # fmt: skip
     return {
         "answer": answer.text,
         "reasoning": answer.reasoning,
