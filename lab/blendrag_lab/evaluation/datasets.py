@@ -240,7 +240,7 @@ def _metric_of(record: Record, path: Path) -> Metric:
     return "rouge_l" if asks_nothing or task.startswith(SUMMARIES) else "f1"
 
 
-def _text(record: Record, name: str, where: str) -> str:
+def text_field(record: Record, name: str, where: str) -> str:
     text = record.get(name)
     if not isinstance(text, str):
         raise InvalidInputError(
@@ -252,24 +252,29 @@ def _text(record: Record, name: str, where: str) -> str:
 
 def _texts(record: Record, where: str) -> list[str]:
     if "ctxs" not in record:
-        return [_text(record, "context", where)]
-    passages = record["ctxs"]
+        return [text_field(record, "context", where)]
+    named = passages_of(record, where)
+    return [f"{title}\n{text}" if title else text for title, text in named]
+
+
+def passages_of(record: Record, where: str) -> list[tuple[str, str]]:
+    """Title, which may be empty, and text of each passage in ``ctxs``."""
+    passages = record.get("ctxs")
     if not isinstance(passages, list) or not passages:
         raise InvalidInputError(
             f"{where} has an empty chunk list, expected ctxs: [{{title, text}}, …]; leave it out"
         )
-    texts = []
+    found = []
     for passage in passages:
         given = {"text": passage} if isinstance(passage, str) else passage
         if not isinstance(given, Mapping) or not isinstance(given.get("text"), str):
             raise InvalidInputError(f"{where} has a passage without text, expected {{title, text}}")
-        title = str(given.get("title") or "").strip()
-        texts.append(f"{title}\n{given['text']}" if title else given["text"])
-    return texts
+        found.append((str(given.get("title") or "").strip(), given["text"]))
+    return found
 
 
 def _question(record: Record, where: str, metric: Metric) -> str:
-    question = _text(record, "question" if "question" in record else "input", where).strip()
+    question = text_field(record, "question" if "question" in record else "input", where).strip()
     if metric == "rouge_l":
         # SAMSum's dialogues end with the word that the prompt for a summary ends with.
         return question.removesuffix("Summary:").strip()

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import blendrag
 from blendrag.demo import demo_corpus_path, demo_questions
+from blendrag.errors import InvalidInputError
 from blendrag.text.limited_reading import read_documents
 from blendrag.text.readers import Document
-from blendrag_lab.evaluation.datasets import read_records
+from blendrag_lab.evaluation.datasets import passages_of, read_records, text_field
 
 _HERE = Path(__file__).parent
 #: Directories of blendrag whose functions are asked for.
@@ -63,15 +64,20 @@ def file_set(path: Path) -> SearchSet:
     documents: list[Document] = []
     questions: list[SearchQuestion] = []
     for number, record in enumerate(read_records(path)):
-        source = f"{number}/"
+        source, where = f"{number}/", f"record {number + 1} of {path}"
         answers = _flat(record.get("answers", record.get("answer")))
-        passages = [str(each["text"]) for each in record["ctxs"]]
+        passages = [text for _, text in passages_of(record, where)]
         documents += [
             Document(f"{source}{i}", text, f"passage {i}") for i, text in enumerate(passages)
         ]
-        asked = SearchQuestion(str(record["question"]), source, answers)
+        asked = SearchQuestion(text_field(record, "question", where), source, answers)
         if any(asked.is_answered_by(source, text) for text in passages):  # else it is yes or no
             questions.append(asked)
+    if not questions:
+        raise InvalidInputError(
+            f"{path} has no question with an answer in one of its passages, expected at least one of "
+            "{question, answers, ctxs}"
+        )
     return SearchSet(path.stem, tuple(documents), tuple(questions))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from blendrag.errors import InvalidInputError
 from blendrag.text.readers import Document
 from blendrag_lab.bench import search_quality
 from blendrag_lab.evaluation.search_sets import SearchQuestion, SearchSet, file_set
@@ -26,6 +27,30 @@ def test_a_file_of_passages_is_a_set_without_questions_of_yes_or_no(tmp_path: Pa
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ('{"answers": ["Ann"], "ctxs": [{"text": "Ann."}]}', "record 1 of .* has no text question"),
+        ('{"question": "Who?", "answers": ["Ann"]}', "record 1 of .* has an empty chunk list"),
+        (
+            '{"question": "Who?", "answers": ["Ann"], "ctxs": [{"title": "A"}]}',
+            "passage without text",
+        ),
+        (
+            '{"question": "Who?", "answers": ["Ann"], "ctxs": ["Bo."]}',
+            "has no question with an answer",
+        ),
+    ],
+)
+def test_files_without_questions_and_passages_are_refused(
+    tmp_path: Path, record: str, message: str
+) -> None:
+    path = tmp_path / "asked.jsonl"
+    path.write_text(record)
+    with pytest.raises(InvalidInputError, match=message):
+        file_set(path)
 
 
 def test_rows_say_what_each_way_finds(monkeypatch: pytest.MonkeyPatch) -> None:
