@@ -26,6 +26,7 @@ class Transfer(NamedTuple):
     shape: tuple[int, ...]
     """``[2, Hkv, T, D]`` with ``T >= first + n``: what the reader writes, in the target's dtype."""
     first: int = 0
+    """The token of ``shape`` that the target begins with."""
 
     @property
     def size_bytes(self) -> int:

@@ -51,6 +51,7 @@ class Segment:
     complete: bool = True
     """Whether the whole text of the chunk is in the prompt."""
     first: int = 0
+    """The chunk's token that the segment begins with; 0 unless its head is cut off."""
 
     @property
     def end(self) -> int:
