@@ -272,6 +272,36 @@ def test_after_a_prefill_answers_go_first_for_a_part_of_its_time(scheduler, cloc
     assert between == "t" * round(10 * scheduling.ANSWERS_SHARE)
 
 
+def test_a_request_that_is_over_costs_the_answers_none_of_their_share_of_time(
+    scheduler, clock, order
+):
+    def tick() -> None:
+        clock.now += 1
+
+    scheduler.submit(decoding(order, "t", 40))
+    scheduler.step()
+    scheduler.submit(prefilling(order, "A", 10, tick))
+    while order.count("A") < 10:
+        scheduler.step()
+    scheduler.submit(prefilling(order, "B", 1, tick), decoding(order, "over", 0, over=lambda: True))
+    for _ in range(4):  # no time passes
+        scheduler.step()
+    assert "B" not in order
+    stepped(scheduler)
+
+
+def test_requests_that_are_over_do_not_count_as_overtaking(scheduler, order):
+    scheduler.submit(decoding(order, "t", 12))
+    scheduler.step()
+    scheduler.submit(costing(order, "long", 1000))
+    for _ in range(scheduling.MAX_OVERTAKEN):
+        scheduler.submit(decoding(order, "over", 0, over=lambda: True))
+        scheduler.step()
+    scheduler.submit(costing(order, "short", 1))
+    stepped(scheduler)
+    assert [name for name in order if name != "t"] == ["short", "long"]
+
+
 def test_what_waits_begins_at_once_if_no_answer_runs(scheduler, clock, order):
     def tick() -> None:
         clock.now += 1

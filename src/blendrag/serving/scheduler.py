@@ -349,7 +349,8 @@ class Scheduler:
         now = self._clock()
         call.prefill_s += now - began
         if not call.is_paused:
-            self._answers_until = now + ANSWERS_SHARE * call.prefill_s
+            until = now + ANSWERS_SHARE * call.prefill_s
+            self._answers_until = max(self._answers_until, until)  # a call that is over takes none
 
     def is_step_due(self, prefill: Coroutine) -> bool:
         """Whether other calls should decode before ``prefill`` computes its next layer."""
@@ -374,8 +375,9 @@ class Scheduler:
         for pending in chosen:
             with self._changed:
                 if pending in queue:  # closing clears background calls; no other thread takes any
-                    for earlier in candidates[: candidates.index(pending)]:
-                        earlier.overtaken += 1
+                    if not pending.is_over():
+                        for earlier in candidates[: candidates.index(pending)]:
+                            earlier.overtaken += 1
                     queue.remove(pending)
                     self._running.append(Coroutine(self, pending))
                     return self._running[-1]
