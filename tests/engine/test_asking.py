@@ -102,9 +102,7 @@ def test_an_answer_is_over_documents_that_pass_the_filter(tmp_path: Path) -> Non
         assert [source.source for source in pieces.sources] == [texts[2].source]
         none = Filter.where("n>5")
         assert engine.retrieve(QUESTION, filter=none) == []
-        with pytest.raises(
-            InvalidInputError, match=r"filter \('n' > '5' or 5\) passes no document"
-        ):
+        with pytest.raises(InvalidInputError, match=r"filter \('n' > '5' or 5\) leaves no passage"):
             engine.ask(QUESTION, filter=none)
         with pytest.raises(InvalidInputError, match="'m', which no document has"):
             engine.ask_stream(QUESTION, filter=Filter.where("m=1"))

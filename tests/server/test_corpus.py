@@ -64,7 +64,7 @@ def test_retrieve_searches_what_passes_the_filters(client) -> None:
             "filters has the type 'is'; expected one of eq",
         ),
         ({"type": "eq", "key": "title", "value": 1}, "'title' with 1, but it holds texts"),
-        ({"type": "eq", "key": "title", "value": "none"}, "'title' = 'none') passes no document"),
+        ({"type": "eq", "key": "title", "value": "none"}, "'title' = 'none') leaves no passage"),
         ([], "filters is [], expected"),
     ],
 )

@@ -158,8 +158,10 @@ FilterLike = Filter | Mapping[str, Any]
 
 
 def nothing_found(chosen: FilterLike) -> InvalidOptionError:
-    """Why a question whose filter no passage passes is not answered."""
-    return wrong(f"({Filter.parse(chosen)}) passes no document, expected at least one; widen it")
+    """The error for a question that finds no passage under its filter."""
+    return wrong(
+        f"({Filter.parse(chosen)}) leaves no passage that the question finds, expected at least one; widen it"
+    )
 
 
 def wrong(what: str) -> InvalidOptionError:
