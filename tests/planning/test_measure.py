@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import random
@@ -228,6 +229,23 @@ def test_a_measurement_goes_on_with_the_rounds_that_were_timed(engine, monkeypat
     timed.clear()
     engine.profile(again=True)
     assert len(timed) == 3 + 3 * len(whole)
+
+
+@pytest.mark.parametrize("lengths", [None, [], [64], [64, 1 << 40]])
+def test_a_measurement_whose_rounds_are_damaged_begins_anew(engine, lengths, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(measure, "figures", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.profile()
+    (timings,) = engine.root.glob("verified/*.timings.json")
+    found = json.loads(timings.read_text())
+    found["timings"][0]["timed"]["lengths"] = lengths
+    timings.write_text("{" if lengths is None else json.dumps(found))
+    bearable = mock.Mock(return_value=[64, 128])
+    monkeypatch.setattr(Measure, "bearable", bearable)
+    assert engine.profile().kept
+    bearable.assert_called_once()
+    assert not timings.exists()
 
 
 def test_files_of_a_killed_measurement_are_removed_by_the_next(tmp_path):

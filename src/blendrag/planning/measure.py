@@ -133,11 +133,10 @@ class Measure:
             self._step("reading from disk")
             tiers += measure_directory(root, kvs, self._pinned, (DISK, COLD))
         tiers += self._directory_tiers(directories, kvs)
-        earlier = self._earlier
+        if (earlier := self._earlier) is not None and not earlier.fits(lengths, longest, chunk):
+            self._earlier = earlier = None  # damaged, or of another version
         bearable = self.bearable(lengths) if earlier is None else earlier.lengths
         prefills = prefills_to_time(bearable, longest, chunk)
-        if earlier is not None and any(len(timed) != len(prefills) for timed in earlier.rounds):
-            self._earlier = None  # of another version
         layers = len(self._layout.layers)
         return Profile(
             conditions=conditions,
@@ -311,6 +310,14 @@ class TimedRounds:
 
     lengths: tuple[int, ...]
     rounds: tuple[tuple[Timed, ...], ...]
+
+    def fits(self, lengths: Sequence[int], longest: int, chunk_tokens: int) -> bool:
+        """Whether a measurement with these ``lengths`` to choose from can go on with these rounds."""
+        count = len(self.lengths)
+        if count < min(MIN_LENGTHS, len(lengths)) or self.lengths != tuple(lengths[:count]):
+            return False
+        prefills = prefills_to_time(self.lengths, longest, chunk_tokens)
+        return all(len(timed) == len(prefills) for timed in self.rounds)
 
 
 def median(runs: Sequence[Timed]) -> Timed:
