@@ -115,6 +115,10 @@ class BlendVectorStore(VectorStore):
         """
         known = ("ids", "batch_size", "precompute", "wait")
         refuse_unknown(kwargs, known, "an option of add_documents")
+        if batch_size is not None and batch_size < 1:
+            raise InvalidInputError(
+                f"batch_size is {batch_size!r}, expected 1 or more; 16 is usual"
+            )
         named = ids_of(documents, ids)
         entries = [to_entry(name, doc) for name, doc in zip(named, documents, strict=True)]
         library, size = self._library, batch_size or max(len(entries), 1)

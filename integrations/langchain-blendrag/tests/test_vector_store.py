@@ -89,6 +89,12 @@ def test_documents_are_added_while_the_caller_goes_on(
     assert has_kv(engine, SHIPS)
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_batches_of_less_than_one_document_are_refused(engine: BlendEngine, wait: bool) -> None:
+    with pytest.raises(InvalidInputError, match="batch_size is -1, expected 1 or more"):
+        BlendVectorStore(engine=engine).add_documents(documents(CATS), batch_size=-1, wait=wait)
+
+
 @pytest.mark.parametrize("by", ["wait", "delete", "add"])
 def test_what_went_wrong_in_the_background_is_raised_once_by_the_next_call(
     gated: BlendVectorStore, by: str
