@@ -69,6 +69,10 @@ def _joined(name: str, parts: Any) -> dict[str, Any]:
 def _compared(key: str, wanted: Any) -> dict[str, Any]:
     """A field that has a value, one of a list, none (``None``), or what operators say."""
     if isinstance(wanted, Mapping):
+        if not wanted:
+            raise InvalidInputError(
+                f"filter {key!r:.40} has no operators, expected a value or operators such as {{'$gte': 2024}}"
+            )
         refuse_unknown(wanted, _OPERATORS, "an operator that compares")
         parts = [
             {"type": _OPERATORS[name], "key": key, "value": value} for name, value in wanted.items()

@@ -283,6 +283,10 @@ def test_wrong_arguments_are_refused_and_change_nothing(store: BlendVectorStore)
             "that compares; expected",
         ),
         (
+            lambda: kept.similarity_search("x", filter={"source": {}}),
+            "'source' has no operators",
+        ),
+        (
             lambda: kept.similarity_search("x", filter={"$xor": []}),
             "that joins filters; did you mean",
         ),
