@@ -142,4 +142,6 @@ def main(tokenizer: str, *folders: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])
