@@ -568,3 +568,25 @@ def test_a_result_that_cannot_be_written_loses_no_measured_prompt(engine, best, 
     assert json.loads(kept_race.read_text())["races"]
     kept_race.write_text("{")  # damaged: measured from the beginning
     assert engine.calibrate(options()).before == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"candidates": []},
+        {"candidates": ["no-policy"]},
+        {"rows": [[]]},
+        {"chosen_by": 4},
+        {"prompts_done": -1},
+    ],
+)
+def test_a_calibration_whose_partial_race_is_damaged_begins_anew(engine, best, wrong):
+    def interrupt(race: Race, done: float) -> None:
+        if len(race.rows) == 3:
+            raise KeyboardInterrupt
+
+    engine.calibrate(options(), interrupt)
+    (races,) = engine.root.glob("verified/*.races.json")
+    (entry,) = json.loads(races.read_text())["races"]
+    races.write_text(json.dumps({"races": [entry | wrong]}))
+    assert engine.calibrate(options(), interrupt).before == 0

@@ -189,7 +189,8 @@ def calibrate(
     digest = digest_fields(ids)
     first = 0
     for earlier in partial.entries():
-        if earlier.digest == digest and earlier.prompts_done < len(prompts):
+        is_same = earlier.digest == digest and earlier.prompts_done < len(prompts)
+        if is_same and earlier.fits(race):
             earlier.resume(race)
             first = earlier.prompts_done
     before = len(race.rows)

@@ -403,6 +403,15 @@ class PartialRace:
         rows = tuple(tuple(row.items()) for row in race.rows)
         return cls(digest, prompts_done, tuple(race.candidates), race.chosen_by, rows)
 
+    def fits(self, race: Race) -> bool:
+        """Whether a new ``race`` can go on from here; not if this one is damaged."""
+        if not self.candidates or not {*self.candidates} <= {*race.candidates}:
+            return False
+        policies = DEFAULT_POLICY, *self.candidates
+        needed = {REUSE, *(Trial(policy, race.ratio) for policy in policies)}
+        counts_fit = 0 <= self.chosen_by <= len(self.rows) <= self.prompts_done
+        return counts_fit and all(needed <= {trial for trial, _ in row} for row in self.rows)
+
     def resume(self, race: Race) -> None:
         """Bring a new ``race`` to where this one ended."""
         race.candidates, race.chosen_by = list(self.candidates), self.chosen_by
