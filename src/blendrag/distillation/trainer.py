@@ -78,7 +78,7 @@ class Score:
     questions: int
     mean_kl: float
     median_kl: float
-    """Of the means of questions."""
+    """Median of the means of questions."""
     first_kl: float
     """Mean of the first token."""
     agreement: float
@@ -185,7 +185,7 @@ class Progress:
     step: int = 0
     seconds: float = 0.0
     losses: tuple[float | None, ...] = ()
-    """Of every step; ``None`` for one that was skipped because its loss or gradient was not finite."""
+    """The loss of each step; ``None`` for one skipped because its loss or gradient was not finite."""
     scores: tuple[tuple[int, Score | None], ...] = ()
     """Step and score of every measurement; ``None`` for one that was not finite."""
 

@@ -29,7 +29,7 @@ class AdditionStep(NamedTuple):
 
 
 class AdditionProgress(NamedTuple):
-    """Of the additions since nothing waited."""
+    """How far the additions are that were begun since nothing waited."""
 
     done: int
     """Entries that were added."""

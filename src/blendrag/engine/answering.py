@@ -230,7 +230,7 @@ class Answering:
 
         @cache
         def computed_tokens() -> float:
-            """Of its prefill, if the KV of its chunks is stored."""
+            """The tokens that its prefill computes if the KV of its chunks is stored."""
             chunks = sum(len(segment.ids) for segment in request.prompt.chunks)
             computed = request.blending.fixed_ratio if request.may_blend else 1.0
             known = self._planner.prefixes.known_tokens(request)

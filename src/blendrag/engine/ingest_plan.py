@@ -45,7 +45,7 @@ class PlannedDocument:
     digest: str
     chunks: Sequence[Chunk] = ()
     tokens: Sequence[int] = ()
-    """Of each chunk, as the model reads it."""
+    """Tokens of each chunk, as the model reads it."""
     missing: Collection[str] = ()
     """Ids of the chunks without KV."""
     work: Mapping[str, float] = field(default_factory=dict)

@@ -35,7 +35,7 @@ class KeptKV:
     def __init__(self, kv: KVNamespace) -> None:
         self._kv = kv
         self._tokens: OrderedDict[str, int] = OrderedDict()
-        """Of how many of its tokens the KV of each chunk was kept, by key; the newest last."""
+        """By key of a chunk, the number of its tokens whose KV was kept; the newest last."""
 
     def lookup(
         self, namespace: str, scope: str | None

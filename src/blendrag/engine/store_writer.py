@@ -41,7 +41,7 @@ class StoreWriter:
 
     @property
     def fingerprint(self) -> str:
-        """Of the writer that chunks are encoded with; empty if there is none. Raises
+        """That of the writer with which chunks are encoded; empty if there is none. Raises
         :class:`ModelLoadError` for a given one that cannot be read."""
         if self._given is not None:
             return self._given_writer.fingerprint

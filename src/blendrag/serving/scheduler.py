@@ -71,7 +71,7 @@ class Pending(Generic[T]):
     overtaken: int = 0
     """How many calls that came later have begun before it."""
     number: int = 0
-    """Of its submission, whose calls begin in order."""
+    """The number of its submission, whose calls begin in order."""
     is_background: bool = False
     """Whether it gives way to every other call, and is begun again after it."""
 
