@@ -11,6 +11,8 @@ import tiny
 from blendrag.cli.app import app
 from blendrag.corpus.documents import LEARNED
 from blendrag.engine import BlendEngine, Options
+from blendrag.engine.library import Entry
+from blendrag.engine.rendering import build_rag_prompt
 from blendrag.errors import StoreFullError
 from blendrag.fusor import BlendCache
 from blendrag.store.encodings import stored_chunk_bytes
@@ -130,6 +132,19 @@ def test_kept_kv_is_what_the_prefill_computed_and_counts_as_reused(held, monkeyp
     assert "exact" not in outcomes
     for one, other in zip(answer.logprobs, full.logprobs, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_mode_prefix_uses_no_kept_kv(engine, monkeypatch):
+    monkeypatch.setattr(type(engine.prefixes), "may_use", lambda *_: False)
+    engine.verify()
+    engine.library.add([Entry(str(n), TEXTS[n]) for n in (0, 1)], precompute=False)
+    again = build_rag_prompt("Where is it?", [TEXTS[0], TEXTS[1]])
+    with engine.scheduler.held():
+        answered(engine, build_rag_prompt("Who built it?", [TEXTS[1], TEXTS[0]]))
+        exact, _ = answered(engine, again, Options(mode="prefix"))
+        blended, _ = answered(engine, again)
+    assert [chunk.outcome for chunk in exact.metrics.chunks] == ["computed"] * 2
+    assert [chunk.outcome for chunk in blended.metrics.chunks] == ["blended"] * 2
 
 
 def test_kv_is_kept_of_no_token_that_merged_with_the_text_after_its_chunk(held):

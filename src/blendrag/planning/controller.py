@@ -122,7 +122,8 @@ class Controller:
             plan = replace(plan, leading_span=span)
             wanted = self._wanted(prompt, mode, avoid, last, span.end if span else 0)
             readers = self._open_all(prompt, wanted)
-            readers |= self._open_all(prompt, self._kept(prompt, avoid, wanted, readers))
+            if mode != "prefix":  # kept KV is not exact
+                readers |= self._open_all(prompt, self._kept(prompt, avoid, wanted, readers))
             if encode is not None:
                 stored = self._encoded(prompt, wanted.keys() - readers.keys(), encode)
                 readers |= self._open_all(prompt, {at: wanted[at] for at in stored})
