@@ -124,8 +124,8 @@ def test_a_client_is_told_that_a_defect_closes_its_connection(slow: Live, monkey
 def test_more_requests_than_allowed_are_asked_to_come_back(slow: Live) -> None:
     before = outcomes(slow)["rejected"]
     held = [begin(slow) for _ in range(3)]
-    until(lambda: len(slow.engine.scheduler.requests) == 3)
-    until(lambda: len(slow.engine.scheduler.running) == 3)
+    # an answer that begins later would change turn_s
+    until(lambda: slow.engine.scheduler.requests.counts == (0, 3))
     with slow.client() as client:
         for stream, turn_s, retry_after_s in (
             (True, None, "2"),
