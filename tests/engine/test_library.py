@@ -448,8 +448,60 @@ def test_closing_ends_additions_in_the_background_after_the_entries_that_are_add
             pass
         go_on.set()
         closing.result(BLOCKED_S)
-    assert "4 entries that waited were not added; add them again" in caplog.text
+    assert "4 entries were not added in the background; add them again" in caplog.text
     with pytest.raises(InvalidInputError, match="closed"):
         engine.library.add_in_background(entries(1))
     with opened(tmp_path) as again:
         assert again.library.ids() == ["id0", "id1"]
+
+
+def test_closing_counts_the_entries_that_were_being_added_and_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def vectors(batch: Sequence[Entry]) -> np.ndarray:
+        begun.set()
+        assert go_on.wait(BLOCKED_S)
+        raise ConnectionError
+
+    engine = opened(tmp_path)
+    engine.library.add_in_background(entries(6), vectors, precompute=False, at_a_time=2)
+    assert begun.wait(BLOCKED_S)
+    engine.library.additions.stop()
+    go_on.set()
+    engine.close()
+    assert "6 entries were not added in the background; add them again" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["delete", "delete_parents", "clear"])
+def test_what_waits_to_be_added_is_deleted_too(library: Library, how: str) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def vectors(batch: Sequence[Entry]) -> np.ndarray:
+        begun.set()
+        assert go_on.wait(BLOCKED_S)
+        return np.eye(len(batch), 4, dtype=np.float32)
+
+    library.add([entry(9, parent="b")], np.eye(1, 4), precompute=False)
+    given = [entry(i, parent="a" if i < 3 else "b") for i in range(5)]
+    library.add_in_background(given, vectors, precompute=False, at_a_time=2)
+    assert begun.wait(BLOCKED_S)
+    delete = {
+        "delete": lambda: library.delete(["id0", "id2", "id9", "none"]),
+        "delete_parents": lambda: library.delete_parents(["a"]),
+        "clear": library.clear,
+    }[how]
+    with ThreadPoolExecutor(1) as pool:
+        deleting = pool.submit(delete)
+        while library.additions.progress.total == 5:  # id0 and id1 are being added
+            pass
+        go_on.set()
+        deleted = deleting.result(BLOCKED_S)
+    assert library.additions.wait(BLOCKED_S)
+    progress = library.additions.progress
+    assert progress.done == progress.total
+    left = {"delete": ["id1", "id3", "id4"], "delete_parents": ["id9", "id3", "id4"], "clear": []}
+    assert sorted(library.ids()) == sorted(left[how])
+    told = {"delete": ["id0", "id2", "id9"], "delete_parents": ["id0", "id1", "id2"], "clear": 6}
+    assert deleted == told[how] if how == "clear" else sorted(deleted) == told[how]

@@ -17,7 +17,7 @@ from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import duration, echo, print_json, say, write_piece, write_thought
 from blendrag.cli.progress import StatusLine
-from blendrag.cli.served import ServedAnswer, ServedPieces, pieces
+from blendrag.cli.served import ServedAnswer, ServedPieces, ServedSource, pieces
 from blendrag.errors import BlendragError, ContextOverflowError, check_unicode
 
 if TYPE_CHECKING:
@@ -268,19 +268,16 @@ def say_answer(
 
 
 def _fields(answer: Answer | ServedAnswer) -> dict[str, Any]:
-    shown = (
-        "source", "title", "page", "start", "end", "rank", "score", "distance", "chunk_id", "text",
-    )  # fmt: skip
     return {
         "answer": answer.text,
         "reasoning": answer.reasoning,
         "finish_reason": answer.finish_reason,
         "metrics": answer.metrics.as_dict(),
-        "sources": [{name: getattr(source, name) for name in shown} for source in answer.sources],
+        "sources": [source.as_dict() for source in answer.sources],
     }
 
 
-def say_sources(sources: Sequence[RetrievedChunk]) -> None:
+def say_sources(sources: Sequence[RetrievedChunk | ServedSource]) -> None:
     """Print the file, place, score and beginning of each passage on stderr, the best first."""
     for source in sorted(sources, key=lambda source: source.rank):
         page = f", page {source.page}" if source.page is not None else ""

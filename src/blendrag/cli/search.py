@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -53,7 +53,8 @@ def search(
         )
     found.sort(key=lambda chunk: chunk.rank)
     if json:
-        print_json({"question": question, "chunks": [_fields(chunk) for chunk in found]})
+        chunks = [{**chunk.as_dict(), "metadata": chunk.metadata} for chunk in found]
+        print_json({"question": question, "chunks": chunks})
     elif found:
         _print(found)
     else:
@@ -62,14 +63,6 @@ def search(
             "nothing was found; use other words, --search hybrid, or a wider --only or --where",
         )
     return DONE
-
-
-def _fields(chunk: RetrievedChunk) -> dict[str, Any]:
-    shown = (
-        "rank", "score", "source", "title", "page", "start", "end", "distance", "metadata", "chunk_id",
-        "text",
-    )  # fmt: skip
-    return {name: getattr(chunk, name) for name in shown}
 
 
 def _print(found: list[RetrievedChunk]) -> None:

@@ -53,6 +53,13 @@ class _NotServed(Exception):
     """Why the server does not answer."""
 
 
+class ServedSource(SimpleNamespace):
+    """What a server told of a source."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
 @dataclass(frozen=True)
 class ServedAnswer:
     """The parts of an answer that are shown."""
@@ -61,7 +68,7 @@ class ServedAnswer:
     reasoning: str
     finish_reason: str
     metrics: RequestMetrics
-    sources: list[Any]
+    sources: list[ServedSource]
 
 
 @dataclass
@@ -101,7 +108,7 @@ class ServedPieces:
         measured = {name: value for name, value in self._ended.items() if name in known}
         for name, kind in (("chunks", lambda each: ChunkReport(**each)), ("notes", str)):
             measured[name] = tuple(kind(each) for each in measured.get(name, ()))
-        sources = [SimpleNamespace(**each) for each in self._ended.get("sources", ())]
+        sources = [ServedSource(**each) for each in self._ended.get("sources", ())]
         text, thought = "".join(self._said), "".join(self._thought)
         return ServedAnswer(text, thought, self._reason, RequestMetrics(**measured), sources)
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import PurePath
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,15 @@ class RetrievedChunk:
     def file_name(self) -> str:
         """The last part of its source."""
         return PurePath(self.source).name
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is told of a source of an answer, without its metadata."""
+        return {name: getattr(self, name) for name in _TOLD}
+
+
+#: In this order.
+_TOLD = ("source", "file_name", "title", "page", "start", "end", "rank", "score", "distance", "chunk_id",
+         "text")  # fmt: skip
 
 
 class Retriever:

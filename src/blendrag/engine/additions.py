@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from blendrag.corpus.documents import Entry
 from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
 from blendrag.serving.scheduler import CLOSED
 
@@ -21,11 +23,12 @@ log = logging.getLogger(__name__)
 STEP_ENTRIES = 16
 
 
-class AdditionStep(NamedTuple):
-    """An addition of so many entries."""
+@dataclass
+class AdditionStep:
+    """Entries that are added together, and how."""
 
-    entries: int
-    add: Callable[[], object]
+    entries: Sequence[Entry]
+    add: Callable[[Sequence[Entry]], object]
 
 
 class AdditionProgress(NamedTuple):
@@ -42,6 +45,7 @@ class BackgroundAdditions:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._steps: deque[AdditionStep] = deque()
+        self._running: AdditionStep | None = None
         self._progress = AdditionProgress(0, 0)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -61,7 +65,7 @@ class BackgroundAdditions:
                 raise InvalidInputError(CLOSED)
             new = [*steps]
             done, total = self._progress if self._thread is not None else (0, 0)
-            self._progress = AdditionProgress(done, total + sum(step.entries for step in new))
+            self._progress = AdditionProgress(done, total + sum(len(step.entries) for step in new))
             self._steps.extend(new)
             if self._thread is None and new:
                 self._thread = threading.Thread(
@@ -89,14 +93,25 @@ class BackgroundAdditions:
         if error is not None:
             raise error
 
+    def forget(self, is_meant: Callable[[Entry], bool]) -> list[Entry]:
+        """Do not add those that wait and are meant; returns them. A step that adds some has ended by then."""
+        with self._changed:
+            forgotten = [each for step in self._steps for each in step.entries if is_meant(each)]
+            for step in self._steps:
+                step.entries = [each for each in step.entries if not is_meant(each)]
+            total = self._progress.total - len(forgotten)
+            self._progress = self._progress._replace(total=total)
+            running = self._running
+            if running is not None and any(map(is_meant, running.entries)):
+                self._changed.wait_for(lambda: self._running is not running)
+        return forgotten
+
     def stop(self) -> None:
-        """Begin no further step."""
+        """Begin no further step. Once the one that runs has ended, a warning says how many entries were not
+        added."""
         with self._changed:
             self._closed = True
-            left = sum(step.entries for step in self._steps)
             self._steps.clear()
-        if left:
-            log.warning("%d entries that waited were not added; add them again", left)
 
     def close(self) -> None:
         """:meth:`stop`, and wait for the step that runs. Idempotent."""
@@ -108,25 +123,31 @@ class BackgroundAdditions:
     def _work(self) -> None:
         while True:
             with self._changed:
-                if not self._steps:
+                self._running = self._steps.popleft() if self._steps else None
+                self._changed.notify_all()
+                step = self._running
+                if step is None:
                     self._end(None)
                     return
-                step = self._steps.popleft()
             try:
-                step.add()
+                if step.entries:
+                    step.add(step.entries)
             except BaseException as error:
                 with self._changed:
                     self._end(error)
                 return
             with self._changed:
-                self._progress = self._progress._replace(done=self._progress.done + step.entries)
+                done = self._progress.done + len(step.entries)
+                self._progress = self._progress._replace(done=done)
 
     def _end(self, error: BaseException | None) -> None:
         """The thread ends. Caller holds the lock."""
-        if error is not None and not self._closed:
-            left = self._progress.total - self._progress.done
+        left = self._progress.total - self._progress.done
+        if self._closed and left:
+            log.warning("%d entries were not added in the background; add them again", left)
+        elif error is not None:
             error.add_note(f"{left} entries were not added in the background; add them again")
             self._error = error
         self._steps.clear()
-        self._thread = None
+        self._running = self._thread = None
         self._changed.notify_all()

@@ -138,7 +138,8 @@ class Library:
                     corpus.dropped.note(chunks, REMOVED)
                     self._kv.drop_orphaned()
                 raise
-            remember_namespace(self._kv, self._scheduler)
+            if not self._scheduler.closed:  # else the next addition does
+                remember_namespace(self._kv, self._scheduler)
             self._kv.drop_orphaned()
         return Added(
             added=added,
@@ -171,29 +172,40 @@ class Library:
             self.add(batch, rows, embedder=embedder, precompute=precompute)
 
         batches = (entries[at : at + at_a_time] for at in range(0, len(entries), at_a_time))
-        self.additions.submit(AdditionStep(len(batch), partial(step, batch)) for batch in batches)
+        self.additions.submit(AdditionStep(batch, step) for batch in batches)
 
     def delete(self, ids: Sequence[str]) -> list[str]:
-        """Remove entries; returns the ids of those that existed.
+        """Remove entries, also those that wait to be added; returns the ids of those that existed.
 
         KV is deleted with the last entry or document that holds its text.
         """
-        self.additions.check()
-        corpus = self._own()
-        if corpus is None:
-            return []
-        with self._changing:
-            there, _ = corpus.entries.remove(ids)
-            self._kv.drop_orphaned()
-        return there
+        wanted = set(ids)
+        return self._delete(lambda entry: entry.id in wanted, lambda: ids)
 
     def delete_parents(self, parents: Sequence[str]) -> list[str]:
         """Remove all entries of these parents; returns their ids."""
-        return self.delete([i for parent in parents for i in self.ids(parent)])
+        wanted = set(parents)
+        return self._delete(
+            lambda entry: entry.parent in wanted,
+            lambda: [i for parent in parents for i in self.ids(parent)],
+        )
 
     def clear(self) -> int:
         """Remove all entries, but no document that was ingested by path; returns how many."""
-        return len(self.delete(self.ids()))
+        return len(self._delete(lambda entry: True, self.ids))
+
+    def _delete(
+        self, is_meant: Callable[[Entry], bool], ids: Callable[[], Sequence[str]]
+    ) -> list[str]:
+        """``ids()`` is called once no entry that ``is_meant`` waits any more."""
+        self.additions.check()
+        waited = [entry.id for entry in self.additions.forget(is_meant)]
+        there = list[str]()
+        if (corpus := self._own()) is not None:
+            with self._changing:
+                there, _ = corpus.entries.remove(ids())
+                self._kv.drop_orphaned()
+        return [*dict.fromkeys([*there, *waited])]
 
     def repair(self) -> int:
         """Drop KV that a crash left behind, as every change does; returns the number of chunks."""

@@ -14,11 +14,6 @@ from blendrag.engine import Answer, TokenLogprob
 
 Fields = dict[str, Any]
 
-#: What is said of a source.
-_SOURCE = (
-    "source", "title", "page", "start", "end", "rank", "score", "distance", "chunk_id", "text",
-)  # fmt: skip
-
 
 class Envelope:
     """One response, whole or in chunks: what all its objects have in common."""
@@ -62,7 +57,7 @@ def blendrag_fields(answer: Answer, sources: Sequence[RetrievedChunk] = ()) -> F
         ranges = [vars(each) for each in trace.ranges()]
         fields["explanation"] = {"layers": trace.layers, "ranges": ranges}
     if sources:
-        fields["sources"] = [{name: getattr(each, name) for name in _SOURCE} for each in sources]
+        fields["sources"] = [each.as_dict() for each in sources]
     return fields
 
 
