@@ -16,7 +16,7 @@ from blendrag.model.tokens import Tokens
 from blendrag.text import recognition
 from blendrag.text.chunking import canonical
 from blendrag.text.matches import MIN_LETTERS, Match, is_recognisable, letters_in
-from blendrag.text.prompt import SegmentedPrompt, segment_prompt
+from blendrag.text.prompt import SEAM_TOKENS, SegmentedPrompt, _aligned, segment_prompt
 from blendrag.text.recognition import HASHES_BYTES, MAX_COMPARED, ChunkIndex, chunk_hashes
 
 PROSE = (
@@ -390,3 +390,32 @@ def test_leading_ids_precede_the_first_chunk():
 def test_segments_of_any_mixture_make_up_the_prompt(drawn):
     pieces, prompt = drawn
     segments_of(prompt, {f"c{i}": text for i, text in enumerate(pieces)})
+
+
+def slow_alignment(ids: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, int, int]:
+    """Start, end and place of the longest run of ``ids`` that ``stored`` has, among the first starts."""
+    found = (0, 0, 0)
+    for start in range(min(SEAM_TOKENS, len(ids))):
+        for first in range(len(stored)):
+            end = start
+            while (
+                end < len(ids)
+                and first + end - start < len(stored)
+                and ids[end] == stored[first + end - start]
+            ):
+                end += 1
+            if end - start > found[1] - found[0]:
+                found = (start, end, first)
+    return found
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=20).map(tuple),
+    st.lists(st.integers(0, 2), max_size=20).map(tuple),
+)
+def test_tokens_of_a_part_are_aligned_with_the_longest_run_of_their_chunk(ids, stored):
+    assert tuple(_aligned(ids, stored, True)) == slow_alignment(ids, stored)
+
+
+def test_a_part_that_repeats_one_token_is_aligned_at_once():
+    assert _aligned((7,) * 30_000 + (8,), (7,) * 30_000 + (9,), True) == (0, 30_000, 0)

@@ -126,12 +126,19 @@ def _aligned(ids: tuple[int, ...], stored: tuple[int, ...], is_inside: bool) -> 
     """
     if not is_inside:
         return _Shared(0, common_prefix(ids, stored))
+    # as text, since finding a text in another takes linear time, whatever they repeat
+    text, within = ("".join(map(chr, each)) for each in (ids, stored))
     found = _Shared(0, 0)
     for start in range(min(SEAM_TOKENS, len(ids))):
-        for first in (at for at, each in enumerate(stored) if each == ids[start]):
-            end = start + common_prefix(ids[start:], stored[first:])
-            if end - start > found.end - found.start:
-                found = _Shared(start, end, first)
+        low, high = found.end - found.start, len(ids) - start
+        while low < high:
+            middle = (low + high + 1) // 2
+            if text[start : start + middle] in within:
+                low = middle
+            else:
+                high = middle - 1
+        if low > found.end - found.start:
+            found = _Shared(start, start + low, within.find(text[start : start + low]))
     return found
 
 
