@@ -19,10 +19,16 @@ from corpus.small_corpus import MANIFEST, chunk_of, vector_of
 
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "reports/2023/costs.pdf": {"year": 2023, "author": "Kim", "tags": ["money", "2023"]},
-    "/data/reports/plan.md": {"year": 2024.5, "author": "Lee", "draft": True, "Größe": "groß"},
+    "/data/reports/plan.md": {
+        "year": 2024.5,
+        "author": "Lee",
+        "draft": True,
+        "Größe": "groß",
+        "_date": "2024-05-01",
+    },
     "notes/Old plan [1].md": {"year": "2023", "draft": False, "gap": None},
     "people.jsonl#7": {"source": "crm", "year": 2025, 'a"b\\c': 1, "bad": float("nan")},
-    "empty.txt": {"tags": [], "author": ""},
+    "empty.txt": {"tags": [], "author": "", "_date": "2023-12-31"},
 }
 ENTRY = Entry("e1", "a text added by id", {"source": "https://x.org/a/page.html", "year": 1})
 
@@ -120,6 +126,9 @@ def test_filters_are_joined_by_and_or_and_not(corpus: Corpus) -> None:
         (["draft=true"], "plan"),
         (["title~OLD"], "Old plan [1]"),
         (["author<L"], "costs, empty"),
+        (["year>300"], "costs, plan, Old plan [1], people"),  # a text that is a number, too
+        (["year<300"], "page"),
+        (["_date>2024"], "plan"),  # no number
         (['{"type": "eq", "key": "author", "value": "Kim"}'], "costs"),
     ],
 )

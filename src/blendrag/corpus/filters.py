@@ -44,7 +44,7 @@ FieldValue = str | int | float | bool
 #: Comparisons, and how a text spells those that it can.
 _SPELLED = {"eq": "=", "gt": ">", "gte": ">=", "lt": "<", "lte": "<=", "icontains": "~"}
 _OF_TEXTS = ("glob", "icontains")
-_ORDERED = ("gt", "gte", "lt", "lte")
+ORDERED = ("gt", "gte", "lt", "lte")
 _LISTS = ("in", "nin")
 #: Comparisons that deny another.
 _DENIED = {"ne": "eq", "nin": "in"}
@@ -96,7 +96,8 @@ class Filter:
         """Documents that meet all these: ``field=value``, with ``=``, ``!=``, ``>``, ``>=``, ``<``, ``<=``,
         or ``~`` for texts that contain the value in any case; or a filter as JSON.
 
-        A value is compared as a number or a truth value, too, if it can be read as one.
+        A value is compared as a number or a truth value, too, if it can be read as one; ``>`` and the like
+        then compare a text that is a number as one, and other texts, such as dates, as texts.
         """
         return _joined("and", tuple(map(_written, conditions)))
 
@@ -247,11 +248,11 @@ def _value(kind: str, key: str, value: Any) -> FieldValue:
     expected = "a text" if kind in _OF_TEXTS else "a text or a number"
     fits = isinstance(value, str) or (
         kind not in _OF_TEXTS
-        and (is_number(value) or (isinstance(value, bool) and kind not in _ORDERED))
+        and (is_number(value) or (isinstance(value, bool) and kind not in ORDERED))
     )
     if not fits:
         more = "; is_empty finds documents without a value" * (value is None)
-        expected += ", true or false" * (kind not in _OF_TEXTS and kind not in _ORDERED)
+        expected += ", true or false" * (kind not in _OF_TEXTS and kind not in ORDERED)
         raise wrong(
             f"of {quoted(key, 40)} compares with {quoted(value, 40)}, expected {expected}{more}"
         )

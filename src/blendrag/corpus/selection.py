@@ -15,6 +15,7 @@ import numpy as np
 from blendrag.corpus.database import CorpusFile, entry_of
 from blendrag.corpus.filters import (
     KNOWN_FIELDS,
+    ORDERED,
     PAGE_FIELDS,
     Comparison,
     FieldValue,
@@ -178,10 +179,19 @@ class _Statement:
         for value in chosen.values:
             marks.setdefault(_kind_of(value), []).append(self.mark(value))
 
+        def compared(type: str, value: str, of: str) -> str:
+            as_text = _TESTS[type](value, marks[of])
+            if of != "texts" or type not in ORDERED or "numbers" not in marks:
+                return as_text
+            # the value is written as a text and may be a number: so may the text in the metadata
+            number = f"blendrag_number(CAST({value} AS BLOB))"
+            as_number = _TESTS[type](number, marks["numbers"])
+            return f"CASE WHEN {number} IS NULL THEN {as_text} ELSE {as_number} END"
+
         def test(type: str, value: str, kind: str) -> str:
             tests = (
-                f"({kind} IN {_literals(_KINDS[of])} AND {_TESTS[type](value, each)})"
-                for of, each in marks.items()
+                f"({kind} IN {_literals(_KINDS[of])} AND {compared(type, value, of)})"
+                for of in marks
             )
             return f"({' OR '.join(tests) or '0'})"
 
@@ -289,8 +299,18 @@ def _page(field: str, starts: Any, place: Any) -> int | str | None:
     return page if field == "page" or page is None else str(page)
 
 
+def _number(value: Any) -> float | None:
+    """A text as a number; ``None`` if it is none."""
+    try:
+        number = float(_text(value))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "json": _json,
+    "number": _number,
     "known": _known,
     "page": _page,
     "icontains": lambda value, part: part.casefold() in _text(value).casefold(),
