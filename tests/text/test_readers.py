@@ -286,7 +286,13 @@ def test_the_pages_of_a_pdf_are_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"# A note\n\nIt mentions %PDF-1.4 somewhere.", b"x = '%PDF-'"]
+    "content",
+    [
+        b"# A note\n\nIt mentions %PDF-1.4 somewhere.",
+        b"x = '%PDF-'",
+        b"%PDF- begins each file.",
+        b"%PDF-1.7\n%comment\n\nis how 1 0 obj may begin.",
+    ],
 )
 def test_a_text_that_mentions_the_mark_of_a_pdf_is_text(tmp_path: Path, content: bytes) -> None:
     (document,) = read_documents(write(tmp_path / "a.txt", content))

@@ -18,6 +18,8 @@ from blendrag.text import docx_files
 from blendrag.wording import first_line
 
 INSTALL = "pip install 'blendrag[files]'"
+#: The beginning of a PDF under any name: its version, usually a comment of binary bytes, and an object.
+_PDF = re.compile(rb"\s*%PDF-\d\.\d[ \t]*[\r\n]\s*(?:%[^\r\n]*[\r\n]\s*)*\d+\s+\d+\s+obj\b")
 #: Module that reads each kind.
 _MODULES = {"PDF": "pypdf", "DOCX": "docx"}
 
@@ -26,7 +28,7 @@ def kind_of(path: Path, beginning: bytes) -> str:
     """``PDF``, ``DOCX`` or empty."""
     # viewers allow other bytes before the mark, and texts mention it
     is_named = path.suffix.lower() == ".pdf" and b"%PDF-" in beginning[:1024]
-    if is_named or beginning.lstrip().startswith(b"%PDF-"):
+    if is_named or _PDF.match(beginning):
         return "PDF"
     is_docx = beginning.startswith(b"PK\x03\x04") and path.suffix.lower() == ".docx"
     return "DOCX" if is_docx else ""
