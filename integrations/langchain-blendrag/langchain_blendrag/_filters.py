@@ -18,6 +18,8 @@ MetadataFilter: TypeAlias = "Filter | Mapping[str, Any]"
 #: Or by a function of a document, which is slower.
 AnyFilter: TypeAlias = "MetadataFilter | Callable[[Document], bool]"
 
+#: The keys of a filter as blendrag writes it; its ``type`` tells it from metadata with such fields.
+_OWN = ({"type", "filters"}, {"type", "key", "value"}, {"type", "key"})
 #: Operators of MongoDB's form, and what blendrag calls them.
 _OPERATORS = {
     **{f"${name}": name for name in ("eq", "ne", "gt", "gte", "lt", "lte", "in", "nin", "contains")},
@@ -42,11 +44,15 @@ def filter_of(given: Any) -> Filter | None:
 
 
 def _parsed(given: Any) -> dict[str, Any]:
-    """A mapping, of which all parts must hold, as blendrag writes it."""
+    """A mapping, of which all parts must hold, as blendrag writes it; one in that form stays as it is."""
+    from blendrag.corpus.filters import TYPES
+
     if not isinstance(given, Mapping):
         raise InvalidInputError(
             f"filter has a {type(given).__name__} in place of metadata, expected {{'field': value}}"
         )
+    if given.get("type") in TYPES and {*given} in _OWN:
+        return dict(given)
     parts = [
         _joined(key, value) if str(key).startswith("$") else _compared(key, value)
         for key, value in given.items()
