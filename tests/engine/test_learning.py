@@ -147,6 +147,16 @@ def test_mode_prefix_uses_no_kept_kv(engine, monkeypatch):
     assert [chunk.outcome for chunk in blended.metrics.chunks] == ["blended"] * 2
 
 
+def test_kept_kv_goes_with_the_last_document_that_has_its_text(engine):
+    engine.verify()
+    engine.library.add([Entry(str(n), TEXTS[n]) for n in (0, 1)], precompute=False)
+    with engine.scheduler.held():
+        answered(engine, build_rag_prompt("Who built it?", [TEXTS[1], TEXTS[0]]))
+        assert len(engine.store.memory.recent_keys(9)) == 2
+        engine.library.delete(["0"])
+        assert len(engine.store.memory.recent_keys(9)) == 1
+
+
 def test_kv_is_kept_of_no_token_that_merged_with_the_text_after_its_chunk(held):
     for numbers in ((0, 1), (1, 0)):
         answered(held, prompt(*numbers, question=f"Where is {numbers}?"))

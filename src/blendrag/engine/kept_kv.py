@@ -81,6 +81,7 @@ class KeptKV:
             with suppress(StoreFullError):  # larger than the memory tier
                 self._kv.store.memory.put(within, key, self._kv.validity.encoded(kv))
                 self._tokens[key] = len(chunk.ids)
+                self._kv.kept_in.add(within)
                 kept += 1
         while len(self._tokens) > MAX_KEPT:
             self._tokens.popitem(last=False)

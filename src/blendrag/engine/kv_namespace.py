@@ -43,6 +43,8 @@ class KVNamespace:
         self._options = options
         #: What encodes chunks beside the model's weights, if anything does.
         self.writer = StoreWriter(options.get("writer"), corpus)
+        #: Where prefills have left KV of chunks, in memory only.
+        self.kept_in: set[str] = set()
 
     def reopen_in(self) -> Callable[..., KVNamespace]:
         """A function that makes this namespace in another process from the root of a store; can be pickled.
@@ -236,11 +238,14 @@ class KVNamespace:
 
     def drop_orphaned(self) -> int:
         """Delete the KV of chunks that were removed or whose addition was abandoned, also what other recipes
-        and other weights computed of them; returns how many."""
+        and other weights computed of them, and prefills of this engine; returns how many."""
         corpus = self.corpus.current
         dropped = corpus.dropped.texts() if corpus is not None else {}
         if corpus is None or not dropped:
             return 0
+        for within in tuple(self.kept_in):
+            for text in dropped.values():
+                self.store.memory.delete(within, self.key_of(within, text))
         if self.store.stats().entries:
             namespaces = self._namespaces().union(recorded_namespaces(self.root, RECORDS))
             for chunk_id, text in dropped.items():
