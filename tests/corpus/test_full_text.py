@@ -150,6 +150,23 @@ def test_an_interrupted_build_goes_on_and_follows_changes(
         indexed(corpus)
 
 
+def test_damage_during_a_build_costs_no_search(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute(root, *EARLIER)
+    monkeypatch.setattr(full_text, "BATCH_PASSAGES", 4)
+    with Corpus.open(root) as corpus:
+        index = corpus.searches.full_text
+        after, damages = index.build_after, iter(["DROP TABLE full_text_data"])
+
+        def damaged(last: int) -> int | None:
+            if last and (damage := next(damages, "")):
+                corpus.file.connection.execute(damage)
+            return after(last)
+
+        monkeypatch.setattr(index, "build_after", damaged)
+        assert lexical(corpus, "document 1 lamp 8")[0] == text_of(1, 1)
+        indexed(corpus)
+
+
 def test_an_index_of_other_terms_is_built_again(root: Path) -> None:
     with Corpus.open(root) as corpus, corpus.file.writing():
         corpus.file.set_meta("full_text", "0")

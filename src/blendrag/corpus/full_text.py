@@ -130,9 +130,11 @@ class FullTextIndex:
             return "its full-text index is being built"
         try:
             self._build()
+            if not self._is_complete():  # damage was found on the way
+                self._build()
         finally:
             self.building.release()
-        return ""
+        return "" if self._is_complete() else "its full-text index is damaged again and again"
 
     def _answers(self) -> bool:
         """Whether a term of the newest row finds it: without its root, an index finds nothing, in silence."""
