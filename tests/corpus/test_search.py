@@ -91,9 +91,11 @@ class Favourite:
 
     def __init__(self, row: str) -> None:
         self.row = row
+        self.question = ""
         self.asked: list[str] = []
 
     def scores(self, question: str, texts: Sequence[str], check: Any) -> np.ndarray:
+        self.question = question
         self.asked += texts
         return np.array([float(text == self.row) for text in texts])
 
@@ -105,6 +107,18 @@ def test_a_reranker_sorts_more_chunks_than_are_returned(corpus: Corpus) -> None:
     first = min(found, key=lambda chunk: chunk.rank)
     assert (first.text, first.score, len(found)) == (favourite.row, 1.0, 2)
     assert len(favourite.asked) == 20
+
+
+def test_a_reranker_reads_the_question_before_only_if_the_new_one_goes_on_with_it(
+    corpus: Corpus,
+) -> None:
+    favourite = Favourite("")
+    before, question = "What is in stock?", "And where?"
+    both = f"{before}\n{question}"
+    for nearer, read in ((both, both), (question, question)):
+        retriever = Retriever(corpus, Vectors({nearer: ROWS[3]}), reranker=favourite)  # type: ignore[arg-type]
+        retriever.retrieve(question, 2, earlier=before)
+        assert favourite.question == read
 
 
 def save(folder: Path, kind: Any, labels: int) -> Path:

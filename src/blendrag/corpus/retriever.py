@@ -6,7 +6,8 @@ follows what it refers to.
 
 In a conversation a question may go on with the one before ("And when was it built?") or change the topic.
 Both are searched for, the question alone and the two together, and chunks are taken from the results in turn.
-The question alone comes first, unless the two together have a hit that is clearly nearer.
+The question alone comes first, unless the two together have a hit that is clearly nearer. A reranker reads
+the one that comes first.
 """
 
 from __future__ import annotations
@@ -138,10 +139,11 @@ class Retriever:
             self.corpus.search(SearchQuery(text, vector, mode), k, allowed)
             for text, vector in zip(searched, vectors, strict=True)
         ]
-        found = hits[0] if len(hits) == 1 else _merged(hits[0], hits[1], k)
+        goes_on = len(hits) > 1 and _goes_on(*hits)
+        found = _merged(*(hits[::-1] if goes_on else hits), top_k=k)
         if self.reranker is not None:
             texts = [each.chunk.text for each in found]
-            scores = self.reranker.scores(searched[-1], texts, check)
+            scores = self.reranker.scores(searched[goes_on], texts, check)
             found = [
                 replace(each, score=float(score)) for each, score in zip(found, scores, strict=True)
             ]
@@ -161,14 +163,18 @@ class Retriever:
         return sorted(chunks, key=lambda chunk: (best[chunk.source], chunk.source, chunk.start))
 
 
-def _merged(
-    alone: Sequence[FoundChunk], together: Sequence[FoundChunk], top_k: int
-) -> list[FoundChunk]:
-    """The first ``top_k`` different chunks of both searches in turn, each at its better score."""
-    goes_on = _nearest(together) < FOLLOW_UP_DISTANCE * _nearest(alone)
-    first, second = (together, alone) if goes_on else (alone, together)
+def _goes_on(alone: Sequence[FoundChunk], together: Sequence[FoundChunk]) -> bool:
+    """Whether a question goes on with the one before, by what is found for it and for the two together.
+
+    Lexical search has no distances; there the question alone goes first.
+    """
+    return _nearest(together) < FOLLOW_UP_DISTANCE * _nearest(alone)
+
+
+def _merged(*searches: Sequence[FoundChunk], top_k: int) -> list[FoundChunk]:
+    """The first ``top_k`` different chunks of all searches in turn, each at its better score."""
     merged: dict[str, FoundChunk] = {}
-    for hit in chain.from_iterable(zip_longest(first, second)):
+    for hit in chain.from_iterable(zip_longest(*searches)):
         if hit is not None and (hit.chunk.chunk_id in merged or len(merged) < top_k):
             known = merged.setdefault(hit.chunk.chunk_id, hit)
             merged[hit.chunk.chunk_id] = max(hit, known, key=lambda each: each.score)
