@@ -8,9 +8,12 @@ rankings before one that has the key.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,6 +51,14 @@ class FoundChunk:
 
     chunk: StoredChunk
     distance: float | None
+    score: float
+
+
+class _Hit(NamedTuple):
+    """A passage in a ranking, and the row of its chunk. ``score``: of the vectors, the distance."""
+
+    passage: int
+    chunk: int
     score: float
 
 
@@ -106,62 +117,55 @@ class CorpusSearch:
             lexical = self._different(ranked.passages, depth)
             if vector is None:
                 return self._loaded(lexical, query, k)
-            nearest = self._vectors.nearest(vector, depth, self._chunk_of, allowed)
-            fused = self._fused(nearest, lexical, _weight(lexical, ranked.information))
-            return self._loaded(fused, query, k)
+            nearest = self._different(self._vectors.ascending(vector, depth, allowed), depth)
+            return self._loaded(_fused(nearest, lexical, ranked.information), query, k)
 
-    def _chunk_of(self, passage: int) -> tuple[int, int] | None:
-        """Row of the chunk at a passage, and the passage."""
-        rows = self._file.rows("SELECT chunk FROM passage WHERE id = ?", passage)
-        return (rows[0][0], passage) if rows else None
-
-    def _different(
-        self, ranked: Iterable[tuple[int, float]], depth: int
-    ) -> list[tuple[int, float]]:
+    def _different(self, ranked: Iterable[tuple[int, float]], depth: int) -> list[_Hit]:
         """The first passage of each chunk, ``depth`` at most."""
-        first: dict[int, tuple[int, float]] = {}
-        for passage, score in ranked:
-            if place := self._chunk_of(passage):
-                first.setdefault(place[0], (passage, score))
-            if len(first) == depth:
-                break
-        return [*first.values()]
+        first: dict[int, _Hit] = {}
+        left = iter(ranked)
+        while len(first) < depth and (batch := list(islice(left, depth))):
+            chunks = self._chunks_of([passage for passage, _ in batch])
+            for passage, score in batch:
+                if (chunk := chunks.get(passage)) is not None:
+                    first.setdefault(chunk, _Hit(passage, chunk, score))
+        return list(first.values())[:depth]
 
-    def _fused(
-        self,
-        nearest: Sequence[tuple[int, float]],
-        lexical: Sequence[tuple[int, float]],
-        weight: float,
-    ) -> list[tuple[int, float]]:
-        """Passages, one of each chunk, by the weighted sum of their reciprocal ranks, 1 at most."""
-        best = lexical[0][1] if lexical else 0.0
-        shares = (
-            [(passage, 1.0) for passage, _ in nearest],
-            [(passage, weight * _share(score, best)) for passage, score in lexical],
+    def _chunks_of(self, passages: Sequence[int]) -> dict[int, int]:
+        """Row of the chunk by passage."""
+        return dict(
+            self._file.rows(
+                "SELECT id, chunk FROM passage WHERE id IN (SELECT value FROM json_each(?))",
+                json.dumps(passages),
+            )
         )
-        places: dict[int, int] = {}
-        sums: dict[int, float] = {}
-        for ranking in shares:
-            for rank, (passage, share) in enumerate(ranking, 1):
-                place = self._chunk_of(passage)
-                chunk = place[0] if place else -passage
-                places.setdefault(chunk, passage)
-                reciprocal = (RANK_OFFSET + 1) / (RANK_OFFSET + rank)
-                sums[chunk] = sums.get(chunk, 0.0) + share * reciprocal
-        ordered = sorted(sums, key=lambda chunk: (-sums[chunk], places[chunk]))
-        return [(places[chunk], sums[chunk] / (1 + weight)) for chunk in ordered]
 
-    def _loaded(
-        self, ranked: Sequence[tuple[int, float]], query: SearchQuery, k: int
-    ) -> list[FoundChunk]:
+    def _loaded(self, ranked: Sequence[_Hit], query: SearchQuery, k: int) -> list[FoundChunk]:
         """The first k chunks that are not damaged."""
         found: list[FoundChunk] = []
-        for passage, score in ranked:
+        for hit in ranked:
             if len(found) == k:
                 break
-            if (chunk := chunk_at(self._file, passage)) is not None:
-                found.append(FoundChunk(chunk, _distance(chunk, query.vector), score))
+            if (chunk := chunk_at(self._file, hit.passage)) is not None:
+                found.append(FoundChunk(chunk, _distance(chunk, query.vector), hit.score))
         return found
+
+
+def _fused(nearest: Sequence[_Hit], lexical: Sequence[_Hit], information: float) -> list[_Hit]:
+    """One hit of each chunk, by the weighted sum of their reciprocal ranks, 1 at most."""
+    weight, best = _weight(lexical, information), lexical[0].score if lexical else 0.0
+    places: dict[int, int] = {}
+    sums: dict[int, float] = {}
+    for ranking, shares in (
+        (nearest, [1.0] * len(nearest)),
+        (lexical, [weight * _share(hit.score, best) for hit in lexical]),
+    ):
+        for rank, (hit, share) in enumerate(zip(ranking, shares, strict=True), 1):
+            places.setdefault(hit.chunk, hit.passage)
+            reciprocal = (RANK_OFFSET + 1) / (RANK_OFFSET + rank)
+            sums[hit.chunk] = sums.get(hit.chunk, 0.0) + share * reciprocal
+    ordered = sorted(sums, key=lambda chunk: (-sums[chunk], places[chunk]))
+    return [_Hit(places[chunk], chunk, sums[chunk] / (1 + weight)) for chunk in ordered]
 
 
 def _share(score: float, best: float) -> float:
@@ -169,16 +173,16 @@ def _share(score: float, best: float) -> float:
     return math.sqrt(max(0.0, score) / best) if best > 0 else 1.0
 
 
-def _weight(lexical: Sequence[tuple[int, float]], information: float) -> float:
+def _weight(lexical: Sequence[_Hit], information: float) -> float:
     """How much the ranking by words tells, in [0, 2]; that by vectors counts 1.
 
     The share of what the question says that the best hit has, and how far it stands out among the hits.
     """
     if not lexical:
         return 0.0
-    best = lexical[0][1]
+    best = lexical[0].score
     coverage = min(1.0, best / information) if information > 0 else 0.0
-    compared = lexical[min(_COMPARED_RANK, len(lexical)) - 1][1] if len(lexical) > 1 else 0.0
+    compared = lexical[min(_COMPARED_RANK, len(lexical)) - 1].score if len(lexical) > 1 else 0.0
     return coverage + (max(0.0, 1 - compared / best) if best > 0 else 0.0)
 
 

@@ -77,30 +77,31 @@ class VectorIndex:
         length than the corpus's.
         """
         with self._file.reading():
-            dim = self.dim()
-            if dim is None or k < 1:
-                return []
-            if vector.shape != (dim,):
-                raise InvalidInputError(
-                    f"a vector of shape {vector.shape}, expected ({dim},); "
-                    "use the embedder that the corpus was ingested with"
-                )
-            self._refresh(dim)
             found: dict[Hashable, tuple[T, float]] = {}
-            for passage, distance in self._ascending(vector, k, allowed):
+            for passage, distance in self.ascending(vector, k, allowed):
                 if accepted := accept(passage):
                     found.setdefault(accepted[0], (accepted[1], distance))
                     if len(found) == k:
                         break
             return list(found.values())
 
-    def _ascending(
-        self, vector: np.ndarray, width: int, allowed: np.ndarray | None
+    def ascending(
+        self, vector: np.ndarray, width: int, allowed: np.ndarray | None = None
     ) -> Iterator[tuple[int, float]]:
-        """Passage ids and L2 distances, nearest first, by searches of growing width.
+        """Passage ids and L2 distances, nearest first, by searches of growing width; in a read transaction.
 
-        A chunk that many documents contain fills many hits, so more than ``width`` may be needed.
+        A chunk that many documents contain fills many hits, so more than ``width`` may be needed. Raises as
+        :meth:`nearest`.
         """
+        dim = self.dim()
+        if dim is None or width < 1:
+            return
+        if vector.shape != (dim,):
+            raise InvalidInputError(
+                f"a vector of shape {vector.shape}, expected ({dim},); "
+                "use the embedder that the corpus was ingested with"
+            )
+        self._refresh(dim)
         import faiss
 
         given, size = np.asarray(vector, np.float32)[None], self._index.ntotal
