@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from blendrag.cli.app import app
+from blendrag.cli.options import SAMPLING
 from blendrag.config import OPTIONS, Settings
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.request import OptionFields
@@ -91,7 +92,7 @@ def test_commands_that_answer_have_the_same_options() -> None:
     assert of("ask") - {"explain"} == of("chat")
     new_corpus = {"chunk_tokens", "kv_encoding"}
     limits = {"max_requests", "max_body_bytes", "max_tokens"}
-    assert of("serve") == of("chat") - {"temperature", "stop"} | new_corpus | limits
+    assert of("serve") == of("chat") - {*SAMPLING} | new_corpus | limits
     assert of("ingest") < of("serve")
 
 

@@ -73,6 +73,7 @@ _ENGINE = "engine wrapper cli ray"
 _SETTING = f"env {_ENGINE}"
 _EVERYWHERE = f"request server {_SETTING}"
 _REQUEST = "request wrapper server"
+_SAMPLING = f"{_REQUEST} cli"
 _SERVE = "cli ray"
 
 # fmt: off
@@ -197,20 +198,20 @@ ReasoningEffort = Annotated[str, text("reasoning_effort",
 ApplyChatTemplate = Annotated[bool, switch("apply_chat_template",
     "False sends the prompt as it is.", "request wrapper")]
 # logits divided by less are infinite
-Temperature = Annotated[float, number("temperature", "0 decodes greedily.", f"{_REQUEST} cli",
+Temperature = Annotated[float, number("temperature", "0 decodes greedily.", _SAMPLING,
     "0, or a number of at least 1e-30", lambda v: v == 0 or v >= 1e-30)]
 TopP = Annotated[float, number("top_p",
-    "Sample from the likeliest tokens of this share; needs a temperature.", _REQUEST,
+    "Sample from the likeliest tokens of this share; needs a temperature.", _SAMPLING,
     "a number in (0, 1]", lambda v: 0 < v <= 1)]
 Stop = Annotated[str | Sequence[str], Option("stop", "End the answer before this text.",
-    f"{_REQUEST} cli", "a text or a list of texts", lambda v: isinstance(v,
+    _SAMPLING, "a text or a list of texts", lambda v: isinstance(v,
     str | list | tuple | set | frozenset))]
-Seed = Annotated[int, whole("seed", "Makes sampling repeatable.", _REQUEST, -(2**63), 2**64 - 1)]
+Seed = Annotated[int, whole("seed", "Makes sampling repeatable.", _SAMPLING, -(2**63), 2**64 - 1)]
 PresencePenalty = Annotated[float, number("presence_penalty",
-    "Subtracted from the logits of tokens that the answer has.", _REQUEST, "a number in [-2, 2]",
+    "Subtracted from the logits of tokens that the answer has.", _SAMPLING, "a number in [-2, 2]",
     lambda v: -2 <= v <= 2)]
 FrequencyPenalty = Annotated[float, number("frequency_penalty",
-    "Subtracted once for each time that the answer has the token.", _REQUEST, "a number in [-2, 2]",
+    "Subtracted once for each time that the answer has the token.", _SAMPLING, "a number in [-2, 2]",
     lambda v: -2 <= v <= 2)]
 LogitBias = Annotated[Mapping[int, float], Option("logit_bias",
     "Added to the logits of these tokens.", _REQUEST,
@@ -223,8 +224,8 @@ TimeoutS = Annotated[float, number("timeout_s",
     "Seconds for the whole answer, the wait for other requests included.", _REQUEST,
     "a number of seconds above 0; leave it out for no limit", lambda v: v > 0)]
 GenerateKwargs = Annotated[Mapping[str, Any], mapping("generate_kwargs",
-    "More arguments of transformers' generate: num_beams, repetition_penalty, …",
-    "request wrapper")]
+    "More arguments of transformers' generate: repetition_penalty=1.1, top_k=40, …",
+    "request wrapper cli")]
 Tools = Annotated[Sequence[Mapping[str, Any]], Option("tools",
     "Function schemas in OpenAI's format, for the chat template.", _REQUEST,
     "a list of function schemas", lambda v: isinstance(v, list | tuple))]

@@ -67,3 +67,10 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(
     _, ended = result.stderr.split("note: the answer was ended\n")
     assert ended.startswith("metrics: first token after ")
     assert len(result.stdout.splitlines()) >= 1
+
+
+def test_answers_are_sampled_as_the_options_say(store: Path) -> None:
+    greedy, hot = ask(store)["answer"], ("--temperature", "9")
+    assert ask(store, *hot, "--generate-kwargs", "top_k=1")["answer"] == greedy
+    drawn, again = (ask(store, *hot, "--seed", "4", "--top-p", "0.99")["answer"] for _ in range(2))
+    assert drawn == again != greedy

@@ -12,6 +12,7 @@ import pytest
 
 import tiny
 from blendrag.engine import BlendEngine
+from blendrag.engine.lazy_model import LazyModel
 from server.conftest import ANSWER, QUESTION
 from server.live import Live, live
 
@@ -40,6 +41,23 @@ def test_retrieve_answers_like_ask_and_cites_its_sources(served: Live, client) -
     assert about["reused_tokens"] == alone.metrics.reused_tokens > 50
     assert about["sources"][0]["file_name"] == Path(about["sources"][0]["source"]).name
     assert len(answered(client, retrieve=True, blendrag={"top_k": 1})[1]["sources"]) == 1
+
+
+def test_a_history_is_trimmed_after_its_system_message_and_only_with_retrieve(
+    client, monkeypatch
+) -> None:
+    monkeypatch.setattr(LazyModel, "context_tokens", 700)
+    turns = [
+        {"role": role, "content": "word " * 30} for _ in range(12) for role in ("user", "assistant")
+    ]
+    messages = [{"role": "system", "content": "Be short."}, *turns, *ASKED]
+    trim = {"trim_history": True}
+    _, about = answered(client, messages=messages, retrieve=True, blendrag=trim)
+    assert 0 < about["left_out"] < 24
+    assert about["left_out"] % 2 == 0
+    assert "left_out" not in answered(client, retrieve=True, blendrag=trim)[1]
+    refused = client.post(CHAT, json={"messages": ASKED, "blendrag": trim})
+    assert refused.json()["error"]["param"] == "blendrag.trim_history"
 
 
 def test_retrieve_searches_what_passes_the_filters(client) -> None:

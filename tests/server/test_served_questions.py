@@ -1,23 +1,29 @@
-"""``blendrag ask`` over a store with a running server."""
+"""``blendrag ask`` and ``chat`` over a store with a running server."""
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import Result
 
+from blendrag import __version__
 from blendrag.cli import served as serving
 from blendrag.cli.ask import print_answer
 from blendrag.config import settings
 from blendrag.engine import BlendEngine
+from blendrag.engine.lazy_model import LazyModel
 from blendrag.errors import BlendragError
+from blendrag.server.bodies import ChatBody
+from blendrag.server.refusals import Refusal
 from blendrag.store import server_record
 from blendrag.store.server_record import ServerRecord, loopback, read, written
 from cli.commands import invoke, save_model
@@ -25,11 +31,15 @@ from server.conftest import ANSWER, QUESTION
 from server.live import Live
 
 
+def record_of(**changes: Any) -> ServerRecord:
+    about = {"host": "127.0.0.1", "port": 80, "model": "demo", "version": __version__}
+    return ServerRecord(**{**about, "needs_key": False, **changes})
+
+
 @contextmanager
 def announced(server: Live, root: Path, **changes: Any) -> Iterator[ServerRecord]:
     """The store at ``root`` names ``server``."""
-    about = {"host": "127.0.0.1", "port": server.port, "model": "demo", "needs_key": False}
-    record = ServerRecord(**(about | changes))
+    record = record_of(**{"port": server.port, **changes})
     server.service.record = record
     try:
         with written(root, record):
@@ -84,6 +94,7 @@ def test_the_server_gives_the_answer_sources_and_metrics_of_the_engine(
     ("changes", "why"),
     [
         ({"needs_key": True}, "asks for an API key"),
+        ({"version": "0.0.9"}, f"runs blendrag 0.0.9, not {__version__}"),
         ({"secret": "that of another server"}, "is gone: something else listens there"),
         ({"port": 0}, "does not answer"),
     ],
@@ -96,7 +107,7 @@ def test_a_server_that_does_not_answer_is_named_in_a_note(
             changes = {"port": gone.getsockname()[1]}
     with announced(served, demo_engine.root, **changes) as record:
         if "secret" in changes:
-            served.service.record = ServerRecord("127.0.0.1", served.port, "demo", False)
+            served.service.record = record_of(port=served.port)
         assert asked(demo_engine.root) is None
     said = f"note: answered without the server of this store at {record.url}, which {why}\n"
     assert capsys.readouterr().err == said
@@ -128,13 +139,44 @@ def test_variables_of_the_command_are_sent_or_need_its_own_engine(
     with announced(served, demo_engine.root) as record:
         monkeypatch.setenv("BLENDRAG_RATIO", "0.25")
         settings.cache_clear()
-        body = serving.body_for({"temperature": 0.5}, QUESTION, record)
+        body = serving.body_for({"temperature": 0.5}, record)
         assert body is not None
         assert (body["blendrag"], body["temperature"]) == ({"ratio": 0.25}, 0.5)
         monkeypatch.setenv("BLENDRAG_DTYPE", "float32")
         settings.cache_clear()
-        assert serving.body_for({}, QUESTION, record) is None
+        assert serving.body_for({}, record) is None
     settings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        (
+            {"temperature": 0.5, "top_p": 0.9, "seed": 3},
+            {"temperature": 0.5, "top_p": 0.9, "seed": 3},
+        ),
+        ({"presence_penalty": 1.0, "frequency_penalty": 0.0},) * 2,
+        ({"generate_kwargs": [{"repetition_penalty": 1.1}]}, {"repetition_penalty": 1.1}),
+        (
+            {"temperature": 1.0, "generate_kwargs": [{"top_k": 40}, {"min_p": 0.1}], "top_k": 3},
+            {"temperature": 1.0, "top_k": 40, "min_p": 0.1},
+        ),
+        ({"top_p": 0.9}, None),
+        ({"generate_kwargs": [{"top_k": 40}]}, None),
+        ({"generate_kwargs": [{"num_beams": 2}]}, None),
+    ],
+)
+def test_sampling_options_reach_the_server_if_it_takes_them_as_the_engine_does(
+    given: dict[str, Any], sent: dict[str, Any] | None
+) -> None:
+    body = serving.body_for(given, record_of())
+    if sent is None:
+        assert body is None
+        return
+    assert body is not None
+    request = ChatBody.model_validate({**body, "messages": []})
+    assert {name: getattr(request, name) for name in sent} == sent
+    assert (request.blendrag.top_k if request.blendrag else None) == given.get("top_k")
 
 
 def test_ctrl_c_within_an_answer_closes_the_connection(
@@ -162,14 +204,136 @@ def test_an_answer_that_breaks_off_is_an_error(end: bytes) -> None:
         next(events)
 
 
+def test_a_stuck_server_is_named_with_its_own_words(
+    served: Live, demo_engine: BlendEngine, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck() -> None:
+        raise Refusal(503, "nothing has moved for 130 s")
+
+    monkeypatch.setattr(served.service, "check_moving", stuck)
+    with announced(served, demo_engine.root):
+        assert asked(demo_engine.root) is None
+    assert "which does not work: nothing has moved for 130 s\n" in capsys.readouterr().err
+
+
+def test_a_silent_server_is_waited_for_while_it_holds_the_connection(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, other = socket.socketpair()
+    with server, serving._PatientSocket(fileno=other.detach()) as client:
+
+        def pause(*_: Any) -> tuple[list[Any], ...]:
+            server.sendall(b"at last\n")  # after the pause
+            server.close()
+            return [], [], []
+
+        monkeypatch.setattr("blendrag.cli.served.select.select", pause)
+        with client.makefile("rb") as read:
+            assert read.readlines() == [b"at last\n"]
+    said = capsys.readouterr().err
+    assert said.startswith("note: the server has sent nothing for 60 s, but holds the connection")
+    assert said.count("note: ") == 1
+
+
+# -- conversations --------------------------------------------------------------------------------
+
+TURNS = f"{QUESTION}\nWho is Hans Ellis?\n"
+
+
+def chat(root: Path, stdin: str, *more: str) -> Result:
+    return invoke(
+        "chat", "--store", root, "--max-new-tokens", "12", "--no-sources", *more, stdin=stdin
+    )
+
+
+@pytest.fixture
+def opens_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine_for(*_: Any) -> None:
+        raise AssertionError("the command opened a model")
+
+    monkeypatch.setattr("blendrag.cli.options.engine_for", engine_for)
+
+
+def test_a_conversation_is_answered_by_the_stores_server(
+    served: Live, demo_engine: BlendEngine, opens_no_model: None
+) -> None:
+    first = demo_engine.ask(QUESTION)
+    second = demo_engine.ask("Who is Hans Ellis?", history=[(QUESTION, first.text)])
+    with announced(served, demo_engine.root) as record:
+        result = chat(demo_engine.root, TURNS)
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == f"{first.text}\n{second.text}\n"
+        begun, *_ = result.stderr.splitlines()
+        assert begun.startswith(f"note: answered by the server of this store at {record.url}; ")
+        (json_line,) = chat(demo_engine.root, QUESTION, "--json").stdout.splitlines()
+    assert json.loads(json_line)["answer"] == first.text
+
+
+def test_a_conversation_goes_on_without_its_server(
+    served: Live, demo_engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine that is opened for it knows what was said."""
+    turns = list[tuple[str, list[tuple[str, str]]]]()
+    answered = demo_engine.ask_stream
+
+    def note(question: str, *given: Any, history: list[tuple[str, str]], **more: Any) -> Any:
+        turns.append((question, [*history]))
+        return answered(question, *given, history=history, **more)
+
+    with announced(served, demo_engine.root), monkeypatch.context() as patch:
+        patch.setattr("blendrag.cli.options.engine_for", lambda *_: nullcontext(demo_engine))
+        patch.setattr(demo_engine, "ask_stream", note)
+        lines = iter([QUESTION, "Who is Hans Ellis?"])
+
+        def read_question() -> str | None:
+            question = next(lines, None)
+            if question != QUESTION:
+                served.service.record = None  # another process has its port
+            return question
+
+        patch.setattr("blendrag.cli.ask.read_question", read_question)
+        result = chat(demo_engine.root, "")
+    assert result.exit_code == 0, result.stderr
+    assert "which is gone: something else listens there" in result.stderr
+    ((question, history),) = turns
+    assert question == "Who is Hans Ellis?"
+    assert history == [(QUESTION, result.stdout.splitlines()[0].strip())]
+
+
+def test_a_question_that_is_too_long_stays_with_the_server(
+    served: Live, demo_engine: BlendEngine, opens_no_model: None
+) -> None:
+    with announced(served, demo_engine.root):
+        result = chat(demo_engine.root, f"{'word ' * 3000}\n{QUESTION}\n")
+    assert "error: this model's context is " in result.stderr
+    assert ANSWER in result.stdout
+
+
+def test_a_server_leaves_the_oldest_turns_of_a_full_context_out(
+    served: Live, demo_engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the engine leaves out."""
+    monkeypatch.setattr(LazyModel, "context_tokens", 700)
+    history = [(f"Number {n}? {'word ' * 30}", f"It is {n}.") for n in range(12)]
+    own = demo_engine.ask_stream(QUESTION, history=history, trim_history=True)
+    answer = "".join(own)
+    assert 0 < own.left_out < 12
+    with announced(served, demo_engine.root) as record:
+        body = serving.body_for({"max_new_tokens": 12}, record)
+        assert body is not None
+        pieces = serving.StoreServer(record, body).ask(QUESTION, history)
+        assert "".join(pieces) == answer
+    assert pieces.left_out == own.left_out
+
+
 def test_only_a_private_record_of_a_loopback_address_is_read(tmp_path: Path) -> None:
-    record = ServerRecord("127.0.0.1", 80, "demo", False)
+    record = record_of()
     with written(tmp_path, record):
         assert read(tmp_path) == record
         (tmp_path / server_record.FILE_NAME).chmod(0o644)
         assert read(tmp_path) is None
     (tmp_path / server_record.FILE_NAME).unlink()
-    with written(tmp_path, ServerRecord("192.0.2.1", 80, "demo", False)):
+    with written(tmp_path, record_of(host="192.0.2.1")):
         assert read(tmp_path) is None
     (tmp_path / server_record.FILE_NAME).write_text("{")
     assert read(tmp_path) is None
@@ -179,15 +343,16 @@ def test_only_a_private_record_of_a_loopback_address_is_read(tmp_path: Path) -> 
 
 
 def test_a_server_leaves_the_record_of_a_later_one(tmp_path: Path) -> None:
-    later = ServerRecord("127.0.0.1", 81, "demo", False)
-    with written(tmp_path, ServerRecord("127.0.0.1", 80, "demo", False)):
+    later = record_of(port=81)
+    with written(tmp_path, record_of()):
         with written(tmp_path, later):
             pass
         assert read(tmp_path) is None
-        first_again = ServerRecord("127.0.0.1", 82, "demo", False)
+        first_again = record_of(port=82)
         server_record.regular_files.replace(
             tmp_path / server_record.FILE_NAME,
             f'{{"host": "127.0.0.1", "port": 82, "model": "demo", "needs_key": false, '
+            f'"version": "{__version__}", '
             f'"secret": "{first_again.secret}"}}'.encode(),
         )
     assert read(tmp_path) == first_again
@@ -202,5 +367,6 @@ def test_the_command_writes_its_record_while_it_serves(
     assert invoke("serve", *where, "--port", "0").exit_code == 0
     (record,) = found
     assert record is not None
+    assert record.version == __version__
     assert (record.host, record.model) == ("127.0.0.1", str(tmp_path / "model"))
     assert not (store / server_record.FILE_NAME).exists()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, overload
@@ -17,8 +17,17 @@ from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import duration, echo, print_json, say, write_piece, write_thought
 from blendrag.cli.progress import StatusLine
-from blendrag.cli.served import ServedAnswer, ServedPieces, ServedSource, pieces
-from blendrag.errors import BlendragError, ContextOverflowError, check_unicode
+from blendrag.cli.served import (
+    TOO_LONG,
+    NotServed,
+    ServedAnswer,
+    ServedPieces,
+    ServedSource,
+    StoreServer,
+    pieces,
+    server_of,
+)
+from blendrag.errors import BlendragError, ContextOverflowError, InvalidInputError, check_unicode
 
 if TYPE_CHECKING:
     from blendrag.corpus.filters import Filter
@@ -33,6 +42,8 @@ SCHEDULE_CHARS = 60
 WORTH_TELLING_S = 0.1
 #: Seconds; shorter imports are not mentioned.
 LONG_IMPORT_S = 1.0
+#: How a conversation is ended.
+_KEYS = "Ctrl-C ends an answer, Ctrl-D the conversation"
 #: Characters shown of each source.
 PASSAGE_CHARS = 80
 
@@ -62,9 +73,7 @@ def ask(
     top_k = context.params["top_k"]
     if explain is None and (served := pieces(context, question)) is not None:
         told = print_answer(served, silent=json)
-        if not json:  # whether the policy follows it would take torch to say
-            told = replace(told, metrics=replace(told.metrics, schedule=""))
-        _show(told, sources, json, context.params["max_new_tokens"] or options.ANSWER_TOKENS)
+        _show(told, sources, json, options.most_tokens(context))
         return DONE
     began = time.perf_counter()
     request = options.request_options(context, explain=explain is not None)
@@ -74,7 +83,7 @@ def ask(
         answer = print_answer(
             engine.ask_stream(question, top_k, request, filter=chosen), silent=json
         )
-        _show(answer, sources, json, request.max_new_tokens or engine.settings.max_new_tokens)
+        _show(answer, sources, json, options.most_tokens(context))
         if imported_s >= LONG_IMPORT_S and not json:
             opened = f"opening the model {duration(answer.metrics.opening_s)}"
             say(
@@ -108,34 +117,15 @@ def chat(
     begin(verbose, "the conversation was not begun")
     with suppress(ImportError):
         import readline  # noqa: F401  # lets input() edit lines
-    top_k, request = context.params["top_k"], options.request_options(context)
-    chosen = options.filter_of(only, where)
-    with options.engine_for(context) as engine:
-        engine.require_corpus().allowed(chosen)  # a field that does not exist ends it here
-        began = time.perf_counter()
-        with StatusLine("opening the model"):
-            engine.open_retrieval()
-            engine.open()
-        opened = f"{engine.adapter.model_id} in {duration(time.perf_counter() - began)}"
-        say("note", f"opened {opened}; Ctrl-C ends an answer, Ctrl-D the conversation")
-        history: list[tuple[str, str]] = []
-        shown_notes: set[str] = set()
+    with ExitStack() as held:
+        conversation = _Conversation(context, held, options.filter_of(only, where), sources, json)
+        conversation.begin()
         with interrupt.left_to_caller():
             while (question := read_question()) is not None:
                 if question.strip():
-                    _turn(
-                        engine,
-                        question,
-                        top_k,
-                        request,
-                        chosen,
-                        history,
-                        sources,
-                        json,
-                        shown_notes,
-                    )
+                    conversation.turn(question)
         interrupt.expect("some chunks are not precomputed yet")
-        engine.drain()
+        conversation.drain()
     return DONE
 
 
@@ -152,44 +142,101 @@ def read_question() -> str | None:
         return None
 
 
-def _turn(
-    engine: BlendEngine,
-    question: str,
-    top_k: int | None,
-    request: Options,
-    chosen: Filter | None,
-    history: list[tuple[str, str]],
-    sources: bool,
-    json: bool,
-    shown_notes: set[str],
-) -> None:
-    """Answer one question and add it to ``history``, whose oldest turns go if the context is full.
+@dataclass
+class _Conversation:
+    """Questions and answers, by the running server of the store, or else by an engine."""
 
-    What the model thought is no part of it: chat templates leave the reasoning of earlier answers out.
-    """
-    said: list[str] = []
-    try:
-        check_unicode(question, "the question")
-        pieces = engine.ask_stream(
-            question, top_k, request, filter=chosen, history=history, trim_history=True
+    context: typer.Context
+    held: ExitStack
+    """Closes the engine."""
+    chosen: Filter | None
+    sources: bool
+    json: bool
+    server: StoreServer | None = None
+    engine: BlendEngine | None = None
+    request: Options | None = None
+    history: list[tuple[str, str]] = field(default_factory=list)
+    shown_notes: set[str] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """Find the server, or open the model."""
+        if (server := server_of(self.context)) is not None:
+            try:
+                server.check()
+            except NotServed as why:
+                server.not_used(why)
+            else:
+                self.server = server
+                say("note", f"answered by the server of this store at {server.record.url}; {_KEYS}")
+                return
+        self._open()
+
+    def _open(self) -> BlendEngine:
+        self.request = options.request_options(self.context)
+        engine = self.held.enter_context(options.engine_for(self.context))
+        engine.require_corpus().allowed(self.chosen)  # a field that does not exist ends it here
+        began = time.perf_counter()
+        with StatusLine("opening the model"):
+            engine.open_retrieval()
+            engine.open()
+        opened = f"{engine.adapter.model_id} in {duration(time.perf_counter() - began)}"
+        say("note", f"opened {opened}; {_KEYS}")
+        self.engine = engine
+        return engine
+
+    def drain(self) -> None:
+        if self.engine is not None:
+            self.engine.drain()
+
+    def turn(self, question: str) -> None:
+        """Answer one question and add it to the history, whose oldest turns go if the context is full.
+
+        What the model thought is no part of it: chat templates leave the reasoning of earlier answers out.
+        """
+        said: list[str] = []
+        try:
+            check_unicode(question, "the question")
+            pieces = self._pieces(question)
+            self._forget(pieces.left_out)
+            answer = print_answer(pieces, said, silent=self.json)
+            if isinstance(pieces, ServedPieces):
+                self._forget(pieces.left_out)
+            if self.json:
+                print_json(_fields(answer))
+            else:
+                most_tokens = options.most_tokens(self.context)
+                say_answer(answer, self.sources, most_tokens, self.shown_notes)
+        except KeyboardInterrupt:
+            say("note", "the answer was ended")
+        except BlendragError as error:
+            shown = error.by("--top-k") if isinstance(error, ContextOverflowError) else error
+            say("error", str(shown))
+            return
+        if said:
+            self.history.append((question, "".join(said).strip()))
+
+    def _pieces(self, question: str) -> AnswerIterator | ServedPieces:
+        if self.server is not None:
+            try:
+                return self.server.ask(question, self.history)
+            except NotServed as why:
+                if why.error.get("code") == TOO_LONG:  # here, too
+                    raise InvalidInputError(str(why.error["message"])) from why
+                self.server.not_used(why)
+                self.server = None
+        engine = self.engine or self._open()
+        assert self.request is not None
+        top_k, history = self.context.params["top_k"], self.history
+        return engine.ask_stream(
+            question, top_k, self.request, filter=self.chosen, history=history, trim_history=True
         )
-        if pieces.left_out:
-            del history[: pieces.left_out]
-            turns = "turn is" if pieces.left_out == 1 else f"{pieces.left_out} turns are"
-            say("note", f"the model's context is full: the oldest {turns} left out from now on")
-        answer = print_answer(pieces, said, silent=json)
-        if json:
-            print_json(_fields(answer))
-        else:
-            most_tokens = request.max_new_tokens or engine.settings.max_new_tokens
-            say_answer(answer, sources, most_tokens, shown_notes)
-    except KeyboardInterrupt:
-        say("note", "the answer was ended")
-    except BlendragError as error:
-        say("error", str(error.by("--top-k") if isinstance(error, ContextOverflowError) else error))
-        return
-    if said:
-        history.append((question, "".join(said).strip()))
+
+    def _forget(self, turns: int) -> None:
+        """Remove the oldest turns, which the prompt was without."""
+        if turns:
+            del self.history[:turns]
+            which = "turn is" if turns == 1 else f"{turns} turns are"
+            say("note", f"the model's context is full: the oldest {which} left out from now on")
 
 
 def _show(
@@ -252,6 +299,8 @@ def say_answer(
     if sources:
         say_sources(answer.sources)
     metrics = answer.metrics
+    if isinstance(answer, ServedAnswer):  # whether its policy follows it would take torch to say
+        metrics = replace(metrics, schedule="")
     if answer.finish_reason != "length" or metrics.new_tokens != most_tokens:
         say_metrics(metrics, shown_notes)
         return

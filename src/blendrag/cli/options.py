@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., int])
 #: Longest answer on a terminal, unless an option or a variable says otherwise.
 ANSWER_TOKENS = 1024
 #: Options that are given as often as one likes.
-_REPEATABLE = ("stop", "chat_template_kwargs")
+_REPEATABLE = ("stop", "chat_template_kwargs", "generate_kwargs")
 
 # -- groups of options ----------------------------------------------------------------------------
 
@@ -47,8 +47,12 @@ SEARCH = ("search", "reranker")
 DEFAULTS = (*RequestDefaults.__annotations__, "top_k", *SEARCH)
 #: What a server takes.
 LIMITS = ("max_requests", "max_body_bytes", "max_tokens")
+#: How the tokens of one answer are chosen, and what ends it.
+SAMPLING = (
+    "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "generate_kwargs", "stop",
+)  # fmt: skip
 #: A question.
-REQUEST = (*DEFAULTS, "temperature", "stop")
+REQUEST = (*DEFAULTS, *SAMPLING)
 
 
 def read_text(option: str, path: Path, max_bytes: int, content: str) -> str:
@@ -221,10 +225,11 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show library log
 def given(parameters: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The parameters of a command that are among ``names`` and not ``None``."""
     values = {name: parameters.get(name) for name in names}
-    merged: dict[str, Any] = {}
-    for arguments in values.get("chat_template_kwargs") or ():
-        merged |= arguments
-    values["chat_template_kwargs"] = merged or None
+    for name in ("chat_template_kwargs", "generate_kwargs"):
+        merged: dict[str, Any] = {}
+        for arguments in values.get(name) or ():
+            merged |= arguments
+        values[name] = merged or None
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -236,6 +241,12 @@ def request_options(context: typer.Context, **more: Any) -> Options:
     of_retrieval = ("top_k", *SEARCH)
     kept = {name: value for name, value in values.items() if name not in of_retrieval}
     return Options(**kept, **more)
+
+
+def most_tokens(context: typer.Context) -> int:
+    """The longest answer of a command."""
+    given: int | None = context.params["max_new_tokens"]
+    return given or settings().max_new_tokens or ANSWER_TOKENS
 
 
 def filter_of(only: Sequence[str] | None, where: Sequence[str] | None) -> Filter | None:
@@ -260,7 +271,7 @@ def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) ->
 
     values = given(context.params, (*EngineOptions.__annotations__, *SEARCH))
     if "max_new_tokens" in context.params:
-        more.setdefault("max_new_tokens", settings().max_new_tokens or ANSWER_TOKENS)
+        more.setdefault("max_new_tokens", most_tokens(context))
     store = context.params["store"] or settings().store
     trusts = bool(values.get("trust_remote_code"))
     model = model_for(context.params.get("model"), store, trusts, for_ingest)

@@ -201,7 +201,7 @@ def run(
         if json:
             print_json({"answer": answer.text, "metrics": answer.metrics.as_dict()})
         else:
-            say_answer(answer, False, request.max_new_tokens or engine.settings.max_new_tokens)
+            say_answer(answer, False, options.most_tokens(context))
         interrupt.expect("the answer is complete; some modules are not precomputed yet")
         engine.drain()
     return DONE

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from blendrag import __version__
 from blendrag.cli import interrupt, options
 from blendrag.cli.extras import ray_function
 from blendrag.cli.lifecycle import DONE, begin, reporting
@@ -123,7 +124,9 @@ def serve(
         record = None
         if reached := server_record.loopback(address):
             has_keys = bool(keys.may_write)
-            record = server_record.ServerRecord(reached, taken, engine.model_name, has_keys)
+            record = server_record.ServerRecord(
+                reached, taken, engine.model_name, __version__, has_keys
+            )
         service = Service(engine, Limits(**limits), keys, hosts, origins, record=record)
         at.listen()
         if record is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from blendrag.config import SearchMode
@@ -92,19 +93,32 @@ class Asking:
         prompt = build_rag_prompt(question, texts, names, template=template)
         return replace(prompt, history=messages, retrieved=tuple(chunks))
 
-    def trimmed(
+    def without_oldest(
         self, prompt: RagPrompt, question: str, history: Sequence[tuple[str, str]], options: Options
+    ) -> Callable[[int], RagPrompt]:
+        """Makes ``prompt`` without so many of the oldest questions and answers."""
+
+        def without(left_out: int) -> RagPrompt:
+            over = self.over(question, prompt.retrieved, history[left_out:], options)
+            return replace(over, retrieval_s=prompt.retrieval_s, opening_s=prompt.opening_s)
+
+        return without
+
+    def trimmed(
+        self, prompts: Callable[[int], RagPrompt], most: int, options: Options
     ) -> tuple[Request, int]:
-        """The request for ``prompt`` without as many of the oldest questions and answers as its answer needs
-        room, and how many those are."""
-        asked_at, left_out = time.perf_counter(), 0
-        request = self._prompts.request(prompt, options, asked_at)
-        while left_out < len(history) and self._is_full(request):
-            left_out += 1
-            shorter = self.over(question, prompt.retrieved, history[left_out:], options)
-            shorter = replace(shorter, retrieval_s=prompt.retrieval_s, opening_s=prompt.opening_s)
-            request = self._prompts.request(shorter, options, asked_at)
-        return request, left_out
+        """The request for the first of ``prompts(0)`` to ``prompts(most)``, each shorter than the one before,
+        that leaves its answer room, and its number; the last if none does."""
+        asked_at = time.perf_counter()
+
+        def request(left_out: int) -> Request:
+            return self._prompts.request(prompts(left_out), options, asked_at)
+
+        whole, numbers = request(0), range(most + 1)
+        if not most or not self._is_full(whole):
+            return whole, 0
+        fits = bisect_left(numbers, True, lo=1, key=lambda n: not self._is_full(request(n)))
+        return request(min(fits, most)), min(fits, most)
 
     def _is_full(self, request: Request) -> bool:
         """Whether the prompt leaves its answer neither the longest that was asked for nor a share of the

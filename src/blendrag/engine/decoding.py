@@ -22,7 +22,9 @@ def sampling(options: Options) -> dict[str, Any]:
     """Sampling arguments of ``generate``. Greedy decoding unsets the checkpoint's, which cause warnings."""
     if not options.samples:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    given = {"temperature": options.temperature or None, "top_p": options.top_p}
+    # transformers (5.23) takes no whole number for a temperature, together with other arguments
+    temperature = float(options.temperature) if options.temperature else None
+    given = {"temperature": temperature, "top_p": options.top_p}
     return {"do_sample": True, **{name: v for name, v in given.items() if v is not None}}
 
 

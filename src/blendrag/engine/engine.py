@@ -309,7 +309,8 @@ class BlendEngine:
             prompt, options = self.asking.prompt(question, top_k, history, options, filter)
             request: Prompt | Request = prompt
             if trim_history:
-                request, left_out = self.asking.trimmed(prompt, question, history, options)
+                shorter = self.asking.without_oldest(prompt, question, history, options)
+                request, left_out = self.asking.trimmed(shorter, len(history), options)
             pieces = AnswerIterator(self._answering.one(request, options))
         pieces.sources, pieces.left_out = prompt.retrieved, left_out
         return pieces

@@ -20,6 +20,7 @@ from blendrag.corpus.filters import nothing_found
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import Answer, BlendEngine, Message, Options, Prompt, SchemaPrompt
 from blendrag.engine.rendering import build_rag_prompt
+from blendrag.engine.request import RagPrompt
 from blendrag.errors import InvalidInputError, InvalidOptionError, check_unicode
 from blendrag.server.bodies import (
     ChatBody,
@@ -46,6 +47,8 @@ class ServedRequest:
     prompt: Prompt
     options: Options
     sources: tuple[RetrievedChunk, ...] = ()
+    left_out: int = 0
+    """Messages that the prompt is without (``trim_history``)."""
     parallel_calls: bool = True
     shows_reasoning: bool = True
 
@@ -104,7 +107,12 @@ def chat_request(
         imports = schema_prompt(body, messages)
         return ServedRequest(imports, options, shows_reasoning=body.shows_reasoning)
     prompt, sources = _with_texts(engine, body, messages, check)
-    return ServedRequest(prompt, options, sources, parallel, body.shows_reasoning)
+    left_out = 0
+    if body.blendrag and body.blendrag.trim_history:
+        if not isinstance(prompt, RagPrompt):
+            raise wrong_field("blendrag.trim_history", "without retrieve; add retrieve: true")
+        prompt, left_out = _trimmed(engine, prompt, options, check)
+    return ServedRequest(prompt, options, sources, left_out, parallel, body.shows_reasoning)
 
 
 def _prompt_end(body: ChatBody, messages: Sequence[Message], forced: bool) -> Mapping[str, bool]:
@@ -215,7 +223,7 @@ def _options(
             f"is {max_new_tokens}, and this server allows at most {limit} (--max-tokens)",
         )
     blend = body.blendrag.model_dump(exclude_none=True) if body.blendrag else {}
-    for name in ("top_k", "search"):
+    for name in ("top_k", "search", "trim_history"):
         blend.pop(name, None)
     return Options(
         max_new_tokens=max_new_tokens,
@@ -429,6 +437,24 @@ def _with_texts(
     texts = [chunk.text for chunk in chunks]
     over = build_rag_prompt(question, texts, named, template=template)
     return replace(over, history=tuple(history)), chunks
+
+
+def _trimmed(
+    engine: BlendEngine, prompt: RagPrompt, options: Options, check: Check
+) -> tuple[RagPrompt, int]:
+    """``prompt`` without as many of the oldest turns as its answer needs room, and how many messages those
+    are. Messages before the user's first stay."""
+    history = prompt.history
+    turns = [at for at, message in enumerate(history) if message["role"] == "user"]
+    begins = [*turns, len(history)]
+
+    def without(left_out: int) -> RagPrompt:
+        check()
+        kept = history[: begins[0]] + history[begins[left_out] :]
+        return replace(prompt, history=kept)
+
+    _, left_out = engine.asking.trimmed(without, len(turns), options)
+    return without(left_out), begins[left_out] - begins[0]
 
 
 def _titled(document: str | Mapping[str, Any], number: int) -> tuple[str, str]:

@@ -125,6 +125,8 @@ class BlendOptions(Body):
     system: config.System | None = None
     prompt_template: config.PromptTemplate | None = None
     explain: config.Explain | None = None
+    trim_history: bool | None = None
+    """If the context is full, the oldest turns are left out: so many messages as ``left_out`` says."""
 
 
 class Generating(Body):

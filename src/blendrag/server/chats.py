@@ -48,7 +48,7 @@ async def chat_completion(service: Service, body: ChatBody) -> Fields:
                 "finish_reason": finish_reason(answer, index, reply),
             }
         )
-    blending = blendrag_fields(answer, served.sources)
+    blending = blendrag_fields(answer, served.sources, served.left_out)
     return _envelope(service).whole(choices, [answer], blendrag=blending)
 
 
@@ -96,7 +96,8 @@ def _ending(envelope: Envelope, served: ServedRequest, answer: Answer) -> Iterat
         if (likely := chat_logprobs(answer)) is not None:
             yield envelope.chunk([_delta(index, {}, logprobs=likely)])
         last = _delta(index, {}, finish_reason=finish_reason(answer, index, parsed))
-        extra = {} if index else {"blendrag": blendrag_fields(answer, served.sources)}
+        about = blendrag_fields(answer, served.sources, served.left_out)
+        extra = {} if index else {"blendrag": about}
         yield envelope.chunk([last], **extra)
 
 

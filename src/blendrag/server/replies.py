@@ -49,15 +49,19 @@ def usage(answers: Sequence[Answer]) -> Fields:
     }
 
 
-def blendrag_fields(answer: Answer, sources: Sequence[RetrievedChunk] = ()) -> Fields:
-    """The ``blendrag`` object: what was reused and recomputed, why, how long it took, the sources, and each
-    token of the prompt if that was asked for."""
+def blendrag_fields(
+    answer: Answer, sources: Sequence[RetrievedChunk] = (), left_out: int = 0
+) -> Fields:
+    """The ``blendrag`` object: what was reused and recomputed, why, how long it took, the sources, each token
+    of the prompt if that was asked for, and how many messages were left out if any."""
     fields = answer.metrics.as_dict()
     if trace := answer.trace:
         ranges = [vars(each) for each in trace.ranges()]
         fields["explanation"] = {"layers": trace.layers, "ranges": ranges}
     if sources:
         fields["sources"] = [each.as_dict() for each in sources]
+    if left_out:
+        fields["left_out"] = left_out
     return fields
 
 

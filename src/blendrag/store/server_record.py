@@ -35,6 +35,8 @@ class ServerRecord:
     host: str
     port: int
     model: str
+    version: str
+    """Of blendrag: commands of another one may ask in other words."""
     needs_key: bool
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
