@@ -65,6 +65,9 @@ _ENCODINGS = Literal["native", "int8"]
 #: How chunks are searched for.
 SearchMode = Literal["hybrid", "dense", "lexical"]
 _DECODE_WEIGHTS = Literal["auto", "native", "int8", "int4"]
+#: What the cache directory has a folder of: what was measured of models and of this machine, packed copies of
+#: weights, unpacked GGUF files.
+CacheFolder = Literal["verdicts", "decode-weights", "gguf"]
 
 # Who may set an option: every surface takes all options of its name.
 _ENV = "env"
@@ -442,3 +445,8 @@ def absolute_model(model: str | Path) -> str:
 def settings() -> Settings:
     """The settings of this process, read from the environment once."""
     return Settings.from_environment()
+
+
+def cache_folder(name: CacheFolder) -> Path:
+    """A folder of the cache directory of this process, which may not be there."""
+    return settings().cache.expanduser() / name

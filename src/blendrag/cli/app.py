@@ -15,6 +15,7 @@ from blendrag import __version__
 from blendrag.cli import options, output
 from blendrag.cli.adapt import adapt
 from blendrag.cli.ask import ask, chat
+from blendrag.cli.cache import app as cache_commands
 from blendrag.cli.calibrate import calibrate
 from blendrag.cli.demo import demo
 from blendrag.cli.extras import add_commands
@@ -191,6 +192,7 @@ for command in (ingest, remove, search, ask, chat, serve, verify, demo, calibrat
 app.command("list")(list_documents)
 app.add_typer(schema_commands)
 app.add_typer(store_commands)
+app.add_typer(cache_commands)
 add_commands(app)
 
 

@@ -18,7 +18,7 @@ from typing import ParamSpec
 import typer
 
 from blendrag.cli import interrupt
-from blendrag.cli.output import say
+from blendrag.cli.output import confirmed, echo, say
 from blendrag.config import settings
 from blendrag.errors import (
     BlendragError,
@@ -155,6 +155,19 @@ def reporting(command: Callable[P, int]) -> Callable[P, None]:
         raise typer.Exit(status)
 
     return run
+
+
+def removal_confirmed(what: str) -> bool:
+    """Ask for confirmation to remove that. Raises :class:`InvalidInputError` if stdin has no answer."""
+    try:
+        return confirmed(f"Remove {what}?")
+    except typer.Abort as exc:
+        if interrupt.requested():
+            raise KeyboardInterrupt from exc
+        echo(err=True)  # end the line of the question
+        raise InvalidInputError(
+            f"removing {what} needs confirmation, and stdin gave none; add --yes to skip it"
+        ) from exc
 
 
 def interrupted() -> int:

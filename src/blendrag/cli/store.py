@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blendrag.cli import interrupt, options
-from blendrag.cli.lifecycle import DONE, FAILED, begin, reporting
-from blendrag.cli.output import confirmed, count, duration, echo, print_json, say, show
+from blendrag.cli.lifecycle import DONE, FAILED, begin, removal_confirmed, reporting
+from blendrag.cli.output import count, duration, echo, print_json, say, show
 from blendrag.cli.progress import ByteProgress
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store.durable import readable_size
@@ -406,7 +406,7 @@ def _clear_remote(remote: str, namespace: str | None, yes: bool, json: bool, ver
 
     def confirm(name: str, objects: int, size_bytes: int) -> bool:
         kv = f"namespace {name[:SHOWN_DIGITS]}, {count(objects, 'chunk')}, {readable_size(size_bytes)}"
-        return yes or _agreed(f"{kv}, of remote {remote}")
+        return yes or removal_confirmed(f"{kv}, of remote {remote}")
 
     with snapshots.remote_root(_with_remote(remote)) as there:
         done = clear_remote(there, namespace, confirm)
@@ -427,20 +427,9 @@ def _confirmed(root: Path, namespace: str | None) -> bool:
     found = maintenance.survey(root).namespaces
     chosen = [each for each in found if namespace in (None, each.namespace)]
     chunks, size_bytes = sum(e.chunks for e in chosen), sum(e.size_bytes for e in chosen)
-    return _agreed(f"{count(chunks, 'chunk')}, {readable_size(size_bytes)}, of store {root}")
-
-
-def _agreed(what: str) -> bool:
-    """Ask for confirmation to remove that. Raises :class:`InvalidInputError` if stdin has no answer."""
-    try:
-        return confirmed(f"Remove {what}?")
-    except typer.Abort as exc:
-        if interrupt.requested():
-            raise KeyboardInterrupt from exc
-        echo(err=True)  # end the line of the question
-        raise InvalidInputError(
-            f"removing {what} needs confirmation, and stdin gave none; add --yes to skip it"
-        ) from exc
+    return removal_confirmed(
+        f"{count(chunks, 'chunk')}, {readable_size(size_bytes)}, of store {root}"
+    )
 
 
 def _without_unused_writers(root: Path, done: Removal) -> Removal:

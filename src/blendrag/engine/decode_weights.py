@@ -25,7 +25,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from blendrag.config import settings
+from blendrag.config import cache_folder
 from blendrag.fusor import Fusor, verdicts
 from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement, DecodeAgreement
 from blendrag.model import decode_weights as packing
@@ -397,7 +397,7 @@ def _remove_earlier(file: Path, adapter: ModelAdapter, name: str) -> None:
 
 def _file(adapter: ModelAdapter, name: str) -> Path:
     """Where the copies of the model's weights are kept."""
-    folder = settings().cache.expanduser() / "decode-weights"
+    folder = cache_folder("decode-weights")
     fingerprint = adapter.identity.tensors_fingerprint
     return folder / f"{_of_model(adapter, name)}-{VERSION}-{fingerprint}.safetensors"
 

@@ -20,7 +20,7 @@ import transformers
 from diskcache.core import DBNAME, MODE_RAW
 from pydantic import TypeAdapter, ValidationError
 
-from blendrag.config import settings
+from blendrag.config import cache_folder, settings
 from blendrag.errors import is_out_of_space
 from blendrag.fusor.gate import GATE_VERSION, Verification
 from blendrag.store.databases import keep_private
@@ -106,9 +106,8 @@ def libraries() -> str:
 
 @contextmanager
 def _cache() -> Iterator[diskcache.Cache]:
-    path = settings().cache.expanduser()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path /= "verdicts"
+    path = cache_folder("verdicts")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
     keep_private(path / DBNAME)
     with diskcache.Cache(str(path), timeout=1, disk=_Json) as cache:

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from filelock import FileLock
 
-from blendrag.config import settings
+from blendrag.config import cache_folder
 from blendrag.errors import ModelLoadError, is_out_of_memory, is_out_of_space
 from blendrag.model import gguf_header
 from blendrag.store.durable import readable_size
@@ -49,7 +49,7 @@ def unpacked_directory(name: str) -> Path:
     file = _file_of(name)
     status = file.stat()
     of_path = f"{file.stem}-{xxhash.xxh3_64_hexdigest(str(file).encode())}"
-    folder = settings().cache.expanduser() / "gguf"
+    folder = cache_folder("gguf")
     target = folder / f"{of_path}-{status.st_size}-{status.st_mtime_ns}"
     if target.is_dir():
         return target
