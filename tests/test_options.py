@@ -91,7 +91,7 @@ def test_the_table_names_no_other_surface() -> None:
 def test_commands_that_answer_have_the_same_options() -> None:
     assert of("ask") - {"explain"} == of("chat")
     new_corpus = {"chunk_tokens", "kv_encoding"}
-    limits = {"max_requests", "max_body_bytes", "max_tokens"}
+    limits = {"max_requests", "max_body_bytes", "max_upload_bytes", "max_tokens"}
     assert of("serve") == of("chat") - {*SAMPLING} | new_corpus | limits
     assert of("ingest") < of("serve")
 

@@ -153,6 +153,9 @@ MaxRequests = Annotated[int, whole("max_requests",
     unless_given="256")]
 MaxBodyBytes = Annotated[int, size("max_body_bytes", "Largest body of a request: 500kB, 8MiB, …",
     _SERVE, unless_given="8 MiB", flags="--max-body")]
+MaxUploadBytes = Annotated[int, size("max_upload_bytes",
+    "Largest file that is uploaded: 500MB, 1GiB, …", "cli", unless_given="64 MiB",
+    flags="--max-upload")]
 MaxTokens = Annotated[int, whole("max_tokens", "Longest answer that a request may ask for.", _SERVE,
     1, unless_given="the model's context")]
 

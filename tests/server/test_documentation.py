@@ -40,9 +40,10 @@ def test_the_examples_in_python_run(open_to_all: Live, capsys: pytest.CaptureFix
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_examples_with_curl_run(open_to_all: Live) -> None:
+def test_the_examples_with_curl_run(open_to_all: Live, tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("The mill was built of brick in the year 1874.")
     commands = re.findall(r"^\$ (curl (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 7
     for command in commands:
         if "KEY" not in command:
             command += ' -H "Authorization: Bearer $KEY"'
@@ -50,6 +51,7 @@ def test_the_examples_with_curl_run(open_to_all: Live) -> None:
             ["sh", "-c", f"KEY=editor; {adapted(command, open_to_all)} --silent --fail-with-body"],
             capture_output=True,
             text=True,
+            cwd=tmp_path,
         )
         assert made.returncode == 0, made.stdout
         assert '"error"' not in made.stdout

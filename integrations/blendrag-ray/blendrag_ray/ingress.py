@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from blendrag.errors import BlendragError
-from blendrag.server.access import AccessControlMiddleware, Limits
+from blendrag.server.access import UPLOAD, AccessControlMiddleware, Limits
 from blendrag.server.admission import RETRY_AFTER_S
 from blendrag.server.cross_origin import CrossOriginMiddleware
 from blendrag.server.refusals import Refusal
@@ -32,7 +32,12 @@ log = logging.getLogger(__name__)
 MAX_REPLICAS_TRIED = 3
 METRICS_S = 5.0
 #: Requests that would change the corpus of one node.
-CHANGING_ROUTES = {("POST", "/v1/ingest"), ("DELETE", "/v1/documents")}
+CHANGING_ROUTES = {
+    ("POST", "/v1/ingest"),
+    ("DELETE", "/v1/documents"),
+    ("GET", "/v1/uploads"),
+    UPLOAD,
+}
 CHANGES_REFUSED = (
     "replicas do not change documents; use blendrag ingest and blendrag remove on the store, and with a "
     "remote blendrag store publish, which the replicas follow"

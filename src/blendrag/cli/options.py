@@ -46,7 +46,7 @@ SEARCH = ("search", "reranker")
 #: Defaults of requests.
 DEFAULTS = (*RequestDefaults.__annotations__, "top_k", *SEARCH)
 #: What a server takes.
-LIMITS = ("max_requests", "max_body_bytes", "max_tokens")
+LIMITS = ("max_requests", "max_body_bytes", "max_upload_bytes", "max_tokens")
 #: How the tokens of one answer are chosen, and what ends it.
 SAMPLING = (
     "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "generate_kwargs", "stop",

@@ -15,7 +15,7 @@ from blendrag import __version__
 from blendrag.cli import interrupt, options
 from blendrag.cli.extras import ray_function
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import say
+from blendrag.cli.output import count, say
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store import server_record
@@ -37,6 +37,12 @@ def serve(
         Path | None,
         options.optional("One key a line; a line that ends in 'write' may change documents."),
     ] = None,
+    writable: Annotated[
+        bool,
+        typer.Option(
+            "--writable", help="Without keys, everybody on this machine may change documents."
+        ),
+    ] = False,
     allow_host: Annotated[
         list[str] | None,
         options.optional("A further name of this machine for requests without a key; repeatable."),
@@ -77,11 +83,13 @@ def serve(
     """Answer HTTP requests in OpenAI's schema until Ctrl-C or SIGTERM; running answers are finished."""
     begin(verbose, "the server had not begun")
     _require_extra()
-    from blendrag.server.access import ApiKeys, checked_hosts
+    from blendrag.server.access import ApiKeys, checked_hosts, is_loopback
     from blendrag.server.cross_origin import checked_origins
 
     hosts, origins = checked_hosts(allow_host or ()), checked_origins(cors_origin or ())
-    keys, text = ApiKeys(), None
+    if writable:
+        _check_writable(api_key_file, origins)
+    keys, text = ApiKeys(all_may_write=writable), None
     if api_key_file is not None:
         text = options.read_text(
             "--api-key-file", api_key_file, MAX_KEY_FILE_BYTES, "one key a line"
@@ -89,6 +97,11 @@ def serve(
         keys = ApiKeys.parse(text, f"--api-key-file {api_key_file}")
     limits = options.given(context.params, options.LIMITS)
     if ray:
+        of_uploads = {"--writable": writable, "--max-upload": "max_upload_bytes" in limits}
+        for name in (name for name, is_given in of_uploads.items() if is_given):
+            raise InvalidInputError(
+                f"{name} with --ray, expected no {name}; replicas take no files"
+            )
         access = {"api_keys": text, "allow_hosts": hosts, "cors_origins": origins}
         serve_on_ray: Callable[..., int] = ray_function("serve")
         return serve_on_ray(context.params, limits | access)
@@ -105,6 +118,12 @@ def serve(
 
     follows = _follow(context)
     at = bound_socket(host, port)
+    if writable and not is_loopback(at.getsockname()[0]):
+        at.close()
+        raise InvalidInputError(
+            f"--writable with --host {host}, expected an address of this machine only, such as 127.0.0.1; "
+            "for others use --api-key-file with a line that ends in 'write'"
+        )
     defaults = {"max_new_tokens": None, **options.given(context.params, options.DEFAULTS)}
     with at, options.engine_for(context, **defaults) as engine, ExitStack() as following:
         named: dict[str, Path] = {}
@@ -138,7 +157,27 @@ def serve(
         warn_of_others(address, bool(keys.may_write), origins)
         interrupt.expect("the server has stopped")
         serve_until_signal(create_app(service), at, verbose)
+        if left := service.uploads.left:
+            say(
+                "note", f"{count(left, 'uploaded file')} not stored yet: send what is missing again"
+            )
     return DONE
+
+
+def _check_writable(api_key_file: Path | None, origins: Sequence[str]) -> None:
+    """Raise :class:`InvalidInputError` for options that exclude ``--writable``."""
+    from blendrag.server.cross_origin import ANY
+
+    if api_key_file is not None:
+        raise InvalidInputError(
+            "--writable with --api-key-file, expected one of them; a line of the file that ends in 'write' "
+            "may change documents"
+        )
+    if ANY in origins:
+        raise InvalidInputError(
+            "--writable with --cors-origin '*', so that every web page could change documents; name the "
+            "sites, or use --api-key-file"
+        )
 
 
 def warn_of_others(address: str, has_keys: bool, origins: Sequence[str]) -> None:

@@ -25,6 +25,8 @@ from blendrag.wording import quoted, shortened
 #: Seconds that a client may take to send a body.
 BODY_TIMEOUT_S = 60.0
 MAX_HEADER_BYTES = 64 * 1024
+#: The request whose body is a file: its route reads it, as it comes.
+UPLOAD = "PUT", "/v1/documents"
 #: Paths below this need a key.
 GUARDED = "/v1"
 #: Ends of names that no web site has, because the public DNS never holds them: RFC 6761 (localhost), RFC 6762
@@ -42,6 +44,7 @@ class Limits:
     max_requests: int = 256
     """Waiting and running at once; more are refused with 429."""
     max_body_bytes: int = 8 * 1024**2
+    max_upload_bytes: int = 64 * 1024**2
     max_tokens: int | None = None
     """Longest answer that a request may ask for; ``None``: what fits the model's context."""
 
@@ -59,6 +62,8 @@ class ApiKeys:
     """Keys and whether each may write."""
 
     may_write: dict[bytes, bool] = field(default_factory=dict, repr=False)
+    all_may_write: bool = False
+    """Whether everybody may change documents if there are no keys."""
 
     @classmethod
     def parse(cls, text: str, where: str) -> ApiKeys:
@@ -83,7 +88,7 @@ class ApiKeys:
     def bearer(self, authorization: str | None) -> Bearer:
         """The bearer of this header. Raises :class:`Refusal` without a known key."""
         if not self.may_write:
-            return Bearer()
+            return Bearer(self.all_may_write)
         scheme, _, given = (authorization or "").partition(" ")
         sent = given.strip(" \t").encode("latin-1")  # as it came over the wire
         found = [writes for key, writes in self.may_write.items() if hmac.compare_digest(key, sent)]
@@ -100,13 +105,21 @@ class ApiKeys:
 
 def require_writer(request: Request) -> None:
     """Refuse a request whose key may not write."""
-    if not request.state.may_write:
+    if request.state.may_write:
+        return
+    if request.state.tenant is None:
         raise Refusal(
             403,
-            "documents are changed only with a key whose line in the server's --api-key-file ends in "
-            f"'{_WRITE}'; send such a key",
-            code="read_only_key",
+            "this server changes no documents; start it with --writable, or with --api-key-file and a line "
+            f"that ends in '{_WRITE}'",
+            code="read_only_server",
         )
+    raise Refusal(
+        403,
+        "documents are changed only with a key whose line in the server's --api-key-file ends in "
+        f"'{_WRITE}'; send such a key",
+        code="read_only_key",
+    )
 
 
 def checked_hosts(given: Sequence[str]) -> tuple[str, ...]:
@@ -207,7 +220,8 @@ class AccessControlMiddleware:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
-        body = b""
+        path = scope["path"].rstrip("/") or "/"
+        body: bytes | None = b""
         try:
             check_framing(scope, headers)
             self._check_headers(scope)
@@ -216,17 +230,25 @@ class AccessControlMiddleware:
             if scope["path"].startswith(GUARDED):  # nothing else needs a body
                 bearer = self.keys.bearer(headers.get("authorization"))
                 scope.setdefault("state", {}).update(bearer._asdict())
-                check_content_type(headers)
-                length = headers.get("content-length", "0")
-                if length.isdecimal() and int(length) > self.max_body_bytes:
-                    raise self._too_large()
-                body = await self._read(receive)
+                if (
+                    scope["method"],
+                    path,
+                ) == UPLOAD:  # which no page of another site can send unasked
+                    body = None
+                else:
+                    check_content_type(headers)
+                    length = headers.get("content-length", "0")
+                    if length.isdecimal() and int(length) > self.max_body_bytes:
+                        raise self._too_large()
+                    body = await self._read(receive)
         except Refusal as refusal:
             return await refusal.response()(scope, receive, send)
         except ClientGoneError:
             return None
 
-        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        scope = {**scope, "path": path}
+        if body is None:
+            return await self.app(scope, receive, send)
         sent = False
 
         async def receive_read() -> Message:

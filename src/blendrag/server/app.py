@@ -36,7 +36,13 @@ def create_app(service: Service) -> ASGIApp:
         AccessControlMiddleware, keys=service.keys, max_body_bytes=most, hosts=service.hosts
     )
     install_refusals(app)
-    engine, writers = service.engine, [Depends(require_writer)]
+    engine = service.engine
+
+    def require_writable() -> None:
+        service.check_open()
+        service.check_writable()
+
+    writers = [Depends(require_writer), Depends(require_writable)]
 
     async def answer(body: Any, request: Request, whole: Any, chunks: Any) -> Response:
         service.check_model(body.model)
@@ -92,10 +98,20 @@ def create_app(service: Service) -> ASGIApp:
         reading = service.read(lambda: document_list(engine))
         return _json(await while_connected(request, reading))
 
+    @app.put("/v1/documents", dependencies=writers, status_code=202)
+    async def upload(source: Annotated[str, Query()], request: Request) -> Fields:
+        return await service.uploads.receive(request, source)
+
+    @app.get("/v1/uploads", dependencies=writers)
+    async def uploads() -> Fields:
+        return service.uploads.listed()
+
     @app.delete("/v1/documents", dependencies=writers)
     async def delete(source: Annotated[list[str], Query()]) -> Fields:
+        cancelled = {each for each in source if service.uploads.cancel(each)}
+
         def work(check: Check) -> Fields:
-            return delete_documents(engine, source)
+            return delete_documents(engine, source, cancelled)
 
         return await service.worked(work, service.changes)
 

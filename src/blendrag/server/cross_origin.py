@@ -51,7 +51,7 @@ class CrossOriginMiddleware(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=origins,
-            allow_methods=("GET", "HEAD", "POST", "DELETE"),
+            allow_methods=("GET", "HEAD", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
             expose_headers=("Retry-After",),
         )

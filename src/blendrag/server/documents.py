@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 from blendrag.corpus.embedding_turns import Check, proceed
@@ -12,6 +12,7 @@ from blendrag.errors import check_unicode
 from blendrag.server.bodies import IngestBody
 from blendrag.server.refusals import Refusal, wrong_field
 from blendrag.server.replies import Fields
+from blendrag.server.uploads import lines_of
 from blendrag.text.names import MAX_TITLE_CHARS, check_metadata, check_name
 from blendrag.wording import quoted
 
@@ -59,16 +60,23 @@ def document_list(engine: BlendEngine) -> bytes:
     return f'{{"object":"list","data":[{written}]}}'.encode()
 
 
-def delete_documents(engine: BlendEngine, sources: Sequence[str]) -> Fields:
-    """Remove documents with these very sources; all or none."""
+def delete_documents(
+    engine: BlendEngine, sources: Sequence[str], cancelled: Collection[str] = ()
+) -> Fields:
+    """Remove documents with these very sources, and all in uploaded JSON lines; all or none.
+
+    ``cancelled``: those that were not stored yet.
+    """
     corpus = engine.corpus
     known = set() if corpus is None else {each.source for each in corpus.documents()}
-    if unknown := [source for source in sources if source not in known]:
+    found = {each: [each] if each in known else lines_of(engine, each) for each in sources}
+    if unknown := [each for each in sources if not found[each] and each not in cancelled]:
         raise Refusal(
             404,
             f"there is no document {quoted(unknown[0])}; GET /v1/documents lists all",
             param="source",
             code="document_not_found",
         )
-    deleted = engine.remove_sources(sources) if sources else 0
+    removed = [source for each in found.values() for source in each]
+    deleted = engine.remove_sources(removed) if removed else 0
     return {"object": "list", "deleted": deleted}

@@ -45,7 +45,7 @@ OPTION_FIELDS = {
 #: What an unknown path is answered with.
 PATHS = (
     "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /v1/documents, /v1/ingest, "
-    "/health and /metrics"
+    "/v1/uploads, /health and /metrics"
 )
 #: Status of a client that has gone, as nginx writes it to its log; nobody receives it.
 CLIENT_GONE = 499

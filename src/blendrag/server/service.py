@@ -30,6 +30,7 @@ from blendrag.server.access import ApiKeys, Limits
 from blendrag.server.admission import Admission, queues_exposition
 from blendrag.server.asking import ServedRequest
 from blendrag.server.refusals import Refusal
+from blendrag.server.uploads import FileUploads
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from blendrag.store.server_record import ServerRecord
 from blendrag.wording import quoted, short_model
@@ -97,6 +98,7 @@ class Service:
         self.embeddings = ThreadQueue("embeddings", EMBEDDING_THREADS, clock, engine.progress_at)
         self.changes = ThreadQueue("changes", 1, clock, engine.progress_at)
         self.reads = ThreadQueue("reads", READ_THREADS, clock)
+        self.uploads = FileUploads(engine, self.changes, self.limits.max_upload_bytes)
         self._last_known: dict[str, str] = {}
 
     @property
@@ -127,6 +129,17 @@ class Service:
                     f"{queue.waiting} wait, {queue.running} run; start the server again if this lasts",
                     code="queue_stuck",
                 )
+
+    def check_writable(self) -> None:
+        """Raise :class:`Refusal` 403 if nothing can be written into the store."""
+        engine = self.engine
+        if engine.store.read_only or (engine.corpus is not None and engine.corpus.read_only):
+            raise Refusal(
+                403,
+                f"store {engine.root} is read-only here; change it where it can be written, or change its "
+                "permissions",
+                code="read_only_store",
+            )
 
     def check_model(self, name: str | None) -> None:
         """Raise :class:`Refusal` 404 for another model than the served one."""
