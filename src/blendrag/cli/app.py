@@ -21,6 +21,7 @@ from blendrag.cli.demo import demo
 from blendrag.cli.extras import add_commands
 from blendrag.cli.ingest import ingest, list_documents, remove
 from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
+from blendrag.cli.models import app as models_commands
 from blendrag.cli.output import count, duration, echo
 from blendrag.cli.profile import profile
 from blendrag.cli.progress import StatusLine
@@ -193,6 +194,7 @@ app.command("list")(list_documents)
 app.add_typer(schema_commands)
 app.add_typer(store_commands)
 app.add_typer(cache_commands)
+app.add_typer(models_commands)
 add_commands(app)
 
 

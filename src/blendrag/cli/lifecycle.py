@@ -67,12 +67,16 @@ _NOISY_LOGGERS = (
 P = ParamSpec("P")
 
 
-def begin(verbose: bool, if_interrupted: str, loads_torch: bool = True) -> None:
+def begin(
+    verbose: bool, if_interrupted: str, loads_torch: bool = True, shows_downloads: bool = False
+) -> None:
     """Set up logs and Ctrl-C, and check the environment, before anything large is imported.
+
+    ``shows_downloads``: with the bars of the hub's library.
 
     Raises :class:`InvalidInputError` for an environment that cannot be used, and :class:`NoThreadError`.
     """
-    set_up_logging(verbose)
+    set_up_logging(verbose, shows_downloads)
     settings()  # refuses BLENDRAG_* variables with invalid values
     if loads_torch:
         _check_address_space()
@@ -94,7 +98,7 @@ class _Echo(logging.Handler):
             say(record.levelname.lower(), record.getMessage())
 
 
-def set_up_logging(verbose: bool) -> None:
+def set_up_logging(verbose: bool, shows_downloads: bool = False) -> None:
     """Silence other libraries unless ``verbose``. They read these variables when they are imported."""
     ours = logging.getLogger("blendrag")
     ours.handlers[:] = [_Echo(verbose)]
@@ -103,7 +107,8 @@ def set_up_logging(verbose: bool) -> None:
     if verbose:
         return
     for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
+        if not (shows_downloads and name == "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, value)
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")

@@ -292,7 +292,7 @@ class Embedder:
         name, offline = self.name, 'pip install "blendrag[offline]"'
         refuse_given(name)
         is_directory = Path(name).is_dir() and name != MINILM_OFFLINE
-        packaged = _packaged_minilm() if name in _MINILM_NAMES and not is_directory else None
+        packaged = packaged_minilm() if name in _MINILM_NAMES and not is_directory else None
         if name == MINILM_OFFLINE and packaged is None:
             raise ModelLoadError(f"embedder {name!r} needs the package that contains it; {offline}")
         try:
@@ -406,7 +406,7 @@ def no_progress_bars() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _packaged_minilm() -> Path | None:
+def packaged_minilm() -> Path | None:
     """The model directory inside the PyPI package, found without importing it."""
     spec = importlib.util.find_spec(_MINILM_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
