@@ -283,6 +283,9 @@ def test_terms_in_most_passages_are_left_out_of_a_large_corpus(
         assert index.ranked("lamp keeper").passages == []
         assert len(index.ranked("lamp keeper", rare_only=False).passages) > 6
         assert len(index.ranked("lamp 8 Paragraph").passages) <= 6
+        assert index.ranked("lamp").information < 0.1, (
+            "it is in every passage, though few are counted"
+        )
 
 
 def test_one_thread_builds_while_others_search_by_vectors(

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 #: The rarest terms of a question that are searched for, and the rows that they may be in together: 100,000
 #: rows take half a second to rank, and common terms rank little.
-MAX_TERMS, MAX_ROWS = 32, 6000
+MAX_TERMS, MAX_ROWS = 32, 4000
 #: Terms of a long message whose passages are counted, as 1,000 take 0.15 s: first those with digits, which
 #: name something, then the longest.
 MAX_COUNTED = 256
@@ -214,7 +214,7 @@ class FullTextIndex:
         try:
             terms, information = self._rarest(query_terms(text), rare_only)
             rows = self._file.connection.execute(
-                f"SELECT rowid, -bm25({FULL_TEXT}, {TITLE_WEIGHT}, 1.0) FROM {FULL_TEXT} "
+                f"SELECT bm25({FULL_TEXT}, {TITLE_WEIGHT}, 1.0), rowid FROM {FULL_TEXT} "
                 f"WHERE {FULL_TEXT} MATCH ?",
                 (" OR ".join(map(_quoted, terms)),),
             ).fetchall() if terms else []  # fmt: skip
@@ -224,24 +224,30 @@ class FullTextIndex:
             raise DamagedIndex from exc
         if allowed is not None:
             known = set(allowed.tolist())
-            rows = [row for row in rows if row[0] in known]
-        return TextRanking(sorted(rows, key=lambda row: (-row[1], row[0])), information)
+            rows = [row for row in rows if row[1] in known]
+        rows.sort()  # FTS5 gives the best passage the smallest number
+        return TextRanking([(passage, -score) for score, passage in rows], information)
 
     def _rarest(self, terms: Sequence[str], rare_only: bool) -> tuple[list[str], float]:
         """At most :data:`MAX_TERMS` that are in the fewest passages, in at most :data:`MAX_ROWS` together;
         and the sum of the inverse document frequencies of all."""
-        ((size,),) = self._file.connection.execute(f"SELECT count(*) FROM {FULL_TEXT}_docsize")
+        ((size, last),) = self._file.connection.execute(
+            f"SELECT count(*), max(id) FROM {FULL_TEXT}_docsize"
+        )
         if len(terms) > MAX_COUNTED:
             terms = sorted(terms, key=lambda term: (term.isalpha(), -len(term)))[:MAX_COUNTED]
         information = 0.0
         counted: list[tuple[int, int, str]] = []
         bound = MAX_ROWS + 1  # counting ends there: a term that is in more passages is no candidate
         for at, term in enumerate(terms):
-            ((count,),) = self._file.connection.execute(
-                f"SELECT count(*) FROM (SELECT 1 FROM {FULL_TEXT} WHERE {FULL_TEXT} MATCH ? LIMIT ?)",
+            ((count, reached),) = self._file.connection.execute(
+                f"SELECT count(*), max(rowid) FROM (SELECT rowid FROM {FULL_TEXT} "
+                f"WHERE {FULL_TEXT} MATCH ? LIMIT ?)",
                 (_quoted(term), bound),
             )
-            information += math.log(1 + max(0.5, size - count + 0.5) / (count + 0.5))
+            # of a term whose counting ended, the rest is taken to be as dense
+            total = min(size, count * last / reached) if count == bound else count
+            information += math.log(1 + max(0.5, size - total + 0.5) / (total + 0.5))
             if count:
                 bisect.insort(counted, (count, at, term))
             if len(counted) > MAX_TERMS:
