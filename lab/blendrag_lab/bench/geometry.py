@@ -31,6 +31,16 @@ GEOMETRIES = {
     "deep": (64, 128, 32, 8, 2, 3072, True, 32768),
     "tiny": (64, 160, 4, 4, 2, 3072, True, 32768),
 }
+#: The same of Qwen3.5, where three of four layers are linear, then: width of a head, key heads, value heads
+#: and the widths of both in linear layers.
+HYBRID_FIELDS = (
+    *FIELDS, "head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+HYBRIDS = {
+    "qwen3.5-0.8b": (1024, 3584, 24, 8, 2, 248320, True, 262144, 256, 16, 16, 128, 128),
+    "tiny-hybrid": (64, 160, 4, 4, 2, 3072, True, 32768, 16, 2, 4, 8, 16),
+}
 
 
 @dataclass(frozen=True)
@@ -57,20 +67,28 @@ class TimedModel:
 
 
 def config_of(geometry: str) -> dict[str, Any]:
-    """Config values of a geometry; raises :class:`InvalidInputError` for an unknown name."""
+    """Config values of a geometry; raises :class:`InvalidInputError` for an unknown name, and for a hybrid,
+    whose layers differ from one another."""
+    if geometry in HYBRIDS:
+        raise InvalidInputError(
+            f"geometry {geometry!r} has linear layers, which this bench does not measure; choose one of "
+            f"{', '.join(GEOMETRIES)}"
+        )
     if geometry not in GEOMETRIES:
-        raise InvalidInputError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
+        known = ", ".join((*GEOMETRIES, *HYBRIDS))
+        raise InvalidInputError(f"geometry {geometry!r} is not one of {known}")
     return dict(zip(FIELDS, GEOMETRIES[geometry], strict=True))
 
 
 @torch.inference_mode(False)  # as in load_adapter
 def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A Qwen2 model of that geometry with random weights and sdpa attention."""
+    """A Qwen2 or Qwen3.5 model of that geometry with random weights and sdpa attention."""
     from transformers import AutoModelForCausalLM
 
+    config = hybrid_config(geometry) if geometry in HYBRIDS else qwen2_config(geometry)
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(qwen2_config(geometry), dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def qwen2_config(geometry: str) -> Any:
@@ -79,5 +97,19 @@ def qwen2_config(geometry: str) -> Any:
     return Qwen2Config(
         **config_of(geometry),
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        attn_implementation="sdpa",
+    )
+
+
+def hybrid_config(geometry: str) -> Any:
+    from transformers import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(
+        **dict(zip(HYBRID_FIELDS, HYBRIDS[geometry], strict=True)),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
         attn_implementation="sdpa",
     )

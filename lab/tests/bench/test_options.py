@@ -160,6 +160,8 @@ SWEEP = ("sweep", *SMALL, "--factor")
      (("overhead", "--chunks", "6,x"), "numbers of chunks '6,x'"),
      (("overhead", "--chunks", "1", "--policies", "magic"), "magic"),
      (("store", "--geometry", "huge"), "geometry 'huge' is not one of"),
+     (("store", "--geometry", "tiny-hybrid"), "which this bench does not measure"),
+     (("attention", "--geometry", "tiny-hybrid"), "which this bench does not measure"),
      (("store", "--dir", "/proc/version"), "--dir /proc/version is not a writable directory")],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_sentence(command, sentence):

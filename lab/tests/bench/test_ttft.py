@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from blendrag_lab.bench.geometry import TimedModel
+from blendrag_lab.bench.geometry import TimedModel, random_model
 from blendrag_lab.bench.ttft import CachedPrefix, ttft, ttft_table
 from blendrag_lab.bench.workload import PromptBench, Workload
 from lab.tests.bench.small import LAYERS, no_peak_bytes, printed, timed, tiny_bench
@@ -76,3 +76,10 @@ def test_models_loaded_in_inference_mode_have_ordinary_parameters():
     """Prefill over parameters made in inference mode is a third slower, which would favour blending."""
     made = (TimedModel("tiny").adapter, TimedModel(model="demo").adapter)
     assert not any(p.is_inference() for adapter in made for p in adapter.model.parameters())
+
+
+def test_a_hybrid_geometry_is_that_of_its_model():
+    made = random_model("qwen3.5-0.8b", torch.bfloat16, torch.device("meta"))
+    kinds = made.config.layer_types
+    assert (kinds.count("linear_attention"), kinds.count("full_attention")) == (18, 6)
+    assert sum(p.numel() for p in made.parameters()) == pytest.approx(0.75e9, rel=0.01)
