@@ -23,6 +23,7 @@ from transformers import (
     AttentionInterface,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
@@ -87,6 +88,8 @@ class Batch:
     rows: Tensor  # [N] flat indices of the tokens that predict a supervised one
     targets: Tensor  # [N]
     first: Tensor  # [n_questions] where in `targets` each question's answer begins
+    contexts: tuple[range, ...]  # flat indices of the tokens of each
+    questions: tuple[range, ...]
 
 
 def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: torch.device) -> Batch:
@@ -101,6 +104,8 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
     rows: list[int] = []
     targets: list[int] = []
     first: list[int] = []
+    contexts = tuple(range(b * width, b * width + len(s.tokens)) for b, s in enumerate(samples))
+    questions: list[range] = []
     for b, sample in enumerate(samples):
         n_own = len(sample.tokens)
         tokens[b, :n_own] = torch.tensor(sample.tokens)
@@ -112,7 +117,8 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
             positions[b, start : start + n] = torch.arange(n) + sample.question_position
             visible[b, at : at + n, :n_own] = True
             visible[b, at : at + n, start : start + n] = torch.ones(n, n, dtype=torch.bool).tril()
-            rows += [b * width + start + i - 1 for i in range(asked.answer_at, n)]
+            questions.append(range(b * width + start, b * width + start + n))
+            rows += questions[-1][asked.answer_at - 1 : -1]
             first.append(len(targets))
             targets += asked.tokens[asked.answer_at :]
             at += n
@@ -120,7 +126,7 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
     made = [tokens, positions, mask[:, None], *map(torch.tensor, (rows, targets, first))]
     kinds = tuple(asked.kind for sample in samples for asked in sample.questions)
-    return Batch(kinds, *(tensor.to(device) for tensor in made))
+    return Batch(kinds, *(tensor.to(device) for tensor in made), contexts, tuple(questions))
 
 
 def packed_attention(
@@ -167,6 +173,8 @@ class TrainingProgress:
 class TrainingRun:
     """A training run and its files in `out`: `checkpoint.pt` to resume from, model and tokenizer."""
 
+    tokens_share = 1.0  # of a stage's tokens per step
+
     def __init__(self, out: Path, seed: int, resume: bool) -> None:
         self.out = out
         self.is_stopped = False
@@ -178,20 +186,26 @@ class TrainingRun:
             saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             self.tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
         else:
-            self.tokenizer = train_tokenizer(seed)
+            self.tokenizer = self.new_tokenizer(seed)
             self.tokenizer.save_pretrained(out)
         torch.manual_seed(seed)
         self.writer = SampleWriter(self.tokenizer)
-        self.progress = (
-            TrainingProgress(**saved["progress"]) if saved else TrainingProgress(seed=seed)
-        )
-        config = demo_config(self.tokenizer, self.progress.layers)
-        self.adopt(LlamaForCausalLM(config).to(self.device))
+        self.progress = TrainingProgress(**saved["progress"]) if saved else self.new_progress(seed)
+        self.adopt(self.new_model().to(self.device))
         if saved:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
 
-    def adopt(self, model: LlamaForCausalLM) -> None:
+    def new_tokenizer(self, seed: int) -> PreTrainedTokenizerFast:
+        return train_tokenizer(seed)
+
+    def new_progress(self, seed: int) -> TrainingProgress:
+        return TrainingProgress(seed=seed)
+
+    def new_model(self) -> PreTrainedModel:
+        return LlamaForCausalLM(demo_config(self.tokenizer, self.progress.layers))
+
+    def adopt(self, model: PreTrainedModel) -> None:
         """Train `model` from now on, with a fresh optimiser."""
         self.model = model
         self.model.set_attn_implementation(ATTENTION)
@@ -220,7 +234,7 @@ class TrainingRun:
             progress.step += 1
             if stage == progress.stage:
                 self._record(loss, batch.kinds, right)
-            self._move_on(done)
+            self.move_on(done)
             if progress.step % 10 == 0:
                 _report(progress, done, batch.tokens.numel())
             if now - saved_at > SAVE_EVERY_S:
@@ -242,12 +256,13 @@ class TrainingRun:
         new = self.checkpoint.with_suffix(".new")
         torch.save(state, new)
         new.replace(self.checkpoint)
-        export = LlamaForCausalLM(self.model.config)
+        export = type(self.model)(self.model.config)
         export.load_state_dict(self.model.state_dict())
         export.to(torch.bfloat16).save_pretrained(self.out)
 
     def make_batch(self, rng: random.Random, stage: int) -> Batch:
-        samples = list(_fill(rng, stage, self.writer))
+        most = round(self.tokens_share * STAGES[stage].tokens_per_step)
+        samples = list(_fill(rng, stage, self.writer, most))
         return collate(samples, self.tokenizer.pad_token_id, torch.bfloat16, self.device)
 
     def train_step(self, batch: Batch, rate: float) -> tuple[float, list[bool]]:
@@ -256,19 +271,8 @@ class TrainingRun:
             group["lr"] = rate
         # At this width a CPU is faster in float32 than under bf16 autocast.
         on_gpu = self.device.type == "cuda"
-        exits = self.progress.layers > SHALLOW
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=on_gpu):
-            out = self.model.model(
-                input_ids=batch.tokens,
-                position_ids=batch.positions,
-                attention_mask=batch.mask,
-                use_cache=False,
-                output_hidden_states=exits,
-            )
-            logits = self._read(out.last_hidden_state, batch)
-        loss = cross_entropy(logits.float(), batch.targets)
-        if exits:
-            loss = loss + EXIT_WEIGHT * self._early_loss(out.hidden_states[SHALLOW], batch)
+            loss, logits = self.forward(batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -276,14 +280,30 @@ class TrainingRun:
         right = (logits.argmax(-1) == batch.targets)[batch.first]
         return float(loss.detach()), right.tolist()
 
-    def _read(self, hidden: Tensor, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """→ (loss, logits [N, V] of the rows that predict an answer)."""
+        exits = self.progress.layers > SHALLOW
+        out = self.model.model(
+            input_ids=batch.tokens,
+            position_ids=batch.positions,
+            attention_mask=batch.mask,
+            use_cache=False,
+            output_hidden_states=exits,
+        )
+        logits = self.read(out.last_hidden_state, batch)
+        loss = cross_entropy(logits.float(), batch.targets)
+        if exits:
+            loss = loss + EXIT_WEIGHT * self._early_loss(out.hidden_states[SHALLOW], batch)
+        return loss, logits
+
+    def read(self, hidden: Tensor, batch: Batch) -> Tensor:
         """`hidden` [B, T, D] → logits [N, V] of the rows that predict an answer."""
         return self.model.lm_head(hidden.flatten(0, 1)[batch.rows])
 
     def _early_loss(self, hidden: Tensor, batch: Batch) -> Tensor:
         """The loss of answers read off `hidden` [B, T, D], before the later layers (early exit loss of
         LayerSkip, §4.1): makes the first half of the layers resolve references."""
-        logits = self._read(self.model.model.norm(hidden), batch)
+        logits = self.read(self.model.model.norm(hidden), batch)
         right = (logits.argmax(-1) == batch.targets)[batch.first].float().mean()
         self.progress.early += 0.05 * (float(right.detach()) - self.progress.early)
         return cross_entropy(logits.float(), batch.targets)
@@ -298,7 +318,7 @@ class TrainingRun:
         progress.accuracy = sum(progress.by_kind.values()) / len(progress.by_kind)
         progress.last_loss = loss
 
-    def _move_on(self, done: float) -> None:
+    def move_on(self, done: float) -> None:
         """To the next stage if this one is over; the model grows at `DEEP_FROM`."""
         progress = self.progress
         current, rest = STAGES[progress.stage], STAGES[progress.stage + 1 :]
@@ -319,8 +339,10 @@ def _drawn_stage(rng: random.Random, current: int) -> int:
     return max(0, current - back)
 
 
-def _fill(rng: random.Random, stage: int, writer: SampleWriter) -> Iterator[Sample]:
-    """Samples of one stage, as many as fit in a step's tokens when padded to the longest."""
+def _fill(
+    rng: random.Random, stage: int, writer: SampleWriter, most_tokens: int
+) -> Iterator[Sample]:
+    """Samples of one stage, as many as fit in `most_tokens` when padded to the longest."""
     longest_context = longest_asked = n = 0
     while True:
         sample = STAGES[stage].make(rng, writer)
@@ -329,7 +351,7 @@ def _fill(rng: random.Random, stage: int, writer: SampleWriter) -> Iterator[Samp
         longest_context = max(longest_context, len(sample.tokens))
         longest_asked = max(longest_asked, sum(len(q.tokens) for q in sample.questions))
         n += 1
-        if n > 1 and n * (longest_context + longest_asked) > STAGES[stage].tokens_per_step:
+        if n > 1 and n * (longest_context + longest_asked) > most_tokens:
             return
         yield sample
 
@@ -353,8 +375,8 @@ def _report(progress: TrainingProgress, done: float, n_tokens: int) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the demo model.")
+def main(run_of: type[TrainingRun] = TrainingRun, about: str = "Train the demo model.") -> None:
+    parser = argparse.ArgumentParser(description=about)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory for model, tokenizer and checkpoint")
     add("--seed", type=int, default=0)
@@ -366,7 +388,7 @@ def main() -> None:
     if not args.minutes > 0 or (args.steps is not None and args.steps < 1):
         parser.error("--minutes and --steps must be above 0")
     torch.set_num_threads(args.threads)
-    run = TrainingRun(args.out, args.seed, args.resume)
+    run = run_of(args.out, args.seed, args.resume)
     for stopping in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stopping, run.stop)
     run.train(args.minutes, args.steps)
