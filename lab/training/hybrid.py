@@ -32,7 +32,7 @@ from lab.training.train import ATTENTION, Batch, TrainingProgress, TrainingRun, 
 
 #: Layers of full attention: the embedded model answers a little worse if all others see 24 tokens only.
 FULL = (3, 5)
-TRANSFER_STEPS = 200
+TRANSFER_STEPS = 80
 STAGE = "prompts"
 #: Tokens that a linear layer computes at once, fewer than by default: a question has about 20.
 BLOCK_TOKENS = 32

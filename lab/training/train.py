@@ -82,14 +82,14 @@ class Batch:
     """Samples side by side: Tc context tokens, then Tq tokens of questions."""
 
     kinds: tuple[str, ...]  # of the questions
+    contexts: tuple[range, ...]  # flat indices of the tokens of each
+    questions: tuple[range, ...]
     tokens: Tensor  # [B, Tc + Tq]
     positions: Tensor  # [B, Tc + Tq]
     mask: Tensor  # [B, 1, Tq, Tc + Tq], additive
     rows: Tensor  # [N] flat indices of the tokens that predict a supervised one
     targets: Tensor  # [N]
     first: Tensor  # [n_questions] where in `targets` each question's answer begins
-    contexts: tuple[range, ...]  # flat indices of the tokens of each
-    questions: tuple[range, ...]
 
 
 def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: torch.device) -> Batch:
@@ -124,9 +124,9 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
             at += n
         visible[b, at:, 0] = True  # padding rows must see something, or their softmax is NaN
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-    made = [tokens, positions, mask[:, None], *map(torch.tensor, (rows, targets, first))]
+    made = (tokens, positions, mask[:, None], *map(torch.tensor, (rows, targets, first)))
     kinds = tuple(asked.kind for sample in samples for asked in sample.questions)
-    return Batch(kinds, *(tensor.to(device) for tensor in made), contexts, tuple(questions))
+    return Batch(kinds, contexts, tuple(questions), *(tensor.to(device) for tensor in made))
 
 
 def packed_attention(
