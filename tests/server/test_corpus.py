@@ -70,6 +70,29 @@ def test_retrieve_searches_what_passes_the_filters(client) -> None:
         assert found == ["anna-bell"] * len(found) != []
 
 
+def test_filters_are_also_written_as_on_the_command_line(client) -> None:
+    for blendrag in (
+        {"only": "anna-*"},
+        {"only": ["none.txt", "anna-bell.txt"], "where": ["extension=.txt"]},
+        {"where": "file_name~ANNA"},
+    ):
+        found = answered(client, retrieve=True, blendrag=blendrag)[1]["sources"]
+        assert {each["file_name"] for each in found} == {"anna-bell.txt"}
+    not_anna = {"type": "ne", "key": "file_name", "value": "anna-bell.txt"}
+    for more, param, says in (
+        ({"blendrag": {"where": "year"}}, "blendrag.where", "'year' is no condition"),
+        ({"blendrag": {"only": "/"}}, "blendrag.only", "is no pattern"),
+        ({"blendrag": {"where": "yaer=1"}}, "filters", "names the field 'yaer'"),
+        ({"blendrag": {"only": "anna-*"}, "filters": not_anna}, "filters", "leaves no passage"),
+        ({"blendrag": {"only": "a"}, "retrieve": False}, "blendrag.only", "retrieve"),
+    ):
+        response = client.post(CHAT, json={"messages": ASKED, "retrieve": True, **more})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert says in error["message"]
+        assert tiny.one_sentence(error["message"])
+
+
 @pytest.mark.parametrize(
     ("filters", "says"),
     [

@@ -21,6 +21,7 @@ from blendrag.server.service import Limits
 from blendrag.text.readers import Document
 from server.conftest import ANSWER, QUESTION
 from server.live import CHAT, Live, begin, live, until
+from server.test_uploads import writable_engine
 
 LONG = "word " * 60
 CHATS = f"**{CHAT}"
@@ -198,6 +199,13 @@ def complete(page: Any, number: int = 1) -> Any:
     return turn
 
 
+def unlocked(page: Any, key: str) -> None:
+    field = page.get_by_label("API key")
+    field.fill(key)
+    page.keyboard.press("Enter")
+    field.wait_for(state="hidden")
+
+
 def asked_of(request: Any) -> dict[str, Any]:
     return request.post_data_json
 
@@ -216,6 +224,7 @@ def test_a_question_typed_and_sent_by_keyboard_is_answered_with_its_sources(serv
     assert ANSWER in about.text
     sources = turn.locator(".sources li")
     assert sources.count() == len(about.sources)
+    assert sources.first.locator(".about").inner_text().startswith("anna-bell.txt, ")
     sources.first.locator("summary").press("Enter")
     assert about.sources[0].text.strip() in sources.first.inner_text()
     (ttft_s,) = re.findall(r'"ttft_s":([\d.]+)', response.value.text())
@@ -287,6 +296,85 @@ def test_a_chat_goes_on_until_a_new_one(served, visit) -> None:
     with page.expect_request(CHATS) as asked:
         ask(page)
     assert len(asked_of(asked.value)["messages"]) == 1
+
+
+def test_only_the_documents_that_pass_the_filter_are_searched(served, visit) -> None:
+    page = visit(served)
+    page.get_by_role("button", name="Filter").click()
+    page.get_by_label("Only documents").fill("none.txt; anna-*")
+    page.get_by_label("Where").fill("extension=.txt")
+    with page.expect_request(CHATS) as asked:
+        ask(page)
+    given = {"only": ["none.txt", "anna-*"], "where": ["extension=.txt"], "explain": True}
+    assert asked_of(asked.value)["blendrag"] == given
+    abouts = complete(page).locator(".sources .about").all_inner_texts()
+    assert [each.partition(",")[0] for each in abouts] == ["anna-bell.txt"] * len(abouts)
+    page.get_by_label("Where").fill("yaer=1")
+    ask(page)
+    page.get_by_role("alert").filter(has_text="names the field 'yaer'").wait_for()
+    page.get_by_role("button", name="Filter").click()
+    with page.expect_request(CHATS) as asked:
+        ask(page)
+    assert asked_of(asked.value)["blendrag"] == {"explain": True}
+
+
+def test_pages_of_passages_are_named(served, visit) -> None:
+    chunk = {
+        "chunk_id": "1",
+        "source": "/d/a.pdf",
+        "tokens": 5,
+        "outcome": "computed",
+        "reason": "new",
+    }
+    source = {
+        "chunk_id": "1",
+        "source": "/d/a.pdf",
+        "file_name": "a.pdf",
+        "title": "Mills",
+        "text": "x",
+    }
+    about = {"chunks": [chunk], "sources": [{**source, "page": 3}]}
+    turn = answering(visit(served), ["Yes."], ["a"], **about)
+    assert turn.locator(".sources .name").inner_text() == "Mills"
+    assert turn.locator(".sources .about").inner_text() == "a.pdf, page 3, 5 tokens, computed"
+
+
+def test_files_are_sent_listed_and_removed(tmp_path, visit) -> None:
+    good, bad = tmp_path / "mill.txt", tmp_path / "bad.bin"
+    good.write_text("The mill at the river was built of brick in the year 1874.")
+    bad.write_bytes(b"\0\xff" * 99)
+    with (
+        writable_engine(tmp_path / "store") as engine,
+        live(engine, keys="editor write\nreader") as server,
+    ):
+        engine.ingest([Document(f"{MARKUP}{i}.jsonl#{i % 2}", f"Note {i}", "") for i in (1, 1)])
+        page = visit(server)
+        unlocked(page, "editor")
+        page.get_by_role("button", name="Documents").click()
+        page.get_by_label("Add files").set_input_files([good, bad])
+        uploads, documents = page.locator("#uploads li"), page.locator("#list li")
+        uploads.filter(has_text="mill.txt").filter(has_text="stored").wait_for()
+        failed = uploads.filter(has_text="bad.bin").filter(has_text="failed")
+        assert failed.locator(".error").inner_text().startswith("Is binary, expected text")
+        documents.nth(1).wait_for()
+        assert [each.source for each in engine.require_corpus().documents()][1:] == ["mill.txt"]
+        page.get_by_label("Find a document").fill("MILL")
+        assert documents.all_inner_texts()[0].split("\n")[0] == "mill.txt"
+        remove = page.get_by_role("button", name="Remove mill.txt")
+        remove.click()
+        assert len(engine.require_corpus().documents()) == 2
+        remove.click()
+        page.get_by_text("0 documents.").wait_for()
+        assert len(engine.require_corpus().documents()) == 1
+        page.get_by_role("button", name="Change key").click()
+        page.get_by_role("button", name="Documents").click()
+        unlocked(page, "reader")
+        page.get_by_role("button", name="Documents").click()
+        page.get_by_label("Find a document").fill("")
+        documents.first.wait_for()
+        assert documents.count() == 1
+        assert page.get_by_label("Add files").is_hidden()
+        assert documents.get_by_role("button").count() == 0
 
 
 def test_an_answer_streams_and_stops_on_the_server_too(slow, visit, monkeypatch) -> None:
@@ -425,8 +513,9 @@ HOSTILE = (
 ) + "W" * 20_000
 
 
-def streamed(pieces: list[str], texts: list[str]) -> str:
-    """A stream of an answer over a prompt of the tokens ``texts``, about which everything is hostile."""
+def streamed(pieces: list[str], texts: list[str], **changes: Any) -> str:
+    """A stream of an answer over a prompt of the tokens ``texts``, about which everything is hostile but
+    ``changes``."""
     chunk = {
         "chunk_id": "1",
         "source": HOSTILE,
@@ -441,11 +530,20 @@ def streamed(pieces: list[str], texts: list[str]) -> str:
         "decision": HOSTILE,
         "notes": [HOSTILE],
         "chunks": [{**chunk, "recomputed_tokens": 1}],
-        "sources": [{"chunk_id": "1", "title": HOSTILE, "text": HOSTILE, "source": HOSTILE}],
+        "sources": [
+            {
+                "chunk_id": "1",
+                "title": HOSTILE,
+                "text": HOSTILE,
+                "source": HOSTILE,
+                "file_name": HOSTILE,
+            }
+        ],
         "explanation": {
             "layers": 4,
             "ranges": [{"start": 0, "state": "computed", "layers": 0, "chunk": 1, "texts": texts}],
         },
+        **changes,
     }
     choices = [{"index": 0, "delta": {"content": piece}} for piece in pieces]
     events = [{"choices": [each]} for each in choices] + [
@@ -458,9 +556,9 @@ def streamed(pieces: list[str], texts: list[str]) -> str:
     )
 
 
-def answering(page: Any, pieces: list[str], texts: list[str]) -> Any:
+def answering(page: Any, pieces: list[str], texts: list[str], **changes: Any) -> Any:
     """The turn of a question that is answered so."""
-    body = streamed(pieces, texts)
+    body = streamed(pieces, texts, **changes)
     page.route(CHATS, lambda r: r.fulfill(body=body, content_type="text/event-stream"))
     ask(page, HOSTILE[:300].replace("\0", ""))
     return complete(page)

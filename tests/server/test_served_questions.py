@@ -123,7 +123,7 @@ def test_a_refused_question_is_answered_without_the_server(
 
 @pytest.mark.parametrize(
     "given",
-    [{"model": "another/model"}, {"dtype": "float32"}, {"where": ["year=2024"]}, {"lora": "x"}],
+    [{"model": "another/model"}, {"dtype": "float32"}, {"lora": "x"}],
 )
 def test_options_that_need_another_engine_do_not_reach_the_server(
     served: Live, demo_engine: BlendEngine, capsys: Any, given: dict[str, Any]
@@ -131,6 +131,15 @@ def test_options_that_need_another_engine_do_not_reach_the_server(
     with announced(served, demo_engine.root, port=1):
         assert asked(demo_engine.root, **given) is None
     assert capsys.readouterr().err == ""
+
+
+def test_filters_of_the_command_are_sent(served: Live, demo_engine: BlendEngine) -> None:
+    given = {"only": ["anna-*"], "where": ["extension=.txt"]}
+    with announced(served, demo_engine.root):
+        found = asked(demo_engine.root, **given)
+        assert found is not None
+        assert [*found]
+    assert {each.file_name for each in found.answer.sources} == {"anna-bell.txt"}
 
 
 def test_variables_of_the_command_are_sent_or_need_its_own_engine(

@@ -214,7 +214,11 @@ def test_filters_have_the_operators_of_other_vector_stores(store: BlendVectorSto
     assert texts({"$and": [{"year": {"$gt": 2023}}, {"by": None}]}) == {FOXES}
     assert texts({"$not": {"year": {"$neq": 2024}}}) == {SHIPS}
     assert texts({"type": "eq", "key": "year", "value": 2025}) == {FOXES}, "as blendrag writes it"
-    assert texts({"$or": [{"type": "is_empty", "key": "by"}, {"by": "Kim"}]}) == {CATS, SHIPS, FOXES}
+    assert texts({"$or": [{"type": "is_empty", "key": "by"}, {"by": "Kim"}]}) == {
+        CATS,
+        SHIPS,
+        FOXES,
+    }
     assert texts({"tags": "pets"}) == {CATS}
     assert texts({"by": {"$ilike": "KI"}}) == {SHIPS}
     marginal = store.max_marginal_relevance_search("the", 3, filter={"year": {"$gt": 2023}})

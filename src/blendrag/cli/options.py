@@ -250,18 +250,10 @@ def most_tokens(context: typer.Context) -> int:
 
 
 def filter_of(only: Sequence[str] | None, where: Sequence[str] | None) -> Filter | None:
-    """The filter of ``--only``, of which one pattern must match, and ``--where``, all of which must hold."""
-    from blendrag.corpus.filters import Filter
+    """The filter of ``--only`` and ``--where``."""
+    from blendrag.corpus.filters import chosen
 
-    made: Filter | None = None
-    for name, texts, make in (("--only", only, Filter.only), ("--where", where, Filter.where)):
-        if texts:
-            try:
-                part = Filter.parse(make(*texts))
-            except InvalidOptionError as error:
-                raise error.called(name) from None
-            made = part if made is None else made & part
-    return made
+    return chosen(only, where, ("--only", "--where"))
 
 
 def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) -> BlendEngine:

@@ -52,8 +52,8 @@ _FIELDS = {
 _GENERATE = frozenset({"repetition_penalty", "no_repeat_ngram_size"})
 _SAMPLING = frozenset({"top_k", "min_p", "typical_p"})
 _BLENDING = (
-    "mode", "policy", "schedule", "ratio", "min_ratio", "plain_messages", "top_k", "search", "system",
-    "prompt_template",
+    "mode", "policy", "schedule", "ratio", "min_ratio", "plain_messages", "top_k", "only", "where",
+    "search", "system", "prompt_template",
 )  # fmt: skip
 #: Parameters of the command that do not matter to the server.
 _OWN = frozenset({"question", "sources", "json", "verbose", "store", "model"})

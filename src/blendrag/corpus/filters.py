@@ -158,6 +158,22 @@ class Joined(Filter):
 FilterLike = Filter | Mapping[str, Any]
 
 
+def chosen(
+    only: Sequence[str] | None, where: Sequence[str] | None, names: Sequence[str]
+) -> Filter | None:
+    """The filter of patterns, of which one must match, and conditions, all of which must hold, or ``None``.
+
+    ``names``: what the caller calls the two. Raises :class:`InvalidOptionError`."""
+    parts = []
+    for name, texts, make in zip(names, (only, where), (Filter.only, Filter.where), strict=True):
+        if texts:
+            try:
+                parts.append(Filter.parse(make(*texts)))
+            except InvalidOptionError as error:
+                raise error.called(name) from None
+    return _joined("and", tuple(parts)) if parts else None
+
+
 def nothing_found(chosen: FilterLike) -> InvalidOptionError:
     """The error for a question that finds no passage under its filter."""
     return wrong(

@@ -25,7 +25,8 @@ from blendrag.wording import quoted, shortened
 #: Seconds that a client may take to send a body.
 BODY_TIMEOUT_S = 60.0
 MAX_HEADER_BYTES = 64 * 1024
-#: The request whose body is a file: its route reads it, as it comes.
+#: The request whose body is a file: its route reads it, as it comes. A browser asks
+#: before it sends such a request to another site.
 UPLOAD = "PUT", "/v1/documents"
 #: Paths below this need a key.
 GUARDED = "/v1"
@@ -230,10 +231,7 @@ class AccessControlMiddleware:
             if scope["path"].startswith(GUARDED):  # nothing else needs a body
                 bearer = self.keys.bearer(headers.get("authorization"))
                 scope.setdefault("state", {}).update(bearer._asdict())
-                if (
-                    scope["method"],
-                    path,
-                ) == UPLOAD:  # which no page of another site can send unasked
+                if (scope["method"], path) == UPLOAD:
                     body = None
                 else:
                     check_content_type(headers)

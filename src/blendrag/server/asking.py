@@ -16,13 +16,14 @@ from blendrag.chat.messages import REASONING, cleaned
 from blendrag.chat.reply import Reply
 from blendrag.chat.template_arguments import RESERVED
 from blendrag.corpus.embedding_turns import Check, proceed
-from blendrag.corpus.filters import nothing_found
+from blendrag.corpus.filters import Filter, chosen, nothing_found
 from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import Answer, BlendEngine, Message, Options, Prompt, SchemaPrompt
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.engine.request import RagPrompt
 from blendrag.errors import InvalidInputError, InvalidOptionError, check_unicode
 from blendrag.server.bodies import (
+    BlendOptions,
     ChatBody,
     CompletionBody,
     Generating,
@@ -223,7 +224,7 @@ def _options(
             f"is {max_new_tokens}, and this server allows at most {limit} (--max-tokens)",
         )
     blend = body.blendrag.model_dump(exclude_none=True) if body.blendrag else {}
-    for name in ("top_k", "search", "trim_history"):
+    for name in ("top_k", "search", "only", "where", "trim_history"):
         blend.pop(name, None)
     return Options(
         max_new_tokens=max_new_tokens,
@@ -396,8 +397,14 @@ def _with_texts(
     The last message is the question. Retrieved chunks are known; brought documents are recognised, and
     learned, like any other text of a prompt. Both are data, never markup.
     """
-    if body.filters is not None and not body.retrieve:
-        raise wrong_field("filters", "without retrieve; add retrieve: true")
+    given = body.blendrag or BlendOptions()
+    filters = {
+        "filters": body.filters, "blendrag.only": given.only, "blendrag.where": given.where
+    }  # fmt: skip
+    if not body.retrieve:
+        for name in (name for name, value in filters.items() if value is not None):
+            raise wrong_field(name, "without retrieve; add retrieve: true")
+    searched = _filter_of(body)
     if not (body.retrieve or body.documents):
         return messages, ()
     if body.retrieve and body.documents:
@@ -428,11 +435,11 @@ def _with_texts(
     before = earlier[-1] if earlier else ""
     chunks = tuple(
         engine.retrieve(
-            question, top_k, search=search, filter=body.filters, earlier=before, check=check
+            question, top_k, search=search, filter=searched, earlier=before, check=check
         )
     )
-    if body.filters is not None and not chunks:
-        raise nothing_found(body.filters)
+    if searched is not None and not chunks:
+        raise nothing_found(searched)
     named = [chunk.file_name for chunk in chunks] if tokens.names_sources else None
     texts = [chunk.text for chunk in chunks]
     over = build_rag_prompt(question, texts, named, template=template)
@@ -455,6 +462,18 @@ def _trimmed(
 
     _, left_out = engine.asking.trimmed(without, len(turns), options)
     return without(left_out), begins[left_out] - begins[0]
+
+
+def _filter_of(body: ChatBody) -> Filter | None:
+    """Which documents are searched: all filters of the request must pass. Raises
+    :class:`InvalidOptionError`."""
+    given = body.blendrag or BlendOptions()
+    only, where = ([each] if isinstance(each, str) else each for each in (given.only, given.where))
+    written = chosen(only, where, ("blendrag.only", "blendrag.where"))
+    if body.filters is None:
+        return written
+    filters = Filter.parse(body.filters)
+    return filters if written is None else filters & written
 
 
 def _titled(document: str | Mapping[str, Any], number: int) -> tuple[str, str]:

@@ -111,7 +111,7 @@ class StreamOptions(Body):
 
 class BlendOptions(Body):
     """How this request is blended, how long it may take, and whether the answer shows what became of each
-    token; the defaults are those of the server."""
+    token; the defaults are those of the server. ``only`` and ``where`` are filters as on the command line."""
 
     mode: config.Mode | None = None
     policy: config.Policy | None = None
@@ -120,6 +120,8 @@ class BlendOptions(Body):
     min_ratio: config.MinRatio | None = None
     top_k: config.TopK | None = None
     search: config.Search | None = None
+    only: str | Items[str] | None = None
+    where: str | Items[str] | None = None
     timeout_s: config.TimeoutS | None = None
     plain_messages: config.PlainMessages | None = None
     system: config.System | None = None
