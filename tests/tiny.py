@@ -218,8 +218,7 @@ DELTA = {
     "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
 SHARED_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 32}
-#: Families with layers that keep a running state, among layers of attention or beside them. Refused, too, but
-#: they go on from stored beginnings.
+#: Families with layers that keep a running state, among layers of attention or beside them.
 HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {"head_dim": 16, **DELTA}),
     "qwen3_5_moe": (
@@ -286,7 +285,9 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 #: Those of them that get tokens behind a state one by one.
 IN_STEPS = ("recurrent_gemma", "jamba")
-REFUSED["lfm2"] = HYBRIDS["lfm2"]
+REFUSED["recurrent_gemma"] = HYBRIDS["recurrent_gemma"]
+#: Those whose chunks are not composed.
+NOT_COMPOSED = ("recurrent_gemma", "jamba", "minimax")
 
 
 def build(classes: tuple[str, str, dict[str, Any]], seed: int = 0, **changes: Any) -> Any:

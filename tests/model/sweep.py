@@ -42,6 +42,7 @@ from blendrag.engine import BlendEngine, Options
 from blendrag.errors import BlendragError, UnsupportedModelError
 from blendrag.fusor.gate import verify
 from blendrag.model.structure import DecoderStack
+from blendrag.model.windows import LAYER_TYPES
 from blendrag.wording import condensed
 
 State = Literal["blended", "prefix", "full only", "not tried", "WRONG"]
@@ -393,7 +394,8 @@ def _parts(stack: DecoderStack, keys: Sequence[str]) -> str:
     default = "sliding" if window else "full"
     types = getattr(stack.config, "layer_types", None) or [default]
     attention = [" and ".join(sorted({kind.removesuffix("_attention") for kind in types}))]
-    shares = ["some layers share KV"] * (len(keys) < len(stack.layers))
+    is_hybrid = not {*types} <= {*LAYER_TYPES}
+    shares = ["some layers share KV"] * (len(keys) < len(stack.layers) and not is_hybrid)
     cells = (
         " and ".join(sorted(set(keys), reverse=True)),
         ", ".join(attention + shares),

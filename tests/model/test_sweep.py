@@ -25,14 +25,16 @@ BLENDED = {
     "mixtral": "rotary | sliding | experts",
     "modernbert-decoder": "rotary | full and sliding | dense",
 }
+#: Types whose chunks are composed.
+COMPOSED = {
+    "falcon_h1": "rotary and decay | hybrid | dense",
+    "qwen3_5_text": "rotary and matrix | full and linear | dense",
+}
 #: Types that are not, and why.
 NOT_BLENDED = {
     "bert": ("full only", "positions are added to the embeddings"),
     "deepseek_v32": ("prefix", "tokens that they choose"),
-    "falcon_h1": ("prefix", "running state"),
-    "nemotron_h": ("prefix", "running state"),
-    "qwen3_5_text": ("prefix", "running state"),
-    "qwen3_next": ("prefix", "running state"),
+    "jamba": ("prefix", "one by one"),
 }
 
 
@@ -45,6 +47,11 @@ def _few_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_type_with_two_layers_of_each_kind_is_blended(kind: str) -> None:
     assert outcome_of(kind) == Outcome(kind, "blended", BLENDED[kind])
     assert f" {kind}" in PAGE.read_text().partition("## Mode `prefix`")[0].replace(",", " ")
+
+
+@pytest.mark.parametrize("kind", COMPOSED)
+def test_a_type_with_running_states_is_composed(kind: str) -> None:
+    assert outcome_of(kind) == Outcome(kind, "blended", COMPOSED[kind])
 
 
 @pytest.mark.parametrize("kind", NOT_BLENDED)

@@ -191,7 +191,7 @@ def test_an_embedder_that_cannot_be_loaded_is_a_note(demo_engine, monkeypatch) -
 def test_a_model_that_cannot_be_blended_is_served_in_modes_that_it_can_answer(
     tmp_path: Path,
 ) -> None:
-    model = tiny.family("qwen3_5")
+    model = tiny.family("gpt2")
     for mode in ("full", "prefix"):
         with tiny.engine(model, tmp_path / mode, mode=mode) as made:
             assert open_engine(made, needs_blending=True) == ""

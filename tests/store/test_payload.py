@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import struct
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -16,7 +17,7 @@ from kv_lab import Lab
 from safetensors.torch import load_file
 
 from blendrag.errors import CorruptKVError, InvalidInputError
-from blendrag.store.kv import KVLayout, LayerShape
+from blendrag.store.kv import ChunkKV, KVLayout, LayerShape, StateShape
 from blendrag.store.memory import MemoryStore
 from blendrag.store.payload import (
     ALIGNMENT_BYTES,
@@ -25,6 +26,7 @@ from blendrag.store.payload import (
     layer_seed,
     open_payload,
     parse_header,
+    read_header,
     verified_pieces,
 )
 from blendrag.store.payload_files import QUARANTINE_FILES, Name
@@ -44,6 +46,24 @@ def header(lab, expected):
 
 
 # -- the header ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["native", "int8"])
+def test_a_payload_holds_bytes_of_running_states_beside_kv(lab, make_store, encoding):
+    layout = KVLayout((StateShape(50), LayerShape(2, 4), StateShape(7)), "bfloat16", encoding)
+    layers = [
+        torch.randint(0, 256, layout.layer_shape(i, 9)).to(layout.layer_dtype(i)) for i in range(3)
+    ]
+    store = make_store()
+    store.put(lab.namespace, lab.key(4), ChunkKV(layout, 9, layers))
+    with closing(store.open(lab.namespace, lab.key(4), layout, 9)) as reader:
+        for i in (0, 2):
+            read = torch.empty_like(layers[i])
+            reader.read_layer(i, read)
+            assert torch.equal(read, layers[i])
+    with lab.file(store, 4).open("rb") as file:
+        found = read_header(file.read, lab.namespace, lab.key(4), lab.file(store, 4).stat().st_size)
+    assert (found.layout, found.tokens) == (layout, 9)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

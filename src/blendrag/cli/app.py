@@ -147,10 +147,13 @@ def verify(
 def _print_verification(model: str, result: Verification) -> None:
     echo(f"{model}: {result.verdict}", f"  {result.reason}")
     if result.layers:
-        kinds = Counter(result.layers).items()
+        kinds = Counter(result.layers)
+        states = {"decay", "matrix", "convolution"} & kinds.keys()
+        composed = f"; what a chunk does to a running state is a {' or '.join(sorted(states))}"
         echo(
-            f"  layers: {', '.join(f'{n} {kind}' for kind, n in kinds)} (stored keys of rotary layers are "
-            "rotated to their place in a prompt, position-free ones are used as they are)"
+            f"  layers: {', '.join(f'{n} {kind}' for kind, n in kinds.items())} (stored keys of rotary "
+            "layers are rotated to their place in a prompt, position-free ones are used as they are"
+            f"{composed if states else ''})"
         )
     if result.subset_logit_diff is None:
         return
@@ -158,8 +161,11 @@ def _print_verification(model: str, result: Verification) -> None:
         f"  largest change of a logit from a prefill without blendrag, on {result.prompt_tokens} random "
         f"tokens (at most {result.allowed_logit_diff:.3g} counts as equal):"
     )
-    echo(f"    everything recomputed: {result.max_logit_diff:.3g}")
-    echo(f"    a fifth recomputed, the rest loaded: {result.subset_logit_diff:.3g}")
+    if result.max_logit_diff is None:
+        echo(f"    chunks composed: {result.subset_logit_diff:.3g}")
+    else:
+        echo(f"    everything recomputed: {result.max_logit_diff:.3g}")
+        echo(f"    a fifth recomputed, the rest loaded: {result.subset_logit_diff:.3g}")
     echo(
         f"    the same with disturbed KV: {result.perturbed_logit_diff:.3g} (must be far more: it shows "
         "that wrong KV would be noticed)"

@@ -144,7 +144,7 @@ def adapt(
     :class:`UnsupportedModelError`, :class:`ModelError`, and :class:`KeyboardInterrupt` with everything
     finished so far in ``out``.
     """
-    adapter.require_blendable()
+    adapter.require_fusing()
     require_unfinished(out)
     train, held = split(corpus.groups, recipe.seed)
     _require_fitting_prompts(adapter, corpus, recipe)

@@ -46,7 +46,7 @@ class TrainedWriter:
         from peft import LoraConfig, get_peft_model
         from peft.helpers import disable_input_dtype_casting
 
-        adapter.require_blendable()
+        adapter.require_fusing()
         if fingerprint.is_quantised(adapter.model):
             raise UnsupportedModelError(
                 f"{adapter.model_id} is quantised, expected floating-point weights to train over; train "

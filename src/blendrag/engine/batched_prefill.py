@@ -118,7 +118,7 @@ class RequestBatch:
         ):
             return False
         with suppress(UnsupportedModelError):
-            return self._model.adapter.refusal is None and self._model.fusor.packs
+            return self._model.adapter.fuses and self._model.fusor.packs
         return False
 
     def _prefill(self, first: int, namespace: str) -> None:
@@ -198,6 +198,6 @@ class RequestBatch:
 
 def share_of(request: Request, adapter: ModelAdapter, stream: AnswerStream) -> KVShare:
     """The memory that a request needs, whose number of sequences is known."""
-    token_bytes = 0 if adapter.refusal is not None else adapter.layout.size_bytes(1)
+    token_bytes = 0 if adapter.refusal is not None else adapter.layout.token_bytes
     sizes = len(request.prompt.ids), request.max_new_tokens, request.sequences * token_bytes
     return KVShare(*sizes, stream.check)

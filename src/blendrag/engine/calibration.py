@@ -283,7 +283,7 @@ def _asked(kv: KVNamespace, options: CalibrationOptions) -> list[SampledQuestion
 def _controller(kv: KVNamespace, planner: Planner) -> Controller:
     """On the thread that computes. Raises :class:`CorpusError` if stored KV must not be used."""
     adapter = kv.model.adapter
-    adapter.require_blendable()
+    adapter.require_fusing()
     with adapter.lock:
         namespace = kv.validity.namespace
         if not kv.validity.is_valid(namespace):

@@ -225,7 +225,7 @@ def _slow_key(adapter: ModelAdapter, name: str) -> str:
 
 def _why_not(adapter: ModelAdapter, name: str) -> str:
     """Why the model keeps its own weights instead of ``name``, in a clause, or empty."""
-    if adapter.refusal is not None:
+    if not adapter.fuses:
         return NOT_TOGETHER
     if adapter.is_compiled:
         return "it is compiled"

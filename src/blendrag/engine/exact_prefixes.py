@@ -249,7 +249,7 @@ class ExactPrefixes:
     def may_use(self, request: Request) -> bool:
         """Whether ``request`` may go on from KV in memory, and its own be kept there."""
         adapter = self._kv.model.adapter
-        if adapter.refusal is not None:
+        if not adapter.fuses:
             return goes_on(request, adapter)
         if request.mode not in MODES or adapter.is_long(len(request.prompt.ids)):
             return False  # the keys of long prompts are rotated otherwise
@@ -284,7 +284,7 @@ class ExactPrefixes:
         ]
         best, most = None, 0.0
         start = self.length(request, controller)
-        most_tokens = self.limit_bytes // self._kv.model.adapter.layout.size_bytes(1)
+        most_tokens = self.limit_bytes // self._kv.model.adapter.layout.token_bytes
         for end in sorted({min(end, len(prompt.ids) - 1) for _, _, end in alike}):
             if end - start < MIN_TOKENS or end > most_tokens or prompt.ids[:end] in self.failed:
                 continue
@@ -338,8 +338,9 @@ class ExactPrefixes:
 
 def goes_on(request: Request, adapter: ModelAdapter) -> bool:
     """Whether the request may go on from a state: stock ``generate`` over a cache that it is given."""
-    going = adapter.continuation
-    if going is None or request.mode != "prefix":
+    going, composes = adapter.continuation, adapter.composition is not None
+    is_alone = composes and request.mode in MODES and not request.prompt.chunks
+    if going is None or not (is_alone or request.mode == "prefix"):
         return False
     own = adapter.model.generation_config.cache_implementation is None
     # the keys of long prompts are rotated otherwise

@@ -107,7 +107,7 @@ class Generation:
         with tracing.generation(stream.first_token_at) as (to_prefill, to_decode):
             # around the prefill, which sets another attention in it, and left after it
             with ExitStack() as around:
-                if adapter.refusal is None:
+                if adapter.fuses:
                     around.enter_context(fast_decoding(adapter.stack))
                 if road.decodes_jointly:
                     around.enter_context(decoding_jointly(adapter, self._share, self._weights))
@@ -258,13 +258,15 @@ class Generation:
         if fusion is not None and counts and counts.candidates and request.mode == "blend":
             # what ran: a fallback, if the model's attention could not be seen
             policy, schedule = str(fusion.policy), str(fusion.schedule)
+        elif fusion is None and plan.spans and plan.chunks and request.mode == "blend":
+            policy, schedule = str(plan.blending.policy), str(plan.blending.schedule)
         # a forecast is of a request that is prefilled alone
         predicted = plan.forecast if batch_size == 1 else None
         notes = *request.notes, *stream.notes, *plan.notes, *filter(None, (self._note,))
         return RequestMetrics(
             mode=self._road.mode,
             ttft_s=stream.ttft_s + request.retrieval_s,
-            load_s=fusion.loader.load_s if fusion is not None else 0.0,
+            load_s=fusion.loader.load_s if fusion is not None else prefill.load_s,
             total_s=time.perf_counter() - request.asked_at + request.retrieval_s,
             prompt_tokens=prompt_tokens,
             reused_tokens=reused,

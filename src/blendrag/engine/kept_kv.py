@@ -61,7 +61,7 @@ class KeptKV:
             cache.get_seq_length(),
         )
         chunks = [chunk for chunk in chunks if chunk.complete]
-        if scope is None or not chunks or adapter.refusal is not None:
+        if scope is None or not chunks or not adapter.fuses:
             return 0
         if adapter.is_long(len(request.prompt.ids)):
             return 0

@@ -245,7 +245,9 @@ class KVValidity:
 
     def _is_alike(self, namespace: str, prefix: tuple[int, ...], reader: KVReader) -> bool:
         now = self._encoded_probe(namespace, prefix)
-        return _alike(now, reader, PROBE_TOLERANCE[dtype_name(self._adapter.precision)])
+        composition = getattr(self._adapter, "composition", None)
+        are_alike = None if composition is None else composition.is_alike
+        return _alike(now, reader, PROBE_TOLERANCE[dtype_name(self._adapter.precision)], are_alike)
 
     def _remote_probe(self, namespace: str) -> Probe:
         """That of the remote has no prefix, because corpora with different ones may share it."""
@@ -388,14 +390,25 @@ class KVValidity:
                 records_of(self._root, namespace).keep(now)
 
 
-def _alike(now: ChunkKV, reader: KVReader, tolerance: float) -> bool:
-    """Whether stored K and V equal the computed ones per channel, up to ``tolerance`` and the encoding.
+def _alike(
+    now: ChunkKV,
+    reader: KVReader,
+    tolerance: float,
+    states_alike: Callable[[int, torch.Tensor, torch.Tensor, float], bool] | None,
+) -> bool:
+    """Whether stored K and V equal the computed ones per channel, up to ``tolerance`` and the encoding, and
+    whether what is stored of running states is ``states_alike``.
 
     Raises :class:`CorruptKVError` if a checksum fails.
     """
     for i, (layer, encoded) in enumerate(zip(now.layers, _encoded(now), strict=True)):
         stored = torch.empty_like(layer)
         reader.read_layer(i, stored)
+        if now.layout.layers[i].is_state:
+            assert states_alike is not None
+            if not states_alike(i, layer, stored, tolerance):
+                return False
+            continue
         split = now.layout.layers[i].split
         for fresh, there, kept in zip(split(layer), split(encoded), split(stored), strict=True):
             lost = (there.float() - fresh.float()).square().mean(-2, keepdim=True).sqrt()

@@ -122,7 +122,7 @@ class LazyModel:
     @property
     def decodes_jointly(self) -> bool:
         """Whether tokens of several requests may be decoded together."""
-        if self.adapter.refusal is not None or self.adapter.is_compiled:
+        if not self.adapter.fuses or self.adapter.is_compiled:
             return False
         with suppress(UnsupportedModelError):
             return self.fusor.packs

@@ -33,8 +33,18 @@ HEAD_ONLY = (
     "writer or after similar chunks, and none of them is what a full prefill would compute; mode blend or "
     "reuse loads them"
 )
+PREFIX_OF_HYBRIDS = (
+    "mode prefix goes on from the end of an earlier prompt, and mode blend loads chunks"
+)
+NO_RATIO = (
+    "the ratio is not used: the model has layers with running states, so chunks are reused whole and none of "
+    "their tokens is recomputed"
+)
 
 
+ONE_SEQUENCE = Reason(
+    "stored chunks of a model with running states are used for one sequence only; all is computed"
+)
 UNTRUSTED = Reason("stored KV is not used, because a check of it failed on this machine")
 
 
@@ -139,7 +149,8 @@ class Planner:
         kv = self._kv
         if kv.model.adapter.refusal is None:  # else planning reports it
             kv.validity.is_valid(kv.validity.namespace)
-            _ = kv.model.fusor
+            if kv.model.adapter.fuses:
+                _ = kv.model.fusor
             if self._settings.remote is not None:
                 self._token_s()
         self._is_open = True
@@ -162,9 +173,15 @@ class Planner:
         adapter, prompt = self._kv.model.adapter, request.prompt
         if request.mode == "full":
             return Plan.computed(prompt, MODE_FULL)
-        if adapter.refusal is not None:
-            why = Reason(f"computed, because {adapter.why_not_movable}")
-            note = f"chunks are reused only in the same beginning: {adapter.why_not_movable}"
+        only_beginnings = adapter.why_not_movable
+        if adapter.composition is not None:
+            if request.mode == "prefix":
+                only_beginnings = PREFIX_OF_HYBRIDS
+            elif prompt.chunks and request.sequences > 1:
+                return Plan.computed(prompt, ONE_SEQUENCE, (ONE_SEQUENCE.text,))
+        if only_beginnings:
+            why = Reason(f"computed, because {only_beginnings}")
+            note = f"chunks are reused only in the same beginning: {only_beginnings}"
             plan = Plan.computed(prompt, why, (note,) * bool(prompt.chunks))
             return plan.behind(self.prefixes.join(request))
         if not prompt.chunks:
@@ -185,6 +202,10 @@ class Planner:
         if request.blending.is_calibrated and not found():
             stream.notes += self._old_calibration(known, namespace)
         request = replace(request, blending=calibrated(request.blending))
+        if adapter.composition is not None:
+            if request.options.ratio:
+                stream.notes.append(NO_RATIO)
+            request = replace(request, blending=request.blending.at(0.0))
         profile, notes = self._profile(request, namespace)
         controller = replace(
             self.controller(namespace, profile),

@@ -118,7 +118,7 @@ def profile(
 
 def _conditions(kv: KVNamespace) -> Conditions:
     """On the thread that computes: torch counts threads per thread. Raises :class:`UnsupportedModelError`."""
-    kv.model.adapter.require_blendable()
+    kv.model.adapter.require_fusing()
     return conditions_of(kv.model.adapter, kv.validity.namespace)
 
 

@@ -8,6 +8,7 @@ A road serves one request, on the scheduler's thread, under the model's lock.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +26,7 @@ from blendrag.engine.request import Request
 from blendrag.engine.schemas import Schemas
 from blendrag.engine.stream import AnswerStream
 from blendrag.fusor import BlendCache, Fusion
+from blendrag.fusor.loader import reading
 from blendrag.metrics import Timeline
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan, Reason
@@ -51,6 +53,8 @@ class Prefill(NamedTuple):
     answer."""
     unhook: Callable[[], None] | None = None
     """Ends what precedes each layer, once a scheduler's step decodes the tokens."""
+    load_s: float = 0.0
+    """Seconds spent reading and verifying without a fusion."""
 
 
 class Road(ABC):
@@ -163,6 +167,9 @@ class BlendedRoad(Road):
             elif goes_on(self.request, adapter):
                 with before_layers(adapter.decoder_layers, check):
                     yield self._continued(ids, plan)
+            elif adapter.composition is not None and plan.spans:
+                with before_layers(adapter.decoder_layers, check):
+                    yield self._composed(ids, plan)
             elif not (plan.spans and plan.chunks):  # can still be abandoned before each layer
                 cache = self._cache_behind(plan)
                 keep = None if cache is None else partial(kept, cache)
@@ -193,7 +200,7 @@ class BlendedRoad(Road):
         makes one."""
         request, adapter, span = self.request, self.adapter, plan.leading_span
         is_own = adapter.model.generation_config.cache_implementation is not None
-        if adapter.refusal is not None or request.sequences > 1 or is_own:
+        if not adapter.fuses or request.sequences > 1 or is_own:
             return None
         if not (self.decodes_jointly or self._planner.prefixes.may_use(request)):
             return None
@@ -203,6 +210,23 @@ class BlendedRoad(Road):
                 span.reader.read_layer(layer, buffer)
             cache.show(span.end)
         return cache
+
+    def _composed(self, ids: torch.Tensor, plan: Plan) -> Prefill:
+        """Behind stored chunks whose running states are composed."""
+        composition = self.adapter.composition
+        assert composition is not None
+        cache, at, load_s = composition.new_cache(), 0, 0.0
+        for span in plan.spans:
+            if span.start > at:
+                composition.forward(ids[:, at : span.start], cache, at)
+            self._check()
+            began = time.perf_counter()
+            with reading(span):
+                record = composition.read(span.reader)
+            load_s += time.perf_counter() - began
+            composition.append(cache, record, span.tokens, span.offset)
+            at = span.end
+        return Prefill(ids, cache, load_s=load_s)
 
     def _continued(self, ids: torch.Tensor, plan: Plan) -> Prefill:
         """Behind the beginning that a model goes on from whose KV cannot be moved. States are kept on the

@@ -36,7 +36,7 @@ class Fusor:
         """``fast_attention=False`` keeps the model's own attention with explicit masks (the reference);
         ``None`` measures whether the fast one serves this model. ``force_masks`` takes the scatter and mask
         path even where all rows are computed (the gate's r = 1.0)."""
-        adapter.require_blendable()
+        adapter.require_fusing()
         self.adapter = adapter
         if fast_attention is None:
             with adapter.uncompiled():

@@ -9,12 +9,16 @@ b. the same with disturbed values must differ from a stock prefill, which shows 
    disturbed: under nearly even attention they hardly matter;
 c. both on a prompt more than twice the largest window, up to :data:`MAX_PROMPT_TOKENS`;
 d. r = 1.0 through the scatter and explicit-mask path, and greedy decoding over it, equal stock.
+
+For models with running states, whose chunks are reused whole, (a) is a prompt with two chunks that were
+encoded behind what really precedes them, at an offset. Its logits and greedy tokens equal a stock prefill's.
+(b) is the same with both disturbed; in float32 either alone must show, too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -26,6 +30,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.selection import Blending, LayerView, SelectionPolicy, make_policy
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.composition import Composition
 from blendrag.model.fingerprint import is_quantised
 from blendrag.model.kv_compare import LOGIT_TOLERANCE, content, shows_errors
 from blendrag.model.positions import Repositioner
@@ -98,6 +103,8 @@ def verify(
     try:
         name = type(adapter.model).__name__
         with adapter.lock, adapter.uncompiled(), unsupported_if_raising(name):
+            if adapter.composition is not None:
+                return _measure_composed(adapter, adapter.composition, announce)
             return _measure(adapter, layers, announce)
     except UnsupportedModelError as refused:
         return Verification("refused", str(refused), layers)
@@ -153,6 +160,70 @@ def _measure(
         greedy_equal=greedy,
         prompt_tokens=n,
         fast_attention=fusor.fast_attention,
+    )
+
+
+def _measure_composed(
+    adapter: ModelAdapter, composition: Composition, announce: Callable[[int, float], None]
+) -> Verification:
+    ids = _gate_prompt(adapter)
+    n, tokens = ids.shape[1], ids[0].tolist()
+    rows = min(n - 3 * n // 4, COMPARED_ROWS)
+    began = time.perf_counter()
+    stock_out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=rows)
+    stock = stock_out.logits[0, -rows:]
+    announce(n, REMAINING_PREFILLS * (time.perf_counter() - began))
+    scale = float(stock.float().abs().max()) or 1.0
+    # the first run, a chunk, three tokens between chunks, a chunk directly before the question
+    starts = (n // 9, n // 2 + 3)
+    ends = (n // 2, n - rows)
+    records = [
+        composition.encode(tokens[:start], tokens[start:end], OFFSET)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+    def composed(loaded: Sequence[ChunkKV]) -> tuple[float, int, Any]:
+        cache, at = composition.new_cache(), 0
+        for start, end, kv in zip(starts, ends, loaded, strict=True):
+            composition.forward(ids[:, at:start], cache, at)
+            composition.append(cache, composition.read(HeldKV(kv)), kv.tokens, -OFFSET)
+            at = end
+        logits = composition.forward(ids[:, at:], cache, at, rows)
+        return _difference(logits, stock), int(logits[-1].argmax()), cache
+
+    differs, first, cache = composed(records)
+    greedy = _greedy(adapter, first, cache)
+    expected = _greedy(adapter, int(stock[-1].argmax()), stock_out.past_key_values)
+    disturbed_kv = [_disturbed(kv, composition.repositioner, 3.0) for kv in records]
+    disturbed_states = [composition.disturbed(kv, 3.0) for kv in records]
+    both = [composition.disturbed(kv, 3.0) for kv in disturbed_kv]
+    perturbed = composed(both)[0]
+    alone = min(composed(disturbed_kv)[0], composed(disturbed_states)[0])
+    tolerance = LOGIT_TOLERANCE[dtype_name(adapter.precision)] * max(scale, 1.0)
+    if adapter.precision != torch.float32 and not differs <= tolerance:
+        cache = composition.new_cache()
+        composition.forward(ids[:, : ends[1]], cache, 0)
+        parted = _difference(composition.forward(ids[:, ends[1] :], cache, ends[1], rows), stock)
+        seen = torch.arange(n - rows, n, device=adapter.device)
+        tolerance = max(tolerance, 2 * parted, 2 * _own_noise(adapter, ids, seen, stock))
+    is_greedy = greedy == expected
+    reason = _why_refused(differs, perturbed, 0.0, is_greedy, scale, tolerance, adapter.precision)
+    if not reason and adapter.precision == torch.float32 and not alone > 2 * tolerance:
+        reason = (
+            f"disturbing only KV or only running states moves logits by {alone:.3g}, so the check cannot see "
+            "a wrong one; use mode full"
+        )
+    if not differs <= tolerance:
+        reason = f"composing chunks changes logits by {differs:.3g} (allowed {tolerance:.3g}); use mode full"
+    return Verification(
+        verdict="refused" if reason else "blendable",
+        reason=reason or "composed chunks reproduce a stock prefill, and disturbed ones do not",
+        layers=composition.kinds,
+        subset_logit_diff=differs,
+        perturbed_logit_diff=perturbed,
+        allowed_logit_diff=tolerance,
+        greedy_equal=is_greedy,
+        prompt_tokens=n,
     )
 
 
@@ -296,9 +367,13 @@ def _disturbed(kv: ChunkKV, moves: Repositioner, size: float) -> ChunkKV:
     to how much each channel differs between tokens, so that large biases do not enlarge it."""
     generator = torch.Generator().manual_seed(1)
     layers = []
-    for i, (shape, layer) in enumerate(zip(kv.layout.layers, kv.layers, strict=True)):
+    attention = 0
+    for shape, layer in zip(kv.layout.layers, kv.layers, strict=True):
+        if shape.is_state:
+            layers.append(layer)
+            continue
         both = [*shape.split(layer)]  # [Hkv, T, D] each
-        at = 1 - moves.part(i)
+        at, attention = 1 - moves.part(attention), attention + 1
         noise = torch.randn(both[at].shape, generator=generator, dtype=torch.float32)
         noise *= size * content(both[at], both[at].roll(1, -2))
         both[at] = (both[at].float() + noise).to(layer.dtype)

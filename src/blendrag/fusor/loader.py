@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import cast
@@ -63,6 +64,15 @@ class SpanCorruptError(CorruptKVError):
     def __init__(self, span: LoadedSpan, cause: Exception) -> None:
         self.span = span
         super().__init__(str(cause))
+
+
+@contextmanager
+def reading(span: LoadedSpan) -> Iterator[None]:
+    """Turns errors of reading ``span`` into :class:`SpanCorruptError`."""
+    try:
+        yield
+    except (CorruptKVError, StoreUnavailableError) as exc:
+        raise SpanCorruptError(span, exc) from exc
 
 
 class LayerLoader:
@@ -167,10 +177,8 @@ class LayerLoader:
 
     def fetch_kv(self, span: LoadedSpan, layer: int, target: torch.Tensor) -> None:
         """Read and verify one span's KV."""
-        try:
+        with reading(span):
             span.reader.read_layer(layer, target)
-        except (CorruptKVError, StoreUnavailableError) as exc:
-            raise SpanCorruptError(span, exc) from exc
 
     def synchronize(self, layer: int) -> None:
         """Block until ``layer`` and those before it are in place; raise what the reading thread raised.

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import fingerprint
 from blendrag.model.compat import attention_name, is_compiled, origin, unwrapped
+from blendrag.model.composition import RECORD_VERSION, Composition
 from blendrag.model.continuation import Continuation
 from blendrag.model.length_tables import LongRotary, long_table, own_tables
 from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
@@ -74,7 +75,10 @@ class ModelAdapter:
         self.why_not_movable = ""
         """Why the KV of a refused model cannot be moved, without the remedy."""
         self.continuation: Continuation | None = None
-        """How a refused model goes on from stored beginnings of prompts; ``None`` if it cannot."""
+        """How a model goes on from stored beginnings of prompts that the fusor cannot serve; ``None`` if it
+        cannot."""
+        self.composition: Composition | None = None
+        """How chunks of a model with running states are encoded and composed; ``None`` for other models."""
         self._stack: DecoderStack | None = None
         self._layout: KVLayout | None = None
         self._repositioner: Repositioner | None = None
@@ -95,6 +99,7 @@ class ModelAdapter:
             self.why_not_movable = str(refused).partition(f"; {USE_FULL}")[0]
             if not learns_prompt:
                 self._find_continuation()
+                self._find_composition()
 
     @property
     def device(self) -> torch.device:
@@ -197,6 +202,20 @@ class ModelAdapter:
             return None
         return f"{self.why_not_movable}; {USE_FULL if self.continuation is None else USE_PREFIX}"
 
+    @property
+    def fuses(self) -> bool:
+        """Whether tokens of chunks can be recomputed among others that are loaded (:mod:`blendrag.fusor`)."""
+        return self.refusal is None and self.composition is None
+
+    def require_fusing(self) -> None:
+        """Raise :class:`UnsupportedModelError` unless the model :attr:`fuses`."""
+        self.require_blendable()
+        if self.composition is not None:
+            raise UnsupportedModelError(
+                f"{self.model_id} has layers with running states, so its chunks are reused whole and none of "
+                "their tokens is recomputed; this works for models of attention alone"
+            )
+
     def require_mode(self, mode: str) -> None:
         """Raise :class:`UnsupportedModelError` if requests of that mode cannot be answered."""
         if mode != "full" and not (mode == "prefix" and self.continuation is not None):
@@ -247,7 +266,12 @@ class ModelAdapter:
         with self.lock:
             self.require_blendable()
             if dtype_name(self.model.dtype) != self.layout.dtype:
-                self._probe()  # the model was converted: K and V have another dtype now
+                # the model was converted: K and V have another dtype now
+                if self.composition is None:
+                    self._probe()
+                else:
+                    self._find_composition()
+                self.require_blendable()
             return self.identity_over(self.stack, self.layout)
 
     def identity_over(self, decoder: Decoder, layout: KVLayout) -> ModelIdentity:
@@ -257,6 +281,8 @@ class ModelAdapter:
             config = self.model.config
             identified = self._weights(found)
             if self._identity is None or identified != self._identified:
+                composes = self.composition is not None and layout.has_states
+                records = f" records {RECORD_VERSION}" if composes else ""
                 self._identity = ModelIdentity(
                     model_id=self.model_id,
                     revision=self.revision,
@@ -265,7 +291,7 @@ class ModelAdapter:
                     weight_quantization=fingerprint.weight_quantization(config),
                     compute_dtype=dtype_name(self.model.dtype),
                     attention=str(attention_name(config)),
-                    geometry=fingerprint.geometry(decoder.config, decoder.layer_types),
+                    geometry=fingerprint.geometry(decoder.config, decoder.layer_types) + records,
                     tokenizer_fingerprint=self.tokens.fingerprint,
                     stored_dtype=layout.dtype,
                 )
@@ -296,6 +322,10 @@ class ModelAdapter:
                 f"a chunk of {tokens} tokens after a prefix of {skip} exceeds the {limit} tokens that "
                 "this model encodes alike; take shorter chunks (chunk_tokens)"
             )
+        if self.composition is not None:
+            before = [*prefix_ids, *context_ids]
+            kv = self.composition.encode(before, chunk_ids, 0, -len(context_ids))
+            return replace(kv, layers=_on_host(kv.layers))
         with self._long_table() if is_long else nullcontext():
             ids = [*prefix_ids, *context_ids, *chunk_ids]
             cache = self.prefill_at(ids, after_kv=end_forward)
@@ -364,6 +394,27 @@ class ModelAdapter:
             self.continuation = going
         except UnsupportedModelError as exc:
             log.debug("no beginnings of prompts are reused: %s", exc)
+
+    @torch.inference_mode()
+    def _find_composition(self) -> None:
+        """Measure whether chunks of a model with running states can be composed."""
+        self.composition = None
+        if self.continuation is None or not self.continuation.has_states:
+            return
+        name = type(self.model).__name__
+        reach = self.blend_limit_tokens or self.context_tokens
+        try:
+            with self.uncompiled(), unsupported_if_raising(name, "compose stored chunks"):
+                found = Composition(self.model, self.continuation, self.device, reach)
+        except UnsupportedModelError as exc:
+            self.why_not_movable = str(exc).partition(f"; {USE_FULL}")[0]
+            return
+        self.composition, self.why_not_movable = found, ""
+        self._stack, self._layout, self._repositioner = (
+            found.stack,
+            found.layout,
+            found.repositioner,
+        )
 
     @torch.inference_mode()
     def _probe(self) -> None:

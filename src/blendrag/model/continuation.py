@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 from blendrag.errors import UnsupportedModelError
 from blendrag.model.fingerprint import depends_on_length, is_quantised
 from blendrag.model.kv_compare import LOGIT_TOLERANCE, shows_errors
+from blendrag.model.linear_layers import has_states
 from blendrag.model.structure import check_placement, decoder_list, unsupported_if_raising
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
 from blendrag.store.tensor_bytes import DTYPES
@@ -86,11 +87,22 @@ class Continuation:
         self._module_states: list[tuple[nn.Module, str]] = []
         self._cache_class: type[Cache] | None = None
         """The model's own kind of cache (MiniMax)."""
+        self._has_states = False
         self._full: list[int] = []
         """Layers of full attention."""
         with unsupported_if_raising(type(model).__name__, "go on from a stored beginning"):
             check_placement(model)
             self._check()
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have a running state, wherever it is kept."""
+        return bool(self._module_states) or self._has_states
+
+    @property
+    def keeps_own_states(self) -> bool:
+        """Whether the model has its own kind of cache, or keeps states in modules."""
+        return self._cache_class is not None or bool(self._module_states)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -228,6 +240,7 @@ class Continuation:
         ]
         shapes, dtypes = [], set()
         for i, layer in enumerate(cache.layers):
+            self._has_states |= has_states(cache, i)
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
                 continue

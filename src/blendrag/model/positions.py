@@ -232,7 +232,7 @@ def classify(
     base: LayersKV,
     shifted: Mapping[int, LayersKV],
     others: LayersKV,
-    still: LayersKV,
+    still: LayersKV | None,
     stack: DecoderStack,
     dtype: torch.dtype,
     again: LayersKV | None = None,
@@ -243,7 +243,7 @@ def classify(
         base: KV of a few tokens at positions 0….
         shifted: of the same tokens at positions Δ…, by Δ.
         others: of as many different tokens at positions 0….
-        still: of one token as many times, all at position 0.
+        still: of one token as many times, all at position 0; ``None`` for models with running states.
         again: ``base`` as computed in a longer prompt, for models whose noise exceeds their dtype's.
 
     Raises :class:`UnsupportedModelError` naming the first layer of no kind, and for models that do not place
@@ -256,7 +256,8 @@ def classify(
         for one, other in zip(*both, strict=True)
     )
     # Where positions are ignored (BLOOM), nothing may depend on the order: one token repeated is the same
-    for layer in range(len(base) if takes_none else 1):
+    for layer in range(0 if still is None else len(base) if takes_none else 1):
+        assert still is not None
         for kept, one, other in zip(still[layer], base[layer], others[layer], strict=True):
             same = _misfit(kept, kept[:, :1].expand_as(kept), content(one, other), 0.0, dtype)
             if not same.fits:

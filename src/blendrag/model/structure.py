@@ -7,7 +7,7 @@ prefill, checks that all weights are on one device, and runs what was compiled u
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +162,39 @@ def find_stack(model: Any) -> DecoderStack:
         rotary,
         (*around, *found.layers),
     )
+
+
+def hybrid_stack(
+    model: Any, with_attention: Sequence[int], mixers: Collection[nn.Module]
+) -> DecoderStack:
+    """The parts of a model whose layers ``with_attention`` keep KV, while its ``mixers`` keep running states.
+
+    Raises :class:`UnsupportedModelError` if they are not found.
+    """
+    config = model.config.get_text_config(decoder=True)
+    base, _, layers = decoder_list(model)
+    count = len(layers)
+    types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
+    attentions = []
+    for i in with_attention:
+        inside = layers[i].modules() if i < count else ()
+        inner = (
+            m
+            for m in inside
+            if m is not layers[i] and m not in mixers and getattr(m, "layer_idx", None) == i
+        )
+        attention = min(inner, key=lambda m: not hasattr(m, "config"), default=None)
+        if attention is None:
+            raise UnsupportedModelError(
+                f"layer {i} of {type(model).__name__} keeps no KV that blending can find; use mode full"
+            )
+        attentions.append(attention)
+    tables = (
+        child for child in base.children() if hasattr(child, "inv_freq")
+    )  # pos_emb in LFM2-MoE
+    rotary = getattr(base, "rotary_emb", None) or next(tables, None)
+    rotary = rotary or getattr(next(iter(attentions), None), "rotary_emb", None)
+    return DecoderStack(base, [*layers], config, types, attentions, rotary, [*model.modules()])
 
 
 def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLayout:

@@ -51,6 +51,7 @@ CORRUPT = Reason("stored KV failed verification and was set aside; computed")
 NOT_ASKED = Reason("no KV stored here, and the remote is not asked at the moment", is_missing=True)
 NOT_LEADING = Reason("mode prefix reuses a chunk only directly after the corpus's prefix")
 PROMPT_END = Reason("the prompt ends in the chunk, and its last tokens are always computed")
+NOT_WHOLE = Reason("a part of a chunk, whose running states are stored only for all of it")
 EXACT_PREFIX = Reason("exact prefix match")
 
 #: Opens what is in memory of the longest exact prefix of these ids.
@@ -217,7 +218,8 @@ class Controller:
         """The part before the first chunk as an exact prefix: its span, or the ids worth storing."""
         ids = prompt.leading_ids
         fits = max(1, self.prefix_min_tokens) <= len(ids) <= LEADING_MAX_TOKENS
-        if self.scope is None or not (prompt.chunks and fits and last):
+        is_cut = self.adapter.layout.has_states and len(ids) > last
+        if self.scope is None or is_cut or not (prompt.chunks and fits and last):
             return None, ()
         namespace = self._within(self.scope)
         key = beginning_key(namespace, ids, self.chunks_are_exact)
@@ -247,7 +249,8 @@ class Controller:
     def _begins_undated(self, prompt: SegmentedPrompt) -> bool:
         """Whether the prompt begins with what precedes today's date in the prefix, an exact prefix."""
         ids = self.undated_ids
-        return bool(ids and prompt.chunks and prompt.leading_ids[: len(ids)] == ids)
+        is_cut = self.adapter.layout.has_states and len(ids) >= len(prompt.ids)
+        return bool(ids and not is_cut and prompt.chunks and prompt.leading_ids[: len(ids)] == ids)
 
     def _wanted(
         self, prompt: SegmentedPrompt, mode: Mode, avoid: frozenset[str], last: int, start: int
@@ -296,7 +299,10 @@ class Controller:
         """Why a chunk may not be loaded, wherever its KV is; ``None`` if it may."""
         if mode == "prefix" and not self._is_exact(segment, prompt):
             return NOT_LEADING
-        return PROMPT_END if min(segment.end, last) <= segment.position else None
+        if min(segment.end, last) <= segment.position:
+            return PROMPT_END
+        is_whole = segment.complete and not segment.first and segment.end <= last
+        return NOT_WHOLE if self.adapter.layout.has_states and not is_whole else None
 
     def _chunk(
         self,

@@ -1,4 +1,5 @@
-"""What a chunk's KV cache is: its layout, and the tensors themselves.
+"""What a chunk's KV cache is: its layout, and the tensors themselves. Of a layer with a running state it has
+what the chunk does to that, which does not grow with the chunk.
 
 Keys are stored as the model computed them after the corpus's prefix, that is, rotated to positions
 ``[prefix_tokens, prefix_tokens + T)``; :mod:`blendrag.model.positions` moves them.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from blendrag.store.identity import NATIVE_ENCODING
@@ -41,6 +43,11 @@ class LayerShape:
     value_dim: int | None = None
     """Width of V; ``None``: that of K."""
 
+    @property
+    def is_state(self) -> bool:
+        """Whether it is that of a running state."""
+        return False
+
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> LayerShape:
         """That of K and V ``[…, Hkv, T, D]``."""
@@ -70,12 +77,34 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class StateShape(LayerShape):
+    """What a chunk does to a layer's running state, as bytes: one tensor ``[1, 1, 1, n]`` of uint8, whatever
+    its length (:mod:`blendrag.model.linear_layers`). ``head_dim`` is n."""
+
+    def __init__(self, record_bytes: int) -> None:
+        super().__init__(1, record_bytes)
+
+    @property
+    def is_state(self) -> bool:
+        return True
+
+    def tensor_shape(self, tokens: int) -> tuple[int, int, int, int]:
+        return (1, 1, 1, self.head_dim)
+
+    def split(self, kv: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        raise TypeError("the record of a running state has no K and V")
+
+
+@dataclass(frozen=True)
 class KVLayout:
-    """Shapes and dtype of a model's KV, all layers; the same for every chunk of a namespace."""
+    """Shapes and dtype of a model's KV, all layers; the same for every chunk of a namespace.
+
+    A layer with both KV and a running state is two layers here.
+    """
 
     layers: tuple[LayerShape, ...]
     dtype: str
-    """Dtype of the tensors that a store takes and returns."""
+    """Dtype of K and V that a store takes and returns."""
     encoding: str = NATIVE_ENCODING
     """How a store keeps them (:mod:`blendrag.store.encodings`)."""
 
@@ -90,6 +119,22 @@ class KVLayout:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
+    def layer_dtype(self, layer: int) -> torch.dtype:
+        """Dtype of one layer's tensor."""
+        import torch
+
+        return torch.uint8 if self.layers[layer].is_state else self.torch_dtype
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether some layers have running states."""
+        return any(shape.is_state for shape in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of each token's K and V in all layers, before encoding."""
+        return self.size_bytes(1) - self.size_bytes(0)
+
     def layer_shape(self, layer: int, tokens: int) -> tuple[int, int, int, int]:
         """See :meth:`LayerShape.tensor_shape`."""
         return self.layers[layer].tensor_shape(tokens)
@@ -100,7 +145,8 @@ class KVLayout:
 
     def layer_bytes(self, layer: int, tokens: int) -> int:
         """Bytes of one layer's tensor, before encoding."""
-        return math.prod(self.layer_shape(layer, tokens)) * ITEM_BYTES[self.dtype]
+        item_bytes = 1 if self.layers[layer].is_state else ITEM_BYTES[self.dtype]
+        return math.prod(self.layer_shape(layer, tokens)) * item_bytes
 
 
 @dataclass(frozen=True)
@@ -116,10 +162,10 @@ class ChunkKV:
             raise ValueError(f"{len(self.layers)} layers, expected {len(self.layout.layers)}")
         for i, layer in enumerate(self.layers):
             expected = self.layout.layer_shape(i, self.tokens)
-            if tuple(layer.shape) != expected or layer.dtype != self.layout.torch_dtype:
+            dtype = self.layout.layer_dtype(i)
+            if tuple(layer.shape) != expected or layer.dtype != dtype:
                 raise ValueError(
-                    f"layer {i} is {tuple(layer.shape)} {layer.dtype}, "
-                    f"expected {expected} {self.layout.torch_dtype}"
+                    f"layer {i} is {tuple(layer.shape)} {layer.dtype}, expected {expected} {dtype}"
                 )
 
     @property

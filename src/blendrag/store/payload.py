@@ -1,11 +1,11 @@
 """The payload file of one chunk: a safetensors file whose header can be predicted.
 
 Tensors ``l0000``, ``l0001``, … of shape ``[2, Hkv, T, D]`` (or ``[1, Hkv, T, Dk+Dv]``, see
-:class:`~blendrag.store.kv.LayerShape`) follow one another. The header is padded with spaces so that
-data starts at a multiple of 4096. Its ``__metadata__`` holds the format version, key, namespace,
-dtype, number of tokens, and one xxh3-64 checksum per layer, seeded with key and layer, over the
-layer's stored bytes. An encoded layer consists of several tensors, scales first
-(:mod:`blendrag.store.encodings`), and the metadata names the encoding.
+:class:`~blendrag.store.kv.LayerShape`) follow one another; what a chunk does to a running state is bytes
+(``U8``). The header is padded with spaces so that data starts at a multiple of 4096. Its
+``__metadata__`` holds the format version, key, namespace, dtype, number of tokens, and one xxh3-64
+checksum per layer, seeded with key and layer, over the layer's stored bytes. An encoded layer consists
+of several tensors, scales first (:mod:`blendrag.store.encodings`), and the metadata names the encoding.
 
 To read a file, its header is compared byte by byte with the one that layout, tokens, namespace and key
 require; it is not parsed, and no number in it is used. Only :func:`parse_header`, for rebuilding an
@@ -31,7 +31,7 @@ from blendrag.errors import CorruptKVError, InvalidInputError
 from blendrag.store.durable import OUT_OF_RESOURCES
 from blendrag.store.encodings import ENCODINGS, stored_bytes_by_layer, stored_parts
 from blendrag.store.identity import FORMAT_VERSION, NATIVE_ENCODING, is_name
-from blendrag.store.kv import ITEM_BYTES, KVLayout, LayerShape
+from blendrag.store.kv import ITEM_BYTES, KVLayout, LayerShape, StateShape
 from blendrag.store.payload_files import Name, PayloadFiles
 
 ALIGNMENT_BYTES = 4096
@@ -195,8 +195,11 @@ def parse_header(header: bytes) -> PayloadHeader | None:
         widths = (
             metadata["value_dims"].split(",") if "value_dims" in metadata else ["0"] * len(shapes)
         )
+        dtypes = [fields[f"l{layer:04d}"]["dtype"] for layer in range(len(layers))]
         layout = KVLayout(
-            tuple(_layer_shape(*each) for each in zip(shapes, map(int, widths), strict=True)),
+            tuple(
+                _layer_shape(*each) for each in zip(dtypes, shapes, map(int, widths), strict=True)
+            ),
             str(metadata["dtype"]),
             str(metadata.get("encoding", NATIVE_ENCODING)),
         )
@@ -217,8 +220,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _layer_shape(shape: Sequence[Any], value_dim: int) -> LayerShape:
+def _layer_shape(dtype: str, shape: Sequence[Any], value_dim: int) -> LayerShape:
     heads, width = _dimension(shape[1]), _dimension(shape[3])
+    if dtype == "U8":
+        return StateShape(width)
     return (
         LayerShape(heads, width - value_dim, value_dim) if value_dim else LayerShape(heads, width)
     )

@@ -36,7 +36,6 @@ class LayerReader:
         """Takes over a reader that was read, or is wanted, when it is closed; whether it did."""
         self.is_wanted = False
         """Whether the chunk is kept although no layer was read."""
-        self._dtype = layout.torch_dtype
         self._staging = staging_of(layout, tokens)
         self._lock = threading.Lock()
         self._was_read = self._failed = self._closed = False
@@ -46,9 +45,10 @@ class LayerReader:
         if self._closed:
             raise self.closed_error()
         shape = self.layout.layer_shape(layer, self.tokens)
-        targets = target_buffers(out, shape, self._dtype)  # refuses what does not fit
+        dtype, is_state = self.layout.layer_dtype(layer), self.layout.layers[layer].is_state
+        targets = target_buffers(out, shape, dtype)  # refuses what does not fit
         try:
-            if self._staging is None:
+            if self._staging is None or is_state:
                 self.read_stored(layer, targets)
             else:
                 self._staging.read(

@@ -3,7 +3,7 @@
 Scales are shared by the keys of one channel (per KV head, over the chunk's tokens), because channels
 differ from one another far more than tokens do, and by the values of one token (per KV head, over
 its channels), where it is the other way round (KIVI, arXiv:2402.02750, §3). Scales are stored first,
-so that they are aligned wherever a layer is read to.
+so that they are aligned wherever a layer is read to. Records of running states are kept as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RELATIVE_ERROR = {NATIVE_ENCODING: 0.0, "int8": 1 / 254}
 ENCODINGS = tuple(RELATIVE_ERROR)
 
 _NATIVE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 
 
 class LayerPart(NamedTuple):
@@ -41,6 +41,8 @@ class LayerPart(NamedTuple):
 def stored_parts(layout: KVLayout, layer: int, tokens: int) -> tuple[LayerPart, ...]:
     """The parts of one layer in the order of their bytes; the numbers themselves come last."""
     shape = layout.layer_shape(layer, tokens)
+    if layout.layers[layer].is_state:  # in every encoding
+        return (LayerPart("", "U8", shape),)
     heads, width = layout.layers[layer].kv_heads, layout.layers[layer].head_dim
     key_scales = LayerPart(".key_scales", "F32", (heads, width))
     value_scales = LayerPart(".value_scales", "F32", (heads, tokens))

@@ -1,0 +1,417 @@
+"""Layers with a running state: what a chunk does to the state, so that it can be done anywhere.
+
+For fixed inputs the state of a linear layer after a chunk is ``A · before + B``. In Mamba-2 ``A`` is a decay
+of each head, in delta rules a matrix for each. A causal convolution of width w keeps its last w inputs, which
+are the chunk's own (HYPIC, arXiv:2607.01299; LinearKV, arXiv:2608.11231).
+
+Which of these a layer is, is measured and not looked up by name. The layer's own module runs again over the
+same inputs, from states that tell ``A``, and from a random one, which must give what ``A`` and ``B`` say.
+``A`` and ``B`` of a chunk are found in the same way while it is encoded. The module is not changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from blendrag.errors import UnsupportedModelError
+from blendrag.store.kv import StateShape
+
+#: Largest error of ``A · before + B``, relative to the largest number of the state, by the state's dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+#: A state before some tokens is enlarged by these factors until the one after them is so many times larger.
+ENLARGED, VISIBLE = [2.0**power for power in range(0, 73, 12)], 8.0
+
+
+class Map(Enum):
+    """What ``A`` is."""
+
+    DECAY = "one factor for each number of the state"
+    ROWS = "a matrix for each head, over the second to last dimension"
+    COLUMNS = "a matrix for each head, over the last dimension"
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """One recurrent state of a layer: ``shape`` begins with a batch of 1."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    map: Map
+    constant: tuple[int, ...] = ()
+    """Dimensions along which a decay is the same number."""
+
+    @property
+    def map_shape(self) -> tuple[int, ...]:
+        """That of ``A``."""
+        if self.map is Map.DECAY:
+            return tuple(1 if i in self.constant else n for i, n in enumerate(self.shape))
+        *heads, rows, columns = self.shape
+        size = rows if self.map is Map.ROWS else columns
+        return (*heads, size, size)
+
+    def probes(self) -> Iterator[torch.Tensor]:
+        """States, the differences of whose results are the columns of ``A``, one after another."""
+        if self.map is Map.DECAY:
+            yield torch.ones(self.shape)
+            return
+        *heads, rows, columns = self.shape
+        size, width = (rows, columns) if self.map is Map.ROWS else (columns, rows)
+        for first in range(0, size, width):
+            probe = torch.eye(size)[:, first : first + width]  # [size, ≤ width]
+            probe = nn.functional.pad(probe, (0, width - probe.shape[1]))
+            probe = probe if self.map is Map.ROWS else probe.T
+            yield probe.expand(*heads, rows, columns)
+
+    def map_of(self, differences: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``A`` (:attr:`map_shape`) from what the probes changed."""
+        if self.map is Map.DECAY:
+            (decay,) = differences
+            for dim in self.constant:
+                decay = decay.narrow(dim, 0, 1)
+            return decay
+        size = self.map_shape[-1]
+        if self.map is Map.ROWS:
+            return torch.cat([*differences], -1)[..., :size]
+        return torch.cat([*differences], -2)[..., :size, :]
+
+    def applied(self, a: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """``A · before``, float32."""
+        a, before = a.float(), before.float()
+        if self.map is Map.DECAY:
+            return a * before
+        return a @ before if self.map is Map.ROWS else before @ a
+
+
+@dataclass(frozen=True)
+class ConvState:
+    """The last inputs of a convolution: ``shape`` is ``[1, channels, width]``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class LayerStates(NamedTuple):
+    """What a layer holds, in the order of its states."""
+
+    recurrent: tuple[torch.Tensor, ...]
+    conv: tuple[torch.Tensor, ...]
+
+
+class LayerRecord(NamedTuple):
+    """What a chunk does to a layer's states."""
+
+    maps: tuple[torch.Tensor, ...]
+    """``A`` of each recurrent state."""
+    added: tuple[torch.Tensor, ...]
+    """``B`` of each recurrent state."""
+    tails: tuple[torch.Tensor, ...]
+    """Each convolution's state after the chunk."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLayer:
+    """One layer of a cache with running states, and the module that writes them."""
+
+    index: int
+    mixer: nn.Module
+    recurrent: tuple[RecurrentState, ...]
+    conv: tuple[ConvState, ...]
+
+    @property
+    def shape(self) -> StateShape:
+        """As the store keeps a record."""
+        return StateShape(sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._parts))
+
+    @property
+    def _parts(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes of a record's tensors in the order of their bytes, wide numbers first."""
+        parts = [(each.map_shape, each.dtype) for each in self.recurrent]
+        parts += [(each.shape, each.dtype) for each in self.recurrent]
+        parts += [(each.shape, each.dtype) for each in self.conv]
+        return sorted(parts, key=lambda part: -part[1].itemsize)
+
+    @property
+    def _order(self) -> list[int]:
+        """Which of a record's tensors each of :attr:`_parts` is."""
+        dtypes = 2 * [each.dtype for each in self.recurrent] + [each.dtype for each in self.conv]
+        return sorted(range(len(dtypes)), key=lambda i: -dtypes[i].itemsize)
+
+    def packed(self, record: LayerRecord) -> torch.Tensor:
+        """The bytes of a record: uint8, :meth:`StateShape.tensor_shape`."""
+        tensors = [*record.maps, *record.added, *record.tails]
+        flat = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in self._order]
+        return torch.cat(flat).view(self.shape.tensor_shape(0))
+
+    def unpacked(self, stored: torch.Tensor) -> LayerRecord:
+        """The record of these bytes; its tensors are views."""
+        flat, found, begin = stored.view(-1), dict[int, torch.Tensor](), 0
+        for i, (shape, dtype) in zip(self._order, self._parts, strict=True):
+            end = begin + math.prod(shape) * dtype.itemsize
+            found[i] = flat[begin:end].view(dtype).view(shape)
+            begin = end
+        tensors, n = [found[i] for i in range(len(found))], len(self.recurrent)
+        return LayerRecord(tuple(tensors[:n]), tuple(tensors[n : 2 * n]), tuple(tensors[2 * n :]))
+
+    def after(self, record: LayerRecord, before: LayerStates, tokens: int) -> LayerStates:
+        """The states after a chunk of so many ``tokens`` that follows ``before``."""
+        recurrent = tuple(
+            (state.applied(a, s) + b.float()).to(state.dtype)
+            for state, a, b, s in zip(
+                self.recurrent, record.maps, record.added, before.recurrent, strict=True
+            )
+        )
+        conv = tuple(
+            torch.cat((old[..., tokens:], tail[..., -min(tokens, tail.shape[-1]) :]), -1)
+            for tail, old in zip(record.tails, before.conv, strict=True)
+        )
+        return LayerStates(recurrent, conv)
+
+    # -- in a cache ---------------------------------------------------------------------------------
+
+    def held(self, cache: Cache) -> LayerStates:
+        """Copies of what ``cache`` holds."""
+        return held(cache, self.index)
+
+    def put(self, cache: Cache, states: LayerStates) -> None:
+        """Write ``states`` into ``cache``."""
+        recurrent, conv = _tensors(cache, self.index)
+        for there, given in zip(
+            (*recurrent, *conv), (*states.recurrent, *states.conv), strict=True
+        ):
+            there.copy_(given)
+
+
+def _tensors(cache: Cache, index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The recurrent states and those of convolutions in a layer of ``cache``, which are written in place."""
+    layer = cache.layers[index]
+    both = (getattr(layer, name, {}) for name in ("recurrent_states", "conv_states"))
+    recurrent, conv = ([s for s in states.values() if s is not None] for states in both)
+    return recurrent, conv
+
+
+def has_states(cache: Cache, index: int) -> bool:
+    """Whether a layer of ``cache`` has running states, after a forward."""
+    return any(_tensors(cache, index))
+
+
+def held(cache: Cache, index: int) -> LayerStates:
+    """Copies of the states that a layer of ``cache`` holds."""
+    recurrent, conv = _tensors(cache, index)
+    return LayerStates(tuple(s.clone() for s in recurrent), tuple(s.clone() for s in conv))
+
+
+class MixerRun(NamedTuple):
+    """One run of a layer's module within a forward, which can be repeated from other states."""
+
+    mixer: nn.Module
+    layer: int
+    cache: Cache
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    before: LayerStates
+    after: LayerStates
+
+    def run_from(self, states: LayerStates) -> LayerStates:
+        """What the layer's states are after the same inputs behind other ``states``."""
+        scratch, layer = copy.copy(self.cache), copy.copy(self.cache.layers[self.layer])
+        for name, given in zip(("recurrent_states", "conv_states"), states, strict=True):
+            own, rest = getattr(layer, name, {}), iter(given)
+            copied = {i: None if s is None else next(rest).clone() for i, s in own.items()}
+            setattr(layer, name, copied)
+        scratch.layers = [*self.cache.layers]
+        scratch.layers[self.layer] = layer
+        args = tuple(scratch if each is self.cache else each for each in self.args)
+        kwargs = {k: scratch if each is self.cache else each for k, each in self.kwargs.items()}
+        self.mixer.forward(*args, **kwargs)
+        return held(scratch, self.layer)
+
+
+@contextmanager
+def calls(
+    mixers: Sequence[tuple[int, nn.Module]], cache: Cache, note: Callable[[MixerRun], None]
+) -> Iterator[None]:
+    """Within this context ``note`` is told each run of one of the ``mixers`` (with its layer) over ``cache``,
+    right after it."""
+    before: dict[int, LayerStates] = {}
+
+    def hooks(index: int, mixer: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
+        def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            if _is_given(cache, args, kwargs):
+                before[index] = held(cache, index)
+
+        def end(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if _is_given(cache, args, kwargs):
+                states = before.pop(index), held(cache, index)
+                note(MixerRun(mixer, index, cache, args, kwargs, *states))
+
+        return begin, end
+
+    with ExitStack() as hooked:
+        for index, mixer in mixers:
+            begin, end = hooks(index, mixer)
+            hooked.callback(mixer.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            hooked.callback(mixer.register_forward_hook(end, with_kwargs=True).remove)
+        yield
+
+
+def _is_given(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(each is cache for each in (*args, *kwargs.values()))
+
+
+def record_of(layer: LinearLayer, call: MixerRun, enlarged: float = 1.0) -> LayerRecord:
+    """What the call's inputs do to the layer's states, by running it once more or, for a matrix that is wider
+    than the state, several times. ``enlarged``: probes are so many times as large as the state."""
+    states = layer.recurrent
+    # a probe as large as the state: the difference of two large numbers has few digits
+    sizes = [enlarged * _power_of_two(float(s.abs().max())) for s in call.after.recurrent]
+    differences: list[list[torch.Tensor]] = [[] for _ in states]
+    probes = [[*state.probes()] for state in states]
+    for turn in range(max(map(len, probes), default=0)):
+        tried = [
+            before + (size * each[min(turn, len(each) - 1)]).to(before)
+            for before, size, each in zip(call.before.recurrent, sizes, probes, strict=True)
+        ]
+        found = call.run_from(LayerStates(tuple(tried), call.before.conv)).recurrent
+        for i, (now, after, each) in enumerate(
+            zip(found, call.after.recurrent, probes, strict=True)
+        ):
+            if turn < len(each):
+                differences[i].append((now.float() - after.float()) / sizes[i])
+    maps = [state.map_of(found) for state, found in zip(states, differences, strict=True)]
+    added = [
+        (after.float() - state.applied(a, before)).to(state.dtype)
+        for state, a, before, after in zip(
+            states, maps, call.before.recurrent, call.after.recurrent, strict=True
+        )
+    ]
+    maps = [a.to(state.dtype) for state, a in zip(states, maps, strict=True)]
+    return LayerRecord(tuple(maps), tuple(added), call.after.conv)
+
+
+def _power_of_two(size: float) -> float:
+    return 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
+
+
+# -- measured when the model is loaded ------------------------------------------------------------------
+
+
+def find_mixers(
+    layers: Sequence[nn.Module], cache: Cache, forward: Callable[[], object]
+) -> list[tuple[int, nn.Module]]:
+    """Which module writes the running states of each layer of ``cache``, in a ``forward`` over it.
+
+    Raises :class:`UnsupportedModelError` for states that no module writes that gets the cache.
+    """
+    linear = [i for i in range(min(len(layers), len(cache.layers))) if has_states(cache, i)]
+    smallest: dict[int, tuple[int, nn.Module]] = {}
+
+    def note(call: MixerRun) -> None:
+        sides = ((*states.recurrent, *states.conv) for states in (call.before, call.after))
+        if all(torch.equal(old, new) for old, new in zip(*sides, strict=True)):
+            return
+        size = sum(1 for _ in call.mixer.modules())
+        if call.layer not in smallest or size < smallest[call.layer][0]:
+            smallest[call.layer] = size, call.mixer
+
+    with ExitStack() as watched:
+        for index in linear:
+            for module in layers[index].modules():
+                watched.enter_context(calls([(index, module)], cache, note))
+        forward()
+    if missing := [i for i in linear if i not in smallest]:
+        raise UnsupportedModelError(
+            f"the running state of layer {missing[0]} is written by no module that is given the cache, so a "
+            "chunk's part of it cannot be told; use mode full"
+        )
+    return [(i, smallest[i][1]) for i in linear]
+
+
+def measured(call: MixerRun, tokens: int) -> LinearLayer:
+    """What kind of layer made this ``call`` with so many ``tokens``: few, so that states do not decay.
+
+    Raises :class:`UnsupportedModelError` if its states after the same inputs are no affine map of those
+    before.
+    """
+    conv = tuple(ConvState(tuple(s.shape), s.dtype) for s in call.after.conv)
+    states = tuple(call.after.recurrent)
+    enlarged, other, expected = _visible(call)
+    emptied = tuple(map(torch.zeros_like, call.before.conv))
+    of_empty = call.run_from(
+        call.before._replace(conv=emptied)
+    )  # other maps, as a convolution comes first
+    other, expected = other._replace(conv=emptied), expected._replace(conv=of_empty.conv)
+    worst = math.inf
+    for kind in Map:
+        if kind is not Map.DECAY and any(s.ndim < 3 for s in states):
+            continue
+        kinds = tuple(RecurrentState(tuple(s.shape), s.dtype, kind) for s in states)
+        layer = LinearLayer(call.layer, call.mixer, kinds, conv)
+        record = record_of(layer, call, enlarged)
+        misfit = _misfit(layer.after(record, other, tokens), expected)
+        if misfit <= 1:
+            return replace(layer, recurrent=tuple(map(_narrowed, kinds, record.maps)))
+        worst = min(worst, misfit)
+    raise UnsupportedModelError(
+        f"the state of layer {call.layer} ({type(call.mixer).__name__}) after a chunk is no linear function "
+        f"of the state before it (off by {worst:.3g} times what is allowed), so what a chunk does to it "
+        "cannot be stored; use mode full"
+    )
+
+
+def _narrowed(state: RecurrentState, a: torch.Tensor) -> RecurrentState:
+    """``state`` with the dimensions along which its decay ``a`` is the same number."""
+    if state.map is not Map.DECAY:
+        return state
+    allowed = TOLERANCE[state.dtype] / 10
+    # never over the first ones: heads may be equal by chance
+    spreads = {dim: (a - a.narrow(dim, 0, 1)).abs() / a.abs().max() for dim in range(2, a.ndim)}
+    constant = (dim for dim, spread in spreads.items() if float(spread.max()) <= allowed)
+    return replace(state, constant=tuple(constant))
+
+
+def _visible(call: MixerRun) -> tuple[float, LayerStates, LayerStates]:
+    """Random states before the call's inputs, so many times as large as those after the call that they count
+    for more than the inputs, and what is after them. A state may decay to nothing within a few tokens."""
+    after: LayerStates = call.after
+    for enlarged in ENLARGED:
+        before = _random_states(call, enlarged)
+        after = call.run_from(before)
+        pairs = zip(after.recurrent, call.after.recurrent, strict=True)
+        if all(
+            float((new - old).abs().max()) > VISIBLE * float(old.abs().max()) for new, old in pairs
+        ):
+            break
+    return enlarged, before, after
+
+
+def _random_states(call: MixerRun, enlarged: float) -> LayerStates:
+    """States so many times as large as those after the call."""
+    generator = torch.Generator().manual_seed(5)
+
+    def like(state: torch.Tensor) -> torch.Tensor:
+        scale = state.float().square().mean().sqrt()
+        return (scale * torch.randn(state.shape, generator=generator).to(scale)).to(state)
+
+    return LayerStates(tuple(enlarged * like(s) for s in call.after.recurrent), call.before.conv)
+
+
+def _misfit(found: LayerStates, expected: LayerStates) -> float:
+    """The largest error, in units of what is allowed; infinite for NaN."""
+    worst = 0.0
+    for is_conv, (some, others) in enumerate(zip(found, expected, strict=True)):
+        for one, other in zip(some, others, strict=True):
+            error = float((one.float() - other.float()).abs().max())
+            allowed = 0.0 if is_conv else TOLERANCE[other.dtype] * float(other.float().abs().max())
+            if not error <= allowed:
+                worst = max(worst, error / allowed) if allowed and error == error else math.inf
+    return worst

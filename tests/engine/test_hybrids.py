@@ -1,0 +1,152 @@
+"""Models with running states answer over stored chunks, which are composed and not recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.engine import BlendEngine
+from blendrag.errors import UnsupportedModelError
+from blendrag.model.composition import Composition
+
+
+def engine_over(name: str, root: Path, **changes: Any) -> BlendEngine:
+    model = tiny.family(name, initializer_range=0.2)
+    return tiny.engine(model, root, prefix_text=tiny.BOS, **changes)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    with engine_over("qwen3_5", tmp_path_factory.mktemp("hybrid") / "store", ram_bytes=0) as made:
+        made.ingest([tiny.document(i) for i in range(2)]).whole()
+        yield made
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each forward of a prompt's parts computed before ``generate``."""
+    rows: list[int] = []
+    stock = Composition.forward
+
+    def watched(self: Composition, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows.append(ids.shape[1])
+        return stock(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(Composition, "forward", watched)
+    return rows
+
+
+def test_chunks_are_reused_in_the_default_mode_and_in_any_order(engine, computed):
+    text = tiny.prompt(engine, 1, 0)
+    metrics = engine.generate(text).metrics
+    assert (metrics.mode, metrics.policy, metrics.ratio) == ("blend", "reuse", 0.0)
+    assert {chunk.outcome for chunk in metrics.chunks} == {"reused"}
+    assert metrics.reused_tokens > 400
+    assert sum(computed) < metrics.fresh_tokens < 50
+    assert metrics.load_s > 0
+    assert not metrics.notes
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm3", "nemotron_h"])
+def test_a_chunk_behind_the_prefix_that_it_was_encoded_with_is_exact(name, tmp_path):
+    with tiny.engine(tiny.family(name, initializer_range=0.2), tmp_path, top_k=1) as made:
+        made.ingest([tiny.document(0, paragraphs=2)])
+        question = "What did the company of Place7 build?"
+        exact, full = (made.ask(question, mode=mode, logprobs=3) for mode in ("blend", "full"))
+    assert [chunk.outcome for chunk in exact.metrics.chunks] == ["exact"]
+    assert exact.text == full.text
+    pairs = zip(exact.logprobs, full.logprobs, strict=True)
+    assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-3
+
+
+def test_a_ratio_is_not_used_and_a_note_says_so(engine):
+    answer = engine.generate(tiny.prompt(engine, 0), ratio=0.3)
+    (note,) = answer.metrics.notes
+    assert "ratio is not used" in note
+    assert tiny.one_sentence(note)
+    assert answer.text == engine.generate(tiny.prompt(engine, 0), mode="reuse").text
+
+
+def test_a_part_of_a_chunk_is_computed(engine):
+    (text, *_) = tiny.chunk_texts(engine, 0)
+    cut = f"{tiny.LEAD}{text[: 2 * len(text) // 3]}\n\nQuestion: What did the company do?"
+    (chunk,) = engine.generate(cut).metrics.chunks
+    assert chunk.outcome == "computed"
+    assert "stored only for all of it" in chunk.reason
+
+
+def test_several_sequences_are_computed_and_a_note_says_so(engine):
+    answer = engine.generate(tiny.prompt(engine, 0), generate_kwargs={"num_beams": 2})
+    assert {chunk.outcome for chunk in answer.metrics.chunks} == {"computed"}
+    assert "one sequence only" in " ".join(answer.metrics.notes)
+
+
+def test_a_damaged_record_of_a_state_is_a_miss(tmp_path):
+    with engine_over("qwen3_5", tmp_path, ram_bytes=0) as made:
+        made.ingest([tiny.document(0)])
+        text = tiny.prompt(made, 0)
+        tiny.damage(made, tiny.chunk_keys(made, 0)[0])
+        metrics = made.generate(text).metrics
+        assert {chunk.outcome for chunk in metrics.chunks} == {"computed", "reused"}
+        for _ in range(2):  # it was quarantined, and is encoded behind the request that misses it
+            made.drain()
+            again = made.generate(text).metrics
+        assert {chunk.outcome for chunk in again.chunks} == {"reused"}
+
+
+def test_the_predicted_bytes_are_those_that_an_ingest_stores(tmp_path):
+    with engine_over("falcon_h1", tmp_path) as made:
+        predicted = made.dry_run([tiny.document(0)])
+        report = made.ingest([tiny.document(0)])
+        layout = made.kv_namespace.layout
+    records = layout.size_bytes(0)
+    assert predicted.bytes == report.bytes
+    assert report.bytes == report.chunks * records + report.tokens * layout.token_bytes
+
+
+def test_kv_is_encoded_and_states_stay_as_they_are(tmp_path):
+    with engine_over("qwen3_5", tmp_path, kv_encoding="int8") as made:
+        made.ingest([tiny.document(0)])
+        metrics = made.generate(tiny.prompt(made, 0)).metrics
+        assert {chunk.outcome for chunk in metrics.chunks} == {"reused"}
+
+
+def test_a_store_is_not_used_where_states_are_computed_otherwise(tmp_path, monkeypatch):
+    model = tiny.family("bamba", initializer_range=0.2)
+    with tiny.engine(model, tmp_path) as made:
+        made.ingest([tiny.document(0)])
+    stock = Composition.encode
+
+    def other(self: Composition, *args: Any) -> Any:
+        return self.disturbed(stock(self, *args), 0.5)
+
+    monkeypatch.setattr(Composition, "encode", other)
+    with tiny.engine(model, tmp_path) as made:
+        metrics = made.generate(tiny.prompt(made, 0)).metrics
+    assert metrics.reused_tokens == 0
+    assert any("computes different KV" in note for note in metrics.notes)
+
+
+def test_an_explained_answer_shows_what_was_reused(engine):
+    answer = engine.generate(tiny.prompt(engine, 0), explain=True)
+    assert sum(end - start for start, end in answer.trace.reused) == answer.metrics.reused_tokens
+
+
+def test_prompts_without_chunks_go_on_from_states_in_the_default_mode(engine):
+    messages = [{"role": "user", "content": "Tell me about the town of Place. " * 12}]
+    first = engine.generate(messages)
+    messages += [
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "And in 1999?"},
+    ]
+    assert engine.generate(messages).metrics.prefix_tokens > 64
+
+
+def test_what_recomputes_tokens_is_refused_in_one_sentence(engine):
+    with tiny.refuses("none of their tokens is recomputed", UnsupportedModelError):
+        engine.profile()
