@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from blendrag.errors import InvalidInputError
@@ -53,6 +55,16 @@ def test_files_without_questions_and_passages_are_refused(
         file_set(path)
 
 
+class Backwards:
+    """A reranker that likes the right chunk least."""
+
+    def __init__(self, name: str) -> None:
+        assert name == "backwards"
+
+    def scores(self, question: str, texts: Sequence[str], check: object) -> np.ndarray:
+        return np.array([-float(f"{question}:" in text) for text in texts])
+
+
 def test_rows_say_what_each_way_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = tuple(
         Document(f"{n}.md", f"ERR_4-{n}: the pump is hot.", "Manual") for n in range(12)
@@ -60,9 +72,15 @@ def test_rows_say_what_each_way_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     questions = tuple(SearchQuestion(f"ERR_4-{n}", "", (f"ERR_4-{n}:",)) for n in range(3))
     sets = [SearchSet("errors", documents, questions)]
     monkeypatch.setattr(search_quality, "own_sets", lambda directory: sets)
-    result = measured("search", "--embedder", "minilm-offline", "--chunks", "20")
+    monkeypatch.setattr(search_quality, "Reranker", Backwards)
+    monkeypatch.setattr(search_quality, "VOCABULARY", 1000)
+    monkeypatch.setattr(search_quality, "LENGTHS", (10, 30))
+    given = "--embedder", "minilm-offline", "--reranker", "backwards", "--chunks", "20"
+    result = measured("search", *given)
     (row,) = result["rows"]
-    assert (row["chunks"], row["questions"]) == (12, 3)
-    assert {*row["found"]} == {"hybrid", "dense", "lexical"}
+    assert (row["chunks"], row["questions"]) == (12, 1), "the other half"
+    assert {*row["found"]} == {"hybrid", "dense", "lexical", "reranked"}
+    assert row["found"]["reranked"]["recall"] == 0
     assert row["found"]["lexical"] == {"recall": 1.0, "mrr": 1.0}
-    assert [time["words"] for time in result["times"]] == [10, 30, 2000]
+    assert [time["words"] for time in result["times"]] == [10, 30]
+    assert all(time["embedding"] > 0 for time in result["times"])
