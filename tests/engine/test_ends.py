@@ -125,11 +125,20 @@ def test_a_question_in_an_answer_ends_no_answer_of_a_model_with_a_template(tmp_p
 # -- length -----------------------------------------------------------------------------------------
 
 
+SENTENCE = "It built ships in the town. "
+CONTEXT = 250
+
+
 @pytest.fixture
-def long(tmp_path: Path) -> Iterator[BlendEngine]:
-    """An answer of more than the 128 tokens that were the default once, in a context of 1,000."""
-    model = scripted.model(default="It built ships in the town. " * 20)
-    model.config.max_position_embeddings = 1000
+def model() -> scripted.ScriptedLlama:
+    """Answers in more than the 128 tokens that were the default once."""
+    made = scripted.model(default=SENTENCE * 20)
+    made.config.max_position_embeddings = CONTEXT
+    return made
+
+
+@pytest.fixture
+def long(model: scripted.ScriptedLlama, tmp_path: Path) -> Iterator[BlendEngine]:
     given = {"tokenizer": scripted.tokenizer(), "max_new_tokens": None, "mode": "full"}
     with tiny.engine(model, tmp_path, **given) as made:
         yield made
@@ -137,17 +146,19 @@ def long(tmp_path: Path) -> Iterator[BlendEngine]:
 
 def test_an_answer_without_a_limit_goes_on_to_its_end(long: BlendEngine) -> None:
     answer = long.generate("Tell me all.")
-    assert answer.text == ("It built ships in the town. " * 20)
+    assert answer.text == SENTENCE * 20
     assert (answer.finish_reason, answer.metrics.notes) == ("stop", ())
     assert answer.metrics.new_tokens > 128
     assert long.generate("Tell me all.", max_new_tokens=3).metrics.new_tokens == 3
 
 
-def test_an_answer_without_a_limit_ends_with_the_context_and_says_so(long: BlendEngine) -> None:
-    long.adapter.model.default = "It built ships in the town. " * 100
+def test_an_answer_without_a_limit_ends_with_the_context_and_says_so(
+    model: scripted.ScriptedLlama, long: BlendEngine
+) -> None:
+    model.default = SENTENCE * 100
     answer = long.generate("Tell me all.")
     assert answer.finish_reason == "length"
-    assert answer.metrics.prompt_tokens + answer.metrics.new_tokens == 1000
+    assert answer.metrics.prompt_tokens + answer.metrics.new_tokens == CONTEXT
     (note,) = answer.metrics.notes
     assert (
         note == f"the answer was cut after {answer.metrics.new_tokens} tokens: its context is full"
@@ -156,28 +167,28 @@ def test_an_answer_without_a_limit_ends_with_the_context_and_says_so(long: Blend
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_longer_answer_than_there_is_room_for_is_cut_to_the_room(
-    is_open: bool, long: BlendEngine
+    is_open: bool, model: scripted.ScriptedLlama, long: BlendEngine
 ) -> None:
+    model.default = SENTENCE
     if is_open:
         long.open()
     answer = long.generate("Tell me all.", max_new_tokens=10**30)
     assert answer.finish_reason == "stop"
     (note,) = answer.metrics.notes
-    room = 1000 - answer.metrics.prompt_tokens
+    room = CONTEXT - answer.metrics.prompt_tokens
     assert f"was cut to {room}: " in note
     exact = long.generate("Tell me all.", max_new_tokens=room)
     assert exact.metrics.notes == ()
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(long: BlendEngine) -> None:
-    with tiny.refuses("over the model's context of 1000", ContextOverflowError):
-        long.generate("word " * 1000)
+    with tiny.refuses(f"over the model's context of {CONTEXT}", ContextOverflowError):
+        long.generate("word " * CONTEXT)
 
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_an_answer_cut_in_its_thoughts_says_so(is_open: bool, tmp_path: Path) -> None:
     """Whether the model begins them or the prompt."""
-    thoughts = "It built ships in the town. " * 20
     template = scripted.TEMPLATE + "{# </think> #}"
     if is_open:
         template = template.replace(
@@ -185,7 +196,7 @@ def test_an_answer_cut_in_its_thoughts_says_so(is_open: bool, tmp_path: Path) ->
         )
     tokenizer = scripted.tokenizer()
     tokenizer.chat_template = template
-    reply = f"{'' if is_open else '<think>'}{thoughts}</think>Ships."
+    reply = f"{'' if is_open else '<think>'}{SENTENCE * 8}</think>Ships."
     with scripted.engine([], tmp_path, reply, tokenizer=tokenizer, mode="full") as made:
         cut = made.generate("What?", Options(max_new_tokens=40))
         assert (cut.text, cut.finish_reason) == ("", "length")

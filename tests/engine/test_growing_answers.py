@@ -167,12 +167,12 @@ def test_a_lone_answer_goes_on_to_the_context_whatever_the_limit(
     crowded: BlendEngine, watched: Watched
 ) -> None:
     crowded.scheduler.budget.limit_bytes = 1
-    crowded.adapter.model.config.max_position_embeddings = 300
-    never = {"generate_kwargs": {"min_new_tokens": 300}}
+    crowded.adapter.model.config.max_position_embeddings = 100
+    never = {"generate_kwargs": {"min_new_tokens": 100}}
     answers = [crowded.generate(question(0), max_new_tokens=10_000, **never)]
     answers += crowded.batch([question(0), question(1)], max_new_tokens=10_000, **never)
     for answer in answers:
-        assert answer.metrics.prompt_tokens + answer.metrics.new_tokens == 300
+        assert answer.metrics.prompt_tokens + answer.metrics.new_tokens == 100
         assert answer.finish_reason == "length"
         assert answer.metrics.notes[-1].endswith("its context is full")
     assert not watched.joint
