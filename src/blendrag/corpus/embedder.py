@@ -32,6 +32,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from blendrag.config import absolute_model
 from blendrag.corpus.embedding_turns import Check, EmbeddingTurns, proceed
 from blendrag.corpus.manifest import Manifest, check_recorded
+from blendrag.corpus.mean_embedder import MeanEmbedder
 from blendrag.errors import (
     BlendragError,
     InvalidInputError,
@@ -127,7 +128,7 @@ class Embedder:
         self._recorded = recorded
         self._trust_remote_code = trust_remote_code
         self._turns = turns or EmbeddingTurns()
-        self._model: SentenceTransformer | None = None
+        self._model: SentenceTransformer | MeanEmbedder | None = None
         self._tokenizer: Any = None
         """Splits texts into windows; a copy, as the model's own changes with every batch."""
         self._lock = threading.RLock()
@@ -277,7 +278,7 @@ class Embedder:
 
     # -- loading ------------------------------------------------------------------------------
 
-    def _loaded(self) -> SentenceTransformer:
+    def _loaded(self) -> SentenceTransformer | MeanEmbedder:
         with self._lock:
             if self._model is None:
                 model = self._load()
@@ -287,7 +288,7 @@ class Embedder:
                 self._model = model
             return self._model
 
-    def _load(self) -> SentenceTransformer:
+    def _load(self) -> SentenceTransformer | MeanEmbedder:
         """From a directory, else the hub's cache, else the PyPI package (MiniLM), else the hub."""
         name, offline = self.name, 'pip install "blendrag[offline]"'
         refuse_given(name)
@@ -315,14 +316,20 @@ class Embedder:
                 "a local directory of a sentence-transformers model"
             ) from exc
 
-    def _open(self, name: str, local_files_only: bool = False) -> SentenceTransformer:
-        from sentence_transformers import SentenceTransformer
-
+    def _open(
+        self, name: str, local_files_only: bool = False
+    ) -> SentenceTransformer | MeanEmbedder:
         # Options given here override those in the model's own files.
         options: dict[str, Any] = {"use_safetensors": True} if self._recorded else {}
         if not self._trust_remote_code:
-            ModelFiles(name, local_files_only, self._recorded).check()
+            files = ModelFiles(name, local_files_only, self._recorded)
+            files.check()
             options["weights_only"] = True
+            if (length := files.length_of_mean()) is not None and not _has_accelerator():
+                with no_progress_bars():
+                    return MeanEmbedder(name, length, local_files_only, **options)
+        from sentence_transformers import SentenceTransformer
+
         with no_progress_bars():
             return SentenceTransformer(
                 name,
@@ -406,6 +413,13 @@ def no_progress_bars() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+def _has_accelerator() -> bool:
+    """Whether sentence-transformers would use another device than the CPU."""
+    import torch
+
+    return torch.accelerator.is_available()
+
+
 def packaged_minilm() -> Path | None:
     """The model directory inside the PyPI package, found without importing it."""
     spec = importlib.util.find_spec(_MINILM_PACKAGE)
@@ -435,6 +449,8 @@ _OPTIONS = frozenset(
         "padding_side", "torch_dtype", "truncation_side", "use_fast",
     }
 )  # fmt: skip
+#: What :class:`MeanEmbedder` computes.
+_MEAN = ("Transformer", "Pooling", "Normalize")
 #: Routers within routers.
 _MAX_DEPTH = 4
 
@@ -466,6 +482,33 @@ class ModelFiles:
             self._check_module(kind, folder, _MAX_DEPTH)
             if self.recorded:
                 self._check_recorded(_last(kind), folder)
+
+    def length_of_mean(self) -> int | None:
+        """Most tokens of a window, if the model is one that :class:`MeanEmbedder` computes; else ``None``."""
+        modules = self._json("modules.json")
+        if not isinstance(modules, list):
+            return None
+        kinds = [_last(str(each.get("type"))) for each in modules]
+        if kinds != [*_MEAN] or modules[0].get("path"):
+            return None
+        pooling = self._dictionary(PurePosixPath(str(modules[1].get("path")), "config.json"))
+        modes = {name: value for name, value in pooling.items() if "pooling_mode" in name and value}
+        ours = self._dictionary(PurePosixPath("config_sentence_transformers.json"))
+        model = self._dictionary(PurePosixPath("config.json"))
+        reading = self._dictionary(PurePosixPath("sentence_bert_config.json"))
+        length = reading.get("max_seq_length")
+        is_plain = (
+            modes in ({"pooling_mode_mean_tokens": True}, {"pooling_mode": "mean"})
+            and not any((ours.get("prompts") or {}).values())
+            and not ours.get("default_prompt_name")
+            and not ours.get("truncate_dim")
+            and model.get("architectures") == ["BertModel"]
+            and (model.get("dtype") or model.get("torch_dtype") or "float32") == "float32"
+            and {*reading} <= {"max_seq_length", "do_lower_case"}
+            and not reading.get("do_lower_case")
+            and self._path("adapter_config.json") is None
+        )
+        return length if is_plain and type(length) is int and 0 < length <= 512 else None
 
     def _check_module(self, kind: str, folder: PurePosixPath, depth: int) -> None:
         """The class, its options, and those of the modules that a router names in its own file."""
