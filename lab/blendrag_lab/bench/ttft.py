@@ -7,6 +7,7 @@ finding the chunks in the prompt, tokenising, and the way to the engine's thread
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from typing import Annotated
 
 import torch
 import typer
-from transformers import DynamicCache
 
 from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import LoadedSpan
@@ -33,6 +33,11 @@ from blendrag_lab.bench.workload import (
 )
 from blendrag_lab.tables import NOTHING, ResultTable, times
 
+WHOLE = (
+    "Chunks of a model with running states are reused whole, so none of their tokens is recomputed and there "
+    "is no row of blend."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TtftResult(BlendResult):
@@ -42,11 +47,13 @@ class TtftResult(BlendResult):
     charged_ratio: float
     ms: dict[str, Timing]
     """By mode. ``full_compiled`` (stock prefill through ``torch.compile``) is missing if it was not requested
-    or is not possible."""
+    or is not possible, ``blend`` and ``prefix_fused`` if chunks are reused whole."""
     speedup: float
-    """Full prefill over blend."""
+    """Full prefill over blend, or over reuse where ``blend`` is missing."""
     floor_speedup: float
     kv_bytes: int
+    state_bytes: int
+    """Of :attr:`kv_bytes`, what is stored of running states."""
     peak_bytes: dict[str, int | None]
     """By mode, over the memory at its start; ``None`` if the system does not report it."""
     notes: tuple[str, ...] = ()
@@ -73,8 +80,17 @@ def ttft_table(result: TtftResult) -> ResultTable:
     return ResultTable(
         ("mode", "TTFT ms (lowest to highest)", "speedup", "peak memory, MB"),
         rows,
-        f"{result.prompt_tokens:,} tokens, {result.kv_bytes / 1e6:,.1f} MB of KV: {result.about}",
+        f"{result.prompt_tokens:,} tokens, {_stored(result)}: {result.about}",
         result.notes,
+    )
+
+
+def _stored(result: TtftResult) -> str:
+    if not result.state_bytes:
+        return f"{result.kv_bytes / 1e6:,.1f} MB of KV"
+    kv_bytes = result.kv_bytes - result.state_bytes
+    return (
+        f"{kv_bytes / 1e6:,.1f} MB of KV and {result.state_bytes / 1e6:,.1f} MB of running states"
     )
 
 
@@ -84,16 +100,13 @@ class CachedPrefix:
     def __init__(self, bench: PromptBench) -> None:
         self._bench = bench
         self._tokens = bench.workload.chunk_tokens
-        first = bench.prompt.ids[: self._tokens]
-        self._kv = bench.adapter.encode((), first)  # exact: nothing precedes it
-        device = bench.adapter.device
-        self._layers = [layer[:, None].to(device) for layer in self._kv.layers]  # [2, 1, Hkv, T, D]
+        first = bench.ids[:, : self._tokens]
+        self._cache = bench.adapter.model(input_ids=first, use_cache=True).past_key_values
+        self._kv = bench.adapter.encode((), first[0].tolist())  # exact: nothing precedes it
 
     def stock(self) -> int:
         """Stock prefill of the rest over a stock cache."""
-        cache = DynamicCache()
-        for i, layer in enumerate(self._layers):
-            cache.update(*layer, i)
+        cache = copy.deepcopy(self._cache)
         rest = self._bench.ids[:, self._tokens :]
         return stock_prefill(self._bench.adapter, rest, past_key_values=cache)
 
@@ -141,11 +154,13 @@ def ttft(
         ways: dict[str, Callable[[], object]] = {
             "full": bench.full,
             "prefix_stock": prefix.stock,
-            "prefix_fused": prefix.fused,
             "reuse": bench.reuse,
-            "blend": bench.blend,
         }
         notes = []
+        if adapter.fuses:
+            ways |= {"prefix_fused": prefix.fused, "blend": bench.blend}
+        else:
+            notes.append(WHOLE)
         if compiled:
             tick("compiling the stock prefill")
             way, note = compile_prefill(bench)
@@ -156,15 +171,23 @@ def ttft(
         timings = time_ways(timers, workload.rounds, tick)
         tick("measuring memory")
         peaks = {name: peak_bytes(way, adapter.device) for name, way in ways.items()}
-        counts = bench.blend()[1].counts()
+        if adapter.fuses:
+            counts = bench.blend()[1].counts()
+            workload = replace(workload, ratio=counts.ratio)
+            charged, floor = counts.charged_ratio, bench.floor_speedup(counts)
+        else:
+            workload = replace(workload, ratio=0.0, policy="reuse")
+            charged, floor = 0.0, bench.prompt_tokens / workload.question_tokens
+    reused = "blend" if "blend" in timings else "reuse"
     return TtftResult(
-        **conditions(adapter, replace(workload, ratio=counts.ratio), bench.there.tier.name),
+        **conditions(adapter, workload, bench.there.tier.name),
         prompt_tokens=bench.prompt_tokens,
-        charged_ratio=counts.charged_ratio,
+        charged_ratio=charged,
         ms=timings,
-        speedup=timings["full"].median / timings["blend"].median,
-        floor_speedup=bench.floor_speedup(counts),
+        speedup=timings["full"].median / timings[reused].median,
+        floor_speedup=floor,
         kv_bytes=bench.kv_bytes,
+        state_bytes=bench.state_bytes,
         peak_bytes=peaks,
         notes=tuple(notes),
     )

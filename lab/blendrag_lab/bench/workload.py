@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 import torch
@@ -173,12 +173,16 @@ class StoredChunks:
     def __init__(self, adapter: ModelAdapter, workload: Workload, there: TierStore) -> None:
         adapter.require_blendable()
         self.adapter, self.workload, self.there = adapter, workload, there
-        self.fusor = Fusor(adapter)
         self._namespace = adapter.identity.encoded(workload.encoding).namespace
         self.controller = Controller(
             adapter, there.store, self._namespace, PREFIX_IDS, 1, workload.encoding
         )
         there.store.agrees(self._namespace, self._probe, create=True)
+
+    @cached_property
+    def fusor(self) -> Fusor:
+        """Raises :class:`UnsupportedModelError` for a model whose chunks are reused whole."""
+        return Fusor(self.adapter)
 
     def _probe(self) -> Probe:
         """What a remote needs before it takes KV. It is not compared: a bench reads only its own KV."""
@@ -253,13 +257,25 @@ class PromptBench(StoredChunks):
         layout = adapter.layout.encoded(workload.encoding)
         self.kv_bytes = workload.chunks * stored_chunk_bytes(layout, workload.chunk_tokens)
         """Size of all chunks as stored."""
+        self.state_bytes = workload.chunks * layout.size_bytes(0)
+        """Of that, what is stored of running states, which does not grow with a chunk."""
 
     def full(self) -> int:
         return stock_prefill(self.adapter, self.ids)
 
     def reuse(self) -> int:
         """Load all chunks and compute only the question."""
-        return self.blend(**REUSE)[0]
+        composition = self.adapter.composition
+        if composition is None:
+            return self.blend(**REUSE)[0]
+        cache = composition.new_cache()
+        with self.opened(self.prompt, **REUSE) as plan:
+            for span in plan.spans:
+                record = composition.read(span.reader)
+                composition.append(cache, record, span.tokens, span.offset)
+            start = plan.spans[-1].end
+            logits = composition.forward(self.ids[:, start:], cache, start)  # [1, V]
+        return int(logits[-1].argmax())
 
     def blend(self, timeline: Timeline | None = None, **options: Any) -> tuple[int, Fusion]:
         """Load all chunks and recompute as the workload says; ``options`` as in :meth:`opened`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,21 @@ def test_models_loaded_in_inference_mode_have_ordinary_parameters():
     """Prefill over parameters made in inference mode is a third slower, which would favour blending."""
     made = (TimedModel("tiny").adapter, TimedModel(model="demo").adapter)
     assert not any(p.is_inference() for adapter in made for p in adapter.model.parameters())
+
+
+def test_a_hybrid_is_timed_without_blend(monkeypatch):
+    monkeypatch.setattr("blendrag_lab.bench.ttft.peak_bytes", no_peak_bytes)
+    hybrid = TimedModel("tiny-hybrid", None, "float32", "cpu")
+    found = ttft(hybrid, replace(WORKLOAD, encoding="int8"))
+    layout = hybrid.adapter.layout
+    assert found.ms.keys() == {"full", "prefix_stock", "reuse"}
+    assert (found.ratio, found.charged_ratio, found.floor_speedup) == (0, 0, PROMPT_TOKENS / 8)
+    assert found.speedup == found.ms["full"].median / found.ms["reuse"].median
+    assert found.state_bytes == 2 * layout.size_bytes(0) > 0
+    assert found.kv_bytes - found.state_bytes < CHUNK_TOKENS * layout.token_bytes  # int8 and scales
+    table = ttft_table(found)
+    assert "MB of running states" in table.title
+    assert table.notes == found.notes
 
 
 def test_a_hybrid_geometry_is_that_of_its_model():
