@@ -15,8 +15,7 @@ from blendrag.distillation.trainer import _loss_of
 from blendrag.distillation.writer import TrainedWriter
 from blendrag.engine.rendering import prefix_token_ids
 from blendrag.fusor import BlendRequest, Fusor
-from blendrag.fusor.gate import HeldKV
-from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.loader import HeldKV, LoadedSpan
 from blendrag.fusor.selection import Blending
 from blendrag.model import ModelAdapter
 from distillation.tiny_material import ANSWER_TOKENS, forwards, passage, prompt, randomised, small

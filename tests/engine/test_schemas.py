@@ -16,8 +16,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options, SchemaPrompt
 from blendrag.engine.generation import MAX_RESTARTS
 from blendrag.errors import InvalidInputError, SchemaError
-from blendrag.fusor.gate import HeldKV
-from blendrag.fusor.loader import LoadedSpan, SpanCorruptError
+from blendrag.fusor.loader import HeldKV, LoadedSpan, SpanCorruptError
 from blendrag.model.structure import find_decoder
 from blendrag.schema.concatenation import (
     CachedStretch,

@@ -12,7 +12,8 @@ import transformers
 
 import tiny
 from blendrag.errors import UnsupportedModelError
-from blendrag.fusor.gate import HeldKV, verify
+from blendrag.fusor.gate import verify
+from blendrag.fusor.loader import HeldKV
 from blendrag.model import ModelAdapter, linear_layers
 from blendrag.model.composition import Composition
 from blendrag.model.linear_layers import LayerStates, LinearLayer, Map, MixerRun, RecurrentState

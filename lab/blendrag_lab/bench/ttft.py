@@ -16,8 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
-from blendrag.fusor.gate import HeldKV
-from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.loader import HeldKV, LoadedSpan
 from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.rounds import Tick, Timing, peak_bytes, silent, time_ways

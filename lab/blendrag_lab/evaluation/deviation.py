@@ -31,8 +31,7 @@ from blendrag.engine import Options
 from blendrag.engine.rendering import render
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.fusor import BlendRequest, Fusor
-from blendrag.fusor.gate import HeldKV
-from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.loader import HeldKV, LoadedSpan
 from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.fusor.selection import Blending
 from blendrag.model import ModelAdapter, load_adapter

@@ -16,6 +16,7 @@ from blendrag.config import Settings, absolute_model
 from blendrag.engine.decode_weights import DecodeWeightsChoice
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.fusor import Fusor
+from blendrag.fusor.composer import Composer
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import (
     hub_kwargs,
@@ -115,6 +116,10 @@ class LazyModel:
         return Fusor(self.adapter)
 
     @opened
+    def composer(self) -> Composer:
+        return Composer(self.adapter)
+
+    @opened
     def decode_weights(self) -> DecodeWeightsChoice:
         wanted = self._settings.decode_weights
         return DecodeWeightsChoice(self.adapter, wanted, lambda: self.decodes_jointly)
@@ -167,5 +172,5 @@ class LazyModel:
         self._closed = True
         self.__dict__.pop("decode_weights", None)  # holds the model
         if isinstance(self.given, str):
-            for part in ("adapter", "fusor"):
+            for part in ("adapter", "fusor", "composer"):
                 self.__dict__.pop(part, None)

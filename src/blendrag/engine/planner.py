@@ -149,8 +149,7 @@ class Planner:
         kv = self._kv
         if kv.model.adapter.refusal is None:  # else planning reports it
             kv.validity.is_valid(kv.validity.namespace)
-            if kv.model.adapter.fuses:
-                _ = kv.model.fusor
+            _ = kv.model.fusor if kv.model.adapter.fuses else kv.model.composer
             if self._settings.remote is not None:
                 self._token_s()
         self._is_open = True

@@ -168,8 +168,11 @@ class BlendedRoad(Road):
                 with before_layers(adapter.decoder_layers, check):
                     yield self._continued(ids, plan)
             elif adapter.composition is not None and plan.spans:
-                with before_layers(adapter.decoder_layers, check):
-                    yield self._composed(ids, plan)
+                with (
+                    before_layers(adapter.decoder_layers, check),
+                    self._composed(ids, plan) as made,
+                ):
+                    yield made
             elif not (plan.spans and plan.chunks):  # can still be abandoned before each layer
                 cache = self._cache_behind(plan)
                 keep = None if cache is None else partial(kept, cache)
@@ -211,8 +214,19 @@ class BlendedRoad(Road):
             cache.show(span.end)
         return cache
 
-    def _composed(self, ids: torch.Tensor, plan: Plan) -> Prefill:
-        """Behind stored chunks whose running states are composed."""
+    @contextmanager
+    def _composed(self, ids: torch.Tensor, plan: Plan) -> Iterator[Prefill]:
+        """Over stored chunks whose running states are composed."""
+        composer = self._model.composer
+        if composer.serves:
+            prompt = composer.prefill(ids, plan.spans)
+            with prompt.replayed(self.adapter.stack.base) as cache:
+                yield Prefill(ids, cache, load_s=prompt.load_s)
+        else:
+            yield self._composed_in_order(ids, plan)
+
+    def _composed_in_order(self, ids: torch.Tensor, plan: Plan) -> Prefill:
+        """The same in a forward for each part that is computed."""
         composition = self.adapter.composition
         assert composition is not None
         cache, at, load_s = composition.new_cache(), 0, 0.0

@@ -28,7 +28,7 @@ from blendrag.errors import (
     UnreadableDocumentError,
     UnsupportedModelError,
 )
-from blendrag.fusor.gate import HeldKV
+from blendrag.fusor.loader import HeldKV
 from blendrag.fusor.selection import Blending
 from blendrag.model.placement import PlacedModel
 from blendrag.model.sharing import before_layers

@@ -25,8 +25,9 @@ from typing import Any, Literal
 import torch
 
 from blendrag.errors import UnsupportedModelError
+from blendrag.fusor.composer import Composer
 from blendrag.fusor.fusor import Fusor
-from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.loader import HeldKV, LoadedSpan
 from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.selection import Blending, LayerView, SelectionPolicy, make_policy
 from blendrag.model.adapter import ModelAdapter
@@ -192,6 +193,18 @@ def _measure_composed(
         return _difference(logits, stock), int(logits[-1].argmax()), cache
 
     differs, first, cache = composed(records)
+    composer = Composer(adapter)
+    if composer.serves:  # as requests run it
+        spans = [
+            LoadedSpan(start, end, HeldKV(kv), OFFSET + start, exact=False)
+            for start, end, kv in zip(starts, ends, records, strict=True)
+        ]
+        prompt = composer.prefill(ids, spans)
+        with prompt.replayed(adapter.stack.base) as cache:
+            last = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[
+                0, -1:
+            ]
+        differs, first = max(differs, _difference(last, stock[-1:])), int(last[-1].argmax())
     greedy = _greedy(adapter, first, cache)
     expected = _greedy(adapter, int(stock[-1].argmax()), stock_out.past_key_values)
     disturbed_kv = [_disturbed(kv, composition.repositioner, 3.0) for kv in records]
@@ -305,27 +318,6 @@ class FixedRows(SelectionPolicy):
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         return self._positions
-
-
-class HeldKV:
-    """A reader over KV in memory, as the store would return it."""
-
-    key = "0" * 64
-    tier = "memory"
-
-    def __init__(self, kv: ChunkKV) -> None:
-        self.tokens = kv.tokens
-        self._layers = kv.layers
-
-    @torch.inference_mode()
-    def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        out.copy_(self._layers[layer])
-
-    def is_cached(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 def _request(

@@ -24,7 +24,7 @@ from blendrag.fusor.staging import Transfer, staging_ring
 from blendrag.metrics import LOAD, REPOSITION, WAIT, Timeline, noted
 from blendrag.model.positions import Repositioner
 from blendrag.store.base import KVReader, ResidentReader
-from blendrag.store.kv import LayerShape
+from blendrag.store.kv import ChunkKV, LayerShape
 
 #: Threads that read the chunks of a layer, if the model computes elsewhere: one copies and verifies far
 #: slower than a GPU takes KV, and more hold up the thread that queues kernels, as they share the interpreter.
@@ -55,6 +55,27 @@ class LoadedSpan:
     def offset(self) -> int:
         """Δ by which stored keys must be rotated."""
         return self.start - self.stored_position
+
+
+class HeldKV:
+    """A reader over KV in memory, as the store would return it."""
+
+    key = "0" * 64
+    tier = "memory"
+
+    def __init__(self, kv: ChunkKV) -> None:
+        self.tokens = kv.tokens
+        self._layers = kv.layers
+
+    @torch.inference_mode()
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        out.copy_(self._layers[layer])
+
+    def is_cached(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 class SpanCorruptError(CorruptKVError):

@@ -72,7 +72,7 @@ class Composition:
         self._empty, self.entries = self._measured()
         self.stack: DecoderStack = hybrid_stack(
             model,
-            [entry.index for entry in self._with_kv],
+            [entry.index for entry in self.with_kv],
             {entry.linear.mixer for entry in self.entries if entry.linear is not None},
         )
         dtype = dtype_name(self._empty_kv_dtype or model.dtype)
@@ -94,7 +94,7 @@ class Composition:
         )
 
     @property
-    def _with_kv(self) -> list[ComposedLayer]:
+    def with_kv(self) -> list[ComposedLayer]:
         return [entry for entry in self.entries if entry.linear is None]
 
     def new_cache(self) -> Cache:
@@ -269,7 +269,7 @@ class Composition:
 
     def _classified(self, reach: int) -> Repositioner:
         """How the keys of the layers of attention move."""
-        if not self._with_kv:
+        if not self.with_kv:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} has no layer of attention, so nothing tells a chunk's place; "
                 "use mode full"
@@ -278,14 +278,14 @@ class Composition:
         def kv_at(offset: int, ids: Sequence[int]) -> LayersKV:
             cache = self.new_cache()
             self.forward(self._batch(ids), cache, offset)
-            layers = [cache.layers[entry.index] for entry in self._with_kv]
+            layers = [cache.layers[entry.index] for entry in self.with_kv]
             return [(layer.keys[0], layer.values[0]) for layer in layers]
 
         ids = [(17 + 31 * i) % self._vocab for i in range(PROBE_TOKENS)]
         others = kv_at(0, [(5 + 97 * i) % self._vocab for i in range(PROBE_TOKENS)])
         offsets = {max(1, min(delta, reach - PROBE_TOKENS)) for delta in PROBE_OFFSETS}
         shifted = {delta: kv_at(delta, ids) for delta in offsets}
-        types = [self.stack.layer_types[entry.index] for entry in self._with_kv]
+        types = [self.stack.layer_types[entry.index] for entry in self.with_kv]
         stack = replace(self.stack, layer_types=types)
         dtype = self.layout.torch_dtype
         return classify(kv_at(0, ids), shifted, others, None, stack, dtype)

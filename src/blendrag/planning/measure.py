@@ -22,8 +22,7 @@ import torch
 
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
-from blendrag.fusor.gate import HeldKV
-from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.loader import HeldKV, LoadedSpan
 from blendrag.fusor.selection import Blending
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import only_here

@@ -1,0 +1,337 @@
+"""One forward for all tokens of a hybrid model's prompt that are not stored.
+
+The reference is a forward for each part that is computed, with :meth:`Composition.append` between; it reads
+the weights once for each part. Here all parts are one sequence, whose order counts within the layers only:
+
+* a layer of attention writes their K and V between those of the chunks, and gets a mask by position;
+* a layer with a running state is called once for each part, and what a chunk does to the state is done
+  between these calls.
+
+The model is not changed: hooks and replaced methods serve one forward and are removed in ``finally``.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from blendrag.fusor.loader import HeldKV, LoadedSpan, reading
+from blendrag.fusor.pack import replayed
+from blendrag.model.adapter import ModelAdapter
+from blendrag.model.composition import ComposedLayer, Composition
+from blendrag.model.kv_compare import LOGIT_TOLERANCE
+from blendrag.model.linear_layers import LayerRecord
+from blendrag.model.windows import Window
+from blendrag.store.kv import dtype_name
+
+#: The prompt on which both ways are compared, and its chunks.
+CHECKED_TOKENS, CHECKED_CHUNKS = 26, ((4, 11), (13, 20))
+
+
+class Stretch(NamedTuple):
+    """Tokens of the prompt that are computed, or a chunk's."""
+
+    start: int
+    end: int
+    chunk: int | None = None
+    """Which of the loaded spans it is."""
+
+
+@dataclass(frozen=True)
+class ComposedPrompt:
+    """A prompt whose decoder has run."""
+
+    cache: Cache
+    """It holds all tokens of the prompt."""
+    output: Any
+    """What the decoder would have returned; ``last_hidden_state`` is the last row, ``[1, 1, D]``."""
+    load_s: float
+
+    @contextmanager
+    def replayed(self, base: nn.Module) -> Iterator[Cache]:
+        """Within this context the decoder's first forward returns this prefill. Yields the cache, which seems
+        empty until then, because callers take its length for that of the prompt so far."""
+        held = [(layer, layer.keys, layer.values) for layer in _with_kv(self.cache)]
+
+        def show() -> None:
+            for layer, keys, values in held:
+                layer.keys, layer.values = keys, values
+
+        for layer, keys, values in held:
+            layer.keys, layer.values = keys[:, :, :0], values[:, :, :0]
+        with replayed(base, self.output, show):
+            yield self.cache
+
+
+def _with_kv(cache: Cache) -> list[Any]:
+    return [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+
+
+class _Prompt:
+    """One prompt within its forward."""
+
+    def __init__(
+        self,
+        composition: Composition,
+        tokens: int,
+        spans: Sequence[LoadedSpan],
+        device: torch.device,
+    ) -> None:
+        self.composition, self.tokens, self.spans = composition, tokens, spans
+        self.stretches, at = list[Stretch](), 0
+        for number, span in enumerate(spans):
+            if span.start > at:
+                self.stretches.append(Stretch(at, span.start))
+            self.stretches.append(Stretch(span.start, span.end, number))
+            at = span.end
+        self.stretches.append(Stretch(at, tokens))
+        parts = [torch.arange(s.start, s.end) for s in self.stretches if s.chunk is None]
+        self.positions = torch.cat(parts).to(device)
+        """Of the tokens that are computed, ``[F]``."""
+        self.cache = composition.new_cache()
+        self.records: dict[int, list[LayerRecord]] = {}
+        """Of each layer with a running state, for each span."""
+
+    def load(self) -> float:
+        """Read what is stored into place; returns the seconds.
+
+        Raises :class:`SpanCorruptError`.
+        """
+        composition, began = self.composition, time.perf_counter()
+        layout, on_cpu = composition.layout, self.positions.device.type == "cpu"
+        kv: list[tuple[ComposedLayer, torch.Tensor]] = []
+        for number, layer in enumerate(composition.entries):
+            shape, dtype = layer.shape, layout.layer_dtype(number)
+            if layer.linear is not None:
+                records = [torch.empty(shape.tensor_shape(0), dtype=dtype) for _ in self.spans]
+                for span, record in zip(self.spans, records, strict=True):
+                    with reading(span):
+                        span.reader.read_layer(number, record)
+                moved = (record.to(self.positions.device) for record in records)
+                self.records[layer.index] = [*map(layer.linear.unpacked, moved)]
+                continue
+            buffer = torch.empty(
+                shape.tensor_shape(self.tokens), dtype=dtype, device=self.positions.device
+            )
+            for span in self.spans:
+                there = buffer[:, :, span.start : span.end]
+                read = there if on_cpu else torch.empty(there.shape, dtype=dtype)
+                with reading(span):
+                    span.reader.read_layer(number, read)
+                if not on_cpu:
+                    there.copy_(read)
+            kv.append((layer, buffer))
+            held, (keys, values) = self.cache.layers[layer.index], shape.split(buffer)
+            held.keys, held.values = keys[None], values[None]
+        load_s = time.perf_counter() - began
+        moves = composition.repositioner
+        for span in self.spans:
+            if not span.offset:
+                continue
+            tables = moves.tables(
+                torch.full((span.tokens,), span.offset, device=self.positions.device)
+            )
+            for layer, buffer in kv:
+                turned = layer.shape.split(buffer)[moves.part(layer.attention)]
+                moves.rotate_(turned[:, span.start : span.end], layer.attention, tables)
+        return load_s
+
+    def mask(self, window: Window | None, dtype: torch.dtype) -> torch.Tensor:
+        """What each computed token sees, ``[1, 1, F, N]``: 0, or the smallest number."""
+        rows, keys = (
+            self.positions[:, None],
+            torch.arange(self.tokens, device=self.positions.device),
+        )
+        seen = keys[None] <= rows
+        if window is not None:
+            seen &= keys[None] >= window.first_seen(rows)
+        zero = torch.zeros(seen.shape, dtype=dtype, device=rows.device)
+        return zero.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+
+    # -- within the layers ------------------------------------------------------------------------
+
+    def scatter(self, held: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """Instead of ``update`` of a layer of the cache: new K and V go between those of the chunks."""
+
+        def update(
+            keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            held.keys.index_copy_(2, self.positions, keys)
+            held.values.index_copy_(2, self.positions, values)
+            return held.keys, held.values
+
+        return update
+
+    def in_parts(self, layer: ComposedLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Instead of ``forward`` of a layer with a running state: once for each part, with what the chunks do
+        between."""
+        linear = layer.linear
+        assert linear is not None
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outputs, at = [], 0
+            for start, end, chunk in self.stretches:
+                if chunk is not None:
+                    record, before = self.records[layer.index][chunk], linear.held(self.cache)
+                    linear.put(self.cache, linear.after(record, before, end - start))
+                    continue
+                rows = slice(at, at := at + end - start)
+                part = functools.partial(_part, rows=rows, tokens=len(self.positions))
+                some = [part(value) for value in args]
+                named = {name: part(value) for name, value in kwargs.items()}
+                if "attention_mask" in named:
+                    named["attention_mask"] = None
+                outputs.append(forward(*some, **named))
+            return _joined(outputs)
+
+        return run
+
+
+def _part(value: Any, rows: slice, tokens: int) -> Any:
+    """Of an argument with an entry for each of ``tokens`` tokens, that of some ``rows``."""
+    if isinstance(value, tuple):
+        return tuple(_part(each, rows, tokens) for each in value)
+    if not isinstance(value, torch.Tensor) or value.ndim < 2:
+        return value
+    dim = next(
+        (dim for dim in (1, value.ndim - 1, value.ndim - 2) if value.shape[dim] == tokens), None
+    )
+    return value if dim is None else value.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of several parts as one: tensors ``[1, n, D]``, or tuples that begin with one."""
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat([*outputs], 1)
+    return (torch.cat([output[0] for output in outputs], 1), *outputs[-1][1:])
+
+
+class Composer:
+    """Prefills of one hybrid model over stored chunks. The caller holds the model's lock."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        """Measures whether one forward gives what the reference does."""
+        assert adapter.composition is not None
+        self._adapter, self._composition = adapter, adapter.composition
+        stack = adapter.stack
+        kinds = [stack.layer_types[layer.index] for layer in self._composition.with_kv]
+        self._windows = [stack.windows.get(_type_of_attention(kind)) for kind in kinds]
+        self.serves = False
+        """Whether :meth:`prefill` can be used; else the reference is."""
+        with suppress(Exception), adapter.lock:  # whatever a model's layers raise
+            self.serves = self._equals_reference()
+
+    @torch.inference_mode()
+    def _equals_reference(self) -> bool:
+        """Whether both ways give the same logits, on a prompt of two chunks."""
+        adapter, composition = self._adapter, self._composition
+        vocab = adapter.model.get_input_embeddings().num_embeddings
+        ids = [(43 + 47 * i + i * i) % vocab for i in range(CHECKED_TOKENS)]
+        given = torch.tensor([ids], device=adapter.device)
+        spans = [
+            LoadedSpan(start, end, HeldKV(composition.encode(ids[:2], ids[start:end], 0)), 2, False)
+            for start, end in CHECKED_CHUNKS
+        ]
+        cache, at = composition.new_cache(), 0
+        for span in spans:
+            composition.forward(given[:, at : span.start], cache, at)
+            composition.append(cache, composition.read(span.reader), span.tokens, span.offset)
+            at = span.end
+        expected = composition.forward(given[:, at:], cache, at)
+        prompt = self.prefill(given, spans)
+        with prompt.replayed(adapter.stack.base) as cache:
+            found = adapter.model(input_ids=given, past_key_values=cache, use_cache=True).logits[
+                0, -1:
+            ]
+        scale = float(expected.abs().max()) or 1.0
+        allowed = LOGIT_TOLERANCE[dtype_name(adapter.precision)] * scale
+        return bool((found.float() - expected.float()).abs().max() <= allowed)
+
+    @torch.inference_mode()
+    def prefill(self, ids: torch.Tensor, spans: Sequence[LoadedSpan]) -> ComposedPrompt:
+        """Compute the tokens of ``ids`` ``[1, N]`` that are in none of ``spans``; the last one must be among
+        them.
+
+        Raises :class:`SpanCorruptError` if bytes fail verification.
+        """
+        adapter = self._adapter
+        prompt = _Prompt(self._composition, ids.shape[1], spans, adapter.device)
+        load_s = prompt.load()
+        with self._hooked(prompt):
+            output = adapter.stack.base(
+                input_ids=ids[:, prompt.positions],
+                position_ids=prompt.positions[None],
+                past_key_values=prompt.cache,
+                use_cache=True,
+            )
+        last = output.last_hidden_state[:, -1:]  # [1, 1, D]
+        made = type(output)(last_hidden_state=last, past_key_values=prompt.cache)
+        return ComposedPrompt(prompt.cache, made, load_s)
+
+    @contextmanager
+    def _hooked(self, prompt: _Prompt) -> Iterator[None]:
+        composition, stack = self._composition, self._adapter.stack
+        masks: dict[Window | None, torch.Tensor] = {}
+
+        def masked(
+            window: Window | None,
+        ) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, dict[str, Any]] | None]:
+            def hook(
+                module: nn.Module, args: Any, kwargs: dict[str, Any]
+            ) -> tuple[Any, dict[str, Any]] | None:
+                if not any(each is prompt.cache for each in (*args, *kwargs.values())):
+                    return None
+                if window not in masks:
+                    masks[window] = prompt.mask(window, self._adapter.model.dtype)
+                return args, {**kwargs, "attention_mask": masks[window]}
+
+            return hook
+
+        with ExitStack() as hooks, self._adapter.uncompiled():
+            for attention, window in zip(stack.attentions, self._windows, strict=True):
+                hook = attention.register_forward_pre_hook(masked(window), with_kwargs=True)
+                hooks.callback(hook.remove)
+            for layer in composition.entries:
+                held = prompt.cache.layers[layer.index]
+                if layer.linear is None:
+                    held.update = prompt.scatter(held)
+                    hooks.callback(delattr, held, "update")
+                else:
+                    mixer = layer.linear.mixer
+                    hooks.enter_context(_replaced(mixer, prompt, layer))
+            yield
+
+
+@contextmanager
+def _replaced(mixer: nn.Module, prompt: _Prompt, layer: ComposedLayer) -> Iterator[None]:
+    """Within this context a ``mixer`` that gets the prompt's cache runs in parts."""
+    own, stock = vars(mixer).get("forward"), mixer.forward
+    in_parts = prompt.in_parts(layer, stock)
+
+    @functools.wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        is_ours = any(each is prompt.cache for each in (*args, *kwargs.values()))
+        return (in_parts if is_ours else stock)(*args, **kwargs)
+
+    mixer.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del mixer.forward
+        else:
+            mixer.forward = own
+
+
+def _type_of_attention(kind: str) -> str:
+    """The type that a layer's attention has alone."""
+    return "sliding_attention" if "sliding" in kind else kind

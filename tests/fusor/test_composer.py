@@ -1,0 +1,75 @@
+"""One forward over the stored chunks of a hybrid model gives what a stock prefill does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.errors import CorruptKVError
+from blendrag.fusor.composer import Composer
+from blendrag.fusor.loader import HeldKV, LoadedSpan, SpanCorruptError
+from blendrag.model import ModelAdapter
+from model.test_composition import COMPOSED, FIRST, IDS, SECOND, THIRD, of, records
+
+OFFSET = 37
+
+
+@pytest.fixture(scope="module", params=[name for name in COMPOSED if name != "zaya"])
+def adapter(request: pytest.FixtureRequest) -> ModelAdapter:
+    return tiny.adapter(tiny.family(request.param, initializer_range=0.2))
+
+
+def spans_of(adapter: ModelAdapter) -> list[LoadedSpan]:
+    chunks = zip((FIRST, SECOND, THIRD), records(of(adapter), OFFSET), strict=True)
+    return [LoadedSpan(a, b, HeldKV(kv), OFFSET + a, exact=False) for (a, b), kv in chunks]
+
+
+@torch.inference_mode()
+def test_one_forward_gives_a_stock_prefills_answer(adapter):
+    composer = Composer(adapter)
+    assert composer.serves
+    given: dict[str, Any] = {
+        "attention_mask": torch.ones_like(IDS), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 1,
+        "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None,
+    }  # fmt: skip
+    prompt = composer.prefill(IDS, spans_of(adapter))
+    with prompt.replayed(adapter.stack.base) as cache:
+        assert cache.get_seq_length() == 0
+        ours = adapter.model.generate(IDS, past_key_values=cache, **given)
+    stock = adapter.model.generate(IDS, **given)
+    assert torch.equal(ours.sequences, stock.sequences)
+    for one, other in zip(ours.logits, stock.logits, strict=True):
+        assert tiny.difference(one, other) < 1e-4 * float(other.abs().max())
+
+
+@torch.inference_mode()
+def test_the_model_is_left_as_it_was(adapter):
+    before = [dict(vars(module)) for module in adapter.model.modules()]
+    prompt = Composer(adapter).prefill(IDS, spans_of(adapter))
+    after = [dict(vars(module)) for module in adapter.model.modules()]
+    assert all(a.keys() == b.keys() for a, b in zip(before, after, strict=True))
+    assert not any(module._forward_pre_hooks for module in adapter.model.modules())
+    assert not any("update" in vars(layer) for layer in prompt.cache.layers)
+
+
+def test_a_chunk_whose_bytes_are_damaged_ends_the_prefill_and_is_named():
+    adapter = tiny.adapter(tiny.family("bamba", initializer_range=0.2))
+    with torch.inference_mode():
+        first, second, third = spans_of(adapter)
+        broken = tiny.Held(records(of(adapter))[1], fails_at=2)
+        second = LoadedSpan(second.start, second.end, broken, second.stored_position, exact=False)
+        with pytest.raises(SpanCorruptError) as raised:
+            Composer(adapter).prefill(IDS, [first, second, third])
+    assert raised.value.span is second
+    assert isinstance(raised.value.__cause__, CorruptKVError)
+
+
+def test_a_model_that_one_forward_does_not_serve_is_composed_in_order(tmp_path):
+    """Zaya's layers of attention keep running states, too."""
+    with tiny.engine(tiny.family("zaya", initializer_range=0.2), tmp_path) as made:
+        made.ingest([tiny.document(0)])
+        assert made.generate(tiny.prompt(made, 0)).metrics.reused_tokens
+        assert not made.kv_namespace.model.composer.serves
