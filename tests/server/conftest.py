@@ -5,8 +5,9 @@ torch is imported in the fixtures: the process that deals tests to workers reads
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import shutil
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -47,3 +48,42 @@ def context(demo_engine: BlendEngine) -> str:
     corpus = demo_engine.require_corpus()
     (source,) = [each.source for each in corpus.documents() if "anna-bell" in each.source]
     return "\n\n".join(chunk.text for chunk in corpus.chunks_of(source))
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("Chromium is not installed; on Debian: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Opens the page of a server. Fails if something was requested elsewhere, or a script failed."""
+    pages, wrong = [], []
+
+    def opened(server: Live, **context: Any) -> Any:
+        page = chromium.new_page(**context)
+        page.set_default_timeout(120_000)
+        pages.append(page)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on(
+            "request",
+            lambda r: r.url.startswith((server.url, "data:")) or wrong.append(r.url),
+        )
+        page.on(
+            "console",
+            lambda m: "Content Security Policy" in m.text and wrong.append(m.text),
+        )
+        page.goto(server.url)
+        return page
+
+    yield opened
+    for page in pages:
+        page.close()
+    assert wrong == []

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 class Live:
     service: Service
     port: int
+    services: tuple[Service, ...] = ()
 
     @property
     def url(self) -> str:
@@ -54,23 +55,26 @@ def live(
     limits: Limits | None = None,
     keys: str = "",
     send_bytes: int | None = None,
+    beside: Mapping[str, BlendEngine] | None = None,
     **more: Any,
 ) -> Iterator[Live]:
     """Serve ``engine``, whose model is opened; ``keys`` is the text of a key file, ``send_bytes`` what the
-    system sends ahead of a client's reading, ``more`` further fields of the service."""
+    system sends ahead of a client's reading, ``beside`` further engines by name, ``more`` further fields of
+    the service."""
     engine.open()
     known = ApiKeys.parse(keys, "keys") if keys else ApiKeys()
     service = Service(engine, limits or Limits(), known, **more)
+    others = [service.beside(other, name) for name, other in (beside or {}).items()]
     at = bound_socket("127.0.0.1", 0)
     if send_bytes is not None:
         at.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-    server = server_of(create_app(service))
+    server = server_of(create_app(service, *others))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [at]}, daemon=True)
     port = at.getsockname()[1]
     thread.start()
     try:
         until(lambda: server.started)
-        yield Live(service, port)
+        yield Live(service, port, (service, *others))
     finally:
         server.should_exit = True
         thread.join(timeout=120)

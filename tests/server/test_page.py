@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
@@ -136,45 +135,6 @@ def test_texts_have_enough_contrast_in_light_and_dark(served_page) -> None:
 
 
 # -- in Chromium ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("Chromium is not installed; on Debian: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Opens the page of a server. Fails if something was requested elsewhere, or a script failed."""
-    pages, wrong = [], []
-
-    def opened(server: Live, **context: Any) -> Any:
-        page = chromium.new_page(**context)
-        page.set_default_timeout(120_000)
-        pages.append(page)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on(
-            "request",
-            lambda r: r.url.startswith((server.url, "data:")) or wrong.append(r.url),
-        )
-        page.on(
-            "console",
-            lambda m: "Content Security Policy" in m.text and wrong.append(m.text),
-        )
-        page.goto(server.url)
-        return page
-
-    yield opened
-    for page in pages:
-        page.close()
-    assert wrong == []
 
 
 @pytest.fixture(scope="module")

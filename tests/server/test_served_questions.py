@@ -216,7 +216,7 @@ def test_an_answer_that_breaks_off_is_an_error(end: bytes) -> None:
 def test_a_stuck_server_is_named_with_its_own_words(
     served: Live, demo_engine: BlendEngine, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stuck() -> None:
+    def stuck(queues: object) -> None:
         raise Refusal(503, "nothing has moved for 130 s")
 
     monkeypatch.setattr(served.service, "check_moving", stuck)

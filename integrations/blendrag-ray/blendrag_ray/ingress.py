@@ -15,13 +15,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from blendrag.engine.exposition import joined
 from blendrag.errors import BlendragError
 from blendrag.server.access import UPLOAD, AccessControlMiddleware, Limits
 from blendrag.server.admission import RETRY_AFTER_S
 from blendrag.server.cross_origin import CrossOriginMiddleware
 from blendrag.server.refusals import Refusal
 from blendrag_ray.chunk_keys import ChunkKeys
-from blendrag_ray.exposition import joined
 from blendrag_ray.forwarding import Relayed, WholeRequest
 from blendrag_ray.nodes import check_versions
 from blendrag_ray.settings import ServedCluster
@@ -79,7 +79,9 @@ class Ingress:
             )
         except TimeoutError:
             texts = []
-        by_replica: dict[str, str] = dict(each for each in texts if isinstance(each, tuple))
+        by_replica = (
+            (f'replica="{each[0]}"', each[1]) for each in texts if isinstance(each, tuple)
+        )
         return PlainTextResponse(joined(by_replica), media_type=EXPOSITION)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message
 
+from blendrag.engine.exposition import joined
 from blendrag.serving.open_requests import OpenRequest
-from blendrag_ray.exposition import joined
 from blendrag_ray.forwarding import Relayed, WholeRequest, answered
 from blendrag_ray.ingress import MAX_REPLICAS_TRIED, Ingress
 from blendrag_ray.nodes import versions
@@ -228,7 +228,9 @@ async def test_a_client_that_leaves_ends_the_request_in_the_replica():
 
 def test_samples_of_all_replicas_name_them():
     text = '# HELP a_total A.\n# TYPE a_total counter\na_total {}\na_bucket{{le="1"}} 2\n'
-    assert joined({"x": text.format(1), "y": text.format(5)}).splitlines() == [
+    assert joined(
+        [('replica="x"', text.format(1)), ('replica="y"', text.format(5))]
+    ).splitlines() == [
         "# HELP a_total A.",
         "# TYPE a_total counter",
         'a_total{replica="x"} 1',

@@ -256,6 +256,18 @@ def filter_of(only: Sequence[str] | None, where: Sequence[str] | None) -> Filter
     return chosen(only, where, ("--only", "--where"))
 
 
+def engine_beside(
+    engine: BlendEngine, context: typer.Context, store: Path, **more: Any
+) -> BlendEngine:
+    """An engine over another store of the same server: with the model that this store names, and the options
+    that are not those of one store or model."""
+    from blendrag.corpus.recorded_model import model_of_store
+    from blendrag.engine import BlendEngine
+
+    values = given(context.params, ("dtype", "device", "decode_weights", *DEFAULTS))
+    return BlendEngine(model_of_store(store), store, beside=engine, **{**values, **more})
+
+
 def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) -> BlendEngine:
     """The engine that the options of a command describe."""
     from blendrag.corpus.recorded_model import model_for

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,12 +20,18 @@ from blendrag.cli.output import count, say
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store import server_record
+from blendrag.store.durable import readable_size
 from blendrag.store.regular_files import MIB
+from blendrag.wording import quoted, short_model
+
+if TYPE_CHECKING:
+    from blendrag.engine import BlendEngine
 
 #: Modules that the extra installs.
 REQUIREMENTS = ("fastapi", "uvicorn")
 #: Size limit of ``--api-key-file``.
 MAX_KEY_FILE_BYTES = MIB
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @reporting
@@ -51,6 +58,14 @@ def serve(
         list[str] | None,
         options.optional(
             "A site whose pages may ask, such as https://app.example, or * for all; repeatable."
+        ),
+    ] = None,
+    further: Annotated[
+        list[str] | None,
+        options.optional(
+            "A further store, which requests name in the field model; repeatable.",
+            "--serve",
+            metavar="NAME=STORE",
         ),
     ] = None,
     schema: Annotated[
@@ -102,6 +117,10 @@ def serve(
             raise InvalidInputError(
                 f"{name} with --ray, expected no {name}; replicas take no files"
             )
+        if further:
+            raise InvalidInputError(
+                "--serve with --ray, expected one of them; replicas have one store"
+            )
         access = {"api_keys": text, "allow_hosts": hosts, "cors_origins": origins}
         serve_on_ray: Callable[..., int] = ray_function("serve")
         return serve_on_ray(context.params, limits | access)
@@ -111,11 +130,13 @@ def serve(
     }  # fmt: skip
     for name in (name for name, value in of_ray.items() if value is not None):
         raise InvalidInputError(f"{name} without --ray, expected both; one process is one replica")
+    from blendrag.config import settings
     from blendrag.server.app import create_app
     from blendrag.server.running import bound_socket
     from blendrag.server.running import serve as serve_until_signal
     from blendrag.server.service import Limits, Service, open_engine
 
+    roots = _further(further or ())
     follows = _follow(context)
     at = bound_socket(host, port)
     if writable and not is_loopback(at.getsockname()[0]):
@@ -125,6 +146,9 @@ def serve(
             "for others use --api-key-file with a line that ends in 'write'"
         )
     defaults = {"max_new_tokens": None, **options.given(context.params, options.DEFAULTS)}
+    if roots:
+        ram_bytes = context.params["ram_bytes"] or settings().ram_bytes
+        defaults["ram_bytes"] = ram_bytes // (1 + len(roots))
     with at, options.engine_for(context, **defaults) as engine, ExitStack() as following:
         named: dict[str, Path] = {}
         for file in schema or ():
@@ -139,6 +163,13 @@ def serve(
             say("note", refused)
         if follows:
             following.enter_context(closing(engine.keep_following()))
+        beside: dict[str, BlendEngine] = {}
+        for name, root in roots.items():
+            other = options.engine_beside(engine, context, root, **defaults)
+            beside[name] = following.enter_context(other)
+            with StatusLine(f"opening the model of {name}"):
+                if refused := open_engine(other, needs_blending=True):
+                    say("note", f"{name}: {refused}")
         address, taken, *_ = at.getsockname()
         record = None
         if reached := server_record.loopback(address):
@@ -147,21 +178,60 @@ def serve(
                 reached, taken, engine.model_name, __version__, has_keys
             )
         service = Service(engine, Limits(**limits), keys, hosts, origins, record=record)
+        others = [service.beside(other, name) for name, other in beside.items()]
         at.listen()
         if record is not None:
-            following.enter_context(server_record.written(engine.root, record))
+            for each in (service, *others):
+                of_store = replace(record, model=each.engine.model_name, name=each.name)
+                following.enter_context(server_record.written(each.engine.root, of_store))
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{taken}"
         say("serving", f"{service.model_id} at {url}/v1")
+        for each in others:
+            of_model = short_model(each.engine.model_name)
+            say("serving", f"{each.name}: {of_model} over {each.engine.root}")
+        if others:
+            say("memory", _memory(engine, *beside.values()))
         say("page", f"{url}/")
         warn_of_others(address, bool(keys.may_write), origins)
         interrupt.expect("the server has stopped")
-        serve_until_signal(create_app(service), at, verbose)
-        if left := service.uploads.left:
+        serve_until_signal(create_app(service, *others), at, verbose)
+        if left := sum(each.uploads.left for each in (service, *others)):
             say(
                 "note", f"{count(left, 'uploaded file')} not stored yet: send what is missing again"
             )
     return DONE
+
+
+def _further(given: Sequence[str]) -> dict[str, Path]:
+    """Stores by name. Raises :class:`InvalidInputError`."""
+    found: dict[str, Path] = {}
+    for text in given:
+        name, _, store = text.partition("=")
+        if not (_NAME.fullmatch(name) and store) or name == "default":
+            raise InvalidInputError(
+                f"--serve {quoted(text)} must be a name of letters, digits, '.', '_' and '-', other than "
+                "default, and a store, such as handbook=stores/handbook"
+            )
+        if name in found:
+            raise InvalidInputError(
+                f"--serve has the name {quoted(name)} twice, expected other names"
+            )
+        found[name] = Path(store)
+    return found
+
+
+def _memory(*engines: BlendEngine) -> str:
+    """What engines beside each other hold."""
+    models = {id(each.adapter.model): each.adapter.model for each in engines}.values()
+    weights = {each for model in models for each in model.parameters()}
+    weight_bytes = sum(each.numel() * each.element_size() for each in weights)
+    ram_bytes = sum(each.settings.ram_bytes for each in engines)
+    return (
+        f"{count(len(models), 'model')} of {readable_size(weight_bytes)}, at most "
+        f"{readable_size(ram_bytes)} of stored KV and {readable_size(engines[0].settings.batch_bytes)} of "
+        "running requests"
+    )
 
 
 def _check_writable(api_key_file: Path | None, origins: Sequence[str]) -> None:

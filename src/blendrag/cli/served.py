@@ -223,6 +223,8 @@ def body_for(params: Mapping[str, Any], record: ServerRecord) -> dict[str, Any] 
     body: dict[str, Any] = {_FIELDS[name]: given[name] for name in _FIELDS if name in given}
     body["blendrag"] = {name: given[name] for name in _BLENDING if name in given}
     body |= generate
+    if record.name:
+        body["model"] = record.name
     return body | {"retrieve": True, "stream": True}
 
 

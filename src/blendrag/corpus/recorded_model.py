@@ -30,6 +30,11 @@ def model_for(
         return given
     if for_ingest and not (root / DIRECTORY / FILE_NAME).exists():
         raise _unnamed(root)
+    return model_of_store(root)
+
+
+def model_of_store(root: Path) -> str:
+    """The model that the store at ``root`` names. Raises as :func:`model_for`."""
     with Corpus.open(root, read_only=True) as corpus:
         if not corpus.has_manifest:
             raise _unnamed(root)

@@ -237,7 +237,10 @@ class Answering:
             return max(1.0, len(request.prompt.ids) - max(known, (1 - computed) * chunks))
 
         return PendingAnswer(
-            answer, joins, lambda: stream.done, share, cost, request=request, stream=stream
+            *(answer, joins, lambda: stream.done, share, cost),
+            request=request,
+            stream=stream,
+            prefixes=self._planner.prefixes,
         )
 
     def _answer(

@@ -30,6 +30,8 @@ class PendingAnswer(Pending[Answer]):
 
     request: Request
     stream: AnswerStream
+    prefixes: object = None
+    """The exact prefixes of its engine: others may wait for the same scheduler."""
 
     def wait(self) -> Answer:
         """Block until it is answered. Raises the request's error, or :class:`RequestTimeout`."""

@@ -94,6 +94,9 @@ class BlendEngine:
             Loaded on first use. Open engines with the same name, files, dtype, device and adapter share one
             loaded model and take turns.
         store: directory of the KV store and the corpus; created by the first ingest.
+        beside: an open engine, of this model or another, whose scheduler this one uses, too: requests to both
+            are computed in one order and within one memory limit, and those over one model decode together.
+            They are closed together: closing one ends the others' requests.
         options: :class:`~blendrag.config.ConstructorOptions`, described in docs/options.md. Those of a
             request are defaults, to whose ``chat_template_kwargs`` a request's own are added.
 
@@ -108,6 +111,8 @@ class BlendEngine:
         self,
         model: str | Path | PreTrainedModel | ModelAdapter | None = None,
         store: Path | str | None = None,
+        *,
+        beside: BlendEngine | None = None,
         **options: Unpack[ConstructorOptions],
     ) -> None:
         known = ConstructorOptions.__annotations__
@@ -127,14 +132,17 @@ class BlendEngine:
             given,
         )
         #: What waits and runs on the model.
-        self.scheduler = Scheduler(
-            KVBudget(self.settings.batch_bytes, lambda most: self.prefixes.shrink(most)),
-            kv.corpus.embedding_turns,
-            self.settings.max_running,
-        )
+        if beside is None:
+            budget = KVBudget(self.settings.batch_bytes)
+            self.scheduler = Scheduler(budget, kv.corpus.embedding_turns, self.settings.max_running)
+        else:
+            self.scheduler = beside.scheduler
+            kv.corpus.embedding_turns = self.scheduler.embedding
         self.library = Library(kv, self.scheduler)
         self.background = BackgroundWriter(kv, self.scheduler)
         self.prefixes = ExactPrefixes(kv, self.scheduler)
+        self.scheduler.budget.add_keeper(self.prefixes.shrink)
+        self.prefixes.limit_bytes //= self.scheduler.budget.keepers
         kept = KeptKV(kv)
         self.planner = Planner(kv, self.background, self.prefixes, kept)
         self._learner = Learner(kv, self.background, kept)
@@ -560,7 +568,12 @@ class BlendEngine:
         """What waits in this engine: prompts, the model, batches of the embedder."""
         embedding = self.kv_namespace.corpus.embedding_turns
         texts = QueueState("batches of texts", *embedding.counts)
-        return [*self._answering.queues, self.scheduler.state, texts]
+        return [*self.own_queues, self.scheduler.state, texts]
+
+    @property
+    def own_queues(self) -> list[QueueState]:
+        """What waits in this engine, and not in those beside it: prompts."""
+        return self._answering.queues
 
     def progress_at(self) -> float:
         """``time.monotonic()`` when the model or the embedder last did something."""

@@ -272,7 +272,11 @@ class ExactPrefixes:
     ) -> SharedPrefix | None:
         """The beginning whose single prefill saves most over what the waiting requests would compute."""
         prompt, family = request.prompt, family_of(request)
-        waiting = (each for each in self._scheduler.waiting if isinstance(each, PendingAnswer))
+        waiting = (
+            each
+            for each in self._scheduler.waiting
+            if isinstance(each, PendingAnswer) and each.prefixes is self
+        )
         alike = [
             (other, stream, controller.cut(prompt, common_prefix(prompt.ids, other.prompt.ids)))
             for other, stream in ((each.request, each.stream) for each in waiting)

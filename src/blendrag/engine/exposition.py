@@ -6,10 +6,14 @@ https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
 from blendrag.store.base import StoreStats
 
+#: ``name{labels} value`` or ``name value``.
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
+_FAMILY = re.compile(r"# (?:HELP|TYPE) (\S+) ")
 #: ``name: (help text, field of the statistics)``, for the store as a whole; all are counters.
 _TOTALS = {
     "misses_total": ("Chunks asked for that no tier had.", "misses"),
@@ -71,3 +75,20 @@ def _escaped(path: str) -> str:
     """As the value of a label, and in UTF-8 whatever bytes a path is made of."""
     valid = path.encode("utf-8", "backslashreplace").decode("utf-8")
     return valid.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def joined(texts: Iterable[tuple[str, str]]) -> str:
+    """Several expositions as one; each has a label for its samples, such as ``replica="1"``, or none."""
+    families: dict[str, tuple[dict[str, None], list[str]]] = {}
+    for label, text in texts:
+        described: dict[str, None] = {}
+        samples: list[str] = []
+        for line in text.splitlines():
+            if found := _FAMILY.match(line):
+                described, samples = families.setdefault(found[1], ({}, []))
+                described[line] = None
+            elif sample := _SAMPLE.fullmatch(line):
+                labels = ",".join(filter(None, (label, sample[2])))
+                samples.append(f"{sample[1]}{f'{{{labels}}}' * bool(labels)} {sample[3]}")
+    lines = (line for described, samples in families.values() for line in (*described, *samples))
+    return "".join(f"{line}\n" for line in lines)

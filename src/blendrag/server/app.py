@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request, Response
@@ -10,6 +11,7 @@ from starlette.types import ASGIApp
 
 from blendrag.config import DEFAULT_EMBEDDER
 from blendrag.corpus.embedding_turns import Check
+from blendrag.engine.exposition import joined
 from blendrag.server.access import AccessControlMiddleware, require_writer
 from blendrag.server.bodies import ChatBody, CompletionBody, EmbeddingBody, IngestBody
 from blendrag.server.chats import chat_chunks, chat_completion
@@ -22,34 +24,36 @@ from blendrag.server.page import page
 from blendrag.server.refusals import install_refusals
 from blendrag.server.replies import Fields
 from blendrag.server.service import Service
+from blendrag.server.services import Services
 from blendrag.store.server_record import MAX_CHALLENGE_CHARS
 
 #: Content type of Prometheus' text format.
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(service: Service) -> ASGIApp:
-    """The ASGI application; the caller opens and closes the engine."""
+def create_app(service: Service, *others: Service) -> ASGIApp:
+    """The ASGI application; the caller opens and closes the engines. ``others`` were made with
+    :meth:`Service.beside`."""
     app = FastAPI(title="blendrag", docs_url=None, redoc_url=None, redirect_slashes=False)
     most = service.limits.max_body_bytes
     app.add_middleware(
         AccessControlMiddleware, keys=service.keys, max_body_bytes=most, hosts=service.hosts
     )
     install_refusals(app)
-    engine = service.engine
+    services = Services(service, *others)
 
-    def require_writable() -> None:
+    def require_writable(model: str | None = None) -> None:
         service.check_open()
-        service.check_writable()
+        services.of(model).check_writable()
 
     writers = [Depends(require_writer), Depends(require_writable)]
 
     async def answer(body: Any, request: Request, whole: Any, chunks: Any) -> Response:
-        service.check_model(body.model)
+        chosen = services.of(body.model)
         body.sent_by(request.state.tenant)
         if body.stream:
-            return await streamed(request, chunks(service, body))
-        return JSONResponse(await while_connected(request, whole(service, body)))
+            return await streamed(request, chunks(chosen, body))
+        return JSONResponse(await while_connected(request, whole(chosen, body)))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
@@ -64,51 +68,61 @@ def create_app(service: Service) -> ASGIApp:
         texts = texts_of(body)
 
         def work(check: Check) -> tuple[bytes, int]:
-            service.check_embedder(body.model)
-            return embeddings(engine, texts, body, service.embedder_id, check)
+            chosen = services.of_embedder(body.model, check)
+            return embeddings(chosen.engine, texts, body, chosen.embedder_id, check)
 
         threads = service.questions if is_short(texts) else service.embeddings
         written, tokens = await while_connected(request, service.worked(work, threads))
         service.admission.note_embedded(len(texts), tokens)
         return _json(written)
 
-    async def embedder_id() -> str:
-        given = service.engine.settings.embedder or DEFAULT_EMBEDDER
-        return await service.read_or_last("embedder", lambda: service.embedder_id, given)
+    async def embedder_ids() -> dict[str, None]:
+        ids: dict[str, None] = {}
+        for each in services:
+            given = each.engine.settings.embedder or DEFAULT_EMBEDDER
+            ids[
+                await each.read_or_last("embedder", partial(getattr, each, "embedder_id"), given)
+            ] = None
+        return ids
 
     @app.get("/v1/models")
     async def models() -> Fields:
-        embedder = _model(service, await embedder_id())
-        return {"object": "list", "data": [_language_model(service), embedder]}
+        embedders = [_model(service, name) for name in await embedder_ids()]
+        return {"object": "list", "data": [*map(_language_model, services), *embedders]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Fields:
-        if name == await embedder_id():
+        if name in await embedder_ids():
             return _model(service, name)
-        service.check_model(name)
-        return _language_model(service)
+        return _language_model(services.of(name))
 
     @app.post("/v1/ingest", dependencies=writers)
-    async def add(body: IngestBody, request: Request) -> Fields:
+    async def add(body: IngestBody, request: Request, model: str | None = None) -> Fields:
+        engine = services.of(model).engine
         work = service.worked(lambda check: ingest(engine, body, check), service.changes)
         return await while_connected(request, work)
 
     @app.get("/v1/documents")
-    async def listing(request: Request) -> Response:
+    async def listing(request: Request, model: str | None = None) -> Response:
+        engine = services.of(model).engine
         reading = service.read(lambda: document_list(engine))
         return _json(await while_connected(request, reading))
 
     @app.put("/v1/documents", dependencies=writers, status_code=202)
-    async def upload(source: Annotated[str, Query()], request: Request) -> Fields:
-        return await service.uploads.receive(request, source)
+    async def upload(
+        source: Annotated[str, Query()], request: Request, model: str | None = None
+    ) -> Fields:
+        return await services.of(model).uploads.receive(request, source)
 
     @app.get("/v1/uploads", dependencies=writers)
-    async def uploads() -> Fields:
-        return service.uploads.listed()
+    async def uploads(model: str | None = None) -> Fields:
+        return services.of(model).uploads.listed()
 
     @app.delete("/v1/documents", dependencies=writers)
-    async def delete(source: Annotated[list[str], Query()]) -> Fields:
-        cancelled = {each for each in source if service.uploads.cancel(each)}
+    async def delete(source: Annotated[list[str], Query()], model: str | None = None) -> Fields:
+        chosen = services.of(model)
+        engine = chosen.engine
+        cancelled = {each for each in source if chosen.uploads.cancel(each)}
 
         def work(check: Check) -> Fields:
             return delete_documents(engine, source, cancelled)
@@ -121,15 +135,16 @@ def create_app(service: Service) -> ASGIApp:
         challenge: Annotated[str, Query(max_length=MAX_CHALLENGE_CHARS)] = "",
     ) -> Fields:
         service.check_open()
-        service.check_moving()
+        service.check_moving(services.queues)
         if not challenge or service.record is None:
             return {"status": "ok"}
         return {"status": "ok", "proof": service.record.proof(challenge)}
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        store = await service.read_or_last("metrics", engine.prometheus)
-        return PlainTextResponse(store + service.exposition(), media_type=EXPOSITION)
+        stores = [await each.read_or_last("metrics", each.engine.prometheus) for each in services]
+        text = joined(("", store) for store in stores) + service.exposition(services.queues)
+        return PlainTextResponse(text, media_type=EXPOSITION)
 
     app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)(page)
     return CrossOriginMiddleware(app, service.origins) if service.origins else app

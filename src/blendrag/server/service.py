@@ -1,4 +1,4 @@
-"""One engine behind HTTP: its limits, its names, its threads, and the road of a request through it.
+"""Engines behind HTTP: their limits, names and threads, and the road of a request through one of them.
 
 Each kind of blocking work has its own threads, so that no kind waits for another:
 
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from blendrag.corpus.embedding_turns import Check
@@ -74,7 +75,7 @@ class ReplyPart(NamedTuple):
 
 
 class Service:
-    """An engine whose model is open."""
+    """An engine whose model is open. Further ones may be served beside it (:meth:`beside`)."""
 
     def __init__(
         self,
@@ -92,6 +93,8 @@ class Service:
         self.engine, self.limits, self.keys = engine, limits or Limits(), keys or ApiKeys()
         self.hosts, self.origins, self.clock = hosts, origins, clock
         self.record = record
+        self.name = ""
+        """What requests call it; empty for the first one, which has its model's name."""
         self.began = int(time.time())
         self.admission = Admission(self.limits.max_requests, engine.scheduler.requests)
         self.questions = ThreadQueue("questions", QUESTION_THREADS, clock)
@@ -101,14 +104,25 @@ class Service:
         self.uploads = FileUploads(engine, self.changes, self.limits.max_upload_bytes)
         self._last_known: dict[str, str] = {}
 
+    def beside(self, engine: BlendEngine, name: str) -> Service:
+        """Another engine, made ``beside`` this one's, which has the same limits, keys, counters and threads.
+
+        Requests call it ``name``."""
+        made = copy(self)
+        made.engine, made.name = engine, name
+        made.uploads = FileUploads(engine, self.changes, self.limits.max_upload_bytes)
+        made._last_known = {}
+        return made
+
     @property
     def queues(self) -> list[QueueState]:
+        """Those of this engine, and those that it shares."""
         own = self.questions, self.embeddings, self.changes, self.reads
         return [*self.engine.queues, *(queue.state for queue in own)]
 
-    @cached_property
+    @property
     def model_id(self) -> str:
-        return short_model(self.engine.model_name)
+        return self.name or short_model(self.engine.model_name)
 
     @property
     def embedder_id(self) -> str:
@@ -119,9 +133,11 @@ class Service:
         if self.engine.closed:
             raise Refusal(503, "the engine of this server is closed; start the server again")
 
-    def check_moving(self) -> None:
-        """Raise :class:`Refusal` 503 if something waits or runs and has not moved for a long time."""
-        for queue in self.queues:
+    def check_moving(self, queues: Sequence[QueueState] | None = None) -> None:
+        """Raise :class:`Refusal` 503 if something waits or runs and has not moved for a long time.
+
+        ``queues``: those of several services."""
+        for queue in queues or self.queues:
             if queue.still_s >= STUCK_S:
                 raise Refusal(
                     503,
@@ -141,13 +157,19 @@ class Service:
                 code="read_only_store",
             )
 
-    def check_model(self, name: str | None) -> None:
-        """Raise :class:`Refusal` 404 for another model than the served one."""
-        _check(name, self.model_id, self.engine.model_name)
-
     def check_embedder(self, name: str | None) -> None:
         """Raise :class:`Refusal` 404 for another model than the store's embedder."""
-        _check(name, self.embedder_id, self.engine.manifest.embedder)
+        if name and name not in (ANY_MODEL, self.name, *self.embedder_names):
+            raise not_served(name, self.embedder_id)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call it."""
+        return (self.name,) if self.name else (self.model_id, self.engine.model_name)
+
+    @property
+    def embedder_names(self) -> tuple[str, ...]:
+        return self.embedder_id, self.engine.manifest.embedder
 
     async def pieces(
         self, make: Make, threads: ThreadQueue, timeout_s: float | None = None
@@ -194,9 +216,9 @@ class Service:
             pass
         return self._last_known.get(name, otherwise)
 
-    def exposition(self) -> str:
-        """The counts of this server as Prometheus text."""
-        return self.admission.exposition() + queues_exposition(self.queues)
+    def exposition(self, queues: Sequence[QueueState] | None = None) -> str:
+        """The counts of this server as Prometheus text; ``queues``: those of several services."""
+        return self.admission.exposition() + queues_exposition(queues or self.queues)
 
     async def answered(
         self, make: Make, threads: ThreadQueue, timeout_s: float | None = None
@@ -231,11 +253,11 @@ async def _made(make: Make, threads: ThreadQueue, timeout_s: float | None) -> Se
     return replace(served, options=replace(served.options, timeout_s=left_s))
 
 
-def _check(name: str | None, *known: str) -> None:
-    if name and name not in (ANY_MODEL, *known):
-        raise Refusal(
-            404,
-            f"the model {quoted(name)} is not served here; expected {known[0]!r}",
-            param="model",
-            code="model_not_found",
-        )
+def not_served(name: str, *known: str) -> Refusal:
+    expected = ", ".join(map(repr, known))
+    return Refusal(
+        404,
+        f"the model {quoted(name)} is not served here; expected {'one of ' * (len(known) > 1)}{expected}",
+        param="model",
+        code="model_not_found",
+    )

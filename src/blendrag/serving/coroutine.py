@@ -43,7 +43,7 @@ class Coroutine(greenlet):
         self.scheduler = scheduler
         self.pending = pending
         self.adapter: ModelAdapter | None = None
-        """The model that decodes its tokens jointly."""
+        """The model that decodes its tokens, jointly with those of other calls on it."""
         self.loaded: LoadedPrompt | None = None
         """Its prompt, if parts of it were loaded."""
         self.has_begun = False
@@ -117,6 +117,7 @@ class JointForward:
                         del model.forward
                 else:
                     model.forward = self._own
+                self._own = None
 
 
 def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,7 +209,7 @@ def decoding_jointly(
     call.adapter, call.loaded, call.has_begun, call.kv, call.share, call.weights = (
         adapter, None, False, None, share, weights
     )  # fmt: skip
-    with call.scheduler.joint_forward.of(adapter.model):
+    with call.scheduler.joint_forward(adapter.model).of(adapter.model):
         try:
             yield
         finally:

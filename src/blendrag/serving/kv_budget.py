@@ -75,14 +75,29 @@ class KVShare:
 class KVBudget:
     """What running requests hold together. Used on one thread."""
 
-    def __init__(self, limit_bytes: int, kept: Callable[[int], int] = lambda most_bytes: 0) -> None:
-        """``kept(n)`` drops KV that is kept for later until at most ``n`` bytes of it are left, as far as it
-        can, and returns how many are left."""
+    def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._kept = kept
+        self._keepers: list[Callable[[int], int]] = []
         self._shares: list[KVShare] = []
         self.is_short = False
         """Whether a request waits for memory: then none should begin."""
+
+    def add_keeper(self, kept: Callable[[int], int]) -> None:
+        """``kept(n)`` drops KV that is kept for later until at most ``n`` bytes of it are left, as far as it
+        can, and returns how many are left."""
+        self._keepers.append(kept)
+
+    @property
+    def keepers(self) -> int:
+        """How many keep KV."""
+        return len(self._keepers)
+
+    def _kept(self, most_bytes: int) -> int:
+        """The same for all keepers, which then have equal shares."""
+        left = sum(kept(most_bytes) for kept in self._keepers)
+        if left > most_bytes and len(self._keepers) > 1:
+            left = sum(kept(most_bytes // len(self._keepers)) for kept in self._keepers)
+        return left
 
     @property
     def size_bytes(self) -> int:

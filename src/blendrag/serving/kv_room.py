@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from blendrag.model.adapter import ModelAdapter
 from blendrag.serving.chunk_pool import ChunkPool
 from blendrag.serving.coroutine import Coroutine
 from blendrag.serving.kv_budget import KVBudget
@@ -23,22 +24,22 @@ class KVRoom:
 
     def __init__(self, budget: KVBudget) -> None:
         self.budget = budget
-        self._pool: ChunkPool | None = None
+        self._pools: dict[ModelAdapter, ChunkPool] = {}
 
     def pool_of(self, call: Coroutine) -> ChunkPool:
         """The chunks that calls share on the model of ``call``."""
         assert call.adapter is not None
-        if self._pool is None or self._pool.adapter is not call.adapter:
-            self._pool = ChunkPool(call.adapter, self.budget.limit_bytes)
-        return self._pool
+        if call.adapter not in self._pools:
+            self._pools[call.adapter] = ChunkPool(call.adapter, self.budget.limit_bytes)
+        return self._pools[call.adapter]
 
     def close(self) -> None:
-        """Forget the model, once no call runs any more."""
-        self._pool = None
+        """Forget the models, once no call runs any more."""
+        self._pools.clear()
 
     def leave(self, call: Coroutine) -> None:
-        if call.kv is not None and self._pool is not None:
-            self._pool.leave(call.kv)
+        if call.kv is not None and call.adapter in self._pools:
+            self._pools[call.adapter].leave(call.kv)
 
     def ready(
         self, running: Sequence[Coroutine]
@@ -95,7 +96,7 @@ class KVRoom:
                 kv, share = newer[-1].kv, newer[-1].share
                 assert kv is not None
                 assert share is not None
-                self.pool_of(call).put_aside(kv)
+                self.pool_of(newer[-1]).put_aside(kv)
                 share.is_aside = True
             except Exception as exc:  # no place for it, such as a full disk: it stays
                 log.warning("the KV of a request could not be put aside: %s", exc)

@@ -21,8 +21,10 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
@@ -129,7 +131,7 @@ class Scheduler:
         self.room = KVRoom(self.budget)
         self.embedding = embedding or EmbeddingTurns()
         self.max_running = max_running
-        self.joint_forward = JointForward()
+        self._joint_forwards = WeakKeyDictionary[nn.Module, JointForward]()
         self.requests = OpenRequests(clock)
         """The clients whose requests these calls belong to, used on their event loop only."""
         self.closed = False
@@ -191,6 +193,10 @@ class Scheduler:
         pending = Pending(call, joins)
         self.submit(pending)
         return pending.future.result()
+
+    def joint_forward(self, model: nn.Module) -> JointForward:
+        """Where the calls on ``model`` decode together."""
+        return self._joint_forwards.setdefault(model, JointForward())
 
     @property
     def waiting(self) -> Sequence[Pending[Any]]:
@@ -408,18 +414,24 @@ class Scheduler:
 
     def _decoded(self, steps: dict[Coroutine, DecodeStep]) -> dict[Coroutine, Any]:
         """The output of each step that was computed, or its error if it cannot be computed alone."""
-        pool = self.room.pool_of(next(iter(steps)))
-        try:
-            with torch.inference_mode():
-                pool.share([step.kv for step in steps.values()])
-        except Exception as exc:
-            self._decode_fewer(len(steps), exc)
         outputs: dict[Coroutine, Any] = {}
-        by_weights: dict[DecodeWeights | None, dict[Coroutine, DecodeStep]] = defaultdict(dict)
-        for call, step in steps.items():  # those that began before the weights changed keep theirs
-            by_weights[step.weights][call] = step
-        for alike in by_weights.values():
-            outputs |= self._decoded_alike(alike, pool)
+        by_pool: dict[ChunkPool, dict[Coroutine, DecodeStep]] = defaultdict(dict)
+        for call, step in steps.items():
+            by_pool[self.room.pool_of(call)][call] = step
+        for pool, of_model in by_pool.items():
+            try:
+                with torch.inference_mode():
+                    pool.share([step.kv for step in of_model.values()])
+            except Exception as exc:
+                self._decode_fewer(len(of_model), exc)
+            by_weights: dict[DecodeWeights | None, dict[Coroutine, DecodeStep]] = defaultdict(dict)
+            for (
+                call,
+                step,
+            ) in of_model.items():  # those that began before the weights changed keep theirs
+                by_weights[step.weights][call] = step
+            for alike in by_weights.values():
+                outputs |= self._decoded_alike(alike, pool)
         self._limit.step_ended()
         return outputs
 

@@ -38,6 +38,8 @@ class ServerRecord:
     version: str
     """Of blendrag: commands of another one may ask in other words."""
     needs_key: bool
+    name: str = ""
+    """What requests to this store call it, if the server answers from several."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     @property
