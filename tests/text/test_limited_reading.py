@@ -306,7 +306,7 @@ def test_a_script_without_a_main_guard_reads_files_and_leaves_no_process(
 
 
 def test_limits_grow_with_the_file_up_to_the_largest() -> None:
-    kinds = ("PDF", "DOCX", "HTML", "JSON lines", "Markdown", "text")
+    kinds = ("PDF", "DOCX", "XLSX", "HTML", "JSON lines", "Markdown", "text")
     for kind in kinds:
         small, large, huge = (limits_of(kind, size) for size in (0, 10**6, 10**12))
         assert small == SMALLEST

@@ -250,7 +250,7 @@ def test_pdf_and_docx_are_read(tmp_path: Path) -> None:
         "A letter",
         "# A letter\n\n# Terms\n\n## Payment\n\n| 30 days\n\nSigned.",
     )
-    with pytest.raises(UnreadableDocumentError, match="file without text, such as a scan"):
+    with pytest.raises(UnreadableDocumentError, match="is PDF without text; if it is a scan"):
         list(read_documents(write(tmp_path / "scan.pdf", pdf())))
 
 

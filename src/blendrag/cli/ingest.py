@@ -75,7 +75,7 @@ def ingest(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Precompute documents: text of any kind, HTML, JSON lines, PDF and DOCX with blendrag[files].
+    """Precompute documents: text of any kind, HTML, JSON lines; with blendrag[files] PDF, DOCX and XLSX.
 
     Safe to interrupt and to repeat.
     """

@@ -1,4 +1,4 @@
-"""Text of PDF and DOCX files, through pypdf and python-docx (the extra ``files``)."""
+"""Text of PDF, DOCX and XLSX files, through pypdf, python-docx and openpyxl (the extra ``files``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -14,31 +14,33 @@ from typing import NamedTuple
 from blendrag.errors import UnreadableDocumentError, is_out_of_memory
 from blendrag.store.durable import readable_size
 from blendrag.store.regular_files import MIB
-from blendrag.text import docx_files
+from blendrag.text import docx_files, xlsx_files
 from blendrag.wording import first_line
 
 INSTALL = "pip install 'blendrag[files]'"
 #: The beginning of a PDF under any name: its version, usually a comment of binary bytes, and an object.
 _PDF = re.compile(rb"\s*%PDF-\d\.\d[ \t]*[\r\n]\s*(?:%[^\r\n]*[\r\n]\s*)*\d+\s+\d+\s+obj\b")
 #: Module that reads each kind.
-_MODULES = {"PDF": "pypdf", "DOCX": "docx"}
+_MODULES = {"PDF": "pypdf", "DOCX": "docx", "XLSX": "openpyxl"}
+#: Zip archives by their suffix.
+_ARCHIVES = {".docx": "DOCX", ".xlsx": "XLSX", ".xlsm": "XLSX"}
 
 
 def kind_of(path: Path, beginning: bytes) -> str:
-    """``PDF``, ``DOCX`` or empty."""
+    """``PDF``, ``DOCX``, ``XLSX`` or empty."""
     # viewers allow other bytes before the mark, and texts mention it
     is_named = path.suffix.lower() == ".pdf" and b"%PDF-" in beginning[:1024]
     if is_named or _PDF.match(beginning):
         return "PDF"
-    is_docx = beginning.startswith(b"PK\x03\x04") and path.suffix.lower() == ".docx"
-    return "DOCX" if is_docx else ""
+    is_archive = beginning.startswith(b"PK\x03\x04")
+    return _ARCHIVES.get(path.suffix.lower(), "") if is_archive else ""
 
 
 def lacks_reader(kind: str) -> bool:
     return importlib.util.find_spec(_MODULES[kind]) is None
 
 
-#: Limits of an unpacked DOCX: of all parts (images are large), and of those that are parsed.
+#: Limits of an unpacked DOCX or XLSX: of all parts (images are large), and of those that are parsed.
 MAX_PARTS, MAX_UNPACKED_BYTES, MAX_XML_BYTES = 10_000, 1024 * MIB, 256 * MIB
 #: Parts of more than so many bytes are packed at most so well: text reaches 20 to 50.
 RATIO_FROM_BYTES, MAX_RATIO = 8 * MIB, 100
@@ -49,8 +51,10 @@ MAX_PAGE_REPEATS = 100
 
 
 def work_bytes(path: Path, kind: str, data: bytes) -> int:
-    """What a parser goes through: the unpacked XML of a DOCX. Raises :class:`UnreadableDocumentError` for an
-    archive that unpacks to too much, and for one that is damaged."""
+    """What a parser goes through: the unpacked XML of an archive.
+
+    Raises :class:`UnreadableDocumentError` for an archive that unpacks to too much, and for a damaged one.
+    """
     if kind == "PDF":
         return len(data)
     try:
@@ -66,7 +70,7 @@ def work_bytes(path: Path, kind: str, data: bytes) -> int:
     if is_bomb:
         raise UnreadableDocumentError(
             path,
-            f"is a DOCX file of {readable_size(len(data))} that unpacks to {len(parts):,} parts of "
+            f"is {kind} of {readable_size(len(data))} that unpacks to {len(parts):,} parts of "
             f"{readable_size(unpacked_bytes)}, expected at most {MAX_PARTS:,} parts, {MAX_RATIO} times the "
             f"file and {readable_size(MAX_XML_BYTES)} of text; split it, or save it as text",
         )
@@ -90,14 +94,12 @@ class OfficeText(NamedTuple):
 def read(path: Path, kind: str, data: bytes) -> OfficeText:
     """The text of a file. Raises :class:`UnreadableDocumentError`."""
     if lacks_reader(kind):
-        raise UnreadableDocumentError(
-            path, f"is a {kind} file, read only with the extra: {INSTALL}"
-        )
+        raise UnreadableDocumentError(path, f"is {kind}, read only with the extra: {INSTALL}")
     try:
-        found = _pdf(path, data) if kind == "PDF" else OfficeText(*docx_files.read(data))
+        found = _READERS[kind](path, data)
     except UnreadableDocumentError:
         raise
-    except Exception as exc:  # both libraries raise many types for damaged files
+    except Exception as exc:  # the libraries raise many types for damaged files
         if is_out_of_memory(exc):
             raise MemoryError from exc
         if type(exc).__name__ == "DependencyError":
@@ -107,7 +109,7 @@ def read(path: Path, kind: str, data: bytes) -> OfficeText:
         raise _unreadable(path, kind, exc) from exc
     if not found.text.strip():
         raise UnreadableDocumentError(
-            path, f"is a {kind} file without text, such as a scan; recognise its text (OCR) first"
+            path, f"is {kind} without text; if it is a scan, recognise its text (OCR) first"
         )
     return found._replace(title=_true_title(path.stem, found.title, found.text))
 
@@ -149,3 +151,10 @@ def _pdf(path: Path, data: bytes) -> OfficeText:
         at += (len(text) + len(_PAGE_END)) * bool(text)
     title = reader.metadata.title if reader.metadata else None
     return OfficeText(_PAGE_END.join(pieces), str(title or ""), starts)
+
+
+_READERS: dict[str, Callable[[Path, bytes], OfficeText]] = {
+    "PDF": _pdf,
+    "DOCX": lambda path, data: OfficeText(*docx_files.read(data)),
+    "XLSX": lambda path, data: OfficeText(*xlsx_files.read(data)),
+}

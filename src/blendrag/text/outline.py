@@ -1,6 +1,6 @@
 """The outline of a text: its headings, or the definitions of source code, and what encloses a place.
 
-Markdown (also what the readers of HTML and DOCX make) and reStructuredText have headings. In source code a
+Markdown (also what readers of HTML, DOCX and XLSX make) and reStructuredText have headings. In source code a
 definition goes on until a line with no more indentation. That holds in all common languages as people format
 them, takes one pass over the lines, and gives the same cut on every machine. A parser (tree-sitter) would
 need a package for each language, whose versions change where chunks are cut.
@@ -21,7 +21,9 @@ _LINE_CHARS = 400
 #: Levels of definitions that are told apart.
 _MAX_DEPTH = 12
 
-_MARKDOWN = frozenset({"md", "markdown", "mdx", "qmd", "rmd", "html", "htm", "docx"})
+_MARKDOWN = frozenset(
+    {"md", "markdown", "mdx", "qmd", "rmd", "html", "htm", "docx", "xlsx", "xlsm"}
+)
 #: Texts without a suffix, and those of JSON lines: Markdown if blank lines surround the headings.
 _PERHAPS_MARKDOWN = frozenset({"", "jsonl"})
 _RST = frozenset({"rst", "rest"})

@@ -48,6 +48,7 @@ WALL_S, WALL_PER_CPU = 60.0, 8.0
 _PER_MIB = {
     "PDF": (40.0, 16),
     "DOCX": (1.5, 32),
+    "XLSX": (4.0, 32),
     "HTML": (6.0, 128),
     "JSON lines": (0.5, 16),
     "Markdown": (0.25, 16),

@@ -1,4 +1,4 @@
-"""Read files into documents: text of any kind, Markdown, HTML, JSON lines, PDF and DOCX.
+"""Read files into documents: text of any kind, Markdown, HTML, JSON lines, PDF, DOCX and XLSX.
 
 Text is known by its content (:mod:`blendrag.text.decoding`). A file that cannot be read
 raises :class:`UnreadableDocumentError` with the reason, so that ingest can report it and continue.
@@ -252,9 +252,9 @@ class Opened(NamedTuple):
     """A file that was read but not parsed."""
 
     kind: str
-    """``PDF``, ``DOCX``, or one of :data:`_READERS`."""
+    """``PDF``, ``DOCX``, ``XLSX``, or one of :data:`_READERS`."""
     work_bytes: int
-    """What its reader goes through: the XML in a DOCX, else the file."""
+    """What its reader goes through: the XML in a DOCX or XLSX, else the file."""
     documents: Iterator[Document]
 
 
