@@ -56,12 +56,36 @@ def test_a_chunk_behind_the_prefix_that_it_was_encoded_with_is_exact(name, tmp_p
     assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-3
 
 
-def test_a_ratio_is_not_used_and_a_note_says_so(engine):
-    answer = engine.generate(tiny.prompt(engine, 0), ratio=0.3)
-    (note,) = answer.metrics.notes
-    assert "ratio is not used" in note
+def test_a_ratio_recomputes_whole_chunks(engine):
+    metrics = engine.generate(tiny.prompt(engine, 0, 1), ratio=0.4).metrics
+    assert (metrics.policy, metrics.notes) == ("query", ())
+    assert {chunk.outcome for chunk in metrics.chunks} == {"blended", "reused"}
+    whole = sum(chunk.tokens for chunk in metrics.chunks if chunk.outcome == "blended")
+    assert metrics.recomputed_tokens == whole
+    assert 0.2 < metrics.ratio < 0.6
+
+
+def test_at_ratio_1_the_answer_is_that_of_a_full_prefill(engine):
+    text = tiny.prompt(engine, 1, 0)
+    ours, full = (
+        engine.generate(text, logprobs=3, **how) for how in ({"ratio": 1.0}, {"mode": "full"})
+    )
+    assert (ours.text, ours.metrics.ratio) == (full.text, 1.0)
+    pairs = zip(ours.logprobs, full.logprobs, strict=True)
+    assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ratio": "auto"}, "ratio is not used"),
+        ({"ratio": 0.3, "policy": "random"}, "policy random is not used"),
+    ],
+)
+def test_options_that_are_not_used_are_named_in_a_note(engine, given, said):
+    (note,) = engine.generate(tiny.prompt(engine, 0), **given).metrics.notes
+    assert said in note
     assert tiny.one_sentence(note)
-    assert answer.text == engine.generate(tiny.prompt(engine, 0), mode="reuse").text
 
 
 def test_a_part_of_a_chunk_is_computed(engine):
@@ -140,5 +164,5 @@ def test_prompts_without_chunks_go_on_from_states_in_the_default_mode(engine):
 
 
 def test_what_recomputes_tokens_is_refused_in_one_sentence(engine):
-    with tiny.refuses("none of their tokens is recomputed", UnsupportedModelError):
+    with tiny.refuses("reused or recomputed as a whole", UnsupportedModelError):
         engine.profile()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import tiny
 from blendrag.errors import CorruptKVError
+from blendrag.fusor.chunk_repair import chosen_chunks
 from blendrag.fusor.composer import Composer
 from blendrag.fusor.loader import HeldKV, LoadedSpan, SpanCorruptError
 from blendrag.model import ModelAdapter
@@ -31,6 +34,7 @@ def spans_of(adapter: ModelAdapter) -> list[LoadedSpan]:
 def test_one_forward_gives_a_stock_prefills_answer(adapter):
     composer = Composer(adapter)
     assert composer.serves
+    assert composer._observes
     given: dict[str, Any] = {
         "attention_mask": torch.ones_like(IDS), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 1,
         "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None,
@@ -43,6 +47,37 @@ def test_one_forward_gives_a_stock_prefills_answer(adapter):
     assert torch.equal(ours.sequences, stock.sequences)
     for one, other in zip(ours.logits, stock.logits, strict=True):
         assert tiny.difference(one, other) < 1e-4 * float(other.abs().max())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("ratio", [0.45, 1.0])
+def test_chunks_that_are_computed_again_give_a_stock_prefills_logits(adapter, ratio):
+    """And those of a disturbed record do, too, where it is not used."""
+    spans = spans_of(adapter)
+    if ratio == 1:
+        wrong = [of(adapter).disturbed(kv, 3.0) for kv in records(of(adapter), OFFSET)]
+        spans = [replace(span, reader=HeldKV(kv)) for span, kv in zip(spans, wrong, strict=True)]
+    prompt = Composer(adapter).prefill(IDS, spans, ratio, THIRD[1])
+    tokens = [span.tokens for span in spans]
+    assert all(
+        computed in (0, whole) for computed, whole in zip(prompt.recomputed, tokens, strict=True)
+    )
+    assert 0 < sum(prompt.recomputed) <= ratio * sum(tokens) + max(tokens) / 2
+    with prompt.replayed(adapter.stack.base) as cache:
+        ours = adapter.model(input_ids=IDS, past_key_values=cache).logits[0, -1]
+    stock = tiny.stock(adapter.model, IDS)[0, -1]
+    assert tiny.difference(ours, stock) < 1e-4 * float(stock.abs().max())
+
+
+def test_the_chunks_of_most_attention_are_chosen_up_to_the_ratio():
+    readers = [Mock(tokens=10)] * 4
+    spans = [LoadedSpan(10 * i, 10 * i + 10, r, 0, exact=not i) for i, r in enumerate(readers)]
+    attention = torch.arange(4.0).flip(0).repeat_interleave(10)
+    assert chosen_chunks(spans, 0.1, attention) == set()
+    assert chosen_chunks(spans, 0.4, attention) == {1}
+    assert chosen_chunks(spans, 0.6, attention) == {1, 2}
+    assert chosen_chunks(spans, 0.4, None) == {3}
+    assert chosen_chunks(spans, 1.0, attention) == {1, 2, 3}
 
 
 @torch.inference_mode()

@@ -253,6 +253,9 @@ class Generation:
         counts = fusion.counts() if fusion is not None else None
         reused, prompt_tokens = plan.reused_tokens, len(request.prompt.ids)
         computed_share = float(request.mode == "full")
+        recomputed = round(counts.ratio * counts.candidates) if counts else sum(prefill.recomputed)
+        if fusion is None and recomputed:  # whole chunks
+            computed_share = recomputed / sum(s.tokens for s in plan.spans if not s.exact)
         ratio = counts.ratio if counts else computed_share
         policy = schedule = ""
         if fusion is not None and counts and counts.candidates and request.mode == "blend":
@@ -270,7 +273,7 @@ class Generation:
             total_s=time.perf_counter() - request.asked_at + request.retrieval_s,
             prompt_tokens=prompt_tokens,
             reused_tokens=reused,
-            recomputed_tokens=round(ratio * counts.candidates) if counts else 0,
+            recomputed_tokens=recomputed,
             fresh_tokens=prompt_tokens - reused,
             new_tokens=new_tokens,
             ratio=ratio,
@@ -278,7 +281,7 @@ class Generation:
             policy=policy,
             schedule=schedule,
             chunks=plan.reports(
-                counts.recomputed_per_span if counts else (),
+                counts.recomputed_per_span if counts else prefill.recomputed,
                 request.source_of,
                 shows_tiers=not request.options.is_private,
             ),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
+from blendrag.config import AUTO
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.kept_kv import KeptKV
 from blendrag.engine.kv_namespace import KVNamespace
@@ -37,8 +38,11 @@ PREFIX_OF_HYBRIDS = (
     "mode prefix goes on from the end of an earlier prompt, and mode blend loads chunks"
 )
 NO_RATIO = (
-    "the ratio is not used: the model has layers with running states, so chunks are reused whole and none of "
-    "their tokens is recomputed"
+    "the ratio is not used: chunks of this model with running states are reused as they are stored"
+)
+WHOLE_CHUNKS = (
+    "policy {} is not used: the model has layers with running states, so whole chunks are recomputed, by the "
+    "question's attention"
 )
 
 
@@ -202,9 +206,7 @@ class Planner:
             stream.notes += self._old_calibration(known, namespace)
         request = replace(request, blending=calibrated(request.blending))
         if adapter.composition is not None:
-            if request.options.ratio:
-                stream.notes.append(NO_RATIO)
-            request = replace(request, blending=request.blending.at(0.0))
+            request = replace(request, blending=self._of_whole_chunks(request, stream))
         profile, notes = self._profile(request, namespace)
         controller = replace(
             self.controller(namespace, profile),
@@ -232,6 +234,22 @@ class Planner:
             ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
             plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
         return replace(plan, notes=(*notes, *plan.notes))
+
+    def _of_whole_chunks(self, request: Request, stream: AnswerStream) -> Blending:
+        """How chunks of a model with running states are blended: reused, unless a ratio is named."""
+        blending, settings = request.blending, self._settings
+        ratio = settings.ratio if request.options.ratio is None else request.options.ratio
+        policy = str(blending.policy)
+        if policy == "full":
+            ratio = 1.0
+        if not ratio or policy == "reuse" or request.mode != "blend":
+            return blending.at(0.0)
+        if ratio == AUTO or not self._kv.model.composer.serves:
+            stream.notes.append(NO_RATIO)
+            return blending.at(0.0)
+        if policy not in ("query", "full"):
+            stream.notes.append(WHOLE_CHUNKS.format(policy))
+        return Blending.of("query", ratio=ratio)
 
     def _encode_first(
         self, request: Request, stream: AnswerStream, missing: Sequence[MissingKV]

@@ -55,6 +55,8 @@ class Prefill(NamedTuple):
     """Ends what precedes each layer, once a scheduler's step decodes the tokens."""
     load_s: float = 0.0
     """Seconds spent reading and verifying without a fusion."""
+    recomputed: tuple[int, ...] = ()
+    """The same of tokens recomputed in every layer, of each loaded span that is not exact."""
 
 
 class Road(ABC):
@@ -219,9 +221,10 @@ class BlendedRoad(Road):
         """Over stored chunks whose running states are composed."""
         composer = self._model.composer
         if composer.serves:
-            prompt = composer.prefill(ids, plan.spans)
+            ratio = plan.blending.fixed_ratio
+            prompt = composer.prefill(ids, plan.spans, ratio, plan.chunks_end)
             with prompt.replayed(self.adapter.stack.base) as cache:
-                yield Prefill(ids, cache, load_s=prompt.load_s)
+                yield Prefill(ids, cache, load_s=prompt.load_s, recomputed=prompt.recomputed)
         else:
             yield self._composed_in_order(ids, plan)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,12 +23,16 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from blendrag.errors import is_out_of_memory
+from blendrag.fusor.chunk_repair import chosen_chunks
 from blendrag.fusor.loader import HeldKV, LoadedSpan, reading
 from blendrag.fusor.pack import replayed
+from blendrag.fusor.rows import Rows
+from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.composition import ComposedLayer, Composition
 from blendrag.model.kv_compare import LOGIT_TOLERANCE
-from blendrag.model.linear_layers import LayerRecord
+from blendrag.model.linear_layers import LayerRecord, LayerStates
 from blendrag.model.windows import Window
 from blendrag.store.kv import dtype_name
 
@@ -54,6 +58,10 @@ class ComposedPrompt:
     output: Any
     """What the decoder would have returned; ``last_hidden_state`` is the last row, ``[1, 1, D]``."""
     load_s: float
+    recomputed: tuple[int, ...] = ()
+    """Tokens that were computed of each loaded span that is not exact."""
+    scouted_tokens: int = 0
+    """Tokens that were computed to observe attention."""
 
     @contextmanager
     def replayed(self, base: nn.Module) -> Iterator[Cache]:
@@ -86,19 +94,26 @@ class _Prompt:
         device: torch.device,
     ) -> None:
         self.composition, self.tokens, self.spans = composition, tokens, spans
+        self._device = device
+        self.divide(set())
+        self.cache = composition.new_cache()
+        self.records: dict[int, list[LayerRecord]] = {}
+        """Of each layer with a running state, for each span."""
+
+    def divide(self, computed: Collection[int]) -> None:
+        """Divide the prompt into stretches; the chunks with these numbers are ``computed``."""
         self.stretches, at = list[Stretch](), 0
-        for number, span in enumerate(spans):
+        for number, span in enumerate(self.spans):
+            if number in computed:
+                continue
             if span.start > at:
                 self.stretches.append(Stretch(at, span.start))
             self.stretches.append(Stretch(span.start, span.end, number))
             at = span.end
-        self.stretches.append(Stretch(at, tokens))
+        self.stretches.append(Stretch(at, self.tokens))
         parts = [torch.arange(s.start, s.end) for s in self.stretches if s.chunk is None]
-        self.positions = torch.cat(parts).to(device)
+        self.positions = torch.cat(parts).to(self._device)
         """Of the tokens that are computed, ``[F]``."""
-        self.cache = composition.new_cache()
-        self.records: dict[int, list[LayerRecord]] = {}
-        """Of each layer with a running state, for each span."""
 
     def load(self) -> float:
         """Read what is stored into place; returns the seconds.
@@ -143,6 +158,14 @@ class _Prompt:
                 turned = layer.shape.split(buffer)[moves.part(layer.attention)]
                 moves.rotate_(turned[:, span.start : span.end], layer.attention, tables)
         return load_s
+
+    def reset(self) -> None:
+        """Empty the running states, for another forward."""
+        for layer in self.composition.entries:
+            if layer.linear is not None:
+                recurrent, conv = layer.linear.held(self.cache)
+                emptied = (tuple(map(torch.zeros_like, states)) for states in (recurrent, conv))
+                layer.linear.put(self.cache, LayerStates(*emptied))
 
     def mask(self, window: Window | None, dtype: torch.dtype) -> torch.Tensor:
         """What each computed token sees, ``[1, 1, F, N]``: 0, or the smallest number."""
@@ -225,22 +248,42 @@ class Composer:
         stack = adapter.stack
         kinds = [stack.layer_types[layer.index] for layer in self._composition.with_kv]
         self._windows = [stack.windows.get(_type_of_attention(kind)) for kind in kinds]
-        self.serves = False
+        self.serves = self._holds(self._equals_reference)
         """Whether :meth:`prefill` can be used; else the reference is."""
-        with suppress(Exception), adapter.lock:  # whatever a model's layers raise
-            self.serves = self._equals_reference()
+        self._observes = self.serves and self._holds(self._sees_attention)
 
-    @torch.inference_mode()
-    def _equals_reference(self) -> bool:
-        """Whether both ways give the same logits, on a prompt of two chunks."""
+    def _holds(self, check: Callable[[], bool]) -> bool:
+        """Whether the model passes ``check``; layers may raise anything there."""
+        try:
+            with self._adapter.lock, torch.inference_mode():
+                return check()
+        except Exception as exc:
+            if is_out_of_memory(exc):
+                raise
+            return False
+
+    def _sees_attention(self) -> bool:
+        """Whether the question's attention can be seen."""
+        ids, spans = self._checked_prompt()
+        prompt = _Prompt(self._composition, CHECKED_TOKENS, spans, self._adapter.device)
+        prompt.load()
+        return self._attended(prompt, ids, CHECKED_CHUNKS[-1][1]) is not None
+
+    def _checked_prompt(self) -> tuple[torch.Tensor, list[LoadedSpan]]:
+        """Ids ``[1, N]`` and two chunks of them, for what is measured."""
         adapter, composition = self._adapter, self._composition
         vocab = adapter.model.get_input_embeddings().num_embeddings
         ids = [(43 + 47 * i + i * i) % vocab for i in range(CHECKED_TOKENS)]
-        given = torch.tensor([ids], device=adapter.device)
         spans = [
             LoadedSpan(start, end, HeldKV(composition.encode(ids[:2], ids[start:end], 0)), 2, False)
             for start, end in CHECKED_CHUNKS
         ]
+        return torch.tensor([ids], device=adapter.device), spans
+
+    def _equals_reference(self) -> bool:
+        """Whether both ways give the same logits, on a prompt of two chunks."""
+        adapter, composition = self._adapter, self._composition
+        given, spans = self._checked_prompt()
         cache, at = composition.new_cache(), 0
         for span in spans:
             composition.forward(given[:, at : span.start], cache, at)
@@ -257,28 +300,62 @@ class Composer:
         return bool((found.float() - expected.float()).abs().max() <= allowed)
 
     @torch.inference_mode()
-    def prefill(self, ids: torch.Tensor, spans: Sequence[LoadedSpan]) -> ComposedPrompt:
+    def prefill(
+        self,
+        ids: torch.Tensor,
+        spans: Sequence[LoadedSpan],
+        ratio: float = 0.0,
+        question_start: int = 0,
+    ) -> ComposedPrompt:
         """Compute the tokens of ``ids`` ``[1, N]`` that are in none of ``spans``; the last one must be among
         them.
 
-        Raises :class:`SpanCorruptError` if bytes fail verification.
+        ``ratio``: about the share of the spans' tokens that is computed, too, in whole chunks, chosen by the
+        attention of the tokens from ``question_start`` on. Raises :class:`SpanCorruptError` if bytes fail
+        verification.
         """
-        adapter = self._adapter
-        prompt = _Prompt(self._composition, ids.shape[1], spans, adapter.device)
-        load_s = prompt.load()
-        with self._hooked(prompt):
-            output = adapter.stack.base(
+        prompt = _Prompt(self._composition, ids.shape[1], spans, self._adapter.device)
+        load_s, chosen, scouted = prompt.load(), set[int](), 0
+        if ratio and not all(span.exact for span in spans):
+            attention = None
+            if ratio < 1 and self._observes:
+                scouted, attention = (
+                    len(prompt.positions),
+                    self._attended(prompt, ids, question_start),
+                )
+            chosen = chosen_chunks(spans, ratio, attention)
+            prompt.divide(chosen)
+        output = self._forward(prompt, ids)
+        last = output.last_hidden_state[:, -1:]  # [1, 1, D]
+        made = type(output)(last_hidden_state=last, past_key_values=prompt.cache)
+        recomputed = (s.tokens * (i in chosen) for i, s in enumerate(spans) if not s.exact)
+        return ComposedPrompt(prompt.cache, made, load_s, tuple(recomputed), scouted)
+
+    def _attended(
+        self, prompt: _Prompt, ids: torch.Tensor, question_start: int
+    ) -> torch.Tensor | None:
+        """The attention ``[N]`` that the question pays to each token over the chunks as they are stored;
+        ``None`` if it is not seen."""
+        asking = min(len(prompt.positions), max(1, ids.shape[1] - question_start))
+        scout = Scout(asking, rows=Rows(prompt.positions, ids.shape[1]))
+        with scouting(self._adapter.stack, lambda: [Observed(scout)]):
+            self._forward(prompt, ids, has_masks=False)
+        prompt.reset()
+        return scout.attention
+
+    def _forward(self, prompt: _Prompt, ids: torch.Tensor, has_masks: bool = True) -> Any:
+        """What the decoder returns for the tokens that are computed. Without masks the attention knows the
+        rows."""
+        with self._hooked(prompt, has_masks):
+            return self._adapter.stack.base(
                 input_ids=ids[:, prompt.positions],
                 position_ids=prompt.positions[None],
                 past_key_values=prompt.cache,
                 use_cache=True,
             )
-        last = output.last_hidden_state[:, -1:]  # [1, 1, D]
-        made = type(output)(last_hidden_state=last, past_key_values=prompt.cache)
-        return ComposedPrompt(prompt.cache, made, load_s)
 
     @contextmanager
-    def _hooked(self, prompt: _Prompt) -> Iterator[None]:
+    def _hooked(self, prompt: _Prompt, has_masks: bool) -> Iterator[None]:
         composition, stack = self._composition, self._adapter.stack
         masks: dict[Window | None, torch.Tensor] = {}
 
@@ -290,6 +367,8 @@ class Composer:
             ) -> tuple[Any, dict[str, Any]] | None:
                 if not any(each is prompt.cache for each in (*args, *kwargs.values())):
                     return None
+                if not has_masks:
+                    return args, {**kwargs, "attention_mask": None}
                 if window not in masks:
                     masks[window] = prompt.mask(window, self._adapter.model.dtype)
                 return args, {**kwargs, "attention_mask": masks[window]}
