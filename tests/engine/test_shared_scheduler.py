@@ -20,6 +20,11 @@ from blendrag.serving.kv_budget import KVBudget
 QUESTION = "What did the company of Place700 build?"
 
 
+@pytest.fixture(autouse=True)
+def blended_as_alone() -> None:
+    """Not here."""
+
+
 @pytest.fixture(scope="module")
 def models() -> list[Any]:
     """One that two stores use, and another."""
@@ -103,3 +108,21 @@ def test_what_several_keep_is_dropped_in_equal_shares_if_memory_is_short() -> No
         budget.add_keeper(keeper(number))
     assert budget.free_bytes == 0
     assert kept == [50, 50]
+
+
+def test_only_prompts_of_one_store_share_what_is_computed_once(
+    models: list[Any], tmp_path: Path
+) -> None:
+    """Another store's prompts, which begin alike, would not find it."""
+    with ExitStack() as stack:
+        first, second = opened(models[:2], tmp_path, stack, together=True)
+        for engine in (first, second):
+            engine.ingest([tiny.document(8), tiny.document(9)]).whole()
+        for mine, documents in ((3, (7, 8, 9)), (6, (9, 8, 7))):
+            asked = [tiny.prompt(first, *documents, ask=f"What is {i}?") for i in range(6)]
+            with first.scheduler.held():
+                of_store = [first] * mine + [second] * (6 - mine)
+                pairs = zip(of_store, asked, strict=True)
+                streams = [engine.stream(text, mode="blend", ratio=0.3) for engine, text in pairs]
+            notes = [note for each in streams for note in each.answer.metrics.notes]
+            assert sum("were computed once for" in note for note in notes) == (mine == 6)

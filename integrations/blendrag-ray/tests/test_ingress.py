@@ -195,6 +195,8 @@ async def test_requests_are_refused_before_they_reach_a_replica(asking):
     assert (await client.post("/v1/x", content=b"x")).status_code == 415
     assert (await client.post("/v1/ingest", json={})).status_code == 403
     assert (await client.delete("/v1/documents?source=x")).status_code == 403
+    assert (await client.put("/v1/documents?source=x", content=b"x" * 11)).status_code == 403
+    assert (await client.get("/v1/uploads")).status_code == 403
     assert not replicas.chunks
     assert (await client.post("/v1/x")).status_code == 200
 
