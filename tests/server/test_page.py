@@ -16,6 +16,7 @@ import pytest
 
 import scripted
 from blendrag.engine import BlendEngine
+from blendrag.engine.lazy_model import LazyModel
 from blendrag.server.service import Limits
 from blendrag.text.readers import Document
 from server.conftest import ANSWER, QUESTION
@@ -230,7 +231,8 @@ def test_the_time_is_shown_beside_that_of_full_prefill(served, visit) -> None:
     with page.expect_request(CHATS) as asked:
         turn.get_by_role("button", name="Compare with full prefill").press("Enter")
     turn.locator(".bar.full").wait_for()
-    assert asked_of(asked.value)["blendrag"] == {"mode": "full", "explain": True}
+    given = {"mode": "full", "trim_history": True, "explain": True}
+    assert asked_of(asked.value)["blendrag"] == given
     assert "full prefill of the same prompt" in turn.locator(".sentence").inner_text()
     full = turn.locator(".full-ttft").inner_text()
     assert ANSWER in turn.locator(".other-answer").inner_text()
@@ -258,6 +260,18 @@ def test_a_chat_goes_on_until_a_new_one(served, visit) -> None:
     assert len(asked_of(asked.value)["messages"]) == 1
 
 
+def test_a_full_context_leaves_the_oldest_messages_out(served, visit, monkeypatch) -> None:
+    monkeypatch.setattr(LazyModel, "context_tokens", 450)
+    page = visit(served)
+    for number in range(1, 4):
+        ask(page, f"{LONG}{QUESTION}")
+        complete(page, number)
+    page.get_by_text("messages are left out, as the model's context is full").first.wait_for()
+    with page.expect_request(CHATS) as asked:
+        ask(page)
+    assert len(asked_of(asked.value)["messages"]) < 7
+
+
 def test_only_the_documents_that_pass_the_filter_are_searched(served, visit) -> None:
     page = visit(served)
     page.get_by_role("button", name="Filter").click()
@@ -266,7 +280,7 @@ def test_only_the_documents_that_pass_the_filter_are_searched(served, visit) -> 
     with page.expect_request(CHATS) as asked:
         ask(page)
     given = {"only": ["none.txt", "anna-*"], "where": ["extension=.txt"], "explain": True}
-    assert asked_of(asked.value)["blendrag"] == given
+    assert asked_of(asked.value)["blendrag"] == given | {"trim_history": True}
     abouts = complete(page).locator(".sources .about").all_inner_texts()
     assert [each.partition(",")[0] for each in abouts] == ["anna-bell.txt"] * len(abouts)
     page.get_by_label("Where").fill("yaer=1")
@@ -275,7 +289,7 @@ def test_only_the_documents_that_pass_the_filter_are_searched(served, visit) -> 
     page.get_by_role("button", name="Filter").click()
     with page.expect_request(CHATS) as asked:
         ask(page)
-    assert asked_of(asked.value)["blendrag"] == {"explain": True}
+    assert asked_of(asked.value)["blendrag"] == {"trim_history": True, "explain": True}
 
 
 def test_pages_of_passages_are_named(served, visit) -> None:

@@ -278,6 +278,16 @@ def test_a_conversation_is_answered_by_the_stores_server(
     assert json.loads(json_line)["answer"] == first.text
 
 
+def test_a_wrong_filter_ends_a_conversation_at_its_beginning(
+    served: Live, demo_engine: BlendEngine, opens_no_model: None
+) -> None:
+    with announced(served, demo_engine.root):
+        assert chat(demo_engine.root, QUESTION, "--only", "anna-*").exit_code == 0
+        wrong = chat(demo_engine.root, TURNS, "--where", "yaer=2024")
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert "names the field 'yaer'" in wrong.stderr
+
+
 def test_a_conversation_goes_on_without_its_server(
     served: Live, demo_engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from blendrag.cli.served import (
     pieces,
     server_of,
 )
+from blendrag.config import settings
 from blendrag.errors import BlendragError, ContextOverflowError, InvalidInputError, check_unicode
 
 if TYPE_CHECKING:
@@ -159,22 +160,31 @@ class _Conversation:
     shown_notes: set[str] = field(default_factory=set)
 
     def begin(self) -> None:
-        """Find the server, or open the model."""
+        """Find the server, or open the model. A filter on a field that does not exist is refused here."""
         if (server := server_of(self.context)) is not None:
             try:
                 server.check()
             except NotServed as why:
                 server.not_used(why)
             else:
+                self._check_filter()
                 self.server = server
                 say("note", f"answered by the server of this store at {server.record.url}; {_KEYS}")
                 return
         self._open()
 
+    def _check_filter(self) -> None:
+        if self.chosen is not None:
+            from blendrag.corpus.corpus import Corpus
+
+            store = self.context.params["store"] or settings().store
+            with Corpus.open(store, read_only=True) as corpus:
+                corpus.allowed(self.chosen)
+
     def _open(self) -> BlendEngine:
         self.request = options.request_options(self.context)
         engine = self.held.enter_context(options.engine_for(self.context))
-        engine.require_corpus().allowed(self.chosen)  # a field that does not exist ends it here
+        engine.require_corpus().allowed(self.chosen)
         began = time.perf_counter()
         with StatusLine("opening the model"):
             engine.open_retrieval()
