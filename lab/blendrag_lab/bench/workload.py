@@ -15,6 +15,7 @@ from blendrag.cli.output import count
 from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE, Mode
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
+from blendrag.fusor.composer import ComposedPrompt, Composer
 from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.request import FusionCounts
@@ -184,6 +185,11 @@ class StoredChunks:
         """Raises :class:`UnsupportedModelError` for a model whose chunks are reused whole."""
         return Fusor(self.adapter)
 
+    @cached_property
+    def composer(self) -> Composer:
+        """For such a model."""
+        return Composer(self.adapter)
+
     def _probe(self) -> Probe:
         """What a remote needs before it takes KV. It is not compared: a bench reads only its own KV."""
         kv = self._encoded((), PREFIX_IDS)
@@ -265,17 +271,17 @@ class PromptBench(StoredChunks):
 
     def reuse(self) -> int:
         """Load all chunks and compute only the question."""
-        composition = self.adapter.composition
-        if composition is None:
+        if self.adapter.fuses:
             return self.blend(**REUSE)[0]
-        cache = composition.new_cache()
+        return self.compose(0.0)[0]
+
+    def compose(self, ratio: Ratio) -> tuple[int, ComposedPrompt]:
+        """The first token of a model whose chunks are reused or recomputed as a whole, about a share
+        ``ratio`` of them, and its prefill."""
         with self.opened(self.prompt, **REUSE) as plan:
-            for span in plan.spans:
-                record = composition.read(span.reader)
-                composition.append(cache, record, span.tokens, span.offset)
-            start = plan.spans[-1].end
-            logits = composition.forward(self.ids[:, start:], cache, start)  # [1, V]
-        return int(logits[-1].argmax())
+            prompt = self.composer.prefill(self.ids, plan.spans, ratio, plan.chunks_end)
+            with prompt.replayed(self.adapter.stack.base) as cache:
+                return stock_prefill(self.adapter, self.ids, past_key_values=cache), prompt
 
     def blend(self, timeline: Timeline | None = None, **options: Any) -> tuple[int, Fusion]:
         """Load all chunks and recompute as the workload says; ``options`` as in :meth:`opened`."""

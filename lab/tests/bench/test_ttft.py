@@ -79,19 +79,17 @@ def test_models_loaded_in_inference_mode_have_ordinary_parameters():
     assert not any(p.is_inference() for adapter in made for p in adapter.model.parameters())
 
 
-def test_a_hybrid_is_timed_without_blend(monkeypatch):
+def test_a_hybrid_is_timed_with_whole_chunks(monkeypatch):
     monkeypatch.setattr("blendrag_lab.bench.ttft.peak_bytes", no_peak_bytes)
     hybrid = TimedModel("tiny-hybrid", None, "float32", "cpu")
-    found = ttft(hybrid, replace(WORKLOAD, encoding="int8"))
+    found = ttft(hybrid, replace(WORKLOAD, ratio=0.5, encoding="int8"))
     layout = hybrid.adapter.layout
-    assert found.ms.keys() == {"full", "prefix_stock", "reuse"}
-    assert (found.ratio, found.charged_ratio, found.floor_speedup) == (0, 0, PROMPT_TOKENS / 8)
-    assert found.speedup == found.ms["full"].median / found.ms["reuse"].median
+    assert found.ms.keys() == MODES - {"prefix_fused"}
+    assert (found.policy, found.ratio, found.charged_ratio) == ("query", 0.5, 0.5)
+    assert found.floor_speedup == PROMPT_TOKENS / (CHUNK_TOKENS / 2 + 2 * 8)
     assert found.state_bytes == 2 * layout.size_bytes(0) > 0
     assert found.kv_bytes - found.state_bytes < CHUNK_TOKENS * layout.token_bytes  # int8 and scales
-    table = ttft_table(found)
-    assert "MB of running states" in table.title
-    assert table.notes == found.notes
+    assert "MB of running states" in ttft_table(found).title
 
 
 def test_a_hybrid_geometry_is_that_of_its_model():
