@@ -43,7 +43,8 @@ _MOST_NAMED = 12
 def models(
     context: typer.Context,
     folder: Annotated[
-        list[Path] | None, options.optional("Also list the models in this directory; repeatable.")
+        list[Path] | None,
+        options.optional("Also list the models in this directory; repeatable.", metavar="PATH"),
     ] = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
@@ -87,12 +88,16 @@ def _row(model: LocalModel) -> str:
 def pull(
     name: Annotated[
         str,
-        typer.Argument(help="owner/name on the hub, or owner/name:file.gguf.", show_default=False),
+        typer.Argument(
+            metavar="NAME",
+            help="owner/name on the hub, or owner/name:file.gguf.",
+            show_default=False,
+        ),
     ],
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Download a model from the hub into its local cache, and what of it is missing only."""
+    """Download what is missing of a model on the hub into its local cache."""
     kept = "complete files are kept; repeat the command to go on"
     begin(verbose, kept, loads_torch=False, shows_downloads=True)
     from huggingface_hub import constants, snapshot_download
