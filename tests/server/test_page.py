@@ -317,20 +317,23 @@ def test_files_are_sent_listed_and_removed(tmp_path, visit) -> None:
     good, bad = tmp_path / "mill.txt", tmp_path / "bad.bin"
     good.write_text("The mill at the river was built of brick in the year 1874.")
     bad.write_bytes(b"\0\xff" * 99)
+    (large := tmp_path / "large.txt").write_text("word " * 201)
     with (
         writable_engine(tmp_path / "store") as engine,
-        live(engine, keys="editor write\nreader") as server,
+        live(engine, Limits(max_upload_bytes=1000), keys="editor write\nreader") as server,
     ):
         engine.ingest([Document(f"{MARKUP}{i}.jsonl#{i % 2}", f"Note {i}", "") for i in (1, 1)])
         page = visit(server)
         unlocked(page, "editor")
         page.get_by_role("button", name="Documents").click()
-        page.get_by_label("Add files").set_input_files([good, bad])
+        page.get_by_label("Add files").set_input_files([large, good, bad])
         uploads, documents = page.locator("#uploads li"), page.locator("#list li")
         uploads.filter(has_text="mill.txt").filter(has_text="stored").wait_for()
         failed = uploads.filter(has_text="bad.bin").filter(has_text="failed")
         assert failed.locator(".error").inner_text().startswith("Is binary, expected text")
         documents.nth(1).wait_for()
+        said = page.locator("#documents-error").inner_text()
+        assert said == "large.txt is larger than 1,000 bytes, the limit of this server."
         assert [each.source for each in engine.require_corpus().documents()][1:] == ["mill.txt"]
         page.get_by_label("Find a document").fill("MILL")
         assert documents.all_inner_texts()[0].split("\n")[0] == "mill.txt"

@@ -96,7 +96,8 @@ class FileUploads:
 
     def listed(self) -> Fields:
         """All that wait, run or have ended lately, in the order of their arrival."""
-        return {"object": "list", "data": [each.fields for each in self._all.values()]}
+        data = [each.fields for each in self._all.values()]
+        return {"object": "list", "max_bytes": self._max_bytes, "data": data}
 
     @property
     def left(self) -> int:
