@@ -147,6 +147,7 @@ def test_further_stores_need_names(given: list[str], says: str) -> None:
     assert tiny.one_sentence(result.stderr.strip())
 
 
+@pytest.mark.slow
 def test_the_command_serves_them_and_questions_over_each_find_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
