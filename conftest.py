@@ -100,7 +100,8 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache directory of this test, in which no model has a verdict."""
     folder = tmp_path / "cache"
     changed = replace(settings(), cache=folder)
-    monkeypatch.setattr("blendrag.fusor.verdicts.settings", lambda: changed)
+    for module in ("config", "fusor.verdicts"):
+        monkeypatch.setattr(f"blendrag.{module}.settings", lambda: changed)
     return folder
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import tiny
-from blendrag.config import settings
 from blendrag.engine import BlendEngine
 from blendrag.engine import decode_weights as choosing
 from blendrag.fusor import decode_agreement as agreeing
@@ -53,9 +52,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    changed = replace(settings(), cache=empty_cache)
-    monkeypatch.setattr(choosing, "settings", lambda: changed)
+def cache(empty_cache: Path) -> Path:
     return empty_cache / "decode-weights"
 
 

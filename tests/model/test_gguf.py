@@ -9,7 +9,6 @@ import struct
 import tempfile
 from collections import namedtuple
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.config import absolute_model, settings
+from blendrag.config import absolute_model
 from blendrag.engine import Options
 from blendrag.errors import ModelLoadError
 from blendrag.model import decode_weights as packing
@@ -28,10 +27,8 @@ from blendrag.model.gguf_files import is_gguf, unpacked_directory
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    changed = replace(settings(), cache=tmp_path / "cache")
-    monkeypatch.setattr("blendrag.model.gguf_files.settings", lambda: changed)
-    return tmp_path / "cache" / "gguf"
+def cache(empty_cache: Path) -> Path:
+    return empty_cache / "gguf"
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +102,14 @@ def test_it_is_unpacked_once_to_the_same_model(file, cache):
     assert adapter.tokens.tokenizer("the town").input_ids == tiny.tokenizer()("the town").input_ids
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(
     ("blocks", "kind"), [("Q4_0", "int4"), ("Q5_0", "blocks"), ("Q8_0", "blocks")]
 )
-def test_a_quantised_file_decodes_with_its_own_numbers(tmp_path, cache, monkeypatch, blocks, kind):
+def test_a_quantised_file_decodes_with_its_own_numbers(tmp_path, monkeypatch, blocks, kind):
     """Also with copies that were kept on disk."""
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
     monkeypatch.setattr(packing, "most_rows", lambda layers: packing.FastRows(4, True))
-    monkeypatch.setattr(
-        "blendrag.engine.decode_weights.settings", lambda: replace(settings(), cache=cache)
-    )
     file = write_gguf(tmp_path / "tiny.gguf", "llama", blocks=blocks, intermediate_size=64)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     of_file = tensors["blk.1.ffn_down.weight"]
