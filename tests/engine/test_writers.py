@@ -33,17 +33,24 @@ from blendrag.store import maintenance, writer_files
 NUMBERS = (0, 1)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return writers.writer(tiny.llama(), tmp_path / "given")
-
-
-@pytest.fixture
-def root(tmp_path: Path, folder: Path) -> Path:
-    """A store that was ingested with the writer."""
-    with tiny.engine(tiny.llama(), tmp_path / "store", writer=str(folder)) as engine:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A writer, and a store that was ingested with it."""
+    base = tmp_path_factory.mktemp("writers")
+    folder = writers.writer(tiny.llama(), base / "given")
+    with tiny.engine(tiny.llama(), base / "store", writer=str(folder)) as engine:
         ingest(engine)
-    return tmp_path / "store"
+    return base
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "given", tmp_path / "given"))
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "store", tmp_path / "store"))
 
 
 def ingest(engine: BlendEngine) -> None:

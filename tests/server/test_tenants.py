@@ -17,7 +17,7 @@ from server.live import CHAT, Live, live
 
 pytestmark = pytest.mark.timeout(120)
 KEYS = "key-of-a\nkey-of-b\nkey-of-w write\n"
-TEXTS = [" ".join(tiny.sentence(10 * i + k) for k in range(3)) for i in range(40)]
+TEXTS = [" ".join(tiny.sentence(10 * i + k) for k in range(3)) for i in range(28)]
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def test_a_writer_ingests_whatever_a_reader_has_the_server_learn(
 
         monkeypatch.setattr(DiskWriter, "_free_bytes", free)
     with serving(tmp_path / "full", **given) as server:
-        for number in range(0, 40, 2):
+        for number in range(0, 28, 2):
             twice(server, "key-of-a", number, number + 1)
         learned_bytes = server.engine.stats().size_bytes
         assert 0 < learned_bytes <= limit_bytes / 2
@@ -129,7 +129,7 @@ def test_a_writer_ingests_whatever_a_reader_has_the_server_learn(
                 document = {"source": f"{number}", "text": tiny.document(number, 7).text}
                 done = client.post("/v1/ingest", json={"documents": [document]})
                 assert done.status_code == 200, done.text
-        assert len(server.engine.library.ids(LEARNED)) < 40
+        assert len(server.engine.library.ids(LEARNED)) < 28
         corpus = server.engine.require_corpus()
         assert len(corpus.documents()) == 2
         twice(server, "key-of-a", 0, 1)  # and learning goes on, or not, without harm
