@@ -16,7 +16,7 @@ from blendrag.fusor.gate import verify
 from blendrag.fusor.loader import HeldKV
 from blendrag.model import ModelAdapter, linear_layers
 from blendrag.model.composition import Composition
-from blendrag.model.linear_layers import LayerStates, LinearLayer, Map, MixerRun, RecurrentState
+from blendrag.model.linear_layers import LinearLayer, Map, MixerRun, RecurrentState, RunningStates
 from blendrag.store.kv import ChunkKV
 
 COMPOSED = [
@@ -91,7 +91,7 @@ def test_the_gate_passes_and_sees_disturbed_states(adapter, monkeypatch):
         stock(self, cache, layers, tokens, offset)
         for entry in self.entries:
             if entry.linear is not None:
-                zero = LayerStates(
+                zero = RunningStates(
                     *(tuple(map(torch.zeros_like, s)) for s in entry.linear.held(cache))
                 )
                 entry.linear.put(cache, zero)
@@ -130,7 +130,7 @@ def test_states_keep_their_dtype_beside_kv_in_another(qwen):
 def test_a_state_that_is_no_linear_function_of_the_one_before_is_refused(monkeypatch):
     stock = MixerRun.run_from
 
-    def squared(self: MixerRun, states: LayerStates) -> LayerStates:
+    def squared(self: MixerRun, states: RunningStates) -> RunningStates:
         found = stock(self, states)
         return found._replace(recurrent=tuple(s + s * s for s in found.recurrent))
 
@@ -163,7 +163,7 @@ def test_a_chunk_shorter_than_the_convolution_leaves_what_was_before_it():
     layer = LinearLayer(0, torch.nn.Identity(), (), (conv,))
     tail = torch.tensor([[[0.0, 0.0, 8.0, 9.0]]])
     record = linear_layers.LayerRecord((), (), (tail,))
-    before = LayerStates((), (torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]),))
+    before = RunningStates((), (torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]),))
     assert layer.after(record, before, 2).conv[0].tolist() == [[[3, 4, 8, 9]]]
     assert layer.after(record, before, 4).conv[0].tolist() == tail.tolist()
 

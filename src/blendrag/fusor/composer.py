@@ -32,7 +32,7 @@ from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.composition import ComposedLayer, Composition
 from blendrag.model.kv_compare import LOGIT_TOLERANCE
-from blendrag.model.linear_layers import LayerRecord, LayerStates
+from blendrag.model.linear_layers import LayerRecord, RunningStates
 from blendrag.model.windows import Window
 from blendrag.store.kv import dtype_name
 
@@ -165,7 +165,7 @@ class _Prompt:
             if layer.linear is not None:
                 recurrent, conv = layer.linear.held(self.cache)
                 emptied = (tuple(map(torch.zeros_like, states)) for states in (recurrent, conv))
-                layer.linear.put(self.cache, LayerStates(*emptied))
+                layer.linear.put(self.cache, RunningStates(*emptied))
 
     def mask(self, window: Window | None, dtype: torch.dtype) -> torch.Tensor:
         """What each computed token sees, ``[1, 1, F, N]``: 0, or the smallest number."""

@@ -324,7 +324,8 @@ class ModelAdapter:
             )
         if self.composition is not None:
             before = [*prefix_ids, *context_ids]
-            kv = self.composition.encode(before, chunk_ids, 0, -len(context_ids))
+            with self.uncompiled(), self.own_tables():
+                kv = self.composition.encode(before, chunk_ids, 0, -len(context_ids))
             return replace(kv, layers=_on_host(kv.layers))
         with self._long_table() if is_long else nullcontext():
             ids = [*prefix_ids, *context_ids, *chunk_ids]

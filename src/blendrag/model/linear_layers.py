@@ -100,7 +100,7 @@ class ConvState:
     dtype: torch.dtype
 
 
-class LayerStates(NamedTuple):
+class RunningStates(NamedTuple):
     """What a layer holds, in the order of its states."""
 
     recurrent: tuple[torch.Tensor, ...]
@@ -162,7 +162,7 @@ class LinearLayer:
         tensors, n = [found[i] for i in range(len(found))], len(self.recurrent)
         return LayerRecord(tuple(tensors[:n]), tuple(tensors[n : 2 * n]), tuple(tensors[2 * n :]))
 
-    def after(self, record: LayerRecord, before: LayerStates, tokens: int) -> LayerStates:
+    def after(self, record: LayerRecord, before: RunningStates, tokens: int) -> RunningStates:
         """The states after a chunk of so many ``tokens`` that follows ``before``."""
         recurrent = tuple(
             (state.applied(a, s) + b.float()).to(state.dtype)
@@ -174,15 +174,15 @@ class LinearLayer:
             torch.cat((old[..., tokens:], tail[..., -min(tokens, tail.shape[-1]) :]), -1)
             for tail, old in zip(record.tails, before.conv, strict=True)
         )
-        return LayerStates(recurrent, conv)
+        return RunningStates(recurrent, conv)
 
     # -- in a cache ---------------------------------------------------------------------------------
 
-    def held(self, cache: Cache) -> LayerStates:
+    def held(self, cache: Cache) -> RunningStates:
         """Copies of what ``cache`` holds."""
         return held(cache, self.index)
 
-    def put(self, cache: Cache, states: LayerStates) -> None:
+    def put(self, cache: Cache, states: RunningStates) -> None:
         """Write ``states`` into ``cache``."""
         recurrent, conv = _tensors(cache, self.index)
         for there, given in zip(
@@ -204,10 +204,10 @@ def has_states(cache: Cache, index: int) -> bool:
     return any(_tensors(cache, index))
 
 
-def held(cache: Cache, index: int) -> LayerStates:
+def held(cache: Cache, index: int) -> RunningStates:
     """Copies of the states that a layer of ``cache`` holds."""
     recurrent, conv = _tensors(cache, index)
-    return LayerStates(tuple(s.clone() for s in recurrent), tuple(s.clone() for s in conv))
+    return RunningStates(tuple(s.clone() for s in recurrent), tuple(s.clone() for s in conv))
 
 
 class MixerRun(NamedTuple):
@@ -218,10 +218,10 @@ class MixerRun(NamedTuple):
     cache: Cache
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    before: LayerStates
-    after: LayerStates
+    before: RunningStates
+    after: RunningStates
 
-    def run_from(self, states: LayerStates) -> LayerStates:
+    def run_from(self, states: RunningStates) -> RunningStates:
         """What the layer's states are after the same inputs behind other ``states``."""
         scratch, layer = copy.copy(self.cache), copy.copy(self.cache.layers[self.layer])
         for name, given in zip(("recurrent_states", "conv_states"), states, strict=True):
@@ -242,7 +242,7 @@ def calls(
 ) -> Iterator[None]:
     """Within this context ``note`` is told each run of one of the ``mixers`` (with its layer) over ``cache``,
     right after it."""
-    before: dict[int, LayerStates] = {}
+    before: dict[int, RunningStates] = {}
 
     def hooks(index: int, mixer: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
         def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ def record_of(layer: LinearLayer, call: MixerRun, enlarged: float = 1.0) -> Laye
             before + (size * each[min(turn, len(each) - 1)]).to(before)
             for before, size, each in zip(call.before.recurrent, sizes, probes, strict=True)
         ]
-        found = call.run_from(LayerStates(tuple(tried), call.before.conv)).recurrent
+        found = call.run_from(RunningStates(tuple(tried), call.before.conv)).recurrent
         for i, (now, after, each) in enumerate(
             zip(found, call.after.recurrent, probes, strict=True)
         ):
@@ -379,10 +379,10 @@ def _narrowed(state: RecurrentState, a: torch.Tensor) -> RecurrentState:
     return replace(state, constant=tuple(constant))
 
 
-def _visible(call: MixerRun) -> tuple[float, LayerStates, LayerStates]:
+def _visible(call: MixerRun) -> tuple[float, RunningStates, RunningStates]:
     """Random states before the call's inputs, so many times as large as those after the call that they count
     for more than the inputs, and what is after them. A state may decay to nothing within a few tokens."""
-    after: LayerStates = call.after
+    after: RunningStates = call.after
     for enlarged in ENLARGED:
         before = _random_states(call, enlarged)
         after = call.run_from(before)
@@ -394,7 +394,7 @@ def _visible(call: MixerRun) -> tuple[float, LayerStates, LayerStates]:
     return enlarged, before, after
 
 
-def _random_states(call: MixerRun, enlarged: float) -> LayerStates:
+def _random_states(call: MixerRun, enlarged: float) -> RunningStates:
     """States so many times as large as those after the call."""
     generator = torch.Generator().manual_seed(5)
 
@@ -402,10 +402,10 @@ def _random_states(call: MixerRun, enlarged: float) -> LayerStates:
         scale = state.float().square().mean().sqrt()
         return (scale * torch.randn(state.shape, generator=generator).to(scale)).to(state)
 
-    return LayerStates(tuple(enlarged * like(s) for s in call.after.recurrent), call.before.conv)
+    return RunningStates(tuple(enlarged * like(s) for s in call.after.recurrent), call.before.conv)
 
 
-def _misfit(found: LayerStates, expected: LayerStates) -> float:
+def _misfit(found: RunningStates, expected: RunningStates) -> float:
     """The largest error, in units of what is allowed; infinite for NaN."""
     worst = 0.0
     for is_conv, (some, others) in enumerate(zip(found, expected, strict=True)):
