@@ -34,7 +34,7 @@ def spans_of(adapter: ModelAdapter) -> list[LoadedSpan]:
 def test_one_forward_gives_a_stock_prefills_answer(adapter):
     composer = Composer(adapter)
     assert composer.serves
-    assert composer._observes
+    assert composer.observes
     given: dict[str, Any] = {
         "attention_mask": torch.ones_like(IDS), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 1,
         "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None,

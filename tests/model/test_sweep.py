@@ -13,6 +13,8 @@ from model.sweep import Outcome, outcome_of, page
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 #: Types that are blended, and the parts that their layers are made of.
 BLENDED = {
+    "falcon_h1": "rotary and decay | hybrid | dense",
+    "qwen3_5_text": "rotary and matrix | full and linear | dense",
     "dbrx": "rotary | full | experts",
     "ernie4_5_moe": "rotary | full | dense and experts",
     "exaone_moe": "rotary and position-free | full and sliding | dense and experts",
@@ -24,11 +26,6 @@ BLENDED = {
     "ministral3": "rotary | sliding | dense",
     "mixtral": "rotary | sliding | experts",
     "modernbert-decoder": "rotary | full and sliding | dense",
-}
-#: Types whose chunks are composed.
-COMPOSED = {
-    "falcon_h1": "rotary and decay | hybrid | dense",
-    "qwen3_5_text": "rotary and matrix | full and linear | dense",
 }
 #: Types that are not, and why.
 NOT_BLENDED = {
@@ -47,11 +44,6 @@ def _few_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_type_with_two_layers_of_each_kind_is_blended(kind: str) -> None:
     assert outcome_of(kind) == Outcome(kind, "blended", BLENDED[kind])
     assert f" {kind}" in PAGE.read_text().partition("## Mode `prefix`")[0].replace(",", " ")
-
-
-@pytest.mark.parametrize("kind", COMPOSED)
-def test_a_type_with_running_states_is_composed(kind: str) -> None:
-    assert outcome_of(kind) == Outcome(kind, "blended", COMPOSED[kind])
 
 
 @pytest.mark.parametrize("kind", NOT_BLENDED)

@@ -250,7 +250,8 @@ class Composer:
         self._windows = [stack.windows.get(_type_of_attention(kind)) for kind in kinds]
         self.serves = self._holds(self._equals_reference)
         """Whether :meth:`prefill` can be used; else the reference is."""
-        self._observes = self.serves and self._holds(self._sees_attention)
+        self.observes = self.serves and self._holds(self._sees_attention)
+        """Whether the question's attention can be seen."""
 
     def _holds(self, check: Callable[[], bool]) -> bool:
         """Whether the model passes ``check``; layers may raise anything there."""
@@ -318,7 +319,7 @@ class Composer:
         load_s, chosen, scouted = prompt.load(), set[int](), 0
         if ratio and not all(span.exact for span in spans):
             attention = None
-            if ratio < 1 and self._observes:
+            if ratio < 1 and self.observes:
                 scouted, attention = (
                     len(prompt.positions),
                     self._attended(prompt, ids, question_start),

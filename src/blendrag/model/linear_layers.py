@@ -361,10 +361,10 @@ def measured(call: MixerRun, tokens: int) -> LinearLayer:
         if misfit <= 1:
             return replace(layer, recurrent=tuple(map(_narrowed, kinds, record.maps)))
         worst = min(worst, misfit)
+    off = f" (off by {worst:.3g} times what is allowed)" if worst < math.inf else ""
     raise UnsupportedModelError(
         f"the state of layer {call.layer} ({type(call.mixer).__name__}) after a chunk is no linear function "
-        f"of the state before it (off by {worst:.3g} times what is allowed), so what a chunk does to it "
-        "cannot be stored; use mode full"
+        f"of the state before it{off}, so what a chunk does to it cannot be stored; use mode full"
     )
 
 
