@@ -28,6 +28,7 @@ from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.reranker import Reranker
 from blendrag.corpus.retriever import Retriever
 from blendrag.model.loading import load_tokens
+from blendrag.option import refuse_unknown
 from blendrag.text.chunking import Chunk, Chunker, chunk_id_of
 from blendrag.text.readers import Document, digest_of
 from blendrag_lab.bench import options
@@ -120,6 +121,9 @@ def search(
     questions: Annotated[
         list[Path] | None, typer.Option(help="Files of {question, answers, ctxs}, added to ours.")
     ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option(help="Names of the sets to measure. [default: all]")
+    ] = None,
     chunks: Annotated[
         int, number("Chunks of the timed corpus; 0: no times.", 0, kind=int)
     ] = 20_000,
@@ -129,9 +133,10 @@ def search(
     sorted_by = None if reranker is None else Reranker(reranker)
     rows: list[SearchRow] = []
     with scratch() as root:
-        for number_of, each in enumerate(
-            [*own_sets(root), *(file_set(path) for path in questions or ())]
-        ):
+        asked = [*own_sets(root), *(file_set(path) for path in questions or ())]
+        refuse_unknown(sets or (), [each.name for each in asked], "a set of questions")
+        chosen = [each for each in asked if not sets or each.name in sets]
+        for number_of, each in enumerate(chosen):
             tick(each.name)
             with _corpus_of(each, root / str(number_of), searched, chunker) as corpus:
                 rows.append(_measured(each, Retriever(corpus, searched), sorted_by))

@@ -70,12 +70,21 @@ def test_rows_say_what_each_way_finds(monkeypatch: pytest.MonkeyPatch) -> None:
         Document(f"{n}.md", f"ERR_4-{n}: the pump is hot.", "Manual") for n in range(12)
     )
     questions = tuple(SearchQuestion(f"ERR_4-{n}", "", (f"ERR_4-{n}:",)) for n in range(3))
-    sets = [SearchSet("errors", documents, questions)]
+    sets = [SearchSet("errors", documents, questions), SearchSet("others", (), ())]
     monkeypatch.setattr(search_quality, "own_sets", lambda directory: sets)
     monkeypatch.setattr(search_quality, "Reranker", Backwards)
     monkeypatch.setattr(search_quality, "VOCABULARY", 1000)
     monkeypatch.setattr(search_quality, "LENGTHS", (10, 30))
-    given = "--embedder", "minilm-offline", "--reranker", "backwards", "--chunks", "20"
+    given = (
+        "--embedder",
+        "minilm-offline",
+        "--reranker",
+        "backwards",
+        "--sets",
+        "errors",
+        "--chunks",
+        "20",
+    )
     result = measured("search", *given)
     (row,) = result["rows"]
     assert (row["chunks"], row["questions"]) == (12, 1), "the other half"
