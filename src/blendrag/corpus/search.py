@@ -24,7 +24,7 @@ from blendrag.corpus.full_text import DamagedIndex, FullTextIndex
 from blendrag.corpus.vectors import VectorIndex, vector_of
 
 #: Constant of reciprocal rank fusion. The paper has 60 for rankings of equal worth; a smaller one lets the
-#: first ranks decide. Chosen on the half of the questions that ``blendrag bench search`` does not report; 1 and
+#: first ranks decide. Chosen on the half of the questions that ``blendrag bench search`` does not report: 1,
 #: 10, and shares without a root, are within .01 of its recall.
 RANK_OFFSET = 3
 #: The hit that the best one of the words is compared with, to see how far it stands out.
