@@ -35,6 +35,7 @@ def test_one_forward_gives_a_stock_prefills_answer(adapter):
     composer = Composer(adapter)
     assert composer.serves
     assert composer.observes
+    assert composer.fast_attention
     given: dict[str, Any] = {
         "attention_mask": torch.ones_like(IDS), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 1,
         "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None,
@@ -78,6 +79,17 @@ def test_the_chunks_of_most_attention_are_chosen_up_to_the_ratio():
     assert chosen_chunks(spans, 0.6, attention) == {1, 2}
     assert chosen_chunks(spans, 0.4, None) == {3}
     assert chosen_chunks(spans, 1.0, attention) == {1, 2, 3}
+
+
+@torch.inference_mode()
+def test_the_models_own_attention_with_masks_gives_the_same(adapter):
+    """The reference."""
+    found = []
+    for fast in (True, False):
+        composer = Composer(adapter)
+        composer.fast_attention = fast
+        found.append(composer.prefill(IDS, spans_of(adapter)).output.last_hidden_state)
+    assert tiny.difference(*found) < 1e-4 * float(found[1].abs().max())
 
 
 @torch.inference_mode()

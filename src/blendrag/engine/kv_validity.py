@@ -394,7 +394,7 @@ def _alike(
     now: ChunkKV,
     reader: KVReader,
     tolerance: float,
-    states_alike: Callable[[int, torch.Tensor, torch.Tensor, float], bool] | None,
+    states_alike: Callable[[int, torch.Tensor, torch.Tensor, float], bool] | None = None,
 ) -> bool:
     """Whether stored K and V equal the computed ones per channel, up to ``tolerance`` and the encoding, and
     whether what is stored of running states is ``states_alike``.

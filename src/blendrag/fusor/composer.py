@@ -24,6 +24,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from blendrag.errors import is_out_of_memory
+from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
 from blendrag.fusor.chunk_repair import chosen_chunks
 from blendrag.fusor.loader import HeldKV, LoadedSpan, reading
 from blendrag.fusor.pack import replayed
@@ -114,6 +115,7 @@ class _Prompt:
         parts = [torch.arange(s.start, s.end) for s in self.stretches if s.chunk is None]
         self.positions = torch.cat(parts).to(self._device)
         """Of the tokens that are computed, ``[F]``."""
+        self.rows = Rows(self.positions, self.tokens)
 
     def load(self) -> float:
         """Read what is stored into place; returns the seconds.
@@ -248,8 +250,13 @@ class Composer:
         stack = adapter.stack
         kinds = [stack.layer_types[layer.index] for layer in self._composition.with_kv]
         self._windows = [stack.windows.get(_type_of_attention(kind)) for kind in kinds]
+        self.fast_attention = True
+        """Whether :func:`blend_attention` serves the model, instead of its own with masks."""
         self.serves = self._holds(self._equals_reference)
         """Whether :meth:`prefill` can be used; else the reference is."""
+        if not self.serves:
+            self.fast_attention = False
+            self.serves = self._holds(self._equals_reference)
         self.observes = self.serves and self._holds(self._sees_attention)
         """Whether the question's attention can be seen."""
 
@@ -326,7 +333,10 @@ class Composer:
                 )
             chosen = chosen_chunks(spans, ratio, attention)
             prompt.divide(chosen)
-        output = self._forward(prompt, ids)
+        with ExitStack() as attends:
+            if self.fast_attention:
+                attends.enter_context(implementation(self._adapter.stack, NAME))
+            output = self._forward(prompt, ids, has_masks=not self.fast_attention)
         last = output.last_hidden_state[:, -1:]  # [1, 1, D]
         made = type(output)(last_hidden_state=last, past_key_values=prompt.cache)
         recomputed = (s.tokens * (i in chosen) for i, s in enumerate(spans) if not s.exact)
@@ -338,15 +348,15 @@ class Composer:
         """The attention ``[N]`` that the question pays to each token over the chunks as they are stored;
         ``None`` if it is not seen."""
         asking = min(len(prompt.positions), max(1, ids.shape[1] - question_start))
-        scout = Scout(asking, rows=Rows(prompt.positions, ids.shape[1]))
+        scout = Scout(asking, rows=prompt.rows)
         with scouting(self._adapter.stack, lambda: [Observed(scout)]):
-            self._forward(prompt, ids, has_masks=False)
+            self._forward(prompt, ids)
         prompt.reset()
         return scout.attention
 
-    def _forward(self, prompt: _Prompt, ids: torch.Tensor, has_masks: bool = True) -> Any:
-        """What the decoder returns for the tokens that are computed. Without masks the attention knows the
-        rows."""
+    def _forward(self, prompt: _Prompt, ids: torch.Tensor, has_masks: bool = False) -> Any:
+        """What the decoder returns for the tokens that are computed. Without masks the attention in use knows
+        the rows."""
         with self._hooked(prompt, has_masks):
             return self._adapter.stack.base(
                 input_ids=ids[:, prompt.positions],
@@ -369,7 +379,7 @@ class Composer:
                 if not any(each is prompt.cache for each in (*args, *kwargs.values())):
                     return None
                 if not has_masks:
-                    return args, {**kwargs, "attention_mask": None}
+                    return args, {**kwargs, "attention_mask": None, ROWS_KEYWORD: prompt.rows}
                 if window not in masks:
                     masks[window] = prompt.mask(window, self._adapter.model.dtype)
                 return args, {**kwargs, "attention_mask": masks[window]}
