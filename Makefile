@@ -58,12 +58,14 @@ test: $(READY) ## everything: lint and all tests
 
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 WORKERS = 2
-# Rooms that need no engine, and one file of each of some rooms that do.
+# Rooms that need no engine, without their files that do, and one file of each of some rooms that do.
 FAST := store chat corpus frameworks planning schema serving text engine/test_answers.py fusor/test_fusion.py \
   server/test_streams.py test_errors.py test_names.py test_options.py
+WITH_MODELS := chat/test_call_grammar.py chat/test_grammar.py corpus/test_embedder.py corpus/test_retriever.py \
+  serving/test_decode_step.py
 
 test-fast: $(READY)
-	$(PYTEST) -m "not slow" $(FAST:%=tests/%)
+	$(PYTEST) -m "not slow" $(FAST:%=tests/%) $(WITH_MODELS:%=--ignore=tests/%)
 
 # Some wait for other processes, time-outs and disks: a third worker uses the cores meanwhile.
 test-all: WORKERS = 3

@@ -21,7 +21,7 @@ from blendrag.model.continuation import Continuation
 from integrity import check_tree
 
 pytestmark = pytest.mark.timeout(120)
-NEW_TOKENS = 6
+NEW_TOKENS = 4
 SYSTEM = "You answer questions about the company and its ships. " * 12
 HYBRIDS = [name for name, (_, config, _) in tiny.HYBRIDS.items() if hasattr(transformers, config)]
 #: Their attention is full, sliding, latent, softcapped, with sinks, with shared KV, without rotation.

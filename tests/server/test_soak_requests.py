@@ -32,4 +32,4 @@ def test_the_soak_notices_a_wrong_mask(tmp_path, monkeypatch):
     """Running requests see entries of shared chunks that they have recomputed."""
     made = chunk_pool.HeldChunk
     monkeypatch.setattr(chunk_pool, "HeldChunk", lambda chunk, at, stale: made(chunk, at))
-    assert asyncio.run(run(tmp_path, 12, 16, seed=3, parts=1)).differences
+    assert asyncio.run(run(tmp_path, 8, 8, seed=3, parts=1)).differences
