@@ -128,7 +128,9 @@ def test_the_predicted_bytes_are_those_that_an_ingest_stores(tmp_path):
 def test_kv_is_encoded_and_states_stay_as_they_are(tmp_path):
     with engine_over("qwen3_5", tmp_path, kv_encoding="int8") as made:
         made.ingest([tiny.document(0)])
-        metrics = made.generate(tiny.prompt(made, 0)).metrics
+        text = tiny.prompt(made, 0)
+    with tiny.engine(made.kv_namespace.model.given, tmp_path) as again:  # compares the probe
+        metrics = again.generate(text).metrics
         assert {chunk.outcome for chunk in metrics.chunks} == {"reused"}
 
 

@@ -423,7 +423,7 @@ def _encoded(kv: ChunkKV) -> Iterator[torch.Tensor]:
     """The layers of ``kv`` after encoding and decoding."""
     codec, staging = codec_of(kv.layout), staging_of(kv.layout, kv.tokens)
     for i, layer in enumerate(kv.layers):
-        if codec is None or staging is None:
+        if codec is None or staging is None or kv.layout.layers[i].is_state:
             yield layer
             continue
         stored, out = codec.encode(i, layer), torch.empty_like(layer)

@@ -65,10 +65,8 @@ def stored_layers(key: str, kv: ChunkKV) -> Iterator[torch.Tensor]:
     codec = codec_of(kv.layout)
     for number, tensor in enumerate(kv.layers):
         layer = tensor.detach().cpu().contiguous()
-        if kv.layout.layers[
-            number
-        ].is_state:  # bytes; its numbers were checked when they were computed
-            yield layer
+        if kv.layout.layers[number].is_state:
+            yield layer  # bytes; its numbers were checked when they were computed
             continue
         if not _all_finite(layer, kv.layout.dtype):
             raise InvalidInputError(
