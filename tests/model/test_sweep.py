@@ -32,6 +32,7 @@ NOT_BLENDED = {
     "bert": ("full only", "positions are added to the embeddings"),
     "deepseek_v32": ("prefix", "tokens that they choose"),
     "jamba": ("prefix", "one by one"),
+    "qwen4_exp_text": ("prefix", "more than K and V for each token"),
 }
 
 

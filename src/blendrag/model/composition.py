@@ -254,6 +254,14 @@ class Composition:
                         f"layer {index} keeps keys {tuple(keys.shape)} and values {tuple(values.shape)} for "
                         f"{total} tokens; a chunk needs one of each per token and head; use mode full"
                     )
+                if any(
+                    isinstance(held, torch.Tensor) and held is not keys and held is not values
+                    for held in vars(layer).values()
+                ):
+                    raise UnsupportedModelError(
+                        f"layer {index} of {type(self._model).__name__} keeps more than K and V for each "
+                        "token, so the KV of a chunk is not enough; use mode full"
+                    )
                 entries.append(ComposedLayer(index, LayerShape.of(keys, values), None, attention))
                 self._empty_kv_dtype = keys.dtype
                 attention += 1
