@@ -425,10 +425,8 @@ class Scheduler:
             except Exception as exc:
                 self._decode_fewer(len(of_model), exc)
             by_weights: dict[DecodeWeights | None, dict[Coroutine, DecodeStep]] = defaultdict(dict)
-            for (
-                call,
-                step,
-            ) in of_model.items():  # those that began before the weights changed keep theirs
+            # those that began before the weights changed keep theirs
+            for call, step in of_model.items():
                 by_weights[step.weights][call] = step
             for alike in by_weights.values():
                 outputs |= self._decoded_alike(alike, pool)
