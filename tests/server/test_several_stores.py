@@ -147,6 +147,20 @@ def test_further_stores_need_names(given: list[str], says: str) -> None:
     assert tiny.one_sentence(result.stderr.strip())
 
 
+def test_a_further_store_is_not_called_as_the_first_ones_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one would answer in its place."""
+    monkeypatch.setattr("blendrag.server.running.serve", lambda *given: None)
+    store = tmp_path / "one"
+    result = invoke(
+        "serve", "--model", "demo", "--store", store, "--serve", "demo=x", "--port", "0"
+    )
+    assert result.exit_code == 2
+    assert "'demo' is what requests call the model of the first store" in result.stderr
+    assert tiny.one_sentence(result.stderr.strip())
+
+
 @pytest.mark.slow
 def test_the_command_serves_them_and_questions_over_each_find_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

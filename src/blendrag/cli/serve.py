@@ -150,6 +150,12 @@ def serve(
         ram_bytes = context.params["ram_bytes"] or settings().ram_bytes
         defaults["ram_bytes"] = ram_bytes // (1 + len(roots))
     with at, options.engine_for(context, **defaults) as engine, ExitStack() as following:
+        for name in roots:
+            if name in (short_model(engine.model_name), engine.model_name):
+                raise InvalidInputError(
+                    f"--serve {quoted(name)} is what requests call the model of the first store, expected "
+                    "another name"
+                )
         named: dict[str, Path] = {}
         for file in schema or ():
             name = engine.add_schema(file)
