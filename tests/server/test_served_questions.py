@@ -21,7 +21,7 @@ from blendrag.cli.ask import print_answer
 from blendrag.config import settings
 from blendrag.engine import BlendEngine
 from blendrag.engine.lazy_model import LazyModel
-from blendrag.errors import BlendragError
+from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.server.bodies import ChatBody
 from blendrag.server.refusals import Refusal
 from blendrag.store import server_record
@@ -119,6 +119,23 @@ def test_a_refused_question_is_answered_without_the_server(
     with announced(served, demo_engine.root):
         assert asked(demo_engine.root, top_k=100_000) is None
     assert "which refused the question: top_k is 100000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (
+            {"where": ["extensoin=.txt"]},
+            "'extensoin', which no document has; did you mean extension",
+        ),
+        ({"only": ["nothing/"]}, "leaves no passage"),
+    ],
+)
+def test_a_filter_that_the_server_refuses_opens_no_model(
+    served: Live, demo_engine: BlendEngine, given: dict[str, Any], why: str
+) -> None:
+    with announced(served, demo_engine.root), pytest.raises(InvalidInputError, match=why):
+        asked(demo_engine.root, **given)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import duration, echo, print_json, say, write_piece, write_thought
 from blendrag.cli.progress import StatusLine
 from blendrag.cli.served import (
-    TOO_LONG,
     NotServed,
     ServedAnswer,
     ServedPieces,
@@ -230,7 +229,7 @@ class _Conversation:
             try:
                 return self.server.ask(question, self.history)
             except NotServed as why:
-                if why.error.get("code") == TOO_LONG:  # here, too
+                if why.holds_here:
                     raise InvalidInputError(str(why.error["message"])) from why
                 self.server.not_used(why)
                 self.server = None

@@ -26,7 +26,7 @@ from blendrag import __version__
 from blendrag.cli import options
 from blendrag.cli.output import say
 from blendrag.config import Settings, absolute_model, settings
-from blendrag.errors import BlendragError
+from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.metrics import ChunkReport, RequestMetrics
 from blendrag.store import server_record
 from blendrag.store.server_record import ServerRecord
@@ -72,6 +72,11 @@ class NotServed(Exception):
         """``error``: the server's own, if it sent one."""
         super().__init__(why)
         self.error = error or {}
+
+    @property
+    def holds_here(self) -> bool:
+        """Whether the command would refuse the question, too, after it has opened the model."""
+        return self.error.get("code") == TOO_LONG or self.error.get("param") == "filters"
 
 
 class ServedSource(SimpleNamespace):
@@ -182,13 +187,15 @@ def server_of(context: typer.Context) -> StoreServer | None:
 
 def pieces(context: typer.Context, question: str) -> ServedPieces | None:
     """The answer of the store's running server; ``None`` without :func:`server_of`. A note says why a server
-    that is there does not answer."""
+    that is there does not answer. Raises :class:`InvalidInputError` if it would be refused here, too."""
     server = server_of(context)
     if server is None:
         return None
     try:
         found = server.ask(question)
     except NotServed as why:
+        if why.holds_here:
+            raise InvalidInputError(str(why.error["message"])) from why
         server.not_used(why)
         return None
     say("note", f"answered by the server of this store at {server.record.url}")
