@@ -397,3 +397,9 @@ def test_only_options_that_are_spelled_alike_are_suggested(given: str, suggested
     hint = f" (Possible options: {suggested})" * bool(suggested)
     error = invoke(*command.split(), option, "x").stderr.splitlines()[-1]
     assert error == f"Error: No such option: {option}{hint}"
+
+
+def test_a_store_whose_first_ingest_failed_has_no_model_yet(tmp_path: Path) -> None:
+    with Corpus.open(tmp_path, create=True):
+        pass
+    assert invoke("list", "--store", tmp_path).stdout == "0 documents; no model yet\n"

@@ -247,7 +247,7 @@ def list_documents(
         echo(f"{_shown(row['source'])}: {size}{', the file is gone' * row['gone']}")
     added = f", {count(entries, 'text')} added by id" * bool(entries)
     added += f", {count(learned, 'passage')} learned from prompts" * bool(learned)
-    echo(f"{count(len(rows), 'document')}{added}; model {model}")
+    echo(f"{count(len(rows), 'document')}{added}; {f'model {model}' if model else 'no model yet'}")
     return DONE
 
 
