@@ -181,6 +181,16 @@ def test_requests_are_answered_and_uploads_cancelled_while_one_is_ingested(
     assert sources(client) == []
 
 
+def test_no_upload_is_cancelled_by_a_removal_that_is_refused(
+    client: httpx.Client, held: Callable[[], None]
+) -> None:
+    send(client, "kept.txt", f"Kept: {TEXT}")
+    response = client.delete(DOCUMENTS, params={"source": ["kept.txt", "unknown.txt"]})
+    assert response.status_code == 404
+    held()
+    assert upload_of(client, "kept.txt")["status"] == "stored"
+
+
 def test_files_that_wait_when_the_server_ends_are_counted_and_not_kept(
     server: Live, held: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from blendrag.server.bodies import ChatBody, CompletionBody, EmbeddingBody, Inge
 from blendrag.server.chats import chat_chunks, chat_completion
 from blendrag.server.completions import completion, completion_chunks
 from blendrag.server.cross_origin import CrossOriginMiddleware
-from blendrag.server.documents import delete_documents, document_list, ingest
+from blendrag.server.documents import delete_documents, document_list, documents_of, ingest
 from blendrag.server.embeddings import embeddings, is_short, texts_of
 from blendrag.server.events import streamed, while_connected
 from blendrag.server.page import page
@@ -122,6 +122,8 @@ def create_app(service: Service, *others: Service) -> ASGIApp:
     async def delete(source: Annotated[list[str], Query()], model: str | None = None) -> Fields:
         chosen = services.of(model)
         engine = chosen.engine
+        left = {each for each in source if chosen.uploads.is_left(each)}
+        await service.read(lambda: documents_of(engine, source, left))  # before one is cancelled
         cancelled = {each for each in source if chosen.uploads.cancel(each)}
 
         def work(check: Check) -> Fields:

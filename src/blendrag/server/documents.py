@@ -63,20 +63,27 @@ def document_list(engine: BlendEngine) -> bytes:
 def delete_documents(
     engine: BlendEngine, sources: Sequence[str], cancelled: Collection[str] = ()
 ) -> Fields:
-    """Remove documents with these very sources, and all in uploaded JSON lines; all or none.
+    """Remove :func:`documents_of` these sources."""
+    removed = documents_of(engine, sources, cancelled)
+    deleted = engine.remove_sources(removed) if removed else 0
+    return {"object": "list", "deleted": deleted}
 
-    ``cancelled``: those that were not stored yet.
+
+def documents_of(
+    engine: BlendEngine, sources: Sequence[str], not_stored: Collection[str]
+) -> list[str]:
+    """Documents with these very sources, and all in uploaded JSON lines.
+
+    Raises :class:`Refusal` 404 if a source has none and is not among those ``not_stored`` yet.
     """
     corpus = engine.corpus
     known = set() if corpus is None else {each.source for each in corpus.documents()}
     found = {each: [each] if each in known else lines_of(engine, each) for each in sources}
-    if unknown := [each for each in sources if not found[each] and each not in cancelled]:
+    if unknown := [each for each in sources if not found[each] and each not in not_stored]:
         raise Refusal(
             404,
             f"there is no document {quoted(unknown[0])}; GET /v1/documents lists all",
             param="source",
             code="document_not_found",
         )
-    removed = [source for each in found.values() for source in each]
-    deleted = engine.remove_sources(removed) if removed else 0
-    return {"object": "list", "deleted": deleted}
+    return [source for each in found.values() for source in each]

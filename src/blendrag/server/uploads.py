@@ -104,6 +104,10 @@ class FileUploads:
         """How many are not stored yet."""
         return sum(not each.has_ended for each in self._all.values())
 
+    def is_left(self, source: str) -> bool:
+        """Whether a file of this source waits or is being ingested."""
+        return source in self._all and not self._all[source].has_ended
+
     async def receive(self, request: Request, source: str) -> Fields:
         """Keep the body of a request, to be ingested under ``source``. Raises :class:`Refusal`."""
         name = checked_file_name(source)
@@ -125,9 +129,9 @@ class FileUploads:
 
     def cancel(self, source: str) -> bool:
         """Do not store a file that waits or is being ingested; whether there was one."""
-        upload = self._all.get(source)
-        if upload is None or upload.has_ended:
+        if not self.is_left(source):
             return False
+        upload = self._all[source]
         if upload.status == "waiting":
             shutil.rmtree(upload.path.parent, ignore_errors=True)
         upload.status = "cancelled"
