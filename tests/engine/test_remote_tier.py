@@ -133,7 +133,7 @@ def test_a_store_filled_before_it_got_the_remote_does_not_mix_kernels(machine, b
         ingest(two)
         assert tiers(ask(two)) == {"disk"}
     monkeypatch.setattr(
-        "blendrag.engine.kv_validity._alike", lambda now, reader, _: reader.tier != "remote"
+        "blendrag.engine.kv_validity._alike", lambda now, reader, *_: reader.tier != "remote"
     )
     with machine("two") as two:
         answer = ask(two)

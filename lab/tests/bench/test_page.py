@@ -36,7 +36,7 @@ TTFT: dict[str, Any] = {
         "full": timing(1000.0, 900.0, 2100.0), "prefix_stock": timing(800.0, 1, 2),
         "prefix_fused": timing(500.0, 1, 2), "reuse": timing(12.34, 11, 13), "blend": timing(250.0, 240, 260),
     },
-    "speedup": 4.0, "floor_speedup": 5.91, "kv_bytes": 37_700_000,
+    "speedup": 4.0, "floor_speedup": 5.91, "kv_bytes": 37_700_000, "state_bytes": 0,
     "peak_bytes": {"full": 469_000_000, "prefix_stock": None, "prefix_fused": 1, "reuse": 1, "blend": 1},
     "policy": "query", "schedule": "constant", "rounds": 3, "tier": "disk", "encoding": "native",
 }  # fmt: skip
