@@ -234,7 +234,7 @@ def _memory(*engines: BlendEngine) -> str:
     weight_bytes = sum(each.numel() * each.element_size() for each in weights)
     ram_bytes = sum(each.settings.ram_bytes for each in engines)
     return (
-        f"{count(len(models), 'model')} of {readable_size(weight_bytes)}, at most "
+        f"{readable_size(weight_bytes)} of weights in {count(len(models), 'model')}, at most "
         f"{readable_size(ram_bytes)} of stored KV and {readable_size(engines[0].settings.batch_bytes)} of "
         "running requests"
     )
