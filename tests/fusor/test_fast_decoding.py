@@ -64,18 +64,20 @@ def test_attention_of_one_token_is_that_of_repeated_heads(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sharing", "rows"),
+    ("dtype", "amx", "sharing", "rows"),
     [
-        (torch.bfloat16, 7, 7),
-        (torch.bfloat16, attention.FOLDED_HEADS, attention.FOLDED_HEADS),
-        (torch.bfloat16, 3, 1),
-        (torch.float32, 3, 3),
+        (torch.bfloat16, True, 7, 7),
+        (torch.bfloat16, True, attention.FOLDED_HEADS, attention.FOLDED_HEADS),
+        (torch.bfloat16, True, 3, 1),
+        (torch.bfloat16, False, 3, 3),
+        (torch.float32, True, 3, 3),
     ],
 )
 def test_heads_are_rows_of_one_where_that_is_faster(
-    dtype: torch.dtype, sharing: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, amx: bool, sharing: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K and V are never repeated."""
+    monkeypatch.setattr(attention, "has_amx", lambda: amx)
     seen: list[tuple[int, int]] = []
     stock = F.scaled_dot_product_attention
 
