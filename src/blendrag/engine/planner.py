@@ -41,8 +41,8 @@ NO_RATIO = (
     "the ratio is not used: chunks of this model with running states are reused as they are stored"
 )
 WHOLE_CHUNKS = (
-    "policy {} is not used: the model has layers with running states, so whole chunks are recomputed, by the "
-    "question's attention"
+    "policy {} is not used: the model has layers with running states, so only whole chunks can be "
+    "recomputed, by the question's attention"
 )
 
 
@@ -242,13 +242,15 @@ class Planner:
         policy = str(blending.policy)
         if policy == "full":
             ratio = 1.0
-        if not ratio or policy == "reuse" or request.mode != "blend":
+        if policy == "reuse" or request.mode != "blend":
+            return blending.at(0.0)
+        if policy not in ("query", "full"):
+            stream.notes.append(WHOLE_CHUNKS.format(policy))
+        if not ratio:
             return blending.at(0.0)
         if ratio == AUTO or not self._kv.model.composer.serves:
             stream.notes.append(NO_RATIO)
             return blending.at(0.0)
-        if policy not in ("query", "full"):
-            stream.notes.append(WHOLE_CHUNKS.format(policy))
         return Blending.of("query", ratio=ratio)
 
     def _encode_first(

@@ -54,9 +54,9 @@ class Prefill(NamedTuple):
     unhook: Callable[[], None] | None = None
     """Ends what precedes each layer, once a scheduler's step decodes the tokens."""
     load_s: float = 0.0
-    """Seconds spent reading and verifying without a fusion."""
+    """Seconds spent reading and verifying stored chunks, if there is no fusion."""
     recomputed: tuple[int, ...] = ()
-    """The same of tokens recomputed in every layer, of each loaded span that is not exact."""
+    """Tokens that every layer recomputed of each loaded span that is not exact, if there is no fusion."""
 
 
 class Road(ABC):
