@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +106,29 @@ def test_passages_that_pass_but_have_no_vector_end_a_search(tmp_path: Path) -> N
         query = SearchQuery("", vector_of("anything"), "dense")
         (found,) = corpus.search(query, 5, allowed)
         assert found.chunk.entry_id == "id2"
+
+
+def test_a_search_uses_one_thread_and_leaves_their_number(
+    retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import faiss
+
+    used: list[int] = []
+    search = faiss.IndexIDMap2.search
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        used.append(faiss.omp_get_max_threads())
+        return search(*args, **kwargs)
+
+    monkeypatch.setattr(faiss.IndexIDMap2, "search", watched)
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(2)
+    try:
+        retriever.retrieve("Where?", 2)
+        assert faiss.omp_get_max_threads() == 2
+    finally:
+        faiss.omp_set_num_threads(before)
+    assert set(used) == {1}
 
 
 # -- conversations --------------------------------------------------------------------------------

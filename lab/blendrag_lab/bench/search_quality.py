@@ -2,8 +2,8 @@
 
 Documents are read, cut and embedded as an ingest does it, with the tokenizer of the demo model. What is found
 is that of the questions on which no weight of the search was chosen. The times are of generated chunks whose
-words are as frequent as in natural text, with random vectors. They are processor time, so that they do not
-depend on what else runs; those of a search do not include embedding the question, which has its own column.
+words are as frequent as in natural text, with random vectors; those of a search do not include embedding the
+question, which has its own column.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TimeRow:
     words: int
     """Words of a question."""
     embedding: float
-    """Median milliseconds of processor time for embedding it."""
+    """Median milliseconds for embedding it."""
     milliseconds: dict[str, float]
     """Median of the rest, by mode."""
 
@@ -93,7 +93,7 @@ def search_table(result: SearchResult) -> ResultTable:
             *((mode, lambda row, mode=mode: f"{row.milliseconds[mode]:.1f} ms") for mode in MODES),
         ],
         result.times,
-        f"the rest of a search over {result.timed_chunks:,} chunks, median processor time",
+        f"the rest of a search over {result.timed_chunks:,} chunks, median",
     )
     by = f", then {result.reranker}" if result.reranker else ""
     return table(
@@ -230,10 +230,10 @@ def _time_row(
 
 
 def _ms(call: Callable[[str], object], text: str) -> float:
-    """Milliseconds of processor time."""
-    began = time.process_time()
+    """Milliseconds that it takes."""
+    began = time.perf_counter()
     call(text)
-    return 1e3 * (time.process_time() - began)
+    return 1e3 * (time.perf_counter() - began)
 
 
 def _vocabulary() -> Iterator[str]:
