@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 #: Files that arrive or wait at once.
 MAX_WAITING = 64
-#: FileUploads that have ended and are still listed.
+#: Uploads that have ended and are still listed.
 MAX_ENDED = 100
 #: A file may take :data:`~blendrag.server.access.BODY_TIMEOUT_S` for each such part of it.
 PART_BYTES = 8 * 1024**2
