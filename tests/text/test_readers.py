@@ -179,6 +179,12 @@ def test_good_json_lines_are_read_past_bad_ones(tmp_path: Path) -> None:
         ("a.htm", b"<script>x</script>", "contains no text"),
         ("a.pdf", b"%PDF-1.4\nnothing more", "cannot be read as PDF"),
         ("a.docx", b"PK\x03\x04nothing more", "cannot be read as DOCX"),
+        # damaged files that decode as text
+        ("a.pdf", b"nothing of a PDF", "cannot be read as PDF"),
+        ("a.docx", b"nothing of an archive", "cannot be read as DOCX"),
+        ("a.XLSX", b"nothing of an archive", "cannot be read as XLSX"),
+        ("a.pptx", b"nothing of an archive", "is binary"),
+        ("a.html", b"PK\x03\x04nothing more", "is binary"),
     ],
 )
 def test_a_file_that_cannot_be_read_says_why(

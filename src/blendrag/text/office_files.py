@@ -22,18 +22,22 @@ INSTALL = "pip install 'blendrag[files]'"
 _PDF = re.compile(rb"\s*%PDF-\d\.\d[ \t]*[\r\n]\s*(?:%[^\r\n]*[\r\n]\s*)*\d+\s+\d+\s+obj\b")
 #: Module that reads each kind.
 _MODULES = {"PDF": "pypdf", "DOCX": "docx", "XLSX": "openpyxl"}
-#: Zip archives by their suffix.
-_ARCHIVES = {".docx": "DOCX", ".xlsx": "XLSX", ".xlsm": "XLSX"}
+#: Kinds by suffix. A file with one is never read as text: if it is damaged, it may decode as text by chance.
+_KINDS = {".pdf": "PDF", ".docx": "DOCX", ".xlsx": "XLSX", ".xlsm": "XLSX"}
+#: Suffixes of zip archives that are not read.
+_UNREAD = frozenset(
+    [".docm", ".dotx", ".epub", ".odp", ".ods", ".odt", ".pptm", ".pptx", ".xlsb", ".zip"]
+)
 
 
 def kind_of(path: Path, beginning: bytes) -> str:
     """``PDF``, ``DOCX``, ``XLSX`` or empty."""
-    # viewers allow other bytes before the mark, and texts mention it
-    is_named = path.suffix.lower() == ".pdf" and b"%PDF-" in beginning[:1024]
-    if is_named or _PDF.match(beginning):
-        return "PDF"
-    is_archive = beginning.startswith(b"PK\x03\x04")
-    return _ARCHIVES.get(path.suffix.lower(), "") if is_archive else ""
+    return "PDF" if _PDF.match(beginning) else _KINDS.get(path.suffix.lower(), "")
+
+
+def is_unread(path: Path, beginning: bytes) -> bool:
+    """Whether a file that :func:`kind_of` does not know is a zip archive, damaged or not."""
+    return path.suffix.lower() in _UNREAD or beginning.startswith(b"PK\x03\x04")
 
 
 def lacks_reader(kind: str) -> bool:

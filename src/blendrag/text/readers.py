@@ -234,7 +234,8 @@ def _why_skipped(path: Path) -> str:
     if kind := office_files.kind_of(path, beginning):
         lacks = office_files.lacks_reader(kind)
         return f"{kind}, which needs {office_files.INSTALL}" if lacks else ""
-    return "" if is_text(beginning) else "binary"
+    is_binary = office_files.is_unread(path, beginning) or not is_text(beginning)
+    return "binary" if is_binary else ""
 
 
 def _is_store(directory: Path) -> bool:
@@ -315,7 +316,7 @@ def _read_bytes(path: Path) -> bytes:
 
 def _text_of(path: Path, data: bytes) -> tuple[str, str]:
     """The text with ``\\n`` line ends, and what of it is damaged."""
-    found = decoded(data)
+    found = None if office_files.is_unread(path, data) else decoded(data)
     if found is None:
         raise UnreadableDocumentError(path, "is binary, expected text; convert it to text first")
     text = _with_newlines(found.text)
