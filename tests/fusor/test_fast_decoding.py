@@ -71,13 +71,17 @@ def test_attention_of_one_token_is_that_of_repeated_heads(
         (torch.bfloat16, True, 3, 1),
         (torch.bfloat16, False, 3, 3),
         (torch.float32, True, 3, 3),
+        (torch.bfloat16, True, 1, 1),
+        (torch.bfloat16, False, 1, 2),
+        (torch.float32, False, 1, 1),
     ],
 )
 def test_heads_are_rows_of_one_where_that_is_faster(
     dtype: torch.dtype, amx: bool, sharing: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K and V are never repeated."""
+    """K and V are never repeated; a lone row is."""
     monkeypatch.setattr(attention, "has_amx", lambda: amx)
+    monkeypatch.setattr(attention.compat, "cpu_multiplies_fast", lambda dtype: True)
     seen: list[tuple[int, int]] = []
     stock = F.scaled_dot_product_attention
 

@@ -27,7 +27,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from blendrag.errors import InvalidInputError
-from blendrag.fusor.attention import has_fused_kernels
+from blendrag.fusor.attention import has_fused_kernels, is_slow_row
 from blendrag.fusor.rows import aligned_zeros
 from blendrag.model.compat import cpu_flash_attention, cuda_attention
 from blendrag.model.positions import Repositioner, Rotation, rotary_table
@@ -517,9 +517,11 @@ def attend_part(
     """``query`` ``[B, Hkv, M, D]`` over ``keys`` and ``values`` ``[B, Hkv, T, D]``: outputs ``[B, Hkv, M,
     D]`` and log-sum-exps ``[B, Hkv, M]``, float32. T is not 0, and each row sees a key."""
     if query.device.type == "cpu" and query.shape[2] < PRODUCT_ROWS:
-        return cpu_flash_attention(
-            query.to(keys.dtype), keys, values, attn_mask=bias, scale=scaling
-        )
+        query, rows = query.to(keys.dtype), query.shape[2]
+        if is_slow_row(query):
+            query = query.repeat(1, 1, 2, 1)
+        out, lse = cpu_flash_attention(query, keys, values, attn_mask=bias, scale=scaling)
+        return out[:, :, :rows], lse[:, :, :rows]
     if has_fused_kernels(keys, values):
         return cuda_attention(query.to(keys.dtype), keys, values, bias, scaling)
     query = query.float() if scaling == 1.0 else query.float() * scaling
