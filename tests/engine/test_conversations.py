@@ -421,23 +421,23 @@ def test_states_and_kv_stay_within_half_of_the_budget(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def one_by_one(tmp_path: Path) -> Iterator[BlendEngine]:
+def not_composed(tmp_path: Path) -> Iterator[BlendEngine]:
     """Over a model whose chunks are not composed."""
     with tiny.engine(tiny.family("recurrent_gemma", initializer_range=0.2), tmp_path) as made:
         yield made
 
 
-def test_chunks_are_computed_and_the_reason_is_said_in_plain_words(one_by_one):
-    engine = one_by_one
-    with tiny.refuses("tokens behind a state one by one", UnsupportedModelError):
+def test_chunks_are_computed_and_the_reason_is_said_in_plain_words(not_composed):
+    engine = not_composed
+    with tiny.refuses("running states outside of transformers' cache", UnsupportedModelError):
         engine.ingest([tiny.document(0)])
-    assert "one by one" in engine.verify().reason
+    assert "outside of transformers' cache" in engine.verify().reason
     text = tiny.prompt(engine, 0)
     answer = engine.generate(text, options(engine))
     assert answer.text == engine.generate(text, options(engine, mode="full")).text
     assert {chunk.outcome for chunk in answer.metrics.chunks} == {"computed"}
-    assert all("one by one" in chunk.reason for chunk in answer.metrics.chunks)
-    (note,) = (note for note in answer.metrics.notes if "one by one" in note)
+    assert all("outside of transformers' cache" in chunk.reason for chunk in answer.metrics.chunks)
+    (note,) = (note for note in answer.metrics.notes if "outside of transformers' cache" in note)
     assert note.startswith("chunks are reused only in the same beginning: ")
     assert tiny.one_sentence(note)
     with tiny.refuses("use mode full, or prefix", UnsupportedModelError):

@@ -28,7 +28,7 @@ COMPOSED = [
 KINDS = {
     "qwen3_5": {"matrix"}, "qwen3_next": {"matrix"}, "olmo_hybrid": {"matrix"}, "lfm2": {"convolution"},
     "lfm3": {"convolution"}, "falcon_h1": {"decay"}, "nemotron_h": {"decay"}, "bamba": {"decay"},
-    "granitemoehybrid": {"decay"},
+    "granitemoehybrid": {"decay"}, "jamba": {"decay"},
 }  # fmt: skip
 IDS = tiny.random_ids(90, seed=1)
 #: Where a prompt is cut: three runs that are computed, with chunks between and two that follow one another.

@@ -21,6 +21,7 @@ BLENDED = {
     "glm4v": "rotary | full | dense",
     "glm4_moe": "rotary | full | dense and experts",
     "hunyuan_v1_dense": "rotary | full | dense",
+    "jamba": "position-free and decay | full and linear | dense and experts",
     "internvl": "rotary | full and sliding | dense",
     "minimax_m2": "rotary | full | experts",
     "ministral3": "rotary | sliding | dense",
@@ -31,7 +32,6 @@ BLENDED = {
 NOT_BLENDED = {
     "bert": ("full only", "positions are added to the embeddings"),
     "deepseek_v32": ("prefix", "tokens that they choose"),
-    "jamba": ("prefix", "one by one"),
     "qwen4_exp_text": ("prefix", "more than K and V for each token"),
 }
 

@@ -386,7 +386,7 @@ class Composer:
 
             return hook
 
-        with ExitStack() as hooks, self._adapter.uncompiled():
+        with ExitStack() as hooks, self._adapter.uncompiled(), composition.going_on():
             for attention, window in zip(stack.attentions, self._windows, strict=True):
                 hook = attention.register_forward_pre_hook(masked(window), with_kwargs=True)
                 hooks.callback(hook.remove)

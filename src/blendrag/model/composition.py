@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
-from blendrag.model import linear_layers
+from blendrag.model import linear_layers, single_steps
 from blendrag.model.continuation import Continuation, KVSource
 from blendrag.model.linear_layers import LayerRecord, LinearLayer, Map, MixerRun
 from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
@@ -58,18 +59,17 @@ class Composition:
         """
         self._model, self._going, self._device = model, going, device
         name = type(model).__name__
-        if going.in_steps:
-            raise UnsupportedModelError(
-                f"{name} takes tokens behind a state one by one, so its chunks cannot be composed; use mode "
-                "full"
-            )
         if going.keeps_own_states:
             raise UnsupportedModelError(
                 f"{name} keeps running states outside of transformers' cache, where a chunk's part cannot be "
                 "told; use mode full"
             )
         self._vocab = model.get_input_embeddings().num_embeddings
+        self._in_blocks: list[LinearLayer] = []
+        """Layers that take tokens behind a state one by one."""
         self._empty, self.entries = self._measured()
+        if going.in_steps:
+            self._in_blocks = self._of_single_steps()
         self.stack: DecoderStack = hybrid_stack(
             model,
             [entry.index for entry in self.with_kv],
@@ -106,7 +106,12 @@ class Composition:
     ) -> torch.Tensor:
         """Compute ``ids`` ``[1, n]`` behind what ``cache`` holds, the first one at ``position``. Returns the
         logits of the last ``rows`` ``[rows, V]``."""
-        return self._going.forward(ids, cache, position, rows)
+        with self.going_on():
+            return self._going.forward(ids, cache, position, rows, at_once=bool(self._in_blocks))
+
+    def going_on(self) -> AbstractContextManager[None]:
+        """Within this context every forward of the model goes on from the states that its cache holds."""
+        return single_steps.going_on(self._in_blocks)
 
     # -- encode ---------------------------------------------------------------------------------------
 
@@ -239,8 +244,10 @@ class Composition:
         )
         found: dict[int, LinearLayer] = {}
 
+        tokens = 1 if self._going.in_steps else third.shape[1]
+
         def note(call: MixerRun) -> None:
-            found[call.layer] = linear_layers.measured(call, third.shape[1])
+            found[call.layer] = linear_layers.measured(call, tokens)
 
         with linear_layers.calls(mixers, cache, note):
             self.forward(third, cache, total - third.shape[1])
@@ -274,6 +281,16 @@ class Composition:
                         tensor.zero_()
                 found[index].put(cache, held)
         return cache, tuple(entries)
+
+    def _of_single_steps(self) -> list[LinearLayer]:
+        """The layers with running states, of a model that takes tokens behind them one by one."""
+        layers = [entry.linear for entry in self.entries if entry.linear is not None]
+        if any(state.map is not Map.DECAY for layer in layers for state in layer.recurrent):
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} takes tokens behind a state one by one, and what they do to "
+                "it is no decay, so its chunks cannot be composed; use mode full"
+            )
+        return layers
 
     def _classified(self, reach: int) -> Repositioner:
         """How the keys of the layers of attention move."""

@@ -119,11 +119,13 @@ class Continuation:
             return self._cache_class()
         return DynamicCache(config=self._model.config.get_text_config(decoder=True))
 
-    def forward(self, ids: torch.Tensor, cache: Cache, start: int, rows: int = 1) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, cache: Cache, start: int, rows: int = 1, at_once: bool = False
+    ) -> torch.Tensor:
         """Compute ``ids`` ``[1, n]``, which begin at ``start``, into ``cache``. Returns the logits of the
-        last ``rows`` ``[rows, V]``."""
+        last ``rows`` ``[rows, V]``. ``at_once``: in one forward, whatever :attr:`in_steps` is."""
         logits: list[torch.Tensor] = []
-        for part in ids.split(1, dim=1) if self.in_steps and start else (ids,):
+        for part in ids.split(1, dim=1) if self.in_steps and start and not at_once else (ids,):
             given: dict[str, Any] = {
                 "input_ids": part, "past_key_values": cache, "use_cache": True, "logits_to_keep": rows,
                 "position_ids": torch.arange(start, start + part.shape[1], device=self._device)[None],

@@ -210,6 +210,18 @@ def held(cache: Cache, index: int) -> RunningStates:
     return RunningStates(tuple(s.clone() for s in recurrent), tuple(s.clone() for s in conv))
 
 
+def with_states(cache: Cache, index: int, states: RunningStates) -> Cache:
+    """``cache`` for one more run of the module of a layer, which holds copies of ``states`` there."""
+    scratch, layer = copy.copy(cache), copy.copy(cache.layers[index])
+    for name, given in zip(("recurrent_states", "conv_states"), states, strict=True):
+        own, rest = getattr(layer, name, {}), iter(given)
+        copied = {i: None if s is None else next(rest).clone() for i, s in own.items()}
+        setattr(layer, name, copied)
+    scratch.layers = [*cache.layers]
+    scratch.layers[index] = layer
+    return scratch
+
+
 class MixerRun(NamedTuple):
     """One run of a layer's module within a forward, which can be repeated from other states."""
 
@@ -223,13 +235,7 @@ class MixerRun(NamedTuple):
 
     def run_from(self, states: RunningStates) -> RunningStates:
         """What the layer's states are after the same inputs behind other ``states``."""
-        scratch, layer = copy.copy(self.cache), copy.copy(self.cache.layers[self.layer])
-        for name, given in zip(("recurrent_states", "conv_states"), states, strict=True):
-            own, rest = getattr(layer, name, {}), iter(given)
-            copied = {i: None if s is None else next(rest).clone() for i, s in own.items()}
-            setattr(layer, name, copied)
-        scratch.layers = [*self.cache.layers]
-        scratch.layers[self.layer] = layer
+        scratch = with_states(self.cache, self.layer, states)
         args = tuple(scratch if each is self.cache else each for each in self.args)
         kwargs = {k: scratch if each is self.cache else each for k, each in self.kwargs.items()}
         self.mixer.forward(*args, **kwargs)
