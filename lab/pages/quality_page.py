@@ -35,7 +35,8 @@ from blendrag_lab.evaluation.pretrained import (
     pretrained_text,
     stand_ins,
 )
-from blendrag_lab.evaluation.rows import ALL, ArenaRow
+from blendrag_lab.evaluation.rows import ALL, ArenaRow, kept_by
+from blendrag_lab.evaluation.scoring import Kept
 from blendrag_lab.evaluation.ways import NONE
 from blendrag_lab.plots import write_png
 from blendrag_lab.tables import NOTHING, Column, interval, number, table
@@ -128,20 +129,29 @@ def _pgr(row: ArenaRow | None) -> str:
 def policies_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
     """Every policy at one ratio, over short and over long chunks."""
     of_long = {_name(row): row for row in filter(_is_compared, long)}
+    compared = [row for row in short if _is_compared(row) and _name(row) in of_long]
+    kept = {row.way: kept_by(row, short) or Kept() for row in compared}
     columns: list[Column] = [
         ("policy", _name),
         ("charged", lambda row: f"{row.charged_ratio:.3f}"),
         (f"{short[0].chunk_tokens} tokens: PGR [95%]", _pgr),
         ("KL", lambda row: number(row.kl, ".2g")),
         ("agrees", lambda row: number(row.agreement, ".2f")),
+        ("kept", lambda row: number(kept[row.way].kept, ".2f")),
+        ("gained", lambda row: number(kept[row.way].gained, ".2f")),
         ("TTFT ms", lambda row: f"{row.ttft_ms:.0f}"),
         (f"{long[0].chunk_tokens} tokens: PGR [95%]", lambda row: _pgr(of_long[_name(row)])),
         ("KL", lambda row: number(of_long[_name(row)].kl, ".2g")),
         ("TTFT ms", lambda row: f"{of_long[_name(row)].ttft_ms:.0f}"),
     ]
-    compared = [row for row in short if _is_compared(row) and _name(row) in of_long]
     asked = f"{_questions(short)}; {_questions(long)}"
-    return f"r = {RATIO}, schedule `{DEFAULT_SCHEDULE}`. {asked}.\n\n{table(columns, compared).markdown()}"
+    right = next(iter(kept.values())).right
+    counted = (
+        f"**kept**: share of {right} questions that full prefill answers right which the policy answers, "
+        "too; **gained**: share of others"
+    )
+    given = f"r = {RATIO}, schedule `{DEFAULT_SCHEDULE}`. {asked}. {counted}."
+    return f"{given}\n\n{table(columns, compared).markdown()}"
 
 
 def _is_compared(row: ArenaRow) -> bool:

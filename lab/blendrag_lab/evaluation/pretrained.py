@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean
 
 from blendrag.config import DEFAULT_POLICY
-from blendrag_lab.evaluation.rows import ALL, ArenaRow
+from blendrag_lab.evaluation.rows import ALL, ArenaRow, kept_by
+from blendrag_lab.evaluation.scoring import Kept
 from blendrag_lab.evaluation.tasks import TASKS
 from blendrag_lab.evaluation.ways import FULL, NONE, REUSE
 from blendrag_lab.tables import Column, number, table
@@ -65,6 +66,7 @@ class Fidelity:
     recovered: float | None
     recovered_low: float | None = None
     recovered_high: float | None = None
+    answers: Kept | None = None
 
 
 #: The ways of a model, by task.
@@ -80,7 +82,7 @@ def fidelities(rows: Sequence[ArenaRow]) -> list[Fidelity]:
         Fidelity(
             row.policy, row.schedule, row.ratio, row.charged_ratio, row.n, row.token_kl or 0.0,
             reuse.token_kl or 0.0, row.agreement or 0.0, row.ttft_ms / full.ttft_ms, row.recovered,
-            row.recovered_low, row.recovered_high,
+            row.recovered_low, row.recovered_high, kept_by(row, rows),
         )
         for row in whole.values()
     ]  # fmt: skip
@@ -104,6 +106,7 @@ def mean_of(points: Sequence[Fidelity]) -> Fidelity:
         recovered=1 - kl / reuse_kl if reuse_kl else None,
         recovered_low=None,
         recovered_high=None,
+        answers=None,
     )
 
 
@@ -147,7 +150,33 @@ def pretrained_text(models: Mapping[str, ByTask]) -> str:
     ]
     for ratio in ratios:
         columns += _columns(ratio)
-    return f"{table(columns, lines).markdown()}\n\n{_PICTURE}"
+    parts = [table(columns, lines).markdown(), _answers_text(models), _PICTURE]
+    return "\n\n".join(filter(None, parts))
+
+
+def _answers_text(models: Mapping[str, ByTask]) -> str:
+    """A sentence on the answers of all models and tasks together: what reuse and the default policy keep of
+    those that full prefill gives right, and what they gain."""
+    ways: dict[tuple[str, float], list[tuple[int, Kept]]] = {}
+    for point in (point for tasks in models.values() for task in tasks.values() for point in task):
+        if point.policy in (REUSE, DEFAULT_POLICY) and point.answers is not None:
+            ways.setdefault((point.policy, point.ratio), []).append((point.n, point.answers))
+
+    counts = next(iter(ways.values()), [])
+    right = sum(each.right for _, each in counts)
+    if not right:
+        return ""
+    wrong = sum(n for n, _ in counts) - right
+    shares = []
+    for (policy, ratio), found in ways.items():
+        kept = sum(each.right * (each.kept or 0.0) for _, each in found)
+        gained = sum((n - each.right) * (each.gained or 0.0) for n, each in found)
+        at = "" if policy == REUSE else f" at r = {ratio:.2f}"
+        shares.append(f"{kept:.0f} and {gained:.0f} by `{policy}`{at}")
+    return (
+        f"Full prefill answers {right} of these questions right and {wrong} wrong (summaries are neither). "
+        f"Of the {right} are kept, and of the {wrong} are gained: {', '.join(shares)}."
+    )
 
 
 def _columns(ratio: float) -> list[Column]:

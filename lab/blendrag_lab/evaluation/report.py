@@ -16,7 +16,8 @@ LEGEND = (
     "computed over all layers; above r if a policy computes the entry layer for all of them to "
     "choose. KL: of the first token, KL/tok: per token of full prefill's answer with its standard error, "
     "in nats. recovered: 1 - KL/tok over reuse's, with its 95% interval. agrees: share of that answer's "
-    "tokens that the way prefers too. prefix on/off: chunks encoded after the corpus's "
+    "tokens that the way prefers too. kept: share of the questions that full prefill answers right which "
+    "the way answers right, too; gained: of the others. prefix on/off: chunks encoded after the corpus's "
     "prefix or without one. TTFT: median, KV read from disk."
 )
 #: Columns of a table besides the names of the ways; more do not fit into 80 characters.
@@ -41,6 +42,7 @@ def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
         ("KL/tok", _token_kl),
         ("recovered", lambda row: interval(row.recovered, row.recovered_low, row.recovered_high)),
         ("agrees", lambda row: number(row.agreement, ".2f")),
+        *_on_right_answers(whole),
         *(score(kind) for kind in dict.fromkeys(row.kind for row in rows if row.kind != ALL)),
     ]
     first, schedules = rows[0], {row.schedule for row in rows if row.schedule}
@@ -48,6 +50,8 @@ def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
         f"{first.dataset}: {first.n} questions, up to {first.n_chunks} chunks of at most "
         f"{first.chunk_tokens} tokens; score: {first.metric.replace('_', ' ')}"
     )
+    if first.right is not None:
+        title += f"; full prefill answers {first.right} right"
     if len(schedules) == 1:
         title += f"; schedule {schedules.pop()}"
     names = _names_of(whole)
@@ -58,6 +62,18 @@ def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
     made[0] = replace(made[0], title=title)
     made[-1] = replace(made[-1], notes=[LEGEND])
     return made
+
+
+def _on_right_answers(rows: Sequence[ArenaRow]) -> list[Column]:
+    """Columns about the questions that full prefill answers right, if there are any."""
+    if not rows[0].right:
+        return []
+    columns: list[Column] = [
+        ("kept", lambda row: number(row.kept, ".2f")),
+        ("gained", lambda row: number(row.gained, ".2f")),
+        ("agrees, right", lambda row: number(row.right_agreement, ".2f")),
+    ]
+    return columns
 
 
 def _token_kl(row: ArenaRow) -> str:

@@ -20,7 +20,10 @@ from blendrag.errors import InvalidInputError
 from blendrag.store.kv import NATIVE_ENCODING
 from blendrag_lab.evaluation.datasets import Dataset
 from blendrag_lab.evaluation.scoring import (
+    RIGHT,
     ByContext,
+    Kept,
+    answers_kept,
     loss_recovered,
     paired_lead,
     performance_gap_recovered,
@@ -153,6 +156,10 @@ class ArenaRow:
     recovered: float | None = None
     recovered_low: float | None = None
     recovered_high: float | None = None
+    right: int | None = None
+    kept: float | None = None
+    gained: float | None = None
+    right_agreement: float | None = None
     by_context: ByContext = ()
 
     @property
@@ -188,6 +195,21 @@ def make_rows(
         """The measure ``name`` by context; empty if an answer has none."""
         found = [(context, getattr(outcome, name)) for context, outcome in asked(way, kind)]
         return () if any(value is None for _, value in found) else sum_by_context(found)
+
+    def by_rightness(way: Way, kind: str) -> dict[str, Any]:
+        """What became of the questions that full prefill answers right; a summary is neither."""
+        pairs = [
+            (getattr(full, dataset.metric), getattr(own, dataset.metric), own.agreement)
+            for (_, full), (_, own) in zip(asked(Way(FULL), kind), asked(way, kind), strict=True)
+        ]
+        if dataset.metric == "rouge_l" or any(best is None for best, *_ in pairs):
+            return {}
+        given = [(1, score) for _, score, _ in pairs if score is not None]
+        found = answers_kept(
+            given if len(given) == len(pairs) else (), [(1, best) for best, *_ in pairs]
+        )
+        near = [agreement for best, _, agreement in pairs if best >= RIGHT]
+        return {**asdict(found), "right_agreement": _mean(near)}
 
     def row(way: Way, kind: str) -> ArenaRow:
         of = [outcome for _, outcome in asked(way, kind)]
@@ -228,9 +250,24 @@ def make_rows(
             chosen_by=_others([o.policy for o in of], way.policy),
             by_context=scores,
             **fields,
+            **by_rightness(way, kind),
         )
 
     return [row(way, kind) for way in outcomes for kind in (ALL, *dataset.kinds)]
+
+
+def kept_by(row: ArenaRow, rows: Sequence[ArenaRow]) -> Kept | None:
+    """What became of the questions that full prefill answers right, for a way's ``row`` over all kinds; of
+    older results, which do not have it, as far as the sums of their contexts by kind tell."""
+    if row.metric == "rouge_l":
+        return None
+    if row.right is not None:
+        return Kept(row.right, row.kept, row.gained)
+    size = (row.n_chunks, row.chunk_tokens)
+    of = [each for each in rows if each.kind != ALL and (each.n_chunks, each.chunk_tokens) == size]
+    full = [context for each in of if each.policy == FULL for context in each.by_context]
+    own = [context for each in of if each.way == row.way for context in each.by_context]
+    return answers_kept(own, full)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

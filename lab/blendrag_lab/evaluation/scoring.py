@@ -29,6 +29,8 @@ RESAMPLES = 2000
 SMALLEST_GAP = 0.05
 #: Share of draws on either side of the 95% interval.
 TAIL = 0.025
+#: A question is answered right from this score on: the answer, or half of the words of F1.
+RIGHT = 0.5
 #: A smaller lead is a rounding error.
 SMALLEST_LEAD = 1e-9
 
@@ -158,6 +160,38 @@ def paired_lead(other: ByContext, own: ByContext, seed: int = 0) -> Estimate:
         return Estimate(None)
     ahead = [(n, b - a) for (_, b), (n, a) in zip(other, own, strict=True)]
     return _with_interval(*_means(ahead, seed))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What became of the questions that full prefill answers right, and of the others."""
+
+    right: int = 0
+    """Questions that full prefill answers right."""
+    kept: float | None = None
+    """Share of them that the way answers right, too."""
+    gained: float | None = None
+    """Share of the others that it answers right."""
+
+
+def answers_kept(own: ByContext, full: ByContext) -> Kept:
+    """From the scores of one way and of full prefill for the same contexts.
+
+    A context of several questions, whose scores are 0 or 1, counts only if full prefill answers all of
+    them right or none: else its sums do not tell which ones the way answers. Without scores of the way
+    only ``right`` is known.
+    """
+    asked = {True: 0.0, False: 0.0}
+    answered = {True: 0.0, False: 0.0}
+    for (n, best), (_, score) in zip(full, own or full, strict=True):
+        if n == 1 or best in (0, n):
+            is_right = best >= RIGHT * n
+            asked[is_right] += n
+            answered[is_right] += float(score >= RIGHT) if n == 1 else score
+    shares = {
+        is_right: answered[is_right] / n if n and own else None for is_right, n in asked.items()
+    }
+    return Kept(round(asked[True]), shares[True], shares[False])
 
 
 def _with_interval(value: float, drawn: np.ndarray) -> Estimate:

@@ -23,6 +23,7 @@ from blendrag_lab.evaluation import deviation
 from blendrag_lab.evaluation.deviation import DeviationReport
 from blendrag_lab.evaluation.pretrained import fidelities, means_of_models, pretrained_text
 from blendrag_lab.evaluation.rows import ArenaRow
+from blendrag_lab.evaluation.scoring import Kept
 from cli.commands import invoke_program
 from lab.pages import quality_plots as plots
 from lab.pages.quality_page import (
@@ -254,6 +255,15 @@ def test_pretrained_models_are_a_table_and_a_picture():
     assert cells[2] == ["two", "12", "0.4 → 0.2", "0.50", "0.90"]
     assert cells[3] == ["asked", "12", "0.4 → 0.1", "0.75", "0.90"]
     assert cells[5] == ["all", "18", "0.4 → 0.17", "0.58", "0.90"]
+    answers = [Kept(3, 1 / 3, 0.0), Kept(2, 1.0, 0.25)]  # of 6 questions each
+    counted = {
+        name: {"asked": [replace(point, answers=kept) for point in fidelities(one)]}
+        for name, kept in zip(("one", "two"), answers, strict=True)
+    }
+    assert (
+        "answers 5 of these questions right and 7 wrong (summaries are neither). Of the 5 are kept, and of "
+        "the 7 are gained: 3 and 1 by `reuse`, 3 and 1 by `query` at r = 0.15."
+    ) in pretrained_text(counted)
     models = {"one": {"asked": both["asked"]}, "two": {"chat": both["chat"]}}
     panel = plots.fidelity_against_ttft(means_of_models(models)).axes[1]
     assert panel.get_title() == "two"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from blendrag.errors import InvalidInputError
+from blendrag_lab.evaluation.datasets import Dataset
 from blendrag_lab.evaluation.report import reuse_note, tables
-from blendrag_lab.evaluation.rows import ArenaRow, Journal, Outcome
-from lab.tests.evaluation import invented
+from blendrag_lab.evaluation.rows import ArenaRow, Journal, Outcome, kept_by, make_rows
+from blendrag_lab.evaluation.scoring import Kept
+from blendrag_lab.evaluation.ways import Way
+from lab.tests.evaluation import invented, lab
 
 
 def outcome(case: str, way: str, accuracy: float = 1.0) -> Outcome:
@@ -53,6 +58,32 @@ def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInputError, match="give --out another file"):
         Journal(tmp_path / "file" / "x.jsonl").add([outcome("a", "full")])
+
+
+def test_rows_tell_what_is_kept_of_the_answers_that_full_prefill_gives_right():
+    asked = Dataset("tiny", "accuracy", lab.cases(1, 4), 3, 64)
+    full = [outcome("c", "full", right) for right in (1.0, 0.0, 1.0, 1.0)]
+    near = [replace(outcome("c", "reuse", 1.0), agreement=share) for share in (1.0, 0.5, 0.7, 0.7)]
+    fidelity = [replace(each, accuracy=None) for each in near]
+    others = {Way("reuse"): near, Way("query"): fidelity}
+    rows = make_rows(asked, {Way("none"): full, Way("full"): full, **others}, seed=1)
+    reuse, query = (
+        next(row for row in rows if (row.policy, row.kind) == (policy, "all"))
+        for policy in ("reuse", "query")
+    )
+    assert (reuse.right, reuse.kept, reuse.gained) == (3, 1.0, 1.0)
+    assert reuse.right_agreement == pytest.approx(0.8)
+    assert (query.right, query.kept, query.gained) == (3, None, None)
+    assert query.right_agreement == pytest.approx(0.8)
+    assert kept_by(reuse, rows) == Kept(3, 1.0, 1.0)
+    older = [replace(row, right=None) for row in rows]  # sums by kind
+    assert kept_by(replace(reuse, right=None), older) == Kept(2, 1.0, None)
+    first, *_ = tables(rows)
+    assert first.title.endswith("; full prefill answers 3 right")
+    named = [name for table in tables(rows) for name in table.head]
+    assert {"kept", "gained", "agrees, right"} <= set(named)
+    summaries = make_rows(replace(asked, metric="rouge_l"), {Way("full"): full}, seed=1)
+    assert {(row.right, row.kept) for row in summaries} == {(None, None)}
 
 
 def answered(policy: str, *scores: float, recovered: float = 0.0) -> ArenaRow:

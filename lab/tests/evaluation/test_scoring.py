@@ -13,6 +13,8 @@ from blendrag.errors import UnsupportedModelError
 from blendrag_lab.evaluation import scoring
 from blendrag_lab.evaluation.scoring import (
     Estimate,
+    Kept,
+    answers_kept,
     paired_lead,
     performance_gap_recovered,
     sum_by_context,
@@ -134,3 +136,14 @@ def test_other_questions_or_one_context_have_no_lead():
     assert paired_lead([(5, 4.0)], [(5, 3.0)]) == Estimate(None)
     assert paired_lead([(5, 4.0), (5, 4.0)], [(5, 3.0), (4, 3.0)]) == Estimate(None)
     assert paired_lead([(5, 4.0), (5, 4.0)], ()) == Estimate(None)
+
+
+def test_answers_are_kept_of_those_that_full_prefill_gives_right():
+    full = [(1, 1.0), (1, 0.5), (1, 0.4), (1, 0.0)]
+    assert answers_kept([(1, 1.0), (1, 0.0), (1, 0.8), (1, 0.0)], full) == Kept(2, 0.5, 0.5)
+    assert answers_kept(full, full) == Kept(2, 1.0, 0.0)
+    assert answers_kept((), full) == Kept(2)
+    assert answers_kept([(1, 1.0)], [(1, 1.0)]) == Kept(1, 1.0, None)
+    # of the middle context nobody knows which question is answered
+    several = [(3, 3.0), (2, 1.0), (2, 0.0)]
+    assert answers_kept([(3, 1.5), (2, 1.0), (2, 1.0)], several) == Kept(3, 0.5, 0.5)
