@@ -223,7 +223,7 @@ class Answering:
 
         def joins() -> bool:
             adapter = self._model.adapter
-            return adapter.fuses and not adapter.lock.is_wanted  # by another engine
+            return adapter.refusal is None and not adapter.lock.is_wanted  # by another engine
 
         def cost() -> float:
             return 0.0 if batch.share_of(number) is not None else computed_tokens()

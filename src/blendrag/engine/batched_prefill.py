@@ -30,6 +30,9 @@ from blendrag.serving.kv_budget import KVBudget, KVShare, first_room
 
 log = logging.getLogger(__name__)
 
+#: Running states of a request, and what a joint step keeps of them in case that it fails.
+COPIES_OF_STATES = 2
+
 
 @dataclass(frozen=True)
 class Ahead:
@@ -198,6 +201,10 @@ class RequestBatch:
 
 def share_of(request: Request, adapter: ModelAdapter, stream: AnswerStream) -> KVShare:
     """The memory that a request needs, whose number of sequences is known."""
-    token_bytes = 0 if adapter.refusal is not None else adapter.layout.token_bytes
+    token_bytes, state_bytes = 0, 0
+    if adapter.refusal is None:
+        token_bytes = adapter.layout.token_bytes
+    if adapter.composition is not None:
+        state_bytes = COPIES_OF_STATES * adapter.composition.state_bytes
     sizes = len(request.prompt.ids), request.max_new_tokens, request.sequences * token_bytes
-    return KVShare(*sizes, stream.check)
+    return KVShare(*sizes, stream.check, request.sequences * state_bytes)

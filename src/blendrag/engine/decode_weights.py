@@ -54,6 +54,7 @@ KEPT = 2
 KEPT_UNNAMED = 4
 NOT_FASTER = "packed weights are not faster on this machine"
 NOT_TOGETHER = "its requests are not decoded together"
+OF_HYBRID = "some of its layers have running states"
 
 
 class DecodeWeightsChoice:
@@ -225,6 +226,8 @@ def _slow_key(adapter: ModelAdapter, name: str) -> str:
 
 def _why_not(adapter: ModelAdapter, name: str) -> str:
     """Why the model keeps its own weights instead of ``name``, in a clause, or empty."""
+    if adapter.composition is not None:
+        return OF_HYBRID
     if not adapter.fuses:
         return NOT_TOGETHER
     if adapter.is_compiled:

@@ -126,9 +126,12 @@ class LazyModel:
 
     @property
     def decodes_jointly(self) -> bool:
-        """Whether tokens of several requests may be decoded together."""
-        if not self.adapter.fuses or self.adapter.is_compiled:
+        """Whether tokens of several requests may be decoded together. Those of hybrid models take turns if
+        that is measured to give something else."""
+        if self.adapter.refusal is not None or self.adapter.is_compiled:
             return False
+        if self.adapter.composition is not None:
+            return True
         with suppress(UnsupportedModelError):
             return self.fusor.packs
         return False

@@ -167,14 +167,14 @@ class BlendedRoad(Road):
                     size = self.ahead.batch_size
                     yield Prefill(ids, cache, prefilled.fusion, size, partial(kept, cache))
             elif goes_on(self.request, adapter):
-                with before_layers(adapter.decoder_layers, check):
-                    yield self._continued(ids, plan)
+                with before_layers(adapter.decoder_layers, check) as unhook:
+                    yield self._continued(ids, plan)._replace(unhook=unhook)
             elif adapter.composition is not None and plan.spans:
                 with (
-                    before_layers(adapter.decoder_layers, check),
+                    before_layers(adapter.decoder_layers, check) as unhook,
                     self._composed(ids, plan) as made,
                 ):
-                    yield made
+                    yield made._replace(unhook=unhook)
             elif not (plan.spans and plan.chunks):  # can still be abandoned before each layer
                 cache = self._cache_behind(plan)
                 keep = None if cache is None else partial(kept, cache)

@@ -247,9 +247,8 @@ class Composer:
         """Measures whether one forward gives what the reference does."""
         assert adapter.composition is not None
         self._adapter, self._composition = adapter, adapter.composition
-        stack = adapter.stack
-        kinds = [stack.layer_types[layer.index] for layer in self._composition.with_kv]
-        self._windows = [stack.windows.get(_type_of_attention(kind)) for kind in kinds]
+        windows = windows_of(adapter)
+        self._windows = [windows[layer.index] for layer in self._composition.with_kv]
         self.fast_attention = True
         """Whether :func:`blend_attention` serves the model, instead of its own with masks."""
         self.serves = self._holds(self._equals_reference)
@@ -422,6 +421,12 @@ def _replaced(mixer: nn.Module, prompt: _Prompt, layer: ComposedLayer) -> Iterat
             mixer.forward = own
 
 
-def _type_of_attention(kind: str) -> str:
-    """The type that a layer's attention has alone."""
-    return "sliding_attention" if "sliding" in kind else kind
+def windows_of(adapter: ModelAdapter) -> dict[int, Window | None]:
+    """The window of each layer of a hybrid model that has K and V, by its index."""
+    assert adapter.composition is not None
+    stack = adapter.stack
+
+    def window(kind: str) -> Window | None:
+        return stack.windows.get("sliding_attention" if "sliding" in kind else kind)
+
+    return {e.index: window(stack.layer_types[e.index]) for e in adapter.composition.with_kv}

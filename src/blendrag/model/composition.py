@@ -97,6 +97,13 @@ class Composition:
     def with_kv(self) -> list[ComposedLayer]:
         return [entry for entry in self.entries if entry.linear is None]
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the running states of one sequence."""
+        linear = [entry.linear for entry in self.entries if entry.linear is not None]
+        held = [tensor for layer in linear for part in layer.held(self._empty) for tensor in part]
+        return sum(tensor.nbytes for tensor in held)
+
     def new_cache(self) -> Cache:
         """One that holds no token; its running states are 0."""
         return copy.deepcopy(self._empty)

@@ -144,7 +144,9 @@ class Continuation:
     def state(self, cache: Cache) -> State:
         """A copy of what ``cache`` and the model hold now."""
         with self._without_kv(cache):
-            taken = copy.deepcopy(cache)
+            # deepcopy would copy all of what a tensor is a view of, such as the states of other requests
+            copies: dict[int, Any] = {id(each): each.clone() for each in _tensors(cache)}
+            taken = copy.deepcopy(cache, copies)
         modules = tuple(
             None if (value := getattr(module, name)) is None else value.clone()
             for module, name in self._module_states

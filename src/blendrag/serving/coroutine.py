@@ -22,7 +22,8 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import is_in_function_mode
 from blendrag.model.decode_weights import DecodeWeights
 from blendrag.serving.chunk_pool import LoadedPrompt, RequestKV
-from blendrag.serving.decode_step import DecodeStep, can_join
+from blendrag.serving.decode_step import DecodeStep, can_join, kv_of
+from blendrag.serving.hybrid_rows import HybridKV
 from blendrag.serving.kv_budget import KVShare
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Coroutine(greenlet):
         """Its prompt, if parts of it were loaded."""
         self.has_begun = False
         """Whether the model was called: its first forward computes the prompt, perhaps a single token."""
-        self.kv: RequestKV | None = None
+        self.kv: RequestKV | HybridKV | None = None
         """Its KV, from the first token that can be decoded with others."""
         self.step: DecodeStep | None = None
         """What it waits for; ``None`` if that must be computed alone."""
@@ -74,7 +75,7 @@ class Coroutine(greenlet):
         """Whether its KV is all that it needs to go on later, and takes memory of the others."""
         if self.share is None or self.is_aside or self.is_paused or self.step is None:
             return False
-        return self.kv is not None and not (self.kv.running is None and self.kv.cache.is_part)
+        return self.kv is not None and not self.kv.is_part
 
     def wait(self, step: DecodeStep | None, is_paused: bool = False) -> Any:
         """Let the other calls run. Returns what the forward of ``step`` would; ``None`` if it has not run."""
@@ -136,7 +137,7 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
             call.share.used += 1
         joins = bool(call.kv and call.kv.running) or can_join(call.adapter, kwargs)
         if joins and call.kv is None:
-            call.kv = RequestKV(kwargs["past_key_values"], call.loaded)
+            call.kv = kv_of(call.adapter, kwargs["past_key_values"], call.loaded)
         weights = call.weights
         output = call.wait(DecodeStep(stock, ids, call.kv, weights) if joins and call.kv else None)
         if output is not None:

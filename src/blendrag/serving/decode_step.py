@@ -2,11 +2,13 @@
 
 The model sees a batch of one-token sequences, each at its own position, without padding. Keys and values go
 to each request's own cache or overlay. A row attends to its cache, or to its overlay and the chunks that it
-shares (:mod:`blendrag.serving.chunk_pool`).
+shares (:mod:`blendrag.serving.chunk_pool`). Requests of hybrid models have running states, too
+(:mod:`blendrag.serving.hybrid_rows`).
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +26,17 @@ from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import register_attention
 from blendrag.model.decode_weights import DecodeWeights
+from blendrag.model.kv_compare import LOGIT_TOLERANCE
 from blendrag.model.windows import Window, window_of
-from blendrag.serving.chunk_pool import ChunkPool, RequestKV
+from blendrag.serving.chunk_pool import ChunkPool, LoadedPrompt, RequestKV
+from blendrag.serving.hybrid_rows import HybridKV, HybridPool, HybridRows, is_one_sequence
+from blendrag.store.kv import dtype_name
+
+log = logging.getLogger(__name__)
 
 NAME = "blendrag_decode"
+#: Tokens of the prompts over which joint steps of a hybrid model are measured, and how many steps.
+MEASURED_PROMPTS, MEASURED_STEPS = (7, 12), 3
 #: Arguments of a forward that joint steps provide themselves, or that do not matter for one token.
 _PROVIDED = frozenset(
     ("input_ids", "past_key_values", "position_ids", "cache_position", "attention_mask", "use_cache",
@@ -43,7 +52,7 @@ class DecodeStep:
     """The model's."""
     ids: torch.Tensor
     """``[1, 1]``"""
-    kv: RequestKV
+    kv: RequestKV | HybridKV
     weights: DecodeWeights | None = None
     """What the request decodes with; ``None``: the model's own weights."""
 
@@ -60,7 +69,11 @@ def can_join(adapter: ModelAdapter, given: Mapping[str, Any]) -> bool:
     ids, cache = given.get("input_ids"), given.get("past_key_values")
     if not isinstance(ids, torch.Tensor) or ids.shape != (1, 1):
         return False
-    if not isinstance(cache, BlendCache) or not cache.is_one_sequence:
+    if adapter.composition is None:
+        joins = isinstance(cache, BlendCache) and cache.is_one_sequence
+    else:
+        joins = is_one_sequence(cache)
+    if not joins:
         return False
     more = (given[name] for name in given.keys() - _PROVIDED)
     if any(value is not None and value is not False for value in more):
@@ -68,16 +81,28 @@ def can_join(adapter: ModelAdapter, given: Mapping[str, Any]) -> bool:
     # All rows of a forward use one rotary table. At the limit itself, transformers (5.23) keeps a dynamic
     # table that a longer sequence left.
     limit = adapter.blend_limit_tokens
-    return limit is None or cache.next_position < limit - 1
+    return limit is None or kv_of(adapter, cache).next_position < limit - 1
 
 
-def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
+def kv_of(
+    adapter: ModelAdapter, cache: Any, loaded: LoadedPrompt | None = None
+) -> RequestKV | HybridKV:
+    """The KV of a request whose forwards :func:`can_join`."""
+    return RequestKV(cache, loaded) if adapter.composition is None else HybridKV(cache)
+
+
+def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool | HybridPool) -> list[Any]:
     """What the forward of each step would return: logits ``[1, 1, V]`` and its cache.
 
     All steps have the same weights. After an error all KV is as before.
     """
-    requests, forward = [step.kv for step in steps], steps[0].decode
-    rows = pool.prepared(requests, lambda: _Rows(requests, pool))
+    requests: list[Any] = [step.kv for step in steps]
+    forward = steps[0].decode
+    rows: _Rows | HybridRows
+    if isinstance(pool, HybridPool):
+        rows = pool.prepared(requests, lambda: HybridRows(requests, pool.adapter))
+    else:
+        rows = pool.prepared(requests, lambda: _Rows(requests, pool))
     rows.advance()
     try:
         with torch.inference_mode(), _attending(pool.adapter, rows):
@@ -97,6 +122,47 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool) -> list[Any]:
         type(output)(logits=logits, past_key_values=one.cache)
         for logits, one in zip(output.logits.split(1), requests, strict=True)
     ]
+
+
+def may_decode_together(pool: ChunkPool | HybridPool, requests: int) -> bool:
+    """Whether so many requests may decode in one forward. For a hybrid model this is measured once; a single
+    request then uses its own forward."""
+    if isinstance(pool, ChunkPool):
+        return True
+    if pool.serves is None and requests > 1:
+        pool.serves = steps_agree(pool.adapter)
+    return requests > 1 and bool(pool.serves)
+
+
+@torch.inference_mode()
+def steps_agree(adapter: ModelAdapter) -> bool:
+    """Whether joint steps of a hybrid model give what each request gets alone; layers may raise anything."""
+    composition, vocab = adapter.composition, adapter.model.get_input_embeddings().num_embeddings
+    assert composition is not None
+    ids = torch.tensor([[(19 + 43 * i + i * i) % vocab for i in range(sum(MEASURED_PROMPTS))]])
+    prompts = ids.to(adapter.device).split(MEASURED_PROMPTS, 1)
+    try:
+        pairs = [(composition.new_cache(), composition.new_cache()) for _ in prompts]
+        for prompt, caches in zip(prompts, pairs, strict=True):
+            for cache in caches:
+                composition.forward(prompt, cache, 0)
+        alone, together = [one for one, _ in pairs], [HybridKV(other) for _, other in pairs]
+        pool = HybridPool(adapter)
+        for step in range(MEASURED_STEPS):
+            steps = [
+                DecodeStep(adapter.model.forward, prompt[:, step : step + 1], kv)
+                for prompt, kv in zip(prompts, together, strict=True)
+            ]
+            for made, each, cache in zip(decoded_together(steps, pool), steps, alone, strict=True):
+                position = int(cache.get_seq_length())
+                own = composition.forward(each.ids, cache, position)[-1].float()  # [V]
+                allowed = LOGIT_TOLERANCE[dtype_name(adapter.precision)] * float(own.abs().max())
+                if not (made.logits[0, -1].float() - own).abs().max() <= allowed:
+                    return False
+    except Exception as exc:
+        log.info("%s decodes its requests in turns: %s", adapter.model_id, exc)
+        return False
+    return True
 
 
 class _RowsLayer(DynamicLayer):
@@ -200,6 +266,45 @@ class _Rows(Cache):
             )
         return part
 
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """``query`` ``[R, H, 1, D]``, each row over the KV of its request → ``[R, 1, H, D]``.
+
+        Raises :class:`NotServedError`.
+        """
+        layer, window, rescales = self.part(module, key, sliding_window)
+        if rescales:
+            query = self.rescaled(module, query)
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        _, held = self.written[layer]
+        if self.layers[layer].is_latent:  # expanded by now
+            lengths = [latents.shape[2] for latents, _ in held]
+            held = [*zip(key.split(lengths, 2), value.split(lengths, 2), strict=True)]
+        outs = []
+        for row, cache, (keys, values) in zip(self.alone, self.caches, held, strict=True):
+            if window is not None:
+                seen = cache.visible(window)
+                keys, values = keys[:, :, seen], values[:, :, seen]
+            outs.append(attend_token(query[row, None], keys, values, scaling))
+        if self.shared is None:
+            return outs[0] if len(outs) == 1 else torch.cat(outs)
+        mine = self.sharing
+        qkv = query[mine, :, 0], key[mine, :, 0], value[mine, :, 0]
+        shared = self.shared.attend(layer, *qkv, scaling, window)[:, None]
+        if not outs:
+            return shared
+        out = query.new_empty((len(query), 1, *shared.shape[2:]))
+        out[mine] = shared
+        out[self.alone] = torch.cat(outs)
+        return out
+
     def rescaled(self, module: nn.Module, query: torch.Tensor) -> torch.Tensor:
         """``query`` ``[R, H, 1, D]``, which Llama 4 scaled by the position of the longest row in some layers,
         scaled by each row's own."""
@@ -228,11 +333,11 @@ class _AttentionPart(NamedTuple):
     """Whether its queries are scaled by their position."""
 
 
-_rows: ContextVar[_Rows | None] = ContextVar("blendrag_decode_rows", default=None)
+_rows: ContextVar[_Rows | HybridRows | None] = ContextVar("blendrag_decode_rows", default=None)
 
 
 @contextmanager
-def _attending(adapter: ModelAdapter, rows: _Rows) -> Iterator[None]:
+def _attending(adapter: ModelAdapter, rows: _Rows | HybridRows) -> Iterator[None]:
     register_attention(NAME, attend)
     token = _rows.set(rows)
     try:
@@ -259,28 +364,4 @@ def attend(
         raise NotServedError("the layer does not attend to what its cache holds")
     if any(kwargs.get(name) is not None for name in UNSERVED):
         raise NotServedError("the attention needs more than scaled dot products")
-    layer, window, rescales = rows.part(module, key, sliding_window)
-    if rescales:
-        query = rows.rescaled(module, query)
-    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    _, held = rows.written[layer]
-    if rows.layers[layer].is_latent:  # expanded by now
-        lengths = [latents.shape[2] for latents, _ in held]
-        held = [*zip(key.split(lengths, 2), value.split(lengths, 2), strict=True)]
-    outs = []
-    for row, cache, (keys, values) in zip(rows.alone, rows.caches, held, strict=True):
-        if window is not None:
-            seen = cache.visible(window)
-            keys, values = keys[:, :, seen], values[:, :, seen]
-        outs.append(attend_token(query[row, None], keys, values, scaling))
-    if rows.shared is None:
-        return outs[0] if len(outs) == 1 else torch.cat(outs), None
-    mine = rows.sharing
-    qkv = query[mine, :, 0], key[mine, :, 0], value[mine, :, 0]
-    shared = rows.shared.attend(layer, *qkv, scaling, window)[:, None]
-    if not outs:
-        return shared, None
-    out = query.new_empty((len(query), 1, *shared.shape[2:]))
-    out[mine] = shared
-    out[rows.alone] = torch.cat(outs)
-    return out, None
+    return rows.attend(module, query, key, value, scaling, sliding_window), None

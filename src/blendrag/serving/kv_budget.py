@@ -30,6 +30,8 @@ class KVShare:
     """Bytes for one token of all its sequences; 0 for a model whose requests run one after another."""
     check: Callable[[], None] = lambda: None
     """Raises if the request is over."""
+    state_bytes: int = 0
+    """Bytes of its running states, which do not grow."""
     is_aside: bool = False
     """Whether its KV was moved to where it takes none of this memory."""
     pinned_tokens: int = 0
@@ -49,7 +51,8 @@ class KVShare:
 
     @property
     def size_bytes(self) -> int:
-        return self.token_bytes * (self.pinned_tokens + (0 if self.is_aside else self.room))
+        held = self.token_bytes * self.pinned_tokens
+        return held if self.is_aside else held + self.state_bytes + self.token_bytes * self.room
 
     @property
     def next_room(self) -> int:
@@ -69,7 +72,8 @@ class KVShare:
     @property
     def needed_bytes(self) -> int:
         """Memory that it must get to go on."""
-        return self.token_bytes * (self.needed_room - (0 if self.is_aside else self.room))
+        more = self.token_bytes * self.needed_room
+        return more + self.state_bytes if self.is_aside else more - self.token_bytes * self.room
 
 
 class KVBudget:

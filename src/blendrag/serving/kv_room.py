@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from blendrag.model.adapter import ModelAdapter
 from blendrag.serving.chunk_pool import ChunkPool
 from blendrag.serving.coroutine import Coroutine
+from blendrag.serving.hybrid_rows import HybridPool
 from blendrag.serving.kv_budget import KVBudget
 
 log = logging.getLogger(__name__)
@@ -24,14 +26,17 @@ class KVRoom:
 
     def __init__(self, budget: KVBudget) -> None:
         self.budget = budget
-        self._pools: dict[ModelAdapter, ChunkPool] = {}
+        self._pools: dict[ModelAdapter, Any] = {}
 
-    def pool_of(self, call: Coroutine) -> ChunkPool:
-        """The chunks that calls share on the model of ``call``."""
-        assert call.adapter is not None
-        if call.adapter not in self._pools:
-            self._pools[call.adapter] = ChunkPool(call.adapter, self.budget.limit_bytes)
-        return self._pools[call.adapter]
+    def pool_of(self, call: Coroutine) -> Any:
+        """What calls on the model of ``call`` hold: a :class:`ChunkPool`, or a :class:`HybridPool`."""
+        adapter = call.adapter
+        assert adapter is not None
+        if adapter not in self._pools:
+            is_hybrid = adapter.composition is not None
+            pool = HybridPool(adapter) if is_hybrid else ChunkPool(adapter, self.budget.limit_bytes)
+            self._pools[adapter] = pool
+        return self._pools[adapter]
 
     def close(self) -> None:
         """Forget the models, once no call runs any more."""
@@ -115,6 +120,6 @@ class KVRoom:
             self.pool_of(call).take_back(kv, left)
             share.is_aside = False
         elif kv is not None and call.step is not None and share.room > before:
-            if kv.running is None and kv.cache.is_part:
+            if kv.is_part:
                 share.pinned_tokens = before
             self.pool_of(call).reserve(kv, left)
