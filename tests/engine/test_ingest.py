@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.engine import BlendEngine, Filter, Options, lazy_model
 from blendrag.engine.library import Entry
 from blendrag.engine.rendering import build_rag_prompt
-from blendrag.errors import CorpusError, InvalidInputError
+from blendrag.errors import (
+    BlendragError,
+    CorpusError,
+    InvalidInputError,
+    ModelLoadError,
+    StoreUnavailableError,
+)
 from blendrag.text import chunking, outline, readers
 from blendrag.text.readers import Document
 from text import hostile_files
@@ -75,6 +82,49 @@ def test_ingest_stores_the_kv_of_every_chunk_once(empty):
     assert keys(empty) == expected_keys(empty, 0, 1)
     (chunk, *_) = empty.retrieve("What did the company of Place0 build?", 1)
     assert chunk.metadata == {"year": 1871}
+
+
+class NoEmbedder:
+    name = "no/embedder"
+
+    @property
+    def dim(self) -> int:
+        raise ModelLoadError("embedder 'no/embedder' cannot be loaded")
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("what", ["model", "embedder", "remote"])
+def test_what_cannot_be_opened_leaves_no_store(tmp_path: Path, what: str, adds: bool) -> None:
+    remote = "file:///no/directory" if what == "remote" else None
+    engine = made(tmp_path, remote=remote)
+    if what == "model":
+        engine = BlendEngine("no/model", tmp_path / "s")
+    if what == "embedder":
+        engine.kv_namespace.corpus.__dict__["embedder"] = NoEmbedder()
+    change = partial(engine.ingest, DOCUMENTS)
+    if adds:
+        change = partial(engine.library.add, [Entry("a", "A text.")])
+    with engine, pytest.raises(BlendragError, match=f"no/{what}|no/directory"):
+        change()
+    assert not (tmp_path / "s").exists()
+
+
+def test_documents_that_cannot_be_read_leave_no_store(tmp_path: Path) -> None:
+    (tmp_path / "a.docx").write_text("no archive")
+    with made(tmp_path) as engine:
+        report = engine.ingest([tmp_path / "a.docx"])
+        assert (report.documents, report.failed) == (0, 1)
+        assert engine.calibration_offer(report) == ""
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_place_for_no_store_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        BlendEngine("no/model", tmp_path / "file" / "s") as engine,
+        pytest.raises(StoreUnavailableError, match="is not a directory"),
+    ):
+        engine.ingest(DOCUMENTS)
 
 
 def test_a_changed_document_encodes_its_changed_chunks_and_drops_the_old_ones(empty):

@@ -253,6 +253,8 @@ def offer(kv: KVNamespace, report: IngestReport) -> str:
 
     Shallow models have few layers to choose among, and a corpus of few chunks has few prompts.
     """
+    if not report.chunks_computed:
+        return ""
     settings = kv.settings
     prompt_tokens = settings.top_k * report.tokens / max(1, report.chunks)
     is_new = report.chunks_computed == len(kv.corpus.require())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -123,18 +124,18 @@ def ingest(
     patterns: Patterns = ALL,
 ) -> IngestReport:
     """See :meth:`BlendEngine.ingest`."""
-    corpus = kv.create_corpus()
     listed: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
 
     def run() -> IngestReport:
         try:
-            return IngestRun(kv, scheduler, corpus, watch).run(listed, prune, patterns)
+            return IngestRun(kv, scheduler, watch).run(listed, prune, patterns)
         except IdentityChangedError:
-            corpus.require_begun()  # another process began this corpus in another encoding
+            if (corpus := kv.corpus.current) is not None:
+                corpus.require_begun()  # another process began this corpus in another encoding
             raise
 
     report = with_loaded_identity(kv, run)
-    if not report.refused:
+    if not (report.refused or kv.is_new):
         remember_namespace(kv, scheduler)
     return ended(kv, report)
 
@@ -151,16 +152,16 @@ def ended(kv: KVNamespace, report: IngestReport) -> IngestReport:
 
 
 class IngestRun:
-    def __init__(
-        self, kv: KVNamespace, scheduler: Scheduler, corpus: Corpus, watch: Watch | None = None
-    ) -> None:
+    """One run. A store is created only once there is a document to store, and what it needs was opened."""
+
+    _corpus: Corpus
+    _rows: DocumentRows
+    _neighbours: Neighbours | None
+
+    def __init__(self, kv: KVNamespace, scheduler: Scheduler, watch: Watch | None = None) -> None:
         self._kv = kv
-        self._corpus = corpus
         self._watch = watch or (lambda report: None)
         self._writer = KVWriter(kv, scheduler)
-        self._rows = DocumentRows(kv, corpus)
-        after = kv.recipe.encode_after
-        self._neighbours = Neighbours(corpus, after) if after else None
         self._languages = Languages()
         self._announced = False
         self._report = IngestReport()
@@ -172,10 +173,16 @@ class IngestRun:
     def run(self, inputs: Inputs, prune: bool = False, patterns: Patterns = ALL) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
         report, seen, reading = self._report, set(), FilesRead()
-        report.warnings += self._kv.other_recipe()
         with ended_early(report, self._writer.claim):
+            found = documents_of(inputs, report, patterns, reading)
+            first = [*islice(found, 1)]
+            if not first and self._kv.is_new:
+                self._count()
+                return report
+            found = chain(first, found)
+            self._open()
+            report.warnings += self._kv.other_recipe()
             with self._writer.pinned():
-                found = documents_of(inputs, report, patterns, reading)
                 self._ahead = WorkAhead(found, self._planned, reading, self._tell)
                 documents: Iterable[PlannedDocument] = self._ahead
                 if self._neighbours is not None:
@@ -188,6 +195,13 @@ class IngestRun:
         report.warnings += filter(None, [self._languages.warning(self._corpus.manifest.embedder)])
         self._count()
         return report
+
+    def _open(self) -> None:
+        """Open what the run stores in, and create it if there is none."""
+        self._corpus = self._kv.create_corpus(encodes=True, embeds=True)
+        self._rows = DocumentRows(self._kv, self._corpus)
+        after = self._kv.recipe.encode_after
+        self._neighbours = Neighbours(self._corpus, after) if after else None
 
     def _count(self) -> None:
         """Bring the derived totals up to date."""

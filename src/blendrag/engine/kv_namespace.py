@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -23,6 +22,7 @@ from blendrag.planning.profile import ProfileCache, conditions_of
 from blendrag.store.identity import ChunkRecipe, chunk_key, kv_namespace
 from blendrag.store.kv import KVLayout
 from blendrag.store.records import recorded_namespaces
+from blendrag.store.root import check_place, is_there
 from blendrag.store.tiered import KVStore
 from blendrag.text.chunking import scope_of
 
@@ -80,9 +80,24 @@ class KVNamespace:
         corpus = self.corpus.current
         return not (self.store.read_only or (corpus is not None and corpus.read_only))
 
-    def create_corpus(self) -> Corpus:
-        """The corpus to ingest into, created if there is none. Raises as :meth:`require_writer`."""
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was created in the store's directory yet."""
+        return not is_there(self.root)
+
+    def create_corpus(self, encodes: bool = False, embeds: bool = False) -> Corpus:
+        """The corpus to add to, created if there is none. Raises as :meth:`require_writer`.
+
+        Before a store is created, the tokenizer is opened, with ``embeds`` the embedder and with ``encodes``
+        the model: what fails leaves nothing behind.
+        """
+        if self.is_new:
+            check_place(self.root)
         self.require_writer()
+        if self.is_new:
+            _ = self.model.tokens
+            _ = embeds and self.corpus.embedder.dim
+            _ = encodes and self.model.adapter
         return self.corpus.create()
 
     def require_writer(self) -> None:
@@ -90,7 +105,7 @@ class KVNamespace:
         also for one that does not fit the model, which is loaded then."""
         if self.writer.is_given:
             self.writer.writer()
-            if not os.path.lexists(self.root / "format") and self.model.adapter.refusal is None:
+            if self.is_new and self.model.adapter.refusal is None:
                 self.writer.fit(self.model.adapter)
 
     def other_recipe(self) -> list[str]:

@@ -116,7 +116,8 @@ class Library:
         if not entries:
             return Added()
         with self._changing:
-            corpus = self._kv.create_corpus()
+            embeds = embed and rows is None
+            corpus = self._kv.create_corpus(encodes=precompute, embeds=embeds)
             if rows is not None:
                 corpus.set_manifest(replace(corpus.manifest, embedder=GIVEN + embedder))
             new = self._rows(entries, rows, embed)
@@ -126,7 +127,7 @@ class Library:
             added = sum(row.entry.id not in before for row in changed)
             chunks = [row.chunk for row in new]
             try:
-                if embed and rows is None:
+                if embeds:
                     changed = self._embedded(corpus, changed)
                 with corpus.dropped.adding():
                     others = self._others(corpus, new, changed) if precompute else {}

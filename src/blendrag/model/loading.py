@@ -462,7 +462,12 @@ def _load_message(name: str, exc: BaseException) -> str:
         return (
             f"{name!r} is a file, expected a directory with config.json and weights, or a GGUF file"
         )
-    if Path(_resolve_model(name)).exists():
+    if (folder := Path(_resolve_model(name))).exists():
+        if not (folder / "config.json").exists():
+            return (
+                f"{name!r} is a directory without config.json, expected a model in transformers' format; "
+                "check the path"
+            )
         return f"{name!r} is a directory but not a loadable causal LM: {why}"
     if not isinstance(exc, OSError) or _cached_config(name) is not None:
         return f"model {name!r} was found but is not a loadable causal LM: {why}"

@@ -38,6 +38,36 @@ _WRITE_TRIES = 20
 def prepare(root: Path, read_only: bool) -> bool:
     """Check ``root`` and create what is missing; returns whether it can only be read."""
     _create(root, read_only)
+    read_only = _check_owned(root, read_only)
+    _check_version(root)
+    for name in SUBDIRECTORIES:
+        _prepare_subdirectory(root / name, read_only)
+    if not read_only:
+        _write_version(root)
+    return read_only
+
+
+def is_there(root: Path) -> bool:
+    """Whether a store was created at ``root``."""
+    return os.path.lexists(root / _FORMAT_FILE)
+
+
+def check_place(root: Path) -> None:
+    """Raise :class:`StoreUnavailableError` if no store could be created at ``root``; creates nothing."""
+    if os.path.lexists(root):
+        _create(root, read_only=True)
+        _check_owned(root, read_only=False)
+        return
+    above = next(path for path in root.absolute().parents if os.path.lexists(path))
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        kind = "cannot be written" if above.is_dir() else "is not a directory"
+        raise StoreUnavailableError(
+            f"store {root} cannot be created: {above} {kind}; choose another place"
+        )
+
+
+def _check_owned(root: Path, read_only: bool) -> bool:
+    """Check who owns the directory; returns whether it can only be read."""
     status = root.stat()
     refuse_if_shared(f"store {root}", status.st_mode)
     if status.st_uid != os.geteuid() and not read_only:
@@ -53,11 +83,6 @@ def prepare(root: Path, read_only: bool) -> bool:
             f"store {root} cannot be read by this user, expected read and write permission; "
             "change its mode"
         )
-    _check_version(root)
-    for name in SUBDIRECTORIES:
-        _prepare_subdirectory(root / name, read_only)
-    if not read_only:
-        _write_version(root)
     return read_only
 
 

@@ -327,9 +327,10 @@ def open_store(
     ``None`` takes the remembered limit, or else :data:`blendrag.store.root.DEFAULT_DISK_BYTES`. Raises
     :class:`StoreUnavailableError` when the directory cannot be used.
     """
-    disk = DiskStore(Path(root), disk_bytes, read_only)
+    tier = remote() if remote is not None else None  # before a store is created
     try:
-        return KVStore(MemoryStore(ram_bytes), disk, remote() if remote is not None else None)
+        return KVStore(MemoryStore(ram_bytes), DiskStore(Path(root), disk_bytes, read_only), tier)
     except BaseException:
-        disk.close()
+        if tier is not None:
+            tier.close()
         raise
