@@ -191,6 +191,31 @@ def test_neighbours_were_stored_earlier_or_come_later_in_the_same_ingest(tmp_pat
     }
 
 
+def test_an_ingest_of_many_texts_holds_one_group_and_finds_those_of_earlier_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = max(len(each.text) for each in DOCUMENTS)
+    monkeypatch.setattr("blendrag.engine.ingest.READ_AHEAD_CHARS", longest + 1)  # two documents
+    held: list[int] = []
+    real = Neighbours.add
+
+    def add(self: Neighbours, *given: Any, **named: Any) -> None:
+        real(self, *given, **named)
+        held.append(len(self._new))
+
+    monkeypatch.setattr(Neighbours, "add", add)
+    older = [replace(DOCUMENTS[3], source=DOCUMENTS[0].source)]
+    given = [DOCUMENTS[i] for i in (0, 3, 1, 4)]
+    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+        engine.ingest(older).whole()
+        held.clear()
+        found = contexts_of(engine, given)
+    assert held == [1, 2, 1, 2]
+    assert found["ship1.txt"] == ["farm1.txt"]  # the other ship is in the next group
+    assert found["ship2.txt"] == ["ship1.txt"]
+    assert found["farm2.txt"] == ["farm1.txt"]
+
+
 def test_the_version_that_a_document_replaces_is_no_neighbour(tmp_path: Path) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
         engine.ingest([DOCUMENTS[0], DOCUMENTS[3]]).whole()

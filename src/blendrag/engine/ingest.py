@@ -24,6 +24,7 @@ from blendrag.corpus.languages import Languages
 from blendrag.engine.ingest_plan import (
     CHUNK_WORK,
     EMBEDDING_WORK,
+    READ_AHEAD_CHARS,
     FilesRead,
     PlannedDocument,
     WorkAhead,
@@ -70,7 +71,7 @@ class IngestReport:
     context_tokens: int = 0
     """Tokens of other chunks that were computed again, because chunks are encoded after them."""
     embedded: int = 0
-    """Chunks that were embedded before the first was encoded, because they are encoded after one another."""
+    """Chunks that were embedded before they were encoded, because they are encoded after one another."""
     tokens_per_s: float = 0.0
     """Stored tokens per second of encoding and storing; 0 if nothing was computed."""
     bytes: int = 0
@@ -243,19 +244,29 @@ class IngestRun:
     def _embedded_first(
         self, documents: Iterable[PlannedDocument], neighbours: Neighbours
     ) -> Iterator[PlannedDocument]:
-        """``documents``, once all new chunks of them are embedded."""
-        report, held = self._report, list[PlannedDocument]()
+        """``documents``, each once all new chunks of its group are embedded. A group ends with the document
+        that fills :data:`READ_AHEAD_CHARS`, so that a run does not hold all its texts."""
+        held, held_chars = list[PlannedDocument](), 0
         for planned in documents:
+            self._embed(planned, neighbours)
             held.append(planned)
-            document, chunks = planned.document, planned.chunks
-            with suppress(InvalidInputError):  # raised again, and named, when it is its turn
-                if chunks and self._corpus.unchanged(document.source, planned.digest) is None:
-                    titled = [(document.title, chunk) for chunk in chunks]
-                    vectors = self._kv.corpus.vectors_of(self._corpus, titled, self._tell)
-                    neighbours.add(titled, vectors, replaces=document.source)
-                    report.embedded += len(chunks)
-                    self._tell()
+            held_chars += len(planned.document.text)
+            if held_chars >= READ_AHEAD_CHARS:
+                yield from held
+                held, held_chars = [], 0
+                neighbours.forget_new()
         yield from held
+
+    def _embed(self, planned: PlannedDocument, neighbours: Neighbours) -> None:
+        """Embed the chunks of a document unless it is unchanged, and note them as neighbours."""
+        document, chunks = planned.document, planned.chunks
+        with suppress(InvalidInputError):  # raised again, and named, when it is its turn
+            if chunks and self._corpus.unchanged(document.source, planned.digest) is None:
+                titled = [(document.title, chunk) for chunk in chunks]
+                vectors = self._kv.corpus.vectors_of(self._corpus, titled, self._tell)
+                neighbours.add(titled, vectors, replaces=document.source)
+                self._report.embedded += len(chunks)
+                self._tell()
 
     def _ingest(self, planned: PlannedDocument) -> None:
         """Bring one document up to date. A bad one is named and counted, and the run goes on."""

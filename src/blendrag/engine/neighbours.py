@@ -44,6 +44,11 @@ class Neighbours:
                 self._new_ids.add(chunk.chunk_id)
         self._rows = None
 
+    def forget_new(self) -> None:
+        """Once the new chunks are stored: from now on the corpus has them."""
+        self._new, self._new_ids, self._rows = {}, set(), None
+        self._replaced.clear()
+
     def vectors(self, titled: Sequence[Titled]) -> list[np.ndarray]:
         """The vectors of chunks that were added; none if any was not."""
         found = [self._new.get((title, chunk.chunk_id)) for title, chunk in titled]
