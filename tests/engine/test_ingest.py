@@ -533,8 +533,9 @@ def test_documents_cut_in_an_earlier_way_are_reused_and_cut_again_at_their_next_
 
 def test_the_page_of_a_chunk_is_known_in_every_answer(empty: BlendEngine, tmp_path: Path) -> None:
     writer, path = pytest.importorskip("pypdf").PdfWriter(), tmp_path / "lamp.pdf"
-    for page in (1, 2):
-        lines = [f"Lamp {n} of page {page} is lit at dusk" for n in range(20)]
+    for page in (1, 2, 3):
+        count = 20 if page == 1 else 3
+        lines = [f"Lamp {n} of page {page} is lit at dusk" for n in range(count)]
         writer.append(io.BytesIO(hostile_files.pdf(*lines)))
     writer.write(path)
     report = empty.ingest([path, DOCUMENTS[0]])
@@ -542,15 +543,24 @@ def test_the_page_of_a_chunk_is_known_in_every_answer(empty: BlendEngine, tmp_pa
     found = empty.retrieve("lamp", report.chunks)
     pages = [each.page for each in found if each.source == str(path)]
     assert pages == sorted(pages)
-    assert {*pages} == {1, 2}
     assert {each.page for each in found if each.source != str(path)} == {None}
     assert {name for each in found for name in each.metadata} == {"file_date"}
-    for chosen in ("page=2", "page_label=2", "page>1"):
+    labels = [each.page_label for each in found if each.source == str(path)]
+    assert {*labels} == {"1", "1–2", "3"}  # a passage is on two pages
+    both = next(each for each in found if each.page_label == "1–2").as_dict()
+    assert (both["page"], both["last_page"]) == (1, 2)
+    for chosen, on in (
+        ("page=2", {"1–2"}),
+        ("page>1", {"1–2", "3"}),
+        ("page_label=2", {"1–2"}),
+        ("page_label=1–2", {"1–2"}),
+    ):
         on_page = empty.retrieve("lamp", report.chunks, filter=Filter.where(chosen))
-        assert {each.page for each in on_page} == {2}
-        assert len(on_page) == pages.count(2)
+        assert {each.page_label for each in on_page} == on
+    hits = empty.library.search("lamp", 9, filter=Filter.where("page=2"))
+    assert {hit.entry.metadata["page_label"] for hit in hits} == {"1–2"}
     others = empty.retrieve("lamp", report.chunks, filter=~Filter.where("page=2"))
-    assert len(others) == len(found) - pages.count(2)
+    assert len(others) == len(found) - labels.count("1–2")
     unpaged = Filter.parse({"type": "is_empty", "key": "page"})
     assert {each.page for each in empty.retrieve("lamp", 9, filter=unpaged)} == {None}
     with pytest.raises(InvalidInputError, match="'page' with 'two', but it holds numbers"):

@@ -307,10 +307,10 @@ def test_pages_of_passages_are_named(served, visit) -> None:
         "title": "Mills",
         "text": "x",
     }
-    about = {"chunks": [chunk], "sources": [{**source, "page": 3}]}
+    about = {"chunks": [chunk], "sources": [{**source, "page": 3, "last_page": 4}]}
     turn = answering(visit(served), ["Yes."], ["a"], **about)
     assert turn.locator(".sources .name").inner_text() == "Mills"
-    assert turn.locator(".sources .about").inner_text() == "a.pdf, page 3, 5 tokens, computed"
+    assert turn.locator(".sources .about").inner_text() == "a.pdf, pages 3–4, 5 tokens, computed"
 
 
 def test_files_are_sent_listed_and_removed(tmp_path, visit) -> None:

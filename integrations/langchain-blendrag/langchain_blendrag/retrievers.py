@@ -90,5 +90,5 @@ def to_document(chunk: RetrievedChunk) -> Document:
         "distance": chunk.distance,
     }
     if chunk.page is not None:
-        metadata["page_label"] = str(chunk.page)
+        metadata["page_label"] = chunk.page_label
     return Document(id=chunk.chunk_id, page_content=chunk.text, metadata=metadata)

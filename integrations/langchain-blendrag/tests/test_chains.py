@@ -59,8 +59,8 @@ async def test_a_document_is_the_chunk_and_says_where_it_is_from(engine: BlendEn
     place = {"source", "title", "start", "end", "chunk_id", "distance"}
     assert set(first) == place | {"file_date"}
     assert 0 <= first["distance"] <= 2
-    paged = replace(engine.retrieve(QUESTION, 1)[0], page=7)
-    assert to_document(paged).metadata["page_label"] == "7"
+    paged = replace(engine.retrieve(QUESTION, 1)[0], page=7, last_page=8)
+    assert to_document(paged).metadata["page_label"] == "7–8"
 
 
 def test_an_impossible_search_is_refused(engine: BlendEngine) -> None:

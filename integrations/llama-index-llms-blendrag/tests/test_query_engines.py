@@ -35,8 +35,8 @@ async def test_a_node_is_the_chunk_and_says_where_it_is_from(
     assert node.get_content(MetadataMode.LLM) == node.text.strip()
     assert node.get_content(MetadataMode.EMBED) == node.text.strip()
     assert set(node.metadata) == {"source", "title", "chunk_id", "distance", "file_date"}
-    paged = replace(engine.retrieve(QUESTION, 1)[0], page=7)
-    assert node_with_score(paged).node.metadata["page_label"] == "7"
+    paged = replace(engine.retrieve(QUESTION, 1)[0], page=7, last_page=8)
+    assert node_with_score(paged).node.metadata["page_label"] == "7–8"
     assert [n.score for n in nodes] == [c.score for c in engine.retrieve(QUESTION, 4)]
     assert all(0 <= (n.score or 0) <= 1 for n in nodes)
     text = Path(node.ref_doc_id).read_text()

@@ -15,7 +15,15 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import duration, echo, print_json, say, write_piece, write_thought
+from blendrag.cli.output import (
+    duration,
+    echo,
+    print_json,
+    say,
+    shown_pages,
+    write_piece,
+    write_thought,
+)
 from blendrag.cli.progress import StatusLine
 from blendrag.cli.served import (
     NotServed,
@@ -338,8 +346,10 @@ def _fields(answer: Answer | ServedAnswer) -> dict[str, Any]:
 def say_sources(sources: Sequence[RetrievedChunk | ServedSource]) -> None:
     """Print the file, place, score and beginning of each passage on stderr, the best first."""
     for source in sorted(sources, key=lambda source: source.rank):
-        page = f", page {source.page}" if source.page is not None else ""
-        place = f"{source.source}{page}, characters {source.start} to {source.end}"
+        pages = shown_pages(source.page_label)
+        place = (
+            f"{source.source}{', ' * bool(pages)}{pages}, characters {source.start} to {source.end}"
+        )
         say(
             "source",
             f"{place}, score {source.score:.2f}: "

@@ -152,3 +152,8 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
+
+
+def shown_pages(label: str) -> str:
+    """``page 3`` or ``pages 3–4`` for the label of pages; empty without pages."""
+    return f"page{'s' * ('–' in label)} {label}" if label else ""

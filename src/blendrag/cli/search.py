@@ -10,7 +10,7 @@ from rich.table import Table
 
 from blendrag.cli import options
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import console, print_json, say
+from blendrag.cli.output import console, print_json, say, shown_pages
 from blendrag.config import settings
 from blendrag.errors import check_unicode
 
@@ -79,4 +79,4 @@ def _print(found: list[RetrievedChunk]) -> None:
 
 
 def _place(chunk: RetrievedChunk) -> str:
-    return f"{chunk.start}–{chunk.end}" if chunk.page is None else f"page {chunk.page}"
+    return shown_pages(chunk.page_label) or f"{chunk.start}–{chunk.end}"

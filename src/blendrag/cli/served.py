@@ -30,6 +30,7 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.metrics import ChunkReport, RequestMetrics
 from blendrag.store import server_record
 from blendrag.store.server_record import ServerRecord
+from blendrag.text.names import page_label
 
 if TYPE_CHECKING:
     from blendrag.chat.reply import Reasoning
@@ -81,6 +82,10 @@ class NotServed(Exception):
 
 class ServedSource(SimpleNamespace):
     """What a server told of a source."""
+
+    @property
+    def page_label(self) -> str:
+        return page_label(self.page, getattr(self, "last_page", None))
 
     def as_dict(self) -> dict[str, Any]:
         return vars(self)

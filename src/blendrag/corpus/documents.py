@@ -37,6 +37,7 @@ from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.errors import CorpusError
 from blendrag.store.durable import lock_file, named_errors
 from blendrag.text.chunking import Chunk, scope_of
+from blendrag.text.names import page_label
 from blendrag.text.readers import PAGE_STARTS, Document, page_at
 from blendrag.text.recognition import HASHES_BYTES, chunk_hashes
 
@@ -65,6 +66,8 @@ class StoredChunk:
     metadata: Mapping[str, Any]
     page: int | None
     """The page of a PDF that it begins on, from 1."""
+    last_page: int | None
+    """The page that it ends on."""
     document: str
     """The document's source as stored; differs from ``source`` for an entry."""
     digest: str
@@ -103,9 +106,11 @@ def _stored_chunk(
     _, chunk_id, text, tokens = chunk
     _, document, title, digest, metadata, _ = of
     entry_id, source = entry_of(document)
-    page = page_at(metadata.pop(PAGE_STARTS, None), start)
+    pages = metadata.pop(PAGE_STARTS, None)
+    page, last_page = (page_at(pages, place) for place in (start, max(start, end - 1)))
     return StoredChunk(
-        chunk_id, text, tokens, title, entry_id, source, start, end, metadata, page, document, digest, vector
+        chunk_id, text, tokens, title, entry_id, source, start, end, metadata, page, last_page,
+        document, digest, vector,
     )  # fmt: skip
 
 
@@ -537,7 +542,9 @@ class EntryTable:
         place = ("source", "title", "start", "end", "chunk_id")
         metadata = {**found.metadata, **{name: getattr(found, name) for name in place}}
         if found.page is not None:
-            metadata["page_label"] = str(found.page)  # as both frameworks name it
+            metadata["page_label"] = page_label(
+                found.page, found.last_page
+            )  # as both frameworks name it
         # Equal chunks are one entry.
         places = found.source, found.title, found.start
         return Entry(found.chunk_id, found.text, metadata, *places), vector

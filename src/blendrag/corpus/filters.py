@@ -31,7 +31,7 @@ from blendrag.wording import quoted
 
 #: What is known of a document without any metadata.
 KNOWN_FIELDS = ("source", "file_name", "folder", "extension", "title")
-#: What is known of a passage of a PDF: the page it begins on, as a number and as the frameworks show it.
+#: What is known of a passage of a PDF: its pages, as numbers and as the frameworks show them.
 PAGE_FIELDS = ("page", "page_label")
 #: Most values and comparisons of one filter, and how deep it may nest.
 MAX_VALUES = 10_000

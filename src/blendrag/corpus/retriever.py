@@ -28,6 +28,7 @@ from blendrag.corpus.filters import FilterLike
 from blendrag.corpus.reranker import Reranker
 from blendrag.corpus.search import FoundChunk, SearchQuery
 from blendrag.errors import InvalidInputError, check_unicode
+from blendrag.text.names import page_label
 from blendrag.text.readers import MetadataValue
 from blendrag.wording import quoted
 
@@ -63,11 +64,18 @@ class RetrievedChunk:
     rank: int
     page: int | None = None
     """The page of a PDF that it begins on, from 1."""
+    last_page: int | None = None
+    """The page that it ends on."""
 
     @property
     def file_name(self) -> str:
         """The last part of its source."""
         return PurePath(self.source).name
+
+    @property
+    def page_label(self) -> str:
+        """Its page or pages: ``3``, ``3–4``; empty without pages."""
+        return page_label(self.page, self.last_page)
 
     def as_dict(self) -> dict[str, Any]:
         """What is told of a source of an answer, without its metadata."""
@@ -75,8 +83,8 @@ class RetrievedChunk:
 
 
 #: In this order.
-_TOLD = ("source", "file_name", "title", "page", "start", "end", "rank", "score", "distance", "chunk_id",
-         "text")  # fmt: skip
+_TOLD = ("source", "file_name", "title", "page", "last_page", "start", "end", "rank", "score", "distance",
+         "chunk_id", "text")  # fmt: skip
 
 
 class Retriever:
@@ -152,7 +160,7 @@ class Retriever:
         chunks = [
             RetrievedChunk(
                 c.chunk_id, c.text, c.source, c.title, c.start, c.end, each.distance, c.metadata,
-                each.score, rank, c.page,
+                each.score, rank, c.page, c.last_page,
             )
             for rank, each in enumerate(found[:top_k], 1)
             for c in (each.chunk,)

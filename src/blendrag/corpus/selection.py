@@ -25,6 +25,7 @@ from blendrag.corpus.filters import (
     wrong,
 )
 from blendrag.option import did_you_mean, near_names
+from blendrag.text.names import page_label
 from blendrag.text.readers import PAGE_STARTS, page_at
 from blendrag.wording import quoted
 
@@ -206,8 +207,10 @@ class _Statement:
             value = f"blendrag_known({key!r}, CAST(d.source AS BLOB), CAST(d.title AS BLOB))"
             return f"({own} OR {test(value, _TEXT)})"
         if key in PAGE_FIELDS:
-            value = f"blendrag_page({key!r}, CAST({_PAGE_STARTS} AS BLOB), passage.start)"
-            return f"({own} OR {test(value, f'typeof({value})')})"
+            place = "passage.start, passage.end"
+            pages = f"blendrag_pages({key!r}, CAST({_PAGE_STARTS} AS BLOB), {place})"
+            passes = test("p.value", "p.type")
+            return f"({own} OR EXISTS (SELECT 1 FROM json_each({pages}) AS p WHERE {passes}))"
         return own
 
     def any_own(self, key: str, test: _Test, of_elements: _Test | None = None) -> str:
@@ -293,10 +296,15 @@ def _known(field: str, source: Any, title: Any) -> str:
     return name if field == "file_name" else folder
 
 
-def _page(field: str, starts: Any, place: Any) -> int | str | None:
-    """A field of :data:`PAGE_FIELDS`."""
-    page = page_at(_text(starts), place) if isinstance(place, int) else None
-    return page if field == "page" or page is None else str(page)
+def _pages(field: str, starts: Any, start: Any, end: Any) -> str:
+    """A field of :data:`PAGE_FIELDS` as a JSON list: each page of a passage, and what its label says."""
+    if not (isinstance(start, int) and isinstance(end, int)):
+        return "[]"
+    first, last = (page_at(_text(starts), place) for place in (start, max(start, end - 1)))
+    pages: list[int | str] = [] if first is None else [*range(first, 1 + (last or first))]
+    if field == "page":
+        return json.dumps(pages)
+    return json.dumps([*map(str, pages), *[page_label(first, last)] * (len(pages) > 1)])
 
 
 def _number(value: Any) -> float | None:
@@ -312,7 +320,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "json": _json,
     "number": _number,
     "known": _known,
-    "page": _page,
+    "pages": _pages,
     "icontains": lambda value, part: part.casefold() in _text(value).casefold(),
     "glob": lambda value, pattern: matches(pattern, _text(value)),
 }

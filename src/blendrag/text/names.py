@@ -64,3 +64,8 @@ def _cut(text: str, limit_chars: int) -> str:
         kept = limit_chars - 1
         text = f"{text[: kept - kept // 3]}…{text[-(kept // 3) :]}"
     return " ".join(text.split())
+
+
+def page_label(first: int | None, last: int | None) -> str:
+    """The page or pages of a passage, as frameworks name them: ``3``, ``3–4``; empty if ``first`` is none."""
+    return str(first or "") if last in (None, first) else f"{first}–{last}"

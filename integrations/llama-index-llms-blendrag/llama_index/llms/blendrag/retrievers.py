@@ -98,7 +98,7 @@ def node_with_score(chunk: RetrievedChunk) -> NodeWithScore:
         "distance": chunk.distance,
     }
     if chunk.page is not None:
-        metadata["page_label"] = str(chunk.page)
+        metadata["page_label"] = chunk.page_label
     node = to_node(
         chunk.text,
         metadata,
