@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tiny
 from blendrag.corpus import database
 from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.corpus.database import FILE_NAME
@@ -154,6 +155,21 @@ def test_a_damaged_setting_is_one_sentence(root: Path) -> None:
         _ = corpus.manifest
     with pytest.raises(CorpusError, match=r"settings .* are damaged"):
         check_corpus(root, repair=True)
+
+
+def test_settings_are_checked_again_when_they_change(
+    root: Path,
+) -> None:
+    with Corpus.open(root) as corpus:
+        found = corpus.manifest
+        with tiny.counted(database.META, "checked") as checked:
+            assert corpus.manifest is found
+            assert corpus.has_manifest
+            assert not checked
+            execute(root, "UPDATE meta SET value = 'y' WHERE key = 'manifest'")
+            with pytest.raises(CorpusError, match="row meta"):
+                _ = corpus.manifest
+            assert checked
 
 
 def test_damaged_hashes_are_computed_from_the_text(root: Path) -> None:

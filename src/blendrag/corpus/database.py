@@ -500,6 +500,8 @@ class CorpusFile:
         self.lock = threading.RLock()
         self.closed = False
         self._warned: set[str] = set()
+        self._settings: tuple[list[tuple], dict[str, str]] = ([], {})
+        """Rows that were read last, and the settings in them."""
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -588,10 +590,13 @@ class CorpusFile:
     def meta(self, key: str) -> str | None:
         """A setting. Raises :class:`CorpusError` if any setting is damaged, as it might be this one."""
         rows = self.rows(f"SELECT {META.selected} FROM meta LIMIT 100")
-        try:
-            settings = dict(META.checked(row) for row in rows)
-        except DamagedRow as exc:
-            raise damaged_settings(f"row {exc}", self.path) from exc
+        known, settings = self._settings
+        if rows != known:  # every request reads settings; digests are compared when they change
+            try:
+                settings = dict(META.checked(row) for row in rows)
+            except DamagedRow as exc:
+                raise damaged_settings(f"row {exc}", self.path) from exc
+            self._settings = rows, settings
         return settings.get(key)
 
     def set_meta(self, key: str, value: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -72,10 +73,16 @@ class Manifest:
     @classmethod
     def from_json(cls, value: str) -> Manifest:
         """Raises :class:`ValueError` or :class:`RecursionError` for anything that no ingest wrote."""
-        return _WRITTEN.validate_python(json.loads(value))
+        return _read(value)
 
 
 _WRITTEN = TypeAdapter(Manifest)
+
+
+@lru_cache(maxsize=16)  # every request reads that of its corpus several times
+def _read(value: str) -> Manifest:
+    return _WRITTEN.validate_python(json.loads(value))
+
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 

@@ -212,7 +212,10 @@ def loaded(model: Any) -> Loaded:
 def is_quantised(model: Any) -> bool:
     """Whether transformers quantised ``model``, or torchao or quanto did in place."""
     return getattr(model, "hf_quantizer", None) is not None or any(
-        consists_of_tensors(weight) for weight in model.parameters()
+        consists_of_tensors(weight)
+        for module in model.modules()
+        for weight in registered_tensors(module)[0].values()
+        if weight is not None
     )
 
 

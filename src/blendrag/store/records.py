@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -29,6 +30,11 @@ T = TypeVar("T", bound="DataclassInstance")
 MAX_BYTES = 16 * regular_files.MIB
 #: Entries kept per file; the oldest goes first.
 MAX_ENTRIES = 64
+
+
+@cache  # making one takes longer than reading a record
+def _validator(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def recorded_namespaces(root: Path, what: str) -> list[str]:
@@ -57,7 +63,7 @@ class Records(Generic[T]):
 
     def entries(self) -> list[T]:
         """All valid entries, oldest first."""
-        adapter: TypeAdapter[T] = TypeAdapter(self.kind)
+        adapter: TypeAdapter[T] = _validator(self.kind)
         valid = []
         for entry in self.unchecked():
             with suppress(ValidationError):
