@@ -170,6 +170,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(10_000, 10, 20)  # by default, it takes a twentieth of all time
         gc.enable()
 
 
