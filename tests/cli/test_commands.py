@@ -94,8 +94,11 @@ def test_a_filter_that_cannot_match_is_refused(ingested: Path, command: tuple[st
     assert "--only '/' is no pattern" in refusal("--only", "/")
     said_of_field = refusal("--where", "titel=x")
     assert (
-        "filter names the field 'titel', which no document has; did you mean title" in said_of_field
+        "--where names the field 'titel', which no document has; did you mean title"
+        in said_of_field
     )
+    if command[0] == "ask":
+        assert "--only ('source' glob 'no/') leaves no passage" in refusal("--only", "no/")
 
 
 def test_ask_in_json_prints_one_object_and_nothing_else(ingested: Path) -> None:

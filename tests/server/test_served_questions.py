@@ -126,7 +126,7 @@ def test_a_refused_question_is_answered_without_the_server(
     [
         (
             {"where": ["extensoin=.txt"]},
-            "'extensoin', which no document has; did you mean extension",
+            "^filter names the field 'extensoin', which no document has; did you mean extension",
         ),
         ({"only": ["nothing/"]}, "leaves no passage"),
     ],

@@ -116,7 +116,10 @@ def test_an_index_and_a_retriever_search_what_passes(
 @pytest.mark.parametrize(
     ("one", "says"),
     [
-        (MetadataFilter(key="yaer", value=1), "'yaer', which no document has; did you mean year"),
+        (
+            MetadataFilter(key="yaer", value=1),
+            "^filters names the field 'yaer', which no document has",
+        ),
         (MetadataFilter(key="year", value="1"), "'year' with '1', but it holds numbers"),
         (MetadataFilter(key="year", value=None), "is_empty finds documents without"),
         (MetadataFilter(key="year", value=[1]), "expected a text or a number"),

@@ -12,7 +12,7 @@ import os
 import resource
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec
 
 import typer
@@ -25,6 +25,7 @@ from blendrag.errors import (
     ContextOverflowError,
     CorruptKVError,
     InvalidInputError,
+    InvalidOptionError,
     NoThreadError,
     RequestCancelled,
     StoreFullError,
@@ -156,7 +157,7 @@ def reporting(command: Callable[P, int]) -> Callable[P, None]:
             if interrupt.requested():  # the error is a consequence of Ctrl-C
                 status = interrupted()
             else:
-                status = _status_of(error)
+                status = _status_of(error, kwargs)
         raise typer.Exit(status)
 
     return run
@@ -181,11 +182,19 @@ def interrupted() -> int:
     return INTERRUPTED
 
 
-def _status_of(error: Exception) -> int:
+def _by_its_option(error: BlendragError, given: Mapping[str, object]) -> BlendragError:
+    """The same error, naming the option that led to it, of the command with these options ``given``."""
+    if isinstance(error, ContextOverflowError):
+        return error.by("--top-k")
+    if isinstance(error, InvalidOptionError) and error.name == "filter":
+        return error.called("--only" if given.get("only") and not given.get("where") else "--where")
+    return error
+
+
+def _status_of(error: Exception, given: Mapping[str, object]) -> int:
     """The exit status for an error, after printing its sentence. Raises defects again."""
     if isinstance(error, BlendragError):
-        shown = error.by("--top-k") if isinstance(error, ContextOverflowError) else error
-        say("error", str(shown))
+        say("error", str(_by_its_option(error, given)))
         if isinstance(error, UnsupportedModelError):
             return REFUSED_MODEL
         if isinstance(error, RequestCancelled):

@@ -26,7 +26,7 @@ from blendrag import __version__
 from blendrag.cli import options
 from blendrag.cli.output import say
 from blendrag.config import Settings, absolute_model, settings
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import BlendragError, InvalidInputError, InvalidOptionError
 from blendrag.metrics import ChunkReport, RequestMetrics
 from blendrag.store import server_record
 from blendrag.store.server_record import ServerRecord
@@ -200,7 +200,10 @@ def pieces(context: typer.Context, question: str) -> ServedPieces | None:
         found = server.ask(question)
     except NotServed as why:
         if why.holds_here:
-            raise InvalidInputError(str(why.error["message"])) from why
+            message, param = str(why.error["message"]), why.error.get("param")
+            if param == "filters":
+                raise InvalidOptionError("filter", message.removeprefix(f"{param} ")) from why
+            raise InvalidInputError(message) from why
         server.not_used(why)
         return None
     say("note", f"answered by the server of this store at {server.record.url}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.vector_stores.types import FilterOperator, MetadataFilters
 
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, InvalidOptionError
 
 if TYPE_CHECKING:
     from blendrag.corpus.filters import Filter
@@ -40,7 +42,19 @@ def filter_of(filters: MetadataFilters | None) -> Filter | None:
     from blendrag.corpus.filters import Filter
 
     parsed = _joined(filters)
-    return None if parsed is None else Filter.parse(parsed)
+    with naming_filters():
+        return None if parsed is None else Filter.parse(parsed)
+
+
+@contextmanager
+def naming_filters() -> Iterator[None]:
+    """Errors of a filter name ``filters``, as LlamaIndex calls it; also a decorator."""
+    try:
+        yield
+    except InvalidOptionError as error:
+        if error.name != "filter":
+            raise
+        raise error.called("filters") from error
 
 
 def _joined(filters: MetadataFilters) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from blendrag.frameworks.engines import check_given
 from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.frameworks.streaming import to_thread
 from blendrag.signatures import shows
-from llama_index.llms.blendrag._filters import filter_of
+from llama_index.llms.blendrag._filters import filter_of, naming_filters
 from llama_index.llms.blendrag._nodes import to_node
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class BlendRetriever(BaseRetriever):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @naming_filters()
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         chunks = self.engine.retrieve(
             query_bundle.query_str, self.similarity_top_k, filter=filter_of(self.filters)

@@ -19,7 +19,7 @@ from pydantic import model_validator
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.fields import CONFIG, EngineFields
 from blendrag.frameworks.streaming import to_thread
-from llama_index.llms.blendrag._filters import filter_of
+from llama_index.llms.blendrag._filters import filter_of, naming_filters
 from llama_index.llms.blendrag._nodes import CONTENT, accepts, to_entry, to_node
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
         """Remove a document's nodes, vectors and KV, if there are any."""
         self.engine.library.delete_parents([ref_doc_id])
 
+    @naming_filters()
     def delete_nodes(
         self,
         node_ids: list[str] | None = None,
@@ -137,6 +138,7 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
 
     # -- reading --------------------------------------------------------------------------------
 
+    @naming_filters()
     def get_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
@@ -150,6 +152,7 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
             entries = [entry for entry in entries if entry.id in passing]
         return [_node_of(entry) for entry in entries]
 
+    @naming_filters()
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """The nearest nodes to the query's text or, with ``embedding_name``, to its vector.
 
