@@ -56,13 +56,13 @@ def test_a_chunk_behind_the_prefix_that_it_was_encoded_with_is_exact(name, tmp_p
     assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-3
 
 
-def test_a_ratio_recomputes_whole_chunks(engine):
+def test_a_ratio_recomputes_chunks_from_their_beginning_on(engine):
     metrics = engine.generate(tiny.prompt(engine, 0, 1), ratio=0.4).metrics
     assert (metrics.policy, metrics.notes) == ("query", ())
-    assert {chunk.outcome for chunk in metrics.chunks} == {"blended", "reused"}
-    whole = sum(chunk.tokens for chunk in metrics.chunks if chunk.outcome == "blended")
-    assert metrics.recomputed_tokens == whole
-    assert 0.2 < metrics.ratio < 0.6
+    assert "blended" in {chunk.outcome for chunk in metrics.chunks}
+    assert metrics.ratio == pytest.approx(0.4, abs=0.01)
+    total = sum(chunk.tokens for chunk in metrics.chunks)
+    assert metrics.recomputed_tokens == round(metrics.ratio * total)
 
 
 def test_at_ratio_1_the_answer_is_that_of_a_full_prefill(engine):

@@ -11,7 +11,7 @@ import torch
 
 import tiny
 from blendrag.errors import CorruptKVError
-from blendrag.fusor.chunk_repair import chosen_chunks
+from blendrag.fusor.chunk_repair import computed_runs
 from blendrag.fusor.composer import Composer
 from blendrag.fusor.loader import HeldKV, LoadedSpan, SpanCorruptError
 from blendrag.model import ModelAdapter
@@ -60,25 +60,25 @@ def test_chunks_that_are_computed_again_give_a_stock_prefills_logits(adapter, ra
         spans = [replace(span, reader=HeldKV(kv)) for span, kv in zip(spans, wrong, strict=True)]
     prompt = Composer(adapter).prefill(IDS, spans, ratio, THIRD[1])
     tokens = [span.tokens for span in spans]
-    assert all(
-        computed in (0, whole) for computed, whole in zip(prompt.recomputed, tokens, strict=True)
-    )
-    assert 0 < sum(prompt.recomputed) <= ratio * sum(tokens) + max(tokens) / 2
+    assert 0 < sum(prompt.recomputed) <= round(ratio * sum(tokens))
     with prompt.replayed(adapter.stack.base) as cache:
         ours = adapter.model(input_ids=IDS, past_key_values=cache).logits[0, -1]
     stock = tiny.stock(adapter.model, IDS)[0, -1]
     assert tiny.difference(ours, stock) < 1e-4 * float(stock.abs().max())
 
 
-def test_the_chunks_of_most_attention_are_chosen_up_to_the_ratio():
+def test_chunks_are_computed_up_to_the_tokens_of_most_attention_within_the_ratio():
     readers = [Mock(tokens=10)] * 4
     spans = [LoadedSpan(10 * i, 10 * i + 10, r, 0, exact=not i) for i, r in enumerate(readers)]
-    attention = torch.arange(4.0).flip(0).repeat_interleave(10)
-    assert chosen_chunks(spans, 0.1, attention) == set()
-    assert chosen_chunks(spans, 0.4, attention) == {1}
-    assert chosen_chunks(spans, 0.6, attention) == {1, 2}
-    assert chosen_chunks(spans, 0.4, None) == {3}
-    assert chosen_chunks(spans, 1.0, attention) == {1, 2, 3}
+    attention = torch.zeros(45)
+    attention[[5, 12, 27, 24, 31]] = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])
+    assert computed_runs(spans, 0.01, attention) == {}
+    assert computed_runs(spans, 0.1, attention) == {1: 3}
+    assert computed_runs(spans, 8 / 30, attention) == {1: 3, 2: 5}  # 27 is too far
+    assert computed_runs(spans, 11 / 30, attention) == {1: 3, 2: 8}
+    assert computed_runs(spans, 13 / 30, attention) == {1: 3, 2: 8, 3: 2}
+    assert computed_runs(spans, 1.0, attention) == {1: 10, 2: 10, 3: 10}
+    assert computed_runs(spans, 0.4, None) == {2: 2, 3: 10}
 
 
 @torch.inference_mode()

@@ -424,7 +424,7 @@ def page(found: Sequence[Outcome]) -> str:
         "are small and have two layers or more of each kind that the default has. All these models answer in",
         "mode `full` as transformers does; where KV cannot be reused, other modes say why in one sentence.",
         "Layers whose keys are a decay, a matrix or a convolution keep a running state: chunks of these",
-        "[hybrid models](hybrids.md) are reused or recomputed whole. `make sweep` writes this page.",
+        "[hybrid models](hybrids.md) are reused whole. `make sweep` writes this page.",
         "",
         f"{versions}, {day}: {states['blended']} model types are blended, {states['prefix']} more",
         "reuse system prompts and conversations exactly (mode `prefix`),",

@@ -33,7 +33,10 @@ from blendrag_lab.bench.workload import (
 )
 from blendrag_lab.tables import NOTHING, ResultTable, times
 
-WHOLE = "Layers with running states: blend recomputes whole chunks, by the question's attention."
+RUNS = (
+    "Layers with running states: blend recomputes chunks from their beginning on, up to tokens that the "
+    "question attends to."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +161,7 @@ def ttft(
             ways |= {"prefix_fused": prefix.fused, "blend": bench.blend}
         else:
             ways["blend"] = partial(bench.compose, workload.ratio)
-            notes.append(WHOLE)
+            notes.append(RUNS)
         if compiled:
             tick("compiling the stock prefill")
             way, note = compile_prefill(bench)

@@ -79,7 +79,7 @@ def test_models_loaded_in_inference_mode_have_ordinary_parameters():
     assert not any(p.is_inference() for adapter in made for p in adapter.model.parameters())
 
 
-def test_a_hybrid_is_timed_with_whole_chunks(monkeypatch):
+def test_a_hybrid_is_timed_with_runs_of_its_chunks(monkeypatch):
     monkeypatch.setattr("blendrag_lab.bench.ttft.peak_bytes", no_peak_bytes)
     hybrid = TimedModel("tiny-hybrid", None, "float32", "cpu")
     found = ttft(hybrid, replace(WORKLOAD, ratio=0.5, encoding="int8"))

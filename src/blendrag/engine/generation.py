@@ -254,7 +254,7 @@ class Generation:
         reused, prompt_tokens = plan.reused_tokens, len(request.prompt.ids)
         computed_share = float(request.mode == "full")
         recomputed = round(counts.ratio * counts.candidates) if counts else sum(prefill.recomputed)
-        if fusion is None and recomputed:  # whole chunks
+        if fusion is None and recomputed:  # runs of a hybrid's chunks
             computed_share = recomputed / sum(s.tokens for s in plan.spans if not s.exact)
         ratio = counts.ratio if counts else computed_share
         policy = schedule = ""

@@ -40,9 +40,9 @@ PREFIX_OF_HYBRIDS = (
 NO_RATIO = (
     "the ratio is not used: chunks of this model with running states are reused as they are stored"
 )
-WHOLE_CHUNKS = (
-    "policy {} is not used: the model has layers with running states, so only whole chunks can be "
-    "recomputed, by the question's attention"
+RUNS_ONLY = (
+    "policy {} is not used: the model has layers with running states, so chunks can only be recomputed "
+    "from their beginning on, by the question's attention"
 )
 
 
@@ -206,7 +206,7 @@ class Planner:
             stream.notes += self._old_calibration(known, namespace)
         request = replace(request, blending=calibrated(request.blending))
         if adapter.composition is not None:
-            request = replace(request, blending=self._of_whole_chunks(request, stream))
+            request = replace(request, blending=self._of_runs(request, stream))
         profile, notes = self._profile(request, namespace)
         controller = replace(
             self.controller(namespace, profile),
@@ -235,7 +235,7 @@ class Planner:
             plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
         return replace(plan, notes=(*notes, *plan.notes))
 
-    def _of_whole_chunks(self, request: Request, stream: AnswerStream) -> Blending:
+    def _of_runs(self, request: Request, stream: AnswerStream) -> Blending:
         """How chunks of a model with running states are blended: reused, unless a ratio is named."""
         blending, settings = request.blending, self._settings
         ratio = settings.ratio if request.options.ratio is None else request.options.ratio
@@ -245,7 +245,7 @@ class Planner:
         if policy == "reuse" or request.mode != "blend":
             return blending.at(0.0)
         if policy not in ("query", "full"):
-            stream.notes.append(WHOLE_CHUNKS.format(policy))
+            stream.notes.append(RUNS_ONLY.format(policy))
         if not ratio:
             return blending.at(0.0)
         if ratio == AUTO or not self._kv.model.composer.serves:

@@ -1,9 +1,12 @@
-"""Which chunks of a hybrid model's prompt are computed again: whole ones, by the question's attention.
+"""Which tokens of a hybrid model's chunks are computed again: runs from a chunk's beginning.
 
-A first version. A token alone cannot be recomputed in a layer with a running state, but a whole chunk can: it
-is computed behind the composed state of its beginning, and so sees what precedes it. The chunks are those to
-whose tokens the question pays most attention on average, summed over the layers of attention (ProphetKV). If
-the attention cannot be seen, they are those nearest to the question.
+A single token cannot be recomputed in a layer with a running state, because the state before it is not
+stored. That before a chunk is known, as it was composed. So a run is computed from there up to a token that
+the question attends to, and sees what precedes the chunk. The state after the chunk is what its record makes
+of the one before it, unless all of the chunk is computed.
+
+Tokens are ranked as in policy ``query``: by the attention that the question pays to them, summed over the
+layers of attention (ProphetKV). If it cannot be seen, those nearest to the question come first.
 """
 
 from __future__ import annotations
@@ -15,25 +18,23 @@ import torch
 from blendrag.fusor.loader import LoadedSpan
 
 
-def chosen_chunks(
+def computed_runs(
     spans: Sequence[LoadedSpan], ratio: float, attention: torch.Tensor | None
-) -> set[int]:
-    """Numbers of the ``spans`` to compute: in order of rank, while that comes nearer to ``ratio`` of their
-    tokens. Exact ones are left alone. ``attention`` ``[N]``: what the question pays to each token.
+) -> dict[int, int]:
+    """How many tokens of some of the ``spans`` are computed, by the span's number: up to each token in order
+    of rank, while all runs are within ``ratio`` of the spans' tokens. A run that would pass that is left out.
+    Exact spans are left alone. ``attention`` ``[N]``: what the question pays to each token.
     """
-    candidates = [number for number, span in enumerate(spans) if not span.exact]
-    budget = ratio * sum(spans[number].tokens for number in candidates)
-
-    def rank(number: int) -> float:
-        span = spans[number]
-        if attention is None:
-            return float(span.start)
-        return float(attention[span.start : span.end].mean())
-
-    chosen, computed = set[int](), 0
-    for number in sorted(candidates, key=rank, reverse=True):
-        if computed + spans[number].tokens / 2 > budget:
-            break
-        chosen.add(number)
-        computed += spans[number].tokens
-    return chosen
+    candidates = [(number, span) for number, span in enumerate(spans) if not span.exact]
+    left = round(ratio * sum(span.tokens for _, span in candidates))
+    if attention is None:
+        attention = torch.arange(1 + max(span.end for span in spans))
+    ends = [(number, n + 1) for number, span in candidates for n in range(span.tokens)]
+    attended = torch.cat([attention[span.start : span.end] for _, span in candidates])
+    runs: dict[int, int] = {}
+    for at in attended.argsort(descending=True, stable=True).tolist():
+        number, end = ends[at]
+        more = end - runs.get(number, 0)
+        if 0 < more <= left:
+            runs[number], left = end, left - more
+    return runs

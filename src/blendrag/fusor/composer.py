@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 
 from blendrag.errors import is_out_of_memory
 from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
-from blendrag.fusor.chunk_repair import chosen_chunks
+from blendrag.fusor.chunk_repair import computed_runs
 from blendrag.fusor.loader import HeldKV, LoadedSpan, reading
 from blendrag.fusor.pack import replayed
 from blendrag.fusor.rows import Rows
@@ -42,7 +42,7 @@ CHECKED_TOKENS, CHECKED_CHUNKS = 26, ((4, 11), (13, 20))
 
 
 class Stretch(NamedTuple):
-    """Tokens of the prompt that are computed, or a chunk's."""
+    """Tokens of the prompt that are computed, or what is loaded of a chunk."""
 
     start: int
     end: int
@@ -96,20 +96,24 @@ class _Prompt:
     ) -> None:
         self.composition, self.tokens, self.spans = composition, tokens, spans
         self._device = device
-        self.divide(set())
+        self.divide({})
         self.cache = composition.new_cache()
         self.records: dict[int, list[LayerRecord]] = {}
         """Of each layer with a running state, for each span."""
 
-    def divide(self, computed: Collection[int]) -> None:
-        """Divide the prompt into stretches; the chunks with these numbers are ``computed``."""
+    def divide(self, computed: Mapping[int, int]) -> None:
+        """Divide the prompt into stretches; so many tokens of the chunks with these numbers are ``computed``,
+        from the first one on."""
         self.stretches, at = list[Stretch](), 0
         for number, span in enumerate(self.spans):
-            if number in computed:
+            loaded = span.start + computed.get(number, 0)
+            if loaded == span.end:
                 continue
-            if span.start > at:
-                self.stretches.append(Stretch(at, span.start))
-            self.stretches.append(Stretch(span.start, span.end, number))
+            for cut in (span.start, loaded):  # a run of the chunk is a stretch by itself
+                if cut > at:
+                    self.stretches.append(Stretch(at, cut))
+                    at = cut
+            self.stretches.append(Stretch(loaded, span.end, number))
             at = span.end
         self.stretches.append(Stretch(at, self.tokens))
         parts = [torch.arange(s.start, s.end) for s in self.stretches if s.chunk is None]
@@ -206,9 +210,12 @@ class _Prompt:
             outputs, at = [], 0
             for start, end, chunk in self.stretches:
                 if chunk is not None:
-                    record, before = self.records[layer.index][chunk], linear.held(self.cache)
-                    linear.put(self.cache, linear.after(record, before, end - start))
+                    record, span = self.records[layer.index][chunk], self.spans[chunk]
+                    if start == span.start:
+                        before = linear.held(self.cache)
+                    linear.put(self.cache, linear.after(record, before, span.tokens))
                     continue
+                before = linear.held(self.cache)  # a chunk's, if this is a run of it
                 rows = slice(at, at := at + end - start)
                 part = functools.partial(_part, rows=rows, tokens=len(self.positions))
                 some = [part(value) for value in args]
@@ -317,12 +324,12 @@ class Composer:
         """Compute the tokens of ``ids`` ``[1, N]`` that are in none of ``spans``; the last one must be among
         them.
 
-        ``ratio``: about the share of the spans' tokens that is computed, too, in whole chunks, chosen by the
+        ``ratio``: at most this share of the spans' tokens is computed, too, in runs that are chosen by the
         attention of the tokens from ``question_start`` on. Raises :class:`SpanCorruptError` if bytes fail
         verification.
         """
         prompt = _Prompt(self._composition, ids.shape[1], spans, self._adapter.device)
-        load_s, chosen, scouted = prompt.load(), set[int](), 0
+        load_s, runs, scouted = prompt.load(), dict[int, int](), 0
         if ratio and not all(span.exact for span in spans):
             attention = None
             if ratio < 1 and self.observes:
@@ -330,15 +337,15 @@ class Composer:
                     len(prompt.positions),
                     self._attended(prompt, ids, question_start),
                 )
-            chosen = chosen_chunks(spans, ratio, attention)
-            prompt.divide(chosen)
+            runs = computed_runs(spans, ratio, attention)
+            prompt.divide(runs)
         with ExitStack() as attends:
             if self.fast_attention:
                 attends.enter_context(implementation(self._adapter.stack, NAME))
             output = self._forward(prompt, ids, has_masks=not self.fast_attention)
         last = output.last_hidden_state[:, -1:]  # [1, 1, D]
         made = type(output)(last_hidden_state=last, past_key_values=prompt.cache)
-        recomputed = (s.tokens * (i in chosen) for i, s in enumerate(spans) if not s.exact)
+        recomputed = (runs.get(i, 0) for i, s in enumerate(spans) if not s.exact)
         return ComposedPrompt(prompt.cache, made, load_s, tuple(recomputed), scouted)
 
     def _attended(
