@@ -106,7 +106,8 @@ def test_the_time_left_is_right_after_a_tenth_of_the_work(
     monkeypatch.setattr(progress, "LINE_EVERY_S", 1.0)
     told = invoke(*ingest_args(docs, model_dir, store)).stderr
     lines = re.findall(
-        r"progress: (\d+) chunks?, .* of [\d.]+ KiB done(?:, about (.*) left)?", told
+        r"progress: encoding; \d+%, (\d+) chunks?, .* of [\d.]+ KiB done(?:, about (.*) left)?",
+        told,
     )
     work = len(lines)
     assert work > 72

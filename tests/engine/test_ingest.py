@@ -15,7 +15,7 @@ import torch
 import scripted
 import tiny
 from blendrag.corpus.corpus import Corpus
-from blendrag.engine import BlendEngine, Filter, Options, lazy_model
+from blendrag.engine import BlendEngine, Filter, IngestReport, Options, lazy_model
 from blendrag.engine.library import Entry
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.errors import (
@@ -106,6 +106,38 @@ def test_what_cannot_be_opened_leaves_no_store(tmp_path: Path, what: str, adds: 
         change = partial(engine.library.add, [Entry("a", "A text.")])
     with engine, pytest.raises(BlendragError, match=f"no/{what}|no/directory"):
         change()
+    assert not (tmp_path / "s").exists()
+
+
+def test_progress_names_each_step(tmp_path: Path) -> None:
+    (tmp_path / "lamp.txt").write_text(DOCUMENTS[0].text)
+    steps = list[str]()
+
+    def watch(report: IngestReport) -> None:
+        if [report.step] != steps[-1:]:
+            steps.append(report.step)
+
+    with made(tmp_path) as engine:
+        report = engine.ingest([tmp_path / "lamp.txt"], watch)
+    assert steps == [
+        "reading lamp.txt",
+        "opening the embedder and the model",
+        "splitting lamp.txt",
+        "opening and checking the model",
+        "measuring decode weights",
+        "encoding",
+        "embedding",
+    ]
+    assert (report.step, report.read_bytes) == ("", len(DOCUMENTS[0].text))
+
+
+def test_an_ingest_that_is_interrupted_while_it_opens_leaves_no_store(tmp_path: Path) -> None:
+    def watch(report: IngestReport) -> None:
+        if report.step.startswith("opening"):
+            raise KeyboardInterrupt
+
+    with made(tmp_path) as engine:
+        assert engine.ingest(DOCUMENTS, watch).interrupted
     assert not (tmp_path / "s").exists()
 
 

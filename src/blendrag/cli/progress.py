@@ -96,15 +96,14 @@ class IngestProgress(StatusLine):
 
     def __call__(self, totals: IngestReport) -> None:
         self.name_failures(totals.failures)
-        done, total = totals.done_bytes, totals.total_bytes
-        if totals.embedded and not totals.chunks:
-            self.show(f"{count(totals.embedded, 'chunk')} embedded, none encoded yet")
-            return
-        if not totals.chunks:
-            self.show("reading the documents")
+        step, of = totals.step or "working", readable_size(totals.total_bytes)
+        if not (totals.chunks_computed or totals.documents):
+            embedded = f"{count(totals.embedded, 'chunk')} embedded, " * bool(totals.embedded)
+            self.show(f"{step}; {embedded}{readable_size(totals.read_bytes)} of {of} read")
             return
         speed = f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s"
-        text = f"{speed}, {readable_size(done)} of {readable_size(total)} done"
+        share = f"{min(1.0, totals.work_done / totals.work):.0%}, " * bool(totals.work)
+        text = f"{step}; {share}{speed}, {readable_size(totals.done_bytes)} of {of} done"
         self.show(text, totals.work_done, totals.work)
 
     def name_failures(self, failures: list[str]) -> None:

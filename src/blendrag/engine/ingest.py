@@ -58,8 +58,8 @@ ANNOUNCED_BYTES = 10**9
 
 @dataclass
 class IngestReport:
-    """Totals of one ingest run, passed to the progress callback after every chunk and every batch of
-    vectors."""
+    """Totals of one ingest run, passed to the progress callback at every step, after every chunk and every
+    batch of vectors."""
 
     documents: int = 0
     documents_unchanged: int = 0
@@ -99,6 +99,10 @@ class IngestReport:
     """How much there is to do, in parts that take equal time, as far as it is known; ``work_done`` of it is
     done. What is stored already is no work."""
     work_done: float = 0.0
+    read_bytes: int = 0
+    """Bytes of the given files that were read."""
+    step: str = ""
+    """What the run does now, such as ``reading a.pdf`` or ``encoding``; empty at its end."""
 
     def whole(self) -> IngestReport:
         """This report, if the run reached its end.
@@ -162,7 +166,7 @@ class IngestRun:
     def __init__(self, kv: KVNamespace, scheduler: Scheduler, watch: Watch | None = None) -> None:
         self._kv = kv
         self._watch = watch or (lambda report: None)
-        self._writer = KVWriter(kv, scheduler)
+        self._writer = KVWriter(kv, scheduler, self._begin)
         self._languages = Languages()
         self._announced = False
         self._report = IngestReport()
@@ -173,32 +177,34 @@ class IngestRun:
 
     def run(self, inputs: Inputs, prune: bool = False, patterns: Patterns = ALL) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
-        report, seen, reading = self._report, set(), FilesRead()
+        report, seen, reading = self._report, set(), FilesRead(begun=self._begin)
         with ended_early(report, self._writer.claim):
             found = documents_of(inputs, report, patterns, reading)
             first = [*islice(found, 1)]
-            if not first and self._kv.is_new:
-                self._count()
-                return report
-            found = chain(first, found)
-            self._open()
-            report.warnings += self._kv.other_recipe()
-            with self._writer.pinned():
-                self._ahead = WorkAhead(found, self._planned, reading, self._tell)
-                documents: Iterable[PlannedDocument] = self._ahead
-                if self._neighbours is not None:
-                    documents = self._embedded_first(documents, self._neighbours)
-                for planned in documents:
-                    seen.add(resolved(planned.document.source))
-                    self._ingest(planned)
-                report.done_bytes = report.total_bytes
-            self._rows.find_gone(report, inputs, seen, reading.read, prune)
-        report.warnings += filter(None, [self._languages.warning(self._corpus.manifest.embedder)])
+            if first or not self._kv.is_new:
+                self._open()
+                report.warnings += self._kv.other_recipe()
+                with self._writer.pinned():
+                    self._ahead = WorkAhead(chain(first, found), self._planned, reading, self._tell)
+                    documents: Iterable[PlannedDocument] = self._ahead
+                    if self._neighbours is not None:
+                        documents = self._embedded_first(documents, self._neighbours)
+                    for planned in documents:
+                        seen.add(resolved(planned.document.source))
+                        self._ingest(planned)
+                    report.done_bytes = report.total_bytes
+                self._rows.find_gone(report, inputs, seen, reading.read, prune)
+        if report.documents:
+            embedder = self._corpus.manifest.embedder
+            report.warnings += filter(None, [self._languages.warning(embedder)])
+        report.step = ""
         self._count()
         return report
 
     def _open(self) -> None:
         """Open what the run stores in, and create it if there is none."""
+        if self._kv.is_new:
+            self._begin("opening the embedder and the model")
         self._corpus = self._kv.create_corpus(encodes=True, embeds=True)
         self._rows = DocumentRows(self._kv, self._corpus)
         after = self._kv.recipe.encode_after
@@ -215,12 +221,18 @@ class IngestRun:
         report.seconds = time.perf_counter() - self._began
         report.work = self._ahead.total
 
+    def _begin(self, step: str) -> None:
+        if step != self._report.step:
+            self._report.step = step
+            self._tell()
+
     def _tell(self) -> None:
         self._count()
         self._watch(self._report)
 
     def _planned(self, document: Document, size_bytes: float) -> PlannedDocument:
         """``document`` cut into chunks, and which of them have no KV."""
+        self._begin(f"splitting {file_name_of(document.source)}")
         digest = digest_of(document)
         try:
             known = self._corpus.unchanged(document.source, digest)
@@ -263,6 +275,7 @@ class IngestRun:
         with suppress(InvalidInputError):  # raised again, and named, when it is its turn
             if chunks and self._corpus.unchanged(document.source, planned.digest) is None:
                 titled = [(document.title, chunk) for chunk in chunks]
+                self._begin("embedding")
                 vectors = self._kv.corpus.vectors_of(self._corpus, titled, self._tell)
                 neighbours.add(titled, vectors, replaces=document.source)
                 self._report.embedded += len(chunks)
@@ -358,6 +371,7 @@ class IngestRun:
         """Embed new chunks, write the document's rows, drop KV that no row refers to any more."""
         titled = [(document.title, chunk) for chunk in chunks]
         embedded = self._neighbours.vectors(titled) if self._neighbours is not None else None
+        self._begin("storing" if embedded else "embedding")
         vectors = embedded or self._kv.corpus.vectors_of(self._corpus, titled, self._tell)
         self._rows.put(document, digest, chunks, np.stack(vectors))
 
@@ -483,8 +497,10 @@ def documents_of(
     for path, size_bytes in files.values():
         reading.unread[path.suffix] += size_bytes
     for name, (path, size_bytes) in files.items():
+        reading.begun(f"reading {path.name}")
         documents, failure = documents_in(path, name, size_bytes)
         reading.kind = path.suffix
+        report.read_bytes += size_bytes
         reading.unread[path.suffix] -= size_bytes
         if failure:
             report.failures.append(failure)
@@ -531,6 +547,10 @@ def documents_in(
 
 def damage_of(documents: Iterable[tuple[Document, float]]) -> list[str]:
     return [document.damage for document, _ in documents if document.damage]
+
+
+def file_name_of(source: str) -> str:
+    return source.partition("#")[0].rpartition("/")[2]
 
 
 def _size(path: Path) -> int:

@@ -33,6 +33,8 @@ class FilesRead:
     """Suffix of the file whose documents come now; empty for those that were given as documents."""
     read: set[str] = field(default_factory=set)
     """Names of the files that were read to their end."""
+    begun: Callable[[str], None] = lambda step: None
+    """Called with the step before a file is read."""
 
 
 @dataclass(frozen=True)

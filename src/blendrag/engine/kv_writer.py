@@ -60,9 +60,16 @@ class KVWriter:
     is left to evict, :meth:`write` raises :class:`StoreFullError`.
     """
 
-    def __init__(self, kv: KVNamespace, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        kv: KVNamespace,
+        scheduler: Scheduler,
+        begun: Callable[[str], None] = lambda step: None,
+    ) -> None:
+        """``begun`` is called with the name of each step that takes long."""
         self._kv = kv
         self._scheduler = scheduler
+        self._begun = begun
         self._admitted = False
         self._pins: PinScope
         self.stored: set[str] = set()
@@ -79,6 +86,8 @@ class KVWriter:
     def namespace(self) -> str:
         """Where this run stores; does not change during the run."""
         kv = self._kv
+        if not kv.model.is_loaded:
+            self._begun("opening the model")
         # reading the model's identity waits for requests that run, unless its own thread does it
         namespace = self._computed(kv.name) if kv.model.is_loaded else kv.name()
         store = kv.store
@@ -104,12 +113,15 @@ class KVWriter:
         and :class:`IdentityChangedError` if the loaded weights are not those the run began with.
         """
         if not self._admitted:  # loads the model and may run the gate, which is not encoding
+            self._begun("opening and checking the model")
             admit = partial(self._kv.validity.admit, self.namespace)
             self._kv.writer.keep()
             self._computed(admit)
             self._computed(self._put_undated)
+            self._begun("measuring decode weights")
             self._kv.model.decode_weights.measure_all(self._computed)
             self._admitted = True
+        self._begun("encoding")
         began = time.perf_counter()
         try:
             encode = partial(self._encode, self._kv.model.text_ids(chunk.text), others)
