@@ -59,10 +59,14 @@ IDEAL_RAM_BYTES = 16 * 1024**3
 class NoEmbedder(Embedder):
     """Zeros: nothing is searched for."""
 
+    @property
+    def dim(self) -> int:
+        return 8
+
     def embed(
         self, texts: Sequence[str], titles: Sequence[str] | None = None, **given: object
     ) -> np.ndarray:
-        return np.zeros((len(texts), 8), np.float32)  # [n, dim]
+        return np.zeros((len(texts), self.dim), np.float32)  # [n, dim]
 
 
 class Encoding(NamedTuple):
