@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tiny
+from blendrag.corpus import embedder as embedders
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine.stream import AnswerStream
 from cli.commands import ingest_args, invoke, save_model, write_documents
@@ -30,6 +31,7 @@ def _each_text_is_embedded_once() -> Iterator[None]:
     Not for the session: tests of other directories must load their own.
     """
     load, embed = Embedder._open, Embedder._pooled
+    copy = embedders.uncapped_copy
 
     def load_once(self: Embedder, name: str, local_files_only: bool = False) -> Any:
         how = (name, local_files_only, self._recorded, self._trust_remote_code)
@@ -43,7 +45,13 @@ def _each_text_is_embedded_once() -> Iterator[None]:
             KNOWN[what] = embed(self, encode, windows, *how)
         return KNOWN[what]
 
+    def copy_once(tokenizer: Any) -> Any:
+        if ("copy", tokenizer) not in KNOWN:
+            KNOWN["copy", tokenizer] = copy(tokenizer)
+        return KNOWN["copy", tokenizer]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedders, "uncapped_copy", copy_once)
         patch.setattr(Embedder, "_open", load_once)
         patch.setattr(Embedder, "_pooled", embed_once)
         yield
