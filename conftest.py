@@ -59,6 +59,15 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _few_greedy_tokens() -> Iterator[None]:
+    """The gate decodes 4 tokens of each model, not 32; ``test_gate.py`` tests one with all."""
+    with pytest.MonkeyPatch.context() as patch:
+        if gate := sys.modules.get("blendrag.fusor.gate"):
+            patch.setattr(gate, "GREEDY_TOKENS", 4)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _open_streams() -> Iterator[None]:
     """uvicorn closes all logging handlers, and that of absl, which rouge_score imports, closes the standard
     error of its import if a test has replaced it."""

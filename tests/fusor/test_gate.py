@@ -22,11 +22,6 @@ from blendrag.wording import is_step
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _few_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blendrag.fusor.gate.GREEDY_TOKENS", 4)
-
-
 def expected_kinds(config: Any) -> list[str]:
     """From the config alone: which layers have no rotary embedding."""
     if config.model_type in ("smollm3", "llama4_text"):
@@ -78,6 +73,15 @@ def test_family_passes_the_gate(name):
     assert result.greedy_equal is True
     assert result.prompt_tokens >= 2 * tiny.WINDOW
     assert list(result.layers) == expected_kinds(model.config.get_text_config(decoder=True))
+
+
+def test_as_many_greedy_tokens_are_compared_as_outside_of_tests(monkeypatch):
+    monkeypatch.setattr(gate, "GREEDY_TOKENS", 32)
+    model = tiny.llama()
+    with tiny.counted(model, "forward") as forwards:
+        result = verify(tiny.adapter(model))
+    assert result.greedy_equal is True
+    assert len(forwards) > 2 * 31
 
 
 #: Shared KV, inputs per layer, latent vectors, chunked attention.

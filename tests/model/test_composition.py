@@ -35,11 +35,6 @@ IDS = tiny.random_ids(90, seed=1)
 FIRST, SECOND, THIRD = (11, 40), (43, 70), (70, 72)
 
 
-@pytest.fixture(autouse=True)
-def _few_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blendrag.fusor.gate.GREEDY_TOKENS", 4)
-
-
 @pytest.fixture(scope="module", params=COMPOSED)
 def adapter(request: pytest.FixtureRequest) -> ModelAdapter:
     return tiny.adapter(tiny.family(request.param, initializer_range=0.2))

@@ -36,11 +36,6 @@ NOT_BLENDED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _few_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blendrag.fusor.gate.GREEDY_TOKENS", 4)
-
-
 @pytest.mark.parametrize("kind", BLENDED)
 def test_a_type_with_two_layers_of_each_kind_is_blended(kind: str) -> None:
     assert outcome_of(kind) == Outcome(kind, "blended", BLENDED[kind])

@@ -39,6 +39,11 @@ def _one_thread() -> None:
     """Use all threads, because these models are large. Overrides the fixture for tiny models."""
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _few_greedy_tokens() -> None:
+    """As many as outside of tests. Overrides the fixture for tiny models."""
+
+
 @pytest.fixture(scope="session", params=FOUND, ids=lambda directory: directory.name)
 def real_model(request: pytest.FixtureRequest) -> Path:
     """The directory of each model in turn."""
