@@ -102,7 +102,7 @@ class IngestProgress(StatusLine):
             self.show(f"{step}; {embedded}{readable_size(totals.read_bytes)} of {of} read")
             return
         speed = f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s"
-        share = f"{min(1.0, totals.work_done / totals.work):.0%}, " * bool(totals.work)
+        share = f"{min(1.0, totals.work_done / totals.work):.0%}, " if totals.work else ""
         text = f"{step}; {share}{speed}, {readable_size(totals.done_bytes)} of {of} done"
         self.show(text, totals.work_done, totals.work)
 
