@@ -91,12 +91,13 @@ def test_a_store_with_paths_as_they_were_spelled_goes_on_working(
     docs = ingested.parent / "docs"
     monkeypatch.chdir(docs.parent)
     with Corpus.open(store) as corpus, corpus.file.writing() as connection:
-        for number, source, *rest, _ in connection.execute(
+        for number, source, title, digest, _, *rest, _ in connection.execute(
             f"SELECT {DOCUMENT.selected} FROM document"
         ).fetchall():
-            spelled = f"docs/{Path(source).name}"  # as earlier versions wrote it
-            connection.execute("UPDATE document SET source = ? WHERE id = ?", (spelled, number))
-            DOCUMENT.seal(connection, number, spelled, *rest)
+            row = f"docs/{Path(source).name}", title, digest, "{}"  # as earlier versions wrote it
+            changed = "UPDATE document SET source = ?, metadata = '{}' WHERE id = ?"
+            connection.execute(changed, (row[0], number))
+            DOCUMENT.seal(connection, number, *row, *rest)
     assert {row["source"] for row in printed("list", "--store", store)["documents"]} == {
         f"docs/d{i}.txt" for i in range(3)
     }

@@ -141,6 +141,21 @@ def test_an_ingest_that_is_interrupted_while_it_opens_leaves_no_store(tmp_path: 
     assert not (tmp_path / "s").exists()
 
 
+def test_an_uploaded_file_and_one_of_the_working_directory_with_its_name_are_two_documents(
+    empty: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "lamp.txt"
+    path.write_text("The lamp of the file.")
+    uploaded = Document("lamp.txt", "The lamp of the upload.", "lamp", {"file_date": "2026-11-26"})
+    for inputs in ([path], [uploaded], [path]):
+        empty.ingest(inputs)
+        path.write_text("The lamp of the changed file.")
+    corpus = empty.require_corpus()
+    assert corpus.sources() == [str(path), "lamp.txt"]
+    assert corpus.sources_of(tmp_path) == [str(path)]
+
+
 def test_documents_that_cannot_be_read_leave_no_store(tmp_path: Path) -> None:
     (tmp_path / "a.docx").write_text("no archive")
     with made(tmp_path) as engine:

@@ -23,7 +23,7 @@ from blendrag.corpus.selection import Selections
 from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.errors import BlendragError, CorpusError, InvalidInputError
 from blendrag.text.chunking import Chunk, scope_of
-from blendrag.text.readers import Document
+from blendrag.text.readers import FILE_DATE, Document
 from blendrag.text.recognition import HASHES_BYTES, ChunkIndex, chunk_hashes
 from blendrag.wording import quoted
 
@@ -189,13 +189,20 @@ class Corpus:
         """Sources of the documents that are no entries, sorted."""
         return [source for source in self.sources() if not source.startswith(database.ENTRY_SOURCE)]
 
+    def is_named(self, source: str) -> bool:
+        """Whether a relative source is a name that was given to a document. Earlier versions stored files
+        under relative paths, without their dates."""
+        rows = self.file.sound_rows((database.DOCUMENT,), "WHERE source = ?", source)
+        return not os.path.isabs(source) and any(FILE_DATE in row[4] for (row,) in rows)
+
     def sources_of(self, path: Path | str) -> list[str]:
         """Sources of the documents read from a file, or from the files below a directory, in any spelling."""
         spelled, name = Path(path).as_posix(), os.path.realpath(path)
         return [
             source
             for source in self.file_sources()
-            if is_at(source, spelled) or is_at(resolved(source), name)
+            if is_at(source, spelled)
+            or (is_at(resolved(source), name) and not self.is_named(source))
         ]
 
     def documents(self) -> list[StoredDocument]:

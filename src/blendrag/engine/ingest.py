@@ -394,10 +394,12 @@ class DocumentRows:
             self._kv.drop_orphaned()
 
     def remove_other_spellings(self, source: str) -> None:
-        """Remove the rows of a document that was stored under other spellings of its path."""
-        for other in self._known.get(resolved(source), ()):
-            if other != source:
-                self._remove(other)
+        """Remove the rows of a file that was stored under other spellings of its path, but no document that
+        was given such a name."""
+        if os.path.isabs(source):
+            for other in self._known.get(resolved(source), ()):
+                if other != source and not self._corpus.is_named(other):
+                    self._remove(other)
 
     def find_gone(
         self, report: IngestReport, inputs: Inputs, seen: set[str], read: set[str], prune: bool
