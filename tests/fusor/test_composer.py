@@ -99,6 +99,7 @@ def test_the_model_is_left_as_it_was(adapter):
     after = [dict(vars(module)) for module in adapter.model.modules()]
     assert all(a.keys() == b.keys() for a, b in zip(before, after, strict=True))
     assert not any(module._forward_pre_hooks for module in adapter.model.modules())
+    assert not any("forward" in vars(module) for module in adapter.model.modules())
     assert not any("update" in vars(layer) for layer in prompt.cache.layers)
 
 

@@ -392,7 +392,7 @@ class Composer:
 
             return hook
 
-        with ExitStack() as hooks, self._adapter.uncompiled(), composition.going_on():
+        with self._adapter.uncompiled(), composition.going_on(), ExitStack() as hooks:
             for attention, window in zip(stack.attentions, self._windows, strict=True):
                 hook = attention.register_forward_pre_hook(masked(window), with_kwargs=True)
                 hooks.callback(hook.remove)
