@@ -21,10 +21,11 @@ WRITERS = "WRITERS"
 TIMES, TIMED_QUESTIONS = "ttft", 6
 _COMMAND = (
     f"blendrag eval --model {MODELS}/{{0}} --writer {WRITERS}/{{0}} --encode-after 2 --dataset {{1}} "
-    f"--dtype bfloat16 "
-    f"--policies {REUSE},{DEFAULT_POLICY} --ratio 0.05 --ratio 0.15 --ratio 0.3 "
-    f"--schedules {DEFAULT_SCHEDULE} --chunks 6 --chunk-tokens 512 --contexts {{2}} "
-    "--max-new-tokens {3} --fidelity --json"
+    "--dtype bfloat16 --policies {4} --chunks 6 --chunk-tokens 512 --contexts {2} --max-new-tokens {3} "
+    "--fidelity --json"
+)
+_FRONTIER = (
+    f"{REUSE},{DEFAULT_POLICY} --ratio 0.05 --ratio 0.15 --ratio 0.3 --schedules {DEFAULT_SCHEDULE}"
 )
 #: What follows the name of a policy, by how its chunks are encoded.
 _SUFFIXES = {"alone": "", "with a writer": "+writer", "after 2 similar ones": "+after2"}
@@ -37,15 +38,17 @@ _PICTURE = (
 def writer_runs(
     models: Sequence[Path], questions: Sequence[Path], contexts: int
 ) -> dict[str, tuple[str, ...]]:
-    """Commands by the name of their run: each model with its writer on each file of questions and each task,
-    and one that is there for the times."""
-    sources = [*(path.name for path in questions), *TASKS]
+    """Commands by the name of their run: each model with its writer on each file of questions, on each task
+    where nothing is recomputed, and one that is there for the times."""
+    files = [path.name for path in questions]
+    asked = {**dict.fromkeys(files, _FRONTIER), **dict.fromkeys(TASKS, REUSE)}
     runs: dict[str, tuple[str, ...]] = {}
     for name in (path.name for path in models):
-        for source in sources:
-            made = _COMMAND.format(name, source, contexts, 32)
+        for source, ways in asked.items():
+            made = _COMMAND.format(name, source, contexts, 32, ways)
             runs[f"{name}-{Path(source).stem}"] = (made,)
-        runs[f"{name}-{TIMES}"] = (_COMMAND.format(name, sources[0], TIMED_QUESTIONS, 1),)
+        timed = next(iter(asked)), TIMED_QUESTIONS, 1, _FRONTIER
+        runs[f"{name}-{TIMES}"] = (_COMMAND.format(name, *timed),)
     return runs
 
 

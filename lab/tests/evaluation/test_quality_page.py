@@ -321,6 +321,8 @@ def test_writers_are_compared_by_commands_without_paths_and_times_have_their_own
     assert (options["fidelity"], options["contexts"]) == (True, 3)
     assert str(options["writer"]) == "WRITERS/tiny"
     assert {str(model), str(writers / "tiny")} <= set(asked[0])
+    ratios = {path.stem: parsed(*load_result(path).commands)["ratio"] for path in results.iterdir()}
+    assert {name for name, given in ratios.items() if given} == {"tiny-asked", "tiny-ttft"}
     lines = (tmp_path / "quality.md").read_text(encoding="utf-8").splitlines()
     table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| tiny |")]
     half = "**0.50 [0.40, 0.60]**"
