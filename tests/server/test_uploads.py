@@ -17,6 +17,7 @@ from blendrag.engine import BlendEngine
 from blendrag.server.access import ApiKeys, Limits
 from blendrag.server.app import create_app
 from blendrag.server.service import Service
+from blendrag.server.upload_folders import PREFIX, UploadFolder, remove_left
 from cli.commands import invoke
 from server.conftest import ANSWER, QUESTION
 from server.live import Live, live, until
@@ -205,6 +206,25 @@ def test_files_that_wait_when_the_server_ends_are_counted_and_not_kept(
     assert list(tmp_path.iterdir()) == []
     assert ending.service.uploads.left == 2
     held()
+
+
+def test_files_that_a_killed_server_left_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    held = UploadFolder()
+    killed = tmp_path / f"{PREFIX}x"
+    killed.mkdir()
+    (killed / "a.txt").write_text(TEXT)
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path)
+    (tmp_path / "other").mkdir()
+    assert remove_left() == 1
+    assert {each.name for each in tmp_path.iterdir()} == {
+        held.path.name, f"{PREFIX}link", "other",
+    }  # fmt: skip
+    held.remove()
+    assert not held.path.exists()
+    assert remove_left() == 0
 
 
 def test_only_those_who_may_write_see_and_send_files(server: Live, tmp_path: Path) -> None:

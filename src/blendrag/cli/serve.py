@@ -135,6 +135,7 @@ def serve(
     from blendrag.server.running import bound_socket
     from blendrag.server.running import serve as serve_until_signal
     from blendrag.server.service import Limits, Service, open_engine
+    from blendrag.server.upload_folders import remove_left
 
     roots = _further(further or ())
     follows = _follow(context)
@@ -200,6 +201,8 @@ def serve(
             say("memory", _memory(engine, *beside.values()))
         say("page", f"{url}/")
         warn_of_others(address, bool(keys.may_write), origins)
+        if left := remove_left():
+            say("note", f"{count(left, 'uploaded file')} removed, left by a server that was killed")
         interrupt.expect("the server has stopped")
         serve_until_signal(create_app(service, *others), at, verbose)
         if left := sum(each.uploads.left for each in (service, *others)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from blendrag.errors import (
 from blendrag.server.access import BODY_TIMEOUT_S
 from blendrag.server.refusals import ClientGoneError, Refusal, refusal_of, wrong_field
 from blendrag.server.replies import Fields
+from blendrag.server.upload_folders import UploadFolder
 from blendrag.serving.thread_queue import ThreadQueue
 from blendrag.store.durable import readable_size
 from blendrag.text.limited_reading import read_documents
@@ -60,6 +60,7 @@ class FileUpload:
 
     source: str
     path: Path
+    folder: UploadFolder
     size_bytes: int = 0
     status: Status = "waiting"
     done: float = 0.0
@@ -115,7 +116,7 @@ class FileUploads:
         if int(request.headers.get("content-length", "0")) > most:
             raise self._too_large()
         with self._place() as folder:
-            upload = FileUpload(source, folder / name)
+            upload = FileUpload(source, folder.path / name, folder)
             await self._write(request.stream(), upload)
             self.cancel(source)
             self._all.pop(source, None)  # listed where it came last
@@ -133,12 +134,12 @@ class FileUploads:
             return False
         upload = self._all[source]
         if upload.status == "waiting":
-            shutil.rmtree(upload.path.parent, ignore_errors=True)
+            upload.folder.remove()
         upload.status = "cancelled"
         return True
 
     @contextmanager
-    def _place(self) -> Iterator[Path]:
+    def _place(self) -> Iterator[UploadFolder]:
         """A new folder for a file, which is removed again if the context fails."""
         if self.left + self._arriving >= MAX_WAITING:
             raise Refusal(
@@ -151,11 +152,11 @@ class FileUploads:
         self._arriving += 1
         folder = None
         try:
-            folder = Path(tempfile.mkdtemp(prefix="blendrag-upload-"))
+            folder = UploadFolder()
             yield folder
         except BaseException as error:
             if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                folder.remove()
             if isinstance(error, OSError):
                 raise Refusal(
                     507,
@@ -213,7 +214,7 @@ class FileUploads:
             upload.messages.append(printable(str(refusal_of(error))))
             upload.status = "failed"
         finally:
-            shutil.rmtree(upload.path.parent, ignore_errors=True)
+            upload.folder.remove()
 
 
 def checked_file_name(source: str) -> str:
