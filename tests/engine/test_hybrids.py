@@ -156,6 +156,17 @@ def test_an_explained_answer_shows_what_was_reused(engine):
     assert sum(end - start for start, end in answer.trace.reused) == answer.metrics.reused_tokens
 
 
+def test_an_explained_answer_shows_what_was_recomputed(engine):
+    answer = engine.generate(tiny.prompt(engine, 0), ratio=0.4, explain=True)
+    shown = {each.state: 0 for each in answer.trace.ranges()}
+    for each in answer.trace.ranges():
+        shown[each.state] += len(each.texts)
+        assert each.layers == (4 if each.state == "recomputed" else 0)
+    assert shown["recomputed"] == answer.metrics.recomputed_tokens > 0
+    assert shown["recomputed"] + shown["reused"] == answer.metrics.reused_tokens
+    assert 'title="recomputed in' in answer.explain().page()
+
+
 def test_prompts_without_chunks_go_on_from_states_in_the_default_mode(engine):
     messages = [{"role": "user", "content": "Tell me about the town of Place. " * 12}]
     first = engine.generate(messages)

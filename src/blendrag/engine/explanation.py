@@ -59,25 +59,41 @@ class Trace:
     """Per token, the share of the layers after the first that computed it although its KV was loaded."""
     layers: int
     spans: tuple[Span, ...]
-    """Empty if nothing was loaded or the prompt was prefilled in a batch."""
+    """Empty if nothing was loaded, the prompt was prefilled in a batch, or the model is a hybrid."""
 
     @classmethod
     def of(
-        cls, plan: Plan, fusion: Fusion | None, timeline: Timeline, texts: Sequence[str]
+        cls,
+        plan: Plan,
+        fusion: Fusion | None,
+        timeline: Timeline,
+        texts: Sequence[str],
+        layers: int,
+        computed: Sequence[int] = (),
     ) -> Trace:
-        """Call after the forward. ``texts``: the text of each prompt token."""
-        counts = [0] * len(plan.prompt.ids)
-        layers = fusion.recomputed[1:] if fusion is not None else []
-        for _, run in groupby(layers, key=id):  # unchanged sets are one tensor
-            chosen, *others = run
-            for position in chosen.tolist():
-                counts[position] += 1 + len(others)
+        """Call after the forward. ``texts``: the text of each prompt token. ``layers``: of the model.
+        ``computed``: of each loaded span that is not exact, how many of its first tokens every layer computed,
+        if there is no fusion."""
+        tokens = len(plan.prompt.ids)
+        if fusion is None:
+            shares, layers = [0.0] * tokens, layers if any(computed) else 0
+            spans = [span for span in plan.spans if not span.exact]
+            for span, n in zip(spans, computed, strict=False):
+                shares[span.start : span.start + n] = [1.0] * n
+        else:
+            counts, chosen_in = [0] * tokens, fusion.recomputed[1:]
+            for _, run in groupby(chosen_in, key=id):  # unchanged sets are one tensor
+                chosen, *others = run
+                for position in chosen.tolist():
+                    counts[position] += 1 + len(others)
+            shares = [count / max(len(chosen_in), 1) for count in counts]
+            layers = len(chosen_in) + 1 if chosen_in else 0
         return cls(
             texts=tuple(texts),
             chunks=tuple((chunk.segment.position, chunk.segment.end) for chunk in plan.chunks),
             reused=tuple((span.start, span.end) for span in plan.spans),
-            recomputed=tuple(count / max(len(layers), 1) for count in counts),
-            layers=len(layers) + 1 if layers else 0,
+            recomputed=tuple(shares),
+            layers=layers,
             spans=tuple(timeline.all_spans()),
         )
 

@@ -219,7 +219,9 @@ class Generation:
         if self._timeline is not None:
             steps = TextSteps(self._adapter.tokens.tokenizer)
             prompt_texts = [steps.add(token) for token in request.prompt.ids]
-            trace = Trace.of(plan, prefill.fusion, self._timeline, prompt_texts)
+            layers = len(self._adapter.decoder_layers)
+            about = self._timeline, prompt_texts, layers, prefill.recomputed
+            trace = Trace.of(plan, prefill.fusion, *about)
         return Answer(texts[0], tuple(texts), reasons, metrics, (), logprobs, trace, tuple(replies))
 
     def _why_cut(self, rows: Sequence[Sequence[int]], has_ended: bool) -> tuple[str, ...]:
