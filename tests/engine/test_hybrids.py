@@ -167,6 +167,20 @@ def test_an_explained_answer_shows_what_was_recomputed(engine):
     assert 'title="recomputed in' in answer.explain().page()
 
 
+def test_answers_follow_a_schema_and_come_in_pieces_and_batches(engine):
+    text = tiny.prompt(engine, 1, 0)
+    schema = {"enum": ["ships", "mills"]}
+    form = {"type": "json_schema", "json_schema": {"name": "what", "schema": schema}}
+    answer = engine.generate(text, response_format=form, max_new_tokens=20)
+    assert answer.text.strip() in ('"ships"', '"mills"')
+    assert {chunk.outcome for chunk in answer.metrics.chunks} == {"reused"}
+    alone = [engine.generate(each).text for each in (text, "Where?")]
+    pieces = engine.stream(text)
+    assert "".join(pieces) == alone[0]
+    assert {chunk.outcome for chunk in pieces.answer.metrics.chunks} == {"reused"}
+    assert [each.text for each in engine.batch([text, "Where?"])] == alone
+
+
 def test_prompts_without_chunks_go_on_from_states_in_the_default_mode(engine):
     messages = [{"role": "user", "content": "Tell me about the town of Place. " * 12}]
     first = engine.generate(messages)

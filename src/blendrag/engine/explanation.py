@@ -72,8 +72,8 @@ class Trace:
         computed: Sequence[int] = (),
     ) -> Trace:
         """Call after the forward. ``texts``: the text of each prompt token. ``layers``: of the model.
-        ``computed``: of each loaded span that is not exact, how many of its first tokens every layer computed,
-        if there is no fusion."""
+        ``computed``: how many tokens every layer computed of each loaded span that is not exact, from its
+        first one on, if there is no fusion."""
         tokens = len(plan.prompt.ids)
         if fusion is None:
             shares, layers = [0.0] * tokens, layers if any(computed) else 0

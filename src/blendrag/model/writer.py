@@ -330,7 +330,9 @@ class FittedWriter:
         other = "" if writer.model_id in ("", adapter.model_id) else f" of {writer.model_id}"
         self._label = f"{writer.label}{other}"
         if adapter.composition is not None:
-            raise self._unfit("some of whose layers have running states, which no writer was trained for")
+            raise self._unfit(
+                "some of whose layers have running states, which no writer was trained for"
+            )
         modules = dict(adapter.model.named_modules())
         if unknown := [name for name in writer.parts if name not in modules]:
             raise self._unfit(f"which has no layer {unknown[0]:.100}")
