@@ -278,6 +278,16 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "linear_attention"] * 2,
         },
     ),
+    "inkling": (
+        "InklingForCausalLM", "InklingTextConfig",
+        {
+            "head_dim": 8, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+            "sliding_window_size": WINDOW, "d_rel": 4, "rel_extent": 32, "conv_kernel_size": 4,
+            "layer_types": ["hybrid_sliding", "hybrid"] * 2, "moe_intermediate_size": 32,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "logits_mup_width_multiplier": 1.0,
+        },
+    ),
     "zaya": (
         "ZayaForCausalLM", "ZayaConfig",
         {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16},

@@ -140,6 +140,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    # else logits are so small that the gate sees no wrong ones
+    **{kind: {"logits_mup_width_multiplier": 1.0} for kind in ("inkling_text", "inkling2_text")},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

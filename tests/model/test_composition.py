@@ -155,7 +155,7 @@ def test_the_heads_of_mamba_2_share_a_decay_each():
 
 def test_a_chunk_shorter_than_the_convolution_leaves_what_was_before_it():
     conv = linear_layers.ConvState((1, 1, 4), torch.float32)
-    layer = LinearLayer(0, torch.nn.Identity(), (), (conv,))
+    layer = LinearLayer(linear_layers.Place(0), torch.nn.Identity(), (), (conv,))
     tail = torch.tensor([[[0.0, 0.0, 8.0, 9.0]]])
     record = linear_layers.LayerRecord((), (), (tail,))
     before = RunningStates((), (torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]),))

@@ -33,7 +33,7 @@ from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.composition import ComposedLayer, Composition
 from blendrag.model.kv_compare import LOGIT_TOLERANCE
-from blendrag.model.linear_layers import LayerRecord, RunningStates
+from blendrag.model.linear_layers import LayerRecord, LinearLayer, RunningStates
 from blendrag.model.windows import Window
 from blendrag.store.kv import dtype_name
 
@@ -98,8 +98,8 @@ class _Prompt:
         self._device = device
         self.divide({})
         self.cache = composition.new_cache()
-        self.records: dict[int, list[LayerRecord]] = {}
-        """Of each layer with a running state, for each span."""
+        self.records: dict[LinearLayer, list[LayerRecord]] = {}
+        """Of each module that writes running states, for each span."""
 
     def divide(self, computed: Mapping[int, int]) -> None:
         """Divide the prompt into stretches; so many tokens of the chunks with these numbers are ``computed``,
@@ -137,7 +137,7 @@ class _Prompt:
                     with reading(span):
                         span.reader.read_layer(number, record)
                 moved = (record.to(self.positions.device) for record in records)
-                self.records[layer.index] = [*map(layer.linear.unpacked, moved)]
+                self.records[layer.linear] = [*map(layer.linear.unpacked, moved)]
                 continue
             buffer = torch.empty(
                 shape.tensor_shape(self.tokens), dtype=dtype, device=self.positions.device
@@ -210,7 +210,7 @@ class _Prompt:
             outputs, at = [], 0
             for start, end, chunk in self.stretches:
                 if chunk is not None:
-                    record, span = self.records[layer.index][chunk], self.spans[chunk]
+                    record, span = self.records[linear][chunk], self.spans[chunk]
                     if start == span.start:
                         before = linear.held(self.cache)
                     linear.put(self.cache, linear.after(record, before, span.tokens))

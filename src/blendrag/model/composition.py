@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
@@ -133,13 +134,14 @@ class Composition:
         cache, skip = self.new_cache(), len(before)
         if before:
             self.forward(self._batch(before), cache, position)
-        records: dict[int, LayerRecord] = {}
-        linear = {e.index: e.linear for e in self.entries if e.linear is not None}
+        records: dict[LinearLayer, LayerRecord] = {}
+        linear = {e.linear.mixer: e.linear for e in self.entries if e.linear is not None}
 
         def note(call: MixerRun) -> None:
-            records[call.layer] = linear_layers.record_of(linear[call.layer], call)
+            layer = linear[call.mixer]
+            records[layer] = linear_layers.record_of(layer, call)
 
-        mixers = [(index, layer.mixer) for index, layer in linear.items()]
+        mixers = [(layer.place, mixer) for mixer, layer in linear.items()]
         with linear_layers.calls(mixers, cache, note):
             self.forward(self._batch(ids), cache, position + skip)
         layers = []
@@ -148,7 +150,7 @@ class Composition:
                 held = cache.layers[entry.index]
                 layers.append(entry.shape.joined(held.keys[0, :, skip:], held.values[0, :, skip:]))
                 continue
-            record = records[entry.index]
+            record = records[entry.linear]
             if not all(bool(t.isfinite().all()) for part in record for t in part):
                 raise InvalidInputError(
                     f"the running state of layer {entry.index} has NaN or infinity, expected finite numbers; "
@@ -249,12 +251,12 @@ class Composition:
         mixers = linear_layers.find_mixers(
             layers, cache, lambda: self.forward(second, cache, first.shape[1])
         )
-        found: dict[int, LinearLayer] = {}
+        found: dict[nn.Module, LinearLayer] = {}
 
         tokens = 1 if self._going.in_steps else third.shape[1]
 
         def note(call: MixerRun) -> None:
-            found[call.layer] = linear_layers.measured(call, tokens)
+            found[call.mixer] = linear_layers.measured(call, tokens)
 
         with linear_layers.calls(mixers, cache, note):
             self.forward(third, cache, total - third.shape[1])
@@ -280,13 +282,13 @@ class Composition:
                 self._empty_kv_dtype = keys.dtype
                 attention += 1
                 layer.keys, layer.values = keys[:, :, :0].clone(), values[:, :, :0].clone()
-            if index in found:
-                entries.append(ComposedLayer(index, found[index].shape, found[index]))
-                held = found[index].held(cache)
+            for linear in (found[mixer] for place, mixer in mixers if place.layer == index):
+                entries.append(ComposedLayer(index, linear.shape, linear))
+                held = linear.held(cache)
                 for tensors in held:
                     for tensor in tensors:
                         tensor.zero_()
-                found[index].put(cache, held)
+                linear.put(cache, held)
         return cache, tuple(entries)
 
     def _of_single_steps(self) -> list[LinearLayer]:

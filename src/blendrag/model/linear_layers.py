@@ -118,11 +118,32 @@ class LayerRecord(NamedTuple):
     """Each convolution's state after the chunk."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which running states of a layer of a cache a module writes: all of them, or some (Inkling)."""
+
+    layer: int
+    recurrent: tuple[int, ...] = ()
+    conv: tuple[int, ...] = ()
+
+    @classmethod
+    def of_all(cls, cache: Cache, layer: int) -> Place:
+        """All states that the layer holds."""
+        held = cache.layers[layer]
+        both = (getattr(held, name, {}) for name in ("recurrent_states", "conv_states"))
+        return cls(
+            layer, *(tuple(i for i, s in states.items() if s is not None) for states in both)
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.recurrent or self.conv)
+
+
 @dataclass(frozen=True, eq=False)
 class LinearLayer:
-    """One layer of a cache with running states, and the module that writes them."""
+    """The running states that one module writes into a layer of a cache."""
 
-    index: int
+    place: Place
     mixer: nn.Module
     recurrent: tuple[RecurrentState, ...]
     conv: tuple[ConvState, ...]
@@ -180,45 +201,45 @@ class LinearLayer:
 
     def held(self, cache: Cache) -> RunningStates:
         """Copies of what ``cache`` holds."""
-        return held(cache, self.index)
+        return held(cache, self.place)
 
     def put(self, cache: Cache, states: RunningStates) -> None:
         """Write ``states`` into ``cache``."""
-        recurrent, conv = _tensors(cache, self.index)
+        recurrent, conv = _tensors(cache, self.place)
         for there, given in zip(
             (*recurrent, *conv), (*states.recurrent, *states.conv), strict=True
         ):
             there.copy_(given)
 
 
-def _tensors(cache: Cache, index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The recurrent states and those of convolutions in a layer of ``cache``, which are written in place."""
-    layer = cache.layers[index]
-    both = (getattr(layer, name, {}) for name in ("recurrent_states", "conv_states"))
-    recurrent, conv = ([s for s in states.values() if s is not None] for states in both)
-    return recurrent, conv
+def _tensors(cache: Cache, place: Place) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The recurrent states and those of convolutions at a place in ``cache``, which are written in place."""
+    layer: Any = cache.layers[place.layer]
+    recurrent = [layer.recurrent_states[i] for i in place.recurrent]
+    return recurrent, [layer.conv_states[i] for i in place.conv]
 
 
 def has_states(cache: Cache, index: int) -> bool:
     """Whether a layer of ``cache`` has running states, after a forward."""
-    return any(_tensors(cache, index))
+    return bool(Place.of_all(cache, index))
 
 
-def held(cache: Cache, index: int) -> RunningStates:
-    """Copies of the states that a layer of ``cache`` holds."""
-    recurrent, conv = _tensors(cache, index)
+def held(cache: Cache, place: Place) -> RunningStates:
+    """Copies of the states that ``cache`` holds at a place."""
+    recurrent, conv = _tensors(cache, place)
     return RunningStates(tuple(s.clone() for s in recurrent), tuple(s.clone() for s in conv))
 
 
-def with_states(cache: Cache, index: int, states: RunningStates) -> Cache:
-    """``cache`` for one more run of the module of a layer, which holds copies of ``states`` there."""
-    scratch, layer = copy.copy(cache), copy.copy(cache.layers[index])
-    for name, given in zip(("recurrent_states", "conv_states"), states, strict=True):
-        own, rest = getattr(layer, name, {}), iter(given)
-        copied = {i: None if s is None else next(rest).clone() for i, s in own.items()}
-        setattr(layer, name, copied)
+def with_states(cache: Cache, place: Place, states: RunningStates) -> Cache:
+    """``cache`` for one more run of a layer's module, which holds copies of ``states`` at a place."""
+    scratch, layer = copy.copy(cache), copy.copy(cache.layers[place.layer])
+    keys = place.recurrent, place.conv
+    for name, own, given in zip(("recurrent_states", "conv_states"), keys, states, strict=True):
+        if own:
+            copied = {i: s.clone() for i, s in zip(own, given, strict=True)}
+            setattr(layer, name, {**getattr(layer, name), **copied})
     scratch.layers = [*cache.layers]
-    scratch.layers[index] = layer
+    scratch.layers[place.layer] = layer
     return scratch
 
 
@@ -226,7 +247,7 @@ class MixerRun(NamedTuple):
     """One run of a layer's module within a forward, which can be repeated from other states."""
 
     mixer: nn.Module
-    layer: int
+    place: Place
     cache: Cache
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -235,36 +256,36 @@ class MixerRun(NamedTuple):
 
     def run_from(self, states: RunningStates) -> RunningStates:
         """What the layer's states are after the same inputs behind other ``states``."""
-        scratch = with_states(self.cache, self.layer, states)
+        scratch = with_states(self.cache, self.place, states)
         args = tuple(scratch if each is self.cache else each for each in self.args)
         kwargs = {k: scratch if each is self.cache else each for k, each in self.kwargs.items()}
         self.mixer.forward(*args, **kwargs)
-        return held(scratch, self.layer)
+        return held(scratch, self.place)
 
 
 @contextmanager
 def calls(
-    mixers: Sequence[tuple[int, nn.Module]], cache: Cache, note: Callable[[MixerRun], None]
+    mixers: Sequence[tuple[Place, nn.Module]], cache: Cache, note: Callable[[MixerRun], None]
 ) -> Iterator[None]:
-    """Within this context ``note`` is told each run of one of the ``mixers`` (with its layer) over ``cache``,
-    right after it."""
-    before: dict[int, RunningStates] = {}
+    """Within this context ``note`` is told each run of one of the ``mixers`` (with the states that it writes)
+    over ``cache``, right after it."""
+    before: dict[nn.Module, RunningStates] = {}
 
-    def hooks(index: int, mixer: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
+    def hooks(place: Place, mixer: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
         def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             if _is_given(cache, args, kwargs):
-                before[index] = held(cache, index)
+                before[mixer] = held(cache, place)
 
         def end(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             if _is_given(cache, args, kwargs):
-                states = before.pop(index), held(cache, index)
-                note(MixerRun(mixer, index, cache, args, kwargs, *states))
+                states = before.pop(mixer), held(cache, place)
+                note(MixerRun(mixer, place, cache, args, kwargs, *states))
 
         return begin, end
 
     with ExitStack() as hooked:
-        for index, mixer in mixers:
-            begin, end = hooks(index, mixer)
+        for place, mixer in mixers:
+            begin, end = hooks(place, mixer)
             hooked.callback(mixer.register_forward_pre_hook(begin, with_kwargs=True).remove)
             hooked.callback(mixer.register_forward_hook(end, with_kwargs=True).remove)
         yield
@@ -313,33 +334,51 @@ def _power_of_two(size: float) -> float:
 
 def find_mixers(
     layers: Sequence[nn.Module], cache: Cache, forward: Callable[[], object]
-) -> list[tuple[int, nn.Module]]:
-    """Which module writes the running states of each layer of ``cache``, in a ``forward`` over it.
+) -> list[tuple[Place, nn.Module]]:
+    """Which modules write the running states of each layer of ``cache``, in a ``forward`` over it.
 
     Raises :class:`UnsupportedModelError` for states that no module writes that gets the cache.
     """
     linear = [i for i in range(min(len(layers), len(cache.layers))) if has_states(cache, i)]
-    smallest: dict[int, tuple[int, nn.Module]] = {}
+    smallest: dict[Place, tuple[int, nn.Module]] = {}
+    """By a single state."""
 
     def note(call: MixerRun) -> None:
-        sides = ((*states.recurrent, *states.conv) for states in (call.before, call.after))
-        if all(torch.equal(old, new) for old, new in zip(*sides, strict=True)):
-            return
         size = sum(1 for _ in call.mixer.modules())
-        if call.layer not in smallest or size < smallest[call.layer][0]:
-            smallest[call.layer] = size, call.mixer
+        sides = ((*states.recurrent, *states.conv) for states in (call.before, call.after))
+        for place, old, new in zip(_single(call.place), *sides, strict=True):
+            is_larger = place in smallest and smallest[place][0] <= size
+            if not is_larger and not torch.equal(old, new):
+                smallest[place] = size, call.mixer
 
+    places = [Place.of_all(cache, index) for index in linear]
     with ExitStack() as watched:
-        for index in linear:
-            for module in layers[index].modules():
-                watched.enter_context(calls([(index, module)], cache, note))
+        for place in places:
+            for module in layers[place.layer].modules():
+                watched.enter_context(calls([(place, module)], cache, note))
         forward()
-    if missing := [i for i in linear if i not in smallest]:
-        raise UnsupportedModelError(
-            f"the running state of layer {missing[0]} is written by no module that is given the cache, so a "
-            "chunk's part of it cannot be told; use mode full"
-        )
-    return [(i, smallest[i][1]) for i in linear]
+    found = list[tuple[Place, nn.Module]]()
+    for place in places:
+        written: dict[nn.Module, list[Place]] = {}
+        for each in _single(place):
+            if each not in smallest:
+                raise UnsupportedModelError(
+                    f"the running state of layer {place.layer} is written by no module that is given the "
+                    "cache, so a chunk's part of it cannot be told; use mode full"
+                )
+            written.setdefault(smallest[each][1], []).append(each)
+        for mixer, own in written.items():
+            keys = (
+                sum((getattr(each, name) for each in own), ()) for name in ("recurrent", "conv")
+            )
+            found.append((Place(place.layer, *keys), mixer))
+    return found
+
+
+def _single(place: Place) -> list[Place]:
+    """The places of single states, in order."""
+    recurrent = [Place(place.layer, (i,), ()) for i in place.recurrent]
+    return recurrent + [Place(place.layer, (), (i,)) for i in place.conv]
 
 
 def measured(call: MixerRun, tokens: int) -> LinearLayer:
@@ -361,7 +400,7 @@ def measured(call: MixerRun, tokens: int) -> LinearLayer:
         if kind is not Map.DECAY and any(s.ndim < 3 for s in states):
             continue
         kinds = tuple(RecurrentState(tuple(s.shape), s.dtype, kind) for s in states)
-        layer = LinearLayer(call.layer, call.mixer, kinds, conv)
+        layer = LinearLayer(call.place, call.mixer, kinds, conv)
         record = record_of(layer, call, enlarged)
         misfit = _misfit(layer.after(record, other, tokens), expected)
         if misfit <= 1:
@@ -369,8 +408,8 @@ def measured(call: MixerRun, tokens: int) -> LinearLayer:
         worst = min(worst, misfit)
     off = f" (off by {worst:.3g} times what is allowed)" if worst < math.inf else ""
     raise UnsupportedModelError(
-        f"the state of layer {call.layer} ({type(call.mixer).__name__}) after a chunk is no linear function "
-        f"of the state before it{off}, so what a chunk does to it cannot be stored; use mode full"
+        f"the state of layer {call.place.layer} ({type(call.mixer).__name__}) after a chunk is no linear "
+        f"function of the state before it{off}, so what a chunk does to it cannot be stored; use mode full"
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from blendrag.model.linear_layers import LinearLayer, RunningStates, held, with_states
+from blendrag.model.linear_layers import LinearLayer, RunningStates, with_states
 
 #: Tokens of a batch: there is a state for each.
 BLOCK_TOKENS = 64
@@ -50,7 +50,7 @@ def _in_blocks(layer: LinearLayer, forward: Callable[..., Any]) -> Callable[...,
         cache = next((each for each in given if isinstance(each, Cache)), None)
         if cache is None:
             return forward(*args, **kwargs)
-        before = held(cache, layer.index)
+        before = layer.held(cache)
         tokens = next(t.shape[1] for t in given if isinstance(t, torch.Tensor) and t.ndim == 3)
         if tokens == 1 or not any(bool(s.any()) for states in before for s in states):
             return forward(*args, **kwargs)
@@ -110,7 +110,7 @@ class _Block:
     ) -> tuple[torch.Tensor, RunningStates]:
         """The output of each token ``[n, 1, D]`` behind its own states, and its states after it."""
         scratch = with_states(
-            self.cache, self.layer.index, RunningStates(tuple(recurrent), tuple(conv))
+            self.cache, self.layer.place, RunningStates(tuple(recurrent), tuple(conv))
         )
 
         def as_batch(value: Any) -> Any:
@@ -125,7 +125,7 @@ class _Block:
         if "attention_mask" in self.kwargs:
             kwargs["attention_mask"] = None
         output = self.forward(*map(as_batch, self.args), **kwargs)
-        return output, held(scratch, self.layer.index)
+        return output, self.layer.held(scratch)
 
 
 def _in_order(state: torch.Tensor, a: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
