@@ -73,6 +73,13 @@ def engines(cache: Path, tmp_path: Path) -> Iterator[Callable[..., BlendEngine]]
         one.close()
 
 
+HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
+
+def hybrid() -> Any:
+    return tiny.family("qwen3_5", initializer_range=0.2, **HYBRID).bfloat16()
+
+
 def closed(engine: BlendEngine) -> None:
     """Close it, so that its packed weights leave memory."""
     engine.close()
@@ -82,11 +89,16 @@ def closed(engine: BlendEngine) -> None:
 QUESTION = "what did the company do in the year 1874?"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "loaded"), [*((name, model) for name in NAMES), (NAMES[0], hybrid)]
+)
 def test_tokens_behind_the_first_are_decoded_with_packed_weights(
-    name: str, engines: Callable[..., BlendEngine], products: list[int]
+    name: str,
+    loaded: Callable[[], Any],
+    engines: Callable[..., BlendEngine],
+    products: list[int],
 ) -> None:
-    engine = engines(decode_weights=name)
+    engine = engines(loaded(), decode_weights=name)
     answer = engine.generate(QUESTION, max_new_tokens=4)
     layers = len(packing.linear_layers(engine.adapter.model))
     assert answer.metrics.decode_weights == name
@@ -129,10 +141,11 @@ def test_a_prompt_of_which_one_token_is_computed_is_no_step_of_decoding(
     assert not products
 
 
+@pytest.mark.parametrize("loaded", [model, hybrid])
 def test_joint_steps_use_packed_weights_up_to_the_rows_where_they_are_faster(
-    engines: Callable[..., BlendEngine], products: list[int]
+    loaded: Callable[[], Any], engines: Callable[..., BlendEngine], products: list[int]
 ) -> None:
-    engine = engines(decode_weights="int8")
+    engine = engines(loaded(), decode_weights="int8")
     answers = engine.batch([f"{QUESTION} {i}" for i in range(6)], max_new_tokens=12)
     assert max(products) == 4
     assert {answer.metrics.decode_weights for answer in answers} == {"int8"}

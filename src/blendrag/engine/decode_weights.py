@@ -54,7 +54,6 @@ KEPT = 2
 KEPT_UNNAMED = 4
 NOT_FASTER = "packed weights are not faster on this machine"
 NOT_TOGETHER = "its requests are not decoded together"
-OF_HYBRID = "some of its layers have running states"
 
 
 class DecodeWeightsChoice:
@@ -193,7 +192,7 @@ def compare(
     with adapter.lock:
         if why := _why_not(adapter, name):
             return why
-        if not Fusor(adapter).packs:
+        if adapter.composition is None and not Fusor(adapter).packs:
             return NOT_TOGETHER
         made = _made(adapter, name)
         if isinstance(made, str):
@@ -226,9 +225,7 @@ def _slow_key(adapter: ModelAdapter, name: str) -> str:
 
 def _why_not(adapter: ModelAdapter, name: str) -> str:
     """Why the model keeps its own weights instead of ``name``, in a clause, or empty."""
-    if adapter.composition is not None:
-        return OF_HYBRID
-    if not adapter.fuses:
+    if adapter.refusal is not None:
         return NOT_TOGETHER
     if adapter.is_compiled:
         return "it is compiled"
