@@ -84,7 +84,7 @@ def test_kv_that_grows_gives_the_answers_of_kv_allocated_at_once(
     """Bit for bit where prefills repeat their bits; blended ones, whose chunks are shared, do not."""
     monkeypatch.setattr(chunk_pool, "MIN_SHARED_TOKENS", 32)
     monkeypatch.setattr(kv_budget, "STEP_PART", 1000)
-    model, options, found = tiny.family(family, initializer_range=0.2), exactly(30, logprobs=2), []
+    model, options, found = tiny.family(family, initializer_range=0.2), exactly(16, logprobs=2), []
     with tiny.engine(model, tmp_path) as made:
         made.ingest([tiny.document(i) for i in range(3)])
         prompts = [tiny.prompt(made, i, (i + 1) % 3) for i in range(3)]

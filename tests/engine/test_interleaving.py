@@ -124,9 +124,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma4", "deepseek_v2", "gpt_neox", "cohere2", "qwen3_moe"]
-)
+@pytest.mark.parametrize("family", ["llama", "gemma4", "deepseek_v2", "cohere2"])
 def test_answers_are_those_of_each_request_alone(family, tmp_path, pauses):
     model = tiny.family(family, initializer_range=0.2)
     with tiny.engine(model, tmp_path) as engine:

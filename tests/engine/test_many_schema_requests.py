@@ -94,7 +94,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     [
         ("llama", True),
         ("mistral", False),
-        ("gemma3_text", True),
         ("gemma4", True),
         ("minicpm3", False),
     ],

@@ -109,7 +109,7 @@ def test_trim_messages_counts_with_a_strict_template(
 ) -> None:
     whole = chat.get_num_tokens_from_messages(HISTORY)
     seen = set()
-    for most in range(0, whole + 1, 7):
+    for most in range(0, whole + 1, 12):
         more: Any = {"include_system": True} if strategy == "last" else {}
         kept = trim_messages(HISTORY, max_tokens=most, token_counter=chat, strategy=strategy,
                              allow_partial=partial, **more)  # fmt: skip
