@@ -25,6 +25,7 @@ from blendrag.frameworks.engines import close_shared_engines
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import KVLayout, LayerShape
 from cli.commands import invoke
+from embedding_once import each_text_is_embedded_once
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -49,6 +50,12 @@ SMALLER = {
 }
 #: Of the pages that the commands ingest; the rest is more of the same.
 DOCUMENT_CHARS = 3000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_text_is_embedded_once():
+    with each_text_is_embedded_once():
+        yield
 
 
 @pytest.fixture

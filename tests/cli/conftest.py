@@ -9,51 +9,19 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import tiny
-from blendrag.corpus import embedder as embedders
-from blendrag.corpus.embedder import Embedder
 from blendrag.engine.stream import AnswerStream
 from cli.commands import ingest_args, invoke, save_model, write_documents
-
-#: Embedders and vectors that a command has loaded and computed.
-KNOWN: dict[Any, Any] = {}
+from embedding_once import each_text_is_embedded_once
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _each_text_is_embedded_once() -> Iterator[None]:
-    """Otherwise each command would load the same embedder and embed the same documents.
-
-    Not for the session: tests of other directories must load their own.
-    """
-    load, embed = Embedder._open, Embedder._pooled
-    copy = embedders.uncapped_copy
-
-    def load_once(self: Embedder, name: str, local_files_only: bool = False) -> Any:
-        how = (name, local_files_only, self._recorded, self._trust_remote_code)
-        if how not in KNOWN:
-            KNOWN[how] = load(self, name, local_files_only)
-        return KNOWN[how]
-
-    def embed_once(self: Embedder, encode: Any, windows: list[Any], *how: Any) -> Any:
-        what = (self.name, encode.__name__, str(windows))
-        if what not in KNOWN:
-            KNOWN[what] = embed(self, encode, windows, *how)
-        return KNOWN[what]
-
-    def copy_once(tokenizer: Any) -> Any:
-        if ("copy", tokenizer) not in KNOWN:
-            KNOWN["copy", tokenizer] = copy(tokenizer)
-        return KNOWN["copy", tokenizer]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedders, "uncapped_copy", copy_once)
-        patch.setattr(Embedder, "_open", load_once)
-        patch.setattr(Embedder, "_pooled", embed_once)
+    with each_text_is_embedded_once():
         yield
 
 

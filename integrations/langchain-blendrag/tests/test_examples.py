@@ -16,11 +16,18 @@ import scripted
 from blendrag.config import settings
 from blendrag.demo import demo_corpus_path
 from blendrag.engine import BlendEngine
+from embedding_once import each_text_is_embedded_once
 from langchain_blendrag import close_shared_engines
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = example_scripts.EXAMPLES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_text_is_embedded_once() -> Iterator[None]:
+    with each_text_is_embedded_once():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from llama_index.core.instrumentation import get_dispatcher
 
 import example_scripts
 from blendrag.engine import BlendEngine
+from embedding_once import each_text_is_embedded_once
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
 pytestmark = pytest.mark.slow
@@ -25,6 +26,12 @@ REUSING = [
     "`CondensePlusContextChatEngine`",
     "the same with `BlendSynthesizer`",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_text_is_embedded_once() -> Iterator[None]:
+    with each_text_is_embedded_once():
+        yield
 
 
 @pytest.fixture(scope="module")
