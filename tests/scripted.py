@@ -147,7 +147,7 @@ _reply: ContextVar[Iterator[int] | None] = ContextVar("reply", default=None)
 def model(script: Script = (), default: str = "I do not know.", seed: int = 0) -> ScriptedLlama:
     """A seeded model with that script."""
     torch.manual_seed(seed)
-    given = {**tiny.COMMON, "initializer_range": 0.2}
+    given = {**tiny.COMMON, "num_hidden_layers": 2, "initializer_range": 0.2}
     made = ScriptedLlama(LlamaConfig(**given)).eval()
     made.script, made.default = script, default
     return made
