@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 import tiny
+from blendrag.config import settings
 from blendrag.engine import BlendEngine
+from blendrag.engine.lazy_model import LazyModel
 from blendrag.errors import UnsupportedModelError
+from blendrag.fusor.composer import Composer, ComposerChecks
 from blendrag.model.composition import Composition
 
 
@@ -149,6 +152,18 @@ def test_a_store_is_not_used_where_states_are_computed_otherwise(tmp_path, monke
         metrics = made.generate(tiny.prompt(made, 0)).metrics
     assert metrics.reused_tokens == 0
     assert any("computes different KV" in note for note in metrics.notes)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_what_a_composer_measures_is_remembered_for_the_model(engine):
+    model = engine.adapter.model
+    with tiny.counted(Composer, "prefill") as measured:
+        first = LazyModel(model, tiny.tokenizer(), settings()).composer
+        assert measured
+        measured.clear()
+        again = LazyModel(model, tiny.tokenizer(), settings()).composer
+        assert not measured
+    assert again.checks == first.checks == ComposerChecks(True, True, True)
 
 
 def test_an_explained_answer_shows_what_was_reused(engine):

@@ -170,6 +170,7 @@ def test_one_that_waits_for_memory_goes_on_from_what_was_moved_away(engine, size
 
 
 @one_kind
+@pytest.mark.usefixtures("empty_cache")
 def test_requests_take_turns_if_joint_steps_give_something_else(engine, sizes, monkeypatch):
     alone = [engine.generate(asked(engine, i), long(4 + 4 * i)).text for i in range(3)]
     monkeypatch.setattr(decode_step, "steps_agree", lambda adapter: False)
@@ -185,6 +186,17 @@ def test_requests_take_turns_if_joint_steps_give_something_else(engine, sizes, m
     engine.scheduler.room.close()
     assert not sizes
     assert ended == [0, 1, 2]
+
+
+@one_kind
+@pytest.mark.usefixtures("empty_cache")
+def test_joint_steps_are_measured_once_on_a_machine(engine):
+    with tiny.counted(decode_step, "steps_agree") as measured:
+        for _ in range(2):
+            pool = HybridPool(engine.adapter)
+            assert not decode_step.may_decode_together(pool, 1)
+            assert decode_step.may_decode_together(pool, 2)
+    assert len(measured) == 1
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "jamba", "zaya", "olmo_hybrid"])

@@ -15,8 +15,8 @@ import transformers
 from blendrag.config import Settings, absolute_model
 from blendrag.engine.decode_weights import DecodeWeightsChoice
 from blendrag.errors import InvalidInputError, UnsupportedModelError
-from blendrag.fusor import Fusor
-from blendrag.fusor.composer import Composer
+from blendrag.fusor import Fusor, verdicts
+from blendrag.fusor.composer import CHECKS_VERSION, Composer, ComposerChecks
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import (
     hub_kwargs,
@@ -117,7 +117,12 @@ class LazyModel:
 
     @opened
     def composer(self) -> Composer:
-        return Composer(self.adapter)
+        key = verdicts.key_of(f"composer {CHECKS_VERSION}", self.adapter)
+        known = verdicts.recall_measured(key, ComposerChecks)
+        composer = Composer(self.adapter, known)
+        if known is None:
+            verdicts.remember_measured(key, composer.checks)
+        return composer
 
     @opened
     def decode_weights(self) -> DecodeWeightsChoice:

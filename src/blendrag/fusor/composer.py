@@ -37,6 +37,8 @@ from blendrag.model.linear_layers import LayerRecord, LinearLayer, RunningStates
 from blendrag.model.windows import Window
 from blendrag.store.kv import dtype_name
 
+#: Counts up when something else is measured, so that earlier results are not used.
+CHECKS_VERSION = 1
 #: The prompt on which both ways are compared, and its chunks.
 CHECKED_TOKENS, CHECKED_CHUNKS = 26, ((4, 11), (13, 20))
 
@@ -247,24 +249,44 @@ def _joined(outputs: Sequence[Any]) -> Any:
     return (torch.cat([output[0] for output in outputs], 1), *outputs[-1][1:])
 
 
+@dataclass(frozen=True)
+class ComposerChecks:
+    """What a :class:`Composer` has measured of a model."""
+
+    fast_attention: bool
+    """Whether :func:`blend_attention` serves the model, instead of its own with masks."""
+    serves: bool
+    """Whether :meth:`Composer.prefill` can be used; else the reference is."""
+    observes: bool
+    """Whether the question's attention can be seen."""
+
+
 class Composer:
     """Prefills of one hybrid model over stored chunks. The caller holds the model's lock."""
 
-    def __init__(self, adapter: ModelAdapter) -> None:
-        """Measures whether one forward gives what the reference does."""
+    def __init__(self, adapter: ModelAdapter, known: ComposerChecks | None = None) -> None:
+        """Measures whether one forward gives what the reference does, if it is not ``known``."""
         assert adapter.composition is not None
         self._adapter, self._composition = adapter, adapter.composition
         windows = windows_of(adapter)
         self._windows = [windows[layer.index] for layer in self._composition.with_kv]
-        self.fast_attention = True
-        """Whether :func:`blend_attention` serves the model, instead of its own with masks."""
+        self.fast_attention = self.serves = self.observes = True
+        if known is None:
+            self._measure()
+        else:
+            self.fast_attention, self.serves = known.fast_attention, known.serves
+            self.observes = known.observes
+
+    @property
+    def checks(self) -> ComposerChecks:
+        return ComposerChecks(self.fast_attention, self.serves, self.observes)
+
+    def _measure(self) -> None:
         self.serves = self._holds(self._equals_reference)
-        """Whether :meth:`prefill` can be used; else the reference is."""
         if not self.serves:
             self.fast_attention = False
             self.serves = self._holds(self._equals_reference)
         self.observes = self.serves and self._holds(self._sees_attention)
-        """Whether the question's attention can be seen."""
 
     def _holds(self, check: Callable[[], bool]) -> bool:
         """Whether the model passes ``check``; layers may raise anything there."""

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from blendrag.config import cache_folder, settings
 from blendrag.errors import is_out_of_space
 from blendrag.fusor.gate import GATE_VERSION, Verification
+from blendrag.model.adapter import ModelAdapter
 from blendrag.store.databases import keep_private
 from blendrag.wording import condensed
 
@@ -97,6 +98,12 @@ def warn_unwritable(error: Exception) -> None:
         "name another directory in BLENDRAG_CACHE",
         *(folder, why),
     )
+
+
+def key_of(what: str, adapter: ModelAdapter) -> str:
+    """Names ``what`` was measured of a model as it is loaded now, with the installed libraries, on its
+    device."""
+    return f"{what}, {adapter.identity.namespace}, {libraries()}, {adapter.device.type}"
 
 
 def libraries() -> str:

@@ -8,6 +8,7 @@ shares (:mod:`blendrag.serving.chunk_pool`). Requests of hybrid models have runn
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
+from blendrag.fusor import verdicts
 from blendrag.fusor.attention import UNSERVED, NotServedError, attend_token, implementation
 from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.model.adapter import ModelAdapter
@@ -36,7 +38,9 @@ log = logging.getLogger(__name__)
 
 NAME = "blendrag_decode"
 #: Tokens of the prompts over which joint steps of a hybrid model are measured, and how many steps.
-MEASURED_PROMPTS, MEASURED_STEPS = (7, 12), 3
+MEASURED_PROMPTS, MEASURED_STEPS = (7, 12), 2
+#: Counts up when something else is measured, so that earlier results are not used.
+STEPS_VERSION = 1
 #: Arguments of a forward that joint steps provide themselves, or that do not matter for one token.
 _PROVIDED = frozenset(
     ("input_ids", "past_key_values", "position_ids", "cache_position", "attention_mask", "use_cache",
@@ -125,43 +129,52 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool | HybridPool) 
 
 
 def may_decode_together(pool: ChunkPool | HybridPool, requests: int) -> bool:
-    """Whether so many requests may decode in one forward. For a hybrid model this is measured once; a single
-    request then uses its own forward."""
+    """Whether so many requests may decode in one forward. For a hybrid model this is measured and remembered;
+    a single request then uses its own forward."""
     if isinstance(pool, ChunkPool):
         return True
     if pool.serves is None and requests > 1:
-        pool.serves = steps_agree(pool.adapter)
+        pool.serves = _serves(pool.adapter)
     return requests > 1 and bool(pool.serves)
+
+
+def _serves(adapter: ModelAdapter) -> bool:
+    """Whether joint steps serve a hybrid model, whose layers may raise anything there."""
+    try:
+        key = verdicts.key_of(f"joint steps {STEPS_VERSION}", adapter)
+        serves = verdicts.recall_measured(key, bool)
+        if serves is None:
+            serves = steps_agree(adapter)
+            verdicts.remember_measured(key, serves)
+    except Exception as exc:
+        log.info("%s decodes its requests in turns: %s", adapter.model_id, exc)
+        return False
+    return serves
 
 
 @torch.inference_mode()
 def steps_agree(adapter: ModelAdapter) -> bool:
-    """Whether joint steps of a hybrid model give what each request gets alone; layers may raise anything."""
+    """Whether joint steps of a hybrid model give what each request gets alone. Raises what its layers do."""
     composition, vocab = adapter.composition, adapter.model.get_input_embeddings().num_embeddings
     assert composition is not None
     ids = torch.tensor([[(19 + 43 * i + i * i) % vocab for i in range(sum(MEASURED_PROMPTS))]])
     prompts = ids.to(adapter.device).split(MEASURED_PROMPTS, 1)
-    try:
-        pairs = [(composition.new_cache(), composition.new_cache()) for _ in prompts]
-        for prompt, caches in zip(prompts, pairs, strict=True):
-            for cache in caches:
-                composition.forward(prompt, cache, 0)
-        alone, together = [one for one, _ in pairs], [HybridKV(other) for _, other in pairs]
-        pool = HybridPool(adapter)
-        for step in range(MEASURED_STEPS):
-            steps = [
-                DecodeStep(adapter.model.forward, prompt[:, step : step + 1], kv)
-                for prompt, kv in zip(prompts, together, strict=True)
-            ]
-            for made, each, cache in zip(decoded_together(steps, pool), steps, alone, strict=True):
-                position = int(cache.get_seq_length())
-                own = composition.forward(each.ids, cache, position)[-1].float()  # [V]
-                allowed = LOGIT_TOLERANCE[dtype_name(adapter.precision)] * float(own.abs().max())
-                if not (made.logits[0, -1].float() - own).abs().max() <= allowed:
-                    return False
-    except Exception as exc:
-        log.info("%s decodes its requests in turns: %s", adapter.model_id, exc)
-        return False
+    alone = [composition.new_cache() for _ in prompts]
+    for prompt, cache in zip(prompts, alone, strict=True):
+        composition.forward(prompt, cache, 0)
+    together = [HybridKV(copy.deepcopy(cache)) for cache in alone]
+    pool = HybridPool(adapter)
+    for at in range(MEASURED_STEPS):
+        steps = [
+            DecodeStep(adapter.model.forward, prompt[:, at : at + 1], kv)
+            for prompt, kv in zip(prompts, together, strict=True)
+        ]
+        for made, step, cache in zip(decoded_together(steps, pool), steps, alone, strict=True):
+            position = int(cache.get_seq_length())
+            own = composition.forward(step.ids, cache, position)[-1].float()  # [V]
+            allowed = LOGIT_TOLERANCE[dtype_name(adapter.precision)] * float(own.abs().max())
+            if not (made.logits[0, -1].float() - own).abs().max() <= allowed:
+                return False
     return True
 
 
