@@ -20,8 +20,10 @@ from blendrag.corpus.embedder import (
     MINILM,
     PIECE_CHARS,
     Embedder,
+    ModelFiles,
     batches,
     grouped,
+    packaged_minilm,
     pieces,
     same_embedder,
 )
@@ -114,6 +116,19 @@ def test_the_default_model_is_found_in_its_package_without_the_hub(embedder: Emb
     assert np.allclose(Embedder(MINILM).embed(text), embedder.embed(text), atol=1e-6)
     assert same_embedder(MINILM, "minilm-offline")
     assert not same_embedder(MINILM, "other/model")
+
+
+def test_what_is_not_in_the_cache_is_not_looked_for_by_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = list[tuple[Any, ...]]()
+    monkeypatch.setattr(Embedder, "_open", lambda self, *given, **more: opened.append(given))
+    made = Embedder("all-MiniLM-L6-v2")
+    monkeypatch.setattr(ModelFiles, "exist", False)
+    made._load()
+    monkeypatch.setattr(ModelFiles, "exist", True)
+    made._load()
+    assert opened == [(str(packaged_minilm()),), ("all-MiniLM-L6-v2",)]
 
 
 def test_threads_use_the_model_one_at_a_time(

@@ -22,7 +22,7 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.model.tokens import Tokens
+from blendrag.model.tokens import Tokens, _Definition
 from blendrag.text.matches import Match
 from blendrag.text.prompt import segment_prompt
 from blendrag.text.recognition import ChunkIndex, chunk_hashes
@@ -224,6 +224,17 @@ def test_ids_are_those_of_the_stock_tokenizer(kind, tokens, separator):
             assert segment.complete
             assert 0 <= len(segment.stored_ids) - len(segment.ids) < 3
             assert segment.ids == segment.stored_ids[: len(segment.ids)]
+
+
+def test_a_definition_is_taken_apart_and_put_together_without_its_vocabulary():
+    backend = tiny.tokenizer().backend_tokenizer
+    backend.add_tokens(['"model":{}', "é"])
+    written = backend.to_str()
+    definition = _Definition.parse(written)
+    whole = json.loads(written)
+    assert definition.parts == {name: whole[name] for name in whole if name != "model"}
+    assert json.loads(definition.model) == whole["model"]
+    assert definition.tokenizer().to_str() == written
 
 
 def test_an_end_that_merges_with_the_separator_is_computed():

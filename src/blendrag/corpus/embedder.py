@@ -297,7 +297,9 @@ class Embedder:
         if name == MINILM_OFFLINE and packaged is None:
             raise ModelLoadError(f"embedder {name!r} needs the package that contains it; {offline}")
         try:
-            if name != MINILM_OFFLINE and not is_directory:
+            is_cached = ModelFiles(name, True, self._recorded).exist
+            # asking the library for what is not there would import it, which takes a second
+            if name != MINILM_OFFLINE and not is_directory and is_cached:
                 try:
                     return self._open(name, local_files_only=True)
                 except BlendragError:
@@ -464,6 +466,11 @@ class ModelFiles:
     recorded: bool
     """The name was read from a store and not given by the user: only plain module types are accepted, with
     weights in safetensors."""
+
+    @property
+    def exist(self) -> bool:
+        """Whether any of what makes a model is there."""
+        return any(map(self._path, ("modules.json", "config.json")))
 
     def check(self) -> None:
         """Raise :class:`ModelLoadError` unless all modules are sentence-transformers' own with harmless

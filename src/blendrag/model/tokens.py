@@ -77,11 +77,11 @@ class Tokens:
             )
         self.tokenizer = tokenizer
         written = uncapped(tokenizer.backend_tokenizer).to_str()
-        definition = json.loads(written)  # once: the definition has all of the vocabulary
+        definition = _Definition.parse(written)
         self.fingerprint = digest_fields([written.encode()])
         """Digest of the fast tokenizer's definition, without truncation and padding, which every call of the
         tokenizer may change."""
-        _check_definition(tokenizer.backend_tokenizer, definition)
+        _check_definition(tokenizer.backend_tokenizer, definition.parts)
         self.text = _plain_text_tokenizer(definition)
         self._continuing = _continuing_tokenizer(definition)
         added = tokenizer.added_tokens_decoder
@@ -415,16 +415,40 @@ def _changes_text(backend: Tokenizer) -> bool:
     return normalizer is not None and text not in normalizer.normalize_str(text)
 
 
-def _plain_text_tokenizer(definition: dict[str, Any]) -> Tokenizer:
+class _Definition(NamedTuple):
+    """A tokenizer as JSON. Its vocabulary stays a text: 150,000 tokens and their merges take half a second to
+    parse and write."""
+
+    parts: dict[str, Any]
+    model: str
+
+    @staticmethod
+    def parse(written: str) -> _Definition:
+        """Of what ``Tokenizer.to_str`` writes, without spaces and the model last."""
+        decode, parts, at = json.JSONDecoder().raw_decode, dict[str, Any](), 1
+        while True:
+            name, at = decode(written, at)
+            if name == "model":
+                return _Definition(parts, written[at + 1 : -1])
+            parts[name], at = decode(written, at + 1)
+            at += 1
+
+    def tokenizer(self, **changed: Any) -> Tokenizer:
+        """A tokenizer whose parts are these, but for those that changed."""
+        parts = json.dumps(self.parts | changed)
+        return Tokenizer.from_str(f'{parts[:-1]}, "model": {self.model}}}')
+
+
+def _plain_text_tokenizer(definition: _Definition) -> Tokenizer:
     """A tokenizer of this definition without added tokens, which adds neither tokens nor a leading space."""
-    plainly = _without_additions(definition)
+    plainly = _without_additions(definition.parts)
     try:
-        plain = Tokenizer.from_str(json.dumps(plainly | {"added_tokens": []}))
+        plain = definition.tokenizer(**plainly | {"added_tokens": []})
     except Exception:
         # A model whose unknown token exists only as an added token needs the list. Marked special, all of
         # them are encoded as text.
-        special = [{**token, "special": True} for token in definition["added_tokens"]]
-        plain = Tokenizer.from_str(json.dumps(plainly | {"added_tokens": special}))
+        special = [{**token, "special": True} for token in definition.parts["added_tokens"]]
+        plain = definition.tokenizer(**plainly | {"added_tokens": special})
     plain.encode_special_tokens = True
     return plain
 
@@ -432,13 +456,13 @@ def _plain_text_tokenizer(definition: dict[str, Any]) -> Tokenizer:
 _WHERE_SPACES_COME_FROM = ("normalizer", "pre_tokenizer")
 
 
-def _continuing_tokenizer(definition: dict[str, Any]) -> Tokenizer | None:
+def _continuing_tokenizer(definition: _Definition) -> Tokenizer | None:
     """A tokenizer that puts no space before a text that continues another; ``None`` if ``definition`` puts
     none."""
-    continuing = _without_additions(definition)
-    if all(continuing[part] == definition[part] for part in _WHERE_SPACES_COME_FROM):
+    continuing = _without_additions(definition.parts)
+    if all(continuing[part] == definition.parts[part] for part in _WHERE_SPACES_COME_FROM):
         return None
-    return Tokenizer.from_str(json.dumps(continuing))
+    return definition.tokenizer(**continuing)
 
 
 def _without_additions(definition: dict[str, Any]) -> dict[str, Any]:
