@@ -123,8 +123,18 @@ def _by_task(measured: Mapping[str, ByTask], tasks: Sequence[str]) -> str:
         ("task", lambda line: line[1]),
         ("n", lambda line: str(line[2].n)),
         *(_encoded(how, lambda line: line[2:]) for how in _SUFFIXES),
+        ("full prefill right: agreement", lambda line: _where_right(line[2], line[3])),
     ]
     return table(columns, lines).markdown()
+
+
+def _where_right(alone: Fidelity, points: Sequence[Fidelity]) -> str:
+    """How many questions full prefill answers right, and the agreement on them without and with a writer."""
+    written = next((each for each in points if each.policy == f"{REUSE}+writer"), None)
+    if alone.answers is None or alone.right_agreement is None or written is None:
+        return NOTHING
+    change = " → ".join(number(each.right_agreement, ".3f") for each in (alone, written))
+    return f"n = {alone.answers.right}: {change}"
 
 
 def _encoded(

@@ -67,6 +67,7 @@ class Fidelity:
     recovered_low: float | None = None
     recovered_high: float | None = None
     answers: Kept | None = None
+    right_agreement: float | None = None
 
 
 #: The ways of a model, by task.
@@ -83,6 +84,7 @@ def fidelities(rows: Sequence[ArenaRow]) -> list[Fidelity]:
             row.policy, row.schedule, row.ratio, row.charged_ratio, row.n, row.token_kl or 0.0,
             reuse.token_kl or 0.0, row.agreement or 0.0, row.ttft_ms / full.ttft_ms, row.recovered,
             row.recovered_low, row.recovered_high, kept_by(row, rows),
+            row.right_agreement,
         )
         for row in whole.values()
     ]  # fmt: skip
@@ -107,6 +109,7 @@ def mean_of(points: Sequence[Fidelity]) -> Fidelity:
         recovered_low=None,
         recovered_high=None,
         answers=None,
+        right_agreement=None,
     )
 
 

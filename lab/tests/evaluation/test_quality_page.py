@@ -285,9 +285,17 @@ def printed_with_writer(dataset: str, ttft_ms: float = 3.0) -> list[ArenaRow]:
     _, full, *_ = printed_by_eval(0.1, 6.0)
     return [
         replace(full, dataset=dataset),
-        baseline("reuse", **{**reuse, "recovered": 0.0, "token_kl": 0.4, "agreement": 0.5}),
+        baseline(
+            "reuse",
+            **reuse,
+            recovered=0.0,
+            token_kl=0.4,
+            agreement=0.5,
+            right=3,
+            right_agreement=0.4,
+        ),
         row("query", **{**task, **near, "agreement": 0.8, "ttft_ms": 6.0}),
-        baseline("reuse+writer", **{**reuse, **near, "agreement": 0.7}),
+        baseline("reuse+writer", **reuse, **near, agreement=0.7, right=3, right_agreement=0.6),
         row("query+writer", **{**task, **nearer, "agreement": 0.85, "ttft_ms": 6.0}),
     ]
 
@@ -331,13 +339,8 @@ def test_writers_are_compared_by_commands_without_paths_and_times_have_their_own
         ["tiny", "6", "0.15", f"0.2<br>{half}<br>0.800; 5.0×",
          "0.1<br>**0.75 [0.65, 0.85]**<br>0.850; 5.0×", "–"],
     ]  # fmt: skip
-    assert table[2][:2] + table[2][3:] == [
-        "tiny",
-        "code",
-        "0.4<br>0.500",
-        f"0.2<br>{half}<br>0.700",
-        "–",
-    ]
+    code = ["0.4<br>0.500", f"0.2<br>{half}<br>0.700", "–", "n = 3: 0.400 → 0.600"]
+    assert table[2] == ["tiny", "code", "6", *code]
     written = load_written(results)
     panel = plots.agreement_against_ttft(frontiers(written)).axes[0]
     assert curve(panel, "query") == ([0.05, 0.2], [0.5, 0.8])
