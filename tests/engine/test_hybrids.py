@@ -163,7 +163,7 @@ def test_what_a_composer_measures_is_remembered_for_the_model(engine):
         measured.clear()
         again = LazyModel(model, tiny.tokenizer(), settings()).composer
         assert not measured
-    assert again.checks == first.checks == ComposerChecks(True, True, True)
+    assert again.checks == first.checks == ComposerChecks(True, True, True, {"hidden_states": 1})
 
 
 def test_an_explained_answer_shows_what_was_reused(engine):

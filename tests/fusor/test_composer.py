@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -48,6 +49,23 @@ def test_one_forward_gives_a_stock_prefills_answer(adapter):
     assert torch.equal(ours.sequences, stock.sequences)
     for one, other in zip(ours.logits, stock.logits, strict=True):
         assert tiny.difference(one, other) < 1e-4 * float(other.abs().max())
+
+
+def test_an_argument_is_cut_by_token_and_not_by_chance_of_its_size():
+    """The check computes 12 tokens, and each layer has 12 gains."""
+    made = tiny.adapter(tiny.family("qwen3_5", initializer_range=0.2))
+
+    def with_gains(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "gains": torch.ones(1, 12)}
+
+    def checked(forward: Any, *args: Any, gains: torch.Tensor, **kwargs: Any) -> Any:
+        assert gains.shape == (1, 12)
+        return forward(*args, **kwargs)
+
+    for mixer in (entry.linear.mixer for entry in of(made).entries if entry.linear is not None):
+        mixer.forward = partial(checked, mixer.forward)
+        mixer.register_forward_pre_hook(with_gains, with_kwargs=True)
+    assert Composer(made).serves
 
 
 @torch.inference_mode()

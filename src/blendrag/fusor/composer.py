@@ -30,15 +30,18 @@ from blendrag.fusor.loader import HeldKV, LoadedSpan, reading
 from blendrag.fusor.pack import replayed
 from blendrag.fusor.rows import Rows
 from blendrag.fusor.scout import Observed, Scout, scouting
+from blendrag.model import linear_layers
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.composition import ComposedLayer, Composition
 from blendrag.model.kv_compare import LOGIT_TOLERANCE
-from blendrag.model.linear_layers import LayerRecord, LinearLayer, RunningStates
+from blendrag.model.linear_layers import LayerRecord, LinearLayer, MixerRun, RunningStates
 from blendrag.model.windows import Window
 from blendrag.store.kv import dtype_name
 
 #: Counts up when something else is measured, so that earlier results are not used.
-CHECKS_VERSION = 1
+CHECKS_VERSION = 2
+#: Tokens of two forwards that tell which arguments of layers have an entry for each.
+COUNTED_TOKENS = 5, 7
 #: The prompt on which both ways are compared, and its chunks.
 CHECKED_TOKENS, CHECKED_CHUNKS = 26, ((4, 11), (13, 20))
 
@@ -95,8 +98,11 @@ class _Prompt:
         tokens: int,
         spans: Sequence[LoadedSpan],
         device: torch.device,
+        by_token: Mapping[str, int],
     ) -> None:
+        """``by_token``: see :attr:`ComposerChecks.by_token`."""
         self.composition, self.tokens, self.spans = composition, tokens, spans
+        self._by_token = by_token
         self._device = device
         self.divide({})
         self.cache = composition.new_cache()
@@ -219,9 +225,9 @@ class _Prompt:
                     continue
                 before = linear.held(self.cache)  # a chunk's, if this is a run of it
                 rows = slice(at, at := at + end - start)
-                part = functools.partial(_part, rows=rows, tokens=len(self.positions))
-                some = [part(value) for value in args]
-                named = {name: part(value) for name, value in kwargs.items()}
+                part = functools.partial(_part, rows=rows, by_token=self._by_token)
+                some = [part(str(place), value) for place, value in enumerate(args)]
+                named = {name: part(name, value) for name, value in kwargs.items()}
                 if "attention_mask" in named:
                     named["attention_mask"] = None
                 outputs.append(forward(*some, **named))
@@ -230,16 +236,22 @@ class _Prompt:
         return run
 
 
-def _part(value: Any, rows: slice, tokens: int) -> Any:
-    """Of an argument with an entry for each of ``tokens`` tokens, that of some ``rows``."""
+def _part(name: str, value: Any, rows: slice, by_token: Mapping[str, int]) -> Any:
+    """Of the argument ``name``, the entries of some ``rows``, if it has one for each token."""
     if isinstance(value, tuple):
-        return tuple(_part(each, rows, tokens) for each in value)
-    if not isinstance(value, torch.Tensor) or value.ndim < 2:
+        return tuple(_part(f"{name}.{i}", each, rows, by_token) for i, each in enumerate(value))
+    if name not in by_token or not isinstance(value, torch.Tensor):
         return value
-    dim = next(
-        (dim for dim in (1, value.ndim - 1, value.ndim - 2) if value.shape[dim] == tokens), None
-    )
-    return value if dim is None else value.narrow(dim, rows.start, rows.stop - rows.start)
+    return value.narrow(by_token[name], rows.start, rows.stop - rows.start)
+
+
+def _shapes(name: str, value: Any) -> Iterator[tuple[str, torch.Size]]:
+    """Those of the tensors in the argument ``name``, by the names that :func:`_part` gives them."""
+    if isinstance(value, tuple):
+        for i, each in enumerate(value):
+            yield from _shapes(f"{name}.{i}", each)
+    elif isinstance(value, torch.Tensor):
+        yield name, value.shape
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
@@ -259,6 +271,8 @@ class ComposerChecks:
     """Whether :meth:`Composer.prefill` can be used; else the reference is."""
     observes: bool
     """Whether the question's attention can be seen."""
+    by_token: Mapping[str, int]
+    """Arguments of layers with a running state that have an entry for each token, and in which dimension."""
 
 
 class Composer:
@@ -271,17 +285,21 @@ class Composer:
         windows = windows_of(adapter)
         self._windows = [windows[layer.index] for layer in self._composition.with_kv]
         self.fast_attention = self.serves = self.observes = True
+        self._by_token: Mapping[str, int] = {}
         if known is None:
             self._measure()
         else:
             self.fast_attention, self.serves = known.fast_attention, known.serves
-            self.observes = known.observes
+            self.observes, self._by_token = known.observes, known.by_token
 
     @property
     def checks(self) -> ComposerChecks:
-        return ComposerChecks(self.fast_attention, self.serves, self.observes)
+        return ComposerChecks(self.fast_attention, self.serves, self.observes, self._by_token)
 
     def _measure(self) -> None:
+        if not self._holds(self._finds_tokens):
+            self.fast_attention = self.serves = self.observes = False
+            return
         self.serves = self._holds(self._equals_reference)
         if not self.serves:
             self.fast_attention = False
@@ -298,12 +316,42 @@ class Composer:
                 raise
             return False
 
+    def _finds_tokens(self) -> bool:
+        """Find :attr:`ComposerChecks.by_token` from two forwards of different lengths; whether each argument
+        has it in one dimension, the same in all layers."""
+        composition, found = self._composition, dict[str, set[tuple[int, ...]]]()
+        shapes: dict[tuple[nn.Module, str], torch.Size] = {}
+
+        def note(call: MixerRun) -> None:
+            given = {str(place): value for place, value in enumerate(call.args)}
+            for name, value in (given | call.kwargs).items():
+                for each, shape in _shapes(name, value):
+                    before = shapes.setdefault((call.mixer, each), shape)
+                    sizes = zip(before, shape, strict=True)
+                    dims = tuple(dim for dim, (some, more) in enumerate(sizes) if some != more)
+                    if dims and each != "attention_mask":
+                        found.setdefault(each, set()).add(dims)
+
+        linear = [entry.linear for entry in composition.entries if entry.linear is not None]
+        mixers = [(layer.place, layer.mixer) for layer in linear]
+        for tokens in COUNTED_TOKENS:
+            ids, cache = torch.arange(tokens, device=self._adapter.device), composition.new_cache()
+            with linear_layers.calls(mixers, cache, note):
+                composition.forward(ids[None], cache, 0)
+        dims = {name: [*each] for name, each in found.items()}
+        self._by_token = {name: each[0][0] for name, each in dims.items()}
+        return all(len(each) == len(each[0]) == 1 for each in dims.values())
+
     def _sees_attention(self) -> bool:
         """Whether the question's attention can be seen."""
         ids, spans = self._checked_prompt()
-        prompt = _Prompt(self._composition, CHECKED_TOKENS, spans, self._adapter.device)
+        prompt = self._prompt(CHECKED_TOKENS, spans)
         prompt.load()
         return self._attended(prompt, ids, CHECKED_CHUNKS[-1][1]) is not None
+
+    def _prompt(self, tokens: int, spans: Sequence[LoadedSpan]) -> _Prompt:
+        device = self._adapter.device
+        return _Prompt(self._composition, tokens, spans, device, self._by_token)
 
     def _checked_prompt(self) -> tuple[torch.Tensor, list[LoadedSpan]]:
         """Ids ``[1, N]`` and two chunks of them, for what is measured."""
@@ -350,7 +398,7 @@ class Composer:
         attention of the tokens from ``question_start`` on. Raises :class:`SpanCorruptError` if bytes fail
         verification.
         """
-        prompt = _Prompt(self._composition, ids.shape[1], spans, self._adapter.device)
+        prompt = self._prompt(ids.shape[1], spans)
         load_s, runs, scouted = prompt.load(), dict[int, int](), 0
         if ratio and not all(span.exact for span in spans):
             attention = None
