@@ -301,9 +301,11 @@ NOT_COMPOSED = ("recurrent_gemma", "minimax")
 
 
 def build(classes: tuple[str, str, dict[str, Any]], seed: int = 0, **changes: Any) -> Any:
-    """A seeded random model of that class."""
+    """A seeded random model of that class; skips where transformers has none."""
     torch.manual_seed(seed)
     name, config, extra = classes
+    if not hasattr(transformers, config):
+        pytest.skip(f"transformers {transformers.__version__} has no {config}")
     given = {**COMMON, **extra, **changes}
     if "text_config" in extra:
         given = {**extra, "text_config": {**COMMON, **extra["text_config"], **changes}}
@@ -323,10 +325,7 @@ def llama(seed: int = 0, **changes: Any) -> Any:
 
 
 def beam(layer_types: list[str], **changes: Any) -> Any:
-    """A BEAM, whose layers of full attention scale queries by their positions; skips where transformers has
-    none."""
-    if not hasattr(transformers, "BeamConfig"):
-        pytest.skip(f"transformers {transformers.__version__} has no BEAM")
+    """A BEAM, whose layers of full attention scale queries by their positions."""
     extra = {**EXPERTS, **SLIDES, "head_dim": 16, "n_group": 1, "topk_group": 1}
     classes = ("BeamForCausalLM", "BeamConfig", extra)
     return build(classes, layer_types=layer_types, **changes)
