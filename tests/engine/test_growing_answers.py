@@ -113,7 +113,7 @@ def kv_bytes() -> int:
 
 @pytest.fixture
 def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlendEngine]:
-    """An engine with memory for the beginnings of three answers of 96 tokens, but not for their ends."""
+    """An engine with memory for the beginnings of three answers of 60 tokens, but not for their ends."""
     monkeypatch.setattr(kv_budget, "FIRST_TOKENS", 8)
     with tiny.engine(tiny.llama(head_dim=HEAD), tmp_path, mode="full") as made:
         made.open()
@@ -130,7 +130,7 @@ def test_memory_of_growing_answers_stays_within_the_limit(
     crowded: BlendEngine, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest wait for older ones, and every answer is the one that it would be alone."""
-    options, prompts = exactly(96, logprobs=0), [question(i) for i in range(4)]
+    options, prompts = exactly(60, logprobs=0), [question(i) for i in range(4)]
     alone = [said(crowded, [prompt], options)[0] for prompt in prompts]
     held: list[tuple[int, int]] = []
     ready = KVRoom.ready
@@ -145,8 +145,8 @@ def test_memory_of_growing_answers_stays_within_the_limit(
     try:
         answers = said(crowded, prompts, options)
     finally:
-        gc.unfreeze()
         gc.collect()
+        gc.unfreeze()
         gc.freeze()  # as before: libraries are not searched for garbage
     for (text, ours), (expected, theirs) in zip(answers, alone, strict=True):
         assert text == expected
