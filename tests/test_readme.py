@@ -44,6 +44,7 @@ PYPROJECTS = [
 ]
 #: The benchmarks of README.md take minutes, and a model of billions of parameters all memory.
 SMALLER = {
+    r"bench (answer|ttft)": r"bench \1 --rounds 1",
     r"--geometry \S+": "--geometry tiny",
     "Qwen2.5-Coder-0.5B": "Qwen2.5-0.5B",
     "--chunk-tokens 512": "--chunk-tokens 64",
