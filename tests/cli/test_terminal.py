@@ -21,7 +21,7 @@ from blendrag.cli.app import app
 from blendrag.cli.output import Guarded, console, echo, print_json, say
 from blendrag.cli.progress import IngestProgress, StatusLine
 from blendrag.config import settings
-from blendrag.engine import Document
+from blendrag.engine import Document, IngestReport
 from blendrag.errors import InvalidInputError
 from blendrag_lab.tables import ResultTable
 from cli.commands import ingest_args, invoke, save_model
@@ -189,6 +189,29 @@ def test_progress_and_its_failures_are_shown() -> None:
     assert f"loading {SHOWN}" in shown
     assert f"checking {SHOWN}" in shown
     assert "\nforged" not in shown
+
+
+def test_progress_of_an_ingest_says_which_step_is_under_way_if_it_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = list[str]()
+    monkeypatch.setattr(StatusLine, "show", lambda self, text, *of: shown.append(text))
+    progress, counted = IngestProgress(), {"chunks": 2, "chunks_computed": 2, "tokens_per_s": 9.0}
+    for report in (
+        IngestReport(),
+        IngestReport(step="reading a.md", total_bytes=2048, read_bytes=1024),
+        IngestReport(step="encoding", work=4, work_done=1, **counted),
+        IngestReport(work=4, work_done=1, **counted),
+        IngestReport(documents=1),
+    ):
+        progress(report)
+    assert [text.partition(" tokens/s")[0] for text in shown] == [
+        "reading the documents",
+        "reading a.md; 1.0 KiB of 2.0 KiB read",
+        "encoding; 25%, 2 chunks, 9",
+        "25%, 2 chunks, 9",
+        "reading the documents",
+    ]
 
 
 def test_tables_are_shown_and_their_cells_are_no_markup() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -121,14 +122,20 @@ def test_the_default_model_is_found_in_its_package_without_the_hub(embedder: Emb
 def test_what_is_not_in_the_cache_is_not_looked_for_by_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    opened = list[tuple[Any, ...]]()
-    monkeypatch.setattr(Embedder, "_open", lambda self, *given, **more: opened.append(given))
-    made = Embedder("all-MiniLM-L6-v2")
-    monkeypatch.setattr(ModelFiles, "exist", False)
-    made._load()
-    monkeypatch.setattr(ModelFiles, "exist", True)
-    made._load()
-    assert opened == [(str(packaged_minilm()),), ("all-MiniLM-L6-v2",)]
+    opened = list[str]()
+
+    def stand_in(self: Embedder, name: str, **options: Any) -> Any:
+        opened.append(name)
+        words: Any = tiny.tokenizer()
+        return SimpleNamespace(
+            tokenizer=words, max_seq_length=256, get_embedding_dimension=lambda: 1
+        )
+
+    monkeypatch.setattr(Embedder, "_open", stand_in)
+    for exist in (False, True):
+        monkeypatch.setattr(ModelFiles, "exist", exist)
+        assert Embedder("all-MiniLM-L6-v2").dim == 1
+    assert opened == [str(packaged_minilm()), "all-MiniLM-L6-v2"]
 
 
 def test_threads_use_the_model_one_at_a_time(

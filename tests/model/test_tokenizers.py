@@ -22,7 +22,7 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.model.tokens import Tokens, _Definition
+from blendrag.model.tokens import Definition, Tokens
 from blendrag.text.matches import Match
 from blendrag.text.prompt import segment_prompt
 from blendrag.text.recognition import ChunkIndex, chunk_hashes
@@ -230,7 +230,7 @@ def test_a_definition_is_taken_apart_and_put_together_without_its_vocabulary():
     backend = tiny.tokenizer().backend_tokenizer
     backend.add_tokens(['"model":{}', "é"])
     written = backend.to_str()
-    definition = _Definition.parse(written)
+    definition = Definition.parse(written)
     whole = json.loads(written)
     assert definition.parts == {name: whole[name] for name in whole if name != "model"}
     assert json.loads(definition.model) == whole["model"]

@@ -96,14 +96,17 @@ class IngestProgress(StatusLine):
 
     def __call__(self, totals: IngestReport) -> None:
         self.name_failures(totals.failures)
-        step, of = totals.step or "working", readable_size(totals.total_bytes)
+        step, of = totals.step, readable_size(totals.total_bytes)
+        if not (step or totals.chunks):  # other machines read
+            self.show("reading the documents")
+            return
         if not (totals.chunks_computed or totals.documents):
             embedded = f"{count(totals.embedded, 'chunk')} embedded, " * bool(totals.embedded)
             self.show(f"{step}; {embedded}{readable_size(totals.read_bytes)} of {of} read")
             return
         speed = f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s"
         share = f"{min(1.0, totals.work_done / totals.work):.0%}, " if totals.work else ""
-        text = f"{step}; {share}{speed}, {readable_size(totals.done_bytes)} of {of} done"
+        text = f"{step}{'; ' * bool(step)}{share}{speed}, {readable_size(totals.done_bytes)} of {of} done"
         self.show(text, totals.work_done, totals.work)
 
     def name_failures(self, failures: list[str]) -> None:

@@ -77,7 +77,7 @@ class Tokens:
             )
         self.tokenizer = tokenizer
         written = uncapped(tokenizer.backend_tokenizer).to_str()
-        definition = _Definition.parse(written)
+        definition = Definition.parse(written)
         self.fingerprint = digest_fields([written.encode()])
         """Digest of the fast tokenizer's definition, without truncation and padding, which every call of the
         tokenizer may change."""
@@ -415,7 +415,7 @@ def _changes_text(backend: Tokenizer) -> bool:
     return normalizer is not None and text not in normalizer.normalize_str(text)
 
 
-class _Definition(NamedTuple):
+class Definition(NamedTuple):
     """A tokenizer as JSON. Its vocabulary stays a text: 150,000 tokens and their merges take half a second to
     parse and write."""
 
@@ -423,13 +423,13 @@ class _Definition(NamedTuple):
     model: str
 
     @staticmethod
-    def parse(written: str) -> _Definition:
+    def parse(written: str) -> Definition:
         """Of what ``Tokenizer.to_str`` writes, without spaces and the model last."""
         decode, parts, at = json.JSONDecoder().raw_decode, dict[str, Any](), 1
         while True:
             name, at = decode(written, at)
             if name == "model":
-                return _Definition(parts, written[at + 1 : -1])
+                return Definition(parts, written[at + 1 : -1])
             parts[name], at = decode(written, at + 1)
             at += 1
 
@@ -439,7 +439,7 @@ class _Definition(NamedTuple):
         return Tokenizer.from_str(f'{parts[:-1]}, "model": {self.model}}}')
 
 
-def _plain_text_tokenizer(definition: _Definition) -> Tokenizer:
+def _plain_text_tokenizer(definition: Definition) -> Tokenizer:
     """A tokenizer of this definition without added tokens, which adds neither tokens nor a leading space."""
     plainly = _without_additions(definition.parts)
     try:
@@ -456,7 +456,7 @@ def _plain_text_tokenizer(definition: _Definition) -> Tokenizer:
 _WHERE_SPACES_COME_FROM = ("normalizer", "pre_tokenizer")
 
 
-def _continuing_tokenizer(definition: _Definition) -> Tokenizer | None:
+def _continuing_tokenizer(definition: Definition) -> Tokenizer | None:
     """A tokenizer that puts no space before a text that continues another; ``None`` if ``definition`` puts
     none."""
     continuing = _without_additions(definition.parts)
