@@ -54,7 +54,7 @@ def test_the_tokenizers_are_read_once_for_the_corpus_and_the_model(checkpoint: s
         written = tokens.tokenizer.backend_tokenizer.to_str()
         assert load_adapter(checkpoint).tokens is tokens
     assert len(reads) == 1
-    assert [args[0] for args in parsed].count(written) == 1
+    assert written not in [args[0] for args in parsed]  # large vocabularies take seconds
     Path(checkpoint, "tokenizer.json").touch()  # other files are read again
     assert load_tokens(checkpoint) is not tokens
 
