@@ -199,17 +199,17 @@ class Continuation:
         whole = self._model(input_ids=ids).logits[0].float()  # [N, V]
         scale = float(whole.abs().max()) or 1.0
         precision = "bfloat16" if is_quantised(self._model) else self.layout.dtype
-        allowed = LOGIT_TOLERANCE[precision] * scale
+        allowed = clear = LOGIT_TOLERANCE[precision] * scale
         if precision != "float32":
             alone = self._model(input_ids=ids[:, :FIRST_CUT]).logits[0].float()
             noise = float((alone - whole[:FIRST_CUT]).abs().max())
             allowed = max(allowed, min(2 * noise, MAX_NOISE * allowed))
+            clear = min(allowed, max(2 * noise, allowed / 8))
         differs = self._difference(ids, whole)
-        if not differs <= allowed or precision != "float32":
+        if not differs <= clear:  # what is wrong shows beside the noise of low precision
             self.in_steps = True
             steps = self._difference(ids, whole)
-            # what is wrong shows beside the noise of low precision
-            if differs <= allowed and differs <= max(3 * steps, allowed / 8):
+            if differs <= min(allowed, 3 * steps):
                 self.in_steps = False
             else:
                 differs = steps
