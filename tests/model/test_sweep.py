@@ -16,6 +16,7 @@ BLENDED = {
     "falcon_h1": "rotary and decay | hybrid | dense",
     "qwen3_5_text": "rotary and matrix | full and linear | dense",
     "dbrx": "rotary | full | experts",
+    "diffllama": "rotary | full | dense",
     "ernie4_5_moe": "rotary | full | dense and experts",
     "exaone_moe": "rotary and position-free | full and sliding | dense and experts",
     "glm4v": "rotary | full | dense",

@@ -210,7 +210,7 @@ class _RowsLayer(DynamicLayer):
             keys, values = held[0]
             if len(held) > 1:
                 keys, values = (torch.cat(each, 2) for each in zip(*held, strict=True))
-        self._rows.written[self._index] = keys, held
+        self._rows.written[self._index] = _Written(keys, values, held)
         return keys, values
 
 
@@ -235,9 +235,8 @@ class _Rows(Cache):
             sharing = [row for row, one in enumerate(requests) if one.running is not None]
             self.sharing = torch.tensor(sharing, device=self._device)
         self.caches = [requests[row].cache for row in self.alone]
-        self.written: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
-        """By layer, in a forward: the newest keys as :meth:`_RowsLayer.update` returned them, and K and V
-        ``[1, Hkv, N, D]`` of each row with a cache of its own."""
+        self.written: dict[int, _Written] = {}
+        """By layer, in a forward."""
         self._parts: dict[nn.Module, _AttentionPart] = {}
         super().__init__(
             layers=[
@@ -264,19 +263,27 @@ class _Rows(Cache):
             cache.show(length)
 
     def part(
-        self, module: nn.Module, keys: torch.Tensor, sliding_window: int | None
+        self,
+        module: nn.Module,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sliding_window: int | None,
     ) -> _AttentionPart:
-        """What the attention ``module`` attends to, which was given ``keys``; found for its first token.
+        """What the attention ``module`` attends to, which was given ``keys`` and ``values``; found for its
+        first token.
 
         Raises :class:`NotServedError`.
         """
         part = self._parts.get(module)
         if part is None:
+            layer = self._layer_of(module, keys)
+            if not (self.layers[layer].is_latent or self.written[layer].holds(keys, values)):
+                raise NotServedError(
+                    "the layer changes what its cache holds before it attends to it"
+                )
             rescales = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
             window = window_of(module, sliding_window)
-            part = self._parts[module] = _AttentionPart(
-                self._layer_of(module, keys), window, bool(rescales)
-            )
+            part = self._parts[module] = _AttentionPart(layer, window, bool(rescales))
         return part
 
     def attend(
@@ -292,11 +299,11 @@ class _Rows(Cache):
 
         Raises :class:`NotServedError`.
         """
-        layer, window, rescales = self.part(module, key, sliding_window)
+        layer, window, rescales = self.part(module, key, value, sliding_window)
         if rescales:
             query = self.rescaled(module, query)
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-        _, held = self.written[layer]
+        held = self.written[layer].held
         if self.layers[layer].is_latent:  # expanded by now
             lengths = [latents.shape[2] for latents, _ in held]
             held = [*zip(key.split(lengths, 2), value.split(lengths, 2), strict=True)]
@@ -331,10 +338,25 @@ class _Rows(Cache):
         index: int = module.layer_idx  # type: ignore[assignment]
         if index in self.written:
             return index
-        for index, (newest, _) in self.written.items():
-            if newest is keys:
+        for index, written in self.written.items():
+            if written.keys is keys:
                 return index
         raise NotServedError("the layer does not attend to what its cache holds")
+
+
+class _Written(NamedTuple):
+    """K and V of one layer in a forward."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    """Those of the newest tokens, as :meth:`_RowsLayer.update` returned them."""
+    held: list[tuple[torch.Tensor, torch.Tensor]]
+    """All ``[1, Hkv, N, D]`` of each row with a cache of its own."""
+
+    def holds(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these are the newest ones, in any dtype. DiffLlama attends to other values."""
+        pairs = (keys, self.keys), (values, self.values)
+        return all(a is b or (a.shape == b.shape and a.to(b.dtype).equal(b)) for a, b in pairs)
 
 
 class _AttentionPart(NamedTuple):
