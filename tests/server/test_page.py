@@ -326,6 +326,7 @@ def test_files_are_sent_listed_and_removed(tmp_path, visit) -> None:
         page = visit(server)
         unlocked(page, "editor")
         page.get_by_role("button", name="Documents").click()
+        page.get_by_label("Add files").wait_for()  # the page knows the limit of the server then
         page.get_by_label("Add files").set_input_files([large, good, bad])
         uploads, documents = page.locator("#uploads li"), page.locator("#list li")
         uploads.filter(has_text="mill.txt").filter(has_text="stored").wait_for()
