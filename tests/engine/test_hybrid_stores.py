@@ -19,8 +19,10 @@ SHAPE = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_atten
 
 
 def engine_in(root: Path, **changes: Any) -> BlendEngine:
+    """One that recomputes nothing."""
     model = tiny.family("qwen3_5", initializer_range=0.2, **SHAPE)
-    return tiny.engine(model, root, **{"prefix_text": tiny.BOS, "ram_bytes": 0, **changes})
+    given = {"prefix_text": tiny.BOS, "ram_bytes": 0, "ratio": 0.0, **changes}
+    return tiny.engine(model, root, **given)
 
 
 def ingest(made: BlendEngine, documents: int = 1) -> Any:
@@ -134,7 +136,7 @@ def test_kv_of_a_lora_is_kept_apart(root, tmp_path):
     with tiny.engine(peft.get_peft_model(model, lora), tmp_path, prefix_text=tiny.BOS) as made:
         ingest(made)
         text = tiny.prompt(made, 0)
-        answers = made.batch([text, text], Options(max_new_tokens=4))
+        answers = made.batch([text, text], Options(max_new_tokens=4, ratio=0.0))
     assert {outcome for answer in answers for outcome, _ in tiers(answer)} == {"reused"}
     with engine_in(tmp_path) as made:
         assert not made.generate(text).metrics.reused_tokens

@@ -23,4 +23,4 @@ def test_a_batch_and_a_stream_give_what_each_prompt_gets_alone(tmp_path: Path, s
             pieces = [getattr(piece, "content", piece) for piece in llm.stream(prompts[0])]
             assert "".join(pieces) == alone[0]
     outcomes = {chunk["outcome"] for metrics in seen.metrics for chunk in metrics["chunks"]}
-    assert outcomes == {"reused"}
+    assert outcomes == {"blended"}

@@ -18,4 +18,4 @@ def test_whole_answers_and_streams_are_alike(tmp_path: Path) -> None:
         answer = llm.complete(prompt)
         *_, last = llm.stream_complete(prompt)
         assert last.text == answer.text == engine.generate(prompt).text
-        assert {chunk["outcome"] for chunk in answer.raw["blendrag"]["chunks"]} == {"reused"}
+        assert {chunk["outcome"] for chunk in answer.raw["blendrag"]["chunks"]} == {"blended"}

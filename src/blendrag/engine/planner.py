@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from blendrag.config import AUTO
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.kept_kv import KeptKV
 from blendrag.engine.kv_namespace import KVNamespace
@@ -40,6 +39,7 @@ PREFIX_OF_HYBRIDS = (
 NO_RATIO = (
     "the ratio is not used: chunks of this model with running states are reused as they are stored"
 )
+NOT_AUTO = "ratio auto is not used, because it is not measured for models with running states; {:g} is used"
 RUNS_ONLY = (
     "policy {} is not used: the model has layers with running states, so chunks can only be recomputed "
     "from their beginning on, by the question's attention"
@@ -236,22 +236,21 @@ class Planner:
         return replace(plan, notes=(*notes, *plan.notes))
 
     def _of_runs(self, request: Request, stream: AnswerStream) -> Blending:
-        """How chunks of a model with running states are blended: reused, unless a ratio is named."""
-        blending, settings = request.blending, self._settings
-        ratio = settings.ratio if request.options.ratio is None else request.options.ratio
+        """How chunks of a model with running states are blended: by the question's attention, at a fixed
+        ratio."""
+        blending, options = request.blending, request.options
         policy = str(blending.policy)
-        if policy == "full":
-            ratio = 1.0
         if policy == "reuse" or request.mode != "blend":
             return blending.at(0.0)
         if policy not in ("query", "full"):
             stream.notes.append(RUNS_ONLY.format(policy))
-        if not ratio:
+        if not self._kv.model.composer.serves:
+            if options.ratio is not None or self._settings.ratio is not None:
+                stream.notes.append(NO_RATIO)
             return blending.at(0.0)
-        if ratio == AUTO or not self._kv.model.composer.serves:
-            stream.notes.append(NO_RATIO)
-            return blending.at(0.0)
-        return Blending.of("query", ratio=ratio)
+        if blending.is_auto:
+            stream.notes.append(NOT_AUTO.format(blending.fixed_ratio))
+        return Blending.of("query", ratio=1.0 if policy == "full" else blending.fixed_ratio)
 
     def _encode_first(
         self, request: Request, stream: AnswerStream, missing: Sequence[MissingKV]
