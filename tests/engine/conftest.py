@@ -6,7 +6,7 @@ torch is imported in the fixtures: the process that deals tests to workers reads
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -22,6 +22,25 @@ def blended_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from blendrag.engine import exact_prefixes
 
     monkeypatch.setattr(exact_prefixes, "MARGIN", float("inf"))
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests each joint step had. Prefills do not pause, and one begins before each step."""
+    from blendrag.serving import scheduler
+
+    sizes: list[int] = []
+    stock = scheduler.decoded_together
+
+    def counted(steps: Sequence[Any], pool: Any) -> list[Any]:
+        if len(steps) > 1:
+            sizes.append(len(steps))
+        return stock(steps, pool)
+
+    monkeypatch.setattr(scheduler, "decoded_together", counted)
+    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", float("inf"))
+    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0.0)
+    return sizes
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,22 +34,6 @@ def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     with tiny.engine(model, root, prefix_text=tiny.BOS) as made:
         made.ingest([tiny.document(number, paragraphs=3) for number in range(2)]).whole()
         yield made
-
-
-@pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many requests each joint step had. Prefills do not pause, and one begins before each step."""
-    sizes: list[int] = []
-    stock = scheduler.decoded_together
-
-    def counted(steps: Sequence[Any], pool: Any) -> list[Any]:
-        sizes.append(len(steps))
-        return stock(steps, pool)
-
-    monkeypatch.setattr(scheduler, "decoded_together", counted)
-    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
-    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0.0)
-    return sizes
 
 
 def options(number: int) -> Options:

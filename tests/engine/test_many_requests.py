@@ -29,22 +29,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
         yield made
 
 
-@pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many requests each joint step had. Prefills do not pause, so that many join."""
-    sizes: list[int] = []
-    stock = scheduler.decoded_together
-
-    def counted(steps: Sequence[Any], pool: ChunkPool) -> list[Any]:
-        if len(steps) > 1:
-            sizes.append(len(steps))
-        return stock(steps, pool)
-
-    monkeypatch.setattr(scheduler, "decoded_together", counted)
-    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
-    return sizes
-
-
 def options(number: int) -> Options:
     """Different in every way in which requests differ."""
     ways: list[dict[str, Any]] = [
