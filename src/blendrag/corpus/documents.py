@@ -542,9 +542,8 @@ class EntryTable:
         place = ("source", "title", "start", "end", "chunk_id")
         metadata = {**found.metadata, **{name: getattr(found, name) for name in place}}
         if found.page is not None:
-            metadata["page_label"] = page_label(
-                found.page, found.last_page
-            )  # as both frameworks name it
+            # as both frameworks name it
+            metadata["page_label"] = page_label(found.page, found.last_page)
         # Equal chunks are one entry.
         places = found.source, found.title, found.start
         return Entry(found.chunk_id, found.text, metadata, *places), vector

@@ -33,6 +33,8 @@ def computed_runs(
     attended = torch.cat([attention[span.start : span.end] for _, span in candidates])
     runs: dict[int, int] = {}
     for at in attended.argsort(descending=True, stable=True).tolist():
+        if not left:
+            break
         number, end = ends[at]
         more = end - runs.get(number, 0)
         if 0 < more <= left:

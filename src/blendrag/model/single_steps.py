@@ -93,7 +93,7 @@ class _Block:
             for every, old in zip(inputs, before.conv, strict=True)
         ]
         added = self._single(zeros, windows)[1].recurrent
-        large = [torch.full_like(b, PROBE * float(b.abs().max())) for b in added]
+        large = [torch.full_like(b, PROBE * (float(b.abs().max()) or 1.0)) for b in added]
         probed = self._single(large, windows)[1].recurrent
         states = [
             _in_order(old[0], (p.float() - b.float()) / size.float(), b)
