@@ -213,9 +213,9 @@ def request(
     line.limit(limit)
     controller = replace(bench.controller, token_s=lambda: token_s)
     began = clock(bench.adapter.device)
-    with bench.opened(bench.prompt, controller=controller) as plan:
+    with bench.opened(controller) as plan:
         if plan.spans:
-            bench.prefill(bench.ids, plan.request(bench.prompt_tokens))
+            bench.prefill(plan.request(bench.prompt_tokens))
         else:
             bench.full()
     return clock(bench.adapter.device) - began, len(plan.spans)

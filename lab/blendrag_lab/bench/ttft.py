@@ -17,7 +17,9 @@ from typing import Annotated
 import torch
 import typer
 
+from blendrag.fusor import BlendRequest
 from blendrag.fusor.loader import HeldKV, LoadedSpan
+from blendrag.fusor.selection import Blending
 from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.rounds import Tick, Timing, peak_bytes, silent, time_ways
@@ -27,7 +29,6 @@ from blendrag_lab.bench.workload import (
     PromptBench,
     Workload,
     conditions,
-    exact_request,
     prompt_bench,
     stock_prefill,
 )
@@ -114,8 +115,7 @@ class CachedPrefix:
         """The rest through the fusor, whose attention does not repeat KV heads."""
         bench = self._bench
         span = LoadedSpan(0, self._tokens, HeldKV(self._kv), 0, exact=True)
-        request = exact_request(bench.prompt_tokens, (span,))
-        return bench.prefill(bench.ids, request)[0]
+        return bench.prefill(BlendRequest(bench.prompt_tokens, (span,), Blending.of("full")))[0]
 
 
 def compile_prefill(bench: PromptBench) -> tuple[Callable[[], int] | None, str]:

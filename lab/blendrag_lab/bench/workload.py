@@ -17,10 +17,8 @@ from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.composer import ComposedPrompt, Composer
 from blendrag.fusor.fusion import Fusion
-from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.request import FusionCounts
 from blendrag.fusor.selection import Blending, Schedule, policy_names
-from blendrag.metrics import Timeline
 from blendrag.model import ModelAdapter
 from blendrag.planning.controller import Controller
 from blendrag.planning.plan import Plan
@@ -60,8 +58,12 @@ class Workload:
     ] = NATIVE_ENCODING
 
     @property
+    def chunks_end(self) -> int:
+        return self.chunks * self.chunk_tokens
+
+    @property
     def prompt_tokens(self) -> int:
-        return self.chunks * self.chunk_tokens + self.question_tokens
+        return self.chunks_end + self.question_tokens
 
     def check(self, adapter: ModelAdapter) -> None:
         """Raise :class:`InvalidInputError` if this cannot be measured on the model."""
@@ -132,29 +134,21 @@ def parse_ratios(text: str) -> list[float]:
     return ratios
 
 
-def random_ids(adapter: ModelAdapter, seed: int = 0) -> Callable[[int], tuple[int, ...]]:
+def random_ids(adapter: ModelAdapter) -> Callable[[int], tuple[int, ...]]:
     """A function that returns so many further random ids."""
     vocab = adapter.model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return lambda n: tuple(torch.randint(2, vocab, (n,), generator=generator).tolist())
-
-
-def prompt_of(
-    chunks: Iterable[tuple[str, tuple[int, ...]]], question: tuple[int, ...]
-) -> SegmentedPrompt:
-    segments: list[Segment] = []
-    position = 0
-    for name, ids in chunks:
-        segments.append(Segment("", ids, position, name, ids))
-        position += len(ids)
-    return SegmentedPrompt((*segments, Segment("", question, position)))
 
 
 def random_prompt(adapter: ModelAdapter, workload: Workload) -> SegmentedPrompt:
     workload.check(adapter)
-    ids = random_ids(adapter)
-    chunks = [(f"chunk-{i}", ids(workload.chunk_tokens)) for i in range(workload.chunks)]
-    return prompt_of(chunks, ids(workload.question_tokens))
+    next_ids, segments = random_ids(adapter), list[Segment]()
+    for number in range(workload.chunks):
+        ids = next_ids(workload.chunk_tokens)
+        segments.append(Segment("", ids, number * len(ids), f"chunk-{number}", ids))
+    question = next_ids(workload.question_tokens)
+    return SegmentedPrompt((*segments, Segment("", question, workload.chunks_end)))
 
 
 def stock_prefill(adapter: ModelAdapter, ids: torch.Tensor, **more: Any) -> int:
@@ -163,13 +157,8 @@ def stock_prefill(adapter: ModelAdapter, ids: torch.Tensor, **more: Any) -> int:
     return int(out.logits[0, -1].argmax())
 
 
-def exact_request(tokens: int, spans: tuple[LoadedSpan, ...]) -> BlendRequest:
-    """Compute everything after exact spans, as the engine's mode ``prefix`` does."""
-    return BlendRequest(tokens, spans, Blending.of("full"))
-
-
 class StoredChunks:
-    """Chunks in a store, and what it takes to blend prompts over them."""
+    """A store of chunks."""
 
     def __init__(self, adapter: ModelAdapter, workload: Workload, there: TierStore) -> None:
         adapter.require_blendable()
@@ -179,16 +168,6 @@ class StoredChunks:
             adapter, there.store, self._namespace, PREFIX_IDS, 1, workload.encoding
         )
         there.store.agrees(self._namespace, self._probe, create=True)
-
-    @cached_property
-    def fusor(self) -> Fusor:
-        """Raises :class:`UnsupportedModelError` for a model whose chunks are reused whole."""
-        return Fusor(self.adapter)
-
-    @cached_property
-    def composer(self) -> Composer:
-        """For such a model."""
-        return Composer(self.adapter)
 
     def _probe(self) -> Probe:
         """What a remote needs before it takes KV. It is not compared: a bench reads only its own KV."""
@@ -203,52 +182,6 @@ class StoredChunks:
         for ids in chunks:
             key = chunk_key(self._namespace, PREFIX_IDS, ids)
             self.there.store.put(self._namespace, key, self._encoded(PREFIX_IDS, ids))
-
-    @contextmanager
-    def opened(
-        self,
-        prompt: SegmentedPrompt,
-        controller: Controller | None = None,
-        mode: Mode = "blend",
-        **options: Any,
-    ) -> Iterator[Plan]:
-        """Open every chunk of the prompt in the store; ``options`` as in :meth:`blending`."""
-        planned = (controller or self.controller).plan(prompt, mode, self.blending(**options))
-        with closing(planned) as plan:
-            if plan.missing:
-                raise InvalidInputError("a bench chunk is no longer in the store; run again")
-            yield plan
-
-    def blending(
-        self,
-        policy: str | None = None,
-        ratio: Ratio | None = None,
-        schedule: str | None = None,
-    ) -> Blending:
-        """What a request asks for; by default what the workload says."""
-        workload = self.workload
-        return Blending.of(
-            policy or workload.policy,
-            schedule or workload.schedule,
-            workload.ratio if ratio is None else ratio,
-            workload.ratio,
-        )
-
-    def prefill(
-        self, ids: torch.Tensor, request: BlendRequest, timeline: Timeline | None = None
-    ) -> tuple[int, Fusion]:
-        """The first token of a blended prefill of ``ids`` ``[1, N]``."""
-        logits, _, fusion = self.fusor.prefill(ids, request, NEW_TOKENS, timeline=timeline)
-        return int(logits[0, -1].argmax()), fusion
-
-    def timer(self, way: Callable[..., object], *args: Any, **options: Any) -> Callable[[], float]:
-        """Times one call of ``way`` with the KV in its tier, in milliseconds."""
-
-        def timed() -> float:
-            self.there.prepare()
-            return milliseconds(partial(way, *args, **options), self.adapter.device)
-
-        return timed
 
 
 class PromptBench(StoredChunks):
@@ -266,6 +199,48 @@ class PromptBench(StoredChunks):
         self.state_bytes = workload.chunks * layout.size_bytes(0)
         """Of that, what is stored of running states, which does not grow with a chunk."""
 
+    @cached_property
+    def fusor(self) -> Fusor:
+        """Raises :class:`UnsupportedModelError` for a model whose chunks are reused whole."""
+        return Fusor(self.adapter)
+
+    @cached_property
+    def composer(self) -> Composer:
+        """For such a model."""
+        return Composer(self.adapter)
+
+    @contextmanager
+    def opened(
+        self,
+        controller: Controller | None = None,
+        mode: Mode = "blend",
+        policy: str | None = None,
+        ratio: Ratio | None = None,
+        schedule: str | None = None,
+    ) -> Iterator[Plan]:
+        """Open every chunk of the prompt in the store, to be blended as the workload says by default."""
+        workload = self.workload
+        blending = Blending.of(
+            policy or workload.policy,
+            schedule or workload.schedule,
+            workload.ratio if ratio is None else ratio,
+            workload.ratio,
+        )
+        planned = (controller or self.controller).plan(self.prompt, mode, blending)
+        with closing(planned) as plan:
+            if plan.missing:
+                raise InvalidInputError("a bench chunk is no longer in the store; run again")
+            yield plan
+
+    def timer(self, way: Callable[..., object], *args: Any, **options: Any) -> Callable[[], float]:
+        """Times one call of ``way`` with the KV in its tier, in milliseconds."""
+
+        def timed() -> float:
+            self.there.prepare()
+            return milliseconds(partial(way, *args, **options), self.adapter.device)
+
+        return timed
+
     def full(self) -> int:
         return stock_prefill(self.adapter, self.ids)
 
@@ -278,15 +253,20 @@ class PromptBench(StoredChunks):
     def compose(self, ratio: Ratio) -> tuple[int, ComposedPrompt]:
         """The first token of a model whose chunks are reused or recomputed as a whole, about a share
         ``ratio`` of them, and its prefill."""
-        with self.opened(self.prompt, **REUSE) as plan:
+        with self.opened(**REUSE) as plan:
             prompt = self.composer.prefill(self.ids, plan.spans, ratio, plan.chunks_end)
             with prompt.replayed(self.adapter.stack.base) as cache:
                 return stock_prefill(self.adapter, self.ids, past_key_values=cache), prompt
 
-    def blend(self, timeline: Timeline | None = None, **options: Any) -> tuple[int, Fusion]:
+    def blend(self, **options: Any) -> tuple[int, Fusion]:
         """Load all chunks and recompute as the workload says; ``options`` as in :meth:`opened`."""
-        with self.opened(self.prompt, **options) as plan:
-            return self.prefill(self.ids, plan.request(self.prompt_tokens), timeline)
+        with self.opened(**options) as plan:
+            return self.prefill(plan.request(self.prompt_tokens))
+
+    def prefill(self, request: BlendRequest) -> tuple[int, Fusion]:
+        """The first token of a blended prefill of the prompt."""
+        logits, _, fusion = self.fusor.prefill(self.ids, request, NEW_TOKENS)
+        return int(logits[0, -1].argmax()), fusion
 
     def floor_speedup(self, counts: FusionCounts) -> float:
         """L·N over the rows computed in all layers: the speedup that the row counts alone allow."""

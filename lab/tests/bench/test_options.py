@@ -28,7 +28,7 @@ from blendrag_lab.bench.rounds import (
 )
 from blendrag_lab.tables import ResultTable
 from cli.commands import invoke, refused
-from lab.tests.bench.small import COMMANDS, SMALL
+from lab.tests.bench.small import SMALL
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,14 @@ def test_the_help_of_policy_names_every_policy():
         assert f"{name}(k)" in listed if counted else f"{name}," in listed, name
 
 
-@pytest.mark.parametrize("name", ["ttft", "sweep", "throughput", "trace", "load", "auto"])
+@pytest.mark.parametrize("name", ["ttft", "sweep"])
 def test_benches_share_their_options(name):
     parameters = inspect.signature(load_bench(name).command).parameters
     shared = {"geometry", "model", "dtype", "device", "chunks", "chunk_tokens", "question_tokens",
               "policy", "schedule", "encoding", "as_json"}  # fmt: skip
     assert shared <= set(parameters)
-    assert parameters["policy"].default == ("random" if name == "trace" else DEFAULT_POLICY)
-    assert ("rounds" in parameters) == (name != "load")
-    assert ("ratio" in parameters) == (name != "auto")
-    assert ("plot" in parameters) == (name in ("sweep", "trace", "load"))
+    assert parameters["policy"].default == DEFAULT_POLICY
+    assert ("plot" in parameters) == (name == "sweep")
 
 
 def test_each_round_starts_with_another_way_and_the_first_does_not_count():
@@ -121,8 +119,8 @@ def test_peak_memory_is_measured_from_the_start_of_the_work():
 
 @pytest.mark.parametrize(
     ("command", "option", "value"),
-    [("ttft", "--rounds", "0"), ("ttft", "--ratio", "1.5"), ("load", "--warm-requests", "-1"),
-     ("auto", "--min-ratio", "nan"), ("ingest", "--reingest-chunk-tokens", "5000")],
+    [("ttft", "--rounds", "0"), ("ttft", "--ratio", "1.5"), ("ttft", "--ratio", "nan"),
+     ("ingest", "--reingest-chunk-tokens", "5000")],
 )  # fmt: skip
 def test_a_number_out_of_range_names_its_option(command, option, value):
     result = invoke("bench", command, "--geometry", "tiny", option, value, "--json")
@@ -153,11 +151,7 @@ SWEEP = ("sweep", *SMALL, "--factor")
      ((*SWEEP, "encoding", "--values", "int3"), "encoding 'int3'"),
      ((*SWEEP, "geometry"), "name geometries with --values"),
      *(((*SWEEP, "ratio", "--values", x), f"ratio {x!r}") for x in ("", "2", "nan")),
-     *((("throughput", *SMALL, "--batch-size", x), f"batch sizes {x!r}: expected") for x in ("", "1,x")),
-     ((*COMMANDS["load"], "--corpus-chunks", "1"), "corpus of 1 chunks"),
-     ((*COMMANDS["load"], "--store-chunks", "2"), "room for 2 chunks"),
-     ((*COMMANDS["auto"], "--ratios", "0.05,0.1"), "ratios 0.05,0.1 include none of 0.15 or more"),
-     (("overhead", "--chunks", "6,x"), "numbers of chunks '6,x'"),
+     *((("overhead", "--chunks", x), f"numbers of chunks {x!r}: expected") for x in ("", "6,x")),
      (("overhead", "--chunks", "1", "--policies", "magic"), "magic"),
      (("store", "--geometry", "huge"), "geometry 'huge' is not one of"),
      (("store", "--geometry", "tiny-hybrid"), "which this bench does not measure"),
@@ -172,7 +166,7 @@ def test_bad_input_is_refused_in_one_sentence(command, sentence):
     ("command", "sentence"),
     [(("sweep", "--plot", "no/such/place/p.png"), "--plot no/such/place/p.png cannot be written"),
      *(((name, "--tier", "1B/s"), "tier '1B/s' is none of")
-       for name in ("ttft", "sweep", "throughput", "trace", "load"))],
+       for name in ("ttft", "sweep"))],
 )  # fmt: skip
 def test_bad_tiers_and_destinations_are_refused_before_anything_is_loaded(command, sentence):
     assert sentence in refused("bench", *command, "--geometry", "none such")
@@ -181,4 +175,4 @@ def test_bad_tiers_and_destinations_are_refused_before_anything_is_loaded(comman
 def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     plot = ("--plot", str(tmp_path / "p.png"))
-    assert "blendrag[plots]" in refused("bench", "load", "--geometry", "none such", *plot)
+    assert "blendrag[plots]" in refused("bench", "sweep", "--geometry", "none such", *plot)

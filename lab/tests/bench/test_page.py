@@ -79,11 +79,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_region_has_the_command_the_table_and_the_machine(tmp_path):
-    docs = page_of(tmp_path, "auto", "ttft", "ttft-fast")
+    docs = page_of(tmp_path, "overhead", "ttft", "ttft-fast")
     before = (docs / "performance.md").read_text(encoding="utf-8")
     write(tmp_path, "ttft", TTFT)
     write(tmp_path, "ttft-fast", {**TTFT, "floor_speedup": 9.0})
-    write(tmp_path, "load-of-another-kind", "no JSON")
+    write(tmp_path, "sweep-of-another-kind", "no JSON")
     assert write_page(docs, tmp_path) == ["ttft", "ttft-fast"]
     text = text_of(docs, "ttft")
     for said in (
@@ -109,7 +109,7 @@ def test_every_bench_prints_what_its_region_needs(whole):
         assert f"$ blendrag bench {command[0]} " in text
         assert "\n| --- |" in text
         assert f" CPU cores; torch {torch.__version__}, transformers" in text
-        drawn = name.partition("-")[0] in ("sweep", "load", "trace")
+        drawn = name.partition("-")[0] == "sweep"
         assert (f"](performance/{name}.png)" in text) == drawn
         picture = whole / "performance" / f"{name}.png"
         assert picture.is_file() == drawn
@@ -117,16 +117,9 @@ def test_every_bench_prints_what_its_region_needs(whole):
 
 
 def test_the_numbers_of_every_bench_are_in_its_table(whole):
-    rows = {
-        name: printed(name)["rows"] for name in ("sweep-tier", "throughput", "load", "overhead")
-    }
+    rows = {name: printed(name)["rows"] for name in ("sweep-tier", "overhead")}
     expected = {
         "sweep-tier": [f"| {row['speedup']:.2f}× |" for row in rows["sweep-tier"]],
-        "throughput": [f", {row['over_alone']:.2f}× |" for row in rows["throughput"]],
-        "trace": [f"Overlap {printed('trace')['overlap']:.2f}"],
-        "load": [f", {row['throughput_per_s']:.3g}/s |" for row in rows["load"]]
-        + [f"{way['reused']:.0%} of the tokens reused" for way in printed("load")["ways"]],
-        "auto": [f"| {tier['auto']['predicted_ms']:,.0f} |" for tier in printed("auto")["tiers"]],
         "overhead": [f"| {row['operators']:,} | {row['over_stock']:.2f}× |" for row in rows["overhead"]],
     }  # fmt: skip
     for name, numbers in expected.items():
@@ -151,7 +144,7 @@ def test_equal_files_give_an_equal_page(whole):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [("{broken", "Expecting property name"), ("[]", "list indices"), ({}, "'command'"),
-     ({**TTFT, "command": "blendrag bench load"}, "command 'blendrag bench load'"),
+     ({**TTFT, "command": "blendrag bench sweep"}, "command 'blendrag bench sweep'"),
      ({**TTFT, "speedup": "soon"}, "speedup"),
      ({k: v for k, v in TTFT.items() if k != "ms"}, "ms"),
      ({**TTFT, "machine": None}, "machine"),

@@ -98,7 +98,7 @@ def test_a_bench_reads_from_the_tier_it_names(name):
     with tiny_bench(Workload(2, 32, 8, 0.15), parse_tier(name)) as bench:
         token, _ = bench.blend()
         bench.there.prepare()
-        with bench.opened(bench.prompt) as load:
+        with bench.opened() as load:
             assert {span.reader.tier for span in load.spans} == {name}
         assert bench.blend()[0] == token
 
