@@ -192,8 +192,8 @@ def test_steps_that_give_other_logits_are_noticed(engine, monkeypatch):
     assert decode_step.steps_agree(adapter)
     stock = decode_step.HybridRows.attend
 
-    def first_for_all(self: Any, module: Any, query: torch.Tensor, *args: Any) -> torch.Tensor:
-        return stock(self, module, query[:1].expand_as(query), *args)
+    def first_for_all(self: Any, call: Any) -> torch.Tensor:
+        return stock(self, call._replace(query=call.query[:1].expand_as(call.query)))
 
     monkeypatch.setattr(decode_step.HybridRows, "attend", first_for_all)
     assert not decode_step.steps_agree(adapter)

@@ -147,8 +147,7 @@ class VectorIndex:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """FAISS (1.15) searches for one vector with one thread, which takes half as long as with two (100,000
-    vectors of 384 numbers: 11 ms, not 21)."""
+    """FAISS (1.15) searches for one vector with one thread: a second one makes that slower."""
     import faiss
 
     before = faiss.omp_get_max_threads()

@@ -7,7 +7,7 @@ model's own implementation gets the explicit mask of :attr:`Rows.mask`, also the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
@@ -37,7 +37,7 @@ FOLDS_ANYWAY = ("cuda",)
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 #: Query heads per KV head from which torch's CPU kernel (2.13) is faster with heads as rows of one head, in
 #: 16 bits on a CPU with AMX. In float32 and on other CPUs it always is: a single row is not computed as a
-#: product of matrices there (3 heads over 3,100 tokens: 2 ms apart, 0.3 as rows).
+#: product of matrices there.
 FOLDED_HEADS = 4
 #: Rows from which torch's fused kernel (2.13) is faster with heads apart in bfloat16 on a CPU with AMX: the
 #: bias is then that of one head.
@@ -57,7 +57,6 @@ def blend_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -65,8 +64,7 @@ def blend_attention(
     rows: AnyRows | None = kwargs.get(ROWS_KEYWORD)
     if rows is None or attention_mask is not None:
         raise NotServedError("the layer does not pass the selected rows to its attention")
-    if any(kwargs.get(name) is not None for name in UNSERVED):
-        raise NotServedError("the attention needs more than scaled dot products")
+    require_plain(kwargs)
     rows.attended = True
     window = window_of(module, sliding_window)
     outs = []
@@ -74,6 +72,17 @@ def blend_attention(
         qkv = query[:, :, a:b], key[:, :, lo:hi], value[:, :, lo:hi]
         outs.append(attend(own, *qkv, scaling, window))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), None
+
+
+def needs_more(arguments: Mapping[str, Any]) -> bool:
+    """Whether an attention with these further arguments is more than scaled dot products."""
+    return any(arguments.get(name) is not None for name in UNSERVED)
+
+
+def require_plain(arguments: Mapping[str, Any]) -> None:
+    """Raise :class:`NotServedError` if the attention :func:`needs_more`."""
+    if needs_more(arguments):
+        raise NotServedError("the attention needs more than scaled dot products")
 
 
 def attend(
@@ -208,7 +217,7 @@ def decode_attention(
 
     ``query`` ``[B, H, S, D]`` over ``key``/``value`` ``[B, Hkv, N, D]`` → ``[B, S, H, D]``.
     """
-    has_more = dropout or any(kwargs.get(name) is not None for name in UNSERVED)
+    has_more = dropout or needs_more(kwargs)
     is_masked_by_head = attention_mask is not None and attention_mask.shape[1] != 1
     is_stock = query.shape[1] == key.shape[1] and not is_slow_row(query)
     if query.shape[2] != 1 or is_stock or has_more or is_masked_by_head:
@@ -252,8 +261,8 @@ def attend_token(
 
 
 def is_slow_row(query: torch.Tensor) -> bool:
-    """Whether torch's fused kernel (2.13) attends two rows two to three times sooner than the only row of
-    ``query`` ``[B, H, S, D]``, which it does not multiply in bfloat16."""
+    """Whether torch's fused kernel (2.13) attends two rows sooner than the only row of ``query``
+    ``[B, H, S, D]``, which it does not multiply in bfloat16."""
     return query.shape[2] == 1 and _multiplies(query) and compat.cpu_multiplies_fast(query.dtype)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from blendrag.errors import is_out_of_memory
-from blendrag.fusor.attention import UNSERVED, attend, implementation
+from blendrag.fusor.attention import attend, implementation, needs_more
 from blendrag.fusor.rows import Rows
 from blendrag.model.compat import register_attention
 from blendrag.model.structure import DecoderStack
@@ -130,7 +130,6 @@ def scout_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     sliding_window: int | None = None,
@@ -143,7 +142,7 @@ def scout_attention(
     """
     window = window_of(module, sliding_window)
     is_plain = attention_mask is None and softcap is None and s_aux is None
-    is_plain = is_plain and all(kwargs.get(name) is None for name in UNSERVED)
+    is_plain = is_plain and not needs_more(kwargs)
     parts = []
     for scout, own, own_keys in _observed.get()():
         rows = scout.rows

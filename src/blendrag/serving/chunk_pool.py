@@ -7,9 +7,9 @@ them unchanged is dropped, and the rest becomes its overlay (:mod:`blendrag.serv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,6 +18,7 @@ from blendrag.errors import CorruptKVError, InvalidInputError, is_out_of_memory
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.model.adapter import ModelAdapter
+from blendrag.serving.kv_pool import KVPool
 from blendrag.serving.prefix_tree import PrefixReader
 from blendrag.serving.set_aside import SetAside
 from blendrag.serving.shared_attention import (
@@ -27,8 +28,6 @@ from blendrag.serving.shared_attention import (
     SharedAttention,
     SharedChunk,
 )
-
-T = TypeVar("T")
 
 #: A request shares its chunks if others hold so many of the tokens that it took unchanged.
 MIN_SHARED_TOKENS = 128
@@ -71,12 +70,12 @@ class RequestKV:
         return self.running.positions[-1] + 1 if self.running else self.cache.next_position
 
 
-class ChunkPool:
-    """The chunks and overlays of the running requests of one model. Used on one thread."""
+class ChunkPool(KVPool[RequestKV]):
+    """The chunks and overlays of the running requests of one model."""
 
     def __init__(self, adapter: ModelAdapter, limit_bytes: int) -> None:
         """``limit_bytes``: the most for all overlays together, which stay allocated."""
-        self.adapter = adapter
+        super().__init__(adapter)
         self._limit_tokens = max(1, limit_bytes // adapter.layout.size_bytes(1))
         moves, shapes = adapter.repositioner, adapter.layout.layers
         self._keeps_apart = "latent" in moves.kinds or any(shape.value_dim for shape in shapes)
@@ -86,7 +85,6 @@ class ChunkPool:
         self._considered: set[int | str] = set()
         """Requests and chunks when it was last decided who shares."""
         self._attention: tuple[list[RunningKV], SharedAttention] | None = None
-        self._prepared: tuple[list[RequestKV], Any] | None = None
 
     def share(self, requests: Sequence[RequestKV]) -> None:
         """Let those of ``requests`` share chunks that have some in common, with each other or with requests
@@ -109,7 +107,6 @@ class ChunkPool:
         self._prepared = None
 
     def reserve(self, request: RequestKV, room: int) -> None:
-        """Make room for ``room`` more tokens."""
         if request.running is None:
             request.cache.reserve(request.cache.get_seq_length() + room)
         else:
@@ -117,7 +114,6 @@ class ChunkPool:
             self._overlays.grow(request.running, len(request.running.positions) + room)
 
     def put_aside(self, request: RequestKV) -> None:
-        """Move the request's own KV to where it takes no memory of the others."""
         self._prepared = None
         request.aside = SetAside(self._own(request))
         if request.running is None:
@@ -128,7 +124,6 @@ class ChunkPool:
             self._attention = None
 
     def take_back(self, request: RequestKV, room: int) -> None:
-        """Undo :meth:`put_aside`, with room for ``room`` more tokens."""
         assert request.aside is not None
         tokens = request.aside.tokens
         if request.running is None:
@@ -149,20 +144,11 @@ class ChunkPool:
         return [self._overlays.view(layer, request.running) for layer in layers]
 
     def leave(self, request: RequestKV) -> None:
-        """The request has ended."""
         self._prepared = None
         if request.running is not None:
             assert self._overlays is not None
             self._overlays.leave(request.running)
             request.running = self._attention = None
-
-    def prepared(self, requests: Sequence[RequestKV], prepare: Callable[[], T]) -> T:
-        """What ``prepare`` made for the steps of ``requests``, the same until they or their KV change."""
-        if self._prepared is None or self._prepared[0] != requests:
-            self._prepared = None  # frees the other one first
-            self._prepared = [*requests], prepare()
-        made: T = self._prepared[1]
-        return made
 
     def attention(self, requests: Sequence[RequestKV]) -> SharedAttention | None:
         """The attention of those that share chunks, the same until they change; ``None`` if none does."""

@@ -23,7 +23,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from blendrag.fusor import verdicts
-from blendrag.fusor.attention import UNSERVED, NotServedError, attend_token, implementation
+from blendrag.fusor.attention import NotServedError, attend_token, implementation, require_plain
 from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import register_attention
@@ -31,7 +31,14 @@ from blendrag.model.decode_weights import DecodeWeights
 from blendrag.model.kv_compare import LOGIT_TOLERANCE
 from blendrag.model.windows import Window, window_of
 from blendrag.serving.chunk_pool import ChunkPool, LoadedPrompt, RequestKV
-from blendrag.serving.hybrid_rows import HybridKV, HybridPool, HybridRows, is_one_sequence
+from blendrag.serving.hybrid_rows import (
+    AttentionCall,
+    HybridKV,
+    HybridPool,
+    HybridRows,
+    is_one_sequence,
+)
+from blendrag.serving.kv_pool import KVPool
 from blendrag.store.kv import dtype_name
 
 log = logging.getLogger(__name__)
@@ -95,18 +102,20 @@ def kv_of(
     return RequestKV(cache, loaded) if adapter.composition is None else HybridKV(cache)
 
 
-def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool | HybridPool) -> list[Any]:
+def decoded_together(steps: Sequence[DecodeStep], pool: KVPool[Any]) -> list[Any]:
     """What the forward of each step would return: logits ``[1, 1, V]`` and its cache.
 
     All steps have the same weights. After an error all KV is as before.
     """
     requests: list[Any] = [step.kv for step in steps]
     forward = steps[0].decode
-    rows: _Rows | HybridRows
-    if isinstance(pool, HybridPool):
-        rows = pool.prepared(requests, lambda: HybridRows(requests, pool.adapter))
-    else:
-        rows = pool.prepared(requests, lambda: _Rows(requests, pool))
+
+    def prepare() -> _Rows | HybridRows:
+        if isinstance(pool, ChunkPool):
+            return _Rows(requests, pool)
+        return HybridRows(requests, pool.adapter)
+
+    rows = pool.prepared(requests, prepare)
     rows.advance()
     try:
         with torch.inference_mode(), _attending(pool.adapter, rows):
@@ -128,10 +137,10 @@ def decoded_together(steps: Sequence[DecodeStep], pool: ChunkPool | HybridPool) 
     ]
 
 
-def may_decode_together(pool: ChunkPool | HybridPool, requests: int) -> bool:
+def may_decode_together(pool: KVPool[Any], requests: int) -> bool:
     """Whether so many requests may decode in one forward. For a hybrid model this is measured and remembered;
     a single request then uses its own forward."""
-    if isinstance(pool, ChunkPool):
+    if not isinstance(pool, HybridPool):
         return True
     if pool.serves is None and requests > 1:
         pool.serves = _serves(pool.adapter)
@@ -262,47 +271,30 @@ class _Rows(Cache):
         for cache, length in zip(self.caches, self._lengths, strict=True):
             cache.show(length)
 
-    def part(
-        self,
-        module: nn.Module,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sliding_window: int | None,
-    ) -> _AttentionPart:
-        """What the attention ``module`` attends to, which was given ``keys`` and ``values``; found for its
-        first token.
+    def part(self, call: AttentionCall) -> _AttentionPart:
+        """What the module of the ``call`` attends to, found for its first token.
 
         Raises :class:`NotServedError`.
         """
-        part = self._parts.get(module)
+        module, part = call.module, self._parts.get(call.module)
         if part is None:
-            layer = self._layer_of(module, keys)
-            if not (self.layers[layer].is_latent or self.written[layer].holds(keys, values)):
+            layer = self._layer_of(module, call.key)
+            is_latent = self.layers[layer].is_latent
+            if not (is_latent or self.written[layer].holds(call.key, call.value)):
                 raise NotServedError(
                     "the layer changes what its cache holds before it attends to it"
                 )
             rescales = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
-            window = window_of(module, sliding_window)
+            window = window_of(module, call.sliding_window)
             part = self._parts[module] = _AttentionPart(layer, window, bool(rescales))
         return part
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        """``query`` ``[R, H, 1, D]``, each row over the KV of its request → ``[R, 1, H, D]``.
-
-        Raises :class:`NotServedError`.
-        """
-        layer, window, rescales = self.part(module, key, value, sliding_window)
-        if rescales:
-            query = self.rescaled(module, query)
-        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Each row over the KV of its request → ``[R, 1, H, D]``. Raises :class:`NotServedError`."""
+        layer, window, rescales = self.part(call)
+        query = self.rescaled(call.module, call.query) if rescales else call.query
+        key, value = call.key, call.value
+        scaling = query.shape[3] ** -0.5 if call.scaling is None else call.scaling
         held = self.written[layer].held
         if self.layers[layer].is_latent:  # expanded by now
             lengths = [latents.shape[2] for latents, _ in held]
@@ -389,7 +381,6 @@ def attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -397,6 +388,5 @@ def attend(
     rows = _rows.get()
     if rows is None or attention_mask is not None:
         raise NotServedError("the layer does not attend to what its cache holds")
-    if any(kwargs.get(name) is not None for name in UNSERVED):
-        raise NotServedError("the attention needs more than scaled dot products")
-    return rows.attend(module, query, key, value, scaling, sliding_window), None
+    require_plain(kwargs)
+    return rows.attend(AttentionCall(module, query, key, value, scaling, sliding_window)), None

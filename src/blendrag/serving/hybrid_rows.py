@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,9 +23,8 @@ from transformers.cache_utils import Cache
 from blendrag.fusor.attention import NotServedError, attend_token
 from blendrag.fusor.composer import windows_of
 from blendrag.model.adapter import ModelAdapter
+from blendrag.serving.kv_pool import KVPool
 from blendrag.serving.set_aside import SetAside
-
-T = TypeVar("T")
 
 #: Where transformers' layers keep running states (5.23): dicts of tensors, by number.
 STATES = ("recurrent_states", "conv_states")
@@ -98,6 +97,19 @@ def _states(layer: Any) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
     for name in STATES:
         held = getattr(layer, name, {})
         yield from ((held, number) for number, state in held.items() if state is not None)
+
+
+class AttentionCall(NamedTuple):
+    """What a layer gives to its attention function for a token of each row."""
+
+    module: nn.Module
+    query: torch.Tensor
+    """``[R, H, 1, D]``"""
+    key: torch.Tensor
+    value: torch.Tensor
+    """``[R, Hkv, 1, D]`` both."""
+    scaling: float | None
+    sliding_window: int | None
 
 
 class HybridRows(Cache):
@@ -173,20 +185,9 @@ class HybridRows(Cache):
         for saved, state in zip(self._saved, self._all_states(), strict=True):
             state.copy_(saved)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        """``query`` ``[R, H, 1, D]``, each row over the KV of its request → ``[R, 1, H, D]``.
-
-        Raises :class:`NotServedError`.
-        """
-        index: int = module.layer_idx  # type: ignore[assignment]
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Each row over the KV of its request → ``[R, 1, H, D]``. Raises :class:`NotServedError`."""
+        index: int = call.module.layer_idx  # type: ignore[assignment]
         if index not in self.written:
             raise NotServedError("the layer does not attend to what its cache holds")
         window, outs = self._windows[index], []
@@ -194,7 +195,7 @@ class HybridRows(Cache):
             if window is not None:
                 first = max(0, window.first_seen(keys.shape[2] - 1))
                 keys, values = keys[:, :, first:], values[:, :, first:]
-            outs.append(attend_token(query[row, None], keys, values, scaling))
+            outs.append(attend_token(call.query[row, None], keys, values, call.scaling))
         return torch.cat(outs)
 
 
@@ -235,15 +236,13 @@ def _append(
     return keys, values
 
 
-class HybridPool:
-    """The running requests of one hybrid model; see :class:`~blendrag.serving.chunk_pool.ChunkPool`. Used on
-    one thread."""
+class HybridPool(KVPool[HybridKV]):
+    """The running requests of one hybrid model."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
-        self.adapter = adapter
+        super().__init__(adapter)
         self.serves: bool | None = None
         """Whether a joint step gives what each request gets alone; ``None``: not measured yet."""
-        self._prepared: tuple[list[HybridKV], HybridRows] | None = None
 
     def share(self, requests: Sequence[HybridKV]) -> None:
         """They have nothing to share: a running state is each request's own."""
@@ -252,32 +251,16 @@ class HybridPool:
         """Its cache grows by itself."""
 
     def put_aside(self, request: HybridKV) -> None:
-        """Move what the request holds to where it takes no memory of the others."""
-        self._part(request)
+        self.leave(request)
         request.put_aside()
 
     def take_back(self, request: HybridKV, room: int) -> None:
-        """Undo :meth:`put_aside`."""
         request.take_back()
 
     def leave(self, request: HybridKV) -> None:
-        """The request has ended."""
-        self._part(request)
-
-    def _part(self, request: HybridKV) -> None:
-        """The request no longer decodes with the others. A single one that is left decodes by itself, and
-        should not hold the memory of all."""
+        # a single one that is left decodes by itself, and should not hold the memory of all
         if self._prepared is not None and request in self._prepared[0]:
             others = [one for one in self._prepared[0] if one is not request]
             self._prepared = None
             if len(others) == 1:
                 others[0].leave_rows()
-
-    def prepared(
-        self, requests: Sequence[HybridKV], prepare: Callable[[], HybridRows]
-    ) -> HybridRows:
-        """What ``prepare`` made for the steps of ``requests``, the same until they change."""
-        if self._prepared is None or self._prepared[0] != requests:
-            self._prepared = None  # frees the other one first
-            self._prepared = [*requests], prepare()
-        return self._prepared[1]

@@ -17,6 +17,7 @@ from blendrag.serving.chunk_pool import ChunkPool
 from blendrag.serving.coroutine import Coroutine
 from blendrag.serving.hybrid_rows import HybridPool
 from blendrag.serving.kv_budget import KVBudget
+from blendrag.serving.kv_pool import KVPool
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +27,18 @@ class KVRoom:
 
     def __init__(self, budget: KVBudget) -> None:
         self.budget = budget
-        self._pools: dict[ModelAdapter, Any] = {}
+        self._pools: dict[ModelAdapter, KVPool[Any]] = {}
 
-    def pool_of(self, call: Coroutine) -> Any:
-        """What calls on the model of ``call`` hold: a :class:`ChunkPool`, or a :class:`HybridPool`."""
+    def pool_of(self, call: Coroutine) -> KVPool[Any]:
+        """What calls on the model of ``call`` hold."""
         adapter = call.adapter
         assert adapter is not None
         if adapter not in self._pools:
-            is_hybrid = adapter.composition is not None
-            pool = HybridPool(adapter) if is_hybrid else ChunkPool(adapter, self.budget.limit_bytes)
-            self._pools[adapter] = pool
+            self._pools[adapter] = (
+                ChunkPool(adapter, self.budget.limit_bytes)
+                if adapter.composition is None
+                else HybridPool(adapter)
+            )
         return self._pools[adapter]
 
     def close(self) -> None:

@@ -29,18 +29,16 @@ from torch import nn
 from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
 from blendrag.model.decode_weights import DecodeWeights
-from blendrag.serving.chunk_pool import ChunkPool
 from blendrag.serving.coroutine import Coroutine, GaveWay, JointForward
 from blendrag.serving.decode_step import DecodeStep, decoded_together, may_decode_together
-from blendrag.serving.hybrid_rows import HybridPool
 from blendrag.serving.kv_budget import KVBudget, KVShare
+from blendrag.serving.kv_pool import KVPool
 from blendrag.serving.kv_room import KVRoom
 from blendrag.serving.open_requests import OpenRequests
 from blendrag.serving.row_limit import RowLimit
 from blendrag.serving.thread_queue import QueueState
 
 T = TypeVar("T")
-Pool = ChunkPool | HybridPool
 
 log = logging.getLogger(__name__)
 
@@ -417,14 +415,13 @@ class Scheduler:
     def _decoded(self, steps: dict[Coroutine, DecodeStep]) -> dict[Coroutine, Any]:
         """The output of each step that was computed, or its error if it cannot be computed alone."""
         outputs: dict[Coroutine, Any] = {}
-        by_pool: dict[Pool, dict[Coroutine, DecodeStep]] = defaultdict(dict)
+        by_pool: dict[KVPool[Any], dict[Coroutine, DecodeStep]] = defaultdict(dict)
         for call, step in steps.items():
             by_pool[self.room.pool_of(call)][call] = step
         for pool, of_model in by_pool.items():
             try:
                 with torch.inference_mode():
-                    requests: list[Any] = [step.kv for step in of_model.values()]
-                    pool.share(requests)
+                    pool.share([step.kv for step in of_model.values()])
             except Exception as exc:
                 self._decode_fewer(len(of_model), exc)
             by_weights: dict[DecodeWeights | None, dict[Coroutine, DecodeStep]] = defaultdict(dict)
@@ -437,7 +434,7 @@ class Scheduler:
         return outputs
 
     def _decoded_alike(
-        self, steps: dict[Coroutine, DecodeStep], pool: Pool
+        self, steps: dict[Coroutine, DecodeStep], pool: KVPool[Any]
     ) -> dict[Coroutine, Any]:
         """The same for steps that decode with the same weights."""
         outputs: dict[Coroutine, Any] = {}
