@@ -1,8 +1,8 @@
 """Writes the tables and figures of docs/performance.md: ``python -m lab.pages.bench_page`` (make bench).
 
 Region ``NAME`` of the page is written from ``NAME.json``, which ``blendrag bench … --json`` printed. A region
-without such a file does not change. NAME starts with the bench: ``ttft``, ``ttft-compiled``,
-``sweep-chunks``. Equal files give an equal page.
+without such a file does not change. NAME starts with the bench: ``ttft``,
+``ttft-compiled``. Equal files give an equal page.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_page(directory: Path, source: Path) -> list[str]:
             texts[name] = _text(page, name, path, load_bench(bench))
     if not texts:
         raise InvalidInputError(
-            f"{source} has no result for {page}, expected files such as ttft.json and sweep-ratio.json; "
+            f"{source} has no result for {page}, expected files such as ttft.json and overhead.json; "
             "make them with make bench or make bench-all"
         )
     write_regions(page, texts)

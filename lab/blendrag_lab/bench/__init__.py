@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 SUMMARIES = {
     "ttft": "Time to first token of full, prefix, reuse and blend.",
     "answer": "Time to the first and the last token: full, blend, reuse, transformers, llama.cpp.",
-    "sweep": "Time to first token over one factor, all its values in one run.",
     "schema": "Time to first token of a prompt of stored modules: full, blend and schema.",
     "serve": "Whole answers of many requests, one by one and together, against stock transformers.",
     "newcomer": "TTFT of a request that arrives while others decode, and how long those wait.",

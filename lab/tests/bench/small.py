@@ -28,7 +28,6 @@ SMALL = (
 )  # fmt: skip
 COMMANDS = {
     "ttft": ("ttft", *SMALL, "--dtype", "bfloat16"),
-    "sweep-tier": ("sweep", *SMALL, "--dtype", "bfloat16", "--factor", "tier", "--values", "memory,disk"),
     "attention": (
         "attention", "--geometry", "tiny", "--requests", "1,3", "--tokens", "80", "--shared", "0,1",
         "--chunk-tokens", "32", "--own-tokens", "8", "--ratio", "0.25", "--rounds", "1",

@@ -28,7 +28,6 @@ from blendrag_lab.bench.rounds import (
 )
 from blendrag_lab.tables import ResultTable
 from cli.commands import invoke, refused
-from lab.tests.bench.small import SMALL
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,13 @@ def test_the_help_of_policy_names_every_policy():
         assert f"{name}(k)" in listed if counted else f"{name}," in listed, name
 
 
-@pytest.mark.parametrize("name", ["ttft", "sweep"])
-def test_benches_share_their_options(name):
-    parameters = inspect.signature(load_bench(name).command).parameters
+def test_benches_share_their_options():
+    parameters = inspect.signature(load_bench("ttft").command).parameters
     shared = {"geometry", "model", "dtype", "device", "chunks", "chunk_tokens", "question_tokens",
               "policy", "schedule", "encoding", "as_json"}  # fmt: skip
     assert shared <= set(parameters)
     assert parameters["policy"].default == DEFAULT_POLICY
-    assert ("plot" in parameters) == (name == "sweep")
+    assert "plot" not in parameters
 
 
 def test_each_round_starts_with_another_way_and_the_first_does_not_count():
@@ -130,7 +128,6 @@ def test_a_number_out_of_range_names_its_option(command, option, value):
 
 
 TTFT = ("ttft", "--chunk-tokens", "16", "--geometry", "tiny")
-SWEEP = ("sweep", *SMALL, "--factor")
 
 
 @pytest.mark.parametrize(
@@ -144,13 +141,7 @@ SWEEP = ("sweep", *SMALL, "--factor")
      ((*TTFT, "--device", "abacus"), "device 'abacus'"),
      ((*TTFT, "--dtype", "int8"), "dtype 'int8' is not one of auto, float32"),
      (("ttft", "--model", "demo", "--dtype", "int8"), "dtype 'int8' is not one of auto, float32"),
-     ((*SWEEP, "weather"), "factor 'weather' is none of"),
-     ((*SWEEP, "chunks", "--values", "0"), "chunks '0'"),
-     ((*SWEEP, "context", "--values", "20"), "no room for a chunk of 32"),
-     ((*SWEEP, "tier", "--values", "floppy"), "tier 'floppy'"),
-     ((*SWEEP, "encoding", "--values", "int3"), "encoding 'int3'"),
-     ((*SWEEP, "geometry"), "name geometries with --values"),
-     *(((*SWEEP, "ratio", "--values", x), f"ratio {x!r}") for x in ("", "2", "nan")),
+     *((("attention", "--geometry", "tiny", "--shared", x), f"ratio {x!r}") for x in ("", "2", "nan")),
      *((("overhead", "--chunks", x), f"numbers of chunks {x!r}: expected") for x in ("", "6,x")),
      (("overhead", "--chunks", "1", "--policies", "magic"), "magic"),
      (("store", "--geometry", "huge"), "geometry 'huge' is not one of"),
@@ -162,17 +153,15 @@ def test_bad_input_is_refused_in_one_sentence(command, sentence):
     assert sentence in refused("bench", *command, "--json")
 
 
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [(("sweep", "--plot", "no/such/place/p.png"), "--plot no/such/place/p.png cannot be written"),
-     *(((name, "--tier", "1B/s"), "tier '1B/s' is none of")
-       for name in ("ttft", "sweep"))],
-)  # fmt: skip
-def test_bad_tiers_and_destinations_are_refused_before_anything_is_loaded(command, sentence):
-    assert sentence in refused("bench", *command, "--geometry", "none such")
+def test_a_plot_is_refused_before_measuring_if_it_cannot_be_written(monkeypatch):
+    def said(plot: str) -> str:
+        return refused("bench", "answer", "--geometry", "none such", "--plot", plot)
 
-
-def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path, monkeypatch):
+    assert "--plot no/such/place/p.png cannot be written" in said("no/such/place/p.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    plot = ("--plot", str(tmp_path / "p.png"))
-    assert "blendrag[plots]" in refused("bench", "sweep", "--geometry", "none such", *plot)
+    assert "blendrag[plots]" in said("p.png")
+
+
+def test_a_bad_tier_is_refused_before_anything_is_loaded():
+    said = refused("bench", "ttft", "--tier", "1B/s", "--geometry", "none such")
+    assert "tier '1B/s' is none of" in said
