@@ -35,7 +35,8 @@ MEMORY, MEMORY_BYTES = Path("/dev/shm"), 4 << 30
 if not IS_WORKER:  # the workers and every command of the tests share these
     if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
-    os.environ["BLENDRAG_CACHE"] = tempfile.mkdtemp(prefix="blendrag-cache-")
+    root = os.environ.get("PYTEST_DEBUG_TEMPROOT")
+    os.environ["BLENDRAG_CACHE"] = tempfile.mkdtemp(prefix="blendrag-cache-", dir=root)
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
