@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-fast test-all test-real test-oldest test-newest test-nightly lint bench bench-all gpu-round arena arena-real sweep soak soak-server soak-requests soak-embeddings soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table docs wheels
+.PHONY: help setup demo check test test-fast test-all test-real test-oldest test-newest test-nightly lint bench bench-all gpu-round arena arena-real sweep soak soak-requests soak-remote soak-ray fuzz-server fuzz-corpus fuzz-schema fuzz-files crash-ray coverage-store reuse-table docs wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -168,23 +168,11 @@ soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 
 	  $(if $(FAULTS),--faults $(FAULTS)) $(if $(CUTS),--cuts $(CUTS)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DIR),--dir $(DIR)) $(if $(JSON),--json $(JSON))
 
-# make soak-server REQUESTS=1000 CLIENTS=64 SEED=7
-soak-server: $(READY) ## send 10,000 random requests to blendrag serve: whole, streamed, abandoned, wrong
-	@PYTHONPATH=tests $(BIN)/python -m lab.soak.server \
-	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \
-	  $(if $(SEED),--seed $(SEED))
-
 # make soak-requests REQUESTS=200 CLIENTS=8 SEED=7
 soak-requests: $(READY) ## compare the answers to 2,000 random requests during churn with each request alone
 	@PYTHONPATH=tests $(BIN)/python -m lab.soak.requests \
 	  $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(CLIENTS),--clients $(CLIENTS)) \
 	  $(if $(SEED),--seed $(SEED))
-
-# make soak-embeddings CLIENTS=64 ROUNDS=3 SECONDS=30
-soak-embeddings: $(READY) ## time chats while as many clients embed 1 MB each and leave: at most twice as long
-	@PYTHONPATH=tests $(BIN)/python -m lab.soak.embeddings \
-	  $(if $(CLIENTS),--clients $(CLIENTS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
-	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 # make sweep MODELS="qwen3 gemma4_text" prints these alone.
 sweep: $(READY) ## try every causal LM of transformers, tiny and random: docs/families.md

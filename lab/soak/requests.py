@@ -7,8 +7,8 @@ tenths the server starts again.
 
 Afterwards each request that was answered is asked alone at a second server over the documents of that moment
 and the KV that the answer says it used: greedy and seeded texts, ends, tool calls, log probabilities, chunks
-and sources must be equal. A document that changed meanwhile may be seen as before or after. Prints a line per
-tenth.
+and sources must be equal. A document that changed meanwhile may be seen as before or after. Nothing may be
+left waiting, running or in memory. Prints a line per tenth, with the memory of the process.
 
     make soak-requests REQUESTS=200 CLIENTS=8 SEED=7
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import tempfile
 from collections import Counter
@@ -28,6 +29,7 @@ from typing import Any
 from xml.sax.saxutils import quoteattr
 
 import httpx
+import psutil
 import torch
 
 import scripted
@@ -37,11 +39,15 @@ from blendrag.engine import BlendEngine
 from blendrag.engine.exact_prefixes import family_of
 from blendrag.engine.kv_writer import Job
 from blendrag.engine.request import Request
+from blendrag.engine.stream import AnswerStream
 from blendrag.fusor import Fusor
+from blendrag.fusor.cache import BlendCache
 from blendrag.planning.controller import CORRUPT, IN_MEMORY, NO_KV, Controller
 from blendrag.server import events
+from blendrag.serving.chunk_pool import RequestKV
+from blendrag.serving.coroutine import Coroutine
 from blendrag.store import maintenance
-from lab.soak.server import check_nothing_left
+from integrity import check_tree
 from server.live import Live, live
 from server.random_client import CHAT, WRONG, Choice, Fields, RandomClient, Reply
 
@@ -61,6 +67,8 @@ FAULTS = 4.0
 CLOSE, TIE = 1e-3, 1e-4
 #: The share of requests in whose place something is changed.
 CHURN = 0.15
+#: What must not outlive its request.
+TRANSIENT = (AnswerStream, Coroutine, RequestKV, BlendCache)
 ENDINGS = {"whole": 4, "stream": 4, "leave": 2, "late": 1, "wrong": 1}
 
 WEATHER = {
@@ -705,6 +713,22 @@ def is_close(one: Choice, another: Choice) -> bool:
     )
 
 
+def check_nothing_left(engine: BlendEngine) -> None:
+    """No request left anything in ``engine``."""
+    engine.drain()
+    gc.collect()
+    left = Counter(
+        type(one).__name__ for one in gc.get_objects() if issubclass(type(one), TRANSIENT)
+    )
+    assert not left, f"left in memory: {dict(left)}"
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    tree = engine.prefixes.tree
+    assert tree is not None
+    check_tree(tree)
+    assert not any(node.users for _, node in tree.nodes())
+
+
 # -- all of it ------------------------------------------------------------------------------------
 
 
@@ -718,6 +742,7 @@ async def run(
 ) -> ChurnReport:
     """``requests`` in ``parts``, after each of which they are compared."""
     outcome, limits = ChurnReport(), httpx.Limits(max_connections=clients)
+    process = psutil.Process()
     with serving(folder / "alone", learn=False) as second, ExitStack() as first:
         server = first.enter_context(serving(folder / "served", True, DISK_BYTES))
 
@@ -749,7 +774,8 @@ async def run(
             await alone.compare(soak.asked, soak.changes)
             soak.asked.clear()
             outcome.ended, outcome.changes = soak.ended, soak.counts
-            say(f"{sum(counts[: number + 1])} requests: {outcome}")
+            held = f"{process.memory_info().rss >> 20} MiB, {process.num_threads()} threads"
+            say(f"{sum(counts[: number + 1])} requests: {outcome}; {held}")
             if number % 3 == 1:
                 await soak.client.aclose()
                 first.close()

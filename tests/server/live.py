@@ -54,20 +54,16 @@ def live(
     engine: BlendEngine,
     limits: Limits | None = None,
     keys: str = "",
-    send_bytes: int | None = None,
     beside: Mapping[str, BlendEngine] | None = None,
     **more: Any,
 ) -> Iterator[Live]:
-    """Serve ``engine``, whose model is opened; ``keys`` is the text of a key file, ``send_bytes`` what the
-    system sends ahead of a client's reading, ``beside`` further engines by name, ``more`` further fields of
-    the service."""
+    """Serve ``engine``, whose model is opened; ``keys`` is the text of a key file, ``beside`` further engines
+    by name, ``more`` further fields of the service."""
     engine.open()
     known = ApiKeys.parse(keys, "keys") if keys else ApiKeys()
     service = Service(engine, limits or Limits(), known, **more)
     others = [service.beside(other, name) for name, other in (beside or {}).items()]
     at = bound_socket("127.0.0.1", 0)
-    if send_bytes is not None:
-        at.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     server = server_of(create_app(service, *others))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [at]}, daemon=True)
     port = at.getsockname()[1]

@@ -23,7 +23,6 @@ from blendrag.server.access import ApiKeys
 from blendrag.server.app import create_app
 from blendrag.server.service import STUCK_S, Service
 from clocks import Clock
-from lab.soak import embeddings as embeddings_soak
 from server.live import CHAT, HELLO, Live, live, until
 
 #: Of one batch and of several.
@@ -291,15 +290,3 @@ async def test_health_names_a_queue_that_does_not_move(engine: BlendEngine, held
             each.result()
         until(lambda: stuck.questions.state.running == 0)
         assert (await client.get("/health")).status_code == 200
-
-
-async def test_chats_beside_clients_that_embed_and_leave(served: Live, capsys, monkeypatch) -> None:
-    """A small run of ``make soak-embeddings``, which also looks at the times."""
-    monkeypatch.setattr(embeddings_soak, "LEAVES_S", 0.02)
-    ratio = await embeddings_soak.run(
-        served.url, clients=8, rounds=1, seconds=0.0, size_bytes=50_000, seed=1
-    )
-    assert ratio > 0
-    told = capsys.readouterr().out
-    assert "'left'" in told or "'embeddings" in told
-    served.settled()
