@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,7 +138,7 @@ def decode_overhead(
     workload = Workload(max(REQUESTS), prompt_tokens, rounds=rounds)
     with scratch() as root:
         asking = ServeRunner(adapter, workload, root / "store", NEW_TOKENS)
-        ways = _ways(asking, root, tick)
+        ways = _ways(asking, tick)
         samples = run_rounds(ways, rounds, tick)
     rows = []
     for (way, requests), found in samples.items():
@@ -155,7 +154,7 @@ def decode_overhead(
 Ways = dict[tuple[str, int], Callable[[], tuple[float, float, float]]]
 
 
-def _ways(asking: ServeRunner, root: Path, tick: Tick) -> Ways:
+def _ways(asking: ServeRunner, tick: Tick) -> Ways:
     adapter = asking.adapter
     with asking.engine() as engine:
         tick("writing prompts")

@@ -132,11 +132,11 @@ class TierStore:
 
 
 @contextmanager
-def tier_store(tier: BenchTier, limit_bytes: int = AMPLE_BYTES) -> Iterator[TierStore]:
+def tier_store(tier: BenchTier) -> Iterator[TierStore]:
     with scratch() as directory:
         root = directory / "store"
-        ram_bytes = limit_bytes if tier.name == "memory" else 0
-        with closing(open_store(root, ram_bytes=ram_bytes, disk_bytes=limit_bytes)) as store:
+        ram_bytes = AMPLE_BYTES if tier.name == "memory" else 0
+        with closing(open_store(root, ram_bytes=ram_bytes, disk_bytes=AMPLE_BYTES)) as store:
             given: Any = store
             if tier.bytes_per_s is not None:
                 given = ThrottledStore(store, Throttle(tier.bytes_per_s), tier.name)

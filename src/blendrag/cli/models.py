@@ -35,8 +35,6 @@ _OTHERS = ["onnx/*", "openvino/*", "coreml/*", "original/*", "consolidated*"]
 #: The weights of models that have none in safetensors.
 _PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 _GGUF = re.compile(r"(?P<repository>[^:]+):(?P<file>[^:]+\.gguf)")
-#: GGUF files that are named.
-_MOST_NAMED = 12
 
 
 @app.callback()
