@@ -28,10 +28,15 @@ _FRONTIER = (
     f"{REUSE},{DEFAULT_POLICY} --ratio 0.05 --ratio 0.15 --ratio 0.3 --schedules {DEFAULT_SCHEDULE}"
 )
 #: What follows the name of a policy, by how its chunks are encoded.
-_SUFFIXES = {"alone": "", "with a writer": "+writer", "after 2 similar ones": "+after2"}
+_SUFFIXES = {
+    "alone": "",
+    "with a writer": "+writer",
+    "after 2 similar ones": "+after2",
+    "with both": "+writer+after2",
+}
 _PICTURE = (
     "![Agreement with full prefill and KL recovered against time to first token: chunks encoded alone, with "
-    "a writer, after similar ones](quality/writers-frontier.png)"
+    "a writer, after similar ones, with both](quality/writers-frontier.png)"
 )
 
 

@@ -107,15 +107,18 @@ def make_ways(
 
 
 def with_recipe(ways: Sequence[Way], recipe: ChunkRecipe) -> tuple[Way, ...]:
-    """``ways``, and each that loads chunks also over chunks that the writer of ``recipe`` encodes, and over
-    chunks that are encoded after similar ones, as far as it has either."""
+    """``ways``, and each that loads chunks also over chunks that the writer of ``recipe`` encodes, over chunks
+    that are encoded after similar ones, and over chunks that are encoded in both ways, as far as it has
+    them."""
     loading = [way for way in ways if way.policy not in (*COMPUTING, *PLACED)]
-    made = [*ways]
-    if recipe.writer:
-        made += [replace(way, writer=recipe.writer) for way in loading]
-    if recipe.encode_after:
-        made += [replace(way, encode_after=recipe.encode_after) for way in loading]
-    return tuple(made)
+    recipes = dict.fromkeys(
+        (writer, after) for after in (0, recipe.encode_after) for writer in ("", recipe.writer)
+    )
+    return tuple(ways) + tuple(
+        replace(way, writer=writer, encode_after=after)
+        for writer, after in list(recipes)[1:]
+        for way in loading
+    )
 
 
 def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:

@@ -277,6 +277,16 @@ def test_chunks_are_also_encoded_after_similar_ones_of_the_whole_dataset(tmp_pat
     assert everything.kl == pytest.approx(0.0, abs=1e-4)
 
 
+def test_a_writer_also_encodes_chunks_after_similar_ones(tmp_path):
+    ways = make_ways(["reuse"], ["constant"], [1.0], [True])
+    adapter, data = lab.adapter(), lab.dataset(lab.cases(2, 1))
+    folder = writers.writer(adapter.model, tmp_path / "writer", 1)
+    arena = Arena(adapter, data, ways, max_new_tokens=4, writer=folder, encode_after=1)
+    kl = {row.policy: row.kl for row in arena.run() if row.kind == "all"}
+    assert list(kl) == ["none", "full", "reuse", "reuse+writer", "reuse+after1", "reuse+writer+after1"]
+    assert len(set(kl.values())) == len(kl)
+
+
 def test_a_run_goes_on_with_another_writer_and_asks_only_what_it_changes(tmp_path, turns):
     adapter, cases = lab.adapter(), lab.cases(1, 2)
 
