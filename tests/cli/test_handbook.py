@@ -25,7 +25,7 @@ from blendrag.demo import (
     smollm2,
 )
 from blendrag.demo.tables import legend, table, totals
-from blendrag.demo.tour import HANDBOOK_MODES, NO_WRITER, Stop, Tour, TourReply, take_tour
+from blendrag.demo.tour import ALONE, ENCODE_AFTER, HANDBOOK_MODES, Stop, Tour, TourReply, take_tour
 from blendrag.model.writer import CONFIG, Writer
 from cli.commands import invoke
 
@@ -175,15 +175,20 @@ def test_with_a_writer_the_tour_asks_over_chunks_of_both_kinds_and_the_store_kee
         tmp_path / "store", str(model_dir), docs, handbook_questions()[:2], HANDBOOK_MODES,
         writer=made, ratio=0.0, top_k=3, max_new_tokens=2,
     )  # fmt: skip
-    assert tour.modes == (*HANDBOOK_MODES, NO_WRITER)
+    assert tour.modes == (*HANDBOOK_MODES, ALONE)
     for each in tour.stops:
-        for name in ("blend", NO_WRITER):
+        for name in ("blend", ALONE):
             assert each.replies[name].reused_tokens > 0
             assert each.replies[name].recomputed_tokens == 0
-    assert NO_WRITER in legend(tour)
-    assert f"{NO_WRITER} 0/2" in totals(tour)
-    corpus = json.loads(invoke("store", "stats", "--store", tmp_path / "store", "--json").stdout)
-    assert Writer.load(made).fingerprint == corpus["corpus"]["writer"]
+    assert ALONE in legend(tour)
+    assert f"{ALONE} 0/2" in totals(tour)
+    corpus = json.loads(invoke("store", "stats", "--store", tmp_path / "store", "--json").stdout)[
+        "corpus"
+    ]
+    assert (corpus["writer"], corpus["encode_after"]) == (
+        Writer.load(made).fingerprint,
+        ENCODE_AFTER,
+    )
 
 
 # -- the tour and what is printed -----------------------------------------------------------------

@@ -107,9 +107,8 @@ def make_ways(
 
 
 def with_recipe(ways: Sequence[Way], recipe: ChunkRecipe) -> tuple[Way, ...]:
-    """``ways``, and each that loads chunks also over chunks that the writer of ``recipe`` encodes, over chunks
-    that are encoded after similar ones, and over chunks that are encoded in both ways, as far as it has
-    them."""
+    """``ways``, and each that loads chunks also over chunks that the writer of ``recipe`` encodes, that are
+    encoded after similar ones, and both, as far as it has them."""
     loading = [way for way in ways if way.policy not in (*COMPUTING, *PLACED)]
     recipes = dict.fromkeys(
         (writer, after) for after in (0, recipe.encode_after) for writer in ("", recipe.writer)

@@ -283,7 +283,14 @@ def test_a_writer_also_encodes_chunks_after_similar_ones(tmp_path):
     folder = writers.writer(adapter.model, tmp_path / "writer", 1)
     arena = Arena(adapter, data, ways, max_new_tokens=4, writer=folder, encode_after=1)
     kl = {row.policy: row.kl for row in arena.run() if row.kind == "all"}
-    assert list(kl) == ["none", "full", "reuse", "reuse+writer", "reuse+after1", "reuse+writer+after1"]
+    assert list(kl) == [
+        "none",
+        "full",
+        "reuse",
+        "reuse+writer",
+        "reuse+after1",
+        "reuse+writer+after1",
+    ]
     assert len(set(kl.values())) == len(kl)
 
 

@@ -6,16 +6,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from blendrag.demo.tour import NO_WRITER, Tour, TourReply
+from blendrag.demo.tour import ALONE, Tour, TourReply
 
 MEANINGS = {
     "full": "full prefills the whole prompt",
     "reuse": "reuse loads every chunk's KV as it was stored",
     "blend": "blend loads every chunk's KV and recomputes a small share of it",
-    NO_WRITER: f"{NO_WRITER} is blend over chunks that were encoded without a writer",
+    ALONE: f"{ALONE} is blend over chunks that were encoded alone and without the writer",
 }
 RECOMPUTES_NOTHING = (
-    "blend loads every chunk's KV, as it was encoded with a writer, and recomputes nothing"
+    "blend loads chunks that a writer encoded behind similar ones, and recomputes nothing"
 )
 LEGEND = (
     "✗: wrong. TTFT: time to first token. Reused: share of blend's prompt that was not computed. Of small "
@@ -56,7 +56,7 @@ def table(tour: Tour) -> Table:
 def legend(tour: Tour) -> str:
     """What the modes of ``tour`` do, and what its columns show."""
     meanings = dict(MEANINGS)
-    if NO_WRITER in tour.modes:
+    if ALONE in tour.modes:
         meanings["blend"] = RECOMPUTES_NOTHING
     return f"{'; '.join(meanings[mode] for mode in tour.modes)}. {LEGEND}"
 

@@ -2,8 +2,8 @@
 
 There are two tours. The embedded model compares ``full``, ``reuse`` and ``blend`` on a small corpus: half of
 what it says can only be understood with the paragraph before, which is another chunk, so ``reuse`` must fail
-there. SmolLM2 compares ``full`` with ``blend`` on a handbook whose chunks a writer has encoded, and with
-``no writer``, the same without that writer.
+there. SmolLM2 compares ``full`` with ``blend`` on a handbook whose chunks a writer has encoded behind similar
+ones, and with ``alone``, the same over chunks that the model itself has encoded alone.
 
 ``full`` prefills the whole prompt, ``reuse`` loads every chunk's KV as it was stored, ``blend`` loads it and
 recomputes a small share (CacheBlend), or nothing at ratio 0.
@@ -41,8 +41,10 @@ TOP_K = 6
 MAX_NEW_TOKENS = 16
 
 HANDBOOK_MODES: tuple[Mode, ...] = ("full", "blend")
-#: Mode ``blend`` over KV that was encoded without the writer.
-NO_WRITER = "no writer"
+#: Mode ``blend`` over chunks that the model itself encoded, each alone.
+ALONE = "alone"
+#: Similar chunks that each chunk is encoded behind where there is a writer.
+ENCODE_AFTER = 2
 
 Show = Callable[[str], None]
 """Shows how far the tour is."""
@@ -74,7 +76,7 @@ class Stop:
     """As in :class:`blendrag.demo.Question`."""
     expected: str
     replies: dict[str, TourReply]
-    """By mode; that of :data:`NO_WRITER`, too, if there is a writer."""
+    """By mode; that of :data:`ALONE`, too, if there is a writer."""
     sources: tuple[str, ...] = ()
     """Names of the files that the retrieved chunks are from, the same in all modes."""
 
@@ -123,7 +125,7 @@ class Tour:
 
 def take_handbook_tour(model: Any, store: Path | None = None, show: Show | None = None) -> Tour:
     """Ask the questions on the handbook of ``model``, in the modes ``full`` and ``blend``, the latter over KV
-    with and without the demo's writer."""
+    that the demo's writer encoded behind similar chunks, and over KV of chunks that were encoded alone."""
     return take_tour(
         store, model, handbook_path(), handbook_questions(), HANDBOOK_MODES, show,
         stop=("\n",),  # the questions need one sentence; a small model would go on
@@ -148,7 +150,8 @@ def take_tour(
     """Ingest the corpus into ``store`` (``None``: a temporary one) and ask every question in every mode.
 
     ``stop`` ends an answer; ``settings`` go to :class:`BlendEngine`. With a ``writer`` the corpus is encoded
-    without and with it. The modes take turns, so that other load on the machine affects all of them equally.
+    twice: every chunk alone without it, and with it behind similar chunks. The modes take turns, so that
+    other load on the machine affects all of them equally.
 
     Raises :class:`KeyboardInterrupt` and :class:`StoreFullError` if the ingest was cut short.
     """
@@ -176,9 +179,11 @@ def take_tour(
             return [Lane(name, engine, mode) for name, mode in modes]
 
         reports: list[IngestReport] = []
-        lanes, given = [], {}
+        lanes: list[Lane] = []
+        given: dict[str, Any] = {}
         if writer is not None:  # first, as a store keeps the writer of its last ingest
-            lanes, given = lanes_of([(NO_WRITER, "blend")], writer=NONE), {"writer": writer}
+            lanes = lanes_of([(ALONE, "blend")], writer=NONE, encode_after=0)
+            given = {"writer": writer, "encode_after": ENCODE_AFTER}
         lanes = [*lanes_of([(mode, mode) for mode in modes], **given), *lanes]
         tell("warming up")
         for lane in lanes:  # the first answer of a mode takes longer
