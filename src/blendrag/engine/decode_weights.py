@@ -7,10 +7,8 @@ decodes with its own weights; a note in the metrics says why, unless the option 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +30,7 @@ from blendrag.model import decode_weights as packing
 from blendrag.model.adapter import UNNAMED, ModelAdapter
 from blendrag.model.decode_weights import NATIVE, DecodeWeights, Packed, PackedWeights
 from blendrag.model.sharing import is_loaded, loaded_once
+from blendrag.planning.profile import processor_name
 from blendrag.store.durable import readable_size
 from blendrag.wording import condensed, log_step, short_model
 
@@ -345,17 +344,7 @@ def _limit_rows(weights: DecodeWeights) -> bool:
 
 def _machine() -> str:
     """What computes products."""
-    return f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
-@functools.cache
-def _processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration, IndexError, UnicodeDecodeError):
-        return platform.processor() or platform.machine()
+    return f"{processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 # -- copies on disk -------------------------------------------------------------------------------

@@ -35,9 +35,12 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.model.composition import ComposedLayer, Composition
 from blendrag.model.kv_compare import LOGIT_TOLERANCE
 from blendrag.model.linear_layers import LayerRecord, LinearLayer, MixerRun, RunningStates
+from blendrag.model.sharing import is_given, replaced
 from blendrag.model.windows import Window
 from blendrag.store.kv import dtype_name
 
+#: What a forward is given.
+Arguments = tuple[Any, dict[str, Any]]
 #: Counts up when something else is measured, so that earlier results are not used.
 CHECKS_VERSION = 2
 #: Tokens of two forwards that tell which arguments of layers have an entry for each.
@@ -183,10 +186,8 @@ class _Prompt:
 
     def mask(self, window: Window | None, dtype: torch.dtype) -> torch.Tensor:
         """What each computed token sees, ``[1, 1, F, N]``: 0, or the smallest number."""
-        rows, keys = (
-            self.positions[:, None],
-            torch.arange(self.tokens, device=self.positions.device),
-        )
+        rows = self.positions[:, None]
+        keys = torch.arange(self.tokens, device=rows.device)
         seen = keys[None] <= rows
         if window is not None:
             seen &= keys[None] >= window.first_seen(rows)
@@ -207,14 +208,14 @@ class _Prompt:
 
         return update
 
-    def in_parts(self, layer: ComposedLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Instead of ``forward`` of a layer with a running state: once for each part, with what the chunks do
-        between."""
-        linear = layer.linear
-        assert linear is not None
+    def in_parts(self, linear: LinearLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Instead of ``forward`` of a layer with a running state: once for each part of this prompt, with
+        what the chunks do between."""
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if not is_given(self.cache, args, kwargs):
+                return forward(*args, **kwargs)
             outputs, at = [], 0
             for start, end, chunk in self.stretches:
                 if chunk is not None:
@@ -403,10 +404,8 @@ class Composer:
         if ratio and not all(span.exact for span in spans):
             attention = None
             if ratio < 1 and self.observes:
-                scouted, attention = (
-                    len(prompt.positions),
-                    self._attended(prompt, ids, question_start),
-                )
+                scouted = len(prompt.positions)
+                attention = self._attended(prompt, ids, question_start)
             runs = computed_runs(spans, ratio, attention)
             prompt.divide(runs)
         with ExitStack() as attends:
@@ -446,13 +445,9 @@ class Composer:
         composition, stack = self._composition, self._adapter.stack
         masks: dict[Window | None, torch.Tensor] = {}
 
-        def masked(
-            window: Window | None,
-        ) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, dict[str, Any]] | None]:
-            def hook(
-                module: nn.Module, args: Any, kwargs: dict[str, Any]
-            ) -> tuple[Any, dict[str, Any]] | None:
-                if not any(each is prompt.cache for each in (*args, *kwargs.values())):
+        def masked(window: Window | None) -> Callable[..., Arguments | None]:
+            def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
+                if not is_given(prompt.cache, args, kwargs):
                     return None
                 if not has_masks:
                     return args, {**kwargs, "attention_mask": None, ROWS_KEYWORD: prompt.rows}
@@ -473,29 +468,9 @@ class Composer:
                     hooks.callback(delattr, held, "update")
                 else:
                     mixer = layer.linear.mixer
-                    hooks.enter_context(_replaced(mixer, prompt, layer))
+                    in_parts = prompt.in_parts(layer.linear, mixer.forward)
+                    hooks.enter_context(replaced(mixer, "forward", in_parts))
             yield
-
-
-@contextmanager
-def _replaced(mixer: nn.Module, prompt: _Prompt, layer: ComposedLayer) -> Iterator[None]:
-    """Within this context a ``mixer`` that gets the prompt's cache runs in parts."""
-    own, stock = vars(mixer).get("forward"), mixer.forward
-    in_parts = prompt.in_parts(layer, stock)
-
-    @functools.wraps(stock)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        is_ours = any(each is prompt.cache for each in (*args, *kwargs.values()))
-        return (in_parts if is_ours else stock)(*args, **kwargs)
-
-    mixer.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del mixer.forward
-        else:
-            mixer.forward = own
 
 
 def windows_of(adapter: ModelAdapter) -> dict[int, Window | None]:

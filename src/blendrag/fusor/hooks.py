@@ -24,7 +24,7 @@ from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
 from blendrag.fusor.fusion import Phase
 from blendrag.fusor.pack import Pack
 from blendrag.fusor.rows import AnyRows, take
-from blendrag.model.sharing import only_here
+from blendrag.model.sharing import is_given, only_here
 from blendrag.model.structure import DecoderStack
 
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
@@ -229,8 +229,7 @@ def _is_under_way(cache: Cache) -> bool:
 
 def _carries(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``cache`` is among the arguments of a forward; never while dynamo traces one."""
-    traced = torch.compiler.is_dynamo_compiling()
-    return not traced and any(value is cache for value in (*args, *kwargs.values()))
+    return not torch.compiler.is_dynamo_compiling() and is_given(cache, args, kwargs)
 
 
 def slice_kwargs(

@@ -26,6 +26,7 @@ from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.rows import AnyRows, PackedRows, Rows
 from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.model.adapter import KVComplete
+from blendrag.model.sharing import replaced
 from blendrag.model.structure import DecoderStack
 
 Among = torch.Tensor | None
@@ -285,12 +286,8 @@ def replayed(
 
     Later forwards and those of other threads are the module's own.
     """
-    own, stock, owner = vars(base).get("forward"), base.forward, threading.get_ident()
+    stock, owner = base.forward, threading.get_ident()
     with ExitStack() as patched:
-        if own is not None:
-            patched.callback(setattr, base, "forward", own)
-        else:
-            patched.callback(vars(base).pop, "forward", None)
 
         @functools.wraps(stock)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -300,5 +297,5 @@ def replayed(
             before()
             return output
 
-        base.forward = forward
+        patched.enter_context(replaced(base, "forward", forward))
         yield

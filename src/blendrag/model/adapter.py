@@ -389,7 +389,7 @@ class ModelAdapter:
     def _find_continuation(self) -> None:
         """Measure whether the refused model can go on from a stored beginning."""
         try:
-            with uncompiled() if self.is_compiled else nullcontext():
+            with self.uncompiled():
                 going = Continuation(self.model, self.device)
             fingerprint.loaded(self.model)  # raises for weights that cannot be seen to change
             self.continuation = going

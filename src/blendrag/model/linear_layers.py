@@ -24,6 +24,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError
+from blendrag.model.sharing import is_given
 from blendrag.store.kv import StateShape
 
 #: Largest error of ``A · before + B``, relative to the largest number of the state, by the state's dtype.
@@ -273,11 +274,11 @@ def calls(
 
     def hooks(place: Place, mixer: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
         def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            if _is_given(cache, args, kwargs):
+            if is_given(cache, args, kwargs):
                 before[mixer] = held(cache, place)
 
         def end(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if _is_given(cache, args, kwargs):
+            if is_given(cache, args, kwargs):
                 states = before.pop(mixer), held(cache, place)
                 note(MixerRun(mixer, place, cache, args, kwargs, *states))
 
@@ -289,10 +290,6 @@ def calls(
             hooked.callback(mixer.register_forward_pre_hook(begin, with_kwargs=True).remove)
             hooked.callback(mixer.register_forward_hook(end, with_kwargs=True).remove)
         yield
-
-
-def _is_given(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(each is cache for each in (*args, *kwargs.values()))
 
 
 def record_of(layer: LinearLayer, call: MixerRun, enlarged: float = 1.0) -> LayerRecord:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import fingerprint
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.sharing import replaced
 from blendrag.model.structure import (
     Decoder,
     check_placement,
@@ -60,6 +61,7 @@ class PlacedModel:
         self.model = adapter.model
         self.model_id = adapter.model_id
         self.lock = adapter.lock
+        self.uncompiled = adapter.uncompiled
         self.refusal: str | None = None
         self._decoder: Decoder | None = None
         self._layout: KVLayout | None = None
@@ -178,10 +180,6 @@ class PlacedModel:
             self._decoder.base(input_ids=batch, past_key_values=cache, use_cache=True)
         return cache
 
-    def uncompiled(self) -> AbstractContextManager[None]:
-        """Within this context a compiled model runs as plain Python."""
-        return self._adapter.uncompiled() if self._adapter.is_compiled else nullcontext()
-
     # -- place ----------------------------------------------------------------------------------
 
     @contextmanager
@@ -276,14 +274,9 @@ def _alibi_by_position(base: nn.Module, name: str) -> Iterator[None]:
         batch = args[0].shape[0]
         return (slopes * keys).repeat(batch, 1, 1).to(kwargs.get("dtype", torch.float32))
 
-    own = vars(base).get(name)
     token = _keys.set(None)
-    setattr(base, name, build)
     try:
-        yield
+        with replaced(base, name, build):
+            yield
     finally:
         _keys.reset(token)
-        if own is None:
-            delattr(base, name)
-        else:
-            setattr(base, name, own)

@@ -5,6 +5,7 @@
 - :func:`lock_of`: one lock per model object. Engines over the same model take turns.
 - :func:`only_here`: hooks are on the model, so all its users run them; these act for one user only.
 - :func:`before_layers`: such a hook on every decoder layer, to abandon or to pause a forward.
+- :func:`replaced`: a method of one module, such as its forward, replaced for a while.
 
 Forwards by others take no lock, and compute what they would without blendrag.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -150,6 +151,28 @@ def only_here(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook(*args, **kwargs)
 
     return guarded
+
+
+def is_given(value: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this very object is among the arguments of a forward."""
+    return any(each is value for each in (*args, *kwargs.values()))
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Within this context ``module`` itself has this ``method`` under that name."""
+    own = vars(module).get(name, _ABSENT)
+    setattr(module, name, method)
+    try:
+        yield
+    finally:
+        if own is _ABSENT:
+            vars(module).pop(name, None)
+        else:
+            setattr(module, name, own)
 
 
 @contextmanager

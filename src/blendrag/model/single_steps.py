@@ -22,6 +22,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from blendrag.model.linear_layers import LinearLayer, RunningStates, with_states
+from blendrag.model.sharing import replaced
 
 #: Tokens of a batch: there is a state for each.
 BLOCK_TOKENS = 64
@@ -33,13 +34,10 @@ PROBE = 2.0**12
 def going_on(layers: Sequence[LinearLayer]) -> Iterator[None]:
     """Within this context the modules of ``layers``, whose maps are decays, go on from their states with
     several tokens, too."""
-    with ExitStack() as replaced:
+    with ExitStack() as patched:
         for layer in layers:
-            mixer = layer.mixer
-            own = vars(mixer).get("forward")
-            undo = (delattr, mixer, "forward") if own is None else (setattr, mixer, "forward", own)
-            replaced.callback(*undo)
-            mixer.forward = _in_blocks(layer, mixer.forward)
+            forward = _in_blocks(layer, layer.mixer.forward)
+            patched.enter_context(replaced(layer.mixer, "forward", forward))
         yield
 
 

@@ -132,24 +132,31 @@ def text_modules(model: nn.Module) -> set[nn.Module]:
     return {*owner.modules(), *(() if head is None else head.modules())}
 
 
-def find_stack(model: Any) -> DecoderStack:
-    """Locate what blending touches, or raise :class:`UnsupportedModelError` saying what is missing.
-
-    A layer's attention is the module in it that carries ``layer_idx``, and in most models a config.
-    """
-    name, found = type(model).__name__, find_decoder(model)
-    attentions = []
-    for i, layer in enumerate(found.layers):
-        inner = (
-            m for m in layer.modules() if m is not layer and getattr(m, "layer_idx", None) == i
+def _attention_in(
+    layers: Sequence[nn.Module], index: int, model: Any, others: Collection[nn.Module] = ()
+) -> nn.Module:
+    """The attention of a decoder layer: the module in it, and none of ``others``, that carries ``layer_idx``
+    and in most models a config. Raises :class:`UnsupportedModelError` if there is none."""
+    layer = layers[index] if index < len(layers) else nn.Module()
+    inner = (
+        module
+        for module in layer.modules()
+        if module is not layer and module not in others
+        if getattr(module, "layer_idx", None) == index
+    )
+    found = min(inner, key=lambda module: not hasattr(module, "config"), default=None)
+    if found is None:
+        raise UnsupportedModelError(
+            f"layer {index} of {type(model).__name__} ({type(layer).__name__}) keeps no KV that blending can "
+            "find; use mode full"
         )
-        attention = min(inner, key=lambda m: not hasattr(m, "config"), default=None)
-        if attention is None:
-            raise UnsupportedModelError(
-                f"layer {i} of {name} ({type(layer).__name__}) keeps no KV that blending can find; "
-                "use mode full"
-            )
-        attentions.append(attention)
+    return found
+
+
+def find_stack(model: Any) -> DecoderStack:
+    """Locate what blending touches, or raise :class:`UnsupportedModelError` saying what is missing."""
+    found = find_decoder(model)
+    attentions = [_attention_in(found.layers, i, model) for i in range(len(found.layers))]
     rotary = getattr(found.base, "rotary_emb", None) or getattr(attentions[0], "rotary_emb", None)
     inside = {id(module) for layer in found.layers for module in layer.modules()}
     around = [module for module in model.modules() if id(module) not in inside]
@@ -173,25 +180,10 @@ def hybrid_stack(
     """
     config = model.config.get_text_config(decoder=True)
     base, _, layers = decoder_list(model)
-    count = len(layers)
-    types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
-    attentions = []
-    for i in with_attention:
-        inside = layers[i].modules() if i < count else ()
-        inner = (
-            m
-            for m in inside
-            if m is not layers[i] and m not in mixers and getattr(m, "layer_idx", None) == i
-        )
-        attention = min(inner, key=lambda m: not hasattr(m, "config"), default=None)
-        if attention is None:
-            raise UnsupportedModelError(
-                f"layer {i} of {type(model).__name__} keeps no KV that blending can find; use mode full"
-            )
-        attentions.append(attention)
-    tables = (
-        child for child in base.children() if hasattr(child, "inv_freq")
-    )  # pos_emb in LFM2-MoE
+    types = list(getattr(config, "layer_types", None) or ["full_attention"] * len(layers))
+    attentions = [_attention_in([*layers], i, model, mixers) for i in with_attention]
+    # pos_emb in LFM2-MoE
+    tables = (child for child in base.children() if hasattr(child, "inv_freq"))
     rotary = getattr(base, "rotary_emb", None) or next(tables, None)
     rotary = rotary or getattr(next(iter(attentions), None), "rotary_emb", None)
     return DecoderStack(base, [*layers], config, types, attentions, rotary, [*model.modules()])

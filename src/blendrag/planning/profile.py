@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -212,9 +213,12 @@ def cores() -> int:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+    return device.type if device.type != "cpu" else processor_name()
+
+
+@cache
+def processor_name() -> str:
+    with suppress(OSError, UnicodeDecodeError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()

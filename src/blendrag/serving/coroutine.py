@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import is_in_function_mode
 from blendrag.model.decode_weights import DecodeWeights
+from blendrag.model.sharing import replaced
 from blendrag.serving.chunk_pool import LoadedPrompt, RequestKV
 from blendrag.serving.decode_step import DecodeStep, can_join, kv_of
 from blendrag.serving.hybrid_rows import HybridKV
@@ -98,27 +99,21 @@ class JointForward:
 
     def __init__(self) -> None:
         self._users = 0
-        self._own: Any = None
-        """What the model's instance had for ``forward`` before."""
+        self._patched = ExitStack()
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
         """Within this context, forwards of ``model`` that decode a token wait for those of other calls."""
         if not self._users:
-            self._own = vars(model).get("forward")
-            model.forward = _waiting_forward(model.forward)
+            forward = _waiting_forward(model.forward)
+            self._patched.enter_context(replaced(model, "forward", forward))
         self._users += 1
         try:
             yield
         finally:
             self._users -= 1
             if not self._users:
-                if self._own is None:
-                    with suppress(AttributeError):
-                        del model.forward
-                else:
-                    model.forward = self._own
-                self._own = None
+                self._patched.close()
 
 
 def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
