@@ -13,7 +13,6 @@ import torch
 
 from blendrag import tracing
 from blendrag.chat.formats import hidden_ids
-from blendrag.config import Settings
 from blendrag.engine import request_spans as spans
 from blendrag.engine.answers import (
     PendingAnswer,
@@ -26,7 +25,7 @@ from blendrag.engine.answers import (
 from blendrag.engine.batched_prefill import BatchEntry, RequestBatch, share_of
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.generation import Generation
-from blendrag.engine.lazy_model import LazyModel
+from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.learning import Learner
 from blendrag.engine.planner import Planner, checked, sequences_of
 from blendrag.engine.prompts import Prompts
@@ -51,16 +50,15 @@ class Answering:
 
     def __init__(
         self,
-        model: LazyModel,
-        settings: Settings,
+        kv: KVNamespace,
         scheduler: Scheduler,
         prompts: Prompts,
         planner: Planner,
         schemas: Schemas,
         learner: Learner,
     ) -> None:
-        self._model = model
-        self._settings = settings
+        self._model = kv.model
+        self._settings = kv.settings
         self._scheduler = scheduler
         self._prompts = prompts
         self._planner = planner

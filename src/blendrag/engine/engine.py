@@ -22,7 +22,6 @@ from blendrag.config import (
     ConstructorOptions,
     RequestDefaults,
     SearchMode,
-    Settings,
     check_options,
     settings,
 )
@@ -122,7 +121,8 @@ class BlendEngine:
         self.settings = replace(
             settings(), **{name: given[name] for name in given.keys() & vars(settings()).keys()}
         )
-        _check_defaults(self.settings)
+        # raises for settings that no request could be made with
+        Options(**{n: getattr(self.settings, n) for n in RequestDefaults.__annotations__})
         root = Path(store if store is not None else self.settings.store)
         #: Model, corpus and KV, for the modules of this room. Others use the accessors below.
         self.kv_namespace = kv = opened_namespace(
@@ -149,13 +149,7 @@ class BlendEngine:
         self.schemas = Schemas(kv, self.scheduler)
         self.prompts = Prompts(kv.model, kv.corpus, self.schemas)
         self._answering = Answering(
-            kv.model,
-            self.settings,
-            self.scheduler,
-            self.prompts,
-            self.planner,
-            self.schemas,
-            self._learner,
+            kv, self.scheduler, self.prompts, self.planner, self.schemas, self._learner
         )
         self.asking = Asking(kv.model, kv.corpus, self.prompts)
 
@@ -177,7 +171,7 @@ class BlendEngine:
         :class:`InvalidInputError` (also :class:`ContextOverflowError`), and
         :class:`UnsupportedModelError` in any mode but full for a model whose KV cannot be reused.
         """
-        return self._answering.one(one_prompt(prompt, pml), with_keywords(options, given)).wait()
+        return self._answering.one(*_asked(prompt, pml, options, given)).wait()
 
     @takes_options
     def stream(
@@ -192,8 +186,7 @@ class BlendEngine:
 
         Abandoning the iterator (``close()``, ``break``, garbage collection) stops generation.
         """
-        asked = one_prompt(prompt, pml)
-        return AnswerIterator(self._answering.one(asked, with_keywords(options, given)))
+        return AnswerIterator(self._answering.one(*_asked(prompt, pml, options, given)))
 
     @takes_options
     async def agenerate(
@@ -205,9 +198,8 @@ class BlendEngine:
         **given: Unpack[OptionFields],
     ) -> Answer:
         """:meth:`generate` without blocking the event loop; cancelling the task stops the work."""
-        asked = one_prompt(prompt, pml)
-        started = await self._answering.one_off_loop(asked, with_keywords(options, given))
-        return await started.awaited()
+        asked = _asked(prompt, pml, options, given)
+        return await (await self._answering.one_off_loop(*asked)).awaited()
 
     @takes_options
     def astream(
@@ -219,9 +211,8 @@ class BlendEngine:
         **given: Unpack[OptionFields],
     ) -> AsyncAnswerIterator:
         """:meth:`stream` for event loops: ``async for``, then ``.answer``. Starts when iterated."""
-        asked = one_prompt(prompt, pml)
-        begin = partial(self._answering.one_off_loop, asked, with_keywords(options, given))
-        return AsyncAnswerIterator(begin)
+        asked = _asked(prompt, pml, options, given)
+        return AsyncAnswerIterator(partial(self._answering.one_off_loop, *asked))
 
     @overload
     def batch(
@@ -601,6 +592,8 @@ class BlendEngine:
         self.close()
 
 
-def _check_defaults(defaults: Settings) -> None:
-    """Raise :class:`InvalidInputError` for settings that no request could be made with."""
-    Options(**{name: getattr(defaults, name) for name in RequestDefaults.__annotations__})
+def _asked(
+    prompt: Prompt | None, pml: str | None, options: Options | None, given: OptionFields
+) -> tuple[Prompt, Options]:
+    """What a call asks for. Raises :class:`InvalidInputError`."""
+    return one_prompt(prompt, pml), with_keywords(options, given)

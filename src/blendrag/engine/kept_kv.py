@@ -55,11 +55,7 @@ class KeptKV:
 
         Without that of last tokens that have merged with the text after the chunk there.
         """
-        adapter, scope, tokens = (
-            self._kv.model.adapter,
-            request.options.scope,
-            cache.get_seq_length(),
-        )
+        adapter, scope = self._kv.model.adapter, request.options.scope
         chunks = [chunk for chunk in chunks if chunk.complete]
         if scope is None or not chunks or not adapter.fuses:
             return 0
@@ -71,7 +67,7 @@ class KeptKV:
         within, prefix_ids = kept_namespace(namespace, scope), self._kv.corpus.prefix_ids
         kept = 0
         for chunk in chunks:
-            if chunk.end > tokens:
+            if chunk.end > cache.get_seq_length():
                 continue
             key = chunk_key(within, prefix_ids, chunk.stored_ids)
             if key in self._tokens and self._kv.store.memory.contains(within, key):

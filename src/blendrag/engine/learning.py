@@ -108,11 +108,20 @@ class Learner:
         return Lesson(self, request, learns and request.options.scope is not None)
 
     def meet(self, request: Request) -> list[FoundPassage]:
-        """What the request's prompt has in common with earlier ones of its scope; it is remembered, too."""
+        """Chunks of what the request's prompt has in common with earlier ones of its scope, each once; it is
+        remembered, too."""
         fresh, scope = request.fresh, request.options.scope
         assert fresh is not None
         assert scope is not None
-        return self._passages(fresh, scope)
+        runs = self._memories.meet(scope, fresh.text, fresh.spans)
+        if not (runs and runs[0].begins_prompts and runs[0].ends_parts):
+            return self._chunks(fresh, runs)
+        # a whole message that begins both prompts is their instruction if passages follow it: what precedes
+        # the first chunk again is reused as an exact prefix
+        if fresh.chunks:
+            after = [run for run in runs if run.start > fresh.chunks[0].start]
+            return self._chunks(fresh, after)
+        return self._chunks(fresh, runs[1:]) or self._chunks(fresh, runs)
 
     def keep(
         self, request: Request, plan: Plan, passages: Sequence[FoundPassage], cache: BlendCache
@@ -146,11 +155,9 @@ class Learner:
         prefix, text_ids = self._kv.corpus.prefix_ids, self._kv.model.text_ids
         ids = [text_ids(chunk.text) for chunk in chunks]
         after = self._kv.recipe.encode_after
+        others = [tuple(beside(ids, i)) if after else () for i in range(len(ids))]
         self._background.queue(
-            [
-                Job(each, prefix, scope, others=tuple(beside(ids, i)) if after else ())
-                for i, each in enumerate(ids)
-            ]
+            [Job(each, prefix, scope, others=more) for each, more in zip(ids, others, strict=True)]
         )
         return chunks
 
@@ -171,18 +178,6 @@ class Learner:
             if segment.chunk_id in named
             and prompt.ids[segment.position : segment.end] == segment.ids
         ]
-
-    def _passages(self, fresh: FreshText, scope: str) -> list[FoundPassage]:
-        """Chunks of what the prompt has in common with earlier ones of its scope, each once."""
-        runs = self._memories.meet(scope, fresh.text, fresh.spans)
-        if not (runs and runs[0].begins_prompts and runs[0].ends_parts):
-            return self._chunks(fresh, runs)
-        # a whole message that begins both prompts is their instruction if passages follow it: what precedes
-        # the first chunk again is reused as an exact prefix
-        if fresh.chunks:
-            after = [run for run in runs if run.start > fresh.chunks[0].start]
-            return self._chunks(fresh, after)
-        return self._chunks(fresh, runs[1:]) or self._chunks(fresh, runs)
 
     def _chunks(self, fresh: FreshText, runs: Sequence[CommonText]) -> list[FoundPassage]:
         """What ``runs`` of the prompt hold, without its question."""
