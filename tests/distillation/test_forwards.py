@@ -77,7 +77,7 @@ def test_teacher_is_the_stock_prefill_and_its_greedy_answer(name: str) -> None:
     ]  # fmt: skip
     with made(adapter) as (writer, both):
         randomised(writer)
-        targets = both.teacher(asked)
+        targets = both.teachers([asked])[0]
     for n, target in enumerate(targets):
         assert target.answer == tuple(expected[n].sequences[0, -ANSWER_TOKENS:].tolist())
         own = torch.stack([logits[0] for logits in expected[n].logits])  # [A, V]
@@ -93,7 +93,7 @@ def test_prompts_answered_in_one_batch_say_what_each_says_alone(name: str) -> No
     assert shorter is not None
     prompts = [prompt(adapter), shorter]
     with made(adapter) as (_, both):
-        alone = [both.teacher(each) for each in prompts]
+        alone = [both.teachers([each])[0] for each in prompts]
         runs: list[int] = []
         hook = adapter.model.register_forward_hook(lambda *_: runs.append(1))
         together = both.teachers(prompts)
@@ -110,7 +110,7 @@ def test_answer_that_ends_early_does_not_change_the_others() -> None:
     adapter = small()
     asked = prompt(adapter)
     with made(adapter) as (_, both):
-        whole = both.teacher(asked)
+        whole = both.teachers([asked])[0]
         only, early = next(
             ({token}, n)
             for n in (0, 1)
@@ -118,7 +118,7 @@ def test_answer_that_ends_early_does_not_change_the_others() -> None:
             if token not in whole[1 - n].answer
         )
         both.ends = only
-        cut = both.teacher(asked)
+        cut = both.teachers([asked])[0]
     end = whole[early].answer.index(*only) + 1
     assert cut[early].answer == whole[early].answer[:end]
     assert cut[1 - early].answer == whole[1 - early].answer
@@ -174,11 +174,11 @@ def test_only_chunks_are_written() -> None:
     adapter = small()
     asked = prompt(adapter)
     with made(adapter) as (writer, both), torch.no_grad():
-        before = both.teacher(asked)
+        before = both.teachers([asked])[0]
         stock, places = both.stored(asked, writes=False)
         randomised(writer)
         written, _ = both.stored(asked, writes=True)
-        after = both.teacher(asked)
+        after = both.teachers([asked])[0]
     head = int((places.positions < asked.chunks[0].position).sum())
     for n, ((keys, values), (other_keys, other_values)) in enumerate(
         zip(stock, written, strict=True)
@@ -196,7 +196,7 @@ def test_chunks_encoded_in_turns_give_the_same_gradients() -> None:
     found = []
     with made(adapter) as (writer, both):
         randomised(writer)
-        targets = both.teacher(asked)
+        targets = both.teachers([asked])[0]
         for size in (0, 1):
             both.encode_batch = size
             for parameter in writer.parameters.values():

@@ -84,7 +84,7 @@ class AdaptReport:
     @property
     def recovered(self) -> float:
         """Share of the mean KL that the writer removes."""
-        return recovered(self.before, self.after)
+        return self.after.recovered(self.before)
 
     def tasks(self) -> dict[str, tuple[Score, Score]]:
         """Before and after, for each task."""
@@ -116,10 +116,6 @@ class AdaptReport:
                 if score is not None
             ],
         }  # fmt: skip
-
-
-def recovered(before: Score, after: Score) -> float:
-    return 1 - after.mean_kl / before.mean_kl if before.mean_kl > 0 else 0.0
 
 
 #: ``watch(text, done, total)`` for what precedes and follows the loop.
@@ -193,17 +189,10 @@ def adapt(
             step, after = progress.best
             passages = sum(len(group.passages) for group in train)
             asked = sum(len(group.asked) for group in train)
-            counts = len(train), passages, asked
+            material_sizes = len(train), passages, asked
             report = AdaptReport(
-                adapter.model_id,
-                out,
-                recipe,
-                *counts,
-                before,
-                after,
-                step,
-                progress,
-                trainer.ending,
+                *(adapter.model_id, out, recipe, *material_sizes),
+                *(before, after, step, progress, trainer.ending),
             )
             writer.save(out)
             card.write(report)
@@ -226,7 +215,7 @@ def require_unfinished(out: Path) -> None:
 
 
 def _require_fitting_prompts(adapter: ModelAdapter, corpus: TrainingCorpus, recipe: Recipe) -> None:
-    limit = min(adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
+    limit = adapter.encoded_alike()
     chunks = corpus.top_k * (corpus.chunk_tokens + SEPARATING_TOKENS)
     longest = len(corpus.prefix_ids) + chunks + TAIL_TOKENS + recipe.answer_tokens
     if longest > limit:

@@ -31,7 +31,7 @@ def rows_of(report: AdaptReport) -> Iterator[tuple[str, ...]]:
 def _row(name: str, score: Score, before: Score | None = None) -> tuple[str, ...]:
     gained = ""
     if before is not None and before.mean_kl > 0:
-        gained = f"{1 - score.mean_kl / before.mean_kl:.2f}"
+        gained = f"{score.recovered(before):.2f}"
     figures = (score.mean_kl, score.median_kl, score.first_kl, score.agreement)
     return (name, str(score.questions), *(f"{figure:.3f}" for figure in figures), gained)
 
@@ -49,11 +49,8 @@ def write(report: AdaptReport) -> None:
 def _text(report: AdaptReport) -> str:
     recipe, progress = report.recipe, report.progress
     model = public_name(report.model)
-    skipped = (
-        f", {progress.skipped} of them skipped for want of a finite loss"
-        if progress.skipped
-        else ""
-    )
+    skipped = f", {progress.skipped} of them skipped for want of a finite loss"
+    skipped *= bool(progress.skipped)
     table = [HEADER, ("---",) * len(HEADER), *rows_of(report)]
     lines = "\n".join(f"| {' | '.join(row)} |" for row in table)
     return f"""

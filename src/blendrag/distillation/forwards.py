@@ -79,27 +79,22 @@ class Forwards:
         prefix_ids: Sequence[int],
         stock: Callable[[], AbstractContextManager[Any]],
         answer_tokens: int,
-        encode_batch: int = 0,
     ) -> None:
-        """``encode_batch``: chunks whose activations are held at a time, which takes another forward;
-        0 holds those of all chunks of a prompt."""
         self.adapter, self._stock = adapter, stock
         self._prefix_ids = tuple(prefix_ids)
         self._answer_tokens = answer_tokens
-        self.encode_batch = encode_batch
+        self.encode_batch = 0
+        """Chunks whose activations are held at a time, which takes another forward; 0 holds those of all
+        chunks of a prompt."""
         self._heads: dict[tuple[int, ...], list[LayerKV]] = {}
         eos = adapter.model.generation_config.eos_token_id
         self.ends = {*eos} if isinstance(eos, list | tuple) else {eos}
 
     # -- teacher ------------------------------------------------------------------------------------
 
-    def teacher(self, prompt: ChunkPrompt) -> list[Target]:
-        """Full prefill of every question and its greedy answer."""
-        return self.teachers([prompt])[0]
-
     @torch.no_grad()
     def teachers(self, prompts: Sequence[ChunkPrompt]) -> list[list[Target]]:
-        """:meth:`teacher` of several prompts, whose answers are decoded in one batch."""
+        """Full prefill of every question of each prompt and its greedy answer, decoded in one batch."""
         with self._stock():
             begun = [self._begun(prompt) for prompt in prompts]
             parts = [[[part] for part in logits] for _, _, logits in begun]

@@ -130,6 +130,10 @@ class Score:
         logs = [math.log(max(kl, 0.0) + TYPICAL_FLOOR) for kl in self.kls]
         return math.exp(statistics.fmean(logs)) - TYPICAL_FLOOR
 
+    def recovered(self, before: Score) -> float:
+        """Share of the mean KL ``before`` that is gone."""
+        return 1 - self.mean_kl / before.mean_kl if before.mean_kl > 0 else 0.0
+
     def only(self, task: str) -> Score:
         """The score of the questions of one task."""
         found = [n for n, each in enumerate(self.tasks) if each == task]

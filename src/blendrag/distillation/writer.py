@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -90,12 +90,9 @@ class TrainedWriter:
     def parameters(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.model.named_parameters() if ".lora_" in n}
 
-    def stock(self) -> AbstractContextManager[None]:
-        """Within this context the model computes what it does without a writer; may be nested."""
-        return self._stock()
-
     @contextmanager
-    def _stock(self) -> Iterator[None]:
+    def stock(self) -> Iterator[None]:
+        """Within this context the model computes what it does without a writer; may be nested."""
         self._stock_depth += 1
         try:
             if self._stock_depth > 1:

@@ -33,7 +33,7 @@ from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.model import linear_layers
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.composition import ComposedLayer, Composition
-from blendrag.model.kv_compare import LOGIT_TOLERANCE
+from blendrag.model.kv_compare import LOGIT_TOLERANCE, difference_of
 from blendrag.model.linear_layers import LayerRecord, LinearLayer, MixerRun, RunningStates
 from blendrag.model.sharing import is_given, replaced
 from blendrag.model.windows import Window
@@ -377,12 +377,10 @@ class Composer:
         expected = composition.forward(given[:, at:], cache, at)
         prompt = self.prefill(given, spans)
         with prompt.replayed(adapter.stack.base) as cache:
-            found = adapter.model(input_ids=given, past_key_values=cache, use_cache=True).logits[
-                0, -1:
-            ]
+            found = adapter.model(input_ids=given, past_key_values=cache, use_cache=True).logits
         scale = float(expected.abs().max()) or 1.0
         allowed = LOGIT_TOLERANCE[dtype_name(adapter.precision)] * scale
-        return bool((found.float() - expected.float()).abs().max() <= allowed)
+        return difference_of(found[0, -1:], expected) <= allowed
 
     @torch.inference_mode()
     def prefill(

@@ -33,7 +33,7 @@ from blendrag.fusor.selection import Blending, LayerView, SelectionPolicy, make_
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.composition import Composition
 from blendrag.model.fingerprint import is_quantised
-from blendrag.model.kv_compare import LOGIT_TOLERANCE, content, shows_errors
+from blendrag.model.kv_compare import LOGIT_TOLERANCE, content, difference_of, shows_errors
 from blendrag.model.positions import Repositioner
 from blendrag.model.structure import unsupported_if_raising
 from blendrag.store.kv import ChunkKV, dtype_name
@@ -134,13 +134,13 @@ def _measure(
     def subset_diff(loaded: ChunkKV) -> float:
         request = _request(n, HeldKV(loaded), FixedRows(rows))
         logits, _, _ = fusor.prefill(ids, request, logits_to_keep=spread)
-        return _difference(_kept(logits, spread), stock)
+        return difference_of(_kept(logits, spread), stock)
 
     def policy_diff(policy: str, schedule: str) -> float:
         """What users run, over exact KV: the peek or the scout, fewer rows from layer to layer."""
         request = _request(n, HeldKV(kv), make_policy(policy), schedule, 0.2)
         logits, _, _ = fusor.prefill(ids, request)
-        return _difference(logits[0], stock[-1:])
+        return difference_of(logits[0], stock[-1:])
 
     subset = max(subset_diff(kv), policy_diff("hkvd", "geometric"), policy_diff("query", "linear"))
     perturbed = subset_diff(_disturbed(kv, adapter.repositioner, 3.0))
@@ -190,7 +190,7 @@ def _measure_composed(
             composition.append(cache, composition.read(HeldKV(kv)), kv.tokens, -OFFSET)
             at = end
         logits = composition.forward(ids[:, at:], cache, at, rows)
-        return _difference(logits, stock), int(logits[-1].argmax()), cache
+        return difference_of(logits, stock), int(logits[-1].argmax()), cache
 
     differs, first, cache = composed(records)
     composer = Composer(adapter)
@@ -201,10 +201,8 @@ def _measure_composed(
         ]
         prompt = composer.prefill(ids, spans)
         with prompt.replayed(adapter.stack.base) as cache:
-            last = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[
-                0, -1:
-            ]
-        differs, first = max(differs, _difference(last, stock[-1:])), int(last[-1].argmax())
+            last = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
+        differs, first = max(differs, difference_of(last, stock[-1])), int(last.argmax())
     greedy = _greedy(adapter, first, cache)
     expected = _greedy(adapter, int(stock[-1].argmax()), stock_out.past_key_values)
     disturbed_kv = [_disturbed(kv, composition.repositioner, 3.0) for kv in records]
@@ -216,7 +214,7 @@ def _measure_composed(
     if adapter.precision != torch.float32 and not differs <= tolerance:
         cache = composition.new_cache()
         composition.forward(ids[:, : ends[1]], cache, 0)
-        parted = _difference(composition.forward(ids[:, ends[1] :], cache, ends[1], rows), stock)
+        parted = difference_of(composition.forward(ids[:, ends[1] :], cache, ends[1], rows), stock)
         seen = torch.arange(n - rows, n, device=adapter.device)
         tolerance = max(tolerance, 2 * parted, 2 * _own_noise(adapter, ids, seen, stock))
     is_greedy = greedy == expected
@@ -274,7 +272,7 @@ def _own_noise(
     for offset in NOISE_OFFSETS:
         at = torch.arange(offset, offset + ids.shape[1], device=ids.device)[None]
         moved = adapter.model(input_ids=ids, position_ids=at, logits_to_keep=seen).logits
-        noise.append(_difference(_kept(moved, seen), stock))
+        noise.append(difference_of(_kept(moved, seen), stock))
     return max(noise)
 
 
@@ -289,7 +287,7 @@ def _full_recompute(
     blended = _greedy(adapter, int(last[0, -1].argmax()), cache)
     stock_out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1)
     expected = _greedy(adapter, int(stock[-1].argmax()), stock_out.past_key_values)
-    difference = max(_difference(_kept(logits, seen), stock), _difference(last[0], stock[-1:]))
+    difference = max(difference_of(_kept(logits, seen), stock), difference_of(last[0], stock[-1:]))
     return difference, blended == expected
 
 
@@ -371,7 +369,3 @@ def _disturbed(kv: ChunkKV, moves: Repositioner, size: float) -> ChunkKV:
         both[at] = (both[at].float() + noise).to(layer.dtype)
         layers.append(shape.joined(*both))
     return ChunkKV(kv.layout, kv.tokens, layers)
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).abs().max())

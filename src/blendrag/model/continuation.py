@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.model.fingerprint import depends_on_length, is_quantised
-from blendrag.model.kv_compare import LOGIT_TOLERANCE, shows_errors
+from blendrag.model.kv_compare import LOGIT_TOLERANCE, difference_of, shows_errors
 from blendrag.model.linear_layers import has_states
 from blendrag.model.structure import check_placement, decoder_list, unsupported_if_raising
 from blendrag.store.kv import KVLayout, LayerShape, dtype_name
@@ -202,7 +202,7 @@ class Continuation:
         allowed = clear = LOGIT_TOLERANCE[precision] * scale
         if precision != "float32":
             alone = self._model(input_ids=ids[:, :FIRST_CUT]).logits[0].float()
-            noise = float((alone - whole[:FIRST_CUT]).abs().max())
+            noise = difference_of(alone, whole[:FIRST_CUT])
             allowed = max(allowed, min(2 * noise, MAX_NOISE * allowed))
             clear = min(allowed, max(2 * noise, allowed / 8))
         differs = self._difference(ids, whole)
@@ -277,22 +277,18 @@ class Continuation:
         cache = self.restore(state, kv)
         if self.in_steps:
             self.forward(rest[:, :-1], cache, SECOND_CUT)
+        config = GenerationConfig(
+            max_new_tokens=1, do_sample=False, pad_token_id=0, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
         output = self._model.generate(
             ids,
-            generation_config=GenerationConfig(
-                max_new_tokens=1,
-                do_sample=False,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            ),
+            generation_config=config,
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
         )
-        last = output.logits[0].float() - whole[end]
-        return float(
-            torch.maximum((ours.float() - whole[SECOND_CUT:]).abs().max(), last.abs().max())
-        )
+        both = torch.cat((ours, output.logits[0])), torch.cat((whole[SECOND_CUT:], whole[end:]))
+        return difference_of(*both)
 
 
 class _Held:

@@ -64,6 +64,11 @@ def misfit(actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) 
     return Misfit(float(channels.square().mean().sqrt()), float(channels.max()))
 
 
+def difference_of(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two tensors of logits; NaN if there is any."""
+    return float((one.float() - other.float()).abs().max())
+
+
 def shows_errors(disturbed: float, differs: float, scale: float) -> bool:
     """Whether a check of logits up to ``scale`` could see something wrong: disturbed input moves them by
     ``disturbed``, and what should be equal ``differs``. False for NaN."""

@@ -126,8 +126,7 @@ class PlacedModel:
     @property
     def limit(self) -> int:
         """Number of positions: the context window, or what the rotary table encodes alike."""
-        limits = (self._adapter.context_tokens, self._adapter.blend_limit_tokens)
-        return min(limit for limit in limits if limit is not None)
+        return self._adapter.encoded_alike()
 
     @property
     def identity(self) -> PlacedIdentity:

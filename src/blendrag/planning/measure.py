@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -73,8 +73,7 @@ def prefill_token_s(adapter: ModelAdapter) -> float:
     The caller holds the lock.
     """
     vocabulary = adapter.model.get_input_embeddings().num_embeddings
-    limits = (MOST_TIMED_TOKENS, adapter.context_tokens, adapter.blend_limit_tokens)
-    most = min(limit for limit in limits if limit is not None)
+    most = min(MOST_TIMED_TOKENS, adapter.encoded_alike())
     ids = [7 * i % vocabulary for i in range(most)]
 
     def seconds(tokens: int) -> float:
@@ -178,8 +177,7 @@ class Measure:
         return tiers
 
     def _time(self, prefill: PromptToTime) -> Timed:
-        timed: Timed = self._run(partial(self._times.time, prefill))
-        return timed
+        return cast(Timed, self._run(partial(self._times.time, prefill)))
 
     def bearable(self, lengths: Sequence[int]) -> list[int]:
         """Lengths whose prefill does not take too long, and at least the shortest ones."""
@@ -365,8 +363,7 @@ class ModelTimes:
         self._adapter, self._fusor = adapter, fusor
         self._prefix_ids = tuple(prefix_ids)
         self._kv: dict[int, ChunkKV] = {}
-        limits = (adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
-        self.longest = min(limits) - len(self._prefix_ids) - 2
+        self.longest = adapter.encoded_alike() - len(self._prefix_ids) - 2
         """Tokens of the longest prompt that can be blended and answered with one token."""
         if self.longest < MIN_PROMPT_TOKENS:
             raise InvalidInputError(

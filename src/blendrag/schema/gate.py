@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.gate import Verification
-from blendrag.model.kv_compare import LOGIT_TOLERANCE, shows_errors
+from blendrag.model.kv_compare import LOGIT_TOLERANCE, difference_of, shows_errors
 from blendrag.model.placement import PlacedModel
 from blendrag.store.kv import dtype_name
 
@@ -67,10 +67,10 @@ def _measure(model: PlacedModel) -> Verification:
     in_order = list(range(2 * PART_TOKENS))
     swapped = in_order[PART_TOKENS:] + in_order[:PART_TOKENS]
     gaps = [i + gap * (i // PART_TOKENS) for i in range(n)]
-    contiguous = _difference(placed(range(n), in_order), stock[-FRESH_TOKENS:])
+    contiguous = difference_of(placed(range(n), in_order), stock[-FRESH_TOKENS:])
     expected = placed(gaps, in_order)
-    difference = max(contiguous, _difference(placed(gaps, swapped), expected))
-    disturbed = _difference(placed(gaps, swapped, 3.0), expected)
+    difference = max(contiguous, difference_of(placed(gaps, swapped), expected))
+    disturbed = difference_of(placed(gaps, swapped, 3.0), expected)
     tolerance = LOGIT_TOLERANCE[dtype_name(model.precision)] * scale
     reason = ""
     if not difference <= tolerance:
@@ -92,7 +92,3 @@ def _measure(model: PlacedModel) -> Verification:
         allowed_logit_diff=tolerance,
         prompt_tokens=n,
     )
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).abs().max())

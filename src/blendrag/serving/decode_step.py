@@ -28,7 +28,7 @@ from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import register_attention
 from blendrag.model.decode_weights import DecodeWeights
-from blendrag.model.kv_compare import LOGIT_TOLERANCE
+from blendrag.model.kv_compare import LOGIT_TOLERANCE, difference_of
 from blendrag.model.windows import Window, window_of
 from blendrag.serving.chunk_pool import ChunkPool, LoadedPrompt, RequestKV
 from blendrag.serving.hybrid_rows import (
@@ -182,7 +182,7 @@ def steps_agree(adapter: ModelAdapter) -> bool:
             position = int(cache.get_seq_length())
             own = composition.forward(step.ids, cache, position)[-1].float()  # [V]
             allowed = LOGIT_TOLERANCE[dtype_name(adapter.precision)] * float(own.abs().max())
-            if not (made.logits[0, -1].float() - own).abs().max() <= allowed:
+            if not difference_of(made.logits[0, -1], own) <= allowed:
                 return False
     return True
 
