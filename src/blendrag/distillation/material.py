@@ -141,8 +141,7 @@ Asks = Callable[[Sequence[str]], list[str]]
 
 
 def with_questions(groups: Sequence[Group], most: int, ask: Asks, seed: int) -> tuple[Group, ...]:
-    """``groups`` with ``most`` questions: where they have fewer, ``ask`` makes some about their passages,
-    spread evenly."""
+    """``groups`` with ``most`` questions; ``ask`` makes missing ones about passages, spread evenly."""
     rng = random.Random(seed)
     turns = [
         (turn, number, at)

@@ -57,8 +57,7 @@ class BackgroundAdditions:
         return self._progress
 
     def submit(self, steps: Iterable[AdditionStep]) -> None:
-        """Add these in order, after those that wait. Raises the error of earlier ones, and
-        :class:`NoThreadError`."""
+        """Add these after those that wait. Raises the error of earlier ones, and :class:`NoThreadError`."""
         self.check()
         with self._changed:
             if self._closed:

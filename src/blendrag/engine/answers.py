@@ -251,8 +251,7 @@ def _abandon(starting: asyncio.Future[Any]) -> None:
 def wait_all(
     started: Sequence[PendingAnswer | Exception], keep_errors: bool
 ) -> list[Answer | Exception]:
-    """Answers in order. The first error abandons the rest and is raised; with ``keep_errors`` errors are
-    returned in place."""
+    """Answers in order. The first error ends all and is raised; ``keep_errors`` returns errors in place."""
     answers: list[Answer | Exception] = []
     try:
         for i, one in enumerate(started):

@@ -121,8 +121,7 @@ class Asking:
         return request(min(fits, most)), min(fits, most)
 
     def _is_full(self, request: Request) -> bool:
-        """Whether the prompt leaves its answer neither the longest that was asked for nor a share of the
-        context."""
+        """Whether the answer has room neither for what was asked for nor for a share of the context."""
         context = self._model.context_tokens
         longest = min(request.max_new_tokens, context)
         return len(request.prompt.ids) > context - min(longest, round(ANSWER_SHARE * context))

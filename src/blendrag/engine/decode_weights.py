@@ -117,8 +117,7 @@ class DecodeWeightsChoice:
     # -- auto -----------------------------------------------------------------------------------
 
     def expected_s(self, step_s: float) -> float:
-        """Seconds that :meth:`measure_all` takes at most, from those of a forward of one token. Makes no
-        copies."""
+        """Seconds of :meth:`measure_all` at most, from those of a forward of one token. Makes no copies."""
         with self._adapter.lock:
             is_measured = self._wanted == NATIVE or not self._known()[1]
         return 0.0 if is_measured else 2 * TOKENS * len(TEXTS) * step_s
@@ -126,8 +125,7 @@ class DecodeWeightsChoice:
     def measure_all(
         self, computed: Callable[[Callable[[], object]], object] = lambda call: call()
     ) -> None:
-        """Find out now whether packed weights may be used, if that is not known. ``computed`` calls each
-        piece."""
+        """Find out whether packed weights may be used, if need be. ``computed`` calls each piece."""
         computed(self.now)
         if self.is_measurable:
             log_step(
@@ -139,8 +137,7 @@ class DecodeWeightsChoice:
             computed(self.measure)
 
     def measure(self) -> None:
-        """Do the next piece of the measurement: the first one makes the copies, the last one chooses the
-        weights."""
+        """Measure the next piece: the first one makes the copies, the last one chooses the weights."""
         with self._adapter.lock:
             if self.is_measurable:
                 self._measure()

@@ -27,8 +27,7 @@ class DryRun:
     bytes: int
     """Bytes of the KV that is not stored yet."""
     seconds: float
-    """Opening the model, the gate and the measurement of decode weights if they did not run before, computing
-    KV, embedding."""
+    """Of opening and, at first, checking and measuring the model, of computing KV and embedding."""
     failed: int
     failures: list[str]
     warnings: list[str]

@@ -433,8 +433,7 @@ class BlendEngine:
         return self.kv_namespace.corpus.current
 
     def require_corpus(self) -> Corpus:
-        """:attr:`corpus`; raises :class:`CorpusError` without one, and :class:`InvalidInputError` for one of
-        another model."""
+        """:attr:`corpus`. Raises :class:`CorpusError`, or :class:`InvalidInputError` for another model's."""
         return self.kv_namespace.corpus.require()
 
     @property

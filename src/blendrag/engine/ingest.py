@@ -58,8 +58,7 @@ ANNOUNCED_BYTES = 10**9
 
 @dataclass
 class IngestReport:
-    """Totals of one ingest run, passed to the progress callback at every step, after every chunk and every
-    batch of vectors."""
+    """Totals of one ingest run. The progress callback gets them at every step, chunk and batch of vectors."""
 
     documents: int = 0
     documents_unchanged: int = 0
@@ -80,8 +79,7 @@ class IngestReport:
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """What was stored but needs attention: damaged characters of a file, texts in a language that the
-    embedder does not know."""
+    """What needs attention: damaged characters, texts in a language that the embedder does not know."""
     skipped: dict[str, list[str]] = field(default_factory=dict)
     """Files of directories that were not read, by reason."""
     gone: list[str] = field(default_factory=list)

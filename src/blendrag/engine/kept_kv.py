@@ -29,8 +29,7 @@ MAX_KEPT = 4096
 
 
 class KeptKV:
-    """What the prefills of one engine have left. Used on the scheduler's thread; the caller holds the model's
-    lock."""
+    """What one engine's prefills have left. Used on the scheduler's thread, under the model's lock."""
 
     def __init__(self, kv: KVNamespace) -> None:
         self._kv = kv

@@ -177,8 +177,7 @@ class KVNamespace:
         return self.validity.namespace
 
     def remember(self, by_ingest: bool = True) -> None:
-        """Record the loaded model's namespace in the manifest. Only an ingest changes the recipe of
-        documents."""
+        """Record the loaded model's namespace in the manifest. Only an ingest changes documents' recipe."""
         corpus = self.corpus.current
         has_documents = corpus is not None and corpus.has_documents
         if has_documents and not by_ingest:

@@ -77,8 +77,7 @@ class Learner:
         self.tokens = 0
 
     def advised(self, request: Request) -> Request:
-        """``request`` with a note, once per scope, if it meets a store without chunks; one warning per
-        engine."""
+        """``request`` with a note, once per scope, if the store has no chunks; one warning per engine."""
         fresh, scope = request.fresh, request.options.scope
         if fresh is None or request.mode not in LEARNING_MODES or scope in self._told:
             return request
@@ -141,8 +140,7 @@ class Learner:
         )
 
     def store(self, request: Request, passages: Sequence[FoundPassage]) -> list[Chunk]:
-        """Add those of these passages that there is room for to the corpus, and encode them in the
-        background."""
+        """Add those of these passages that there is room for, and encode them in the background."""
         scope = request.options.scope
         assert scope is not None
         self._mark_used(request, scope)

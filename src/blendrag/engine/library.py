@@ -259,8 +259,7 @@ class Library:
         *,
         filter: Filter | None = None,
     ) -> list[Hit]:
-        """The k nearest entries and chunks of ingested documents that ``filter`` and ``where`` accept,
-        nearest first.
+        """The k nearest entries and chunks of documents that ``filter`` and ``where`` accept, nearest first.
 
         A text is embedded with the corpus's embedder; a vector is normalised. Raises
         :class:`InvalidInputError` for a vector of the wrong length, and for a text if vectors were given.

@@ -22,8 +22,7 @@ class Neighbours:
     """Similar chunks for one run: among those that the corpus has, and those that the run is to store."""
 
     def __init__(self, corpus: Corpus | None, most: int) -> None:
-        """``corpus``: ``None`` looks among the run's own chunks only. ``most``: chunks that a chunk is
-        encoded after."""
+        """``corpus``: ``None``: only the run's chunks. ``most``: chunks that a chunk is encoded after."""
         self._corpus = corpus
         self._most = most
         self._new: dict[tuple[str, str], tuple[Chunk, np.ndarray]] = {}

@@ -19,8 +19,7 @@ MAX_VALUES = 1_000_000
 
 
 def check_nested(value: Any, name: str) -> None:
-    """Raise :class:`InvalidInputError` for a value called ``name`` that is too deep or too large, or has no
-    JSON."""
+    """Raise :class:`InvalidInputError` for a value ``name`` that is too deep or large, or has no JSON."""
     waiting, seen = [(value, 1)], 0
     while waiting:
         each, depth = waiting.pop()

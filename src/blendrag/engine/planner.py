@@ -145,8 +145,7 @@ class Planner:
         return self._kv.profile_of(self.namespace)[0]
 
     def open(self) -> float:
-        """Identify the model, check that stored KV is what it computes, prepare blending; once. Returns the
-        seconds."""
+        """Once: identify the model, check stored KV, prepare blending. Returns the seconds."""
         if self._is_open:
             return 0.0
         began = time.perf_counter()
@@ -236,8 +235,7 @@ class Planner:
         return replace(plan, notes=(*notes, *plan.notes))
 
     def _of_runs(self, request: Request, stream: AnswerStream) -> Blending:
-        """How chunks of a model with running states are blended: by the question's attention, at a fixed
-        ratio."""
+        """How hybrid models' chunks are blended: by the question's attention, at a fixed ratio."""
         blending, options = request.blending, request.options
         policy = str(blending.policy)
         if policy == "reuse" or request.mode != "blend":

@@ -106,8 +106,7 @@ def prefix_token_ids(tokens: Tokens) -> tuple[int, ...]:
 
 
 def daily_part(tokens: Tokens) -> int:
-    """How many tokens of :func:`prefix_token_ids` precede what the template changes from day to day; all
-    if it changes nothing."""
+    """How many tokens of :func:`prefix_token_ids` are the same every day."""
     head = prefix_token_ids(tokens)
     return min(common_prefix(head, _head_at(moment, tokens)) for moment in _OTHER_MOMENTS)
 
@@ -351,8 +350,7 @@ def _unmarked(marked: str, rendered: str, mark: re.Pattern[str]) -> list[tuple[i
 def _compared(
     rendered: str, word: str, changed: Callable[[Change], str | None], count: int
 ) -> list[tuple[int, Span]] | None:
-    """Number and span of what each of ``count`` contents changes in the rendering when ``word`` replaces
-    it."""
+    """Number and span of what changes when ``word`` replaces each of ``count`` contents."""
     found = []
     for number in range(count):
         other = changed(lambda i, body, number=number: word if i == number else body)  # type: ignore[misc]
@@ -367,8 +365,7 @@ def _compared(
 
 
 def _known(made: Rendered, asked: str, chunks: Sequence[Match]) -> Rendered:
-    """With the known chunks of the prompt ``asked``. If the template altered it, only unaltered chunks
-    count."""
+    """With the known chunks of ``asked``; if the template altered it, with the unaltered ones."""
     start, end = made.turn or (0, 0)
     if made.text[start:end] == asked:
         there = [replace(m, start=m.start + start, end=m.end + start) for m in chunks]

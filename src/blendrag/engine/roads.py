@@ -49,8 +49,7 @@ class Prefill(NamedTuple):
     batch_size: int = 1
     """Prompts in the forward that computed it."""
     keep: Callable[[tuple[int, ...]], None] | None = None
-    """Called with the ids whose KV is in ``cache``: once with the prompt, at the end with prompt and
-    answer."""
+    """Called with the ids whose KV is in ``cache``: of the prompt, at the end also of the answer."""
     unhook: Callable[[], None] | None = None
     """Ends what precedes each layer, once a scheduler's step decodes the tokens."""
     load_s: float = 0.0
@@ -201,8 +200,7 @@ class BlendedRoad(Road):
             self.prefilled = None
 
     def _cache_behind(self, plan: Plan) -> BlendCache | None:
-        """A cache for an ordinary ``generate``, with the beginning that was joined; ``None``: transformers
-        makes one."""
+        """A cache for ``generate`` with the beginning that was joined; ``None``: transformers makes one."""
         request, adapter, span = self.request, self.adapter, plan.leading_span
         is_own = adapter.model.generation_config.cache_implementation is not None
         if not adapter.fuses or request.sequences > 1 or is_own:
@@ -246,8 +244,7 @@ class BlendedRoad(Road):
         return Prefill(ids, cache, load_s=load_s)
 
     def _continued(self, ids: torch.Tensor, plan: Plan) -> Prefill:
-        """Behind the beginning that a model goes on from whose KV cannot be moved. States are kept on the
-        way."""
+        """Behind a beginning, for a model whose KV cannot be moved. Keeps states on the way."""
         going, prefixes = self.adapter.continuation, self._planner.prefixes
         assert going is not None
         prompt, span = self.request.prompt.ids, plan.leading_span

@@ -95,8 +95,7 @@ class _Added:
 
 
 class Schemas:
-    """The schemas of one engine. Methods with ``check`` or a request run on the scheduler's thread, under the
-    lock."""
+    """The schemas of one engine. What computes runs on the scheduler's thread, under the lock."""
 
     def __init__(self, kv: KVNamespace, scheduler: Scheduler) -> None:
         self._kv = kv
@@ -232,8 +231,7 @@ class Schemas:
         return self._scheduler.run(work)
 
     def open(self) -> float:
-        """Find out how tokens of the model are placed and attended, and check stored modules; returns the
-        seconds."""
+        """Find out how tokens are placed and attended, check stored modules; returns the seconds."""
         began = time.perf_counter()
         self.model.require()
         with suppress(UnsupportedModelError):  # then requests decode alone

@@ -113,8 +113,7 @@ class _Prompt:
         """Of each module that writes running states, for each span."""
 
     def divide(self, computed: Mapping[int, int]) -> None:
-        """Divide the prompt into stretches; so many tokens of the chunks with these numbers are ``computed``,
-        from the first one on."""
+        """Divide the prompt into stretches. ``computed``: the first tokens of a chunk, by its number."""
         self.stretches, at = list[Stretch](), 0
         for number, span in enumerate(self.spans):
             loaded = span.start + computed.get(number, 0)
@@ -428,8 +427,7 @@ class Composer:
         return scout.attention
 
     def _forward(self, prompt: _Prompt, ids: torch.Tensor, has_masks: bool = False) -> Any:
-        """What the decoder returns for the tokens that are computed. Without masks the attention in use knows
-        the rows."""
+        """What the decoder returns for computed tokens. Without masks, its attention knows the rows."""
         with self._hooked(prompt, has_masks):
             return self._adapter.stack.base(
                 input_ids=ids[:, prompt.positions],

@@ -34,8 +34,7 @@ READERS = 3
 
 @dataclass(frozen=True)
 class LoadedSpan:
-    """A stretch of the prompt whose KV comes from the store; shorter than ``reader.tokens`` if the chunk is
-    cut."""
+    """A stretch of the prompt whose KV is stored; shorter than ``reader.tokens`` if the chunk is cut."""
 
     start: int
     end: int

@@ -101,8 +101,7 @@ def warn_unwritable(error: Exception) -> None:
 
 
 def key_of(what: str, adapter: ModelAdapter) -> str:
-    """Names ``what`` was measured of a model as it is loaded now, with the installed libraries, on its
-    device."""
+    """Names ``what`` was measured of the loaded model with these libraries on its device."""
     return f"{what}, {adapter.identity.namespace}, {libraries()}, {adapter.device.type}"
 
 

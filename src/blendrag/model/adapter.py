@@ -75,8 +75,7 @@ class ModelAdapter:
         self.why_not_movable = ""
         """Why the KV of a refused model cannot be moved, without the remedy."""
         self.continuation: Continuation | None = None
-        """How a model goes on from stored beginnings of prompts that the fusor cannot serve; ``None`` if it
-        cannot."""
+        """How a refused model goes on from stored beginnings of prompts; ``None`` if it cannot."""
         self.composition: Composition | None = None
         """How chunks of a model with running states are encoded and composed; ``None`` for other models."""
         self._stack: DecoderStack | None = None

@@ -227,8 +227,7 @@ class _Environment(compat.TransformedTemplates):
 
 
 def _paying(tree: nodes.Template) -> nodes.Template:
-    """``tree`` with a step in each pass of a loop and each call of a macro, which pays for values where they
-    are compared, joined or cut."""
+    """``tree`` with a step in each loop and macro; pays for values where they are compared, joined or cut."""
     loops, macros, calls = map(tree.find_all, (nodes.For, nodes.Macro, nodes.CallBlock))
     block: Any
     for block in (*loops, *macros, *calls):

@@ -50,8 +50,7 @@ class ComposedLayer:
 
 
 class Composition:
-    """How one model's chunks are encoded and composed. The caller holds the model's lock and is in inference
-    mode."""
+    """How one model's chunks are encoded and composed. Used in inference mode, under the model's lock."""
 
     def __init__(self, model: Any, going: Continuation, device: torch.device, reach: int) -> None:
         """``going``: how the model goes on from a cache. ``reach``: positions that keys can be moved over.

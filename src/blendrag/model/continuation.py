@@ -163,8 +163,7 @@ class Continuation:
         ]
 
     def restore(self, state: State, kv: KVSource) -> Cache:
-        """A cache that continues ``state``, whose layers of full attention hold ``kv``. The model's modules
-        hold what they did then."""
+        """A cache that continues ``state`` and ``kv``. The model's modules get what they held then."""
         cache = copy.deepcopy(state.cache)
         for number, (i, shape) in enumerate(zip(self._full, self.layout.layers, strict=True)):
             both = torch.empty(

@@ -355,8 +355,7 @@ class DecodeWeights:
         return marks, torch.cat(samples) if samples else torch.empty(0)
 
     def decode(self, forward: Callable[..., Any], **kwargs: Any) -> Any:
-        """``forward`` of the model with ``input_ids`` ``[R, 1]``, with the copies where they are faster for
-        so many rows."""
+        """``forward`` of the model with ``input_ids`` ``[R, 1]``, by the copies where these are faster."""
         with self.used(len(kwargs["input_ids"])):
             return forward(**kwargs)
 

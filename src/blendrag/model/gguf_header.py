@@ -39,8 +39,7 @@ class _Tensor(NamedTuple):
 
 
 def count_weights(file: Path) -> int:
-    """Numbers of all tensors. Raises :class:`ValueError` for a header that is damaged, or that claims more
-    than the file holds."""
+    """Numbers of all tensors. Raises :class:`ValueError` for a header that does not fit the file."""
     with os.fdopen(regular_files.open_regular(file, follow=True), "rb") as opened:
         return _Header(opened).count_weights()
 

@@ -158,8 +158,7 @@ def load_context_tokens(name: str, trust_remote_code: bool = False, **hub: Any) 
 
 
 def _check_files(name: str, trust_remote_code: bool = False, **hub: Any) -> None:
-    """Raise :class:`ModelLoadError` for a directory, or files in the hub's local cache, that must not be
-    loaded."""
+    """Raise :class:`ModelLoadError` for local files, or cached ones of the hub, that must not be loaded."""
     folder = Path(_resolve_model(name))
     if not folder.is_dir():
         where = {key: hub[key] for key in ("cache_dir", "revision") if hub.get(key) is not None}

@@ -32,8 +32,7 @@ PROBE = 2.0**12
 
 @contextmanager
 def going_on(layers: Sequence[LinearLayer]) -> Iterator[None]:
-    """Within this context the modules of ``layers``, whose maps are decays, go on from their states with
-    several tokens, too."""
+    """Within this context ``layers``, whose maps are decays, go on with several tokens, too."""
     with ExitStack() as patched:
         for layer in layers:
             forward = _in_blocks(layer, layer.mixer.forward)

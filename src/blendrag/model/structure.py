@@ -104,8 +104,7 @@ def find_decoder(model: Any) -> Decoder:
 
 
 def decoder_list(model: Any) -> tuple[nn.Module, nn.Module, nn.ModuleList]:
-    """The decoder, the module in it that has the list of decoder layers, and the list; empty if there is
-    none."""
+    """The decoder, the module in it that has the list of layers, and the list, which may be empty."""
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
     # get_decoder() of ModernBERT's decoder is its LM head (transformers 5.23)
     bases = (

@@ -79,8 +79,7 @@ class Tokens:
         written = uncapped(tokenizer.backend_tokenizer).to_str()
         definition = Definition.parse(written)
         self.fingerprint = digest_fields([written.encode()])
-        """Digest of the fast tokenizer's definition, without truncation and padding, which every call of the
-        tokenizer may change."""
+        """Digest of its definition, without truncation and padding, which every call may change."""
         _check_definition(tokenizer.backend_tokenizer, definition.parts)
         self.text = _plain_text_tokenizer(definition)
         self._continuing = _continuing_tokenizer(definition)
@@ -416,8 +415,7 @@ def _changes_text(backend: Tokenizer) -> bool:
 
 
 class Definition(NamedTuple):
-    """A tokenizer as JSON. Its vocabulary stays a text: 150,000 tokens and their merges take half a second to
-    parse and write."""
+    """A tokenizer as JSON. Its vocabulary stays a text, as parsing and writing it would take long."""
 
     parts: dict[str, Any]
     model: str
@@ -457,8 +455,7 @@ _WHERE_SPACES_COME_FROM = ("normalizer", "pre_tokenizer")
 
 
 def _continuing_tokenizer(definition: Definition) -> Tokenizer | None:
-    """A tokenizer that puts no space before a text that continues another; ``None`` if ``definition`` puts
-    none."""
+    """A tokenizer that puts no space before a text that continues another; ``None``: ``definition`` does."""
     continuing = _without_additions(definition.parts)
     if all(continuing[part] == definition.parts[part] for part in _WHERE_SPACES_COME_FROM):
         return None

@@ -287,8 +287,7 @@ class _Part(NamedTuple):
 
 
 class _Group:
-    """Layers that are given the same tensor, such as the projections to Q, K and V. Their ``down`` are one
-    matrix."""
+    """Layers that get the same tensor, such as the projections to Q, K and V: one matrix ``down``."""
 
     def __init__(
         self, modules: Mapping[str, nn.Module], parts: Mapping[str, LowRank], like: Any

@@ -82,13 +82,11 @@ class Controller:
     token_s: Callable[[], float] | None = None
     """Seconds to compute a token, about; may measure it. ``None``: whatever the remote holds is loaded."""
     scope: str | None = None
-    """Whose prompts may leave the part before the first chunk to this one; ``None``: it is neither stored nor
-    read."""
+    """Whose prompts share the part before the first chunk; ``None``: it is neither stored nor read."""
     is_long: bool = False
     """Whether prompts have LongRoPE's table for long ones, and KV of it is loaded."""
     kept: Callable[[Segment], WantedKV | None] | None = None
-    """What earlier prompts of the same scope computed of a chunk that had no KV, maybe without its last
-    tokens."""
+    """What earlier prompts of the scope left of a chunk without KV, maybe less its last tokens."""
     undated_ids: tuple[int, ...] = ()
     """Beginning of ``prefix_ids`` that is stored by itself, because the rest changes from day to day."""
     chunks_are_exact: bool = True
@@ -418,8 +416,7 @@ def _forecast(blending: Blending, estimate: LoadEstimate, ratio: float) -> Forec
 
 
 def blended_s(loading_s: float, recomputing_s: float, scouted_share: float) -> float:
-    """Seconds to load and blend: what is loaded for a scout pass comes first, the rest while tokens are
-    recomputed."""
+    """Seconds to load and blend: loads for a scout pass come first, others overlap with recomputing."""
     scouted_s = scouted_share * loading_s
     return scouted_s + max(loading_s - scouted_s, recomputing_s)
 

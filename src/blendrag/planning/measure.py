@@ -292,8 +292,7 @@ def prefills_to_time(lengths: Sequence[int], longest: int, chunk_tokens: int) ->
 
 
 class Timed(NamedTuple):
-    """One prefill: seconds of its first pass through the layers, of the last layer in it, outside of the
-    layers, and of all."""
+    """Seconds of a prefill: first pass through the layers, last layer in it, outside of them, all."""
 
     first_pass_s: float
     last_layer_s: float

@@ -120,8 +120,7 @@ class TokenizedSchema:
         return tuple(each.block for each in own if each.block.stretches)
 
     def place(self, prompt: PromptMarkup, context_tokens: int = sys.maxsize) -> FixedPrompt:
-        """The tokens of ``prompt`` at their positions, all in the context of the model. Raises
-        :class:`SchemaError`."""
+        """The tokens of ``prompt`` at their positions, within the context. Raises :class:`SchemaError`."""
         prompt = self.as_chat(prompt)
         parts = resolve(self.schema, prompt)
         check_lengths(parts, self.count)

@@ -333,8 +333,7 @@ class PrefixTree:
             self.pool.other_bytes -= kept.state.size_bytes
 
     def _evict_one(self) -> bool:
-        """Drop what was not used for the longest time: a leaf, or a state; whether there was one that is not
-        in use."""
+        """Drop the leaf, or state, that was unused for longest; whether there was one."""
         unused = [(family, node) for family, node in self.nodes() if not node.users]
         candidates: list[tuple[int, int | None, Hashable, Node]]
         if self.has_states:

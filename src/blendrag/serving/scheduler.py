@@ -112,8 +112,7 @@ def shortest(waiting: Sequence[Pending[Any]]) -> Sequence[Pending[Any]]:
 
 
 class Scheduler:
-    """Begins calls, the shortest first, background calls only while there are no others, and decodes for all
-    that run.
+    """Begins calls, the shortest first and background ones last, and decodes for all that run.
 
     Its thread starts with the first call. Thread-safe.
     """

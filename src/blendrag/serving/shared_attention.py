@@ -68,8 +68,7 @@ class HeldChunk:
     at: int
     """Prompt position of its first token."""
     stale: torch.Tensor | None = None
-    """Bool ``[T]`` on the CPU: entries hidden from the request, because its overlay has these tokens or its
-    prompt does not."""
+    """Bool ``[T]`` on the CPU: entries that its overlay replaces, or that its prompt does not have."""
 
     @property
     def visible(self) -> int:

@@ -31,8 +31,7 @@ class QueueState:
 
 
 class ThreadQueue:
-    """At most ``threads`` calls run, the others wait in order. A call that is cancelled in the queue is
-    forgotten at once."""
+    """At most ``threads`` calls run, the others wait in order. One cancelled there is forgotten at once."""
 
     def __init__(
         self,

@@ -55,8 +55,7 @@ class LayerView:
     fetch: Fetch | None = None
     """KV of ``tokens`` in the last computed layer, for policies that need it; ``None`` before layer 0."""
     attention: torch.Tensor | None = None
-    """``[n]`` float32: attention of the query span to ``tokens`` over stored KV. ``None`` unless the policy
-    needs attention."""
+    """``[n]`` float32: attention of the query span to ``tokens``. ``None`` unless the policy needs it."""
 
     @cached_property
     def deviation(self) -> torch.Tensor:
