@@ -53,7 +53,6 @@ class BackgroundAdditions:
 
     @property
     def progress(self) -> AdditionProgress:
-        """How far it is."""
         return self._progress
 
     def submit(self, steps: Iterable[AdditionStep]) -> None:

@@ -183,7 +183,6 @@ class Answering:
     def _span(
         self, options: Options, parent: Any, asked_at: float
     ) -> AbstractContextManager[tracing.Add]:
-        """The span of one request."""
         name, has_template = self._model.name, self._model.tokens.has_template
         kind = "chat" if options.apply_chat_template and has_template else "text_completion"
         attributes = partial(spans.asked, kind, options, name, self._settings)

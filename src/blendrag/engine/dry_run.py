@@ -121,7 +121,6 @@ def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk]) -> floa
 
 
 def _embedding_s(kv: KVNamespace, chunks: list[Chunk]) -> float:
-    """Seconds to compute the vectors of ``chunks``."""
     first_s, _ = _timed(lambda: kv.corpus.embedder.embed([chunks[0].text]))
     each_s, _ = _timed(lambda: kv.corpus.embedder.embed([chunks[0].text]))
     return first_s + each_s * (len(chunks) - 1)

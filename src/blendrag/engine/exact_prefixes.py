@@ -87,7 +87,6 @@ class ExactPrefixes:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of what is kept."""
         return self.tree.size_bytes if self.tree else 0
 
     def shrink(self, size_bytes: int) -> int:
@@ -97,7 +96,6 @@ class ExactPrefixes:
         return self.size_bytes
 
     def close(self) -> None:
-        """Drop everything."""
         self.tree = None
 
     def of(self, request: Request) -> Prefixes | None:

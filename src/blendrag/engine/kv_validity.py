@@ -99,7 +99,6 @@ class KVValidity:
 
     @property
     def recipe(self) -> ChunkRecipe:
-        """How chunks are encoded now."""
         return self._recipe()
 
     def recipe_of(self, namespace: str) -> ChunkRecipe:
@@ -179,7 +178,6 @@ class KVValidity:
         return False
 
     def why_invalid(self, namespace: str) -> str:
-        """Why :meth:`is_valid` was ``False``."""
         return self._why_not.get(namespace, "it cannot be checked")
 
     def difference(self, namespace: str) -> tuple[str, str] | None:

@@ -164,7 +164,6 @@ class KVWriter:
             self.stored.add(key)
 
     def key_of(self, chunk: Chunk) -> str:
-        """Key of the chunk's KV in this run's namespace."""
         return self._kv.key_of(self.namespace, chunk.text)
 
 

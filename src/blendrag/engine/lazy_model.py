@@ -84,7 +84,6 @@ class LazyModel:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the model's weights are in memory."""
         return "adapter" in self.__dict__ or not isinstance(self.given, str)
 
     @opened

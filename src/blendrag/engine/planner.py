@@ -136,7 +136,6 @@ class Planner:
 
     @property
     def namespace(self) -> str:
-        """Namespace of the loaded model's KV."""
         return self._kv.validity.namespace
 
     @property

@@ -228,7 +228,6 @@ class Options:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are sampled."""
         return bool(self.generate_kwargs.get("do_sample", self.temperature))
 
 

@@ -8,7 +8,6 @@ A road serves one request, on the scheduler's thread, under the model's lock.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +25,7 @@ from blendrag.engine.request import Request
 from blendrag.engine.schemas import Schemas
 from blendrag.engine.stream import AnswerStream
 from blendrag.fusor import BlendCache, Fusion
-from blendrag.fusor.loader import reading
+from blendrag.fusor.composer import composed_in_order
 from blendrag.metrics import Timeline
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import Plan, Reason
@@ -224,24 +223,10 @@ class BlendedRoad(Road):
             with prompt.replayed(self.adapter.stack.base) as cache:
                 yield Prefill(ids, cache, load_s=prompt.load_s, recomputed=prompt.recomputed)
         else:
-            yield self._composed_in_order(ids, plan)
-
-    def _composed_in_order(self, ids: torch.Tensor, plan: Plan) -> Prefill:
-        """The same in a forward for each part that is computed."""
-        composition = self.adapter.composition
-        assert composition is not None
-        cache, at, load_s = composition.new_cache(), 0, 0.0
-        for span in plan.spans:
-            if span.start > at:
-                composition.forward(ids[:, at : span.start], cache, at)
-            self._check()
-            began = time.perf_counter()
-            with reading(span):
-                record = composition.read(span.reader)
-            load_s += time.perf_counter() - began
-            composition.append(cache, record, span.tokens, span.offset)
-            at = span.end
-        return Prefill(ids, cache, load_s=load_s)
+            composition = self.adapter.composition
+            assert composition is not None
+            cache, _, load_s = composed_in_order(composition, ids, plan.spans, self._check)
+            yield Prefill(ids, cache, load_s=load_s)
 
     def _continued(self, ids: torch.Tensor, plan: Plan) -> Prefill:
         """Behind a beginning, for a model whose KV cannot be moved. Keeps states on the way."""

@@ -36,7 +36,6 @@ class StoreWriter:
 
     @property
     def is_given(self) -> bool:
-        """Whether the caller gave a writer."""
         return self._given is not None
 
     @property

@@ -179,7 +179,6 @@ class BlendCache(DynamicCache):
 
     @property
     def positions(self) -> Sequence[int]:
-        """Positions of its tokens."""
         return range(self.get_seq_length())
 
     @property

@@ -1,7 +1,7 @@
 """One forward for all tokens of a hybrid model's prompt that are not stored.
 
-The reference is a forward for each part that is computed, with :meth:`Composition.append` between; it reads
-the weights once for each part. Here all parts are one sequence, whose order counts within the layers only:
+The reference is :func:`composed_in_order`, a forward for each part that is computed, which reads the weights
+once for each. Here all parts are one sequence, whose order counts within the layers only:
 
 * a layer of attention writes their K and V between those of the chunks, and gets a mask by position;
 * a layer with a running state is called once for each part, and what a chunk does to the state is done
@@ -275,6 +275,31 @@ class ComposerChecks:
     """Arguments of layers with a running state that have an entry for each token, and in which dimension."""
 
 
+def composed_in_order(
+    composition: Composition,
+    ids: torch.Tensor,
+    spans: Sequence[LoadedSpan],
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Cache, int, float]:
+    """A cache over ``spans``, with a forward for each part of ``ids`` ``[1, N]`` that precedes one; where the
+    rest of ``ids`` begins; and the seconds of reading.
+
+    ``check`` is called before each span. Raises :class:`SpanCorruptError`.
+    """
+    cache, at, load_s = composition.new_cache(), 0, 0.0
+    for span in spans:
+        if span.start > at:
+            composition.forward(ids[:, at : span.start], cache, at)
+        check()
+        began = time.perf_counter()
+        with reading(span):
+            record = composition.read(span.reader)
+        load_s += time.perf_counter() - began
+        composition.append(cache, record, span.tokens, span.offset)
+        at = span.end
+    return cache, at, load_s
+
+
 class Composer:
     """Prefills of one hybrid model over stored chunks. The caller holds the model's lock."""
 
@@ -343,7 +368,6 @@ class Composer:
         return all(len(each) == len(each[0]) == 1 for each in dims.values())
 
     def _sees_attention(self) -> bool:
-        """Whether the question's attention can be seen."""
         ids, spans = self._checked_prompt()
         prompt = self._prompt(CHECKED_TOKENS, spans)
         prompt.load()
@@ -368,11 +392,7 @@ class Composer:
         """Whether both ways give the same logits, on a prompt of two chunks."""
         adapter, composition = self._adapter, self._composition
         given, spans = self._checked_prompt()
-        cache, at = composition.new_cache(), 0
-        for span in spans:
-            composition.forward(given[:, at : span.start], cache, at)
-            composition.append(cache, composition.read(span.reader), span.tokens, span.offset)
-            at = span.end
+        cache, at, _ = composed_in_order(composition, given, spans)
         expected = composition.forward(given[:, at:], cache, at)
         prompt = self.prefill(given, spans)
         with prompt.replayed(adapter.stack.base) as cache:

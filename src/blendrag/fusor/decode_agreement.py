@@ -92,7 +92,6 @@ class AgreementMeasurement:
         )
 
     def run(self) -> DecodeAgreement:
-        """All of it."""
         while (found := self.step()) is None:
             pass
         return found

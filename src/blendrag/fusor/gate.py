@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from blendrag.errors import UnsupportedModelError
-from blendrag.fusor.composer import Composer
+from blendrag.fusor.composer import Composer, composed_in_order
 from blendrag.fusor.fusor import Fusor
 from blendrag.fusor.loader import HeldKV, LoadedSpan
 from blendrag.fusor.request import BlendRequest
@@ -183,23 +183,21 @@ def _measure_composed(
         for start, end in zip(starts, ends, strict=True)
     ]
 
+    def spans_of(loaded: Sequence[ChunkKV]) -> list[LoadedSpan]:
+        return [
+            LoadedSpan(start, end, HeldKV(kv), OFFSET + start, exact=False)
+            for start, end, kv in zip(starts, ends, loaded, strict=True)
+        ]
+
     def composed(loaded: Sequence[ChunkKV]) -> tuple[float, int, Any]:
-        cache, at = composition.new_cache(), 0
-        for start, end, kv in zip(starts, ends, loaded, strict=True):
-            composition.forward(ids[:, at:start], cache, at)
-            composition.append(cache, composition.read(HeldKV(kv)), kv.tokens, -OFFSET)
-            at = end
+        cache, at, _ = composed_in_order(composition, ids, spans_of(loaded))
         logits = composition.forward(ids[:, at:], cache, at, rows)
         return difference_of(logits, stock), int(logits[-1].argmax()), cache
 
     differs, first, cache = composed(records)
     composer = Composer(adapter)
     if composer.serves:  # as requests run it
-        spans = [
-            LoadedSpan(start, end, HeldKV(kv), OFFSET + start, exact=False)
-            for start, end, kv in zip(starts, ends, records, strict=True)
-        ]
-        prompt = composer.prefill(ids, spans)
+        prompt = composer.prefill(ids, spans_of(records))
         with prompt.replayed(adapter.stack.base) as cache:
             last = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
         differs, first = max(differs, difference_of(last, stock[-1])), int(last.argmax())

@@ -185,5 +185,4 @@ class CudaRing(StagingRing):
 
 
 def staging_ring(transfers: Sequence[Sequence[Transfer]], device: torch.device) -> StagingRing:
-    """The ring for targets on ``device``."""
     return CudaRing(transfers, device) if device.type == "cuda" else HostRing(transfers)

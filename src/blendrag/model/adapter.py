@@ -115,7 +115,6 @@ class ModelAdapter:
 
     @property
     def context_tokens(self) -> int:
-        """The model's context window in tokens."""
         return context_tokens_of(self.model.config)
 
     @property

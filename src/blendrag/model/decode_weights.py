@@ -321,7 +321,6 @@ class DecodeWeights:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the copies."""
         return sum(part.nbytes for layer in self.layers.values() for part in layer.packed)
 
     @property

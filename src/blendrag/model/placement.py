@@ -108,7 +108,6 @@ class PlacedModel:
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
-        """The layers that may be hooked."""
         return self.decoder.layers
 
     @property

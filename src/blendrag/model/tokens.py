@@ -238,7 +238,6 @@ class Tokens:
         return frozenset(ends)
 
     def special_among(self, ids: Collection[int]) -> frozenset[int]:
-        """Those of ``ids`` that are control tokens."""
         return self._special_ids.intersection(ids)
 
     # -- chat template ------------------------------------------------------------------------

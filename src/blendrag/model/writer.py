@@ -96,7 +96,6 @@ class Writer:
         return f"writer {self.fingerprint[:12]} (rank {self.rank}, {len(self.parts)} layers)"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "fingerprint": self.fingerprint,
             "rank": self.rank,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -132,6 +131,7 @@ class ModuleCache(BlendCache):
             self.buffers(loaded), [prompt.spans] * len(self.layers)
         )
         self.show(loaded)
+        self.merge = self._load_and_append
 
     def start_loading(self) -> None:
         """Begin to load. Raises :class:`NoThreadError`."""
@@ -171,13 +171,9 @@ class ModuleCache(BlendCache):
             self._visible = newest, window, seen.nonzero().flatten().to(self.layers[0].device)
         return self._visible[2]
 
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+    def _load_and_append(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._load(layer_idx)
-        return self.layers[layer_idx].update(key_states, value_states)
+        """New K and V of a layer, behind what is loaded of it."""
+        self._load(layer)
+        return self.layers[layer].update(keys, values)

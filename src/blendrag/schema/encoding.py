@@ -54,7 +54,6 @@ def _roles(nodes: Iterable[Node], imported: Collection[str] | None = None) -> li
 
 
 def _imported(prompt: PromptMarkup) -> set[str]:
-    """The names of all modules that ``prompt`` imports."""
     return {node.name for node in walk(prompt.children) if isinstance(node, Import)}
 
 

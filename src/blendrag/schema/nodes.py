@@ -115,7 +115,6 @@ class Schema:
 
     @cached_property
     def places(self) -> dict[str, ModulePlace]:
-        """What is around each module, by its name."""
         return dict(_places(self.children, ModulePlace()))
 
 

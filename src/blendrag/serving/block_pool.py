@@ -22,7 +22,6 @@ SLAB_PARTS = 8
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks that so many tokens take."""
     return -(-tokens // BLOCK_TOKENS)
 
 
@@ -80,7 +79,6 @@ class BlockPool:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the slabs take."""
         return sum(slab.blocks for slab in self.slabs) * self.block_bytes
 
     @property

@@ -93,7 +93,6 @@ class KVBudget:
 
     @property
     def keepers(self) -> int:
-        """How many keep KV."""
         return len(self._keepers)
 
     def _kept(self, most_bytes: int) -> int:
