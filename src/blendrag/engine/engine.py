@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from blendrag import tracing
-from blendrag.config import (
-    ConstructorOptions,
-    RequestDefaults,
-    SearchMode,
-    check_options,
-    settings,
-)
+from blendrag.config import ConstructorOptions, RequestDefaults, SearchMode, check_options, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder
 from blendrag.corpus.embedding_turns import Check, proceed

@@ -263,10 +263,7 @@ class ExactPrefixes:
         return False
 
     def _worthwhile(
-        self,
-        request: Request,
-        controller: Controller,
-        calibrated: Callable[[Blending], Blending],
+        self, request: Request, controller: Controller, calibrated: Callable[[Blending], Blending]
     ) -> SharedPrefix | None:
         """The beginning whose single prefill saves most over what the waiting requests would compute."""
         prompt, family = request.prompt, family_of(request)

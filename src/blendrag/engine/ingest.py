@@ -472,10 +472,7 @@ def remove_sources(kv: KVNamespace, sources: Iterable[str]) -> int:
 
 
 def documents_of(
-    inputs: Inputs,
-    report: IngestReport,
-    patterns: Patterns = ALL,
-    reading: FilesRead | None = None,
+    inputs: Inputs, report: IngestReport, patterns: Patterns = ALL, reading: FilesRead | None = None
 ) -> Iterator[tuple[Document, float]]:
     """Given documents and those of given paths, whose sources are their resolved paths.
 

@@ -261,11 +261,7 @@ class BackgroundWriter:
         return adapter.refusal is None and adapter.is_long(len(prompt.ids))
 
     def _jobs(
-        self,
-        prompt: SegmentedPrompt,
-        missing: Sequence[MissingKV],
-        options: Options,
-        is_long: bool,
+        self, prompt: SegmentedPrompt, missing: Sequence[MissingKV], options: Options, is_long: bool
     ) -> list[Job]:
         if not missing:
             return []  # the corpus may be unreadable, and is not needed

@@ -238,11 +238,7 @@ class Library:
         return [found[entry_id] for entry_id in ids if entry_id in found]
 
     def entries(
-        self,
-        where: Where | None = None,
-        parent: str | None = None,
-        *,
-        filter: Filter | None = None,
+        self, where: Where | None = None, parent: str | None = None, *, filter: Filter | None = None
     ) -> Iterator[Entry]:
         """Entries that ``filter`` and ``where`` accept, in the order of :meth:`ids`."""
         corpus = self._own()

@@ -56,7 +56,7 @@ def _other_table(adapter: ModelAdapter, request: Request) -> Reason:
     several = " and several sequences" if adapter.has_long_table else ""
     return Reason(
         f"stored KV is not used: the prompt has {len(request.prompt.ids)} tokens{several}, and beyond "
-        f"{adapter.blend_limit_tokens} this model's {adapter.beyond_blend_limit}",
+        f"{adapter.blend_limit_tokens} this model's {adapter.beyond_blend_limit}"
     )
 
 

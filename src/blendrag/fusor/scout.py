@@ -162,11 +162,7 @@ def _hides(window: Window | None, tokens: int) -> bool:
 
 
 def _by_products(
-    scout: Scout,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
+    scout: Scout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
     """:func:`_written_out` without a window or anything else: less memory, and fewer passes over it.
 

@@ -175,10 +175,7 @@ def reference(adapter: ModelAdapter, prompt: SegmentedPrompt) -> Reference:
 
 @torch.inference_mode()
 def deviation(
-    fusor: Fusor,
-    controller: Controller,
-    expected: Reference,
-    trial: Trial,
+    fusor: Fusor, controller: Controller, expected: Reference, trial: Trial
 ) -> Closeness | None:
     """How close the blended answer is to that of the full prefill; ``None`` if there is no chunk to blend.
 
@@ -366,11 +363,7 @@ class Calibration:
         loss, error = _difference([one.kl for one in own], [one.kl for one in other])
         agreement, most = (statistics.fmean(one.agreement for one in each) for each in (own, other))
         return replace(
-            self,
-            agreement=agreement,
-            loss=loss,
-            loss_error=error,
-            lost_agreement=most - agreement,
+            self, agreement=agreement, loss=loss, loss_error=error, lost_agreement=most - agreement
         )
 
 

@@ -16,14 +16,7 @@ from blendrag.fusor.selection import Blending
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.choice import Choice, choose
 from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate, PromptParts, StoredPart
-from blendrag.planning.plan import (
-    IN_MEMORY,
-    MODE_FULL,
-    MissingKV,
-    Plan,
-    PlannedChunk,
-    Reason,
-)
+from blendrag.planning.plan import IN_MEMORY, MODE_FULL, MissingKV, Plan, PlannedChunk, Reason
 from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, ResidentReader, WantedKV
 from blendrag.store.durable import readable_size

@@ -438,7 +438,7 @@ def _parameter(element: _Element) -> Parameter:
         raise element.wrong(
             f"{lengths[0]} of parameter {name!r} is {quoted(given, 40)}, expected a number of "
             "tokens from 1 to "
-            f"{MAX_TOKENS:,}",
+            f"{MAX_TOKENS:,}"
         )
     if element.children or any(
         text.strip(_SPACE) for text in "".join(element.runs[0].pieces).split(_COMMENT)
@@ -451,11 +451,11 @@ def _scaffold(element: _Element) -> Scaffold:
     names = tuple(_attributes(element, ("modules",))["modules"].split())
     if any(isinstance(item, _Element) or item.text.strip(_SPACE) for item in _content(element)):
         raise element.wrong(
-            "<scaffold> has content, expected names only, as in <scaffold modules='a b'/>",
+            "<scaffold> has content, expected names only, as in <scaffold modules='a b'/>"
         )
     if len(names) < 2 or len(set(names)) < len(names):
         raise element.wrong(
-            f"modules of <scaffold> is {quoted(' '.join(names), 80)}, expected two or more different modules",
+            f"modules of <scaffold> is {quoted(' '.join(names), 80)}, expected two or more different modules"
         )
     return Scaffold(names, element.at)
 
@@ -484,7 +484,7 @@ def _attributes(element: _Element, required: tuple[str, ...] | None) -> dict[str
         if ":" in name or (required is not None and name not in required):
             expected = ", ".join(required or ()) or "no attributes"
             raise element.wrong(
-                f"<{element.tag:.80}> has no attribute {quoted(name, 80)}, expected {expected}",
+                f"<{element.tag:.80}> has no attribute {quoted(name, 80)}, expected {expected}"
             )
     for name in required or ():
         if name not in element.attributes:
@@ -498,7 +498,7 @@ def _name(element: _Element, name: str, of: str) -> str:
     raise element.wrong(
         f"name of the {of} is {quoted(name, 60)}, expected a letter or _, then letters, digits, "
         "'.', '-' or '_', "
-        f"at most {MAX_NAME_CHARS} characters",
+        f"at most {MAX_NAME_CHARS} characters"
     )
 
 

@@ -47,13 +47,7 @@ from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hin
 from xml.sax.saxutils import escape, quoteattr
 
 from blendrag.errors import InvalidInputError, SchemaError
-from blendrag.schema.markup import (
-    MAX_NAME_CHARS,
-    MAX_TOKENS,
-    RESERVED,
-    ProgramMarkup,
-    is_name,
-)
+from blendrag.schema.markup import MAX_NAME_CHARS, MAX_TOKENS, RESERVED, ProgramMarkup, is_name
 from blendrag.schema.nodes import (
     ROLES,
     Location,
