@@ -130,6 +130,7 @@ MAY_UNPICKLE = (
     "test_a_rendered_prompt_survives_pickling",
     "test_a_wrapper_is_pickled_by_its_names_or_not_at_all",
     "test_it_survives_pickling",
+    "test_spawned_workers_store_kv_and_forked_ones_are_refused",
     "test_an_error_that_was_pickled_is_the_same",
     "test_an_error_keeps_its_class_fields_and_cause_but_is_no_value_error",
 )

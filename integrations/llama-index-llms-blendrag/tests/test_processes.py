@@ -1,16 +1,10 @@
-"""Pipelines with ``num_workers``: each process has its own engine over the same store.
-
-``python test_processes.py STORE`` runs a pipeline with two worker processes and prints what it did.
-"""
+"""Pipelines with ``num_workers``: each process has its own engine over the same store."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +12,7 @@ from llama_index.core.ingestion import IngestionPipeline
 from places import document
 
 import tiny
+from blendrag.config import settings
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from llama_index.llms.blendrag import (
@@ -27,51 +22,43 @@ from llama_index.llms.blendrag import (
     close_shared_engines,
 )
 
-HERE = Path(__file__).resolve().parent
 PLACES = ["Bay", "Cape", "Dale", "Elm"]
-ENVIRONMENT = {
-    **os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "BLENDRAG_CHUNK_TOKENS": "64",
-    "PYTHONPATH": os.pathsep.join([*map(str, (HERE, HERE.parents[2] / "tests")), *sys.path]),
-}  # fmt: skip
 
 
-def run_pipeline(store: str) -> None:
-    names = {"model": "demo", "store": store, "embedder": "minilm-offline"}
-    precompute = BlendPrecompute(**names)
-    steps = [BlendNodeParser(**names), BlendEmbedding(**names), precompute]
-    made = IngestionPipeline(transformations=steps)
-    documents = [document(place) for place in PLACES]
-    refusal = ""
-    try:  # forks where that is the default
-        asyncio.run(made.arun(documents=documents, num_workers=2))
-    except ValueError as exc:
-        refusal = str(exc)
-    nodes = made.run(documents=documents, num_workers=2)
-    library = precompute.engine.library
-    found = {
-        "refusal": refusal,
-        "parents": sorted({str(node.ref_doc_id) for node in nodes}),
-        "embedded": all(node.embedding for node in nodes),
-        "kv": all(library.has_kv([node.node_id for node in nodes]).values()),
-    }
+@pytest.fixture
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Chunks of 64 tokens, also in workers."""
+    monkeypatch.setenv("BLENDRAG_CHUNK_TOKENS", "64")
+    settings.cache_clear()
+    yield
     close_shared_engines()
-    sys.stdout.write(json.dumps(found) + "\n")
+    settings.cache_clear()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_spawned_workers_store_kv_and_forked_ones_are_refused(tmp_path: Path) -> None:
-    script = [sys.executable, __file__, str(tmp_path / "kv")]
-    done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    refusal = found.pop("refusal")
-    assert found == {"parents": PLACES, "embedded": True, "kv": True}
+@pytest.mark.usefixtures("few_tokens")
+@pytest.mark.filterwarnings("ignore:Specified num_workers")
+def test_spawned_workers_store_kv_and_forked_ones_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a pool of one worker: each imports torch for seconds
+    monkeypatch.setattr(multiprocessing, "cpu_count", lambda: 1)
+    names = {"model": "demo", "store": str(tmp_path / "kv"), "embedder": "minilm-offline"}
+    precompute = BlendPrecompute(**names)
+    steps = [BlendNodeParser(**names), BlendEmbedding(**names), precompute]
+    made = IngestionPipeline(transformations=steps)
+    documents = [document(place) for place in PLACES]
     if multiprocessing.get_start_method() == "fork":
-        assert "forked, and cannot be used in both; start processes by spawn" in refusal
-        assert tiny.one_sentence(refusal)
-    else:
-        assert refusal == ""
+        with pytest.raises(InvalidInputError, match="start processes by spawn") as raised:
+            asyncio.run(made.arun(documents=documents, num_workers=2))
+        assert "forked, and cannot be used in both" in str(raised.value)
+        assert tiny.one_sentence(str(raised.value))
+    nodes = made.run(documents=documents, num_workers=2)
+    library = precompute.engine.library
+    assert sorted({str(node.ref_doc_id) for node in nodes}) == PLACES
+    assert all(node.embedding for node in nodes)
+    assert all(library.has_kv([node.node_id for node in nodes]).values())
 
 
 def test_a_given_engine_cannot_be_sent_to_workers(engine: BlendEngine) -> None:
@@ -79,7 +66,3 @@ def test_a_given_engine_cannot_be_sent_to_workers(engine: BlendEngine) -> None:
     with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled") as raised:
         made.run(documents=[document("Bay"), document("Cape")], num_workers=2)
     assert tiny.one_sentence(str(raised.value))
-
-
-if __name__ == "__main__":
-    run_pipeline(sys.argv[1])
