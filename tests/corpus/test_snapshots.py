@@ -832,7 +832,7 @@ def test_machines_that_publish_collect_follow_and_ingest_in_any_order_never_see_
         place = interleavings.Folder(tmp_path / "bucket")
         if kind == "s3":
             place = interleavings.Bucket(server)
-        ended = interleavings.attack(place, tmp_path, rounds=3, seed=1)
+        ended = interleavings.attack(place, tmp_path, rounds=2, seed=1)
     assert min(ended[what] for what in ("published", "collected", "removed", "followed")) > 1
 
 
