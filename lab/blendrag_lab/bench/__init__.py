@@ -26,7 +26,7 @@ SUMMARIES = {
     "attention": "Decode attention of many requests over shared chunks and over private copies.",
     "grammar": "Milliseconds per token with a JSON schema against without.",
     "cluster": "Routing by resident KV against round robin, on replicas on Ray.",
-    "ingest": "Ingest rate against stock prefill, and ingest of an unchanged corpus.",
+    "ingest": "Tokens per second of an ingest against stock prefill, and what a writer costs.",
     "search": "Recall and MRR of dense, lexical and hybrid search, and milliseconds per search.",
     "store": "Reads, puts, misses and decoding of the store against raw I/O.",
 }
@@ -34,7 +34,7 @@ SUMMARIES = {
 _MODULES = {"ingest": "ingest_rate", "search": "search_quality"}
 
 
-def require_ray() -> None:
+def _require_ray() -> None:
     """Raise :class:`InvalidInputError` unless blendrag-ray and Ray are installed."""
     try:
         from blendrag_ray import ray_session
@@ -51,6 +51,6 @@ def load_bench(name: str) -> Bench:
     from blendrag_lab.bench.options import BENCHES
 
     if name == "cluster":
-        require_ray()
+        _require_ray()
     import_module(f"blendrag_lab.bench.{_MODULES.get(name, name)}")
     return BENCHES[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -157,17 +157,28 @@ def stock_prefill(adapter: ModelAdapter, ids: torch.Tensor, **more: Any) -> int:
     return int(out.logits[0, -1].argmax())
 
 
-class StoredChunks:
-    """A store of chunks."""
+class PromptBench:
+    """One random prompt over stored chunks, and the ways to its first token."""
 
     def __init__(self, adapter: ModelAdapter, workload: Workload, there: TierStore) -> None:
         adapter.require_blendable()
         self.adapter, self.workload, self.there = adapter, workload, there
-        self._namespace = adapter.identity.encoded(workload.encoding).namespace
+        namespace = adapter.identity.encoded(workload.encoding).namespace
         self.controller = Controller(
-            adapter, there.store, self._namespace, PREFIX_IDS, 1, workload.encoding
+            adapter, there.store, namespace, PREFIX_IDS, 1, workload.encoding
         )
-        there.store.agrees(self._namespace, self._probe, create=True)
+        self.prompt = random_prompt(adapter, workload)
+        self.prompt_tokens = workload.prompt_tokens
+        self.ids = torch.tensor([self.prompt.ids], device=adapter.device)  # [1, N]
+        there.store.agrees(namespace, self._probe, create=True)
+        for segment in self.prompt.chunks:
+            key = chunk_key(namespace, PREFIX_IDS, segment.stored_ids)
+            there.store.put(namespace, key, self._encoded(PREFIX_IDS, segment.stored_ids))
+        layout = adapter.layout.encoded(workload.encoding)
+        self.kv_bytes = workload.chunks * stored_chunk_bytes(layout, workload.chunk_tokens)
+        """Size of all chunks as stored."""
+        self.state_bytes = workload.chunks * layout.size_bytes(0)
+        """Of that, what is stored of running states, which does not grow with a chunk."""
 
     def _probe(self) -> Probe:
         """What a remote needs before it takes KV. It is not compared: a bench reads only its own KV."""
@@ -177,27 +188,6 @@ class StoredChunks:
     def _encoded(self, prefix: Sequence[int], ids: Sequence[int]) -> ChunkKV:
         kv = self.adapter.encode(prefix, ids)
         return replace(kv, layout=kv.layout.encoded(self.workload.encoding))
-
-    def put(self, chunks: Iterable[Sequence[int]]) -> None:
-        for ids in chunks:
-            key = chunk_key(self._namespace, PREFIX_IDS, ids)
-            self.there.store.put(self._namespace, key, self._encoded(PREFIX_IDS, ids))
-
-
-class PromptBench(StoredChunks):
-    """One random prompt over stored chunks, and the ways to its first token."""
-
-    def __init__(self, adapter: ModelAdapter, workload: Workload, there: TierStore) -> None:
-        super().__init__(adapter, workload, there)
-        self.prompt = random_prompt(adapter, workload)
-        self.prompt_tokens = workload.prompt_tokens
-        self.ids = torch.tensor([self.prompt.ids], device=adapter.device)  # [1, N]
-        self.put(segment.stored_ids for segment in self.prompt.chunks)
-        layout = adapter.layout.encoded(workload.encoding)
-        self.kv_bytes = workload.chunks * stored_chunk_bytes(layout, workload.chunk_tokens)
-        """Size of all chunks as stored."""
-        self.state_bytes = workload.chunks * layout.size_bytes(0)
-        """Of that, what is stored of running states, which does not grow with a chunk."""
 
     @cached_property
     def fusor(self) -> Fusor:

@@ -118,7 +118,7 @@ def test_peak_memory_is_measured_from_the_start_of_the_work():
 @pytest.mark.parametrize(
     ("command", "option", "value"),
     [("ttft", "--rounds", "0"), ("ttft", "--ratio", "1.5"), ("ttft", "--ratio", "nan"),
-     ("ingest", "--reingest-chunk-tokens", "5000")],
+     ("ingest", "--chunk-tokens", "5000")],
 )  # fmt: skip
 def test_a_number_out_of_range_names_its_option(command, option, value):
     result = invoke("bench", command, "--geometry", "tiny", option, value, "--json")
