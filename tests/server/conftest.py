@@ -62,28 +62,43 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Opens the page of a server. Fails if something was requested elsewhere, or a script failed."""
-    pages, wrong = [], []
+@pytest.fixture(scope="module")
+def tab(chromium: Any) -> Any:
+    """Chromium starts a process for each new one."""
+    page = chromium.new_page()
+    page.set_default_timeout(120_000)
+    return page
 
-    def opened(server: Live, **context: Any) -> Any:
-        page = chromium.new_page(**context)
-        page.set_default_timeout(120_000)
-        pages.append(page)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on(
-            "request",
-            lambda r: r.url.startswith((server.url, "data:")) or wrong.append(r.url),
-        )
-        page.on(
-            "console",
-            lambda m: "Content Security Policy" in m.text and wrong.append(m.text),
-        )
-        page.goto(server.url)
-        return page
+
+@pytest.fixture
+def visit(tab: Any) -> Iterator[Callable[..., Any]]:
+    """Opens the page of a server in a window of that size, as in a new tab. Fails if something was requested
+    elsewhere, or a script failed."""
+    wrong: list[str] = []
+    allowed = ["data:"]
+    watching = {
+        "pageerror": lambda error: wrong.append(str(error)),
+        "request": lambda r: r.url.startswith(tuple(allowed)) or wrong.append(r.url),
+        "console": lambda m: "Content Security Policy" in m.text and wrong.append(m.text),
+    }
+    for event, watch in watching.items():
+        tab.on(event, watch)
+
+    def opened(
+        server: Live, width: int = 1280, height: int = 720, scheme: str | None = None
+    ) -> Any:
+        allowed.append(server.url)
+        tab.set_viewport_size({"width": width, "height": height})
+        tab.emulate_media(color_scheme=scheme)
+        tab.mouse.move(0, 0)
+        tab.goto(server.url)
+        return tab
 
     yield opened
-    for page in pages:
-        page.close()
+    for event, watch in watching.items():
+        tab.remove_listener(event, watch)
+    tab.unroute_all(behavior="ignoreErrors")
+    if tab.url.startswith("http"):
+        tab.evaluate("() => sessionStorage.clear()")
+        tab.goto("about:blank")
     assert wrong == []

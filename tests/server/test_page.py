@@ -472,7 +472,7 @@ def test_a_server_that_is_gone_is_named(served, visit) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_narrow_screen_in_light_and_dark(served, visit, scheme) -> None:
-    page = visit(served, viewport={"width": 360, "height": 640}, color_scheme=scheme)
+    page = visit(served, 360, 640, scheme)
     ask(page)
     turn = complete(page)
     turn.get_by_text("Every token of the prompt").click()
@@ -488,7 +488,7 @@ def test_it_fits_a_narrow_screen_in_light_and_dark(served, visit, scheme) -> Non
 HOSTILE = (
     f"{MARKUP} </script><svg onload=\"document.title='run'\"> javascript:document.title='run' "
     "[x](javascript:alert(1)) \u202eevil\u202c \u200b\u200d\ufeff \x1b]0;run\x07\x1b[2J \0 العربية "
-) + "W" * 20_000
+) + "W" * 2_000
 
 
 def streamed(pieces: list[str], texts: list[str], **changes: Any) -> str:
@@ -544,7 +544,7 @@ def answering(page: Any, pieces: list[str], texts: list[str], **changes: Any) ->
 
 @pytest.mark.parametrize("width", [360, 1200])
 def test_hostile_text_runs_nothing_and_fits(served, visit, width) -> None:
-    page = visit(served, viewport={"width": width, "height": 800})
+    page = visit(served, width, 800)
     turn = answering(page, [HOSTILE], [HOSTILE[:200], HOSTILE])
     turn.get_by_text("Every token of the prompt", exact=True).click()
     turn.locator(".sources summary").click()
@@ -567,26 +567,26 @@ def test_many_pieces_are_shown_once_a_frame(served, visit) -> None:
             new MutationObserver(seen).observe(chat, { childList: true, subtree: true });
         }"""
     )
-    turn = answering(page, ["word "] * 5000, ["a"])
+    turn = answering(page, ["word "] * 1500, ["a"])
     shown = turn.locator(".answer").evaluate("each => each.textContent")
-    assert shown == "word " * 5000
-    assert page.evaluate("() => window.changes") < 1000
+    assert shown == "word " * 1500
+    assert page.evaluate("() => window.changes") < 300
 
 
 def test_tokens_are_made_when_they_are_looked_at(served, visit) -> None:
     page = visit(served)
-    turn = answering(page, ["Yes."], ["a "] * 20_000)
+    turn = answering(page, ["Yes."], ["a "] * 3_000)
     elements = "() => document.querySelectorAll('*').length"
     assert page.evaluate(elements) < 1000
     turn.get_by_text("Every token of the prompt", exact=True).click()
-    assert page.evaluate(elements) > 20_000
+    assert page.evaluate(elements) > 3_000
     turn.get_by_text("Every token of the prompt", exact=True).click()
     turn.get_by_text("Every token of the prompt", exact=True).click()
     assert turn.locator(".prompt .computed").count() == 1
 
 
-def test_a_page_of_another_site_cannot_make_the_server_work(served, chromium) -> None:
-    page = chromium.new_page()
+def test_a_page_of_another_site_cannot_make_the_server_work(served, tab) -> None:
+    page = tab
     page.route("http://evil.example/", lambda r: r.fulfill(body="<p>", content_type="text/html"))
     page.goto("http://evil.example/")
     before = sum(served.service.admission.outcomes.values())
@@ -605,7 +605,8 @@ def test_a_page_of_another_site_cannot_make_the_server_work(served, chromium) ->
         }""",
         f"{served.url}{CHAT}",
     )
-    page.close()
+    page.unroute_all()
+    page.goto("about:blank")
     assert set(sent) <= {"opaque", "refused"}
     with served.client() as client:  # after what was sent
         client.get("/health")
