@@ -29,7 +29,7 @@ LONG = Options(max_new_tokens=40, ratio=0.2)
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("interleaving")) as made:
-        made.ingest([tiny.document(number) for number in range(4)])
+        made.ingest([tiny.document(number, 5) for number in range(4)])
         yield made
 
 
@@ -124,11 +124,11 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma4", "deepseek_v2", "cohere2"])
+@pytest.mark.parametrize("family", ["llama", "gemma4", "deepseek_v2"])
 def test_answers_are_those_of_each_request_alone(family, tmp_path, pauses):
     model = tiny.family(family, initializer_range=0.2)
     with tiny.engine(model, tmp_path) as engine:
-        engine.ingest([tiny.document(number) for number in range(4)])
+        engine.ingest([tiny.document(number, 5) for number in range(4)])
         expected = [engine.generate(asked(engine, 1 + i), way).text for i, way in enumerate(WAYS)]
         long = engine.generate(asked(engine, 0), LONG).text
         assert not pauses.count
@@ -324,7 +324,7 @@ class Asks(LogitsProcessor):
 def test_prefills_of_requests_within_requests_pause(engine, pauses, mode):
     inner = Options(mode=mode, max_new_tokens=5)
     expected = engine.generate(asked(engine, 3), inner).text
-    seeded = [Options(max_new_tokens=12, temperature=1.0, seed=i, mode=mode) for i in range(3)]
+    seeded = [Options(max_new_tokens=5, temperature=1.0, seed=i, mode=mode) for i in range(2)]
     alone = [engine.generate(asked(engine, 1 + i), way).text for i, way in enumerate(seeded)]
     asking = [Asks(engine, asked(engine, 3), inner) for _ in seeded]
     ways = [
