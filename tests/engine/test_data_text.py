@@ -210,7 +210,7 @@ def test_data_adds_no_control_token(form, kind):
         form == "thinking"
     ):  # what the template itself writes around the reasoning of the last answer
         harmless += Counter(["<think>", "</think>"])
-    for seed in range(20):
+    for seed in range(8):
         rng = random.Random(seed)
         prompt, options = conversation(lambda rng=rng: attack(rng, tokens), tokens)
         found = control_of(ids_of(prompt, tokens, options), tokens)

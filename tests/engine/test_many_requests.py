@@ -204,15 +204,8 @@ def test_requests_share_chunks_at_different_positions(engine, moves, mode):
     assert not pools[0]._overlays._requests
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama4_text", {}),
-        # queries are scaled from position 869 on, which one of the answers reaches
-        ("llama4_text", {"floor_scale": 870, "attn_scale": 2.0}),
-    ],
-)
-def test_requests_over_special_layers_share_chunks(family, changes, tmp_path, monkeypatch):
+def test_requests_over_special_layers_share_chunks(tmp_path, monkeypatch):
+    """Queries are scaled from position 869 on, which one of the answers reaches."""
     shared: list[int] = []
     attention = ChunkPool.attention
 
@@ -221,7 +214,8 @@ def test_requests_over_special_layers_share_chunks(family, changes, tmp_path, mo
         return attention(pool, requests)
 
     monkeypatch.setattr(ChunkPool, "attention", watched)
-    model = tiny.family(family, initializer_range=0.2, **changes)
+    scaled = {"floor_scale": 870, "attn_scale": 2.0}
+    model = tiny.family("llama4_text", initializer_range=0.2, **scaled)
     asked = Options(mode="reuse", max_new_tokens=20, logprobs=1)
     with tiny.engine(model, tmp_path) as made:
         made.ingest([tiny.document(number) for number in range(4)])
