@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import tiny
 import writers
-from blendrag.distillation import Progress, Score, adapt
+from blendrag.distillation import AdaptReport, Progress, Score, adapt
 from blendrag.distillation.adapt import TrainingCorpus, held_out_prompts
 from blendrag.distillation.forwards import Forwards
 from blendrag.distillation.material import (
@@ -55,6 +55,13 @@ from distillation.tiny_material import (
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(out / "adapter_model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[AdaptReport, Path]:
+    """A run of ``recipe()`` without interruption, and its folder."""
+    adapter, out = small(), tmp_path_factory.mktemp("whole")
+    return adapt(adapter, corpus(adapter), recipe(), out), out
 
 
 def scored(kl: float) -> Score:
@@ -101,32 +108,29 @@ def test_store_encodes_chunks_with_a_saved_writer_as_the_student_did(tmp_path: P
         assert tiny.difference(values[0, :, rows], plain.layers[layer][1]) > 1e-2
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_resumed_run_ends_with_the_same_weights(tmp_path: Path, at: int) -> None:
+@pytest.mark.parametrize("at", [1, 2])
+def test_resumed_run_ends_with_the_same_weights(
+    tmp_path: Path, whole: tuple[AdaptReport, Path], at: int
+) -> None:
     def stop(progress: Progress, _: Score) -> None:
         if progress.step == at:
             raise KeyboardInterrupt
 
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    adapter = small()
-    adapt(adapter, corpus(adapter), recipe(), whole)
     other = small()
     with pytest.raises(KeyboardInterrupt):
-        adapt(other, corpus(other), recipe(), parts, watch=stop)
+        adapt(other, corpus(other), recipe(), tmp_path, watch=stop)
     again = small()
     said: list[str] = []
-    adapt(again, corpus(again), recipe(), parts, note=said.append)
+    adapt(again, corpus(again), recipe(), tmp_path, note=said.append)
     assert f"going on after step {at} of 4" in said
-    expected, found = weights(whole), weights(parts)
+    expected, found = weights(whole[1]), weights(tmp_path)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_interrupted_measurement_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: tuple[AdaptReport, Path]
 ) -> None:
-    whole = small()
-    expected = adapt(whole, corpus(whole), recipe(), tmp_path / "whole")
     real, calls = HeldOut.score, []
 
     def interrupted(self: HeldOut, writes: bool = True) -> Score:
@@ -138,10 +142,10 @@ def test_interrupted_measurement_is_made_again(
     monkeypatch.setattr(HeldOut, "score", interrupted)
     adapter = small()
     with pytest.raises(KeyboardInterrupt):
-        adapt(adapter, corpus(adapter), recipe(), tmp_path / "parts")
+        adapt(adapter, corpus(adapter), recipe(), tmp_path)
     again = small()
-    report = adapt(again, corpus(again), recipe(), tmp_path / "parts")
-    assert report.progress.scores == expected.progress.scores
+    report = adapt(again, corpus(again), recipe(), tmp_path)
+    assert report.progress.scores == whole[0].progress.scores
 
 
 def test_interrupted_copy_of_the_best_writer_is_made_again(
@@ -166,10 +170,8 @@ def test_interrupted_copy_of_the_best_writer_is_made_again(
 
 
 def test_ctrl_c_while_weights_change_takes_effect_after_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: tuple[AdaptReport, Path]
 ) -> None:
-    whole = small()
-    adapt(whole, corpus(whole), recipe(), tmp_path / "whole")
     real, calls = torch.optim.AdamW.step, []
 
     def interrupted(self: torch.optim.AdamW, *more: Any) -> Any:
@@ -183,13 +185,13 @@ def test_ctrl_c_while_weights_change_takes_effect_after_the_step(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
-            adapt(adapter, corpus(adapter), recipe(), tmp_path / "parts")
+            adapt(adapter, corpus(adapter), recipe(), tmp_path)
     finally:
         signal.signal(signal.SIGINT, before)
     again, said = small(), []
-    adapt(again, corpus(again), recipe(), tmp_path / "parts", note=said.append)
+    adapt(again, corpus(again), recipe(), tmp_path, note=said.append)
     assert "going on after step 3 of 4" in said
-    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    expected, found = weights(whole[1]), weights(tmp_path)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
@@ -272,7 +274,8 @@ def test_step_without_a_finite_loss_or_gradient_changes_nothing(
     saved = json.loads((tmp_path / "report.json").read_text())
     assert (saved["skipped_steps"], saved["steps"], saved["ended"]) == (1, 4, "all steps are done")
     assert "1 of them skipped" in (tmp_path / "README.md").read_text()
-    write_plot(report, tmp_path / "run.png")
+    if what == "loss":
+        write_plot(report, tmp_path / "run.png")
 
 
 def test_several_such_steps_in_a_row_end_the_run_and_keep_the_best_writer(
@@ -454,7 +457,7 @@ def test_training_goes_on_from_a_writer_and_keeps_it_if_none_is_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = small()
-    first = adapt(adapter, corpus(adapter), recipe(steps=8), tmp_path / "first")
+    first = adapt(adapter, corpus(adapter), recipe(), tmp_path / "first")
     start = Writer.load(tmp_path / "first")
     adapt(adapter, corpus(adapter), recipe(), tmp_path / "second", start=start)
     report = json.loads((tmp_path / "second" / "report.json").read_text())
@@ -490,10 +493,8 @@ def test_training_goes_on_from_a_writer_that_changes_the_whole_last_layer(tmp_pa
     "changes", [{"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 80}]
 )
 def test_writer_that_does_not_fit_is_no_beginning(tmp_path: Path, changes: dict[str, int]) -> None:
-    adapter = small()
-    adapt(adapter, corpus(adapter), recipe(steps=1), tmp_path / "first")
+    start = Writer.load(writers.writer(small().model, tmp_path / "first"))
     other = small(**changes)
-    start = Writer.load(tmp_path / "first")
     with pytest.raises(InvalidInputError, match=r"does not fit .*other names or shapes"):
         adapt(other, corpus(other), recipe(), tmp_path / "second", start=start)
     assert not hasattr(other.model, "peft_config")
