@@ -89,7 +89,9 @@ def _engine(template: str, root: Any, default: str = "I do not know. " * 9) -> A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_arguments_follow_the_schema_in_every_form(form, tmp_path):
+def test_arguments_follow_the_schema_in_every_form(form, tmp_path, monkeypatch):
+    # a random model makes as many as it may
+    monkeypatch.setattr("blendrag.chat.call_grammar.MAX_CALLS", 2)
     with _engine(FORMS[form], tmp_path / "s") as engine:
         words = engine.tokens.tokenizer
         no_spaces = {i: -100.0 for i in range(len(words)) if words.decode(i).isspace()}
