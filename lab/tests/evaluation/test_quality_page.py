@@ -57,17 +57,14 @@ def test_the_published_page_is_short_and_written_from_its_results(tmp_path):
     text = PUBLISHED.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120
     folder = copy_page(tmp_path)
-    written = []
-    for _ in range(2):
-        assert invoke_program(main, "--page-only", "--out", tmp_path).exit_code == 0
-        assert (tmp_path / PUBLISHED.name).read_text(encoding="utf-8") == text
-        written.append({path.name: path.read_bytes() for path in folder.glob("*.png")})
-    assert written[0] == written[1]  # equal results, equal pictures
-    assert all(len(picture) > 5000 for picture in written[0].values())
+    assert invoke_program(main, "--page-only", "--out", tmp_path).exit_code == 0
+    assert (tmp_path / PUBLISHED.name).read_text(encoding="utf-8") == text
+    drawn = list(folder.glob("*.png"))
+    assert all(picture.stat().st_size > 5000 for picture in drawn)
     on_schemas = (PUBLISHED.with_suffix("") / "schemas.md").read_text(encoding="utf-8")
     assert (folder / "schemas.md").read_text(encoding="utf-8") == on_schemas
     shown = re.findall(r"\]\(quality/([a-z-]+\.png)\)", text)
-    assert sorted(shown) == sorted(written[0])
+    assert sorted(shown) == sorted(picture.name for picture in drawn)
     assert all((PUBLISHED.with_suffix("") / name).is_file() for name in shown)
 
 
