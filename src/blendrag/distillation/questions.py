@@ -29,16 +29,8 @@ BATCH, BATCH_CUDA, PASSAGE_CHARS, QUESTION_TOKENS = 8, 64, 800, 32
 #: Fewer words are no question, and shorter words name nothing.
 MIN_WORDS, NAMING_CHARS = 4, 5
 _GENERIC = {
-    "answer",
-    "context",
-    "passage",
-    "question",
-    "significance",
-    "purpose",
-    "about",
-    "which",
-    "where",
-}
+    "answer", "context", "passage", "question", "significance", "purpose", "about", "which", "where",
+}  # fmt: skip
 #: Words that a question is about where the model wrote none.
 SUBJECT_WORDS = 8
 _LEAD = re.compile(r"\W*(?:\d+\W+)?(?:(?:question|q)\s*\d*\s*[:.])?\W*", re.IGNORECASE)

@@ -76,7 +76,8 @@ class ComposedPrompt:
     def replayed(self, base: nn.Module) -> Iterator[Cache]:
         """Within this context the decoder's first forward returns this prefill. Yields the cache, which seems
         empty until then, because callers take its length for that of the prompt so far."""
-        held = [(layer, layer.keys, layer.values) for layer in _with_kv(self.cache)]
+        with_kv = (each for each in self.cache.layers if getattr(each, "keys", None) is not None)
+        held: list[Any] = [(layer, layer.keys, layer.values) for layer in with_kv]
 
         def show() -> None:
             for layer, keys, values in held:
@@ -86,10 +87,6 @@ class ComposedPrompt:
             layer.keys, layer.values = keys[:, :, :0], values[:, :, :0]
         with replayed(base, self.output, show):
             yield self.cache
-
-
-def _with_kv(cache: Cache) -> list[Any]:
-    return [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
 
 
 class _Prompt:

@@ -61,7 +61,8 @@ def hooked(
         def begin(
             module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None
         ) -> Arguments | None:
-            if kwargs is None or not _carries(cache, args, kwargs):
+            is_traced = torch.compiler.is_dynamo_compiling()
+            if kwargs is None or is_traced or not is_given(cache, args, kwargs):
                 return None
             hooks.enter_context(_under_way(cache))
             if fast_attention:
@@ -225,11 +226,6 @@ def _under_way(cache: Cache) -> Iterator[None]:
 def _is_under_way(cache: Cache) -> bool:
     """Whether this thread runs the forward that was given ``cache``; never while dynamo traces one."""
     return not torch.compiler.is_dynamo_compiling() and _cache_under_way.get() is cache
-
-
-def _carries(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``cache`` is among the arguments of a forward; never while dynamo traces one."""
-    return not torch.compiler.is_dynamo_compiling() and is_given(cache, args, kwargs)
 
 
 def slice_kwargs(
