@@ -223,8 +223,7 @@ def in_pool(begin: Callable[[], T]) -> asyncio.Future[T]:
 
 
 async def off_loop(begin: Callable[[], T], timeout_s: float | None, threads: ThreadQueue) -> T:
-    """``begin()`` on another thread. Leaving early or a timeout removes it from the queue, or abandons the
-    requests it has started.
+    """``begin()`` on another thread. Leaving early or a timeout abandons it, and requests that it started.
 
     Raises :class:`NoThreadError`.
     """

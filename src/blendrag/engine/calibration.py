@@ -304,8 +304,7 @@ def _deviations(
     """What each of ``trials`` measured; empty if ``prompt`` holds nothing to blend.
 
     One prefill at a time. Between two of them somebody may change the model, so each checks
-    that it is still the one whose KV the controller reads. Raises :class:`IdentityChangedError`,
-    :class:`CorruptKVError`.
+    its identity. Raises :class:`IdentityChangedError`, :class:`CorruptKVError`.
     """
     adapter, fusor = kv.model.adapter, kv.model.fusor
 

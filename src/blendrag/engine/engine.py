@@ -346,8 +346,7 @@ class BlendEngine:
         schema of the same name is replaced. With ``positions="schema"`` modules keep the positions of the
         schema and are never recomputed; with ``"blend"`` they follow each other as in any prompt, and the
         policy recomputes the most important tokens. Nothing is computed now: modules are encoded at
-        their first use, or by :meth:`encode_schema`. Raises :class:`SchemaError` and
-        :class:`InvalidInputError`.
+        first use, or by :meth:`encode_schema`. Raises :class:`SchemaError`, :class:`InvalidInputError`.
         """
         return self.schemas.add(source, positions).name
 

@@ -99,8 +99,7 @@ class ExactPrefixes:
         self.tree = None
 
     def of(self, request: Request) -> Prefixes | None:
-        """Opens the prefixes that ``request`` may use; ``None`` if it may use none. The model's identity was
-        asked for just before."""
+        """Opens the prefixes that ``request`` may use, if any. The model was identified just before."""
         if not self.may_use(request):
             return None
         weights = self._kv.model.adapter.identified_weights
@@ -215,8 +214,7 @@ class ExactPrefixes:
         """Keep of the KV that ``cache`` holds of ``ids``, the prompt or also its answer, what a conversation
         goes on from: all of it without chunks, else the part before the first one.
 
-        In mode prefix with the first chunk, if it was computed because the head contains today's date or
-        stored chunks are a writer's.
+        In mode prefix with the first chunk, if today's date or a writer is why it was computed.
         """
         if plan.chunks:
             end, first = len(plan.prompt.leading_ids), plan.chunks[0]

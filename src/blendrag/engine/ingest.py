@@ -392,8 +392,7 @@ class DocumentRows:
             self._kv.drop_orphaned()
 
     def remove_other_spellings(self, source: str) -> None:
-        """Remove the rows of a file that was stored under other spellings of its path, but no document that
-        was given such a name."""
+        """Remove rows of a file under other spellings of its path, but no document that was named so."""
         if os.path.isabs(source):
             for other in self._known.get(resolved(source), ()):
                 if other != source and not self._corpus.is_named(other):

@@ -195,8 +195,7 @@ class KVNamespace:
             self.record(corpus.manifest.namespace, "", corpus.manifest.recipe)
 
     def record(self, namespace: str, signature: str, recipe: ChunkRecipe | None = None) -> None:
-        """Record in the manifest which namespace the files of that signature have, and its ``recipe``, by
-        default this engine's."""
+        """Record the namespace of the files of that signature, and its ``recipe``; default: this engine's."""
         corpus = self.corpus.current
         if corpus is None or not self.is_writable:
             return

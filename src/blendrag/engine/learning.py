@@ -107,8 +107,7 @@ class Learner:
         return Lesson(self, request, learns and request.options.scope is not None)
 
     def meet(self, request: Request) -> list[FoundPassage]:
-        """Chunks of what the request's prompt has in common with earlier ones of its scope, each once; it is
-        remembered, too."""
+        """Chunks that the prompt has in common with earlier ones of its scope. It is remembered, too."""
         fresh, scope = request.fresh, request.options.scope
         assert fresh is not None
         assert scope is not None

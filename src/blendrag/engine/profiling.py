@@ -1,7 +1,6 @@
 """Profiles an engine's model on this machine (``blendrag profile``): measured once, then remembered.
 
-Reading is timed in the caller's thread, so that Ctrl-C ends it at once; the scheduler runs every
-prefill.
+Reading is timed in the caller's thread, so that Ctrl-C ends it at once; the scheduler runs prefills.
 """
 
 from __future__ import annotations

@@ -124,8 +124,7 @@ class Options:
     more arguments of ``model.generate`` (``num_beams``, ``repetition_penalty``, …); with ``do_sample`` there,
     sampling follows the checkpoint's generation config.
 
-    Raises :class:`InvalidOptionError` (an :class:`InvalidInputError`) for a value of the wrong type or out of
-    range.
+    Raises :class:`InvalidOptionError`, an :class:`InvalidInputError`, for a wrong type or value.
     """
 
     mode: config.Mode | None = None
@@ -139,8 +138,7 @@ class Options:
     temperature: config.Temperature | None = None
     top_p: config.TopP | None = None
     system: config.System | None = None
-    """Also before a prompt of :meth:`BlendEngine.ask` for a model without a chat template. Messages that have
-    a system message keep theirs."""
+    """Also for :meth:`BlendEngine.ask` without a chat template. Messages with a system message keep it."""
     prompt_template: config.PromptTemplate | None = None
     """Chunks are encoded after blendrag's own beginning of a prompt, or ``prefix_text``, whatever this is."""
     apply_chat_template: config.ApplyChatTemplate = True

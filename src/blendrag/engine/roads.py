@@ -76,8 +76,7 @@ class Road(ABC):
         """Check once for all requests that stored KV is the model's; returns the seconds."""
 
     def begin(self, ahead: Ahead, opening_s: float) -> None:
-        """The request's turn has come, after ``opening_s`` that it is not charged. Its answer is cut to the
-        context.
+        """The request's turn has come, after ``opening_s`` that do not count. Cuts its answer to the context.
 
         Raises :class:`ContextOverflowError`, :class:`InvalidInputError`, :class:`UnsupportedModelError`.
         """
@@ -97,8 +96,7 @@ class Road(ABC):
 
     @abstractmethod
     def plan(self, avoid: Collection[str], loads: bool) -> Plan:
-        """What is loaded; the caller closes it. ``avoid``: keys that failed verification; ``loads=False``
-        computes all."""
+        """What is loaded; close it. ``avoid``: keys that failed verification. ``loads=False``: nothing is."""
 
     @abstractmethod
     def prefill(self, plan: Plan, timeline: Timeline | None) -> AbstractContextManager[Prefill]:

@@ -406,8 +406,7 @@ class Composer:
         ratio: float = 0.0,
         question_start: int = 0,
     ) -> ComposedPrompt:
-        """Compute the tokens of ``ids`` ``[1, N]`` that are in none of ``spans``; the last one must be among
-        them.
+        """Compute the tokens of ``ids`` ``[1, N]`` that are in none of ``spans``, among them the last one.
 
         ``ratio``: at most this share of the spans' tokens is computed, too, in runs that are chosen by the
         attention of the tokens from ``question_start`` on. Raises :class:`SpanCorruptError` if bytes fail

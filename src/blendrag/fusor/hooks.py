@@ -47,8 +47,7 @@ def hooked(
 ) -> Iterator[None]:
     """Within this context the first forward of ``stack`` with the pack's cache is blended.
 
-    ``observes``: scouts see the model's attention, and mask their rows themselves. ``by_token``: see
-    :func:`token_arguments`.
+    ``observes``: scouts see the attention and mask their rows. ``by_token``: of :func:`token_arguments`.
     """
     cache, timeline = pack.cache, pack.timeline
     names = _parameters(stack.layers[0])

@@ -275,8 +275,7 @@ class Rows:
 class PackedRows:
     """The rows of some prompts of a pack, one after another: ``rows`` of each by its number.
 
-    ``token_starts`` and ``key_starts``: where each prompt begins in the sequence of all ``prompt_tokens`` and
-    in the cache.
+    ``token_starts``, ``key_starts``: where each begins among all ``prompt_tokens`` and in the cache.
     """
 
     def __init__(

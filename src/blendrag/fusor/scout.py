@@ -166,8 +166,7 @@ def _by_products(
 ) -> torch.Tensor:
     """:func:`_written_out` without a window or anything else: less memory, and fewer passes over it.
 
-    The rows that ask are the prompt's last ones and see all keys before the first of them, so that only the
-    rest is masked.
+    The rows that ask are the prompt's last ones and see all keys before them, so only the rest is masked.
     """
     heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[-1]
     tokens, before = key.shape[2], query.shape[2] - scout.asking

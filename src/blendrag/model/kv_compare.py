@@ -40,8 +40,7 @@ class Misfit:
 def content(tensor: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """How much each channel tells about its token: ``[H, 1, D]``, float32.
 
-    ``tensor`` and ``others`` ``[H, n, D]`` hold different tokens. At equal positions a bias cancels,
-    rotated or not.
+    ``tensor`` and ``others`` ``[H, n, D]`` hold different tokens at equal positions, where a bias cancels.
     """
     return (tensor.float() - others.float()).square().mean(-2, keepdim=True).div(2).sqrt()
 

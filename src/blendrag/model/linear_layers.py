@@ -381,8 +381,7 @@ def _single(place: Place) -> list[Place]:
 def measured(call: MixerRun, tokens: int) -> LinearLayer:
     """What kind of layer made this ``call`` with so many ``tokens``: few, so that states do not decay.
 
-    Raises :class:`UnsupportedModelError` if its states after the same inputs are no affine map of those
-    before.
+    Raises :class:`UnsupportedModelError` if its states are no affine map of those before.
     """
     conv = tuple(ConvState(tuple(s.shape), s.dtype) for s in call.after.conv)
     states = tuple(call.after.recurrent)

@@ -103,8 +103,7 @@ def load_adapter(
         trust_remote_code: run Python files that the model's directory or repository contains.
         model_kwargs: more arguments of ``from_pretrained``, of :func:`checked_model_kwargs`.
 
-    Raises :class:`ModelLoadError` or :class:`InvalidInputError`; errors for lack of memory or disk space
-    pass unchanged.
+    Raises :class:`ModelLoadError`, :class:`InvalidInputError`, and what lack of memory or disk space raises.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidInputError(f"dtype {quoted(dtype)} is not one of auto, {', '.join(DTYPES)}")
@@ -183,8 +182,7 @@ def _from_pretrained(kind: str, name: str, **options: Any) -> Any:
 def _tokenizer(name: str, **options: Any) -> Any:
     """The tokenizer, with the processor's chat template if it has none itself.
 
-    Models that read images may keep it in ``chat_template.json``, which transformers reads only with their
-    processor.
+    Models that read images may keep it in ``chat_template.json``, which only their processor reads.
     """
     made = _pretrained("AutoTokenizer", name, **options)
     if not getattr(made, "chat_template", None):
@@ -200,8 +198,7 @@ def _tokenizer(name: str, **options: Any) -> Any:
 def _class_for(config: Any) -> str:
     """The class of transformers that loads a model with this ``config``.
 
-    A model that takes images or sound is loaded whole and answers text, unless its text part is known as a
-    causal LM.
+    A model that takes images or sound is loaded whole, unless its text part is known as a causal LM.
     """
     import transformers
 

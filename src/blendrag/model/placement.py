@@ -215,8 +215,7 @@ class PlacedModel:
             yield
 
     def _masks(self, rows: torch.Tensor, keys: torch.Tensor) -> Any:
-        """What the decoder takes as attention mask, for the last tokens of the cache at ``rows`` ``[s]``
-        among all ``keys`` ``[k]``."""
+        """The decoder's mask for the cache's last tokens at ``rows`` ``[s]`` among all ``keys`` ``[k]``."""
         assert self._decoder is not None
         windows = self._decoder.windows
         has_runs = "chunked_attention" in windows  # counted from position 0

@@ -301,8 +301,7 @@ _stance: Any = None
 def uncompiled() -> Iterator[None]:
     """Within this context compiled functions run as plain Python.
 
-    torch has one stance for all threads (torch 2.13): the first thread to enter sets it, the last to leave
-    restores it.
+    torch (2.13) has one stance for all threads: the first to enter sets it, the last to leave restores it.
     """
     global _inside, _stance
     with _entering:

@@ -1,7 +1,6 @@
 """The loading controller: what of one prompt is loaded, at which recompute ratio, and why (CacheBlend §5.1).
 
-With a machine profile the times are predicted, and with ratio ``auto`` they decide what is loaded and the
-ratio.
+With a machine profile times are predicted. With ratio ``auto`` they decide what is loaded and the ratio.
 """
 
 from __future__ import annotations
@@ -246,8 +245,7 @@ class Controller:
     def _wanted(
         self, prompt: SegmentedPrompt, mode: Mode, avoid: frozenset[str], last: int, start: int
     ) -> dict[int, WantedKV]:
-        """What may be loaded of the prompt from token ``start`` on, by its position: chunks, and at 0 the
-        part before today's date."""
+        """What may be loaded from token ``start`` on, by position: chunks, at 0 the part before the date."""
         wanted: dict[int, WantedKV] = {}
         if not start and self._begins_undated(prompt):
             namespace, ids = self._within(None), self.undated_ids

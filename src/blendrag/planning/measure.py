@@ -470,8 +470,7 @@ def fit(points: Iterable[Point], pair_s: float | None = None) -> Curve:
 def non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """The ``x >= 0`` with the least ``|matrix @ x - target|``, for a few columns; zeros where they suffice.
 
-    It solves the problem without bounds for every subset of the columns, and takes the best solution that
-    is not negative.
+    Takes the best solution that is not negative of all subsets of the columns, solved without bounds.
     """
     columns = matrix.shape[1]
     best, least = np.zeros(columns), float(np.linalg.norm(target))

@@ -253,8 +253,7 @@ class SharedAttention:
     ) -> torch.Tensor:
         """``query`` ``[R, H, D]`` of the newest tokens over all that their requests see → ``[R, H, D]``.
 
-        ``key`` and ``value`` ``[R, Hkv, D]`` are those of the same tokens. All three are rotated for their
-        prompt positions.
+        ``key`` and ``value`` ``[R, Hkv, D]``: of the same tokens. All are rotated for their prompt positions.
         """
         buffer = self._overlays.layers[layer]  # [2, Hkv, N, D]
         newest = torch.cat((key, value), dim=1).transpose(0, 1)  # [2·Hkv, R, D]
