@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import tiny
 from blendrag.model import ModelAdapter
@@ -14,6 +15,7 @@ from blendrag_lab.evaluation.ways import Way
 CHUNKS = tuple(tuple(tiny.sentence(10 * c + i) for i in range(3)) for c in range(2))
 
 
+@cache
 def adapter() -> ModelAdapter:
     return tiny.adapter(tiny.llama())
 

@@ -129,7 +129,7 @@ def test_int8_kv_is_read_and_has_its_own_journal():
 def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model():
     """It resolves references in layers 1 to 5, so rows in earlier layers alone are of no use."""
     adapter = load_adapter("demo")
-    dataset = synthetic_dataset(adapter.tokens, seed=7, n_contexts=3, n_questions=8)
+    dataset = synthetic_dataset(adapter.tokens, seed=7, n_contexts=2, n_questions=8)
     kinds = ("coreference", "direct")
     dataset = replace(dataset, cases=tuple(c for c in dataset.cases if c.kind in kinds))
     schedules = ["first:3", "first:5"]
@@ -152,7 +152,7 @@ def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model
 
 
 def test_ways_are_asked_in_a_new_order_for_every_question(turns):
-    cases = lab.cases(1, 12)
+    cases = lab.cases(1, 8)
     lab.arena(REUSING, cases).run()
     assert turns[:3] == [("0/0", "full"), ("0/0", "none"), ("0/0", "reuse")]  # the warm-up
     orders = [turns[at : at + 3] for at in range(3, len(turns), 3)]
@@ -239,7 +239,7 @@ def test_another_model_length_of_answer_or_code_is_asked_anew(tmp_path, turns, m
 
 
 def test_a_writer_changes_only_the_ways_that_are_named_after_it(tmp_path, monkeypatch):
-    adapter, cases = lab.adapter(), lab.cases(1, 2)
+    adapter, cases = lab.adapter(), lab.cases(1, 1)
     writer = writers.writer(adapter.model, tmp_path / "writer")
     ways = make_ways(["prefix", "reuse", "query"], ["constant"], [0.3, 1.0], [True])
     alone = lab.arena(ways, cases).run()
