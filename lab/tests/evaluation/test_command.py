@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def small(model: str, *more: str) -> list[str]:
     return [
-        "eval", "--model", model, "--chunks", "2", "--contexts", "2", "--questions", "2",
+        "eval", "--model", model, "--chunks", "2", "--contexts", "1", "--questions", "2",
         "--max-new-tokens", "3", *more,
     ]  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_tables_and_notes_are_printed(model):
     assert "PGR" in result.stdout
     assert "reuse" in result.stdout
     (alone,) = (line for line in result.stderr.splitlines() if line.startswith("note: "))
-    assert alone.startswith("note: prompts of one chunk alone: 4 of 4")
+    assert alone.startswith("note: prompts of one chunk alone: 2 of 2")
 
 
 @pytest.mark.parametrize(
