@@ -200,6 +200,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 #: Families of FAMILIES that are loaded with the part that reads images.
 READ_IMAGES = ("gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl")
 
+#: Families whose layers are like those of another one.
+ALIKE = {
+    "olmo2", "olmo3", "granite", "glm", "glm4", "phi", "seed_oss", "ernie4_5", "cohere",
+    "nemotron", "gemma3", "qwen2_5_vl", "deepseek_v3", "glm4_moe_lite", "youtu", "llama4",
+}  # fmt: skip
+
 #: Families whose KV cannot be reused.
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}),

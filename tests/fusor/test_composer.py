@@ -16,12 +16,12 @@ from blendrag.fusor.chunk_repair import computed_runs
 from blendrag.fusor.composer import Composer
 from blendrag.fusor.loader import HeldKV, LoadedSpan, SpanCorruptError
 from blendrag.model import ModelAdapter
-from model.test_composition import COMPOSED, FIRST, IDS, SECOND, THIRD, of, records
+from model.test_composition import EACH_KIND, FIRST, IDS, SECOND, THIRD, of, records
 
 OFFSET = 37
 
 
-@pytest.fixture(scope="module", params=[n for n in COMPOSED if n not in ("zaya", "inkling")])
+@pytest.fixture(scope="module", params=EACH_KIND)
 def adapter(request: pytest.FixtureRequest) -> ModelAdapter:
     return tiny.adapter(tiny.family(request.param, initializer_range=0.2))
 

@@ -36,30 +36,9 @@ def expected_kinds(config: Any) -> list[str]:
     return ["rotary"] * (config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0))
 
 
-#: Families whose layers are like those of another one here.
-ALIKE = {
-    "olmo2",
-    "olmo3",
-    "granite",
-    "glm",
-    "glm4",
-    "phi",
-    "seed_oss",
-    "ernie4_5",
-    "cohere",
-    "nemotron",
-    "gemma3",
-    "qwen2_5_vl",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "youtu",
-    "llama4",
-}
-
-
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in ALIKE else []) for n in tiny.FAMILIES],
+    [pytest.param(n, marks=[pytest.mark.slow] if n in tiny.ALIKE else []) for n in tiny.FAMILIES],
 )
 def test_family_passes_the_gate(name):
     model = tiny.family(name)
@@ -86,8 +65,7 @@ def test_as_many_greedy_tokens_are_compared_as_outside_of_tests(monkeypatch):
 
 #: Shared KV, inputs per layer, latent vectors, chunked attention.
 SPECIAL = (
-    "gemma3n", "gemma4", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mimo_v2_flash",
-    "llama4_text",
+    "gemma3n", "gemma4", "deepseek_v2", "minicpm3", "mimo_v2_flash", "llama4_text",
 )  # fmt: skip
 
 

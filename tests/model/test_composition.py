@@ -24,6 +24,8 @@ COMPOSED = [
     for name, (_, config, _) in tiny.HYBRIDS.items()
     if hasattr(transformers, config) and name not in tiny.NOT_COMPOSED
 ]
+#: One for each kind of linear layer, one with experts, and one of layers that have a mixer or an MLP only.
+EACH_KIND = [n for n in COMPOSED if n in ("qwen3_5", "lfm2", "falcon_h1", "jamba", "nemotron_h")]
 #: What linear layers do to their states, by family.
 KINDS = {
     "qwen3_5": {"matrix"}, "qwen3_next": {"matrix"}, "olmo_hybrid": {"matrix"}, "lfm2": {"convolution"},
@@ -76,10 +78,14 @@ def test_chunks_with_their_true_inputs_give_a_stock_prefills_logits(adapter):
     assert expected is None or expected == {*composition.kinds} - {"rotary", "position-free"}
 
 
-def test_the_gate_passes_and_sees_disturbed_states(adapter, monkeypatch):
+def test_the_gate_passes(adapter):
     found = verify(adapter)
     assert (found.verdict, found.greedy_equal) == ("blendable", True), found.reason
     assert found.subset_logit_diff < found.allowed_logit_diff < found.perturbed_logit_diff / 100
+
+
+@pytest.mark.parametrize("adapter", EACH_KIND, indirect=True)
+def test_the_gate_sees_disturbed_states(adapter, monkeypatch):
     stock = Composition.append
 
     def forgetting(self: Composition, cache: Any, layers: Any, tokens: int, offset: int) -> None:
@@ -95,7 +101,7 @@ def test_the_gate_passes_and_sees_disturbed_states(adapter, monkeypatch):
     assert "composing chunks changes logits" in verify(adapter).reason
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "lfm3", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "nemotron_h"])
 def test_the_gate_passes_in_bfloat16(name):
     found = verify(tiny.adapter(tiny.family(name, initializer_range=0.2).bfloat16()))
     assert found.blendable, found.reason

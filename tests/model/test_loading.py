@@ -220,7 +220,7 @@ def saved(model: Any, root: Path, **template: Any) -> str:
     return str(root)
 
 
-@pytest.mark.parametrize("name", tiny.READ_IMAGES)
+@pytest.mark.parametrize("name", sorted({*tiny.READ_IMAGES} - tiny.ALIKE))
 def test_a_model_that_reads_images_answers_text_over_stored_kv(name: str, tmp_path: Path) -> None:
     model = tiny.family(name, initializer_range=0.2)
     model.generation_config.eos_token_id = [1, 2]

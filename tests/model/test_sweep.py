@@ -13,16 +13,11 @@ from model.sweep import Outcome, outcome_of, page
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 #: Types that are blended, and the parts that their layers are made of.
 BLENDED = {
-    "falcon_h1": "rotary and decay | hybrid | dense",
     "qwen3_5_text": "rotary and matrix | full and linear | dense",
-    "dbrx": "rotary | full | experts",
     "diffllama": "rotary | full | dense",
-    "ernie4_5_moe": "rotary | full | dense and experts",
     "exaone_moe": "rotary and position-free | full and sliding | dense and experts",
     "glm4v": "rotary | full | dense",
     "glm4_moe": "rotary | full | dense and experts",
-    "hunyuan_v1_dense": "rotary | full | dense",
-    "jamba": "position-free and decay | full and linear | dense and experts",
     "internvl": "rotary | full and sliding | dense",
     "minimax_m2": "rotary | full | experts",
     "ministral3": "rotary | sliding | dense",
