@@ -14,7 +14,7 @@ from blendrag.text.chunking import scope_of
 
 pytestmark = pytest.mark.timeout(120)
 TEXTS = [" ".join(tiny.sentence(10 * i + k) for k in range(3)) for i in range(6)]
-LIMIT = Options(max_new_tokens=4, explain=True)
+LIMIT = Options(max_new_tokens=2, explain=True)
 MINE, THEIRS = replace(LIMIT, tenant="mine"), replace(LIMIT, tenant="theirs")
 SALTED = replace(LIMIT, cache_salt="s")
 RULES = "Use only what the documents say, and answer in one short sentence. " * 6
@@ -63,10 +63,7 @@ def others_asked(engine, options):
         engine.drain()
 
 
-@pytest.mark.parametrize(
-    ("asked", "mode"),
-    [(SALTED, "blend"), (MINE, "blend"), (SALTED, "reuse"), (MINE, "prefix")],
-)
+@pytest.mark.parametrize(("asked", "mode"), [(SALTED, "blend"), (MINE, "blend"), (MINE, "prefix")])
 def test_an_answer_is_the_same_whether_or_not_others_sent_the_text_before(tmp_path, asked, mode):
     """Byte for byte, without times: chunks, notes, tokens, explanation, text."""
     found = []
@@ -164,7 +161,7 @@ def test_a_beginning_is_an_exact_prefix_only_for_its_tenant(tmp_path):
 SECRET = "The harbour pays the blue crane from Monday on, as the old captain wrote."
 
 
-@pytest.mark.parametrize("ending", ["\n\nQuestion: Who?", "", ". ", '"'])
+@pytest.mark.parametrize("ending", ["\n\nQuestion: Who?", ""])
 def test_a_guess_word_by_word_tells_nothing_until_the_passage_is_whole(tmp_path, ending):
     """Right and wrong guesses of a client in the same scope get the same answers."""
     words = SECRET.split()
