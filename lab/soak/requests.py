@@ -8,7 +8,8 @@ tenths the server starts again.
 Afterwards each request that was answered is asked alone at a second server over the documents of that moment
 and the KV that the answer says it used: greedy and seeded texts, ends, tool calls, log probabilities, chunks
 and sources must be equal. A document that changed meanwhile may be seen as before or after. Nothing may be
-left waiting, running or in memory. Prints a line per tenth, with the memory of the process.
+left waiting, running or in memory, and the process may not grow in the second half. Prints a line per tenth,
+with the memory of the process.
 
     make soak-requests REQUESTS=200 CLIENTS=8 SEED=7
 """
@@ -63,6 +64,8 @@ DOCUMENTS, PASSAGES = 8, 9
 DISK_BYTES = 1_300_000
 #: How many of 1,000 forwards fail.
 FAULTS = 4.0
+#: Growth of memory in the second half that counts as a leak.
+LEAK = 0.1
 #: Largest difference of log probabilities, and between two tokens that rounding may exchange.
 CLOSE, TIE = 1e-3, 1e-4
 #: The share of requests in whose place something is changed.
@@ -131,6 +134,8 @@ class ChurnReport:
     differences: list[str] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
+    mebibytes: list[int] = field(default_factory=list)
+    """Memory of the process after each part."""
 
     def __str__(self) -> str:
         return (
@@ -774,7 +779,8 @@ async def run(
             await alone.compare(soak.asked, soak.changes)
             soak.asked.clear()
             outcome.ended, outcome.changes = soak.ended, soak.counts
-            held = f"{process.memory_info().rss >> 20} MiB, {process.num_threads()} threads"
+            outcome.mebibytes.append(process.memory_info().rss >> 20)
+            held = f"{outcome.mebibytes[-1]} MiB, {process.num_threads()} threads"
             say(f"{sum(counts[: number + 1])} requests: {outcome}; {held}")
             if number % 3 == 1:
                 await soak.client.aclose()
@@ -799,6 +805,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         asked = given.requests, given.clients, given.seed
         outcome = asyncio.run(run(Path(folder), *asked, say=lambda line: print(line, flush=True)))
+    half = outcome.mebibytes[len(outcome.mebibytes) // 2]
+    assert outcome.mebibytes[-1] < (1 + LEAK) * half, f"memory grew: {outcome.mebibytes} MiB"
     print(*outcome.differences, sep="\n\n")
     raise SystemExit(bool(outcome.differences))
 
