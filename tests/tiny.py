@@ -301,9 +301,6 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 #: Those of them that get tokens behind a state one by one.
 IN_STEPS = ("recurrent_gemma", "jamba")
-REFUSED["recurrent_gemma"] = HYBRIDS["recurrent_gemma"]
-#: Those whose chunks are not composed.
-NOT_COMPOSED = ("recurrent_gemma", "minimax")
 
 
 def build(classes: tuple[str, str, dict[str, Any]], seed: int = 0, **changes: Any) -> Any:

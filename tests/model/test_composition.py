@@ -19,18 +19,14 @@ from blendrag.model.composition import Composition
 from blendrag.model.linear_layers import LinearLayer, Map, MixerRun, RecurrentState, RunningStates
 from blendrag.store.kv import ChunkKV
 
-COMPOSED = [
-    name
-    for name, (_, config, _) in tiny.HYBRIDS.items()
-    if hasattr(transformers, config) and name not in tiny.NOT_COMPOSED
-]
+COMPOSED = [name for name, (_, config, _) in tiny.HYBRIDS.items() if hasattr(transformers, config)]
 #: One for each kind of linear layer, one with experts, and one of layers that have a mixer or an MLP only.
 EACH_KIND = [n for n in COMPOSED if n in ("qwen3_5", "lfm2", "falcon_h1", "jamba", "nemotron_h")]
 #: What linear layers do to their states, by family.
 KINDS = {
     "qwen3_5": {"matrix"}, "qwen3_next": {"matrix"}, "olmo_hybrid": {"matrix"}, "lfm2": {"convolution"},
     "lfm3": {"convolution"}, "falcon_h1": {"decay"}, "nemotron_h": {"decay"}, "bamba": {"decay"},
-    "granitemoehybrid": {"decay"}, "jamba": {"decay"},
+    "granitemoehybrid": {"decay"}, "jamba": {"decay"}, "recurrent_gemma": {"decay"}, "minimax": {"decay"},
 }  # fmt: skip
 IDS = tiny.random_ids(90, seed=1)
 #: Where a prompt is cut: three runs that are computed, with chunks between and two that follow one another.
@@ -101,18 +97,10 @@ def test_the_gate_sees_disturbed_states(adapter, monkeypatch):
     assert "composing chunks changes logits" in verify(adapter).reason
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "nemotron_h", "recurrent_gemma"])
 def test_the_gate_passes_in_bfloat16(name):
     found = verify(tiny.adapter(tiny.family(name, initializer_range=0.2).bfloat16()))
     assert found.blendable, found.reason
-
-
-@pytest.mark.parametrize("name", tiny.NOT_COMPOSED)
-def test_other_models_with_running_states_say_why_in_one_sentence(name):
-    adapter = tiny.adapter(tiny.family(name, initializer_range=0.2))
-    assert adapter.composition is None
-    assert tiny.one_sentence(adapter.refusal)
-    assert "use mode full, or prefix" in adapter.refusal
 
 
 @torch.inference_mode()

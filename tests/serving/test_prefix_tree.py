@@ -249,7 +249,7 @@ STATE_BYTES = BLOCK_BYTES // 2
 
 
 def state(size_bytes: int = STATE_BYTES) -> State:
-    return State(DynamicCache(), (), size_bytes)
+    return State(DynamicCache(), size_bytes)
 
 
 def stateful(blocks: int = 1000) -> PrefixTree:

@@ -27,7 +27,7 @@ from blendrag.errors import is_out_of_memory
 from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
 from blendrag.fusor.chunk_repair import computed_runs
 from blendrag.fusor.loader import HeldKV, LoadedSpan, reading
-from blendrag.fusor.pack import replayed
+from blendrag.fusor.pack import output_like, replayed
 from blendrag.fusor.rows import Rows
 from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.model import linear_layers
@@ -228,7 +228,7 @@ class _Prompt:
                 if "attention_mask" in named:
                     named["attention_mask"] = None
                 outputs.append(forward(*some, **named))
-            return _joined(outputs)
+            return linear_layers.joined(outputs)
 
         return run
 
@@ -249,13 +249,6 @@ def _shapes(name: str, value: Any) -> Iterator[tuple[str, torch.Size]]:
             yield from _shapes(f"{name}.{i}", each)
     elif isinstance(value, torch.Tensor):
         yield name, value.shape
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    """The outputs of several parts as one: tensors ``[1, n, D]``, or tuples that begin with one."""
-    if isinstance(outputs[0], torch.Tensor):
-        return torch.cat([*outputs], 1)
-    return (torch.cat([output[0] for output in outputs], 1), *outputs[-1][1:])
 
 
 @dataclass(frozen=True)
@@ -426,7 +419,7 @@ class Composer:
                 attends.enter_context(implementation(self._adapter.stack, NAME))
             output = self._forward(prompt, ids, has_masks=not self.fast_attention)
         last = output.last_hidden_state[:, -1:]  # [1, 1, D]
-        made = type(output)(last_hidden_state=last, past_key_values=prompt.cache)
+        made = output_like(output, prompt.cache, last_hidden_state=last)
         recomputed = (runs.get(i, 0) for i, s in enumerate(spans) if not s.exact)
         return ComposedPrompt(prompt.cache, made, load_s, tuple(recomputed), scouted)
 

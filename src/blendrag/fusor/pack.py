@@ -278,6 +278,13 @@ class Pack:
         return self.cache.shapes[layer].split(buffer)
 
 
+def output_like(output: Any, cache: Any, **fields: Any) -> Any:
+    """A model's output of the class of ``output`` with these ``fields``, and with ``cache`` if that has one
+    (RecurrentGemma's has none)."""
+    held = {name: cache for name in ("past_key_values",) if name in output}
+    return type(output)(**fields, **held)
+
+
 @contextmanager
 def replayed(
     base: nn.Module, output: Any, before: Callable[[], None] = lambda: None

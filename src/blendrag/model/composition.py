@@ -58,12 +58,6 @@ class Composition:
         Raises :class:`UnsupportedModelError` if a layer's state or keys cannot be composed.
         """
         self._model, self._going, self._device = model, going, device
-        name = type(model).__name__
-        if going.keeps_own_states:
-            raise UnsupportedModelError(
-                f"{name} keeps running states outside of transformers' cache, where a chunk's part cannot be "
-                "told; use mode full"
-            )
         self._vocab = model.get_input_embeddings().num_embeddings
         self._in_blocks: list[LinearLayer] = []
         """Layers that take tokens behind a state one by one."""
@@ -131,8 +125,12 @@ class Composition:
         Raises :class:`InvalidInputError` for NaN and infinity in a running state.
         """
         cache, skip = self.new_cache(), len(before)
-        if before:
-            self.forward(self._batch(before), cache, position)
+        first = before[: bool(position)]
+        if first:  # at position 0, where RecurrentGemma starts its states
+            self.forward(self._batch(first), cache, 0)
+            self._move_held(cache, position)
+        if before[len(first) :]:
+            self.forward(self._batch(before[len(first) :]), cache, position + len(first))
         records: dict[LinearLayer, LayerRecord] = {}
         linear = {e.linear.mixer: e.linear for e in self.entries if e.linear is not None}
 
@@ -194,18 +192,24 @@ class Composition:
     def _batch(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor([list(ids)], device=self._device)
 
+    def _move_held(self, cache: Cache, offset: int) -> None:
+        """Move the keys that ``cache`` holds by ``offset`` positions in place."""
+        held = [cache.layers[entry.index] for entry in self.with_kv]
+        self._rotate_([(layer.keys, layer.values) for layer in held], offset)
+
     def _move_(self, layers: Sequence[torch.Tensor], offset: int) -> None:
         """Move the keys of ``layers``, as in the layout, by ``offset`` positions in place."""
-        with_kv = [
-            (e, layer) for e, layer in zip(self.entries, layers, strict=True) if e.linear is None
-        ]
-        if not with_kv or not offset:
+        pairs = zip(self.entries, layers, strict=True)
+        self._rotate_([e.shape.split(kv) for e, kv in pairs if e.linear is None], offset)
+
+    def _rotate_(self, kv: Sequence[tuple[torch.Tensor, torch.Tensor]], offset: int) -> None:
+        """Rotate what turns of K and V ``[…, Hkv, T, D]`` of each layer of attention."""
+        if not kv or not offset:
             return
-        tokens, moves = with_kv[0][1].shape[2], self.repositioner
+        tokens, moves = kv[0][0].shape[-2], self.repositioner
         tables = moves.tables(torch.full((tokens,), offset, device=self._device))
-        for entry, layer in with_kv:
-            at = entry.attention
-            moves.rotate_(entry.shape.split(layer)[moves.part(at)], at, tables)
+        for number, both in enumerate(kv):
+            moves.rotate_(both[moves.part(number)], number, tables)
 
     # -- compose --------------------------------------------------------------------------------------
 
@@ -310,13 +314,14 @@ class Composition:
 
         def kv_at(offset: int, ids: Sequence[int]) -> LayersKV:
             cache = self.new_cache()
-            self.forward(self._batch(ids), cache, offset)
+            # RecurrentGemma computes position 0 otherwise: it starts its states there
+            self.forward(self._batch(ids), cache, 1 + offset)
             layers = [cache.layers[entry.index] for entry in self.with_kv]
             return [(layer.keys[0], layer.values[0]) for layer in layers]
 
         ids = [(17 + 31 * i) % self._vocab for i in range(PROBE_TOKENS)]
         others = kv_at(0, [(5 + 97 * i) % self._vocab for i in range(PROBE_TOKENS)])
-        offsets = {max(1, min(delta, reach - PROBE_TOKENS)) for delta in PROBE_OFFSETS}
+        offsets = {max(1, min(delta, reach - PROBE_TOKENS - 1)) for delta in PROBE_OFFSETS}
         shifted = {delta: kv_at(delta, ids) for delta in offsets}
         types = [self.stack.layer_types[entry.index] for entry in self.with_kv]
         stack = replace(self.stack, layer_types=types)

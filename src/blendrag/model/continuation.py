@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError
+from blendrag.model import own_states
 from blendrag.model.fingerprint import depends_on_length, is_quantised
 from blendrag.model.kv_compare import LOGIT_TOLERANCE, difference_of, shows_errors
 from blendrag.model.linear_layers import has_states
@@ -55,8 +57,6 @@ class State:
     """
 
     cache: Cache
-    modules: tuple[torch.Tensor | None, ...]
-    """What the model keeps in its modules instead of the cache (RecurrentGemma)."""
     size_bytes: int
 
 
@@ -84,25 +84,15 @@ class Continuation:
         """The rotary module whose table depends on the length of the sequence; ``None`` if there is none."""
         self.in_steps = False
         """Whether tokens that follow a state are computed one by one."""
-        self._module_states: list[tuple[nn.Module, str]] = []
-        self._cache_class: type[Cache] | None = None
-        """The model's own kind of cache (MiniMax)."""
-        self._has_states = False
+        self._own_cache: Callable[[], Cache] | None = None
+        """Makes the model's own kind of cache (MiniMax)."""
+        self.has_states = False
+        """Whether some layers have a running state."""
         self._full: list[int] = []
         """Layers of full attention."""
         with unsupported_if_raising(type(model).__name__, "go on from a stored beginning"):
             check_placement(model)
             self._check()
-
-    @property
-    def has_states(self) -> bool:
-        """Whether some layers have a running state, wherever it is kept."""
-        return bool(self._module_states) or self._has_states
-
-    @property
-    def keeps_own_states(self) -> bool:
-        """Whether the model has its own kind of cache, or keeps states in modules."""
-        return self._cache_class is not None or bool(self._module_states)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -115,9 +105,13 @@ class Continuation:
 
     def new_cache(self) -> Cache:
         """One that holds nothing."""
-        if self._cache_class is not None:
-            return self._cache_class()
-        return DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        if self._own_cache is not None:
+            return self._own_cache()
+        return DynamicCache(config=self._text_config)
+
+    @property
+    def _text_config(self) -> Any:
+        return self._model.config.get_text_config(decoder=True)
 
     def forward(
         self, ids: torch.Tensor, cache: Cache, start: int, rows: int = 1, at_once: bool = False
@@ -142,17 +136,12 @@ class Continuation:
         return int(cache.get_seq_length())
 
     def state(self, cache: Cache) -> State:
-        """A copy of what ``cache`` and the model hold now."""
+        """A copy of what ``cache`` holds now."""
         with self._without_kv(cache):
             # deepcopy would copy all of what a tensor is a view of, such as the states of other requests
             copies: dict[int, Any] = {id(each): each.clone() for each in _tensors(cache)}
             taken = copy.deepcopy(cache, copies)
-        modules = tuple(
-            None if (value := getattr(module, name)) is None else value.clone()
-            for module, name in self._module_states
-        )
-        held = [*_tensors(taken), *(each for each in modules if each is not None)]
-        return State(taken, modules, sum(each.nbytes for each in held))
+        return State(taken, sum(each.nbytes for each in _tensors(taken)))
 
     def kv(self, cache: Cache) -> list[LayerKV]:
         """K and V of the layers of full attention, of all tokens in ``cache``."""
@@ -163,7 +152,7 @@ class Continuation:
         ]
 
     def restore(self, state: State, kv: KVSource) -> Cache:
-        """A cache that continues ``state`` and ``kv``. The model's modules get what they held then."""
+        """A cache that continues ``state``, whose layers of full attention hold ``kv``."""
         cache = copy.deepcopy(state.cache)
         for number, (i, shape) in enumerate(zip(self._full, self.layout.layers, strict=True)):
             both = torch.empty(
@@ -172,8 +161,6 @@ class Continuation:
             kv.read_layer(number, both)
             keys, values = shape.split(both)
             cache.layers[i].keys, cache.layers[i].values = keys[None], values[None]
-        for (module, name), value in zip(self._module_states, state.modules, strict=True):
-            setattr(module, name, None if value is None else value.clone())
         return cache
 
     @contextmanager
@@ -226,24 +213,23 @@ class Continuation:
             )
 
     def _look(self, ids: torch.Tensor) -> None:
-        """Find the model's kind of cache, what is kept in modules, and the layers of full attention."""
+        """Find the model's kind of cache, and the layers of full attention."""
         output = self._model(input_ids=ids, use_cache=True)
         own = getattr(output, "past_key_values", None)
         if own is not None and type(own) is not DynamicCache:
-            self._cache_class = type(own)
-        before = _attributes(self._model)
+            in_layers = own_states.layered(type(own))
+            self._own_cache = partial(in_layers, self._text_config) if in_layers else type(own)
         cache = self.new_cache()
         self.forward(ids.flip(1), cache, 0)
-        self._module_states = [
-            (module, name)
-            for (module, name), value in _attributes(self._model).items()
-            if (old := before.get((module, name))) is None
-            or old.shape != value.shape
-            or not torch.equal(old, value)
-        ]
+        kept = own_states.attributes(self._model)
+        if kept:
+            self.forward(ids[:, :1], cache, ids.shape[1])
+            own_states.keep_in_cache(self.layers, kept, own_states.attributes(self._model))
+            cache = self.new_cache()
+            self.forward(ids, cache, 0)
         shapes, dtypes = [], set()
         for i, layer in enumerate(cache.layers):
-            self._has_states |= has_states(cache, i)
+            self.has_states |= has_states(cache, i)
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
                 continue
@@ -268,7 +254,7 @@ class Continuation:
         self.forward(ids[:, FIRST_CUT:SECOND_CUT], cache, FIRST_CUT)
         state, kv = self.state(cache), _Held(self.kv(cache), SECOND_CUT, disturb)
         if disturb:
-            for each in (*_tensors(state.cache), *_tensors(state.modules)):
+            for each in _tensors(state.cache):
                 _disturb(each, disturb)
         rest, end = ids[:, SECOND_CUT:], ids.shape[1] - 1
         self.forward(rest, cache, SECOND_CUT)  # must leave the copy alone
@@ -311,16 +297,6 @@ def _disturb(tensor: torch.Tensor, size: float) -> None:
     noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3))
     scale = size * tensor.float().square().mean().sqrt()
     tensor += (scale * noise.to(tensor.device)).to(tensor.dtype)
-
-
-def _attributes(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
-    """Copies of the tensors that modules keep besides parameters and buffers."""
-    return {
-        (module, name): value.clone()
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

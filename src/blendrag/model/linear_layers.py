@@ -244,6 +244,13 @@ def with_states(cache: Cache, place: Place, states: RunningStates) -> Cache:
     return scratch
 
 
+def joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of several parts as one: tensors ``[1, n, D]``, or tuples that begin with one."""
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat([*outputs], 1)
+    return (torch.cat([output[0] for output in outputs], 1), *outputs[-1][1:])
+
+
 class MixerRun(NamedTuple):
     """One run of a layer's module within a forward, which can be repeated from other states."""
 

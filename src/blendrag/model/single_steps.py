@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from blendrag.model.linear_layers import LinearLayer, RunningStates, with_states
+from blendrag.model.linear_layers import LinearLayer, RunningStates, joined, with_states
 from blendrag.model.sharing import replaced
 
 #: Tokens of a batch: there is a state for each.
@@ -57,7 +57,7 @@ def _in_blocks(layer: LinearLayer, forward: Callable[..., Any]) -> Callable[...,
             output, before = _Block(layer, forward, cache, args, kwargs, rows).run(before)
             outputs.append(output)
         layer.put(cache, before)
-        return torch.cat(outputs, 1)
+        return joined(outputs)
 
     return run
 
@@ -67,14 +67,15 @@ class _Block:
     """Some tokens of one call of a layer's module."""
 
     layer: LinearLayer
-    forward: Callable[..., torch.Tensor]
+    forward: Callable[..., Any]
     cache: Cache
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: slice
 
-    def run(self, before: RunningStates) -> tuple[torch.Tensor, RunningStates]:
-        """The output of the tokens ``[1, n, D]`` behind the states ``before``, and the states after them."""
+    def run(self, before: RunningStates) -> tuple[Any, RunningStates]:
+        """The output of the tokens (``[1, n, D]``, or a tuple that begins with it) behind the states
+        ``before``, and the states after them."""
         n = self.rows.stop - self.rows.start
         of_each = [s.expand(n, *s.shape[1:]) for s in before.recurrent]
         zeros = [torch.zeros_like(s) for s in of_each]
@@ -98,13 +99,14 @@ class _Block:
         ]
         output, after = self._single(states, windows)
         conv = (every[None, :, n:] for every in inputs)
-        return output.transpose(0, 1), RunningStates(
-            tuple(s[-1:] for s in after.recurrent), tuple(conv)
-        )
+        states_after = RunningStates(tuple(s[-1:] for s in after.recurrent), tuple(conv))
+        if isinstance(output, tuple):
+            return (output[0].transpose(0, 1), *output[1:]), states_after
+        return output.transpose(0, 1), states_after
 
     def _single(
         self, recurrent: Sequence[torch.Tensor], conv: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, RunningStates]:
+    ) -> tuple[Any, RunningStates]:
         """The output of each token ``[n, 1, D]`` behind its own states, and its states after it."""
         scratch = with_states(
             self.cache, self.layer.place, RunningStates(tuple(recurrent), tuple(conv))

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from blendrag.fusor import verdicts
 from blendrag.fusor.attention import NotServedError, attend_token, implementation, require_plain
 from blendrag.fusor.cache import BlendCache, BlendLayer
+from blendrag.fusor.pack import output_like
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import register_attention
 from blendrag.model.decode_weights import DecodeWeights
@@ -132,7 +133,7 @@ def decoded_together(steps: Sequence[DecodeStep], pool: KVPool[Any]) -> list[Any
     finally:
         rows.written.clear()  # views of buffers that may be replaced before the next token
     return [
-        type(output)(logits=logits, past_key_values=one.cache)
+        output_like(output, one.cache, logits=logits)
         for logits, one in zip(output.logits.split(1), requests, strict=True)
     ]
 
