@@ -20,8 +20,13 @@ from blendrag.model.linear_layers import LinearLayer, Map, MixerRun, RecurrentSt
 from blendrag.store.kv import ChunkKV
 
 COMPOSED = [name for name, (_, config, _) in tiny.HYBRIDS.items() if hasattr(transformers, config)]
-#: One for each kind of linear layer, one with experts, and one of layers that have a mixer or an MLP only.
-EACH_KIND = [n for n in COMPOSED if n in ("qwen3_5", "lfm2", "falcon_h1", "jamba", "nemotron_h")]
+#: One for each kind of linear layer, one with experts, one of layers that have a mixer or an MLP only, and
+#: one whose states were in its modules and whose outputs have no cache.
+EACH_KIND = [
+    n
+    for n in COMPOSED
+    if n in ("qwen3_5", "lfm2", "falcon_h1", "jamba", "nemotron_h", "recurrent_gemma")
+]
 #: What linear layers do to their states, by family.
 KINDS = {
     "qwen3_5": {"matrix"}, "qwen3_next": {"matrix"}, "olmo_hybrid": {"matrix"}, "lfm2": {"convolution"},
