@@ -94,19 +94,18 @@ def _without_header(chunk: str, text: str) -> str:
 def test_a_long_document_is_cut_in_order():
     pages = [page.read_text("utf-8").strip() for page in sorted(handbook_path().glob("*.md"))]
     text = "\n\n".join(pages)
-    found = made("long", n_cases=6, n_chunks=6)
-    for case in found.cases:
+    for case in made("long").cases:
         own = [_without_header(chunk, text) for chunk in case.chunks]
         starts = [text.index(chunk) for chunk in own]
         assert starts == sorted(starts)
         between = text[starts[0] : starts[-1]]
         assert " ".join(own[:-1]).split() == between.split()  # nothing is left out
         assert case.answers[0].startswith(case.chunks[0].split(". ")[0])
-    assert found.metric == "rouge_l"
+    assert made("long").metric == "rouge_l"
 
 
 def test_every_turn_of_a_chat_has_the_document_that_answers_it():
-    cases = made("chat").cases
+    cases = made("chat", n_cases=6, n_chunks=6).cases
     assert {case.kind for case in cases} == {"latest", "earlier"}
     for case in cases:
         turns = ["\n".join(part) for part in spread(case.chunks, 3)]
