@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,12 +33,18 @@ def ingest(engine: BlendEngine, *numbers: int) -> Any:
     return engine.ingest([tiny.document(each, 5) for each in numbers or NUMBERS]).whole()
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A store whose chunks were encoded after one other."""
-    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+@pytest.fixture(scope="module")
+def ingested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ingested") / "store"
+    with tiny.engine(tiny.llama(), root, encode_after=1) as engine:
         ingest(engine)
-    return tmp_path / "store"
+    return root
+
+
+@pytest.fixture
+def root(ingested: Path, tmp_path: Path) -> Path:
+    """A store whose chunks were encoded after one other."""
+    return Path(shutil.copytree(ingested, tmp_path / "store"))
 
 
 def ask(engine: BlendEngine, **options: Any) -> tuple[torch.Tensor, int]:
