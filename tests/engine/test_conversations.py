@@ -138,7 +138,8 @@ def system_of(name: str) -> str:
 def test_a_conversation_computes_each_token_once_and_answers_as_stock(name, tmp_path):
     """Rows of the model are counted: this fails if a turn, or its answer, is computed again."""
     with tiny.engine(tiny.family(name, initializer_range=0.2), tmp_path) as made:
-        made.verify()  # the gate runs the model, too
+        if name in MOVABLE:
+            made.verify()  # the gate runs the model, too
         turns = conversation(made, 2, system=system_of(name))
         assert_in_order(made)
     assert sum(rows for _, rows, _ in turns) == tokens_of(turns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,19 @@ def blended_as_alone() -> None:
     """Not here."""
 
 
+@pytest.fixture(scope="module")
+def ingested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ingested") / "store"
+    with tiny.engine(tiny.llama(), root, prefix_text=tiny.BOS) as made:
+        made.ingest([tiny.document(i, 4) for i in range(4)]).whole()
+    return root
+
+
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.llama(), tmp_path / "store", prefix_text=tiny.BOS) as made:
-        made.ingest([tiny.document(i, 4) for i in range(4)])
+def engine(ingested: Path, tmp_path: Path) -> Iterator[BlendEngine]:
+    root = shutil.copytree(ingested, tmp_path / "store")
+    with tiny.engine(tiny.llama(), root, prefix_text=tiny.BOS) as made:
+        made.open()  # checks what is stored
         yield made
         assert not users(made)
         if made.prefixes.tree is not None:
