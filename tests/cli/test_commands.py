@@ -80,7 +80,16 @@ def test_ask_and_chat_search_only_what_is_chosen(ingested: Path) -> None:
     assert sources("--top-k", "9", "--where", "file_name!=d1.txt") == {"d0.txt", "d2.txt"}
     chosen = ("--only", "*.txt", "--where", "title=d2")
     assert sources("--top-k", "9", *chosen) == {"d2.txt"}
-    chatted = invoke("chat", "--store", ingested, "--json", *chosen, stdin="What is it?\n")
+    chatted = invoke(
+        "chat",
+        "--store",
+        ingested,
+        "--json",
+        *chosen,
+        "--max-new-tokens",
+        "2",
+        stdin="What is it?\n",
+    )
     (answer,) = map(json.loads, chatted.stdout.splitlines())
     assert {Path(each["source"]).name for each in answer["sources"]} == {"d2.txt"}
 

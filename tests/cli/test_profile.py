@@ -38,7 +38,8 @@ def test_a_profile_is_printed_and_kept_and_ask_uses_it(store: Path) -> None:
     assert after["predicted_ttft_s"] > 0
     assert after["decision"]
     assert not [note for note in after["notes"] if "blendrag profile" in note]
-    shown = invoke("ask", QUESTION, "--store", store, "--ratio", "auto").stderr
+    args = ("ask", QUESTION, "--store", store, "--ratio", "auto", "--max-new-tokens", "2")
+    shown = invoke(*args).stderr
     assert " predicted (loading " in shown
     assert "\ndecision: " in shown
     second = invoke("profile", "--store", store)

@@ -59,7 +59,9 @@ def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(refused_dir,
         assert "use mode full, or prefix" in fed
         assert "; documents stored without KV: 3; for KV, " in fed
     assert printed("store", "stats", "--store", store)["chunks"] == 0
-    assert "use mode full" in said(invoke("ask", QUESTION, "--store", store))
+    assert "use mode full" in said(
+        invoke("ask", QUESTION, "--store", store, "--max-new-tokens", "2")
+    )
     answer = ask(store, "--mode", "full")
     assert answer["metrics"]["mode"] == "full"
     assert any(source["source"].endswith("d2.txt") for source in answer["sources"])
@@ -89,7 +91,7 @@ def test_a_note_names_the_tokenizer_if_it_was_replaced_in_place(docs, tmp_path):
     model, store = save_model(tmp_path / "model"), tmp_path / "store"
     assert invoke(*ingest_args(docs, model, store)).exit_code == 0
     save_model(model, None, "windmill")
-    sentence = said(invoke("ask", QUESTION, "--store", store))
+    sentence = said(invoke("ask", QUESTION, "--store", store, "--max-new-tokens", "2"))
     assert (
         f"was ingested with model {str(model)!r} and another tokenizer than it has now" in sentence
     )
