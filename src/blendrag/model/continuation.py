@@ -188,7 +188,7 @@ class Continuation:
         allowed = clear = LOGIT_TOLERANCE[precision] * scale
         if precision != "float32":
             # Noise differs between two roundings of the same rows, as a continued prompt does; twice it,
-            # because both are the largest of a few rows. Disturbed states must differ by more, see below.
+            # because both are the largest of a few rows. Disturbed states must move more than this measures.
             alone = self._model(input_ids=ids[:, :FIRST_CUT]).logits[0].float()
             noise = difference_of(alone, whole[:FIRST_CUT])
             allowed = max(allowed, min(2 * noise, MAX_NOISE * allowed))
