@@ -14,7 +14,9 @@ from blendrag.cli import progress
 from blendrag.cli.ask import say_metrics, say_sources
 from blendrag.cli.search import _place
 from blendrag.corpus.retriever import RetrievedChunk
+from blendrag.engine import BlendEngine
 from blendrag.metrics import RequestMetrics
+from blendrag.text.readers import Document
 from cli.commands import QUESTION, ask, invoke, printed, refused, said
 
 
@@ -50,6 +52,18 @@ def test_a_prefix_and_an_encoding_are_those_of_every_chunk(
     assert printed(*args)["chunks_computed"] == 0  # the store remembers its encoding
     prefix.write_text("another")
     assert "another prefix" in refused(*args)
+
+
+def test_list_tells_a_file_from_an_upload_of_its_name(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "lamp.txt"
+    file.write_text("The lamp of the file.")
+    with BlendEngine(store=store) as engine:
+        engine.ingest([file, Document("lamp.txt", "The lamp of the upload.", "lamp", {})])
+    listed = invoke("list", "--store", store).stdout.splitlines()
+    assert {each.split(": ")[0] for each in listed if "lamp" in each} == {str(file), "lamp.txt"}
 
 
 def test_remove_forgets_documents_and_names_unknown_paths(store: Path) -> None:

@@ -156,6 +156,8 @@ def test_sources_of_a_path_are_the_file_its_lines_or_all_below(corpus: Corpus) -
     assert corpus.sources_of(".") == ["d%/a", *inside, "d2/a.md"]
     assert corpus.sources_of("/") == corpus.sources(), "relative ones are below this directory"
     assert corpus.sources_of(Path.cwd() / "d2") == ["d2/a.md"]
+    put(corpus, file := f"{Path.cwd()}/d2/a.md")
+    assert corpus.sources_of("d2") == [file], "d2/a.md is the name of a text that is no file"
 
 
 def test_a_failed_change_leaves_nothing_behind(corpus: Corpus) -> None:

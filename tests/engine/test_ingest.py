@@ -154,6 +154,9 @@ def test_an_uploaded_file_and_one_of_the_working_directory_with_its_name_are_two
     corpus = empty.require_corpus()
     assert corpus.sources() == [str(path), "lamp.txt"]
     assert corpus.sources_of(tmp_path) == [str(path)]
+    assert empty.remove([path.name]) == 1
+    assert corpus.sources() == ["lamp.txt"], "a file goes first, and the upload stays"
+    assert empty.remove([path.name]) == 1
 
 
 def test_documents_that_cannot_be_read_leave_no_store(tmp_path: Path) -> None:

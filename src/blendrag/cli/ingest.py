@@ -242,9 +242,13 @@ def list_documents(
     if json:
         print_json({"model": model, "documents": rows, "entries": entries, "learned": learned})
         return DONE
+    names = {row["source"] for row in rows}
     for row in rows:
         size = f"{count(row['chunks'], 'chunk')}, {count(row['tokens'], 'token')}"
-        echo(f"{_shown(row['source'])}: {size}{', the file is gone' * row['gone']}")
+        shown = _shown(row["source"])
+        # an upload may have the name by which a file would be shown
+        name = short_name(row["source"]) if shown in names else shown
+        echo(f"{name}: {size}{', the file is gone' * row['gone']}")
     added = f", {count(entries, 'text')} added by id" * bool(entries)
     added += f", {count(learned, 'passage')} learned from prompts" * bool(learned)
     echo(f"{count(len(rows), 'document')}{added}; {f'model {model}' if model else 'no model yet'}")

@@ -196,14 +196,21 @@ class Corpus:
         return not os.path.isabs(source) and any(FILE_DATE in row[4] for (row,) in rows)
 
     def sources_of(self, path: Path | str) -> list[str]:
-        """Sources of the documents read from a file, or from the files below a directory, in any spelling."""
+        """Sources of the documents read from a file, or from the files below a directory, in any spelling.
+
+        If there are none, those of texts and uploads that were given such a name.
+        """
         spelled, name = Path(path).as_posix(), os.path.realpath(path)
-        return [
+        sources = self.file_sources()
+        found = [
             source
-            for source in self.file_sources()
-            if is_at(source, spelled)
-            or (is_at(resolved(source), name) and not self.is_named(source))
+            for source in sources
+            if is_at(resolved(source), name) and not self.is_named(source)
         ]
+        files = set(filter(os.path.isabs, found))
+        # a relative source next to the file itself is a name; stores of earlier versions have no such pairs
+        found = [each for each in found if each in files or resolved(each) not in files]
+        return found or [source for source in sources if is_at(source, spelled)]
 
     def documents(self) -> list[StoredDocument]:
         """All documents that are no entries, by source."""
