@@ -26,7 +26,7 @@ class BlendRetriever(EngineFields, BaseRetriever):
 
     Chunks are grouped by document, the nearest document first, and in reading order within it.
     ``page_content`` is the chunk's text and ``metadata`` the document's own plus ``source``,
-    ``title``, ``start``, ``end``, ``chunk_id`` and ``distance`` (L2, in [0, 2]).
+    ``title``, ``start``, ``end``, ``chunk_id`` and ``distance`` (L2, in [0, 2]; ``None`` in lexical search).
 
     Example:
         ```python
@@ -38,6 +38,8 @@ class BlendRetriever(EngineFields, BaseRetriever):
 
     k: config.TopK | None = Field(default=None, alias="top_k")
     """``top_k``, as LangChain calls it."""
+    search: config.Search | None = None
+    """``hybrid``, ``dense`` or ``lexical``; ``None`` takes the engine's, by default ``hybrid``."""
     filter: Any = None
     """Which documents are searched: ``{"author": "Kim"}``, ``{"year": {"$gte": 2024}}`` or a
     ``blendrag.Filter``."""
@@ -73,6 +75,7 @@ class BlendRetriever(EngineFields, BaseRetriever):
         chunks: list[RetrievedChunk] = self.engine.retrieve(
             query,
             self.k if k is None else k,
+            search=self.search,
             filter=filter_of(self.filter if filter is None else filter),
         )
         return chunks

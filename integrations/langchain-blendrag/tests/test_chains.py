@@ -63,7 +63,17 @@ async def test_a_document_is_the_chunk_and_says_where_it_is_from(engine: BlendEn
     assert to_document(paged).metadata["page_label"] == "7–8"
 
 
+def test_the_search_can_be_chosen(engine: BlendEngine) -> None:
+    for search in ("hybrid", "dense", "lexical"):
+        documents = BlendRetriever(engine=engine, search=search, k=2).invoke(QUESTION)
+        expected = engine.retrieve(QUESTION, 2, search=search)
+        assert [each.id for each in documents] == [each.chunk_id for each in expected]
+    assert documents[0].metadata["distance"] is None
+
+
 def test_an_impossible_search_is_refused(engine: BlendEngine) -> None:
+    with pytest.raises(ValidationError, match="search 'fuzzy' must be one of hybrid, dense"):
+        BlendRetriever(engine=engine, search="fuzzy")
     with pytest.raises(ValidationError, match="top_k 0 must be a whole number of at least 1"):
         BlendRetriever(engine=engine, k=0)
     with pytest.raises(

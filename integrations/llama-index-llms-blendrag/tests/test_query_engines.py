@@ -43,7 +43,16 @@ async def test_a_node_is_the_chunk_and_says_where_it_is_from(
     assert text[node.start_char_idx : node.end_char_idx].strip() == node.text.strip()
 
 
+def test_the_search_can_be_chosen(engine: BlendEngine) -> None:
+    for search in ("hybrid", "dense", "lexical"):
+        nodes = BlendRetriever(engine=engine, search=search, similarity_top_k=2).retrieve(QUESTION)
+        expected = engine.retrieve(QUESTION, 2, search=search)
+        assert [each.node_id for each in nodes] == [each.chunk_id for each in expected]
+
+
 def test_wrong_arguments_are_refused(engine: BlendEngine) -> None:
+    with pytest.raises(InvalidInputError, match="search 'fuzzy' must be one of hybrid, dense"):
+        BlendRetriever(engine=engine, search="fuzzy")
     with pytest.raises(
         InvalidInputError, match="similarity_top_k 0 must be a whole number of at least 1"
     ):

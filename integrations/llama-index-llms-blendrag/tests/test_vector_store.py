@@ -129,7 +129,7 @@ def test_wrong_input_is_refused(store: BlendVectorStore) -> None:
     with pytest.raises(InvalidInputError, match="surrogate"):
         store.add([TextNode(id_="Bay", text=text_about("Bay") + "\ud800")])
     assert store.get_nodes() == []
-    with pytest.raises(InvalidInputError, match="'hybrid' is not one of 'default', 'mmr'"):
+    with pytest.raises(InvalidInputError, match=r"'default', 'mmr'; for .* use BlendRetriever"):
         store.query(VectorStoreQuery(query_str="x", mode=VectorStoreQueryMode.HYBRID))
     with pytest.raises(InvalidInputError, match="has no query_str"):
         store.query(VectorStoreQuery(query_embedding=[1.0]))

@@ -10,7 +10,7 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
 
-from blendrag.config import OPTIONS, EngineOptions
+from blendrag.config import OPTIONS, EngineOptions, SearchMode
 from blendrag.frameworks.engines import check_given
 from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.frameworks.streaming import to_thread
@@ -29,14 +29,16 @@ class BlendRetriever(BaseRetriever):
     """Retrieves from the corpus of a blendrag store.
 
     Nodes are grouped by document, the nearest document first, and in reading order within it. ``score``
-    is the cosine similarity. Metadata is the document's own plus ``source``, ``title``, ``chunk_id``
-    and ``distance`` (L2, in [0, 2]); it is not written into prompts or embedded unless a node's
-    ``excluded_llm_metadata_keys`` is changed. Nodes from a :class:`BlendVectorStore` are returned as added.
+    is what the search ranks by; in hybrid search, the default, it is at most 1. Metadata is the document's
+    own plus ``source``, ``title``, ``chunk_id`` and ``distance`` (L2, in [0, 2]; ``None`` in lexical
+    search); it is not written into prompts or embedded unless a node's ``excluded_llm_metadata_keys`` is
+    changed. Nodes from a :class:`BlendVectorStore` are returned as added.
 
     Args:
         model, store, options: names of the shared engine, as for :class:`BlendLLM`.
         engine: a ``BlendEngine``, instead of all these names.
         similarity_top_k: chunks to retrieve; ``None`` takes the engine's ``top_k``.
+        search: ``hybrid``, ``dense`` or ``lexical``; ``None`` takes the engine's, by default ``hybrid``.
         filters: which documents are searched; all of LlamaIndex's operators, nested.
     """
 
@@ -48,6 +50,7 @@ class BlendRetriever(BaseRetriever):
         *,
         engine: BlendEngine | None = None,
         similarity_top_k: int | None = None,
+        search: SearchMode | None = None,
         filters: MetadataFilters | None = None,
         callback_manager: CallbackManager | None = None,
         verbose: bool = False,
@@ -55,10 +58,12 @@ class BlendRetriever(BaseRetriever):
     ) -> None:
         check_keywords(BlendRetriever, options)
         OPTIONS["top_k"].check(similarity_top_k, "similarity_top_k")
+        OPTIONS["search"].check(search)
         if engine is not None:
             check_given(engine, model=model, store=store, **options)
         self._engine = EngineFields(model=model, store=store, engine=engine, **options)
         self.similarity_top_k = similarity_top_k
+        self.search = search
         self.filters = filters
         filter_of(filters)
         super().__init__(callback_manager=callback_manager, verbose=verbose)
@@ -81,7 +86,10 @@ class BlendRetriever(BaseRetriever):
     @naming_filters()
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         chunks = self.engine.retrieve(
-            query_bundle.query_str, self.similarity_top_k, filter=filter_of(self.filters)
+            query_bundle.query_str,
+            self.similarity_top_k,
+            search=self.search,
+            filter=filter_of(self.filters),
         )
         return [node_with_score(chunk) for chunk in chunks]
 

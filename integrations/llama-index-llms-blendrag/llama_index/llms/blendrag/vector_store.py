@@ -160,8 +160,8 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
         """
         if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
             raise InvalidInputError(
-                f"query mode {query.mode.value!r} is not one of 'default', 'mmr'; the corpus is searched "
-                "by vectors only"
+                f"query mode {query.mode.value!r} is not one of 'default', 'mmr'; for a search by words "
+                "use BlendRetriever over the same store"
             )
         library = self.engine.library
         asked = self._asked(query)
