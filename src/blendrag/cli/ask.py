@@ -31,6 +31,7 @@ from blendrag.cli.served import (
     ServedPieces,
     ServedSource,
     StoreServer,
+    is_announced,
     pieces,
     server_of,
 )
@@ -93,12 +94,10 @@ def ask(
         )
         _show(answer, sources, json, options.most_tokens(context))
         if imported_s >= LONG_IMPORT_S and not json:
-            opened = f"opening the model {duration(answer.metrics.opening_s)}"
-            say(
-                "note",
-                f"importing torch and transformers took {duration(imported_s)}, {opened}; with blendrag "
-                "serve running over the store, blendrag ask waits for neither",
-            )
+            took = f"importing torch and transformers took {duration(imported_s)}"
+            took += f", opening the model {duration(answer.metrics.opening_s)}"
+            advice = "; with blendrag serve running over the store, blendrag ask waits for neither"
+            say("note", took if is_announced(context) else took + advice)
         if explain is not None:
             explain.write_text(answer.explain().page(question), encoding="utf-8")
         interrupt.expect("the answer is complete; some chunks are not precomputed yet")
