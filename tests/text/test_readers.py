@@ -140,7 +140,10 @@ def test_json_lines_carry_title_id_and_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('{"text": "ok"}\n{"text": ', "line 2 is not valid JSON"),
+        (
+            '{"text": "ok"}\n{"text": ',
+            r"line 2 is not valid JSON \(Expecting value at character 9\)",
+        ),
         ('{"text": "ok"}\n[1]', "line 2 is not an object"),
         ('{"title": "x"}', 'line 1 is not an object with a string under "text"'),
         ('{"text": " "}', "line 1 has an empty"),

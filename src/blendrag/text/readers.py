@@ -538,7 +538,10 @@ def _jsonl_document(path: Path, number: int, line: str) -> Document:
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as exc:
-        raise _BadLine(f"is not valid JSON ({exc}); write one object to a line") from exc
+        why = str(exc)
+        if isinstance(exc, json.JSONDecodeError):  # its own text calls each line the first one
+            why = f"{exc.msg} at character {exc.pos}"
+        raise _BadLine(f"is not valid JSON ({why}); write one object to a line") from exc
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise _BadLine('is not an object with a string under "text"; write {"text": "…"}')
     if not (text := _with_newlines(record["text"])).strip():
