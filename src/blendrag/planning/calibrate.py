@@ -292,6 +292,8 @@ class Race:
 MIN_STANDARD_ERRORS = 2
 #: A smaller ratio may lose this share of the tokens that the largest one agrees on.
 MAX_LOST_AGREEMENT = 0.01
+#: Its KL may be higher by this share, however few prompts there were to tell the two apart.
+MAX_LOST_KL = 0.5
 
 
 @dataclass(frozen=True)
@@ -342,8 +344,9 @@ class Calibration:
     @property
     def is_as_close(self) -> bool:
         """Whether this ratio is as close to full prefill as the largest one."""
-        is_within_noise = self.loss <= MIN_STANDARD_ERRORS * self.loss_error
-        return is_within_noise and self.lost_agreement <= MAX_LOST_AGREEMENT
+        largest_kl = self.kl - self.loss
+        allowed = min(MIN_STANDARD_ERRORS * self.loss_error, MAX_LOST_KL * largest_kl)
+        return self.loss <= allowed and self.lost_agreement <= MAX_LOST_AGREEMENT
 
     @classmethod
     def of(cls, default: str, candidate: str, ratio: float, rows: Sequence[Row]) -> Calibration:
