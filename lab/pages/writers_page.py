@@ -109,7 +109,7 @@ def writers_text(measured: Mapping[str, ByTask]) -> str:
         ("model", lambda line: line[0]),
         ("n", lambda line: str(line[1].n)),
         ("r", lambda line: f"{line[1].ratio:.2f}"),
-        *(_encoded(how, lambda line: line[1:], timed=True) for how in _SUFFIXES),
+        *(_encoded(how, lambda line: line[1:], timed=True) for how in _measured(lines)),
     ]
     parts = [_PICTURE, table(columns, lines).markdown()]
     tasks = [task for task in TASKS if any(task in of for of in measured.values())]
@@ -127,10 +127,16 @@ def _by_task(measured: Mapping[str, ByTask], tasks: Sequence[str]) -> str:
         ("r = 0", lambda line: line[0]),
         ("task", lambda line: line[1]),
         ("n", lambda line: str(line[2].n)),
-        *(_encoded(how, lambda line: line[2:]) for how in _SUFFIXES),
+        *(_encoded(how, lambda line: line[2:]) for how in _measured(lines)),
         ("full prefill right: agreement", lambda line: _where_right(line[2], line[3])),
     ]
     return table(columns, lines).markdown()
+
+
+def _measured(lines: Sequence[tuple[Any, ...]]) -> list[str]:
+    """How the chunks of ``lines``, which end with all ways of each, were encoded."""
+    policies = {each.policy for line in lines for each in line[-1]}
+    return [how for how, suffix in _SUFFIXES.items() if f"{REUSE}{suffix}" in policies]
 
 
 def _where_right(alone: Fidelity, points: Sequence[Fidelity]) -> str:

@@ -332,11 +332,11 @@ def test_writers_are_compared_by_commands_without_paths_and_times_have_their_own
     table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| tiny |")]
     half = "**0.50 [0.40, 0.60]**"
     assert table[:2] == [
-        ["tiny", "6", "0.00", "0.4<br>0.500; 20.0×", f"0.2<br>{half}<br>0.700; 20.0×", "–"],
+        ["tiny", "6", "0.00", "0.4<br>0.500; 20.0×", f"0.2<br>{half}<br>0.700; 20.0×"],
         ["tiny", "6", "0.15", f"0.2<br>{half}<br>0.800; 5.0×",
-         "0.1<br>**0.75 [0.65, 0.85]**<br>0.850; 5.0×", "–"],
+         "0.1<br>**0.75 [0.65, 0.85]**<br>0.850; 5.0×"],
     ]  # fmt: skip
-    code = ["0.4<br>0.500", f"0.2<br>{half}<br>0.700", "–", "n = 3: 0.400 → 0.600"]
+    code = ["0.4<br>0.500", f"0.2<br>{half}<br>0.700", "n = 3: 0.400 → 0.600"]
     assert table[2] == ["tiny", "code", "6", *code]
     written = load_written(results)
     panel = plots.agreement_against_ttft(frontiers(written)).axes[0]
