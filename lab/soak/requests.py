@@ -805,9 +805,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         asked = given.requests, given.clients, given.seed
         outcome = asyncio.run(run(Path(folder), *asked, say=lambda line: print(line, flush=True)))
+    print(*outcome.differences, sep="\n\n")
     half = outcome.mebibytes[len(outcome.mebibytes) // 2]
     assert outcome.mebibytes[-1] < (1 + LEAK) * half, f"memory grew: {outcome.mebibytes} MiB"
-    print(*outcome.differences, sep="\n\n")
     raise SystemExit(bool(outcome.differences))
 
 

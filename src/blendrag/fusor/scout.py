@@ -73,7 +73,10 @@ class Scout:
         return self.rows.first(self.rows.count - self.asking)
 
     def add(self, weights: torch.Tensor) -> None:
-        """``weights`` ``[H, s, N]`` of rows that ask, or a KV head's as rows of one head. May change them."""
+        """Add ``weights`` ``[H, s, N]`` of rows that ask, or those of a KV head as rows of one head.
+
+        They may be changed in place.
+        """
         if self.sums_layer:
             if self._sqrt:
                 weights.sqrt_()

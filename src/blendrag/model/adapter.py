@@ -1,7 +1,8 @@
 """The adapter around one unmodified Hugging Face causal LM.
 
 It knows the model's structure, KV layout, identity and tokenizers, moves keys to other positions, and
-encodes a chunk after its prefix. It puts the model into eval mode and changes nothing else. A model whose
+encodes a chunk after its prefix. It puts the model into eval mode and changes nothing else, but in models
+that keep running states in their modules (:mod:`blendrag.model.own_states`). A model whose
 KV cannot be moved still gets an adapter: ``refusal`` says why, and :meth:`require_blendable` raises it.
 """
 

@@ -125,7 +125,7 @@ class Composition:
         Raises :class:`InvalidInputError` for NaN and infinity in a running state.
         """
         cache, skip = self.new_cache(), len(before)
-        first = before[: bool(position)]
+        first = before[:1] if position else ()
         if first:  # at position 0, where RecurrentGemma starts its states
             self.forward(self._batch(first), cache, 0)
             self._move_held(cache, position)

@@ -112,7 +112,8 @@ def shortest(waiting: Sequence[Pending[Any]]) -> Sequence[Pending[Any]]:
 
 
 class Scheduler:
-    """Begins calls, the shortest first and background ones last, and decodes for all that run.
+    """Begins calls, the shortest first, and decodes for all that run. Background calls begin only while there
+    are no others.
 
     Its thread starts with the first call. Thread-safe.
     """
