@@ -57,7 +57,7 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "a number as prompt": (generate(5), "a text or a list of messages"),
     "a number as message": (generate(["hi", 5]), "a text or a list"),
     "no question": (lambda e: e.retrieve(None), "expected a text"),  # type: ignore[arg-type]
-    "top p alone": (generate(top_p=0.9), "add temperature"),
+    "top p alone": (generate(top_p=0.9), "add a temperature"),
     "top k": (lambda e: e.ask("what?", top_k=0), "of at least 1"),
     "options as top k": (lambda e: e.ask("what?", Options()), "whole number"),  # type: ignore[arg-type]
     "an unknown option": (

@@ -53,6 +53,14 @@ def asked(root: Path, **given: Any) -> serving.ServedPieces | None:
     return serving.pieces(context, QUESTION)
 
 
+@pytest.fixture
+def opens_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine_for(*_: Any) -> None:
+        raise AssertionError("the command opened a model")
+
+    monkeypatch.setattr("blendrag.cli.options.engine_for", engine_for)
+
+
 def test_a_question_is_answered_by_the_stores_server_and_imports_no_torch(
     served: Live, demo_engine: BlendEngine
 ) -> None:
@@ -127,12 +135,41 @@ def test_no_server_is_advised_where_one_runs_and_the_options_need_an_engine(
     assert advice not in told
 
 
-def test_a_refused_question_is_answered_without_the_server(
+def test_a_question_over_a_limit_of_the_server_is_answered_without_it(
     served: Live, demo_engine: BlendEngine, capsys: Any
 ) -> None:
     with announced(served, demo_engine.root):
         assert asked(demo_engine.root, top_k=100_000) is None
-    assert "which refused the question: top_k is 100000" in capsys.readouterr().err
+    assert "which refused the question: blendrag.top_k is 100000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--policy", "nonsense"], "--policy 'nonsense' is not one of "),
+        (["--stop", ""], "--stop holds an empty text"),
+        (["--chat-template-kwargs", "messages=1"], "--chat-template-kwargs has 'messages'"),
+        (["--where", "yaer"], "--where 'yaer' "),
+        (
+            ["--generate-kwargs", "repetition_penalty=200"],
+            "--generate-kwargs repetition_penalty 200 must be a number above 0, at most 100",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["ask", "chat"])
+def test_a_wrong_option_is_refused_once_by_its_name_on_the_command_line(
+    served: Live,
+    demo_engine: BlendEngine,
+    opens_no_model: None,
+    command: str,
+    given: list[str],
+    why: str,
+) -> None:
+    args = [*[QUESTION] * (command == "ask"), "--store", demo_engine.root, *given]
+    with announced(served, demo_engine.root):
+        told = invoke(command, *args, stdin=QUESTION).stderr.splitlines()
+    assert [line.startswith(f"error: {why}") for line in told] == [*[False] * (len(told) - 1), True]
+    assert not any("refused the question" in line for line in told)
 
 
 @pytest.mark.parametrize(
@@ -284,14 +321,6 @@ def chat(root: Path, stdin: str, *more: str) -> Result:
     return invoke(
         "chat", "--store", root, "--max-new-tokens", "12", "--no-sources", *more, stdin=stdin
     )
-
-
-@pytest.fixture
-def opens_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def engine_for(*_: Any) -> None:
-        raise AssertionError("the command opened a model")
-
-    monkeypatch.setattr("blendrag.cli.options.engine_for", engine_for)
 
 
 def test_a_conversation_is_answered_by_the_stores_server(

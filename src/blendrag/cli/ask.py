@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, overload
 import typer
 
 from blendrag.cli import interrupt, options
-from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.lifecycle import DONE, begin, by_its_option, reporting
 from blendrag.cli.output import (
     duration,
     echo,
@@ -36,7 +36,7 @@ from blendrag.cli.served import (
     server_of,
 )
 from blendrag.config import settings
-from blendrag.errors import BlendragError, ContextOverflowError, InvalidInputError, check_unicode
+from blendrag.errors import BlendragError, check_unicode
 
 if TYPE_CHECKING:
     from blendrag.corpus.filters import Filter
@@ -225,8 +225,7 @@ class _Conversation:
         except KeyboardInterrupt:
             say("note", "the answer was ended")
         except BlendragError as error:
-            shown = error.by("--top-k") if isinstance(error, ContextOverflowError) else error
-            say("error", str(shown))
+            say("error", str(by_its_option(error, self.context.params)))
             return
         if said:
             self.history.append((question, "".join(said).strip()))
@@ -236,8 +235,8 @@ class _Conversation:
             try:
                 return self.server.ask(question, self.history)
             except NotServed as why:
-                if why.holds_here:
-                    raise InvalidInputError(str(why.error["message"])) from why
+                if (error := why.error_here) is not None:
+                    raise error from why
                 self.server.not_used(why)
                 self.server = None
         engine = self.engine or self._open()

@@ -18,6 +18,7 @@ from typing import ParamSpec
 import typer
 
 from blendrag.cli import interrupt
+from blendrag.cli.options import flag
 from blendrag.cli.output import confirmed, echo, say
 from blendrag.config import settings
 from blendrag.errors import (
@@ -182,19 +183,21 @@ def interrupted() -> int:
     return INTERRUPTED
 
 
-def _by_its_option(error: BlendragError, given: Mapping[str, object]) -> BlendragError:
+def by_its_option(error: BlendragError, given: Mapping[str, object]) -> BlendragError:
     """The same error, naming the option that led to it, of the command with these options ``given``."""
     if isinstance(error, ContextOverflowError):
         return error.by("--top-k")
-    if isinstance(error, InvalidOptionError) and error.name == "filter":
+    if not isinstance(error, InvalidOptionError):
+        return error
+    if error.name == "filter":
         return error.called("--only" if given.get("only") and not given.get("where") else "--where")
-    return error
+    return error.called(flag(error.name)) if given.get(error.name) is not None else error
 
 
 def _status_of(error: Exception, given: Mapping[str, object]) -> int:
     """The exit status for an error, after printing its sentence. Raises defects again."""
     if isinstance(error, BlendragError):
-        say("error", str(_by_its_option(error, given)))
+        say("error", str(by_its_option(error, given)))
         if isinstance(error, UnsupportedModelError):
             return REFUSED_MODEL
         if isinstance(error, RequestCancelled):

@@ -154,6 +154,12 @@ def shared(name: str, default: Any = None) -> Any:
     return optional(text, *row.flags.split())
 
 
+def flag(name: str) -> str:
+    """How the command line spells an option."""
+    row = OPTIONS.get(name)
+    return (row and row.flags) or f"--{name.replace('_', '-')}"
+
+
 def takes(*names: str, **defaults: Any) -> Callable[[F], F]:
     """Decorator: a command has these options of the table; their values are in ``context.params``.
 

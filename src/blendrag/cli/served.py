@@ -26,7 +26,12 @@ from blendrag import __version__
 from blendrag.cli import options
 from blendrag.cli.output import say
 from blendrag.config import Settings, absolute_model, settings
-from blendrag.errors import BlendragError, InvalidInputError, InvalidOptionError
+from blendrag.errors import (
+    BlendragError,
+    InvalidInputError,
+    InvalidOptionError,
+    UnsupportedModelError,
+)
 from blendrag.metrics import ChunkReport, RequestMetrics
 from blendrag.store import server_record
 from blendrag.store.server_record import ServerRecord
@@ -64,6 +69,15 @@ _OF_SERVER = frozenset({"model", "store", "ram_bytes", "disk_bytes", "remote", "
 
 #: The code of a refusal for a prompt that is too long, with the server or without.
 TOO_LONG = "context_length_exceeded"
+#: The code of a refusal that a limit of the server causes, and not the request.
+SERVER_LIMIT = "server_limit"
+#: Names of options by those that a request has for them.
+_OPTIONS = {
+    **{sent: name for name, sent in _FIELDS.items()},
+    **{f"blendrag.{name}": name for name in _BLENDING},
+    **dict.fromkeys((*_GENERATE, *_SAMPLING), "generate_kwargs"),
+    "filters": "filter",
+}
 
 
 class NotServed(Exception):
@@ -75,9 +89,21 @@ class NotServed(Exception):
         self.error = error or {}
 
     @property
-    def holds_here(self) -> bool:
-        """Whether the command would refuse the question, too, after it has opened the model."""
-        return self.error.get("code") == TOO_LONG or self.error.get("param") == "filters"
+    def error_here(self) -> BlendragError | None:
+        """What the command would refuse the question with, too, after it has opened the model."""
+        param, code = str(self.error.get("param")), self.error.get("code")
+        message = str(self.error.get("message", ""))
+        if code == TOO_LONG:
+            for sent in ("blendrag.top_k", "max_tokens"):
+                message = message.replace(sent, options.flag(_OPTIONS[sent]))
+            return InvalidInputError(message)
+        if code == SERVER_LIMIT or param not in _OPTIONS:
+            return None
+        name = _OPTIONS[param]
+        if name == "mode":  # its values are checked before: the model has no such mode
+            return UnsupportedModelError(message)
+        wrong = message if name == "generate_kwargs" else message.removeprefix(f"{param} ")
+        return InvalidOptionError(name, wrong)
 
 
 class ServedSource(SimpleNamespace):
@@ -197,18 +223,15 @@ def server_of(context: typer.Context) -> StoreServer | None:
 
 def pieces(context: typer.Context, question: str) -> ServedPieces | None:
     """The answer of the store's running server; ``None`` without :func:`server_of`. A note says why a server
-    that is there does not answer. Raises :class:`InvalidInputError` if it would be refused here, too."""
+    that is there does not answer. Raises the error of a question that would be refused here, too."""
     server = server_of(context)
     if server is None:
         return None
     try:
         found = server.ask(question)
     except NotServed as why:
-        if why.holds_here:
-            message, param = str(why.error["message"]), why.error.get("param")
-            if param == "filters":
-                raise InvalidOptionError("filter", message.removeprefix(f"{param} ")) from why
-            raise InvalidInputError(message) from why
+        if (error := why.error_here) is not None:
+            raise error from why
         server.not_used(why)
         return None
     say("note", f"answered by the server of this store at {server.record.url}")

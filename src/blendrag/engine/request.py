@@ -182,7 +182,7 @@ class Options:
             raise InvalidOptionError(
                 "top_p",
                 f"{self.top_p} without a temperature, expected both, as decoding is greedy without one; "
-                "add temperature=1.0 to sample from the model's own probabilities",
+                "add a temperature, such as 1.0 for the model's own probabilities",
             )
         object.__setattr__(self, "tools", tuple(self.tools or ()))
         object.__setattr__(self, "stop", self._stop_texts())

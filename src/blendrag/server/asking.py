@@ -28,7 +28,7 @@ from blendrag.server.bodies import (
     CompletionBody,
     Generating,
 )
-from blendrag.server.refusals import Refusal, wrong_field
+from blendrag.server.refusals import Refusal, over_limit, wrong_field
 from blendrag.wording import quoted
 
 #: Arguments of the template that have their own fields.
@@ -215,11 +215,11 @@ def _options(
 ) -> Options:
     """Options of the engine. Raises :class:`Refusal` for what it cannot do."""
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
-        raise wrong_field("stop", f"has {len(body.stop)} texts, expected at most {MAX_STOPS}")
+        raise over_limit("stop", f"has {len(body.stop)} texts, expected at most {MAX_STOPS}")
     if max_new_tokens is None and limit is not None:
         max_new_tokens = min(engine.settings.max_new_tokens or limit, limit)
     if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
-        raise wrong_field(
+        raise over_limit(
             "max_tokens",
             f"is {max_new_tokens}, and this server allows at most {limit} (--max-tokens)",
         )
@@ -429,9 +429,7 @@ def _with_texts(
     top_k = body.blendrag.top_k if body.blendrag else None
     search = body.blendrag.search if body.blendrag else None
     if top_k is not None and top_k > MAX_TOP_K:
-        raise Refusal(
-            400, f"top_k is {top_k}, expected at most {MAX_TOP_K}", param="blendrag.top_k"
-        )
+        raise over_limit("blendrag.top_k", f"is {top_k}, expected at most {MAX_TOP_K}")
     before = earlier[-1] if earlier else ""
     chunks = tuple(
         engine.retrieve(

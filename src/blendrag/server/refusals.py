@@ -89,6 +89,11 @@ def wrong_field(name: str, what: str) -> Refusal:
     return Refusal(400, f"{name} {what}", param=name)
 
 
+def over_limit(name: str, what: str) -> Refusal:
+    """The refusal of a field that an engine takes, and that is too much for this server."""
+    return Refusal(400, f"{name} {what}", param=name, code="server_limit")
+
+
 class ClientGoneError(BlendragError):
     """The client closed the connection, or reads no more of it."""
 
