@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFull
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import linear_layers, single_steps
 from blendrag.model.continuation import Continuation, KVSource
+from blendrag.model.growing_layers import grow_in_place
 from blendrag.model.linear_layers import LayerRecord, LinearLayer, Map, MixerRun
 from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
 from blendrag.model.structure import DecoderStack, hybrid_stack
@@ -338,4 +339,5 @@ def _unwindowed(cache: Cache) -> Cache:
             cache.layers[index] = (
                 LinearAttentionAndFullAttentionLayer(states) if states else DynamicLayer()
             )
+    grow_in_place(cache)
     return cache

@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 from blendrag.errors import UnsupportedModelError
 from blendrag.model import own_states
 from blendrag.model.fingerprint import depends_on_length, is_quantised
+from blendrag.model.growing_layers import grow_in_place
 from blendrag.model.kv_compare import LOGIT_TOLERANCE, difference_of, shows_errors
 from blendrag.model.linear_layers import has_states
 from blendrag.model.structure import check_placement, decoder_list, unsupported_if_raising
@@ -105,9 +106,10 @@ class Continuation:
 
     def new_cache(self) -> Cache:
         """One that holds nothing."""
-        if self._own_cache is not None:
-            return self._own_cache()
-        return DynamicCache(config=self._text_config)
+        own = self._own_cache
+        cache = DynamicCache(config=self._text_config) if own is None else own()
+        grow_in_place(cache)
+        return cache
 
     @property
     def _text_config(self) -> Any:
